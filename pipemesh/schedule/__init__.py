@@ -32,6 +32,7 @@ from pipemesh.schedule.csv_format import from_csv, to_csv
 from pipemesh.schedule.list_schedule import list_schedule
 from pipemesh.schedule.schedule import Schedule
 from pipemesh.schedule.simulate import simulate
+from pipemesh.schedule.spec import ScheduleSpec
 from pipemesh.schedule.timeline import Timeline
 from pipemesh.schedule.validate import execution_order, validate
 
@@ -39,6 +40,7 @@ __all__ = [
     "Action",
     "Costs",
     "Schedule",
+    "ScheduleSpec",
     "Timeline",
     "build",
     "dual_pipe_v",

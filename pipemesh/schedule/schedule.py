@@ -60,6 +60,18 @@ class Schedule:
         """Whether no row holds a backward action: an inference schedule."""
         return not any(action.kind != "F" for row in self.rows for action in row)
 
+    def only_forward(self) -> Schedule:
+        """The same stages on the same devices, for inference: the forward actions alone.
+
+        Example:
+            >>> from pipemesh.schedule import one_f_one_b
+            >>> print(one_f_one_b(2, 2).only_forward())
+            0: 0F0 0F1
+            1: 1F0 1F1
+        """
+        rows = tuple(tuple(a for a in row if a.kind == "F") for row in self.rows)
+        return dataclasses.replace(self, rows=rows)
+
     def __str__(self) -> str:
         return self.to_text()
 

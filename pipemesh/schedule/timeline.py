@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from functools import cached_property
 
@@ -32,7 +33,7 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """When every action of a schedule starts and ends, as `pipemesh.schedule.simulate` found.
+    """When every action of a schedule starts and ends, as simulated or as measured.
 
     Time starts at 0 and is in the unit of the costs.
 
@@ -170,18 +171,29 @@ class Timeline:
         while True:
             action, start = self.schedule.rows[device][tick], self.starts[device][tick]
             path.append(Span(device, tick, action, start, self.ends[device][tick]))
-            if start <= 0:
+            before = self.ends[device][tick - 1] if tick else -math.inf
+            sources = [where[a] for a in self._sources(action) if a in where]
+            if start <= 0 or not (tick or sources):
                 return tuple(reversed(path))
-            if tick and self.ends[device][tick - 1] == start:
+            # What was measured does not start exactly when something else ends.
+            if not sources or before >= self._arrival(*sources[0], device):
                 tick -= 1
             else:
-                source = next(a for a in self._sources(action) if a in where)
-                device, tick = where[source]
+                device, tick = sources[0]
+
+    def _arrival(self, device: int, tick: int, receiver: int) -> float:
+        """When the result of an action can be used on a device."""
+        end = self.ends[device][tick]
+        if device == receiver:
+            return end
+        action = self.schedule.rows[device][tick]
+        transfer = self.costs.per_stage(self.schedule.num_stages).transfer
+        return end + transfer[action.stage if action.kind == "F" else action.stage - 1]
 
     @staticmethod
     def _sources(action: Action) -> tuple[Action, ...]:
         if action.kind == "F":
-            return (Action(action.stage - 1, "F", action.microbatch),)
+            return (Action(action.stage - 1, "F", action.microbatch),) if action.stage else ()
         return tuple(Action(action.stage + 1, kind, action.microbatch) for kind in "BI")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pipemesh.schedule.render.axis import number
 from pipemesh.schedule.render.memory import memory_to_svg
 from pipemesh.schedule.render.svg import escape, to_svg
@@ -50,7 +52,9 @@ document.addEventListener('pointermove', event => {
 """
 
 
-def to_html(timeline: Timeline, *, title: str = "Pipeline schedule") -> str:
+def to_html(
+    timeline: Timeline, *, title: str = "Pipeline schedule", measured: Timeline | None = None
+) -> str:
     """Draws the schedule, the summary and the memory plot on one page.
 
     Hovering over a cell shows its stage, microbatch and times.
@@ -58,6 +62,7 @@ def to_html(timeline: Timeline, *, title: str = "Pipeline schedule") -> str:
     Args:
         timeline: what to draw.
         title: the heading of the page.
+        measured: what a real step took, in the same unit; shown beside it.
 
     Returns:
         An HTML document that loads nothing from anywhere.
@@ -67,25 +72,21 @@ def to_html(timeline: Timeline, *, title: str = "Pipeline schedule") -> str:
         >>> to_html(simulate(gpipe(2, 2))).startswith("<!DOCTYPE html>")
         True
     """
-    schedule = timeline.schedule
-    facts = [
-        ("devices", str(schedule.num_devices)),
-        ("stages", str(schedule.num_stages)),
-        ("microbatches", str(schedule.num_microbatches)),
-        ("makespan", number(timeline.makespan)),
-        ("bubble, all devices", f"{number(timeline.total_bubble)} ({timeline.bubble_ratio:.1%})"),
-        ("largest own-span bubble", number(max(timeline.own_span_bubble, default=0.0))),
-        ("peak activations", str(max(timeline.peak_activations, default=0))),
-    ]
-    summary = "\n".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in facts)
-    rows = "\n".join(
-        f"<tr><td>{device}</td><td>{number(timeline.busy[device])}</td>"
-        f"<td>{number(timeline.bubble[device])}</td>"
-        f"<td>{number(timeline.own_span_bubble[device])}</td>"
-        f"<td>{timeline.peak_activations[device]}</td></tr>"
-        for device in range(schedule.num_devices)
+    shown = {"": timeline} if measured is None else {"predicted": timeline, "measured": measured}
+    timelines = "\n".join(
+        f"<h2>{'Timeline' + (f', {name}' if name else '')}</h2>\n"
+        f'<div class="scroll">\n{to_svg(each, title=name, widest=_WIDEST)}</div>'
+        for name, each in shown.items()
     )
-    path = " &rarr; ".join(str(span.action) for span in timeline.critical_path)
+    devices = "\n".join(
+        f"<h2>{'Devices' + (f', {name}' if name else '')}</h2>\n{_devices(each)}"
+        for name, each in shown.items()
+    )
+    paths = "\n".join(
+        f"<h2>{'Critical path' + (f', {name}' if name else '')}</h2>\n"
+        f"<p>{' &rarr; '.join(str(span.action) for span in each.critical_path)}</p>"
+        for name, each in shown.items()
+    )
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -95,25 +96,56 @@ def to_html(timeline: Timeline, *, title: str = "Pipeline schedule") -> str:
 </head>
 <body>
 <h1>{escape(title)}</h1>
-<table>
-{summary}
-</table>
-<h2>Timeline</h2>
-<div class="scroll">
-{to_svg(timeline, widest=_WIDEST)}</div>
+{_summary(shown)}
+{timelines}
 <h2>Memory</h2>
 <div class="scroll">
 {memory_to_svg(timeline, widest=_WIDEST)}</div>
-<h2>Devices</h2>
-<table>
-<tr><th>device</th><th>busy</th><th>bubble</th><th>own-span bubble</th>
-<th>peak activations</th></tr>
-{rows}
-</table>
-<h2>Critical path</h2>
-<p>{path}</p>
+{devices}
+{paths}
 <div id="tip" role="tooltip"></div>
 <script>{_SCRIPT}</script>
 </body>
 </html>
 """
+
+
+def _summary(shown: Mapping[str, Timeline]) -> str:
+    """Facts about each timeline, one column each."""
+    columns = [
+        [
+            ("devices", str(timeline.schedule.num_devices)),
+            ("stages", str(timeline.schedule.num_stages)),
+            ("microbatches", str(timeline.schedule.num_microbatches)),
+            ("makespan", number(timeline.makespan)),
+            (
+                "bubble, all devices",
+                f"{number(timeline.total_bubble)} ({timeline.bubble_ratio:.1%})",
+            ),
+            ("largest own-span bubble", number(max(timeline.own_span_bubble, default=0.0))),
+            ("peak activations", str(max(timeline.peak_activations, default=0))),
+        ]
+        for timeline in shown.values()
+    ]
+    rows: list[str] = []
+    if len(shown) > 1:
+        rows.append(f"<tr><th></th>{''.join(f'<th>{name}</th>' for name in shown)}</tr>")
+    for facts in zip(*columns, strict=True):
+        cells = "".join(f"<td>{value}</td>" for _, value in facts)
+        rows.append(f"<tr><th>{facts[0][0]}</th>{cells}</tr>")
+    return "<table>\n" + "\n".join(rows) + "\n</table>"
+
+
+def _devices(timeline: Timeline) -> str:
+    rows = "\n".join(
+        f"<tr><td>{device}</td><td>{number(timeline.busy[device])}</td>"
+        f"<td>{number(timeline.bubble[device])}</td>"
+        f"<td>{number(timeline.own_span_bubble[device])}</td>"
+        f"<td>{timeline.peak_activations[device]}</td></tr>"
+        for device in range(timeline.schedule.num_devices)
+    )
+    return f"""<table>
+<tr><th>device</th><th>busy</th><th>bubble</th><th>own-span bubble</th>
+<th>peak activations</th></tr>
+{rows}
+</table>"""

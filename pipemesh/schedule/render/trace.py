@@ -12,12 +12,15 @@ from pipemesh.schedule.timeline import Timeline
 _COLOURS = {"F": "thread_state_running", "B": "bad", "I": "terrible", "W": "good"}
 
 
-def to_trace(timeline: Timeline, *, microseconds: float = 1000.0) -> str:
+def to_trace(
+    timeline: Timeline, *, microseconds: float = 1000.0, measured: Timeline | None = None
+) -> str:
     """Writes one thread a device, one slice an action, and a counter of what each device holds.
 
     Args:
         timeline: what to write.
         microseconds: how long one unit of the costs lasts in the trace.
+        measured: what a real step took, in the same unit; written below as a process of its own.
 
     Returns:
         JSON in the Trace Event Format.
@@ -28,17 +31,28 @@ def to_trace(timeline: Timeline, *, microseconds: float = 1000.0) -> str:
         >>> [event["name"] for event in events if event["ph"] == "X"]
         ['0F0', '0B0']
     """
+    if measured is None:
+        events = _events(timeline, 0, "pipeline", microseconds)
+    else:
+        events = _events(timeline, 0, "predicted", microseconds)
+        events += _events(measured, 1, "measured", microseconds)
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=None) + "\n"
+
+
+def _events(
+    timeline: Timeline, process: int, title: str, microseconds: float
+) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": "pipeline"}}
+        {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": title}}
     ]
     for device in range(timeline.schedule.num_devices):
         name = {"name": f"device {device}"}
         events += [
-            {"ph": "M", "name": "thread_name", "pid": 0, "tid": device, "args": name},
+            {"ph": "M", "name": "thread_name", "pid": process, "tid": device, "args": name},
             {
                 "ph": "M",
                 "name": "thread_sort_index",
-                "pid": 0,
+                "pid": process,
                 "tid": device,
                 "args": {"sort_index": device},
             },
@@ -51,7 +65,7 @@ def to_trace(timeline: Timeline, *, microseconds: float = 1000.0) -> str:
                 "name": str(action),
                 "cat": NAMES[action.kind],
                 "cname": _COLOURS[action.kind],
-                "pid": 0,
+                "pid": process,
                 "tid": span.device,
                 "ts": span.start * microseconds,
                 "dur": (span.end - span.start) * microseconds,
@@ -64,9 +78,9 @@ def to_trace(timeline: Timeline, *, microseconds: float = 1000.0) -> str:
                 {
                     "ph": "C",
                     "name": f"activations of device {device}",
-                    "pid": 0,
+                    "pid": process,
                     "ts": time * microseconds,
                     "args": {"held": held},
                 }
             )
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=None) + "\n"
+    return events
