@@ -25,6 +25,14 @@ class MeshError(PipemeshError, ValueError):
     """A mesh or its text form is malformed."""
 
 
+class ShapeError(PipemeshError, ValueError):
+    """The dims of tensors do not fit each other or the operation."""
+
+
+class LayoutError(PipemeshError, ValueError):
+    """A layout rule is malformed, or a tensor cannot be split as the rules say."""
+
+
 class DeviceError(PipemeshError, RuntimeError):
     """The devices that a plan names do not exist or are set up too late."""
 

@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import hypothesis
 import pytest
 import tensorflow as tf
 from absl import flags
@@ -19,6 +20,10 @@ tf.config.threading.set_intra_op_parallelism_threads(1)
 
 # After the devices are set: lets tests import lingvo.
 from pipemesh.layers import lingvo_loader as lingvo_loader  # noqa: E402
+
+# A machine that does other work as well is no reason to fail.
+hypothesis.settings.register_profile("pipemesh", deadline=None)
+hypothesis.settings.load_profile("pipemesh")
 
 # As in any program that runs under absl: lingvo reads its flags.
 flags.FLAGS.mark_as_parsed()

@@ -1,1 +1,39 @@
-"""Names become TensorFlow operations: devices and random numbers."""
+"""Names become TensorFlow operations: tensors with named dims, devices and random numbers.
+
+Example:
+    >>> import tensorflow as tf
+    >>> from pipemesh.lowering import PlacementLowering, ops
+    >>> from pipemesh.mesh import LayoutRules, Mesh
+    >>> mesh, rules = Mesh.from_text("model:2"), LayoutRules.from_text("hidden:model")
+    >>> lowering = PlacementLowering(mesh, rules, ["CPU:0", "CPU:0"])
+    >>> x = ops.import_tensor(lowering, tf.ones([3, 4]), "batch:3;hidden:4")
+    >>> total = ops.reduce_sum(x * 2.0, "hidden")
+    >>> total
+    Tensor('batch:3', float32)
+    >>> ops.export_tensor(total).numpy().tolist()
+    [8.0, 8.0, 8.0]
+    >>> print(lowering.costs)
+    axes   primitive   pass     calls  bytes
+    model  all_reduce  forward      1     12
+    total                           1     12
+"""
+
+from pipemesh.lowering import ops as ops
+from pipemesh.lowering.cores import Cores
+from pipemesh.lowering.costs import CommunicationCosts
+from pipemesh.lowering.lowering import Lowering
+from pipemesh.lowering.placement import PlacementLowering
+from pipemesh.lowering.simd import SimdLowering
+from pipemesh.lowering.simd_pipeline import SimdPipeline
+from pipemesh.lowering.tensor import Tensor
+
+__all__ = [
+    "CommunicationCosts",
+    "Cores",
+    "Lowering",
+    "PlacementLowering",
+    "SimdLowering",
+    "SimdPipeline",
+    "Tensor",
+    "ops",
+]

@@ -17,11 +17,9 @@ batch, and the dim whose size differs between the two traces is the batch dim.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -32,53 +30,40 @@ from tensorflow.python.ops import gen_random_ops, gen_stateless_random_ops
 from tensorflow.python.ops import gen_stateless_random_ops_v2 as gen_v2
 
 from pipemesh.errors import PipelineError
+from pipemesh.lowering.random_scope import (
+    LayerSpan,
+    NeedWholeShapes,
+    Position,
+    Scope,
+    draw_seed,
+    is_active,
+    layer_aliases,
+    layer_scope,
+    layer_spans,
+    loop_scope,
+    scopes,
+)
+
+__all__ = [
+    "LayerSpan",
+    "NeedWholeShapes",
+    "Position",
+    "Share",
+    "advance_counter",
+    "draw_seed",
+    "is_active",
+    "layer_aliases",
+    "layer_scope",
+    "layer_spans",
+    "loop_scope",
+    "plan_free_randomness",
+    "share_of_draw",
+]
 
 _PHILOX = 1
 _AUTO = 3
 # 32-bit values that one step of the Philox counter yields.
 _GROUP = 4
-
-
-class NeedWholeShapes(Exception):
-    """A microbatch draws random numbers, but the whole batch's shapes are not known yet."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Position:
-    """Where a microbatch lies in the whole batch.
-
-    Attributes:
-        microbatch: int64 scalar, the index of the microbatch.
-        num_microbatches: how many microbatches the whole batch has.
-        microbatch_size: how many examples a microbatch has.
-        batch_dim: the dim along which the inputs of the pipeline are cut.
-        whole_shapes: the shape of every draw of the stage for the whole batch, in order; None if
-            not known yet (then a draw raises `NeedWholeShapes`).
-    """
-
-    microbatch: tf.Tensor
-    num_microbatches: int
-    microbatch_size: int
-    batch_dim: int
-    whole_shapes: tuple[tuple[int, ...], ...] | None
-
-
-@dataclasses.dataclass
-class _Scope:
-    step: tf.Tensor | None
-    position: Position | None
-    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    layer: str = ""
-    draws_in_layer: dict[str, int] = dataclasses.field(default_factory=dict)
-    shapes: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
-
-
-class _Scopes(threading.local):
-    def __init__(self) -> None:
-        self.stack: list[_Scope] = []
-
-
-_scopes = _Scopes()
 
 
 @contextlib.contextmanager
@@ -108,62 +93,12 @@ def plan_free_randomness(
         True
     """
     _install()
-    scope = _Scope(step, position)
-    _scopes.stack.append(scope)
+    scope = Scope(step, position)
+    scopes.stack.append(scope)
     try:
         yield scope.shapes
     finally:
-        _scopes.stack.pop()
-
-
-@contextlib.contextmanager
-def layer_aliases(aliases: Mapping[str, str]) -> Iterator[None]:
-    """Gives layers inside other names, where two layers of a stack share one."""
-    scope = _scopes.stack[-1]
-    saved, scope.aliases = scope.aliases, aliases
-    try:
-        yield
-    finally:
-        scope.aliases = saved
-
-
-@contextlib.contextmanager
-def layer_scope(name: str) -> Iterator[None]:
-    """Draws inside belong to layer `name`; scopes nest. Does nothing outside randomness."""
-    if not _scopes.stack:
-        yield
-        return
-    scope = _scopes.stack[-1]
-    saved = scope.layer
-    scope.layer = f"{saved}/{name}" if saved else scope.aliases.get(name, name)
-    try:
-        yield
-    finally:
-        scope.layer = saved
-
-
-def is_active() -> bool:
-    """Whether a `plan_free_randomness` context is entered in this thread."""
-    return bool(_scopes.stack)
-
-
-def draw_seed() -> tf.Tensor:
-    """An int64 seed pair (global step, layer and draw) for one stateless operation.
-
-    Raises:
-        PipelineError: there is no global step.
-    """
-    scope = _scopes.stack[-1]
-    if scope.step is None:
-        raise PipelineError(
-            f"layer {scope.layer!r} draws random numbers, which are keyed by the global step, but "
-            "there is none; create it with py_utils.GetOrCreateGlobalStepVar() first"
-        )
-    number = scope.draws_in_layer.get(scope.layer, 0)
-    scope.draws_in_layer[scope.layer] = number + 1
-    digest = hashlib.md5(f"{scope.layer}:{number}".encode(), usedforsecurity=False).digest()
-    name_seed = int.from_bytes(digest[:8], "little") >> 1
-    return tf.stack([tf.cast(scope.step, tf.int64), tf.constant(name_seed, tf.int64)])
+        scopes.stack.pop()
 
 
 def _static_shape(shape: Any) -> tuple[int, ...]:
@@ -173,29 +108,54 @@ def _static_shape(shape: Any) -> tuple[int, ...]:
         with contextlib.suppress(TypeError, ValueError):
             partial = tf.TensorShape(shape)
         raise PipelineError(
-            f"layer {_scopes.stack[-1].layer!r} draws random numbers of a shape that is not known "
+            f"layer {scopes.stack[-1].layer!r} draws random numbers of a shape that is not known "
             f"before the step runs ({partial}); give the pipeline's inputs static shapes"
         )
     return tuple(int(size) for size in value)
 
 
-def _draw(
-    shape: Any, key: Any, counter: Any, grouped: bool, call: Callable[[Any, Any, Any], Any]
-) -> Any:
-    """Draws the slice of the whole batch's numbers; `call` takes shape, key and counter."""
-    scope = _scopes.stack[-1]
+class Share(NamedTuple):
+    """Which part of the whole batch's draw a microbatch gets.
+
+    The microbatch's numbers, viewed as `[left, mine, right]`, are those of the whole batch, viewed
+    as `[left, num_microbatches * mine, right]`, from `mine * microbatch` on in the middle.
+
+    Attributes:
+        whole: the sizes of the whole batch's draw.
+        left: product of the sizes before the batch.
+        mine: the examples of the microbatch, and what is folded into them.
+        right: product of the sizes behind.
+        position: of the microbatch.
+    """
+
+    whole: tuple[int, ...]
+    left: int
+    mine: int
+    right: int
+    position: Position
+
+
+def share_of_draw(sizes: tuple[int, ...]) -> Share | None:
+    """Notes a draw in the scope, and finds the part of the whole batch's draw that it is.
+
+    To be called once for each draw, inside `plan_free_randomness`.
+
+    Args:
+        sizes: of the draw.
+
+    Returns:
+        None if the draw is that of the whole batch.
+
+    Raises:
+        NeedWholeShapes: the whole batch's shapes are not known yet.
+        PipelineError: the draw cannot be cut into microbatches.
+    """
+    scope = scopes.stack[-1]
     position = scope.position
-    if position is None:
-        # The whole batch: exactly what TensorFlow draws, dynamic shapes included. Static ones
-        # are noted for the microbatches to look up.
-        value = tf.get_static_value(shape)
-        scope.shapes.append(() if value is None else tuple(int(size) for size in value))
-        return call(shape, key, counter)
-    micro = _static_shape(shape)
     number = len(scope.shapes)
-    scope.shapes.append(micro)
-    if position.num_microbatches == 1:
-        return call(shape, key, counter)
+    scope.shapes.append(sizes)
+    if position is None or position.num_microbatches == 1:
+        return None
     if position.whole_shapes is None:
         raise NeedWholeShapes
     if number >= len(position.whole_shapes):
@@ -204,13 +164,30 @@ def _draw(
             "batch; the number of draws must not depend on the batch size"
         )
     whole = position.whole_shapes[number]
-    if whole == micro:
+    if whole == sizes:
+        return None
+    return Share(whole, *_cut(sizes, whole, position, scope.layer), position)
+
+
+def _draw(
+    shape: Any, key: Any, counter: Any, grouped: bool, call: Callable[[Any, Any, Any], Any]
+) -> Any:
+    """Draws the slice of the whole batch's numbers; `call` takes shape, key and counter."""
+    if scopes.stack[-1].position is None:
+        # The whole batch: exactly what TensorFlow draws, dynamic shapes included. Static ones
+        # are noted for the microbatches to look up.
+        value = tf.get_static_value(shape)
+        share_of_draw(() if value is None else tuple(int(size) for size in value))
         return call(shape, key, counter)
-    left, mine, right = _cut(micro, whole, position, scope.layer)
+    micro = _static_shape(shape)
+    share = share_of_draw(micro)
+    if share is None:
+        return call(shape, key, counter)
+    whole, left, mine, right, position = share
     block = mine * right
     if left == 1 and grouped:
         start = position.microbatch * block
-        counter = _advance(counter, start // _GROUP)
+        counter = advance_counter(counter, start // _GROUP)
         if block % _GROUP == 0:
             return call(shape, key, counter)
         numbers = call(tf.constant([block + _GROUP - 1]), key, counter)
@@ -253,7 +230,7 @@ def _product(sizes: tuple[int, ...]) -> int:
     return result
 
 
-def _advance(counter: Any, steps: Any) -> tf.Tensor:
+def advance_counter(counter: Any, steps: Any) -> tf.Tensor:
     """The 128-bit counter `steps` (int64 scalar, not negative) further on."""
     low, high = counter[0], counter[1]
     moved = low + tf.cast(steps, tf.uint64)
@@ -265,7 +242,7 @@ def _stateless(original: Callable[..., Any], grouped_dtypes: bool) -> Callable[.
     """Wraps `f(shape, key, counter, alg, *rest)`."""
 
     def dispatch(shape: Any, key: Any, counter: Any, alg: Any, *rest: Any, **kwargs: Any) -> Any:
-        if not _scopes.stack:
+        if not scopes.stack:
             return original(shape, key, counter, alg, *rest, **kwargs)
         # What "auto" picks may differ between devices; Philox exists on all of them.
         algorithm = _PHILOX if isinstance(alg, int) and alg == _AUTO else alg
@@ -295,7 +272,7 @@ def _stateful(original: Callable[..., Any], stateless: str) -> Callable[..., Any
     """Wraps `f(shape, dtype or bounds, seed, seed2, name)` to the stateless operation."""
 
     def dispatch(shape: Any, *rest: Any, seed: int = 0, seed2: int = 0, name: Any = None) -> Any:
-        if not _scopes.stack:
+        if not scopes.stack:
             return original(shape, *rest, seed=seed, seed2=seed2, name=name)
         seeds = draw_seed() + tf.constant([seed or 0, seed2 or 0], tf.int64)
         key, counter = gen_v2.stateless_random_get_key_counter(seeds)
@@ -308,10 +285,10 @@ def _uncuttable(original: Callable[..., Any], stateful: bool) -> Callable[..., A
     """Wraps an operation whose numbers cannot be cut into microbatches."""
 
     def dispatch(*args: Any, **kwargs: Any) -> Any:
-        position = _scopes.stack[-1].position if _scopes.stack else None
+        position = scopes.stack[-1].position if scopes.stack else None
         if position is not None and (stateful or position.num_microbatches > 1):
             raise PipelineError(
-                f"layer {_scopes.stack[-1].layer!r} calls {original.__name__!r} inside a pipeline, "
+                f"layer {scopes.stack[-1].layer!r} calls {original.__name__!r} inside a pipeline, "
                 "whose numbers would depend on the number of microbatches; use uniform or normal "
                 "numbers, or draw them before the pipeline and pass them in"
             )
@@ -324,7 +301,7 @@ def _seeds_without_counting(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `get_seed`, which else numbers unseeded operations by the order of tracing."""
 
     def dispatch(op_seed: int | None) -> Any:
-        if not _scopes.stack:
+        if not scopes.stack:
             return original(op_seed)
         # Seeded, so that nothing is counted; whether a seed was given stays in the second one.
         graph_seed, _ = original(0 if op_seed is None else op_seed)

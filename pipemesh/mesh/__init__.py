@@ -1,13 +1,21 @@
-"""Names for devices: a mesh is an array of devices with named axes.
+"""Names for devices and dims: which part of which tensor lies where.
 
 Pure Python: importing this room loads neither TensorFlow nor lingvo.
 
 Example:
-    >>> from pipemesh.mesh import Mesh
-    >>> Mesh.from_text("layers:4;data:2").num_devices
+    >>> from pipemesh.mesh import LayoutRules, Mesh, Shape
+    >>> mesh = Mesh.from_text("layers:4;data:2")
+    >>> mesh.num_devices
     8
+    >>> rules = LayoutRules.from_text("batch:data")
+    >>> layout = rules.tensor_layout(Shape.of(batch=100, io=3), mesh)
+    >>> layout.slice_shape, layout.slice_begin(1)
+    ((50, 3), (50, 0))
 """
 
+from pipemesh.mesh.dim import Dim
+from pipemesh.mesh.layout import LayoutRules, TensorLayout
 from pipemesh.mesh.mesh import Mesh
+from pipemesh.mesh.shape import Shape
 
-__all__ = ["Mesh"]
+__all__ = ["Dim", "LayoutRules", "Mesh", "Shape", "TensorLayout"]

@@ -14,6 +14,7 @@ from pipemesh.lowering.random import (
     draw_seed,
     layer_aliases,
     layer_scope,
+    loop_scope,
     plan_free_randomness,
 )
 
@@ -103,7 +104,7 @@ def test_a_draw_without_batch_is_the_same_for_every_microbatch():
 
 def test_the_counter_carries_into_its_high_word():
     counter = tf.constant([2**64 - 1, 7], tf.uint64)
-    assert random._advance(counter, tf.constant(3, tf.int64)).numpy().tolist() == [2, 8]
+    assert random.advance_counter(counter, tf.constant(3, tf.int64)).numpy().tolist() == [2, 8]
 
 
 def test_what_tensorflow_draws_for_the_whole_batch_is_not_changed():
@@ -211,3 +212,33 @@ def test_shapes_known_only_at_run_time_are_errors():
 def test_a_keyed_draw_needs_a_step():
     with pytest.raises(PipelineError, match="keyed by the global step"), plan_free_randomness(None):
         tf.random.uniform([2])
+
+
+def test_draws_in_loops_differ_by_iteration_by_loop_and_by_nesting():
+    def draw(first, second):
+        with loop_scope(tf.constant(first, tf.int64)):
+            outer = tf.random.uniform([4])
+            with loop_scope(tf.constant(second, tf.int64)), layer_scope("inner"):
+                return [outer, tf.random.uniform([4]), tf.nn.dropout(tf.ones([64]), 0.5)]
+
+    drawn = []
+    for pair in [(0, 1), (1, 0), (1, 1), (0, 1)]:
+        with plan_free_randomness(STEP):
+            drawn.append([t.numpy().tobytes() for t in draw(*pair)])
+    assert drawn[0] == drawn[3]
+    assert drawn[1][0] == drawn[2][0] != drawn[0][0]
+    for number in (1, 2):
+        assert len({numbers[number] for numbers in drawn}) == 3
+    with plan_free_randomness(STEP):
+        first, second = draw(0, 1), draw(0, 1)
+    assert not np.array_equal(first[0], second[0])
+
+
+def test_a_loop_tells_which_tensors_its_draws_depend_on():
+    outer, inner = tf.constant(1, tf.int64), tf.constant(2, tf.int64)
+    where = position(())
+    with plan_free_randomness(STEP, where), loop_scope(outer) as first, loop_scope(inner) as second:
+        assert [t is u for t, u in zip(first, [STEP, where.microbatch], strict=True)] == [True] * 2
+        assert second[-1] is outer
+    with loop_scope(outer) as nothing:
+        assert nothing == []

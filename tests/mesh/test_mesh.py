@@ -35,3 +35,18 @@ def test_the_number_of_devices_is_the_product_of_the_sizes():
 def test_malformed_text_names_the_part_that_is_wrong(text, message):
     with pytest.raises(MeshError, match=message):
         Mesh.from_text(text)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda mesh: mesh.coordinates(8), "no processor 8; it has 0 to 7"),
+        (lambda mesh: mesh.processor({"data": 2}), "no coordinate 2; it has 0 to 1"),
+        (lambda mesh: mesh.processor({"dat": 0}), "no axis 'dat'; did you mean 'data'"),
+        (lambda mesh: mesh.groups(["x"]), "no axis 'x'; known: 'layers', 'data'"),
+        (lambda mesh: mesh.stage_processors(4), "no stage 4; it has 0 to 3"),
+    ],
+)
+def test_what_a_mesh_does_not_have_is_named(call, message):
+    with pytest.raises(MeshError, match=message):
+        call(Mesh.from_text("layers:4;data:2"))

@@ -1,0 +1,121 @@
+"""Where does the communication happen? Bytes and calls per axis and primitive."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+import tensorflow as tf
+
+from pipemesh.mesh import Mesh
+
+
+@dataclasses.dataclass
+class CommunicationCosts:
+    """Counts what the program of one device sends, at the time the program is built.
+
+    A call that is built once and runs in a loop counts as often as `repeated` says. Bytes are those
+    that one device sends under the usual ring algorithms to the n members of a group, for a slice
+    of b bytes:
+
+    ==========  ====================
+    primitive   bytes
+    ==========  ====================
+    all_reduce  2 b (n - 1) / n
+    all_gather  b (n - 1)
+    all_to_all  b (n - 1) / n
+    permute     b
+    ==========  ====================
+
+    Attributes:
+        mesh: the mesh.
+        rows: calls and bytes by axes and primitive; what the backward pass sends is a row of its
+            own.
+
+    Example:
+        >>> costs = CommunicationCosts(Mesh.from_text("data:2;model:4"))
+        >>> costs.add("all_reduce", ["model"], tf.zeros([2, 5]), backward=False)
+        >>> costs.total_bytes
+        60
+        >>> print(costs)
+        axes   primitive   pass     calls  bytes
+        model  all_reduce  forward      1     60
+        total                           1     60
+    """
+
+    mesh: Mesh
+    rows: dict[tuple[tuple[str, ...], str, str], tuple[int, int]] = dataclasses.field(
+        default_factory=dict
+    )
+    _times: int = 1
+
+    @contextlib.contextmanager
+    def repeated(self, times: int) -> Iterator[None]:
+        """Counts what is built inside, the body of a loop, so many times.
+
+        Args:
+            times: how often the loop turns.
+        """
+        outside = self._times
+        self._times = outside * times
+        try:
+            yield
+        finally:
+            self._times = outside
+
+    def add(self, primitive: str, axes: Sequence[str], slice_: tf.Tensor, backward: bool) -> None:
+        """Counts one call.
+
+        Args:
+            primitive: `"all_reduce"`, `"all_gather"`, `"all_to_all"` or `"permute"`.
+            axes: the axes along which devices talk to each other.
+            slice_: what one device puts in; of static shape, else its bytes count as 0.
+            backward: whether it belongs to the backward pass.
+        """
+        size = (slice_.shape.num_elements() or 0) * slice_.dtype.size
+        members = math.prod(self.mesh.size(axis) for axis in axes)
+        sent = {
+            "all_reduce": 2 * size * (members - 1) // members,
+            "all_gather": size * (members - 1),
+            "all_to_all": size * (members - 1) // members,
+            "permute": size,
+        }[primitive]
+        ordered = tuple(axis for axis in self.mesh.axis_names if axis in axes)
+        key = (ordered, primitive, "backward" if backward else "forward")
+        calls, total = self.rows.get(key, (0, 0))
+        self.rows[key] = (calls + self._times, total + sent * self._times)
+
+    def bytes(self, axis: str) -> int:
+        """The bytes sent along one axis, alone or together with others."""
+        return sum(sent for (axes, _, _), (_, sent) in self.rows.items() if axis in axes)
+
+    def calls(self, primitive: str) -> int:
+        """How often a primitive was called, both passes together."""
+        return sum(calls for (_, name, _), (calls, _) in self.rows.items() if name == primitive)
+
+    @property
+    def total_bytes(self) -> int:
+        """The bytes sent by one device."""
+        return sum(sent for _, sent in self.rows.values())
+
+    def clear(self) -> None:
+        """Starts again from nothing."""
+        self.rows.clear()
+
+    def __str__(self) -> str:
+        table = [("axes", "primitive", "pass", "calls", "bytes")]
+        for (axes, primitive, direction), (calls, sent) in sorted(self.rows.items()):
+            table.append(("+".join(axes), primitive, direction, f"{calls:,}", f"{sent:,}"))
+        total = sum(calls for calls, _ in self.rows.values())
+        table.append(("total", "", "", f"{total:,}", f"{self.total_bytes:,}"))
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines: list[str] = []
+        for row in table:
+            cells = [
+                cell.ljust(width) if position < 3 else cell.rjust(width)
+                for position, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            lines.append("  ".join(cells).rstrip())
+        return "\n".join(lines)

@@ -1,0 +1,136 @@
+"""Initial values that do not depend on how a variable is split."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import tensorflow as tf
+
+from pipemesh.lowering.philox import RawDraw, draw_block
+
+# How many random numbers are drawn at once, so that no device holds much more than its slice.
+MOST_DRAWN = 1 << 22
+
+
+class Initializer(Protocol):
+    """Gives any block of a variable's initial value."""
+
+    def __call__(
+        self, sizes: Sequence[int], begin: Sequence[int], block: Sequence[int], dtype: tf.DType
+    ) -> tf.Tensor:
+        """Makes the block.
+
+        Args:
+            sizes: of the whole variable.
+            begin: where the block begins.
+            block: the sizes of the block.
+            dtype: of the variable.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """The same number everywhere.
+
+    Attributes:
+        value: the number.
+
+    Example:
+        >>> Constant(2.0)([4], [1], [2], tf.float32).numpy().tolist()
+        [2.0, 2.0]
+    """
+
+    value: float = 0.0
+
+    def __call__(
+        self, sizes: Sequence[int], begin: Sequence[int], block: Sequence[int], dtype: tf.DType
+    ) -> tf.Tensor:
+        """Makes the block."""
+        del sizes, begin
+        return tf.fill(list(block), tf.cast(self.value, dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Normal:
+    """Normal numbers of mean 0.
+
+    Attributes:
+        stddev: their standard deviation.
+        seed: two integers.
+
+    Example:
+        >>> draw = Normal(stddev=0.02, seed=(1, 2))
+        >>> whole = draw([4, 6], [0, 0], [4, 6], tf.float32)
+        >>> part = draw([4, 6], [2, 3], [2, 3], tf.float32)
+        >>> bool(tf.reduce_all(whole[2:, 3:] == part))
+        True
+    """
+
+    stddev: float
+    seed: tuple[int, int]
+
+    def __call__(
+        self, sizes: Sequence[int], begin: Sequence[int], block: Sequence[int], dtype: tf.DType
+    ) -> tf.Tensor:
+        """Makes the block."""
+        raw = tf.raw_ops.StatelessRandomNormalV2
+        return _draw(raw, sizes, begin, block, self.seed, dtype) * tf.cast(self.stddev, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Uniform:
+    """Uniform numbers.
+
+    Attributes:
+        low: the smallest one.
+        high: all are smaller.
+        seed: two integers.
+    """
+
+    low: float
+    high: float
+    seed: tuple[int, int]
+
+    def __call__(
+        self, sizes: Sequence[int], begin: Sequence[int], block: Sequence[int], dtype: tf.DType
+    ) -> tf.Tensor:
+        """Makes the block."""
+        drawn = _draw(tf.raw_ops.StatelessRandomUniformV2, sizes, begin, block, self.seed, dtype)
+        return drawn * tf.cast(self.high - self.low, dtype) + tf.cast(self.low, dtype)
+
+
+def _draw(
+    raw: RawDraw,
+    sizes: Sequence[int],
+    begin: Sequence[int],
+    block: Sequence[int],
+    seed: tuple[int, int],
+    dtype: tf.DType,
+) -> tf.Tensor:
+    """Draws a block a few rows at a time, where dims behind the first are split."""
+
+    def draw(first: Sequence[int], rows: Sequence[int]) -> tf.Tensor:
+        at = [tf.constant(i) for i in first]
+        return draw_block(raw, sizes, at, rows, tf.constant(seed, tf.int64), dtype)
+
+    def pieces(dim: int, first: list[int], rows: list[int]) -> tf.Tensor:
+        behind = math.prod(sizes[dim + 1 :])
+        drawn = rows[dim] * behind
+        if drawn <= MOST_DRAWN or list(rows[dim + 1 :]) == list(sizes[dim + 1 :]):
+            return draw(first, rows)
+        step = max(1, MOST_DRAWN // behind)
+        parts: list[tf.Tensor] = []
+        for start in range(0, rows[dim], step):
+            size = min(step, rows[dim] - start)
+            here = [*first[:dim], first[dim] + start, *first[dim + 1 :]]
+            some = [*rows[:dim], size, *rows[dim + 1 :]]
+            parts.append(pieces(dim + 1, here, some) if size == 1 else draw(here, some))
+        return tf.concat(parts, dim)
+
+    if not block or math.prod(block) == 0 or dtype.size > 4:
+        return draw(begin, block)
+    return pieces(0, list(begin), list(block))

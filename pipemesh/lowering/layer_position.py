@@ -1,0 +1,161 @@
+"""Which layer works on which part of the batch, and the random numbers that belong there."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import tensorflow as tf
+
+from pipemesh.errors import ShapeError
+from pipemesh.lowering.lowering import Lowering, Slices
+from pipemesh.lowering.ops import elementwise
+from pipemesh.lowering.ops.transfer import as_shape
+from pipemesh.lowering.philox import RawDraw, draw_block
+from pipemesh.lowering.tensor import Tensor
+from pipemesh.mesh import Dim, Shape
+
+# Odd, so that the seeds of all layers differ, and large, so that they do not meet seeds that a
+# caller counts up.
+_LAYER_STRIDE = 0x5851F42D4C957F2D
+
+
+def layer_seed(seed: tf.Tensor, layer: int | tf.Tensor) -> tf.Tensor:
+    """The seed of one layer of a stack of alike layers.
+
+    Args:
+        seed: two integers, for example the step and the number of the draw within the layer.
+        layer: the number of the layer, counted from 0.
+
+    Returns:
+        Two int64 numbers.
+
+    Example:
+        >>> layer_seed(tf.constant([7, 1]), 0).numpy().tolist()
+        [7, 1]
+    """
+    step, draw = tf.unstack(tf.cast(seed, tf.int64))
+    return tf.stack([step, draw + tf.cast(layer, tf.int64) * _LAYER_STRIDE])
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerPosition:
+    """Where a call of a layer function belongs: in the stack, and in the batch.
+
+    Each processor works on a layer and a microbatch of its own. The methods draw what one device
+    would draw for the whole batch in the same layer: no plan changes a mask.
+
+    Attributes:
+        lowering: of the tensors.
+        layer: the number of the layer in the stack: int32 scalars.
+        microbatch: int32 scalars.
+        batch: the batch dim of the whole batch.
+        microbatch_size: the size of the batch dim inside of the layer.
+    """
+
+    lowering: Lowering
+    layer: Slices
+    microbatch: Slices
+    batch: Dim
+    microbatch_size: int
+
+    def random_uniform(
+        self, shape: Shape | str, *, seed: tf.Tensor, dtype: tf.DType = tf.float32
+    ) -> Tensor:
+        """Uniform numbers in [0, 1).
+
+        They are this microbatch's part of `tf.random.stateless_uniform` for the whole batch with
+        the seed `layer_seed(seed, layer)` and Philox.
+
+        Args:
+            shape: of the result; its batch dim, if it has one, is of the microbatch's size.
+            seed: two integers.
+            dtype: floating.
+
+        Raises:
+            ShapeError: the batch dim has another size.
+            LayoutError: the tensor cannot be split as the rules say.
+        """
+        return self._draw(shape, seed, dtype, tf.raw_ops.StatelessRandomUniformV2)
+
+    def random_normal(
+        self, shape: Shape | str, *, seed: tf.Tensor, dtype: tf.DType = tf.float32
+    ) -> Tensor:
+        """Normal numbers of mean 0 and deviation 1; otherwise as `random_uniform`.
+
+        Args:
+            shape: of the result.
+            seed: two integers.
+            dtype: floating.
+
+        Raises:
+            ShapeError: the batch dim has another size.
+            LayoutError: the tensor cannot be split as the rules say.
+        """
+        return self._draw(shape, seed, dtype, tf.raw_ops.StatelessRandomNormalV2)
+
+    def dropout(self, x: Tensor, *, rate: float, seed: tf.Tensor) -> Tensor:
+        """Sets elements to zero with probability `rate`, and scales the others by 1 / (1 - rate).
+
+        The mask is this microbatch's part of that of `tf.nn.experimental.stateless_dropout` for
+        the whole batch with the seed `layer_seed(seed, layer)` and Philox.
+
+        Args:
+            x: floating numbers.
+            rate: the probability of being dropped, in [0, 1), as in TensorFlow.
+            seed: two integers.
+
+        Raises:
+            ShapeError: `rate` is outside of [0, 1).
+        """
+        if not 0 <= rate < 1:
+            raise ShapeError(
+                f"rate is {rate}; it is the probability of being dropped, at least 0 and less "
+                "than 1"
+            )
+        if rate == 0:
+            return x
+        noise = self.random_uniform(x.shape, seed=seed, dtype=x.dtype)
+        scaled = elementwise.multiply(x, 1 / (1 - rate))
+        return elementwise.broadcast(
+            lambda n, value: tf.where(n >= tf.cast(rate, n.dtype), value, tf.zeros_like(value)),
+            [noise, scaled],
+            x.shape,
+        )
+
+    def _draw(self, shape: Shape | str, seed: tf.Tensor, dtype: tf.DType, raw: RawDraw) -> Tensor:
+        shape = as_shape(shape)
+        name = self.batch.name
+        if name in shape and shape[name].size != self.microbatch_size:
+            raise ShapeError(
+                f"random numbers of shape '{shape}' were asked for inside of a pipeline, where "
+                f"dim {name!r} has the size {self.microbatch_size} of a microbatch"
+            )
+        layout = self.lowering.tensor_layout(shape)
+        begins = [
+            self._begin(dim.name, size, axis)
+            for dim, size, axis in zip(shape, layout.slice_shape, layout.axes, strict=True)
+        ]
+        sizes = [self.batch.size if dim.name == name else dim.size for dim in shape]
+        slices = self.lowering.raw_map(
+            lambda layer, *begin: draw_block(
+                raw, sizes, begin, layout.slice_shape, layer_seed(seed, layer), dtype
+            ),
+            self.layer,
+            *begins,
+        )
+        return Tensor(self.lowering, slices, shape)
+
+    def _begin(self, name: str, size: int, axis: str | None) -> Slices:
+        """Where each processor's part of a dim begins; each cuts its own part of the batch."""
+        if axis is None:
+            begin = self.lowering.raw_map(lambda: tf.constant(0))
+        elif name == self.batch.name:
+            part = self.batch.size // self.lowering.mesh.size(axis)
+            begin = self.lowering.raw_map(lambda at: at * part, self.lowering.coordinate(axis))
+        else:
+            begin = self.lowering.raw_map(lambda at: at * size, self.lowering.coordinate(axis))
+        if name != self.batch.name:
+            return begin
+        return self.lowering.raw_map(
+            lambda first, microbatch: first + microbatch * size, begin, self.microbatch
+        )

@@ -1,0 +1,250 @@
+"""Convolutions over named dims, which may be split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from pipemesh.errors import ShapeError
+from pipemesh.lowering.ops.relayout import change_splits
+from pipemesh.lowering.ops.windows import Windows, take_windows
+from pipemesh.lowering.registry import register
+from pipemesh.lowering.tensor import Tensor, check_same_lowering
+from pipemesh.mesh import Dim, Shape
+
+# One number for all dims, or one for each name of a dim.
+Steps = int | Mapping[str, int]
+# By the number of dims: the operation, and its gradients of images and of filters.
+_CONV: dict[int, tuple[Any, Any, Any]] = {
+    2: (tf.raw_ops.Conv2D, tf.raw_ops.Conv2DBackpropInput, tf.raw_ops.Conv2DBackpropFilter),
+    3: (tf.raw_ops.Conv3D, tf.raw_ops.Conv3DBackpropInputV2, tf.raw_ops.Conv3DBackpropFilterV2),
+}
+
+
+@register("convolution", "permute", "all_reduce", "all_gather")
+def conv1d(
+    x: Tensor,
+    filters: Tensor,
+    window: Mapping[str, str],
+    *,
+    padding: str,
+    strides: Steps = 1,
+    dilations: Steps = 1,
+) -> Tensor:
+    """Convolves over one dim, as `tf.nn.conv1d` does; see `conv2d`.
+
+    Args:
+        x: the images.
+        filters: the filters.
+        window: the dim of `filters` that slides over a dim of `x`, by the latter's name.
+        padding: `"SAME"` or `"VALID"`.
+        strides: steps of the window.
+        dilations: steps within the window.
+
+    Raises:
+        ShapeError: the dims do not fit each other.
+        LayoutError: the result cannot be split as the rules say.
+    """
+    return _conv(1, x, filters, window, padding, strides, dilations)
+
+
+@register("convolution", "permute", "all_reduce", "all_gather")
+def conv2d(
+    x: Tensor,
+    filters: Tensor,
+    window: Mapping[str, str],
+    *,
+    padding: str,
+    strides: Steps = 1,
+    dilations: Steps = 1,
+) -> Tensor:
+    """Convolves over two dims, as `tf.nn.conv2d` does.
+
+    Dims that `x` and `filters` share are the channels that are summed over; further dims of
+    `filters` are the channels of the result, its last dims. All other dims of `x` are batches.
+    Where a dim that a window slides over is split, a processor gets the rows that its windows need
+    from its neighbours, and no others; their gradients go back and are added.
+
+    Strides and dilations are exact for split dims as well. The only rule is that of every tensor:
+    the result's size (as in TensorFlow: ceil(size / stride) for SAME, ceil((size - dilation *
+    (window - 1)) / stride) for VALID) is a multiple of the number of slices.
+
+    Args:
+        x: the images, for example `"batch:8;rows:28;cols:28;in:3"`.
+        filters: for example `"window_rows:3;window_cols:3;in:3;out:16"`.
+        window: the dims of `filters` that slide over dims of `x`, by the latter's names: for
+            example `{"rows": "window_rows", "cols": "window_cols"}`.
+        padding: `"SAME"`: as many zeros around `x` as keep its size at stride 1; or `"VALID"`:
+            only windows that lie in `x` as a whole.
+        strides: steps of the window: one number, or one for each name in `window`.
+        dilations: steps within the window, in the same form.
+
+    Raises:
+        ShapeError: the dims do not fit each other, or a window is greater than `x`.
+        LayoutError: the result cannot be split as the rules say; change the rule that it names.
+    """
+    return _conv(2, x, filters, window, padding, strides, dilations)
+
+
+@register("convolution", "permute", "all_reduce", "all_gather")
+def conv3d(
+    x: Tensor,
+    filters: Tensor,
+    window: Mapping[str, str],
+    *,
+    padding: str,
+    strides: Steps = 1,
+    dilations: Steps = 1,
+) -> Tensor:
+    """Convolves over three dims, as `tf.nn.conv3d` does; see `conv2d`.
+
+    Args:
+        x: the images.
+        filters: the filters.
+        window: the dims of `filters` that slide over dims of `x`, by the latter's names.
+        padding: `"SAME"` or `"VALID"`.
+        strides: steps of the window.
+        dilations: steps within the window.
+
+    Raises:
+        ShapeError: the dims do not fit each other.
+        LayoutError: the result cannot be split as the rules say.
+    """
+    return _conv(3, x, filters, window, padding, strides, dilations)
+
+
+def _conv(
+    rank: int,
+    x: Tensor,
+    filters: Tensor,
+    window: Mapping[str, str],
+    padding: str,
+    strides: Steps,
+    dilations: Steps,
+) -> Tensor:
+    lowering = check_same_lowering([x, filters])
+    _check_window(rank, x, filters, window, padding)
+    steps = _by_name("strides", strides, window)
+    spread = _by_name("dilations", dilations, window)
+    kernel = filters.shape.select(*window.values())
+    rest = filters.shape.without(*kernel.names)
+    shared = x.shape.without(*window) & rest
+    out = rest - shared
+    batch = x.shape.without(*window, *shared.names)
+    shape, starts = x.shape.without(*shared.names), dict[str, int]()
+    for name, of in window.items():
+        reach = (kernel[of].size - 1) * spread[name] + 1
+        size, starts[name] = _output(x.shape[name], reach, steps[name], padding)
+        shape = shape.replace(name, Dim(name, size))
+    shape = Shape((*shape.dims, *out.dims))
+    layout = lowering.tensor_layout(shape)
+    # All dims together, as they meet in the products; those of the window are whole.
+    lowering.tensor_layout(Shape((*x.shape.dims, *out.dims)))
+
+    kernel_at = [filters.shape.index(name) for name in kernel.names]
+    whole = [None if i in kernel_at else axis for i, axis in enumerate(filters.layout.axes)]
+    weights = change_splits(lowering, filters.slices, filters.layout.axes, whole)
+    own = [axis for axis in whole if axis is not None]
+    axes = tuple(dict.fromkeys([*x.split_axes, *own]))
+    weights = lowering.vary(weights, [axis for axis in axes if axis not in own])
+    rows = x.vary(axes)
+    for name, of in window.items():
+        at, step = x.shape.index(name), steps[name]
+        share = layout.slice_shape[shape.index(name)]
+        reach = (kernel[of].size - 1) * spread[name] + 1
+        runs = Windows(
+            x.shape[name].size, starts[name], share * step, max(share - 1, 0) * step + reach
+        )
+        rows = take_windows(lowering, rows, x.layout.axes[at], at, runs)
+
+    x_order = [x.shape.index(name) for name in (*batch.names, *window, *shared.names)]
+    order = [filters.shape.index(name) for name in (*kernel.names, *shared.names, *out.names)]
+    computed = (*batch.names, *window, *out.names)
+
+    def local(image: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
+        image, weight = tf.transpose(image, x_order), tf.transpose(weight, order)
+        sizes, outs = image.shape.as_list(), weight.shape.as_list()[rank + len(shared) :]
+        batches, spatial = sizes[: len(batch)], sizes[len(batch) : len(batch) + rank]
+        channels = math.prod(sizes[len(batch) + rank :])
+        found = _convolve(
+            tf.reshape(image, [math.prod(batches), *spatial, channels]),
+            tf.reshape(weight, [*kernel.sizes, channels, math.prod(outs)]),
+            [steps[name] for name in window],
+            [spread[name] for name in window],
+        )
+        found = tf.reshape(found, [*batches, *found.shape.as_list()[1:-1], *outs])
+        return tf.transpose(found, [computed.index(name) for name in shape.names])
+
+    partial = lowering.map(local, rows, weights)
+    summed = [axis for axis in axes if axis not in layout.split_axes]
+    return Tensor(lowering, lowering.all_reduce(partial, summed), shape)
+
+
+def _convolve(
+    image: tf.Tensor, weight: tf.Tensor, steps: list[int], spread: list[int]
+) -> tf.Tensor:
+    """A plain VALID convolution, the batch first and the channels last."""
+    if len(steps) == 1:
+        image, weight = image[:, None], weight[None]
+        return tf.squeeze(_convolve(image, weight, [1, *steps], [1, *spread]), 1)
+    forward, to_image, to_weight = _CONV[len(steps)]
+    how = {"padding": "VALID", "strides": [1, *steps, 1], "dilations": [1, *spread, 1]}
+
+    # TensorFlow's own gradient computes the sizes, which stops the lowering to a TPU's program.
+    @tf.custom_gradient
+    def call(x: tf.Tensor, f: tf.Tensor) -> Any:
+        def grad(upstream: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            sizes, filter_sizes = tf.constant(x.shape.as_list()), tf.constant(f.shape.as_list())
+            return (
+                to_image(input_sizes=sizes, filter=f, out_backprop=upstream, **how),
+                to_weight(input=x, filter_sizes=filter_sizes, out_backprop=upstream, **how),
+            )
+
+        return forward(input=x, filter=f, **how), grad
+
+    return call(image, weight)
+
+
+def _output(dim: Dim, reach: int, step: int, padding: str) -> tuple[int, int]:
+    """The size of the result, and the row at which the first window begins."""
+    if padding == "VALID":
+        if reach > dim.size:
+            raise ShapeError(
+                f"a window of {reach} rows does not fit into dim '{dim}'; use a smaller window or "
+                "dilation, or padding='SAME'"
+            )
+        return (dim.size - reach) // step + 1, 0
+    size = -(-dim.size // step)
+    zeros = max((size - 1) * step + reach - dim.size, 0)
+    return size, -(zeros // 2)
+
+
+def _by_name(what: str, given: Steps, window: Mapping[str, str]) -> dict[str, int]:
+    numbers = {name: given for name in window} if isinstance(given, int) else dict(given)
+    if set(numbers) != set(window) or min(numbers.values()) < 1:
+        raise ShapeError(
+            f"{what} are {given}; give one number of at least 1, or one for each of "
+            f"{', '.join(window)}"
+        )
+    return numbers
+
+
+def _check_window(
+    rank: int, x: Tensor, filters: Tensor, window: Mapping[str, str], padding: str
+) -> None:
+    if padding not in ("SAME", "VALID"):
+        raise ShapeError(f"padding is {padding!r}; it is 'SAME' or 'VALID'")
+    if len(window) != rank:
+        raise ShapeError(f"conv{rank}d slides over {rank} dims, but {dict(window)} has not as many")
+    x.shape.select(*window)
+    filters.shape.select(*window.values())
+    both = [name for name in window.values() if name in x.shape.names]
+    both += [name for name in window if name in filters.shape.names]
+    if both:
+        raise ShapeError(
+            f"dim {both[0]!r} is in '{x.shape}' and in '{filters.shape}', but the dims that slide "
+            "and those that they slide over have names of their own; rename one of the two"
+        )

@@ -1,0 +1,247 @@
+"""Element by element, with broadcasting by name."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from pipemesh.errors import ShapeError
+from pipemesh.lowering.registry import register
+from pipemesh.lowering.tensor import Tensor, check_same_lowering, union_axes
+from pipemesh.mesh import Shape
+
+__all__ = [
+    "abs",
+    "add",
+    "broadcast_to",
+    "cast",
+    "ceil",
+    "cos",
+    "divide",
+    "equal",
+    "erf",
+    "exp",
+    "floor",
+    "floor_divide",
+    "floor_mod",
+    "gelu",
+    "greater",
+    "greater_equal",
+    "is_finite",
+    "is_nan",
+    "less",
+    "less_equal",
+    "log",
+    "log1p",
+    "logical_and",
+    "logical_not",
+    "logical_or",
+    "logical_xor",
+    "maximum",
+    "minimum",
+    "multiply",
+    "negative",
+    "not_equal",
+    "power",
+    "reciprocal",
+    "relu",
+    "round",
+    "rsqrt",
+    "sigmoid",
+    "sign",
+    "silu",
+    "sin",
+    "softplus",
+    "sqrt",
+    "square",
+    "squared_difference",
+    "stop_gradient",
+    "subtract",
+    "tanh",
+    "where",
+]
+
+Operand = Any  # A Tensor, or a Python or NumPy number.
+
+
+def align(tensor: tf.Tensor, names: Sequence[str], wanted: Sequence[str]) -> tf.Tensor:
+    """Brings the dims of a slice into an order, with dims of size 1 for those that it lacks."""
+    present = [name for name in wanted if name in names]
+    order = [names.index(name) for name in present]
+    if order != sorted(order):
+        tensor = tf.transpose(tensor, order)
+    if len(present) == len(wanted):
+        return tensor
+    sizes = iter(tensor.shape.as_list())
+    return tf.reshape(tensor, [next(sizes) if name in present else 1 for name in wanted])
+
+
+def broadcast(
+    function: Callable[..., tf.Tensor], operands: Sequence[Operand], shape: Shape | None = None
+) -> Tensor:
+    """Applies a function of tensors that broadcasts as NumPy does.
+
+    Args:
+        function: local, of as many tensors as there are operands.
+        operands: tensors, of which there is at least one, and numbers, which take the dtype of
+            the first tensor that is not boolean.
+        shape: of the result; its dims are those of all operands. By default in the order in
+            which they occur.
+
+    Raises:
+        ShapeError: a name stands for two sizes, or no operand is a tensor.
+        LayoutError: the result cannot be split as the rules say.
+    """
+    tensors = [operand for operand in operands if isinstance(operand, Tensor)]
+    lowering = check_same_lowering(tensors)
+    union = functools.reduce(operator.or_, (tensor.shape for tensor in tensors))
+    if shape is not None and set(shape) != set(union):
+        raise ShapeError(f"the result has the dims '{union}', but '{shape}' was asked for")
+    shape = shape or union
+    lowering.tensor_layout(shape)
+    axes = union_axes(tensors)
+    dtypes = [tensor.dtype for tensor in tensors]
+    number_dtype = next((dtype for dtype in dtypes if dtype != tf.bool), dtypes[0])
+
+    def local(*slices: tf.Tensor) -> tf.Tensor:
+        given = iter(zip(slices, tensors, strict=True))
+        args: list[tf.Tensor] = []
+        for operand in operands:
+            if isinstance(operand, Tensor):
+                slice_, tensor = next(given)
+                args.append(align(slice_, tensor.shape.names, shape.names))
+            else:
+                args.append(tf.constant(operand, number_dtype))
+        return function(*args)
+
+    slices = lowering.map(local, *(tensor.vary(axes) for tensor in tensors))
+    return Tensor(lowering, slices, shape)
+
+
+def _unary(name: str, function: Callable[[tf.Tensor], tf.Tensor], what: str) -> Callable[..., Any]:
+    def op(x: Tensor) -> Tensor:
+        return Tensor(x.lowering, x.lowering.map(function, x.slices), x.shape)
+
+    op.__name__ = op.__qualname__ = name
+    op.__doc__ = f"{what}\n\nArgs:\n    x: any tensor of a fitting dtype.\n"
+    return register("elementwise")(op)
+
+
+def _binary(name: str, function: Callable[..., tf.Tensor], what: str) -> Callable[..., Any]:
+    def op(a: Operand, b: Operand) -> Tensor:
+        return broadcast(function, [a, b])
+
+    op.__name__ = op.__qualname__ = name
+    op.__doc__ = (
+        f"{what}\n\nArgs:\n    a: a tensor, or a number.\n    b: the same; one of them is a "
+        "tensor.\n\nRaises:\n    ShapeError: a name stands for two sizes.\n    LayoutError: the "
+        "rules split two dims of the result over one axis.\n"
+    )
+    return register("elementwise")(op)
+
+
+abs = _unary("abs", tf.abs, "Absolute values.")
+ceil = _unary("ceil", tf.math.ceil, "Rounds up.")
+cos = _unary("cos", tf.cos, "Cosines of angles in radians.")
+erf = _unary("erf", tf.math.erf, "Gauss error function.")
+exp = _unary("exp", tf.exp, "Powers of e.")
+floor = _unary("floor", tf.math.floor, "Rounds down.")
+gelu = _unary("gelu", tf.nn.gelu, "Gaussian error linear unit, exact (not by tanh).")
+is_finite = _unary("is_finite", tf.math.is_finite, "Whether elements are neither inf nor NaN.")
+is_nan = _unary("is_nan", tf.math.is_nan, "Whether elements are NaN.")
+log = _unary("log", tf.math.log, "Natural logarithms.")
+log1p = _unary("log1p", tf.math.log1p, "Natural logarithms of 1 + x.")
+logical_not = _unary("logical_not", tf.logical_not, "Negates booleans.")
+negative = _unary("negative", tf.negative, "Changes signs.")
+reciprocal = _unary("reciprocal", lambda x: 1 / x, "1 / x.")
+relu = _unary("relu", tf.nn.relu, "Rectified linear unit.")
+round = _unary("round", tf.round, "Rounds to the nearest integer, halves to even ones.")
+rsqrt = _unary("rsqrt", tf.math.rsqrt, "1 / square root.")
+sigmoid = _unary("sigmoid", tf.sigmoid, "Logistic function.")
+sign = _unary("sign", tf.sign, "Signs: -1, 0 or 1.")
+silu = _unary("silu", lambda x: tf.nn.silu(x, 1.0), "x times its logistic function (swish).")
+sin = _unary("sin", tf.sin, "Sines of angles in radians.")
+softplus = _unary("softplus", tf.math.softplus, "log(1 + exp(x)).")
+sqrt = _unary("sqrt", tf.sqrt, "Square roots.")
+square = _unary("square", tf.square, "Squares.")
+stop_gradient = _unary("stop_gradient", tf.stop_gradient, "The same values, without gradient.")
+tanh = _unary("tanh", tf.tanh, "Hyperbolic tangents.")
+
+add = _binary("add", tf.add, "a + b.")
+divide = _binary("divide", tf.math.divide, "a / b; IEEE for 0: inf or NaN.")
+equal = _binary("equal", tf.equal, "Whether a == b.")
+floor_divide = _binary("floor_divide", tf.math.floordiv, "a / b, rounded down.")
+floor_mod = _binary("floor_mod", tf.math.floormod, "The remainder of a division rounded down.")
+greater = _binary("greater", tf.greater, "Whether a > b.")
+greater_equal = _binary("greater_equal", tf.greater_equal, "Whether a >= b.")
+less = _binary("less", tf.less, "Whether a < b.")
+less_equal = _binary("less_equal", tf.less_equal, "Whether a <= b.")
+logical_and = _binary("logical_and", tf.logical_and, "Whether both are true.")
+logical_or = _binary("logical_or", tf.logical_or, "Whether one or both are true.")
+logical_xor = _binary("logical_xor", tf.math.logical_xor, "Whether one and not both are true.")
+maximum = _binary("maximum", tf.maximum, "The greater of both.")
+minimum = _binary("minimum", tf.minimum, "The smaller of both.")
+multiply = _binary("multiply", tf.multiply, "a * b.")
+not_equal = _binary("not_equal", tf.not_equal, "Whether a != b.")
+power = _binary("power", tf.pow, "a to the power of b.")
+squared_difference = _binary(
+    "squared_difference", tf.math.squared_difference, "The square of a - b."
+)
+subtract = _binary("subtract", tf.subtract, "a - b.")
+
+
+@register("elementwise")
+def where(condition: Tensor, a: Operand, b: Operand) -> Tensor:
+    """Elements of `a` where `condition` is true, of `b` elsewhere.
+
+    Args:
+        condition: booleans.
+        a: a tensor, or a number.
+        b: the same; one of them is a tensor.
+
+    Raises:
+        ShapeError: a name stands for two sizes.
+        LayoutError: the rules split two dims of the result over one axis.
+    """
+    return broadcast(tf.where, [condition, a, b])
+
+
+@register("elementwise")
+def cast(x: Tensor, dtype: tf.DType) -> Tensor:
+    """Converts elements to a dtype, as `tf.cast` does.
+
+    Args:
+        x: any tensor.
+        dtype: the new dtype.
+    """
+    slices = x.lowering.map(lambda slice_: tf.cast(slice_, dtype), x.slices)
+    return Tensor(x.lowering, slices, x.shape)
+
+
+@register("elementwise")
+def broadcast_to(x: Tensor, shape: Shape) -> Tensor:
+    """Repeats a tensor along the dims that it lacks.
+
+    Args:
+        x: any tensor.
+        shape: has all dims of `x`, in any order.
+
+    Raises:
+        ShapeError: `shape` lacks a dim of `x`.
+        LayoutError: the result cannot be split as the rules say.
+    """
+    if not x.shape <= shape:
+        raise ShapeError(
+            f"'{x.shape}' cannot be broadcast to '{shape}', which lacks '{x.shape - shape}'"
+        )
+    layout = x.lowering.tensor_layout(shape)
+    sizes = layout.slice_shape
+
+    def local(slice_: tf.Tensor) -> tf.Tensor:
+        return tf.broadcast_to(align(slice_, x.shape.names, shape.names), sizes)
+
+    return Tensor(x.lowering, x.lowering.map(local, x.vary(layout.split_axes)), shape)

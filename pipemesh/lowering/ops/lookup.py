@@ -1,0 +1,96 @@
+"""From numbers to rows and back."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from pipemesh.errors import ShapeError
+from pipemesh.lowering.lowering import Lowering, Slices
+from pipemesh.lowering.ops.relayout import transpose
+from pipemesh.lowering.registry import register
+from pipemesh.lowering.tensor import Tensor, check_same_lowering, union_axes
+from pipemesh.mesh import Dim, Shape
+
+
+def local_start(lowering: Lowering, dim: Dim) -> tuple[Slices, int]:
+    """Where each processor's part of a dim begins (int32 scalars), and how long it is."""
+    axis = lowering.rules.axis(dim.name)
+    if axis is None:
+        return lowering.raw_map(lambda: tf.constant(0)), dim.size
+    size = lowering.tensor_layout(Shape((dim,))).slice_shape[0]
+    return lowering.raw_map(lambda at: at * size, lowering.coordinate(axis)), size
+
+
+@register("lookup")
+def one_hot(indices: Tensor, dim: Dim, dtype: tf.DType = tf.float32) -> Tensor:
+    """Ones at the given places of a new dim, and zeros elsewhere.
+
+    Args:
+        indices: integers; outside of `[0, dim.size)` there is no one.
+        dim: the new, last dim.
+        dtype: of the result.
+
+    Raises:
+        ShapeError: `indices` has a dim of this name.
+        LayoutError: the result cannot be split as the rules say.
+    """
+    shape = Shape((*indices.shape.dims, dim))
+    lowering = indices.lowering
+    lowering.tensor_layout(shape)
+    start, size = local_start(lowering, dim)
+    slices = lowering.map(
+        lambda at, begin: tf.one_hot(at - tf.cast(begin, at.dtype), size, dtype=dtype),
+        indices.slices,
+        start,
+    )
+    return Tensor(lowering, slices, shape)
+
+
+@register("lookup", "all_reduce")
+def gather(table: Tensor, indices: Tensor, dim: str) -> Tensor:
+    """Takes rows out of a table, for example of an embedding with a split vocabulary.
+
+    Args:
+        table: has the dim `dim`.
+        indices: integers that count along `dim`; outside of it the row is zeros. Dims that
+            `table` has as well are matched by name.
+        dim: the name of the dim that is looked up.
+
+    Returns:
+        The dims of `indices`, then those of `table` without `dim`.
+
+    Raises:
+        ShapeError: `table` has no such dim, or `indices` has it, or a name stands for two sizes.
+        LayoutError: all dims together, or those of the result, cannot be split as the rules say.
+    """
+    lowering = check_same_lowering([table, indices])
+    looked_up = table.shape[dim]
+    if dim in indices.shape.names:
+        raise ShapeError(
+            f"dim {dim!r} is what the indices count along, so they cannot have it; rename it in "
+            f"the indices '{indices.shape}'"
+        )
+    lowering.tensor_layout(table.shape | indices.shape)
+    shared = table.shape & indices.shape
+    own = table.shape.without(dim, *shared.names)
+    rest = indices.shape - shared
+    start, size = local_start(lowering, looked_up)
+    axes = union_axes([table, indices])
+
+    def local(rows: tf.Tensor, at: tf.Tensor, begin: tf.Tensor) -> tf.Tensor:
+        rows = tf.transpose(rows, [table.shape.index(n) for n in (*shared.names, dim, *own.names)])
+        at = tf.transpose(at, [indices.shape.index(n) for n in (*shared.names, *rest.names)])
+        at = at - tf.cast(begin, at.dtype)
+        present = (at >= 0) & (at < size)
+        if not size:
+            return tf.zeros([*at.shape, *rows.shape[len(shared) + 1 :]], rows.dtype)
+        inside = tf.where(present, at, tf.zeros_like(at))
+        found = tf.gather(rows, inside, axis=len(shared), batch_dims=len(shared))
+        mask = tf.reshape(present, [*present.shape, *[1] * len(own)])
+        return tf.where(mask, found, tf.zeros_like(found))
+
+    partial = lowering.map(local, table.vary(axes), indices.slices, start)
+    axis = lowering.rules.axis(dim)
+    total = lowering.all_reduce(partial, [axis] if axis else [])
+    found = Tensor(lowering, total, Shape((*shared.dims, *rest.dims, *own.dims)))
+    return transpose(found, [*indices.shape.names, *own.names])

@@ -1,0 +1,152 @@
+"""Random numbers that are the same under every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from pipemesh.errors import ShapeError
+from pipemesh.lowering.lowering import Lowering, Slices
+from pipemesh.lowering.ops import elementwise
+from pipemesh.lowering.ops.transfer import as_shape
+from pipemesh.lowering.philox import RawDraw, draw_block
+from pipemesh.lowering.random import Share, is_active, share_of_draw
+from pipemesh.lowering.registry import register
+from pipemesh.lowering.tensor import Tensor
+from pipemesh.mesh import Shape
+
+
+def _draw(
+    lowering: Lowering, shape: Shape, seed: tf.Tensor, dtype: tf.DType, raw: RawDraw
+) -> Tensor:
+    """Every processor draws its slice of the numbers that one device would draw.
+
+    Inside a pipeline, one device would draw the whole batch's, and a microbatch takes its own.
+    """
+    layout = lowering.tensor_layout(shape)
+    begins: list[Slices] = []
+    for size, axis in zip(layout.slice_shape, layout.axes, strict=True):
+        if axis is None:
+            begins.append(lowering.raw_map(lambda: tf.constant(0)))
+        else:
+            begins.append(
+                lowering.raw_map(lambda at, size=size: at * size, lowering.coordinate(axis))
+            )
+    seed = tf.convert_to_tensor(seed)
+    share = share_of_draw(shape.sizes) if is_active() else None
+
+    def draw(*begin: tf.Tensor) -> tf.Tensor:
+        if share is None:
+            return draw_block(raw, shape.sizes, begin, layout.slice_shape, seed, dtype)
+        return _draw_share(raw, share, shape.sizes, begin, layout.slice_shape, seed, dtype)
+
+    return Tensor(lowering, lowering.raw_map(draw, *begins), shape)
+
+
+def _draw_share(
+    raw: RawDraw,
+    share: Share,
+    sizes: Sequence[int],
+    begin: Sequence[tf.Tensor],
+    block: Sequence[int],
+    seed: tf.Tensor,
+    dtype: tf.DType,
+) -> tf.Tensor:
+    """Draws a block of a microbatch's tensor out of the whole batch's."""
+    dim = next(i for i, (a, b) in enumerate(zip(sizes, share.whole, strict=True)) if a != b)
+    first = tf.cast(share.position.microbatch, tf.int32) * share.mine
+    folded = sizes[dim] // share.mine
+    if folded == 1:
+        begins = [at + first if i == dim else at for i, at in enumerate(begin)]
+        return draw_block(raw, share.whole, begins, block, seed, dtype)
+    # Other dims are folded into the batch's and come before it: to its examples, the microbatch
+    # is no run of elements. All of them are drawn and the block is cut out.
+    examples = share.whole[dim] // folded
+
+    def unfold(of: Sequence[Any], *two: Any) -> list[Any]:
+        return [*of[:dim], *two, *of[dim + 1 :]]
+
+    zero = tf.constant(0)
+    numbers = draw_block(
+        raw,
+        unfold(share.whole, folded, examples),
+        unfold(begin, zero, first),
+        unfold(block, folded, share.mine),
+        seed,
+        dtype,
+    )
+    numbers = tf.reshape(numbers, unfold(block, sizes[dim]))
+    begins = [at if i == dim else zero for i, at in enumerate(begin)]
+    return tf.slice(numbers, tf.stack(begins), block)
+
+
+@register("random")
+def random_uniform(
+    lowering: Lowering, shape: Shape | str, *, seed: tf.Tensor, dtype: tf.DType = tf.float32
+) -> Tensor:
+    """Uniform numbers in [0, 1): those of `tf.random.stateless_uniform` with Philox.
+
+    Args:
+        lowering: of the tensors that it will meet.
+        shape: of the whole tensor.
+        seed: two integers.
+        dtype: floating.
+
+    Raises:
+        LayoutError: the tensor cannot be split as the rules say.
+    """
+    return _draw(lowering, as_shape(shape), seed, dtype, tf.raw_ops.StatelessRandomUniformV2)
+
+
+@register("random")
+def random_normal(
+    lowering: Lowering, shape: Shape | str, *, seed: tf.Tensor, dtype: tf.DType = tf.float32
+) -> Tensor:
+    """Normal numbers of mean 0 and deviation 1: `tf.random.stateless_normal` with Philox.
+
+    Args:
+        lowering: of the tensors that it will meet.
+        shape: of the whole tensor.
+        seed: two integers.
+        dtype: floating.
+
+    Raises:
+        LayoutError: the tensor cannot be split as the rules say.
+    """
+    return _draw(lowering, as_shape(shape), seed, dtype, tf.raw_ops.StatelessRandomNormalV2)
+
+
+@register("random")
+def dropout(x: Tensor, *, rate: float, seed: tf.Tensor, noise_dims: Shape | None = None) -> Tensor:
+    """Sets elements to zero with probability `rate`, and scales the others by 1 / (1 - rate).
+
+    The mask is that of `tf.nn.experimental.stateless_dropout` with Philox, whatever the layout.
+
+    Args:
+        x: floating numbers.
+        rate: the probability of being dropped, in [0, 1), as in TensorFlow.
+        seed: two integers.
+        noise_dims: dims of `x` along which elements are dropped one by one; along the others
+            they are dropped together. By default all.
+
+    Raises:
+        ShapeError: `rate` is outside of [0, 1), or a noise dim is none of `x`.
+    """
+    if not 0 <= rate < 1:
+        raise ShapeError(
+            f"rate is {rate}; it is the probability of being dropped, at least 0 and less than 1"
+        )
+    if rate == 0:
+        return x
+    noise_shape = x.shape if noise_dims is None else noise_dims
+    if not noise_shape <= x.shape:
+        raise ShapeError(f"noise dims '{noise_shape - x.shape}' are no dims of '{x.shape}'")
+    noise = random_uniform(x.lowering, noise_shape, seed=seed, dtype=x.dtype)
+    scaled = elementwise.multiply(x, 1 / (1 - rate))
+    return elementwise.broadcast(
+        lambda n, value: tf.where(n >= tf.cast(rate, n.dtype), value, tf.zeros_like(value)),
+        [noise, scaled],
+        x.shape,
+    )

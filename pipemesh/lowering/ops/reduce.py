@@ -1,0 +1,224 @@
+"""Reductions over named dims."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from pipemesh.errors import ShapeError
+from pipemesh.lowering.registry import register
+from pipemesh.lowering.tensor import Tensor
+from pipemesh.mesh import Shape
+
+__all__ = [
+    "reduce_all",
+    "reduce_any",
+    "reduce_logsumexp",
+    "reduce_max",
+    "reduce_mean",
+    "reduce_min",
+    "reduce_sum",
+]
+
+Dims = str | Sequence[str] | None
+
+
+def reduced_dims(x: Tensor, dims: Dims) -> tuple[Shape, Shape]:
+    """The dims that stay, and those that go."""
+    names = x.shape.names if dims is None else (dims,) if isinstance(dims, str) else tuple(dims)
+    gone = x.shape.select(*names)
+    return x.shape.without(*names), gone
+
+
+def positions(x: Tensor, gone: Shape) -> list[int]:
+    """Where the dims that go are."""
+    return [x.shape.index(name) for name in gone.names]
+
+
+def axes_of(x: Tensor, gone: Shape) -> list[str]:
+    """The axes that the dims that go are split over."""
+    axes = (x.layout.axes[x.shape.index(name)] for name in gone.names)
+    return [axis for axis in axes if axis is not None]
+
+
+@register("reduction", "all_reduce")
+def reduce_sum(x: Tensor, dims: Dims = None) -> Tensor:
+    """Sums over dims; 0 over nothing.
+
+    Args:
+        x: any numbers.
+        dims: the names of the dims that go; None for all.
+
+    Raises:
+        ShapeError: a name is unknown.
+    """
+    stay, gone = reduced_dims(x, dims)
+    at = positions(x, gone)
+    partial = x.lowering.map(lambda slice_: tf.reduce_sum(slice_, at), x.slices)
+    return Tensor(x.lowering, x.lowering.all_reduce(partial, axes_of(x, gone)), stay)
+
+
+@register("reduction", "all_reduce")
+def reduce_mean(x: Tensor, dims: Dims = None) -> Tensor:
+    """Averages over dims; NaN over nothing.
+
+    Args:
+        x: floating numbers.
+        dims: the names of the dims that go; None for all.
+
+    Raises:
+        ShapeError: a name is unknown, or the numbers are not floating.
+    """
+    if not x.dtype.is_floating:
+        raise ShapeError(f"the mean of {x.dtype.name} numbers is not one of them; cast them first")
+    _, gone = reduced_dims(x, dims)
+    total = reduce_sum(x, dims)
+    size = gone.size
+    slices = x.lowering.map(lambda slice_: slice_ / tf.cast(size, slice_.dtype), total.slices)
+    return Tensor(x.lowering, slices, total.shape)
+
+
+def extreme(x: Tensor, dims: Dims, op: str) -> Tensor:
+    """The greatest or smallest elements, without gradient."""
+    stay, gone = reduced_dims(x, dims)
+    at = positions(x, gone)
+    reduce = tf.reduce_max if op == "max" else tf.reduce_min
+    partial = x.lowering.map(lambda s: tf.stop_gradient(reduce(s, at)), x.slices)
+    return Tensor(x.lowering, x.lowering.all_reduce(partial, axes_of(x, gone), op), stay)
+
+
+def _reduce_extreme(x: Tensor, dims: Dims, op: str) -> Tensor:
+    stay, gone = reduced_dims(x, dims)
+    axes, at = axes_of(x, gone), positions(x, gone)
+    lowering = x.lowering
+    if not x.dtype.is_floating:
+        return extreme(x, dims, op)
+    if lowering.group_size(axes) == 1:
+        reduce = tf.reduce_max if op == "max" else tf.reduce_min
+        return Tensor(lowering, lowering.map(lambda s: reduce(s, at), x.slices), stay)
+    result = extreme(x, dims, op)
+
+    def is_extreme(slice_: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+        return tf.cast(tf.equal(slice_, _expand(value, at)), slice_.dtype)
+
+    # As in TensorFlow, equal elements share the gradient.
+    count = lowering.map(
+        lambda s, value: tf.stop_gradient(tf.reduce_sum(is_extreme(s, value), at)),
+        x.slices,
+        result.slices,
+    )
+
+    def select(slice_: tf.Tensor, value: tf.Tensor, shared: tf.Tensor) -> tf.Tensor:
+        @tf.custom_gradient
+        def call(s: tf.Tensor, v: tf.Tensor, n: tf.Tensor) -> Any:
+            def grad(upstream: tf.Tensor) -> Any:
+                return is_extreme(s, v) * _expand(upstream / n, at), None, None
+
+            return tf.identity(v), grad
+
+        return call(slice_, value, shared)
+
+    total = lowering.all_reduce(count, axes)
+    return Tensor(lowering, lowering.map(select, x.slices, result.slices, total), stay)
+
+
+def _expand(tensor: tf.Tensor, at: Sequence[int]) -> tf.Tensor:
+    """Puts dims of size 1 where dims were reduced."""
+    for position in sorted(at):
+        tensor = tf.expand_dims(tensor, position)
+    return tensor
+
+
+@register("reduction", "all_reduce")
+def reduce_max(x: Tensor, dims: Dims = None) -> Tensor:
+    """The greatest elements over dims; the dtype's lowest value (-inf) over nothing.
+
+    Args:
+        x: any numbers.
+        dims: the names of the dims that go; None for all.
+
+    Raises:
+        ShapeError: a name is unknown.
+    """
+    return _reduce_extreme(x, dims, "max")
+
+
+@register("reduction", "all_reduce")
+def reduce_min(x: Tensor, dims: Dims = None) -> Tensor:
+    """The smallest elements over dims; the dtype's highest value (inf) over nothing.
+
+    Args:
+        x: any numbers.
+        dims: the names of the dims that go; None for all.
+
+    Raises:
+        ShapeError: a name is unknown.
+    """
+    return _reduce_extreme(x, dims, "min")
+
+
+@register("reduction", "all_reduce")
+def reduce_logsumexp(x: Tensor, dims: Dims = None) -> Tensor:
+    """Logarithms of sums of exponentials over dims, without overflow; -inf over nothing.
+
+    Args:
+        x: floating numbers.
+        dims: the names of the dims that go; None for all.
+
+    Raises:
+        ShapeError: a name is unknown.
+    """
+    _, gone = reduced_dims(x, dims)
+    at, axes = positions(x, gone), axes_of(x, gone)
+    lowering = x.lowering
+    greatest = extreme(x, dims, "max")
+    top = lowering.map(
+        lambda value: tf.where(tf.math.is_finite(value), value, tf.zeros_like(value)),
+        greatest.slices,
+    )
+    partial = lowering.map(
+        lambda s, value: tf.reduce_sum(tf.exp(s - _expand(value, at)), at), x.slices, top
+    )
+    total = lowering.all_reduce(partial, axes)
+    slices = lowering.map(lambda s, value: tf.math.log(s) + value, total, top)
+    return Tensor(lowering, slices, greatest.shape)
+
+
+def _reduce_bools(x: Tensor, dims: Dims, reduce: Callable[..., tf.Tensor], op: str) -> Tensor:
+    stay, gone = reduced_dims(x, dims)
+    at = positions(x, gone)
+    lowering = x.lowering
+    # Devices exchange numbers.
+    partial = lowering.map(lambda s: tf.cast(reduce(s, at), tf.int32), x.slices)
+    total = lowering.all_reduce(partial, axes_of(x, gone), op)
+    return Tensor(lowering, lowering.map(lambda s: tf.cast(s, tf.bool), total), stay)
+
+
+@register("reduction", "all_reduce")
+def reduce_all(x: Tensor, dims: Dims = None) -> Tensor:
+    """Whether all booleans over dims are true; true over nothing.
+
+    Args:
+        x: booleans.
+        dims: the names of the dims that go; None for all.
+
+    Raises:
+        ShapeError: a name is unknown.
+    """
+    return _reduce_bools(x, dims, tf.reduce_all, "min")
+
+
+@register("reduction", "all_reduce")
+def reduce_any(x: Tensor, dims: Dims = None) -> Tensor:
+    """Whether any boolean over dims is true; false over nothing.
+
+    Args:
+        x: booleans.
+        dims: the names of the dims that go; None for all.
+
+    Raises:
+        ShapeError: a name is unknown.
+    """
+    return _reduce_bools(x, dims, tf.reduce_any, "max")

@@ -1,0 +1,185 @@
+"""Other names, other orders, other shapes; the data moves where a split changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import tensorflow as tf
+
+from pipemesh.errors import ShapeError
+from pipemesh.lowering.lowering import Lowering, Slices
+from pipemesh.lowering.ops.transfer import as_shape
+from pipemesh.lowering.registry import register
+from pipemesh.lowering.tensor import Tensor
+from pipemesh.mesh import Dim, Shape
+
+Axes = Sequence[str | None]
+
+
+def change_splits(lowering: Lowering, x: Slices, old: Axes, new: Axes) -> Slices:
+    """Moves data until each dim is split as asked for.
+
+    An axis whose dim changes is one all-to-all, an axis that is no longer used one all-gather, and
+    an axis that was not used a slice.
+
+    Args:
+        lowering: of the slices.
+        x: slices.
+        old: for each dim the axis that it is split over.
+        new: the same, as it shall be.
+    """
+    axes = list(old)
+    for dim, axis in enumerate(old):
+        if axis is not None and axis not in new:
+            x = lowering.all_gather(x, axis, dim)
+            axes[dim] = None
+    while True:
+        moves = [
+            (axis, source, list(new).index(axis))
+            for source, axis in enumerate(axes)
+            if axis is not None and new[source] != axis
+        ]
+        if not moves:
+            break
+        free = [move for move in moves if axes[move[2]] is None]
+        if free:
+            axis, source, target = free[0]
+            x = lowering.all_to_all(x, axis, split_dim=target, concat_dim=source)
+            axes[source], axes[target] = None, axis
+        else:
+            # Axes change places: one of them has to leave the circle; it is sliced below.
+            axis, source, _ = moves[0]
+            x = lowering.all_gather(x, axis, source)
+            axes[source] = None
+    for dim, axis in enumerate(new):
+        if axis is not None and axes[dim] is None:
+            x = lowering.slice_along(x, axis, dim)
+    return x
+
+
+@register("relayout")
+def transpose(x: Tensor, dims: Sequence[str]) -> Tensor:
+    """Brings the dims into another order.
+
+    Args:
+        x: any tensor.
+        dims: all its names, in the new order.
+
+    Raises:
+        ShapeError: `dims` are not the names of `x`.
+    """
+    if sorted(dims) != sorted(x.shape.names):
+        raise ShapeError(f"{list(dims)} is no order of the dims of '{x.shape}'")
+    if tuple(dims) == x.shape.names:
+        return x
+    order = [x.shape.index(name) for name in dims]
+    slices = x.lowering.map(lambda slice_: tf.transpose(slice_, order), x.slices)
+    return Tensor(x.lowering, slices, x.shape.select(*dims))
+
+
+@register("relayout", "all_to_all", "all_gather", "slice")
+def rename(x: Tensor, names: Mapping[str, str]) -> Tensor:
+    """Gives dims other names, and so perhaps another layout.
+
+    Args:
+        x: any tensor.
+        names: new names by old ones; dims that are left out keep theirs.
+
+    Raises:
+        ShapeError: an old name is unknown, or a name occurs twice in the result.
+        LayoutError: the result cannot be split as the rules say.
+    """
+    for name in names:
+        x.shape.index(name)
+    shape = Shape(tuple(Dim(names.get(dim.name, dim.name), dim.size) for dim in x.shape))
+    new = x.lowering.tensor_layout(shape).axes
+    return Tensor(x.lowering, change_splits(x.lowering, x.slices, x.layout.axes, new), shape)
+
+
+def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]]:
+    """Runs of old and new dims with equal products, as short as possible; sizes are above 0."""
+    groups: list[tuple[range, range]] = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        first_i, first_j = i, j
+        left = right = 1
+        if i < len(old):
+            left, i = old[i], i + 1
+        if j < len(new):
+            right, j = new[j], j + 1
+        while left != right:
+            if left < right:
+                left, i = left * old[i], i + 1
+            else:
+                right, j = right * new[j], j + 1
+        groups.append((range(first_i, i), range(first_j, j)))
+    return groups
+
+
+def _leading(dims: range, sizes: Sequence[int]) -> int | None:
+    """The first dim of a run whose size is not 1."""
+    return next((dim for dim in dims if sizes[dim] != 1), None)
+
+
+def _meeting_axes(lowering: Lowering, x: Tensor, shape: Shape) -> tuple[list[str | None], ...]:
+    """The axes of old and of new dims at the moment when the slices are reshaped.
+
+    Within a run of dims only a split of the leading dim survives: it cuts the elements into blocks
+    that lie together. An axis that is needed before or after is kept there if it can be.
+    """
+    old_sizes, new_sizes = x.shape.sizes, shape.sizes
+    old_axes, new_axes = x.layout.axes, lowering.tensor_layout(shape).axes
+    before: list[str | None] = [None] * len(old_sizes)
+    after: list[str | None] = [None] * len(new_sizes)
+    if 0 in old_sizes:
+        return before, after
+    groups = _groups(old_sizes, new_sizes)
+    # First what need not move at all, then what moves on one side only.
+    for needs in (2, 1):
+        for old_run, new_run in groups:
+            lead, target = _leading(old_run, old_sizes), _leading(new_run, new_sizes)
+            if lead is None or target is None or before[lead] is not None:
+                continue
+            here = [old_axes[lead], new_axes[target]]
+            for axis in here:
+                if axis is None or axis in before or here.count(axis) < needs:
+                    continue
+                parts = lowering.mesh.size(axis)
+                used = axis in old_axes and axis in new_axes
+                if used and not old_sizes[lead] % parts and not new_sizes[target] % parts:
+                    before[lead] = after[target] = axis
+                    break
+    return before, after
+
+
+@register("relayout", "all_to_all", "all_gather", "slice")
+def reshape(x: Tensor, shape: Shape | str) -> Tensor:
+    """Gives the elements, in row-major order, another shape.
+
+    Splits of leading dims stay where they are; a split that another dim takes over is one
+    all-to-all.
+
+    Args:
+        x: any tensor.
+        shape: with as many elements.
+
+    Raises:
+        ShapeError: the number of elements differs.
+        LayoutError: the result cannot be split as the rules say.
+    """
+    shape = as_shape(shape)
+    if shape.size != x.shape.size:
+        raise ShapeError(
+            f"'{x.shape}' has {x.shape.size} elements and '{shape}' {shape.size}; "
+            "a reshape keeps all elements"
+        )
+    lowering = x.lowering
+    layout = lowering.tensor_layout(shape)
+    before, after = _meeting_axes(lowering, x, shape)
+    slices = change_splits(lowering, x.slices, x.layout.axes, before)
+    sizes = [
+        size if axis is None else size // lowering.mesh.size(axis)
+        for size, axis in zip(shape.sizes, after, strict=True)
+    ]
+    slices = lowering.map(lambda slice_: tf.reshape(slice_, sizes), slices)
+    return Tensor(lowering, change_splits(lowering, slices, after, layout.axes), shape)

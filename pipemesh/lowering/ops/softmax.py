@@ -1,0 +1,38 @@
+"""Softmax over named dims."""
+
+from __future__ import annotations
+
+from pipemesh.lowering.ops import elementwise
+from pipemesh.lowering.ops.reduce import Dims, extreme, reduce_logsumexp, reduce_sum
+from pipemesh.lowering.registry import register
+from pipemesh.lowering.tensor import Tensor
+
+
+@register("softmax", "all_reduce")
+def softmax(x: Tensor, dims: Dims) -> Tensor:
+    """Exponentials, divided by their sum over dims.
+
+    Args:
+        x: floating numbers.
+        dims: the names of the dims over which the result sums to 1.
+
+    Raises:
+        ShapeError: a name is unknown.
+    """
+    # Softmax does not change when a constant is taken off, so the maximum needs no gradient.
+    raised = elementwise.exp(elementwise.subtract(x, extreme(x, dims, "max")))
+    return elementwise.divide(raised, reduce_sum(raised, dims))
+
+
+@register("softmax", "all_reduce")
+def log_softmax(x: Tensor, dims: Dims) -> Tensor:
+    """Logarithms of the softmax over dims, without underflow.
+
+    Args:
+        x: floating numbers.
+        dims: the names of the dims over which the exponentials of the result sum to 1.
+
+    Raises:
+        ShapeError: a name is unknown.
+    """
+    return elementwise.subtract(x, reduce_logsumexp(x, dims))

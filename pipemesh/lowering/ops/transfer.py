@@ -1,0 +1,48 @@
+"""Into the mesh and out of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from pipemesh.errors import ShapeError
+from pipemesh.lowering.lowering import Lowering
+from pipemesh.lowering.registry import register
+from pipemesh.lowering.tensor import Tensor
+from pipemesh.mesh import Shape
+
+
+def as_shape(shape: Shape | str) -> Shape:
+    """The shape, parsed if it is a text."""
+    return Shape.from_text(shape) if isinstance(shape, str) else shape
+
+
+@register("transfer")
+def import_tensor(lowering: Lowering, tensor: Any, shape: Shape | str) -> Tensor:
+    """Cuts a whole tensor into slices.
+
+    Args:
+        lowering: of all tensors that it will meet.
+        tensor: a tensor or array with the sizes of `shape`. In SIMD every core has all of it.
+        shape: names for its dims, for example `"batch:100;io:3"`.
+
+    Raises:
+        ShapeError: the sizes differ.
+        LayoutError: the tensor cannot be split as the rules say.
+    """
+    shape = as_shape(shape)
+    tensor = tf.convert_to_tensor(tensor)
+    if not tensor.shape.is_compatible_with(shape.sizes):
+        raise ShapeError(f"a tensor of sizes {tensor.shape} cannot have the shape '{shape}'")
+    return Tensor(lowering, lowering.import_tensor(tensor, lowering.tensor_layout(shape)), shape)
+
+
+@register("transfer", "all_gather")
+def export_tensor(x: Tensor) -> tf.Tensor:
+    """Joins the slices to the whole tensor, on the first device or on every core.
+
+    Args:
+        x: any tensor.
+    """
+    return x.lowering.export_tensor(x.slices, x.layout)

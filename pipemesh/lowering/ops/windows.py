@@ -1,0 +1,223 @@
+"""Parts of a split dim that do not end where slices end: only the rows that are needed move."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from pipemesh.lowering.lowering import Lowering, Slices
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """For each processor along an axis a run of rows of a dim, `length` rows long.
+
+    The run of processor i begins at row `start + i * stride`. Rows outside of the dim are zeros.
+    Runs may overlap and need not cover the dim.
+
+    Attributes:
+        size: of the whole dim.
+        start: of the first run; may be negative.
+        stride: from run to run.
+        length: of each run.
+        wrap: whether the dim is a circle, so that no row is outside of it. Then `stride` is the
+            number of rows that a processor has.
+    """
+
+    size: int
+    start: int
+    stride: int
+    length: int
+    wrap: bool = False
+
+
+def take_windows(
+    lowering: Lowering, x: Slices, axis: str | None, dim: int, windows: Windows
+) -> Slices:
+    """Gives each processor its run of rows.
+
+    Where runs follow the slices (`stride` is a slice's size, as for a halo exchange), each piece
+    that comes from a neighbour is one permute of just these rows. Where they do not (`slice`,
+    `pad`, strided convolutions), pieces of one distance travel together, as many rows of each as
+    the greatest of them has.
+
+    Args:
+        lowering: of the slices.
+        x: slices.
+        axis: what the dim is split over, or None.
+        dim: position of the dim.
+        windows: the runs.
+
+    Returns:
+        Slices with `length` rows. Gradient: each row gets the sum of those of all runs that have
+        it, so the gradient of a halo is sent back and added.
+    """
+    if x[0].dtype == tf.bool:
+        # A permute sends numbers only.
+        ints = lowering.map(lambda t: tf.cast(t, tf.int32), x)
+        taken = take_windows(lowering, ints, axis, dim, windows)
+        return lowering.map(lambda t: tf.cast(t, tf.bool), taken)
+    parts = lowering.mesh.size(axis) if axis else 1
+    rows = windows.size // parts
+    if rows == 0:
+        return _nothing(lowering, x, dim, windows.length)
+    if parts == 1 or windows.stride == rows:
+        return _along_slices(lowering, x, axis, dim, windows, parts)
+    return _across_slices(lowering, x, axis or "", dim, windows, parts)
+
+
+def _along_slices(
+    lowering: Lowering, x: Slices, axis: str | None, dim: int, windows: Windows, parts: int
+) -> Slices:
+    rows = windows.size // parts
+    end = windows.start + windows.length
+    pieces: list[Slices] = []
+    # For each block of the run, in order: the piece that it is, or the number of its zeros.
+    blocks: list[int | None] = []
+    for distance in range(windows.start // rows, -(-end // rows)):
+        begin = max(windows.start - distance * rows, 0)
+        length = min(end - distance * rows, rows) - begin
+        pairs = [
+            ((at + distance) % parts, at)
+            for at in range(parts)
+            if windows.wrap or 0 <= at + distance < parts
+        ]
+        if not pairs:
+            blocks.append(length)
+            continue
+        piece = x
+        if length < rows:
+            piece = lowering.map(lambda t, b=begin, n=length: rows_of(t, dim, b, n), x)
+        if axis and any(source != target for source, target in pairs):
+            piece = lowering.permute(piece, axis, pairs)
+        pieces.append(piece)
+        blocks.append(None)
+    if not pieces:
+        return _nothing(lowering, x, dim, windows.length)
+    if len(blocks) == 1:
+        return pieces[0]
+
+    def join(*arrived: tf.Tensor) -> tf.Tensor:
+        rest = iter(arrived)
+        return tf.concat(
+            [next(rest) if n is None else _zeros(arrived[0], dim, n) for n in blocks], dim
+        )
+
+    return lowering.map(join, *pieces)
+
+
+def _across_slices(
+    lowering: Lowering, x: Slices, axis: str, dim: int, windows: Windows, parts: int
+) -> Slices:
+    rows = windows.size // parts
+    at = lowering.coordinate(axis)
+    pieces: list[Slices] = []
+    for distance in range(1 - parts, parts):
+        # For each target the rows of its source, counted within the source's slice.
+        needed: dict[int, tuple[int, int]] = {}
+        for target in range(max(0, -distance), min(parts, parts - distance)):
+            first = windows.start + target * windows.stride - (target + distance) * rows
+            begin, end = max(first, 0), min(first + windows.length, rows)
+            if begin < end:
+                needed[target] = (begin, end)
+        if not needed:
+            continue
+        length = max(end - begin for begin, end in needed.values())
+        # Where the rows begin in the source, and where they go in the target. What is sent beyond
+        # the needed rows falls out of the target's run.
+        sources, places = [0] * parts, [windows.length] * parts
+        for target, (begin, _) in needed.items():
+            source = target + distance
+            sources[source] = min(begin, rows - length)
+            row = source * rows + sources[source]
+            places[target] = row - windows.start - target * windows.stride
+
+        def cut(t: tf.Tensor, i: tf.Tensor, begins: list[int] = sources, n: int = length):
+            return _rows_from(t, dim, tf.constant(begins)[i], n)
+
+        def place(t: tf.Tensor, i: tf.Tensor, begins: list[int] = places) -> tf.Tensor:
+            return _rows_from(t, dim, -tf.constant(begins)[i], windows.length)
+
+        piece = lowering.map(cut, x, at) if length < rows else x
+        if distance:
+            pairs = [(target + distance, target) for target in needed]
+            piece = lowering.permute(piece, axis, pairs)
+        pieces.append(lowering.map(place, piece, at))
+    if not pieces:
+        return _nothing(lowering, x, dim, windows.length)
+    return lowering.map(lambda *arrived: tf.add_n(arrived), *pieces)
+
+
+def rows_of(tensor: tf.Tensor, dim: int, begin: int, length: int) -> tf.Tensor:
+    """The rows `[begin, begin + length)` of a dim of one slice."""
+    sizes = tensor.shape.as_list()
+    sizes[dim] = length
+    begins = [0] * len(sizes)
+    begins[dim] = begin
+    return tf.slice(tensor, begins, sizes)
+
+
+def _nothing(lowering: Lowering, x: Slices, dim: int, length: int) -> Slices:
+    """Zeros, whose gradient is zeros and not None: no row of `x`, and zeros behind."""
+    return lowering.map(
+        lambda t: tf.concat([rows_of(t, dim, 0, 0), _zeros(t, dim, length)], dim), x
+    )
+
+
+def _zeros(like: tf.Tensor, dim: int, length: int) -> tf.Tensor:
+    sizes = like.shape.as_list()
+    sizes[dim] = length
+    return tf.zeros(sizes, like.dtype)
+
+
+def _rows_from(tensor: tf.Tensor, dim: int, begin: tf.Tensor, length: int) -> tf.Tensor:
+    """`length` rows from `begin` on, zeros where there are none.
+
+    `begin` lies between `-length` and the number of rows.
+    """
+
+    def taken(t: tf.Tensor, at: tf.Tensor, number: int) -> tf.Tensor:
+        sizes = t.shape.as_list()
+        paddings = [[number if i == dim else 0] * 2 for i in range(len(sizes))]
+        sizes[dim] = number
+        begins = [at + number if i == dim else 0 for i in range(len(sizes))]
+        return tf.slice(tf.pad(t, paddings), tf.stack(begins), sizes)
+
+    # The gradient of a slice with a computed begin is no program of a TPU; this one is.
+    @tf.custom_gradient
+    def call(t: tf.Tensor, at: tf.Tensor) -> Any:
+        rows: int = t.shape[dim]
+        return taken(t, at, length), lambda grad: (taken(grad, -at, rows), None)
+
+    return call(tensor, begin) if tensor.dtype.is_floating else taken(tensor, begin, length)
+
+
+def local_rows(
+    lowering: Lowering, x: Slices, axis: str | None, dim: int, begin: int, size: int
+) -> Slices:
+    """The rows `[begin, begin + size)`, split over the axis in their turn.
+
+    Rows outside of the dim are zeros.
+
+    Args:
+        lowering: of the slices.
+        x: slices.
+        axis: what the dim is split over before and after, or None; its size divides `size`.
+        dim: position of the dim.
+        begin: may be negative.
+        size: of the new dim.
+    """
+    parts = lowering.mesh.size(axis) if axis else 1
+    whole: int = x[0].shape[dim] * parts
+    share = size // parts
+    return take_windows(lowering, x, axis, dim, Windows(whole, begin, share, share))
+
+
+def sum_of(lowering: Lowering, tensors: Sequence[Slices]) -> Slices:
+    """Adds tensors element by element; booleans are joined by or."""
+    if tensors[0][0].dtype == tf.bool:
+        return lowering.map(lambda *parts: tf.reduce_any(tf.stack(parts), 0), *tensors)
+    return lowering.map(lambda *parts: tf.add_n(parts), *tensors)

@@ -1,0 +1,215 @@
+"""Placement: one graph for all devices, and each slice has its device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+from tensorflow.python.eager import record
+
+from pipemesh.errors import DeviceError
+from pipemesh.lowering import nccl
+from pipemesh.lowering.attach_gradient import attach_gradient, local_gradient
+from pipemesh.lowering.lowering import Lowering, Slices
+from pipemesh.mesh import LayoutRules, Mesh, TensorLayout
+
+_PAIRWISE: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
+    "sum": lambda a, b: tf.add_n([a, b]),
+    "max": tf.maximum,
+    "min": tf.minimum,
+}
+
+
+class PlacementLowering(Lowering):
+    """Lowers to one graph with a tensor for each device.
+
+    Communication is plain TensorFlow: copies between devices, sums and concats; NCCL between the
+    GPUs of one host. In graphs (`tf.function` or TF1) every operation on a slice and its gradient
+    is on the slice's device. Eager mode computes the same values, but TensorFlow places gradients
+    as it likes.
+
+    Attributes:
+        devices: the device of each processor.
+
+    Raises:
+        DeviceError: the number of devices is not that of the mesh.
+        LayoutError: a rule names an unknown axis.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> from pipemesh.mesh import LayoutRules, Mesh, Shape
+        >>> mesh, rules = Mesh.from_text("data:2"), LayoutRules.from_text("batch:data")
+        >>> lowering = PlacementLowering(mesh, rules, ["CPU:0", "CPU:0"])
+        >>> layout = lowering.tensor_layout(Shape.of(batch=4))
+        >>> slices = lowering.import_tensor(tf.constant([1, 2, 3, 4]), layout)
+        >>> [part.numpy().tolist() for part in slices]
+        [[1, 2], [3, 4]]
+        >>> lowering.all_reduce(slices, ["data"])[0].numpy().tolist()
+        [4, 6]
+    """
+
+    def __init__(self, mesh: Mesh, rules: LayoutRules, devices: Sequence[str]) -> None:
+        super().__init__(mesh, rules)
+        if len(devices) != mesh.num_devices:
+            raise DeviceError(
+                f"{len(devices)} devices were given for mesh '{mesh}', which has "
+                f"{mesh.num_devices} processors; give one device for each"
+            )
+        self.devices = tuple(devices)
+
+    @property
+    def num_slices(self) -> int:
+        """The number of devices."""
+        return len(self.devices)
+
+    def map(self, function: Callable[..., tf.Tensor], *operands: Slices) -> Slices:
+        """Applies a local function on each device."""
+        return tuple(
+            local_gradient(function, [operand[i] for operand in operands], device)
+            for i, device in enumerate(self.devices)
+        )
+
+    def raw_map(self, function: Callable[..., tf.Tensor], *operands: Slices) -> Slices:
+        """Applies a local function on each device, without a gradient."""
+        results: list[tf.Tensor] = []
+        for i, device in enumerate(self.devices):
+            with tf.device(device):
+                results.append(function(*(operand[i] for operand in operands)))
+        return tuple(results)
+
+    def coordinate(self, axis: str) -> Slices:
+        """Constants."""
+        at = [self.mesh.coordinates(i)[axis] for i in range(self.num_slices)]
+        results: list[tf.Tensor] = []
+        for value, device in zip(at, self.devices, strict=True):
+            with tf.device(device):
+                results.append(tf.constant(value, tf.int32))
+        return tuple(results)
+
+    def with_gradient(
+        self,
+        forward: Callable[[Slices], Slices],
+        backward: Callable[[Slices], Slices],
+        slices: Slices,
+    ) -> Slices:
+        """Computes `forward(slices)`, with the gradient that `backward` computes."""
+        with record.stop_recording():
+            outputs = forward(slices)
+        if not slices[0].dtype.is_floating:
+            return outputs
+        return tuple(attach_gradient(outputs, slices, lambda g: backward(tuple(g)), True))
+
+    def import_tensor(self, tensor: tf.Tensor, layout: TensorLayout) -> Slices:
+        """Copies its slice to each device."""
+        tensor = tf.convert_to_tensor(tensor)
+        with record.stop_recording():
+            slices: list[tf.Tensor] = []
+            for i, device in enumerate(self.devices):
+                with tf.device(device):
+                    slices.append(_cut(tensor, layout, i))
+        if not tensor.dtype.is_floating:
+            return tuple(slices)
+        return tuple(
+            attach_gradient(slices, [tensor], lambda grads: [self._join(grads, layout)], True)
+        )
+
+    def export_tensor(self, slices: Slices, layout: TensorLayout) -> tf.Tensor:
+        """Joins the slices on the first device."""
+        with record.stop_recording():
+            whole = self._join(slices, layout)
+        if not whole.dtype.is_floating:
+            return whole
+
+        def backward(grads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+            parts: list[tf.Tensor] = []
+            for i, device in enumerate(self.devices):
+                with tf.device(device):
+                    parts.append(_cut(grads[0], layout, i))
+            return parts
+
+        return attach_gradient([whole], slices, backward, True)[0]
+
+    def _join(self, slices: Sequence[tf.Tensor], layout: TensorLayout) -> tf.Tensor:
+        """Joins one copy of each slice on the first device."""
+
+        def join(dim: int, at: dict[str, int]) -> tf.Tensor:
+            if dim == len(layout.axes):
+                return slices[self.mesh.processor(at)]
+            axis = layout.axes[dim]
+            if axis is None:
+                return join(dim + 1, at)
+            parts = [join(dim + 1, {**at, axis: i}) for i in range(self.mesh.size(axis))]
+            return tf.concat(parts, dim)
+
+        with tf.device(self.devices[0]):
+            return tf.identity(join(0, {}))
+
+    def raw_all_reduce(self, x: Slices, axes: Sequence[str], op: str) -> Slices:
+        """Reduces pair by pair up a tree and copies the result back, or uses NCCL."""
+        results = list(x)
+        for group in self.mesh.groups(axes):
+            tensors, devices = [x[i] for i in group], [self.devices[i] for i in group]
+            if nccl.can_reduce(tensors, devices):
+                reduced = nccl.all_reduce(tensors, devices, op)
+            else:
+                reduced = _tree(tensors, devices, op)
+            for i, tensor in zip(group, reduced, strict=True):
+                results[i] = tensor
+        return tuple(results)
+
+    def raw_all_gather(self, x: Slices, axis: str, dim: int) -> Slices:
+        """Joins the slices of its group on each device."""
+        results = list(x)
+        for group in self.mesh.groups([axis]):
+            for i in group:
+                with tf.device(self.devices[i]):
+                    results[i] = tf.concat([x[j] for j in group], dim)
+        return tuple(results)
+
+    def raw_all_to_all(self, x: Slices, axis: str, split_dim: int, concat_dim: int) -> Slices:
+        """Splits on the sending and joins on the receiving device."""
+        parts = self.mesh.size(axis)
+        results = list(x)
+        for group in self.mesh.groups([axis]):
+            pieces: list[list[tf.Tensor]] = []
+            for i in group:
+                with tf.device(self.devices[i]):
+                    pieces.append(tf.split(x[i], parts, split_dim))
+            for at, i in enumerate(group):
+                with tf.device(self.devices[i]):
+                    results[i] = tf.concat([piece[at] for piece in pieces], concat_dim)
+        return tuple(results)
+
+    def raw_permute(self, x: Slices, axis: str, pairs: Sequence[tuple[int, int]]) -> Slices:
+        """Copies between devices."""
+        source = {b: a for a, b in pairs}
+        results = list(x)
+        for group in self.mesh.groups([axis]):
+            for at, i in enumerate(group):
+                with tf.device(self.devices[i]):
+                    results[i] = (
+                        tf.identity(x[group[source[at]]]) if at in source else tf.zeros_like(x[i])
+                    )
+        return tuple(results)
+
+
+def _cut(tensor: tf.Tensor, layout: TensorLayout, processor: int) -> tf.Tensor:
+    rank = len(layout.axes)
+    begin = tf.constant(layout.slice_begin(processor), tf.int32, shape=[rank])
+    return tf.slice(tensor, begin, tf.constant(layout.slice_shape, tf.int32, shape=[rank]))
+
+
+def _tree(tensors: Sequence[tf.Tensor], devices: Sequence[str], op: str) -> list[tf.Tensor]:
+    """Reduces in n - 1 operations, log n deep; all members get the very same number."""
+    partial = list(tensors)
+    step = 1
+    while step < len(partial):
+        for i in range(0, len(partial) - step, 2 * step):
+            with tf.device(devices[i]):
+                partial[i] = _PAIRWISE[op](partial[i], partial[i + step])
+        step *= 2
+    results: list[tf.Tensor] = []
+    for device in devices:
+        with tf.device(device):
+            results.append(tf.identity(partial[0]))
+    return results

@@ -1,0 +1,120 @@
+"""SIMD: the program of one core, which every core runs."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from pipemesh.lowering.lowering import Lowering, Slices
+from pipemesh.mesh import LayoutRules, Mesh, TensorLayout
+
+
+class Collectives(abc.ABC):
+    """How cores talk to each other; the methods are those of `Lowering`, on one core's tensor.
+
+    None of them needs a gradient. All cores call them in the same order.
+    """
+
+    @abc.abstractmethod
+    def all_reduce(self, x: tf.Tensor, axes: Sequence[str], op: str) -> tf.Tensor:
+        """Reduces over the cores that differ along `axes`; `op` is sum, max or min."""
+
+    @abc.abstractmethod
+    def all_gather(self, x: tf.Tensor, axis: str, dim: int) -> tf.Tensor:
+        """Joins the slices along `axis` in the dim at position `dim`."""
+
+    @abc.abstractmethod
+    def all_to_all(self, x: tf.Tensor, axis: str, split_dim: int, concat_dim: int) -> tf.Tensor:
+        """Cuts `split_dim`, gives a piece to each core along `axis`, joins in `concat_dim`."""
+
+    @abc.abstractmethod
+    def permute(self, x: tf.Tensor, axis: str, pairs: Sequence[tuple[int, int]]) -> tf.Tensor:
+        """Sends from coordinate to coordinate along `axis`; zeros where nothing arrives."""
+
+
+class SimdLowering(Lowering):
+    """Lowers to the program of one core; the graph does not grow with the number of cores.
+
+    Attributes:
+        core: int32 scalar, the number of the core that runs the program: an input of the program,
+            from which it computes its coordinates.
+        collectives: how cores talk to each other.
+
+    Raises:
+        LayoutError: a rule names an unknown axis.
+    """
+
+    def __init__(
+        self, mesh: Mesh, rules: LayoutRules, collectives: Collectives, core: tf.Tensor
+    ) -> None:
+        super().__init__(mesh, rules)
+        self.collectives = collectives
+        self.core = core
+
+    @property
+    def num_slices(self) -> int:
+        """One."""
+        return 1
+
+    def map(self, function: Callable[..., tf.Tensor], *operands: Slices) -> Slices:
+        """Applies a local function."""
+        return (function(*(operand[0] for operand in operands)),)
+
+    def raw_map(self, function: Callable[..., tf.Tensor], *operands: Slices) -> Slices:
+        """Applies a local function."""
+        return self.map(function, *operands)
+
+    def coordinate(self, axis: str) -> Slices:
+        """Computed from the number of the core."""
+        return (self.core // self.mesh.stride(axis) % self.mesh.size(axis),)
+
+    def with_gradient(
+        self,
+        forward: Callable[[Slices], Slices],
+        backward: Callable[[Slices], Slices],
+        slices: Slices,
+    ) -> Slices:
+        """Computes `forward(slices)`, with the gradient that `backward` computes."""
+        if not slices[0].dtype.is_floating:
+            return forward(slices)
+
+        @tf.custom_gradient
+        def call(x: tf.Tensor) -> Any:
+            # Gradients of lookups are sparse; communication is dense.
+            return forward((x,))[0], lambda grad: backward((tf.convert_to_tensor(grad),))[0]
+
+        return (call(slices[0]),)
+
+    def import_tensor(self, tensor: tf.Tensor, layout: TensorLayout) -> Slices:
+        """Cuts this core's slice out of a tensor that every core has."""
+        slices: Slices = (tf.convert_to_tensor(tensor),)
+        for dim, axis in enumerate(layout.axes):
+            if axis is not None:
+                slices = self.slice_along(slices, axis, dim)
+        return slices
+
+    def export_tensor(self, slices: Slices, layout: TensorLayout) -> tf.Tensor:
+        """Gathers the whole tensor on every core."""
+        for dim, axis in enumerate(layout.axes):
+            if axis is not None:
+                slices = self.all_gather(slices, axis, dim)
+        return slices[0]
+
+    def raw_all_reduce(self, x: Slices, axes: Sequence[str], op: str) -> Slices:
+        """Calls the collectives."""
+        return (self.collectives.all_reduce(x[0], axes, op),)
+
+    def raw_all_gather(self, x: Slices, axis: str, dim: int) -> Slices:
+        """Calls the collectives."""
+        return (self.collectives.all_gather(x[0], axis, dim),)
+
+    def raw_all_to_all(self, x: Slices, axis: str, split_dim: int, concat_dim: int) -> Slices:
+        """Calls the collectives."""
+        return (self.collectives.all_to_all(x[0], axis, split_dim, concat_dim),)
+
+    def raw_permute(self, x: Slices, axis: str, pairs: Sequence[tuple[int, int]]) -> Slices:
+        """Calls the collectives."""
+        return (self.collectives.permute(x[0], axis, pairs),)

@@ -1,0 +1,236 @@
+"""A pipeline of alike stages, as the program that every core runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import record
+
+from pipemesh.errors import LayoutError, PipelineError
+from pipemesh.lowering.attach_gradient import attach_gradient
+from pipemesh.lowering.lowering import Lowering, Slices
+from pipemesh.lowering.tensor import Tensor
+from pipemesh.lowering.tick_loop import LayerFunction, LoopWeight, TickLoop
+from pipemesh.lowering.ticks import TickPlan
+from pipemesh.mesh import Dim, Mesh, Shape
+from pipemesh.mesh.mesh import LAYERS_AXIS
+
+CIRCLES_DIM = "circles"
+LAYERS_DIM = "layers"
+INNER_DIM = "layers_of_stage"
+STACK_DIMS = (CIRCLES_DIM, LAYERS_DIM, INNER_DIM)
+
+
+@dataclasses.dataclass(frozen=True)
+class SimdPipeline:
+    """Runs a stack of alike layers over the mesh axis `layers`.
+
+    All cores run the same loop: at each tick a core applies its stage to the activations that its
+    neighbour sent, and sends the result on (GSPMD's pipelining: Xu et al., 2021). Gradients run
+    the same loop the other way; each tick's stage is computed again, so that of the forward pass
+    only the stages' inputs are kept. Results do not depend on any of the numbers below.
+
+    The weights of all layers are stacked in three dims: `circles` (R), `layers` (S, split over the
+    axis) and `layers_of_stage`. That is the plain stack of `num_layers` weights, reshaped: with
+    one circle a core holds neighbouring layers, with more of them core s holds stages s, s + S, ...
+
+    Attributes:
+        mesh: its axis `layers`, if there is one, has a core for each stage.
+        num_layers: a multiple of the number of stages times the number of circles.
+        num_microbatches: M; the batch is a multiple of it, also on each processor.
+        num_circles: R, how often each microbatch goes through all cores. More of them make the
+            bubble smaller and communication more.
+        batch_dim: the name of the dim that is cut into microbatches.
+
+    Raises:
+        PipelineError: a number is below 1, or the layers cannot be dealt out evenly.
+
+    Example:
+        >>> from pipemesh.lowering import PlacementLowering, ops
+        >>> from pipemesh.mesh import LayoutRules
+        >>> mesh, rules = Mesh.from_text("layers:2"), LayoutRules.from_text("layers:layers")
+        >>> pipeline = SimdPipeline(mesh, num_layers=4, num_microbatches=3)
+        >>> pipeline.ticks.num_ticks, str(pipeline.stacked("io:1"))
+        (4, 'circles:1;layers:2;layers_of_stage:2;io:1')
+        >>> def layer(x, weights, position):
+        ...     return x + weights["w"]
+        >>> lowering = PlacementLowering(mesh, rules, ["CPU:0", "CPU:0"])
+        >>> x = ops.import_tensor(lowering, tf.zeros([6, 1]), "batch:6;io:1")
+        >>> w = tf.reshape(tf.constant([1.0, 2.0, 3.0, 4.0]), [1, 2, 2, 1])
+        >>> w = ops.import_tensor(lowering, w, pipeline.stacked("io:1"))
+        >>> ops.export_tensor(pipeline(layer, x, {"w": w}))[0].numpy().tolist()
+        [10.0]
+    """
+
+    mesh: Mesh
+    num_layers: int
+    num_microbatches: int
+    num_circles: int = 1
+    batch_dim: str = "batch"
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_microbatches", "num_circles"):
+            if getattr(self, name) < 1:
+                raise PipelineError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        stages = self.mesh.num_stages * self.num_circles
+        if self.num_layers % stages:
+            raise PipelineError(
+                f"{self.num_layers} layers cannot be dealt out evenly to {self.mesh.num_stages} "
+                f"cores times {self.num_circles} circles; make num_layers a multiple of {stages}, "
+                f"or change num_circles or axis {LAYERS_AXIS!r} of mesh '{self.mesh}'"
+            )
+
+    @property
+    def ticks(self) -> TickPlan:
+        """The clock: number of ticks, bubble."""
+        return TickPlan(self.mesh.num_stages, self.num_microbatches, self.num_circles)
+
+    @property
+    def layers_per_stage(self) -> int:
+        """How many layers a core computes in one tick."""
+        return self.num_layers // (self.mesh.num_stages * self.num_circles)
+
+    def stacked(self, shape: Shape | str) -> Shape:
+        """The shape of a weight of all layers.
+
+        Args:
+            shape: of the weight of one layer.
+
+        Raises:
+            ShapeError: it has one of the stack's dims.
+        """
+        shape = Shape.from_text(shape) if isinstance(shape, str) else shape
+        sizes = (self.num_circles, self.mesh.num_stages, self.layers_per_stage)
+        return Shape((*map(Dim, STACK_DIMS, sizes), *shape.dims))
+
+    def __call__(self, layer: LayerFunction, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+        """Applies all layers.
+
+        Args:
+            layer: takes the activations of a microbatch, a dict of one layer's weights and a
+                `LayerPosition`, which draws random numbers; returns activations of the same shape.
+                It treats examples one by one. Floating tensors from outside are constants or
+                come from `stop_gradient` (in eager mode nobody checks that).
+            x: floating, the activations of the whole batch.
+            weights: floating. Those of shape `stacked(...)` are a layer's own, those without the
+                stack's dims are shared by all layers.
+
+        Returns:
+            The activations after the last layer, equal along the axis `layers`.
+
+        Raises:
+            PipelineError: the batch cannot be cut evenly, a weight is stacked otherwise, or the
+                layer function is none of this kind.
+            LayoutError: the rules do not split the stack over the axis `layers`, or split
+                something else over it.
+            ShapeError: `x` has no batch dim.
+        """
+        lowering = x.lowering
+        batch, micro = self._check_input(x)
+        known = [self._describe(name, weight, x) for name, weight in weights.items()]
+        loop = TickLoop(self.ticks, lowering, layer, self.layers_per_stage, micro, batch, known)
+        stream = lowering.vary(self._cut(x), self._layers_axes)
+        parts = [
+            lowering.vary(weight.slices, about.summed_later)
+            for weight, about in zip(weights.values(), known, strict=True)
+        ]
+        outputs = lowering.all_reduce(_run(lowering, loop, stream, parts), self._layers_axes)
+        return Tensor(lowering, self._join(lowering, outputs, x), x.shape)
+
+    @property
+    def _layers_axes(self) -> list[str]:
+        return [LAYERS_AXIS] if self.mesh.num_stages > 1 else []
+
+    def _check_input(self, x: Tensor) -> tuple[Dim, Shape]:
+        """The batch dim, and the shape of a microbatch."""
+        lowering = x.lowering
+        if lowering.mesh != self.mesh:
+            raise LayoutError(
+                f"the pipeline was made for mesh '{self.mesh}', but its input is on mesh "
+                f"'{lowering.mesh}'; give both the same one"
+            )
+        if self.mesh.num_stages > 1 and lowering.rules.axis(LAYERS_DIM) != LAYERS_AXIS:
+            raise LayoutError(
+                f"the layout rules '{lowering.rules}' do not split the layers over axis "
+                f"{LAYERS_AXIS!r} of mesh '{self.mesh}'; add the rule '{LAYERS_DIM}:{LAYERS_AXIS}'"
+            )
+        self._check_not_over_layers("the input", x.shape, lowering)
+        if not x.dtype.is_floating:
+            raise PipelineError(f"the input has dtype {x.dtype.name}; activations are floating")
+        batch = x.shape[self.batch_dim]
+        here = x.layout.slice_shape[x.shape.index(self.batch_dim)]
+        if here % self.num_microbatches or not here:
+            raise PipelineError(
+                f"a batch of {batch.size} examples, {here} on each processor, cannot be cut into "
+                f"{self.num_microbatches} equal microbatches; make {self.batch_dim!r} a multiple "
+                f"of {self.num_microbatches * batch.size // max(here, 1)}, or change "
+                "num_microbatches"
+            )
+        micro = Dim(batch.name, batch.size // self.num_microbatches)
+        return batch, x.shape.replace(batch.name, micro)
+
+    def _check_not_over_layers(self, what: str, shape: Shape, lowering: Lowering) -> None:
+        for dim in shape.names:
+            if dim in STACK_DIMS or lowering.rules.axis(dim) == LAYERS_AXIS:
+                raise LayoutError(
+                    f"{what} of shape '{shape}' has the dim {dim!r}, which belongs to the stack of "
+                    f"layers or is split over axis {LAYERS_AXIS!r}; rename it or remove its rule"
+                )
+
+    def _describe(self, name: str, weight: Tensor, x: Tensor) -> LoopWeight:
+        if weight.lowering is not x.lowering or not weight.dtype.is_floating:
+            raise PipelineError(
+                f"weight {name!r} is {weight!r}; weights are floating tensors of the lowering of "
+                "the input"
+            )
+        stacked = any(dim in STACK_DIMS for dim in weight.shape.names)
+        shape = Shape(weight.shape.dims[len(STACK_DIMS) :]) if stacked else weight.shape
+        if stacked and weight.shape != self.stacked(shape):
+            raise PipelineError(
+                f"weight {name!r} has the shape '{weight.shape}'; the weights of all layers begin "
+                f"with the dims '{self.stacked('')}'"
+            )
+        self._check_not_over_layers(f"weight {name!r}", shape, weight.lowering)
+        # Along these the copies of the weight meet different activations.
+        axes = [axis for axis in x.split_axes if axis not in weight.split_axes]
+        later = [*([] if stacked else self._layers_axes), *axes]
+        return LoopWeight(name, shape, stacked, tuple(later))
+
+    def _cut(self, x: Tensor) -> Slices:
+        """Brings the microbatches to the front; each processor cuts its own part of the batch."""
+        at = x.shape.index(self.batch_dim)
+        return x.lowering.map(
+            lambda slice_: _split_to_front(slice_, at, self.num_microbatches), x.slices
+        )
+
+    def _join(self, lowering: Lowering, outputs: Slices, x: Tensor) -> Slices:
+        at, sizes = x.shape.index(self.batch_dim), x.layout.slice_shape
+
+        def join(slots: tf.Tensor) -> tf.Tensor:
+            order = [*range(1, at + 1), 0, *range(at + 1, len(sizes) + 1)]
+            return tf.reshape(tf.transpose(slots, order), sizes)
+
+        return lowering.map(join, outputs)
+
+
+def _split_to_front(slice_: tf.Tensor, at: int, parts: int) -> tf.Tensor:
+    sizes = slice_.shape.as_list()
+    cut = tf.reshape(slice_, [*sizes[:at], parts, sizes[at] // parts, *sizes[at + 1 :]])
+    return tf.transpose(cut, [at, *range(at), *range(at + 1, len(sizes) + 1)])
+
+
+def _run(lowering: Lowering, loop: TickLoop, stream: Slices, weights: list[Slices]) -> Slices:
+    """The loop with its own gradient."""
+    n = lowering.num_slices
+    with record.stop_recording():
+        outputs, saved = loop.forward(stream, weights)
+
+    def backward(grads: Any) -> list[tf.Tensor]:
+        grad_stream, grad_weights = loop.backward(tuple(grads), saved, weights)
+        return [*grad_stream, *(part for grad in grad_weights for part in grad)]
+
+    inputs = [*stream, *(part for weight in weights for part in weight)]
+    return tuple(attach_gradient(outputs, inputs, backward, across_devices=n > 1))

@@ -1,0 +1,181 @@
+"""TensorFlow's collective operations: cores are CPUs or GPUs, of one process or many."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Iterator, Sequence
+
+import tensorflow as tf
+from tensorflow.python.ops import gen_collective_ops
+
+from pipemesh.lowering.simd import Collectives
+from pipemesh.mesh import Mesh
+
+_MERGE = {"sum": "Add", "max": "Max", "min": "Min"}
+# What all kernels can send; what else can be sent travels as another dtype that loses nothing.
+_SENT = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+_CARRIERS = {
+    tf.bool: tf.int32,
+    tf.bfloat16: tf.float32,
+    tf.int8: tf.int32,
+    tf.uint8: tf.int32,
+    tf.int16: tf.int32,
+    tf.uint16: tf.int32,
+    tf.uint32: tf.int64,
+}
+# Keys are never used for a second group or a second operation: TensorFlow keeps them for as long
+# as the process lives. Processes that talk to each other build the same programs in the same
+# order, so they count alike.
+_group_keys = itertools.count(1)
+_instance_keys = itertools.count(1)
+# Cores that run without a graph take theirs from above, a run at a time: each core counts alone.
+_EAGER_KEYS = 1 << 12
+_eager_runs = itertools.count((1 << 30), _EAGER_KEYS)
+
+
+def eager_instance_keys() -> range:
+    """Keys for the operations of one program that runs without a graph, the same on all cores."""
+    first = next(_eager_runs)
+    return range(first, first + _EAGER_KEYS)
+
+
+class GroupKeys:
+    """Keys for the groups of cores of one mesh on one set of devices.
+
+    Args:
+        mesh: the mesh.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._first: dict[tuple[str, ...], int] = {}
+        self._lock = threading.Lock()
+
+    def key(self, axes: tuple[str, ...], core: tf.Tensor) -> tf.Tensor:
+        """The key of the group of `core`: int32 scalar, computed from the core's number."""
+        with self._lock:
+            if axes not in self._first:
+                keys = [next(_group_keys) for _ in self._mesh.groups(axes)]
+                self._first[axes] = keys[0]
+        group = tf.zeros([], tf.int32)
+        for axis, size in self._mesh.axes:
+            if axis not in axes:
+                group = group * size + core // self._mesh.stride(axis) % size
+        return self._first[axes] + group
+
+
+class TfCollectives(Collectives):
+    """Calls `CollectiveReduceV2`, `CollectiveGatherV2` and `CollectiveAllToAllV2`.
+
+    Args:
+        mesh: the mesh.
+        core: int32 scalar, the number of the core.
+        token: resource scalar that belongs to the core's device alone: it puts the core's
+            collectives into one order. Without it they deadlock.
+        keys: of the groups, shared by all programs that run on the same devices.
+        instance_keys: of the operations; by default the next ones of this process, which is right
+            where one program is traced for all cores. Where each core calls the operations itself,
+            each needs an iterator of its own over the same keys.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        core: tf.Tensor,
+        token: tf.Tensor,
+        keys: GroupKeys,
+        instance_keys: Iterator[int] = _instance_keys,
+    ) -> None:
+        self._mesh = mesh
+        self._core = core
+        self._token = token
+        self._keys = keys
+        self._instance_keys = instance_keys
+
+    def _group(self, axes: Sequence[str]) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Size and key of the group, and the key of the operation."""
+        size = math.prod(self._mesh.size(axis) for axis in axes)
+        ordered = tuple(axis for axis in self._mesh.axis_names if axis in axes)
+        return (
+            tf.constant(size, tf.int32),
+            self._keys.key(ordered, self._core),
+            tf.constant(next(self._instance_keys), tf.int32),
+        )
+
+    def all_reduce(self, x: tf.Tensor, axes: Sequence[str], op: str) -> tf.Tensor:
+        """Is one `CollectiveReduceV2`."""
+        if x.shape.num_elements() == 0:
+            return tf.identity(x)
+        # bfloat16 is summed in float32, which is rounded once and not at every step.
+        result = gen_collective_ops.collective_reduce_v2(
+            _sendable(x), *self._group(axes), [self._token], merge_op=_MERGE[op], final_op="Id"
+        )
+        return _received(result, x, x.shape)
+
+    def _gather(self, x: tf.Tensor, axis: str) -> tf.Tensor:
+        """All slices along an axis, stacked as the first dim."""
+        size = self._mesh.size(axis)
+        result = gen_collective_ops.collective_gather_v2(
+            _sendable(x)[None], *self._group([axis]), [self._token]
+        )
+        return _received(result, x, [size, *x.shape])
+
+    def all_gather(self, x: tf.Tensor, axis: str, dim: int) -> tf.Tensor:
+        """Is one `CollectiveGatherV2` and a concat."""
+        if x.shape.num_elements() == 0:
+            return tf.concat([x] * self._mesh.size(axis), dim)
+        gathered = self._gather(x, axis)
+        return gathered_to_dim(gathered, dim)
+
+    def all_to_all(self, x: tf.Tensor, axis: str, split_dim: int, concat_dim: int) -> tf.Tensor:
+        """Is one `CollectiveAllToAllV2` between a split and a concat."""
+        size = self._mesh.size(axis)
+        pieces = tf.stack(tf.split(x, size, split_dim))
+        if x.shape.num_elements() == 0:
+            return gathered_to_dim(pieces, concat_dim)
+        result = gen_collective_ops.collective_all_to_all_v2(
+            _sendable(pieces), *self._group([axis]), [self._token]
+        )
+        return gathered_to_dim(_received(result, x, pieces.shape), concat_dim)
+
+    def permute(self, x: tf.Tensor, axis: str, pairs: Sequence[tuple[int, int]]) -> tf.Tensor:
+        """Gathers and takes one slice: there is no kernel that permutes."""
+        if x.shape.num_elements() == 0:
+            return tf.identity(x)
+        size = self._mesh.size(axis)
+        source = {b: a for a, b in pairs}
+        gathered = tf.concat([self._gather(x, axis), tf.zeros_like(x)[None]], 0)
+        table = tf.constant([source.get(at, size) for at in range(size)])
+        at = self._core // self._mesh.stride(axis) % size
+        return tf.gather(gathered, table[at])
+
+
+def gathered_to_dim(stacked: tf.Tensor, dim: int) -> tf.Tensor:
+    """Joins what is stacked along the first dim, in another dim.
+
+    Args:
+        stacked: of static shape `[n, ...]`.
+        dim: position of a dim behind the first, counted without the first.
+
+    Returns:
+        The concat of the n parts along `dim`.
+    """
+    n, *sizes = stacked.shape.as_list()
+    order = [*range(1, dim + 1), 0, *range(dim + 1, len(sizes) + 1)]
+    sizes[dim] *= n
+    return tf.reshape(tf.transpose(stacked, order), sizes)
+
+
+def _sendable(x: tf.Tensor) -> tf.Tensor:
+    if x.dtype in _SENT:
+        return x
+    if x.dtype not in _CARRIERS:
+        known = ", ".join(dtype.name for dtype in (*_SENT, *_CARRIERS))
+        raise TypeError(f"{x.dtype.name} cannot be sent between cores; cast it to one of {known}")
+    return tf.cast(x, _CARRIERS[x.dtype])
+
+
+def _received(result: tf.Tensor, like: tf.Tensor, shape: object) -> tf.Tensor:
+    return tf.cast(tf.ensure_shape(result, shape), like.dtype)

@@ -1,0 +1,64 @@
+"""TPU operations: cores are those of a TPU, numbered as the replicas of the program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+from tensorflow.python.tpu.ops import tpu_ops
+
+from pipemesh.lowering.simd import Collectives
+from pipemesh.lowering.tf_collectives import gathered_to_dim
+from pipemesh.mesh import Mesh
+
+_REDUCE: dict[str, Callable[..., tf.Tensor]] = {"max": tf.reduce_max, "min": tf.reduce_min}
+
+
+class TpuCollectives(Collectives):
+    """Calls `CrossReplicaSum`, `AllToAll` and `CollectivePermute`.
+
+    Group assignments and pairs are constants of the program; none depends on the core.
+
+    Args:
+        mesh: processor i of it is replica i.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def _groups(self, axes: Sequence[str]) -> list[list[int]]:
+        return [list(group) for group in self._mesh.groups(axes)]
+
+    def all_reduce(self, x: tf.Tensor, axes: Sequence[str], op: str) -> tf.Tensor:
+        """Is one `CrossReplicaSum`; max and min, for which there is no operation, gather."""
+        if op == "sum":
+            # The operation knows no other integers.
+            narrow = tf.cast(x, tf.int32) if x.dtype == tf.int64 else x
+            return tf.cast(tpu_ops.cross_replica_sum(narrow, self._groups(axes)), x.dtype)
+        for axis in axes:
+            x = _REDUCE[op](self._gather(x, axis), axis=0)
+        return x
+
+    def _gather(self, x: tf.Tensor, axis: str) -> tf.Tensor:
+        """All slices along an axis, stacked as the first dim: everyone sends a copy to everyone."""
+        size = self._mesh.size(axis)
+        copies = tf.stack([x] * size)
+        return tpu_ops.all_to_all(copies, 0, 0, size, self._groups([axis]))
+
+    def all_gather(self, x: tf.Tensor, axis: str, dim: int) -> tf.Tensor:
+        """Is one `AllToAll` of copies, which sends no more than an all-gather has to."""
+        return gathered_to_dim(self._gather(x, axis), dim)
+
+    def all_to_all(self, x: tf.Tensor, axis: str, split_dim: int, concat_dim: int) -> tf.Tensor:
+        """Is one `AllToAll`."""
+        size = self._mesh.size(axis)
+        return tpu_ops.all_to_all(x, concat_dim, split_dim, size, self._groups([axis]))
+
+    def permute(self, x: tf.Tensor, axis: str, pairs: Sequence[tuple[int, int]]) -> tf.Tensor:
+        """Is one `CollectivePermute`."""
+        ends = [
+            [group[source], group[target]]
+            for group in self._groups([axis])
+            for source, target in pairs
+        ]
+        return tpu_ops.collective_permute(x, tf.constant(ends, tf.int32, shape=[len(ends), 2]))

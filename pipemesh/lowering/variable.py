@@ -1,0 +1,129 @@
+"""A variable with named dims: one TensorFlow variable for each slice, on its device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from pipemesh.errors import DeviceError
+from pipemesh.lowering.initializers import Initializer
+from pipemesh.lowering.lowering import Lowering
+from pipemesh.lowering.tensor import Tensor
+from pipemesh.mesh import TensorLayout
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Variable:
+    """A variable that is split as its layout says.
+
+    Processors that hold the same slice each have a copy; they stay equal, because all get the same
+    gradient (see `Lowering`).
+
+    Attributes:
+        name: the logical name, which does not depend on the layout.
+        layout: of the whole variable.
+        first_processor: the processor of the first slice.
+        variables: one for each processor of this process.
+
+    Example:
+        >>> from pipemesh.lowering.initializers import Normal
+        >>> from pipemesh.mesh import LayoutRules, Mesh, Shape
+        >>> mesh, rules = Mesh.from_text("model:2"), LayoutRules.from_text("hidden:model")
+        >>> layout = rules.tensor_layout(Shape.of(io=3, hidden=4), mesh)
+        >>> w = Variable.create("w", layout, ["CPU:0", "CPU:0"], Normal(0.1, seed=(1, 2)))
+        >>> [tuple(part.shape) for part in w.variables], tuple(w.value().shape)
+        ([(3, 2), (3, 2)], (3, 4))
+    """
+
+    name: str
+    layout: TensorLayout
+    first_processor: int
+    variables: tuple[tf.Variable, ...]
+
+    @classmethod
+    def create(
+        cls,
+        name: str,
+        layout: TensorLayout,
+        devices: Sequence[str],
+        initializer: Initializer,
+        dtype: tf.DType = tf.float32,
+        trainable: bool = True,
+        first_processor: int = 0,
+    ) -> Variable:
+        """Makes the variables of this process; each device computes its own initial value.
+
+        Args:
+            name: the logical name.
+            layout: of the whole variable.
+            devices: of this process, in the order of their processors' numbers.
+            initializer: gives any block of the initial value.
+            dtype: of the elements.
+            trainable: whether gradient tapes watch it.
+            first_processor: the number of the first device's processor.
+
+        Raises:
+            DeviceError: the mesh does not have so many processors.
+        """
+        if not 0 <= first_processor <= layout.mesh.num_devices - len(devices):
+            raise DeviceError(
+                f"{len(devices)} devices from processor {first_processor} on were given for mesh "
+                f"'{layout.mesh}', which has {layout.mesh.num_devices}"
+            )
+        variables: list[tf.Variable] = []
+        for i, device in enumerate(devices, first_processor):
+            with tf.device(device):
+                value = initializer(
+                    layout.shape.sizes, layout.slice_begin(i), layout.slice_shape, dtype
+                )
+                variables.append(tf.Variable(value, trainable=trainable, name=name, dtype=dtype))
+        return cls(name, layout, first_processor, tuple(variables))
+
+    def tensor(self, lowering: Lowering) -> Tensor:
+        """The values now, under a placement that has all of the mesh's devices.
+
+        The gradient of its slices goes to `variables`. In SIMD the program of a core gets its
+        slice as an argument instead.
+
+        Args:
+            lowering: with the rules that the layout was made with.
+
+        Raises:
+            LayoutError: the rules of `lowering` split it otherwise.
+            DeviceError: this process does not have all slices.
+        """
+        if len(self.variables) != lowering.num_slices:
+            raise DeviceError(
+                f"variable {self.name!r} has {len(self.variables)} slices in this process, but the "
+                f"lowering computes for {lowering.num_slices} processors; pass a core its slice"
+            )
+        slices: list[tf.Tensor] = []
+        for variable in self.variables:
+            with tf.device(variable.device):
+                slices.append(variable.read_value())
+        return Tensor(lowering, tuple(slices), self.layout.shape)
+
+    def value(self) -> tf.Tensor:
+        """The whole variable, joined on the current device.
+
+        Raises:
+            DeviceError: this process does not have all slices.
+        """
+        mesh = self.layout.mesh
+        if len(self.variables) != mesh.num_devices:
+            raise DeviceError(
+                f"variable {self.name!r} has {len(self.variables)} of {mesh.num_devices} slices in "
+                "this process, so it cannot be joined here"
+            )
+
+        def join(dim: int, at: dict[str, int]) -> tf.Tensor:
+            if dim == len(self.layout.axes):
+                return self.variables[mesh.processor(at)].read_value()
+            axis = self.layout.axes[dim]
+            if axis is None:
+                return join(dim + 1, at)
+            return tf.concat([join(dim + 1, {**at, axis: i}) for i in range(mesh.size(axis))], dim)
+
+        return join(0, {})

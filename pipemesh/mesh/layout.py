@@ -1,0 +1,203 @@
+"""Which dims are split over which mesh axes."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable
+
+from pipemesh.errors import LayoutError
+from pipemesh.mesh.mesh import Mesh
+from pipemesh.mesh.nearest import nearest_text
+from pipemesh.mesh.shape import Shape
+
+_RULE = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]*)\s*:\s*([A-Za-z_][A-Za-z0-9_]*)\s*")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayoutRules:
+    """The global map from dims to mesh axes; a dim that no rule names is whole everywhere.
+
+    Attributes:
+        rules: pairs of dim name and axis name.
+
+    Raises:
+        LayoutError: a dim is split over two axes.
+
+    Example:
+        >>> rules = LayoutRules.from_text("batch:data;heads:model")
+        >>> rules.axis("heads"), rules.axis("io"), str(rules)
+        ('model', None, 'batch:data;heads:model')
+    """
+
+    rules: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        for dim, axis in self.rules:
+            others = [other for name, other in self.rules if name == dim and other != axis]
+            if others:
+                raise LayoutError(
+                    f"dim {dim!r} is split over axis {axis!r} and over axis {others[0]!r}; a dim "
+                    f"has one axis, so remove '{dim}:{axis}' or '{dim}:{others[0]}'"
+                )
+        object.__setattr__(self, "rules", tuple(dict.fromkeys(self.rules)))
+
+    @classmethod
+    def from_text(cls, text: str) -> LayoutRules:
+        """Parses `dim:axis` pairs that are joined by semicolons; no text means no rules.
+
+        Raises:
+            LayoutError: `text` has another form.
+        """
+        if not text.strip():
+            return cls()
+        rules: list[tuple[str, str]] = []
+        for part in text.split(";"):
+            match = _RULE.fullmatch(part)
+            if match is None:
+                raise LayoutError(
+                    f"{part!r} in layout {text!r} is not dim:axis; "
+                    "write for example 'batch:data' or 'batch:data;heads:model'"
+                )
+            rules.append((match[1], match[2]))
+        return cls(tuple(rules))
+
+    def axis(self, dim: str) -> str | None:
+        """The axis that a dim is split over; None if it is whole everywhere."""
+        return dict(self.rules).get(dim)
+
+    def check(self, mesh: Mesh, dims: Iterable[str] | None = None) -> None:
+        """Checks that every name is known.
+
+        Args:
+            mesh: whose axes may be named.
+            dims: all names of dims that occur; None if they are not known.
+
+        Raises:
+            LayoutError: a rule names an axis or a dim that is unknown.
+
+        Example:
+            >>> LayoutRules.from_text("batch:dta").check(Mesh.from_text("data:2"))
+            Traceback (most recent call last):
+            pipemesh.errors.LayoutError: rule 'batch:dta' names axis 'dta', which mesh 'data:2' \
+does not have; did you mean 'data'? Known: 'data'
+        """
+        known = None if dims is None else list(dict.fromkeys(dims))
+        for dim, axis in self.rules:
+            if axis not in mesh.axis_names:
+                raise LayoutError(
+                    f"rule '{dim}:{axis}' names axis {axis!r}, which mesh '{mesh}' does not "
+                    f"have{nearest_text(axis, mesh.axis_names)}"
+                )
+            if known is not None and dim not in known:
+                raise LayoutError(
+                    f"rule '{dim}:{axis}' names dim {dim!r}, which no tensor "
+                    f"has{nearest_text(dim, known)}"
+                )
+
+    def tensor_layout(self, shape: Shape, mesh: Mesh) -> TensorLayout:
+        """What the rules mean for one tensor.
+
+        Raises:
+            LayoutError: two dims of `shape` are split over one axis, a size does not divide, or a
+                rule for one of the dims names an axis that `mesh` does not have.
+        """
+        rules = LayoutRules(tuple(rule for rule in self.rules if rule[0] in shape.names))
+        rules.check(mesh)
+        return TensorLayout(shape, mesh, tuple(rules.axis(name) for name in shape.names))
+
+    def __str__(self) -> str:
+        return ";".join(f"{dim}:{axis}" for dim, axis in self.rules)
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorLayout:
+    """Which dims of one tensor are split over which axes, and what part each processor holds.
+
+    A processor along whose axes nothing is split holds a copy of what its neighbours hold.
+
+    Attributes:
+        shape: of the whole tensor.
+        mesh: the mesh.
+        axes: for each dim of `shape` the axis it is split over, or None.
+
+    Raises:
+        LayoutError: two dims are split over one axis, or a size does not divide.
+
+    Example:
+        >>> mesh = Mesh.from_text("rows:2;cols:4")
+        >>> layout = TensorLayout(Shape.of(batch=100, channels=3), mesh, ("cols", None))
+        >>> layout.slice_shape, layout.slice_begin(3)
+        ((25, 3), (75, 0))
+    """
+
+    shape: Shape
+    mesh: Mesh
+    axes: tuple[str | None, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.axes) != len(self.shape):
+            raise LayoutError(
+                f"{len(self.axes)} axes were given for the {len(self.shape)} dims of "
+                f"'{self.shape}'; give one axis or None for each dim"
+            )
+        for dim, axis in zip(self.shape, self.axes, strict=True):
+            if axis is None:
+                continue
+            same = [name for name, other in zip(self.shape.names, self.axes, strict=True)
+                    if other == axis]  # fmt: skip
+            if len(same) > 1:
+                raise LayoutError(
+                    f"dims {same[0]!r} and {same[1]!r} of the tensor '{self.shape}' are both split "
+                    f"over axis {axis!r} of mesh '{self.mesh}'; remove or change the rule "
+                    f"'{same[0]}:{axis}' or '{same[1]}:{axis}', or rename one of the dims"
+                )
+            parts = self.mesh.size(axis)
+            if dim.size % parts:
+                raise LayoutError(
+                    f"dim {dim.name!r} of the tensor '{self.shape}' has size {dim.size}, which "
+                    f"axis {axis!r} of mesh '{self.mesh}' cannot cut into {parts} equal slices; "
+                    f"remove or change the rule '{dim.name}:{axis}', or make the size a multiple "
+                    f"of {parts}"
+                )
+
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        """The axes that a dim is split over, in the order of the dims."""
+        return tuple(axis for axis in self.axes if axis is not None)
+
+    @property
+    def slice_shape(self) -> tuple[int, ...]:
+        """The sizes of one slice; the same on every processor."""
+        return tuple(
+            size if axis is None else size // self.mesh.size(axis)
+            for size, axis in zip(self.shape.sizes, self.axes, strict=True)
+        )
+
+    def slice_begin(self, processor: int) -> tuple[int, ...]:
+        """Where the slice of a processor begins in the whole tensor.
+
+        Args:
+            processor: its number.
+
+        Raises:
+            MeshError: the mesh has no such processor.
+        """
+        at = self.mesh.coordinates(processor)
+        return tuple(
+            0 if axis is None else at[axis] * size
+            for size, axis in zip(self.slice_shape, self.axes, strict=True)
+        )
+
+    def slice_ranges(self, processor: int) -> tuple[slice, ...]:
+        """What a processor holds, as Python slices of the whole tensor."""
+        return tuple(
+            slice(begin, begin + size)
+            for begin, size in zip(self.slice_begin(processor), self.slice_shape, strict=True)
+        )
+
+    def __str__(self) -> str:
+        return ";".join(
+            str(dim) if axis is None else f"{dim}/{axis}"
+            for dim, axis in zip(self.shape, self.axes, strict=True)
+        )

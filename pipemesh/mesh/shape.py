@@ -1,0 +1,167 @@
+"""The shape of a tensor: dims in order, each with a name of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from pipemesh.errors import ShapeError
+from pipemesh.mesh.dim import Dim
+from pipemesh.mesh.nearest import nearest_text
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Dims in order, no name twice.
+
+    Two shapes are equal if they have the same dims in the same order. The operators `|`, `&` and
+    `-` are those of sets; they keep the order of the left operand, then that of the right one.
+
+    Attributes:
+        dims: the dims.
+
+    Raises:
+        ShapeError: a name occurs twice.
+
+    Example:
+        >>> images = Shape.from_text("batch:100;rows:28;cols:28")
+        >>> images.sizes, images["rows"].size, "cols" in images
+        ((100, 28, 28), 28, True)
+        >>> str(images | Shape.from_text("batch:100;classes:10"))
+        'batch:100;rows:28;cols:28;classes:10'
+        >>> str(images & Shape.from_text("cols:28;batch:100")), str(images - images)
+        ('batch:100;cols:28', '')
+    """
+
+    dims: tuple[Dim, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = self.names
+        for name in names:
+            if names.count(name) > 1:
+                raise ShapeError(
+                    f"dim {name!r} occurs twice in {self}; rename one of the two, every dim of a "
+                    "tensor has a name of its own"
+                )
+
+    @classmethod
+    def from_text(cls, text: str) -> Shape:
+        """Parses `name:size` pairs that are joined by semicolons; nothing is a scalar's shape.
+
+        Raises:
+            ShapeError: `text` has another form.
+        """
+        if not text.strip():
+            return cls()
+        return cls(tuple(Dim.from_text(part) for part in text.split(";")))
+
+    @classmethod
+    def of(cls, **sizes: int) -> Shape:
+        """Makes a shape of names and sizes.
+
+        Example:
+            >>> str(Shape.of(batch=4, io=2))
+            'batch:4;io:2'
+        """
+        return cls(tuple(Dim(name, size) for name, size in sizes.items()))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the dims, in order."""
+        return tuple(dim.name for dim in self.dims)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of the dims, in order."""
+        return tuple(dim.size for dim in self.dims)
+
+    @property
+    def size(self) -> int:
+        """The number of elements: the product of the sizes."""
+        return math.prod(self.sizes)
+
+    def __getitem__(self, name: str) -> Dim:
+        return self.dims[self.index(name)]
+
+    def index(self, dim: Dim | str) -> int:
+        """The position of a dim.
+
+        Args:
+            dim: its name, or itself.
+
+        Raises:
+            ShapeError: no dim has this name, or the one that has it is of another size.
+        """
+        name = dim.name if isinstance(dim, Dim) else dim
+        if name not in self.names:
+            raise ShapeError(
+                f"no dim is called {name!r} in the shape '{self}'{nearest_text(name, self.names)}"
+            )
+        position = self.names.index(name)
+        if isinstance(dim, Dim) and self.dims[position] != dim:
+            raise ShapeError(f"dim {name!r} has size {dim.size}, but in the shape '{self}' another")
+        return position
+
+    def __contains__(self, dim: Dim | str) -> bool:
+        return dim in self.dims if isinstance(dim, Dim) else dim in self.names
+
+    def __iter__(self) -> Iterator[Dim]:
+        return iter(self.dims)
+
+    def __len__(self) -> int:
+        return len(self.dims)
+
+    def _check_sizes(self, other: Shape) -> None:
+        for dim in other:
+            if dim.name in self.names and self[dim.name] != dim:
+                raise ShapeError(
+                    f"dim {dim.name!r} has size {self[dim.name].size} in '{self}' and {dim.size} "
+                    f"in '{other}'; one name stands for one size, so rename one of the two"
+                )
+
+    def __or__(self, other: Shape) -> Shape:
+        self._check_sizes(other)
+        return Shape(self.dims + tuple(dim for dim in other if dim not in self.dims))
+
+    def __and__(self, other: Shape) -> Shape:
+        self._check_sizes(other)
+        return Shape(tuple(dim for dim in self if dim in other.dims))
+
+    def __sub__(self, other: Shape) -> Shape:
+        self._check_sizes(other)
+        return Shape(tuple(dim for dim in self if dim not in other.dims))
+
+    def __le__(self, other: Shape) -> bool:
+        self._check_sizes(other)
+        return all(dim in other.dims for dim in self)
+
+    def without(self, *names: str) -> Shape:
+        """The shape without some dims.
+
+        Raises:
+            ShapeError: a name is unknown.
+        """
+        for name in names:
+            self.index(name)
+        return Shape(tuple(dim for dim in self if dim.name not in names))
+
+    def select(self, *names: str) -> Shape:
+        """The named dims, in the order of the names.
+
+        Raises:
+            ShapeError: a name is unknown or occurs twice.
+        """
+        return Shape(tuple(self[name] for name in names))
+
+    def replace(self, name: str, *dims: Dim) -> Shape:
+        """The shape with other dims, or none, in the place of one.
+
+        Raises:
+            ShapeError: the name is unknown, or a name occurs twice in the result.
+        """
+        at = self.index(name)
+        return Shape(self.dims[:at] + dims + self.dims[at + 1 :])
+
+    def __str__(self) -> str:
+        return ";".join(map(str, self.dims))

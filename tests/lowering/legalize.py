@@ -1,0 +1,47 @@
+"""What a TPU's compiler would get to see, without a TPU."""
+
+import re
+
+import tensorflow as tf
+
+from pipemesh.lowering.simd import SimdLowering
+from pipemesh.lowering.tpu_collectives import TpuCollectives
+
+# The kernels of XLA stand in for operations that have no pattern of their own, as random numbers.
+PIPELINE = "xla-legalize-tf{use-tf2xla-fallback=true device-type=XLA_CPU_JIT}"
+
+
+def legalize(program, mesh, rules, *specs):
+    """The program of one core in XLA's operations.
+
+    Args:
+        program: takes a `SimdLowering` and a tensor for each spec; returns a nest of tensors.
+        mesh: the mesh.
+        rules: the layout rules.
+        *specs: of the program's other arguments.
+
+    Returns:
+        MLIR text; what could not be lowered is still called `tf.X` in it.
+    """
+
+    def core_program(core, *args):
+        lowering = SimdLowering(mesh, rules, TpuCollectives(mesh), core)
+        return [t for t in tf.nest.flatten(program(lowering, *args)) if t is not None]
+
+    function = tf.function(core_program, autograph=False)
+    concrete = function.get_concrete_function(tf.TensorSpec([], tf.int32), *specs)
+    text = tf.mlir.experimental.convert_function(concrete, pass_pipeline="tf-standard-pipeline")
+    return tf.mlir.experimental.run_pass_pipeline(text, PIPELINE)
+
+
+def not_lowered(text):
+    """The names of TensorFlow's operations in MLIR text; loops stay as they are."""
+    return sorted(set(re.findall(r"\btf\.([A-Z]\w*)\"?[( ]", text)) - {"While", "WhileRegion"})
+
+
+def numbers_after(word, text):
+    """The constants that follow a word, one for each time that it occurs."""
+    return [
+        [[int(i) for i in re.findall(r"\d+", group)] for group in re.findall(r"\[[\d, ]+\]", found)]
+        for found in re.findall(rf"{word} = dense<(\[.*?\])> :", text)
+    ]

@@ -1,0 +1,81 @@
+"""Runs the cases of operations as SIMD programs and prints what differs, a JSON line a case.
+
+A process of its own, because an error in one collective makes all later ones fail. It reads what
+to run from its input, as a JSON list of triples: mesh, case, and whether as a graph.
+"""
+
+import functools
+import json
+import os
+import sys
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import tensorflow as tf
+
+from pipemesh.lowering.cores import Cores
+from pipemesh.lowering.devices import start_cpu_devices
+from pipemesh.lowering.simd import SimdLowering
+from pipemesh.mesh import LayoutRules, Mesh
+from tests.lowering.cases import ALL
+
+NUM_DEVICES = 8
+
+
+@functools.cache
+def expected(name):
+    return ALL[name].expected()
+
+
+@functools.cache
+def make_cores(mesh_text):
+    mesh = Mesh.from_text(mesh_text)
+    return Cores(mesh, [f"CPU:{i}" for i in range(mesh.num_devices)])
+
+
+def differences(cores, case, in_graph):
+    """For each layout what is not equal on one of the cores."""
+    mesh_text = str(cores.mesh)
+    layouts = case.thinned_layouts(mesh_text, 2) if in_graph else case.layouts(mesh_text)
+    *wanted, cotangent = expected(case.name)
+    found = []
+
+    def program(lowering, *arrays):
+        """All layouts in one program, so that threads and graphs are made once for them."""
+
+        def lower(rules):
+            return SimdLowering(lowering.mesh, rules, lowering.collectives, lowering.core)
+
+        results = [case.run(lower(rules), arrays, cotangent) for rules in layouts]
+        if not in_graph:
+            compare(results, int(lowering.core))
+        return results
+
+    def compare(results, core):
+        for rules, got in zip(layouts, results, strict=True):
+            for difference in case.differences(got, wanted):
+                found.append(f"core {core}, layout '{rules}': {difference}")
+
+    arrays = [tf.constant(array) for array, _ in case.inputs]
+    args = [arrays] * len(cores.devices)
+    if in_graph:
+        specs = [tf.TensorSpec.from_tensor(array) for array in arrays]
+        for core, results in enumerate(cores.function(program, LayoutRules(), *specs)(args)):
+            compare(results, core)
+    else:
+        cores.run_eagerly(program, LayoutRules(), args)
+    return found
+
+
+def main():
+    start_cpu_devices(NUM_DEVICES)
+    # Optimizing each program again for each core would take most of the time.
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+    for mesh_text, name, in_graph in json.load(sys.stdin):
+        found = differences(make_cores(mesh_text), ALL[name], in_graph)
+        # Flushed, so that the case that hangs is known: it is the first without a line.
+        print(json.dumps([mesh_text, name, in_graph, found]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""The communication primitives and their gradients, on slices."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.errors import DeviceError, LayoutError, MeshError
+from pipemesh.lowering.placement import PlacementLowering
+from pipemesh.mesh import LayoutRules, Mesh
+
+MESH = Mesh.from_text("rows:2;cols:4")
+DEVICES = [f"CPU:{i}" for i in range(8)]
+
+
+def make(rules=""):
+    return PlacementLowering(MESH, LayoutRules.from_text(rules), DEVICES)
+
+
+def different_slices(shape=(4, 8)):
+    draw = np.random.default_rng(0).standard_normal((8, *shape)).astype(np.float32)
+    return tuple(tf.constant(part) for part in draw)
+
+
+def value_and_gradient(function, slices, cotangents):
+    with tf.GradientTape() as tape:
+        tape.watch(slices)
+        outputs = function(slices)
+    grads = tape.gradient(outputs, slices, output_gradients=list(cotangents))
+    return [np.stack([t.numpy() for t in part]) for part in (outputs, grads)]
+
+
+def grid(array):
+    return np.asarray(array).reshape(2, 4, *np.asarray(array).shape[1:])
+
+
+def test_all_reduce_sums_forward_and_leaves_gradients_alone():
+    x, dy = different_slices(), different_slices()
+    y, dx = value_and_gradient(lambda s: make().all_reduce(s, ["cols"]), x, dy)
+    want = np.broadcast_to(grid(x).sum(1, keepdims=True), grid(x).shape)
+    np.testing.assert_allclose(grid(y), want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(dx, dy)
+
+
+def test_all_members_of_a_group_get_the_very_same_sum():
+    y = make().all_reduce(different_slices(), ["rows", "cols"])
+    assert all((part.numpy() == y[0].numpy()).all() for part in y)
+
+
+def test_vary_leaves_values_alone_and_sums_gradients():
+    x, dy = different_slices(), different_slices()
+    y, dx = value_and_gradient(lambda s: make().vary(s, ["rows"]), x, dy)
+    want = np.broadcast_to(grid(dy).sum(0, keepdims=True), grid(dy).shape)
+    np.testing.assert_array_equal(y, x)
+    np.testing.assert_allclose(grid(dx), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("op", "reduce"), [("max", np.max), ("min", np.min)])
+def test_max_and_min_reduce_and_have_no_gradient(op, reduce):
+    x = different_slices()
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = make().all_reduce(x, ["cols"], op)
+    np.testing.assert_array_equal(grid(y)[:, 2], reduce(grid(x), 1))
+    assert tape.gradient(y, x) == (None,) * 8
+
+
+def test_gather_and_slice_are_each_others_gradient():
+    x, whole = different_slices((4, 2)), different_slices((4, 8))
+    gather = lambda s: make().all_gather(s, "cols", 1)  # noqa: E731
+    cut = lambda s: make().slice_along(s, "cols", 1)  # noqa: E731
+    y, dx = value_and_gradient(gather, x, whole)
+    np.testing.assert_array_equal(grid(y)[1, 2], np.concatenate(list(grid(x)[1]), 1))
+    np.testing.assert_array_equal(grid(dx)[1, 2], grid(whole)[1, 2][:, 4:6])
+    y, dx = value_and_gradient(cut, whole, x)
+    np.testing.assert_array_equal(grid(y)[1, 2], grid(whole)[1, 2][:, 4:6])
+    np.testing.assert_array_equal(grid(dx)[1, 2], np.concatenate(list(grid(x)[1]), 1))
+
+
+def test_all_to_all_moves_a_split_and_its_gradient_moves_it_back():
+    x, dy = different_slices((4, 2)), different_slices((1, 8))
+    y, dx = value_and_gradient(lambda s: make().all_to_all(s, "cols", 0, 1), x, dy)
+    for row in range(2):
+        whole = np.concatenate(list(grid(x)[row]), 1)
+        np.testing.assert_array_equal(np.concatenate(list(grid(y)[row]), 0), whole)
+        whole = np.concatenate(list(grid(dy)[row]), 0)
+        np.testing.assert_array_equal(np.concatenate(list(grid(dx)[row]), 1), whole)
+
+
+def test_shift_sends_up_and_its_gradient_sends_down():
+    x, dy = different_slices(), different_slices()
+    y, dx = value_and_gradient(lambda s: make().shift(s, "cols", 1, wrap=False), x, dy)
+    np.testing.assert_array_equal(grid(y)[:, 1:], grid(x)[:, :-1])
+    assert not grid(y)[:, 0].any()
+    np.testing.assert_array_equal(grid(dx)[:, :-1], grid(dy)[:, 1:])
+    y, _ = value_and_gradient(lambda s: make().shift(s, "cols", -1, wrap=True), x, dy)
+    np.testing.assert_array_equal(grid(y), np.roll(grid(x), -1, axis=1))
+
+
+def test_costs_tell_axes_primitives_and_passes_apart():
+    lowering = make()
+    x = different_slices((4, 8))
+    value_and_gradient(lambda s: lowering.all_to_all(s, "cols", 0, 1), x, different_slices((1, 32)))
+    value_and_gradient(lambda s: lowering.vary(s, ["cols", "rows"]), x, x)
+    lowering.all_gather(x, "rows", 0)
+    size = 4 * 8 * 4
+    assert lowering.costs.rows == {
+        (("cols",), "all_to_all", "forward"): (1, size * 3 // 4),
+        (("cols",), "all_to_all", "backward"): (1, size * 3 // 4),
+        (("rows", "cols"), "all_reduce", "backward"): (1, 2 * size * 7 // 8),
+        (("rows",), "all_gather", "forward"): (1, size),
+    }
+    assert lowering.costs.bytes("rows") == 2 * size * 7 // 8 + size
+    assert lowering.costs.calls("all_to_all") == 2
+    lowering.costs.clear()
+    assert lowering.costs.total_bytes == 0
+
+
+def test_an_axis_of_size_one_costs_nothing():
+    lowering = PlacementLowering(Mesh.from_text("data:1"), LayoutRules(), ["CPU:0"])
+    x = (tf.ones([2]),)
+    for same in (
+        lowering.all_reduce(x, ["data"]),
+        lowering.vary(x, ["data"]),
+        lowering.all_gather(x, "data", 0),
+        lowering.shift(x, "data", 0, wrap=True),
+    ):
+        np.testing.assert_array_equal(same[0], x[0])
+    assert not lowering.costs.rows
+
+
+@pytest.mark.parametrize(
+    ("error", "call", "message"),
+    [
+        (DeviceError, lambda: PlacementLowering(MESH, LayoutRules(), DEVICES[:7]), "7 devices"),
+        (LayoutError, lambda: make("x:row"), "did you mean 'rows'"),
+        (MeshError, lambda: make().all_reduce(different_slices(), ["col"]), "mean 'cols'"),
+        (LayoutError, lambda: make().slice_along(different_slices((6,)), "cols", 0), "size 6"),
+        (
+            LayoutError,
+            lambda: make().permute(different_slices(), "cols", [(0, 1), (2, 1)]),
+            "no permutation along axis 'cols'",
+        ),
+        (ValueError, lambda: make().all_reduce(different_slices(), ["rows"], "mean"), "known: sum"),
+    ],
+)
+def test_what_cannot_be_lowered_is_an_error_that_says_why(error, call, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,123 @@
+"""Random operations on named dims inside a pipeline: a microbatch gets its slice of the batch's."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.errors import PipelineError
+from pipemesh.lowering import PlacementLowering, ops
+from pipemesh.lowering.random import NeedWholeShapes, Position, plan_free_randomness
+from pipemesh.mesh import Dim, LayoutRules, Mesh, Shape
+
+STEP = tf.constant(3, tf.int64)
+SEED = tf.constant([5, 6])
+NUM_MICROBATCHES = 4
+DRAWS = {
+    "uniform": lambda lowering, shape: ops.random_uniform(lowering, shape, seed=SEED),
+    "normal": lambda lowering, shape: ops.random_normal(lowering, shape, seed=SEED),
+    "double": lambda lowering, shape: ops.random_normal(
+        lowering, shape, seed=SEED, dtype=tf.float64
+    ),
+    "dropout": lambda lowering, shape: ops.dropout(
+        ops.import_tensor(lowering, tf.ones(shape.sizes), shape), rate=0.4, seed=SEED
+    ),
+}
+PLAIN = {
+    "uniform": lambda sizes: tf.random.stateless_uniform(sizes, SEED, alg="philox"),
+    "normal": lambda sizes: tf.random.stateless_normal(sizes, SEED, alg="philox"),
+    "double": lambda sizes: tf.random.stateless_normal(sizes, SEED, dtype=tf.float64, alg="philox"),
+    "dropout": lambda sizes: tf.nn.experimental.stateless_dropout(
+        tf.ones(sizes), 0.4, SEED, rng_alg="philox"
+    ),
+}
+# Of a microbatch: the shape, the position of the dim that is cut, and the pipeline's batch dim.
+SHAPES = {
+    "batch first": ("batch:4;time:3;io:2", 0, 0),
+    "batch second": ("time:4;batch:2;io:3", 1, 1),
+    "time folded into the batch": ("batch:8;io:2", 0, 0),
+    "batch folded into time": ("time:8;io:2", 0, 1),
+}
+
+
+def make(rules):
+    mesh = Mesh.from_text("data:2;model:2")
+    return PlacementLowering(mesh, LayoutRules.from_text(rules), [f"CPU:{i}" for i in range(4)])
+
+
+def whole_shape(shape, dim):
+    name, size = shape.dims[dim].name, shape.dims[dim].size
+    return shape.replace(name, Dim(name, size * NUM_MICROBATCHES))
+
+
+def position(m, batch_dim, shapes):
+    return Position(tf.constant(m, tf.int64), NUM_MICROBATCHES, 2, batch_dim, shapes)
+
+
+def parts_of(whole, dim, folded):
+    """The microbatches of the whole batch's numbers; `folded` rows come before the batch."""
+    sizes = whole.shape
+    view = whole.reshape([*sizes[:dim], folded, NUM_MICROBATCHES, -1, *sizes[dim + 1 :]])
+    for m in range(NUM_MICROBATCHES):
+        part = np.take(view, m, dim + 1)
+        yield part.reshape([*sizes[:dim], sizes[dim] // NUM_MICROBATCHES, *sizes[dim + 1 :]])
+
+
+LAYOUTS = {
+    "batch first": ["", "batch:data", "batch:data;io:model", "io:data"],
+    "batch second": ["", "time:data", "time:model;batch:data"],
+    "time folded into the batch": ["", "batch:data;io:model"],
+    "batch folded into time": ["", "time:data", "time:data;io:model"],
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize(
+    ("name", "rules"), [(name, rules) for name in SHAPES for rules in LAYOUTS[name]]
+)
+def test_a_draw_for_a_microbatch_is_its_slice_of_the_whole_batchs_draw(name, draw, rules):
+    text, dim, batch_dim = SHAPES[name]
+    shape = Shape.from_text(text)
+    lowering = make(rules)
+    whole = whole_shape(shape, dim)
+    with plan_free_randomness(STEP) as shapes:
+        value = ops.export_tensor(DRAWS[draw](lowering, whole)).numpy()
+    np.testing.assert_array_equal(value, PLAIN[draw](whole.sizes).numpy())
+    folded = shape.sizes[dim] // 2 if name == "batch folded into time" else 1
+    for m, wanted in enumerate(parts_of(value, dim, folded)):
+        with plan_free_randomness(STEP, position(m, batch_dim, tuple(shapes))):
+            got = ops.export_tensor(DRAWS[draw](lowering, shape))
+        np.testing.assert_array_equal(got.numpy(), wanted)
+
+
+def test_draws_of_tensorflow_and_of_named_dims_are_counted_together():
+    lowering = make("batch:data")
+
+    def program(batch):
+        plain = tf.random.stateless_uniform([batch, 2], SEED, alg="philox")
+        named = ops.export_tensor(
+            ops.random_uniform(lowering, Shape.of(batch=batch, io=3), seed=SEED)
+        )
+        weights = ops.export_tensor(ops.random_uniform(lowering, "io:3", seed=SEED))
+        return plain, named, weights
+
+    with plan_free_randomness(STEP) as shapes:
+        plain, named, weights = program(8)
+    # The first one is TensorFlow's own, which makes a key of the seed.
+    assert shapes == [(4,), (8, 2), (8, 3), (3,)]
+    with plan_free_randomness(STEP, position(3, 0, tuple(shapes))):
+        got = program(2)
+    for part, wanted in zip(got, (plain[6:], named[6:], weights), strict=True):
+        np.testing.assert_array_equal(part.numpy(), wanted.numpy())
+
+
+def test_without_the_whole_batchs_shapes_they_are_asked_for():
+    with plan_free_randomness(STEP, position(0, 0, None)), pytest.raises(NeedWholeShapes):
+        ops.random_uniform(make(""), "batch:2", seed=SEED)
+
+
+def test_a_draw_that_cannot_be_cut_is_an_error():
+    with (
+        plan_free_randomness(STEP, position(0, 0, ((5, 3),))),
+        pytest.raises(PipelineError, match="one dim may differ, by the factor 4"),
+    ):
+        ops.random_uniform(make(""), "batch:2;io:3", seed=SEED)

@@ -1,0 +1,165 @@
+"""Where operations and their gradients are placed."""
+
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+from pipemesh.lowering import nccl, ops
+from pipemesh.lowering.placement import PlacementLowering
+from pipemesh.lowering.tensor import Tensor
+from pipemesh.mesh import LayoutRules, Mesh, Shape
+
+SHAPES = [Shape.from_text(t) for t in ("batch:4;io:6", "io:6;hidden:8", "hidden:8;out:2")]
+# Two products forward, and backward two for the weights and one for the hidden layer; nothing on
+# the first device, where TensorFlow puts what has no device.
+PRODUCTS = {"CPU:1": 5, "CPU:2": 5, "CPU:3": 5, "CPU:4": 5}
+
+
+def make():
+    mesh, rules = Mesh.from_text("data:2;model:2"), LayoutRules.from_text("batch:data;hidden:model")
+    return PlacementLowering(mesh, rules, [f"CPU:{i}" for i in range(1, 5)])
+
+
+def arrays():
+    draw = np.random.default_rng(0)
+    return [draw.standard_normal(shape.sizes).astype(np.float32) for shape in SHAPES]
+
+
+def slices_of(lowering, values):
+    layouts = [lowering.tensor_layout(shape) for shape in SHAPES]
+    return [
+        lowering.import_tensor(value, layout) for value, layout in zip(values, layouts, strict=True)
+    ]
+
+
+def forward(lowering, slices):
+    """Two layers, of which the first is split in its columns and the second in its rows."""
+    x, w1, w2 = (Tensor(lowering, s, shape) for s, shape in zip(slices, SHAPES, strict=True))
+    hidden = ops.relu(ops.einsum([x, w1], ["batch", "hidden"]))
+    out = ops.einsum([hidden, w2], ["batch", "out"])
+    return ops.reduce_mean(ops.softmax(out, "out") * ops.tanh(out)).slices
+
+
+def check(lowering, loss, grads):
+    x, *weights = map(tf.constant, arrays())
+    with tf.GradientTape() as tape:
+        tape.watch(weights)
+        out = tf.nn.relu(x @ weights[0]) @ weights[1]
+        want = tf.reduce_mean(tf.nn.softmax(out) * tf.tanh(out))
+    np.testing.assert_allclose(loss[0], want, rtol=1e-5)
+    for got, expected, shape in zip(grads, tape.gradient(want, weights), SHAPES[1:], strict=True):
+        layout = lowering.tensor_layout(shape)
+        for i, part in enumerate(got):
+            np.testing.assert_allclose(part, expected[layout.slice_ranges(i)], rtol=1e-4, atol=1e-6)
+
+
+def products(partition_graphs):
+    """How many products of matrices each device computes."""
+    count = {}
+    for graph in partition_graphs:
+        for node in graph.node:
+            if "MatMul" in node.op:
+                device = re.search(r"CPU:\d", node.device)[0]
+                count[device] = count.get(device, 0) + 1
+    return count
+
+
+def test_in_a_tf1_graph_every_slice_is_differentiated_on_its_device():
+    with tf.Graph().as_default():
+        lowering = make()
+        holders = [tf.compat.v1.placeholder(tf.float32, shape.sizes) for shape in SHAPES]
+        slices = slices_of(lowering, holders)
+        loss = forward(lowering, slices)
+        grads = tf.gradients(loss, [*slices[1], *slices[2]])
+        metadata = tf.compat.v1.RunMetadata()
+        with tf.compat.v1.Session() as session:
+            loss, grads = session.run(
+                [loss, grads],
+                dict(zip(holders, arrays(), strict=True)),
+                options=tf.compat.v1.RunOptions(output_partition_graphs=True),
+                run_metadata=metadata,
+            )
+    check(lowering, loss, [grads[:4], grads[4:]])
+    assert products(metadata.partition_graphs) == PRODUCTS
+
+
+def with_gradient(function, slices):
+    with tf.GradientTape() as tape:
+        tape.watch(slices[1:])
+        loss = function(slices)
+    return loss, tape.gradient(loss, slices[1:])
+
+
+@pytest.mark.parametrize("tape", ["inside", "outside"])
+def test_in_a_tf_function_every_slice_is_differentiated_on_its_device(tape):
+    lowering = make()
+    slices = slices_of(lowering, arrays())
+
+    def run(slices):
+        return forward(lowering, slices)
+
+    def step():
+        if tape == "inside":
+            return tf.function(lambda s: with_gradient(run, s), autograph=False)(slices)
+        return with_gradient(tf.function(run, autograph=False), slices)
+
+    context.context().enable_run_metadata()
+    context.context().export_run_metadata()  # What others left.
+    try:
+        loss, grads = step()
+        metadata = context.context().export_run_metadata()
+    finally:
+        context.context().disable_run_metadata()
+    check(lowering, loss, grads)
+    graphs = [part for graph in metadata.function_graphs for part in graph.partition_graphs]
+    # A tape outside of the function makes it differentiate with respect to all that it is given.
+    extra = 1 if tape == "outside" else 0
+    assert products(graphs) == {device: count + extra for device, count in PRODUCTS.items()}
+
+
+def test_gpus_of_one_host_reduce_with_nccl():
+    with tf.Graph().as_default() as graph:
+        mesh, devices = Mesh.from_text("model:2"), ["GPU:0", "GPU:1"]
+        lowering = PlacementLowering(mesh, LayoutRules(), devices)
+        for op in ("sum", "max", "min"):
+            lowering.all_reduce((tf.ones([2]), tf.ones([2])), ["model"], op)
+        found = [op for op in graph.get_operations() if op.type == "NcclAllReduce"]
+    assert [op.get_attr("reduction") for op in found] == [b"sum"] * 2 + [b"max"] * 2 + [b"min"] * 2
+    assert [op.device for op in found] == ["/device:GPU:0", "/device:GPU:1"] * 3
+
+
+@pytest.mark.parametrize(
+    ("devices", "dtype"),
+    [
+        (["CPU:0", "CPU:1"], tf.float32),
+        (["GPU:0", "CPU:0"], tf.float32),
+        (["GPU:0", "GPU:0"], tf.float32),
+        (["/job:w/task:0/device:GPU:0", "/job:w/task:1/device:GPU:1"], tf.float32),
+        (["GPU:0", "GPU:1"], tf.bfloat16),
+    ],
+)
+def test_other_devices_and_dtypes_do_not_use_nccl(devices, dtype):
+    assert not nccl.can_reduce([tf.ones([2], dtype)] * 2, devices)
+
+
+def test_a_tensor_that_is_used_as_two_operands_gets_both_gradients():
+    lowering = make()
+    slices = slices_of(lowering, arrays())
+
+    @tf.function(autograph=False)
+    def run(slices):
+        with tf.GradientTape() as tape:
+            tape.watch(slices)
+            x = Tensor(lowering, slices[0], SHAPES[0])
+            y = ops.exp(x)
+            loss = ops.reduce_sum(x * y * x)
+        return tape.gradient(loss.slices, slices[0])
+
+    x = arrays()[0]
+    want = (2 * x + x * x) * np.exp(x)
+    for i, part in enumerate(run(slices)):
+        held = lowering.tensor_layout(SHAPES[0]).slice_ranges(i)
+        np.testing.assert_allclose(part, want[held], rtol=1e-5)

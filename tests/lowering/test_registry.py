@@ -1,0 +1,24 @@
+"""One list of operations."""
+
+import pathlib
+
+import pytest
+
+from pipemesh.lowering import registry
+
+
+def test_the_readme_shows_the_table_of_the_registry():
+    readme = pathlib.Path(registry.__file__).with_name("README.md").read_text(encoding="utf-8")
+    assert readme.endswith("\n" + registry.op_table() + "\n")
+
+
+def test_a_name_is_registered_once_and_has_documentation():
+    def add():
+        """Is another one."""
+
+    def fresh():
+        pass
+
+    for function in (add, fresh):
+        with pytest.raises(ValueError, match="registered twice or has no documentation"):
+            registry.register("elementwise")(function)

@@ -1,0 +1,264 @@
+"""Pipelines under placement equal the plain model; what cannot be a pipeline is an error."""
+
+import itertools
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+from pipemesh.errors import LayoutError, PipelineError, ShapeError
+from pipemesh.lowering import ops
+from pipemesh.lowering.placement import PlacementLowering
+from pipemesh.lowering.simd_pipeline import SimdPipeline
+from pipemesh.lowering.tensor import Tensor
+from pipemesh.mesh import LayoutRules, Mesh, Shape
+from tests.lowering.pipelined import DEEP_MLP, MLP, TRANSFORMER
+from tests.lowering.pipelined.train import train_placement
+
+SWEEP = list(itertools.product(["data:1", "layers:2", "layers:4"], (1, 4, 8), (1, 2)))
+
+
+def check_training(model, mesh_text, microbatches, circles):
+    pipeline = SimdPipeline(Mesh.from_text(mesh_text), model.layers, microbatches, circles)
+    for i, history in enumerate(train_placement(model, pipeline)):
+        assert not model.differences(pipeline, i, history)
+
+
+@pytest.mark.parametrize(("mesh_text", "microbatches", "circles"), SWEEP)
+def test_training_equals_the_plain_model(mesh_text, microbatches, circles):
+    model = DEEP_MLP if (mesh_text, circles) == ("layers:4", 2) else MLP
+    check_training(model, mesh_text, microbatches, circles)
+
+
+@pytest.mark.slow
+def test_training_a_transformer_equals_the_plain_one():
+    check_training(TRANSFORMER, "layers:2", 2, 1)
+
+
+# Small pipelines of one layer or two.
+
+
+def make(mesh_text="layers:2", rules="layers:layers", first_device=0):
+    mesh = Mesh.from_text(mesh_text)
+    devices = [f"CPU:{first_device + i}" for i in range(mesh.num_devices)]
+    return PlacementLowering(mesh, LayoutRules.from_text(rules), devices)
+
+
+def imported(lowering, shape, value=1.0):
+    shape = Shape.from_text(shape) if isinstance(shape, str) else shape
+    return ops.import_tensor(lowering, tf.fill(shape.sizes, value), shape)
+
+
+def add(x, weights, position):
+    return x + weights["w"]
+
+
+def run(layer=add, x="batch:4;io:2", w="io:2", lowering=None, weights=None, **options):
+    lowering = lowering or make()
+    pipeline = SimdPipeline(lowering.mesh, **{"num_layers": 2, "num_microbatches": 2, **options})
+    weights = weights or {"w": imported(lowering, pipeline.stacked(w))}
+    return pipeline(layer, imported(lowering, x), weights)
+
+
+@pytest.mark.parametrize("batch_dim", ["batch", "examples"])
+def test_any_dim_can_be_the_batch(batch_dim):
+    y = run(x=f"io:2;{batch_dim}:4", batch_dim=batch_dim)
+    assert y.shape.names == ("io", batch_dim)
+    np.testing.assert_array_equal(ops.export_tensor(y), 3 * np.ones([2, 4]))
+
+
+def test_nan_in_bubbles_reaches_nothing():
+    def layer(x, weights, position):
+        # Zeros, with which the cores begin, give NaN, and gradients of NaN.
+        return x / ops.sqrt(ops.reduce_mean(x * x, "io")) * weights["w"]
+
+    lowering = make("layers:4")
+    pipeline = SimdPipeline(lowering.mesh, num_layers=4, num_microbatches=1)
+
+    @tf.function(autograph=False)
+    def step(x, w):
+        with tf.GradientTape() as tape:
+            tape.watch([x, w])
+            xs = ops.import_tensor(lowering, x, "batch:2;io:3")
+            ws = ops.import_tensor(lowering, w, pipeline.stacked("io:3"))
+            y = ops.export_tensor(pipeline(layer, xs, {"w": ws}))
+        return y, *tape.gradient(y, [x, w])
+
+    x = tf.constant([[1.0, 2, 3], [4, 5, -6]])
+    w = tf.reshape(tf.range(1.0, 13), [4, 3])
+    with tf.GradientTape() as tape:
+        tape.watch([x, w])
+        want = x
+        for i in range(4):
+            want = want / tf.sqrt(tf.reduce_mean(want * want, -1, keepdims=True)) * w[i]
+    grads = tape.gradient(want, [x, w])
+    got = step(x, tf.reshape(w, [1, 4, 1, 3]))
+    for a, b in zip(got, [want, *grads], strict=True):
+        np.testing.assert_allclose(np.reshape(a, b.shape), b, rtol=1e-4, atol=1e-5)
+
+
+def test_what_comes_before_and_after_may_be_split_over_the_stages_too():
+    lowering = make("layers:2", "layers:layers;vocab:layers")
+    draw = np.random.default_rng(0)
+    table = tf.constant(draw.standard_normal((6, 3)).astype(np.float32))
+    w = tf.constant(draw.standard_normal((2, 3)).astype(np.float32))
+    ids = np.array([5, 0, 3, 3])
+    pipeline = SimdPipeline(lowering.mesh, num_layers=2, num_microbatches=2)
+
+    @tf.function(autograph=False)
+    def step(table, w):
+        with tf.GradientTape() as tape:
+            tape.watch([table, w])
+            rows = ops.import_tensor(lowering, table, "vocab:6;io:3")
+            stack = ops.import_tensor(lowering, w[None, :, None], pipeline.stacked("io:3"))
+            x = ops.gather(rows, ops.import_tensor(lowering, ids, "batch:4"), "vocab")
+            y = pipeline(add, x, {"w": stack})
+            logits = ops.log_softmax(ops.einsum([y, rows], ["batch", "vocab"]), "vocab")
+            loss = ops.export_tensor(ops.reduce_sum(ops.square(logits)))
+        return loss, *tape.gradient(loss, [table, w])
+
+    with tf.GradientTape() as tape:
+        tape.watch([table, w])
+        y = tf.gather(table, ids) + w[0] + w[1]
+        want = tf.reduce_sum(tf.nn.log_softmax(y @ tf.transpose(table)) ** 2)
+    grads = map(tf.convert_to_tensor, tape.gradient(want, [table, w]))
+    for a, b in zip(step(table, w), [want, *grads], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4)
+
+
+def test_a_stage_and_its_gradient_are_computed_on_its_own_device():
+    lowering = make("layers:2;model:2", "layers:layers;hidden:model", first_device=1)
+    pipeline = SimdPipeline(lowering.mesh, num_layers=2, num_microbatches=2)
+    shapes = [Shape.of(batch=4, io=2), *map(pipeline.stacked, ("io:2;hidden:6", "hidden:6;io:2"))]
+
+    def layer(x, w, position):
+        hidden = ops.einsum([x, w["wi"]], ["batch", "hidden"])
+        return ops.einsum([hidden, w["wo"]], ["batch", "io"])
+
+    @tf.function(autograph=False)
+    def step(*slices):
+        with tf.GradientTape() as tape:
+            tape.watch(slices)
+            x, wi, wo = (Tensor(lowering, s, sh) for s, sh in zip(slices, shapes, strict=True))
+            y = pipeline(layer, x, {"wi": wi, "wo": wo})
+        return tape.gradient(y.slices, slices)
+
+    slices = [imported(lowering, shape).slices for shape in shapes]
+    context.context().enable_run_metadata()
+    context.context().export_run_metadata()  # What others left.
+    try:
+        step(*slices)
+        metadata = context.context().export_run_metadata()
+    finally:
+        context.context().disable_run_metadata()
+    products = {}
+    for graphs in metadata.function_graphs:
+        for node in (node for part in graphs.partition_graphs for node in part.node):
+            if "MatMul" in node.op:
+                device = re.search(r"CPU:\d", node.device)[0]
+                products[device] = products.get(device, 0) + 1
+    # Two forward; backward the first again, whose result the second needs, and two for each.
+    assert products == {f"CPU:{i}": 7 for i in range(1, 5)}
+
+
+def test_communication_is_counted_for_every_tick():
+    lowering = make("layers:2;data:2", "layers:layers;batch:data")
+    pipeline = SimdPipeline(lowering.mesh, num_layers=2, num_microbatches=4)
+
+    @tf.function(autograph=False)
+    def step(x, w):
+        xs = ops.import_tensor(lowering, x, "batch:8;io:3")
+        ws = ops.import_tensor(lowering, w, pipeline.stacked("io:3"))
+        return tf.gradients(pipeline(add, xs, {"w": ws}).slices, ws.slices)
+
+    step.get_concrete_function(tf.TensorSpec([8, 3]), tf.TensorSpec([1, 2, 1, 3]))
+    ticks, activations, weight = 5, 4 * 3 * 4, 3 * 4
+    sent = ticks * activations // 4
+    assert lowering.costs.rows == {
+        (("layers",), "permute", "forward"): (ticks, sent),
+        (("layers",), "permute", "backward"): (ticks, sent),
+        (("layers",), "all_reduce", "forward"): (1, activations),
+        # Not at every tick.
+        (("data",), "all_reduce", "backward"): (1, weight),
+    }
+
+
+def from_outside(x, weights, position):
+    return x + OUTSIDE["tensor"]
+
+
+OUTSIDE = {}
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_tensor_from_outside_would_lose_its_gradient(stop):
+    lowering = make()
+
+    @tf.function(autograph=False)
+    def step(value):
+        tensor = ops.import_tensor(lowering, value, "io:2")
+        OUTSIDE["tensor"] = ops.stop_gradient(tensor) if stop else tensor
+        return ops.export_tensor(run(from_outside, lowering=lowering))
+
+    value = tf.constant([1.0, 2.0])
+    if stop:
+        np.testing.assert_array_equal(step(value)[0], [3, 5])
+    else:
+        with pytest.raises(PipelineError, match="from outside, which would get no gradient"):
+            step(value)
+
+
+def test_a_layer_cannot_talk_to_other_stages():
+    def layer(x, weights, position):
+        table = ops.import_tensor(x.lowering, tf.ones([2, 4]), "io:2;wide:4")
+        hidden = ops.einsum([x, table], ["batch", "wide"])
+        return ops.einsum([hidden, table], ["batch", "io"])
+
+    lowering = make(rules="layers:layers;wide:layers")
+    with pytest.raises(PipelineError, match="communicates along axis 'layers'"):
+        run(layer, lowering=lowering)
+
+
+@pytest.mark.parametrize(
+    ("error", "call", "message"),
+    [
+        (PipelineError, lambda: run(num_layers=3), "multiple of 2"),
+        (PipelineError, lambda: run(num_microbatches=0), "num_microbatches is 0"),
+        (PipelineError, lambda: run(num_microbatches=3), "4 examples, 4 on each .* multiple of 3"),
+        (ShapeError, lambda: run(batch_dim="bach"), "did you mean 'batch'"),
+        (LayoutError, lambda: run(x="batch:4;layers:2"), "dim 'layers'"),
+        (LayoutError, lambda: run(lowering=make(rules="")), "add the rule 'layers:layers'"),
+        (
+            LayoutError,
+            lambda: run(x="batch:4;wide:2", lowering=make(rules="layers:layers;wide:layers")),
+            "dim 'wide'.* axis 'layers'",
+        ),
+        (
+            PipelineError,
+            lambda: run(lambda x, w, p: ops.cast(x, tf.float64)),
+            "returned .*float64",
+        ),
+        (PipelineError, lambda: run(lambda x, w, p: x.slices[0]), "the shape and dtype of"),
+    ],
+)
+def test_what_cannot_be_a_pipeline_is_an_error_that_says_why(error, call, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_mesh_or_weights_of_another_pipeline_are_errors():
+    lowering, other = make(), make("data:1", "")
+    x = imported(lowering, "batch:4;io:2")
+    with pytest.raises(LayoutError, match="made for mesh 'data:1'"):
+        SimdPipeline(other.mesh, 2, 2)(add, x, {})
+    pipeline = SimdPipeline(lowering.mesh, 2, 2)
+    for weight, message in [
+        (imported(lowering, "circles:2;layers:2;layers_of_stage:1;io:2"), "'circles:1;layers:2"),
+        (imported(lowering, "layers:2;io:2"), "begin with the dims"),
+        (imported(other, "io:2"), "weights are floating tensors of the lowering"),
+        (imported(lowering, "io:2", 1), "int32"),
+    ]:
+        with pytest.raises(PipelineError, match=message):
+            pipeline(add, x, {"w": weight})

@@ -1,0 +1,88 @@
+"""Tensors with named dims, and what operations refuse."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.errors import LayoutError, ShapeError
+from pipemesh.lowering import PlacementLowering, Tensor, ops
+from pipemesh.mesh import Dim, LayoutRules, Mesh, Shape
+
+MESH = Mesh.from_text("data:2;model:2")
+RULES = LayoutRules.from_text("x:data;y:model;v:model")
+LOWERING = PlacementLowering(MESH, RULES, [f"CPU:{i}" for i in range(4)])
+
+
+def zeros(shape, dtype=np.float32):
+    sizes = Shape.from_text(shape).sizes
+    return ops.import_tensor(LOWERING, np.zeros(sizes, dtype), shape)
+
+
+def test_the_layout_follows_from_the_shape():
+    x = zeros("x:4;y:8;z:3")
+    assert repr(x) == "Tensor('x:4/data;y:8/model;z:3', float32)"
+    assert x.split_axes == ("data", "model")
+    assert [tuple(part.shape) for part in x.slices] == [(2, 4, 3)] * 4
+    assert [part.device[-5:] for part in x.slices] == [f"CPU:{i}" for i in range(4)]
+
+
+def test_operators_find_dims_by_name_and_take_numbers():
+    x = ops.import_tensor(LOWERING, np.arange(4.0), "x:4")
+    y = ops.import_tensor(LOWERING, np.arange(2.0), "y:2")
+    a, b = np.arange(4.0)[:, None], np.arange(2.0)
+    for got, want in (
+        (x + y, a + b),
+        (1 - x * y, 1 - a * b),
+        ((x - y) / 2, (a - b) / 2),
+        (1 / (x + y + 1), 1 / (a + b + 1)),
+        (-(x**2) + y, -(a**2) + b),
+        ((x < y) | (x >= 3), (a < b) | (a >= 3)),
+        (~(x > y) & (x <= y), ~(a > b) & (a <= b)),
+        (np.float64(2) * x + y, 2 * a + b),
+    ):
+        np.testing.assert_allclose(ops.export_tensor(got), want)
+
+
+@pytest.mark.parametrize(
+    ("error", "call", "message"),
+    [
+        (ShapeError, lambda: zeros("x:4") + zeros("x:2"), "size 4 in 'x:4' and 2 in 'x:2'"),
+        (LayoutError, lambda: zeros("y:4") * zeros("v:4"), "'y' and 'v'.*'model'"),
+        (LayoutError, lambda: ops.einsum([zeros("y:4"), zeros("v:4")], []), "rename one of"),
+        (ShapeError, lambda: ops.einsum([zeros("x:4")], ["z"]), "no dim is called 'z'"),
+        (ShapeError, lambda: ops.reduce_sum(zeros("batch:4"), "bacth"), "mean 'batch'"),
+        (ShapeError, lambda: ops.reduce_mean(zeros("x:4", np.int32)), "cast them first"),
+        (ShapeError, lambda: ops.reshape(zeros("x:4"), "x:2;z:3"), "4 elements and 'x:2;z:3' 6"),
+        (ShapeError, lambda: ops.rename(zeros("x:4;z:4"), {"x": "z"}), "'z' occurs twice"),
+        (LayoutError, lambda: ops.rename(zeros("x:4;y:4"), {"x": "v"}), "'v' and 'y'"),
+        (ShapeError, lambda: ops.transpose(zeros("x:4;y:4"), ["x"]), "no order of the dims"),
+        (ShapeError, lambda: ops.one_hot(zeros("x:4", np.int32), Dim("x", 2)), "occurs twice"),
+        (ShapeError, lambda: ops.gather(zeros("v:4"), zeros("v:4", np.int32), "v"), "rename it"),
+        (ShapeError, lambda: ops.broadcast_to(zeros("x:4"), Shape.of(y=2)), "lacks 'x:4'"),
+        (ShapeError, lambda: ops.dropout(zeros("x:4"), rate=1.0, seed=[1, 2]), "rate is 1.0"),
+        (
+            ShapeError,
+            lambda: ops.dropout(zeros("x:4"), rate=0.5, seed=[1, 2], noise_dims=Shape.of(q=2)),
+            "'q:2' are no dims",
+        ),
+        (ShapeError, lambda: ops.import_tensor(LOWERING, [1.0], "x:2"), "cannot have the shape"),
+        (LayoutError, lambda: zeros("x:3"), "size 3.*2 equal slices.*'x:data'"),
+        (
+            ShapeError,
+            lambda: Tensor(LOWERING, (tf.zeros([4]),) * 4, Shape.of(x=4)),
+            r"has sizes \[2\]",
+        ),
+        (
+            ShapeError,
+            lambda: zeros("x:4") + ops.import_tensor(_other(), [0.0] * 4, "x:4"),
+            "2 lowerings",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(error, call, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def _other():
+    return PlacementLowering(Mesh.from_text("data:1"), LayoutRules(), ["CPU:0"])

@@ -1,0 +1,110 @@
+"""Variables that are split, and their initial values."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.errors import DeviceError
+from pipemesh.lowering import PlacementLowering, initializers, ops
+from pipemesh.lowering.initializers import Constant, Normal, Uniform
+from pipemesh.lowering.variable import Variable
+from pipemesh.mesh import LayoutRules, Mesh, Shape
+
+MESH = Mesh.from_text("a:2;b:4")
+DEVICES = [f"CPU:{i}" for i in range(8)]
+SHAPE = Shape.of(x=8, y=4, z=12)
+RULES = ["", "x:a", "y:b", "z:a", "x:a;z:b", "x:b;y:a", "y:a;z:b"]
+
+
+def create(rules, initializer, dtype=tf.float32):
+    layout = LayoutRules.from_text(rules).tensor_layout(SHAPE, MESH)
+    return Variable.create("w", layout, DEVICES, initializer, dtype)
+
+
+@pytest.mark.parametrize("most_drawn", [1 << 22, 100, 30, 1])
+@pytest.mark.parametrize(
+    "initializer", [Normal(0.5, (1, 2)), Uniform(-1.0, 3.0, (1, 2)), Constant(4.0)]
+)
+def test_the_initial_value_does_not_depend_on_the_layout(initializer, most_drawn, monkeypatch):
+    whole = create("", initializer).value()
+    monkeypatch.setattr(initializers, "MOST_DRAWN", most_drawn)
+    for rules in RULES:
+        variable = create(rules, initializer)
+        np.testing.assert_array_equal(variable.value(), whole)
+        for i, part in enumerate(variable.variables):
+            assert part.device.endswith(f"CPU:{i}")
+            np.testing.assert_array_equal(part, whole[variable.layout.slice_ranges(i)])
+
+
+@pytest.mark.parametrize("dtype", [tf.float64, tf.bfloat16])
+def test_other_dtypes_have_values_that_do_not_depend_on_the_layout_either(dtype):
+    whole = create("", Normal(0.5, (1, 2)), dtype).value()
+    assert whole.dtype == dtype
+    np.testing.assert_array_equal(create("x:a;z:b", Normal(0.5, (1, 2)), dtype).value(), whole)
+
+
+def test_no_device_draws_much_more_than_it_may(monkeypatch):
+    drawn = []
+
+    def spy(**given):
+        drawn.append(int(np.prod(given["shape"])))
+        return tf.raw_ops.StatelessRandomUniformV2(**given)
+
+    monkeypatch.setattr(initializers, "MOST_DRAWN", 30)
+    sizes, begin, block = [64, 4, 12], [0, 0, 6], [64, 4, 6]
+    initializers._draw(spy, sizes, begin, block, (1, 2), tf.float32)
+    # Numbers come in groups of four, of which one may be begun on either side.
+    assert max(drawn) <= 30 + 3
+
+
+def test_numbers_are_spread_as_asked_for():
+    normal = Normal(0.5, (3, 4))([400, 100], [0, 0], [400, 100], tf.float32).numpy()
+    uniform = Uniform(-1.0, 3.0, (3, 4))([400, 100], [0, 0], [400, 100], tf.float32).numpy()
+    assert abs(normal.mean()) < 0.01 and abs(normal.std() - 0.5) < 0.01
+    assert uniform.min() >= -1 and uniform.max() < 3 and abs(uniform.mean() - 1) < 0.03
+
+
+def test_training_steps_are_equal_under_every_layout():
+    x, y = np.random.default_rng(0).standard_normal((2, 8, 4)).astype(np.float32)
+    found = []
+    for text in ("", "batch:a", "hidden:b", "batch:a;hidden:b", "batch:b;io:a"):
+        rules = LayoutRules.from_text(text)
+        lowering = PlacementLowering(MESH, rules, DEVICES)
+
+        def variable(name, shape, seed, rules=rules):
+            layout = rules.tensor_layout(Shape.from_text(shape), MESH)
+            return Variable.create(name, layout, DEVICES, Normal(0.5, (seed, 0)))
+
+        weights = [variable("w1", "io:4;hidden:8", 1), variable("w2", "hidden:8;out:4", 2)]
+        parts = [part for weight in weights for part in weight.variables]
+
+        @tf.function(autograph=False)
+        def step(lowering=lowering, weights=weights, parts=parts):
+            with tf.GradientTape() as tape:
+                w1, w2 = (weight.tensor(lowering) for weight in weights)
+                inputs = ops.import_tensor(lowering, x, "batch:8;io:4")
+                hidden = ops.tanh(ops.einsum([inputs, w1], ["batch", "hidden"]))
+                out = ops.einsum([hidden, w2], ["batch", "out"])
+                error = out - ops.import_tensor(lowering, y, "batch:8;out:4")
+                loss = ops.reduce_mean(ops.square(error))
+            for part, grad in zip(parts, tape.gradient(loss.slices, parts), strict=True):
+                part.assign_sub(0.1 * grad)
+            return loss.slices[-1]
+
+        losses = [step().numpy() for _ in range(5)]
+        found.append((losses, weights[0].value().numpy()))
+    assert found[0][0][-1] < found[0][0][0]
+    for losses, value in found[1:]:
+        np.testing.assert_allclose(losses, found[0][0], rtol=1e-5)
+        np.testing.assert_allclose(value, found[0][1], rtol=1e-4, atol=1e-6)
+
+
+def test_slices_of_other_processes_are_missed_with_a_message():
+    layout = LayoutRules().tensor_layout(SHAPE, MESH)
+    half = Variable.create("w", layout, DEVICES[:4], Constant(0.0), first_processor=4)
+    with pytest.raises(DeviceError, match="4 of 8 slices"):
+        half.value()
+    with pytest.raises(DeviceError, match="pass a core its slice"):
+        half.tensor(PlacementLowering(MESH, LayoutRules(), DEVICES))
+    with pytest.raises(DeviceError, match="from processor 5 on"):
+        Variable.create("w", layout, DEVICES[:4], Constant(0.0), first_processor=5)
