@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import lingvo.compat as tf
@@ -11,12 +12,25 @@ from pipemesh.errors import PipelineError
 from pipemesh.layers.feature_extraction import to_tuple
 from pipemesh.layers.seq_layer import SeqLayer
 from pipemesh.layers.step_seed import current_step, keyed_seeds
-from pipemesh.recurrent import Stage, pipeline
-from pipemesh.schedule import gpipe
+from pipemesh.recurrent import (
+    ActionClock,
+    LossScale,
+    Options,
+    Stage,
+    explain,
+    pipeline,
+    pipeline_loss,
+)
+from pipemesh.recurrent.precision import INITIAL_SCALE, cast_floating
+from pipemesh.schedule import Schedule, ScheduleSpec
 
 
 class PipeliningLayer(SeqLayer):
     """Runs the stages of `cell_tpl` on their devices, microbatch by microbatch.
+
+    With `fprop_dtype` bfloat16 or float16 the stages compute in it, from weights in float32; their
+    gradients are summed over microbatches in float32. With float16 the loss is scaled inside the
+    pipeline (`pipemesh.recurrent.LossScale`, here `self.loss_scale`).
 
     Drop-in for `lingvo.core.gpipe.PipeliningLayer`, with these differences, all for the better:
     the outputs, gradients and weights are those of the plain stack, dropout included, whatever
@@ -51,15 +65,106 @@ class PipeliningLayer(SeqLayer):
             "nested_map_fprop", False, "Whether the stages take and return exactly one NestedMap."
         )
         p.Define(
+            "schedule",
+            "gpipe",
+            "The order of actions on each device: '1f1b', 'gpipe', 'interleaved:2', 'zb_h1', "
+            "'zb_v', 'file:x.csv', any other name in pipemesh.schedule, or a Schedule. All but "
+            "gpipe and looped_bfs need the loss inside the pipeline (loss_inside).",
+        )
+        p.Define(
+            "loss_inside",
+            False,
+            "Whether the last layer is a head, which returns the loss of its microbatch, summed "
+            "over examples or tokens; the summed weight; and metrics to look at, if any. FProp "
+            "then returns the same for the whole batch: metrics with a batch dim are joined, "
+            "scalar ones become a vector with one element a microbatch. Only the loss has a "
+            "gradient.",
+        )
+        p.Define(
             "remat",
             "full",
             "What is computed again in the backward pass: 'full' keeps only the inputs of each "
-            "stage, 'none' keeps all that is needed.",
+            "stage, 'none' keeps all that is needed, 'except_last' computes nothing again for a "
+            "microbatch whose backward pass follows its forward pass at once, and "
+            "Selective(predicate) computes the layers again whose name the predicate picks.",
+        )
+        p.Define(
+            "check_numerics",
+            None,
+            "'results' makes it an error if the loss (without loss_inside, an output) or a "
+            "gradient is not finite, 'all' also says in which layer and microbatch that began; "
+            "'loss' and 'forward' are the same without gradients, as needed if the loss is scaled "
+            "until they overflow; 'off' checks nothing. By default 'loss' if the stages compute in "
+            "float16, else 'results'; where FProp is called eagerly, 'forward' or 'all'.",
+        )
+        p.Define(
+            "strict_devices",
+            False,
+            "Whether an operation of a stage that is pinned to another device, or has no kernel "
+            "for the device of its stage, is an error.",
         )
         return p
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
+        # What it raises, it shall raise before the first step.
+        self.schedule  # noqa: B018
+        self._eager_runs: dict[Any, Any] = {}
+        # Set it to an ActionClock before a graph is built to see when actions run in it.
+        self.clock: ActionClock | None = None
+        # Set it before a graph is built to have it tell where a value ceased to be finite.
+        self.locates_errors = False
+
+    def _CreateLayerVariables(self) -> None:
+        super()._CreateLayerVariables()
+        if self.params.fprop_dtype != tf.float16:
+            return
+        for name, value in (("loss_scale", INITIAL_SCALE), ("good_steps", 0.0), ("finite", 1.0)):
+            init = py_utils.WeightInit.Constant(value)
+            weight = py_utils.WeightParams([], init, tf.float32)
+            self.CreateVariable(name, weight, trainable=False)
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """The dynamic scale of the loss; None if the stages do not compute in float16."""
+        if self.params.fprop_dtype != tf.float16:
+            return None
+        return LossScale(self.vars.loss_scale, self.vars.good_steps, self.vars.finite)
+
+    @property
+    def theta(self) -> Any:
+        """The weights; those of stages not cast to `fprop_dtype`, which is the pipeline's task."""
+        theta = super().theta
+        if self.ema is not None:
+            return theta
+        for name in self._cell_names:
+            cast, variables = theta[name].Flatten(), self.vars[name].Flatten()
+            theta[name] = theta[name].Pack(
+                [
+                    t if t.dtype == v.dtype else tf.convert_to_tensor(v)
+                    for t, v in zip(cast, variables, strict=True)
+                ]
+            )
+        return theta
+
+    def StageDevices(self) -> list[str]:
+        """The device of each stage, as the schedule places them."""
+        return [self.cluster.WorkerDeviceInModelSplit(d) for d in self.schedule.stage_devices]
+
+    def Explain(self, error: tf.errors.OpError) -> PipelineError | None:
+        """An error of TensorFlow as one line with stage, layer and microbatch.
+
+        Args:
+            error: what was raised while a step ran that contains this layer.
+
+        Returns:
+            The error to raise `from` the given one; None if it did not arise in a stage.
+        """
+        return explain(error, dict(zip(self._cell_names, self.StageDevices(), strict=True)))
+
+    @functools.cached_property
+    def schedule(self) -> Schedule:
+        """The table that training runs, checked against the stages."""
         p = self.params
         if not p.cell_tpl:
             raise PipelineError(f"{p.name}: cell_tpl is empty; a pipeline needs at least one stage")
@@ -69,7 +174,31 @@ class PipeliningLayer(SeqLayer):
         ):
             if value is not None and value < 1:
                 raise PipelineError(f"{p.name}: {name} is {value}; it must be at least 1")
-        self._eager_runs: dict[Any, Any] = {}
+        schedule = p.schedule
+        num_stages = len(p.cell_tpl)
+        if not isinstance(schedule, Schedule):
+            spec = ScheduleSpec.from_text(schedule)
+            num_devices, rest = divmod(num_stages, spec.stages_a_device)
+            if rest:
+                raise PipelineError(
+                    f"{p.name}: schedule {schedule!r} has {spec.stages_a_device} stages a device, "
+                    f"but cell_tpl has {num_stages} stages, which is no multiple; cut the layers "
+                    f"into {num_stages - rest or spec.stages_a_device} stages"
+                )
+            schedule = spec.build(num_devices, p.num_micro_batches)
+        found = (schedule.num_stages, schedule.num_microbatches)
+        if found != (num_stages, p.num_micro_batches):
+            raise PipelineError(
+                f"{p.name}: the schedule has {found[0]} stages and {found[1]} microbatches, but "
+                f"there are {num_stages} in cell_tpl and num_micro_batches is "
+                f"{p.num_micro_batches}; make them equal"
+            )
+        if p.loss_inside and p.nested_map_fprop:
+            raise PipelineError(
+                f"{p.name}: with loss_inside the last layer returns scalars and tensors, not one "
+                "NestedMap; leave nested_map_fprop unset"
+            )
+        return schedule
 
     def FProp(self, theta: Any, *args: Any) -> Any:
         """Runs the stack.
@@ -80,18 +209,28 @@ class PipeliningLayer(SeqLayer):
                 `nested_map_fprop`.
 
         Returns:
-            What the last stage returns, for the whole batch.
+            What the last stage returns, for the whole batch; with `loss_inside` the summed loss,
+            the summed weight and the metrics.
 
         Raises:
-            PipelineError: the batch does not divide into `num_micro_batches`, or shapes are not
-                static.
+            PipelineError: the batch does not divide into `num_micro_batches`, shapes are not
+                static, or with `loss_inside` the last stage does not return a loss and a weight;
+                eagerly also, an operation of a stage failed or gave what is not finite.
+            DeviceError: with `strict_devices`, a stage has an operation that would run elsewhere.
+            ScheduleError: the schedule needs the loss inside the pipeline.
         """
         p = self.params
         if self.do_eval and self.cluster.num_devices_per_split == 1:
+            theta, args = tf.nest.map_structure(self._cast, (theta, args))
             return super().FProp(theta, *args)
-        devices = [self.cluster.WorkerDeviceInModelSplit(i) for i in range(len(self._cell_names))]
+        schedule = self.schedule
+        if self.do_eval and p.loss_inside:
+            # With the loss outside, what is backward is made only if a gradient is asked for.
+            schedule = schedule.only_forward()
+        devices = self.StageDevices()
         with tf.device(devices[0]):
             args = to_tuple(self._fprop_before(theta, *args))
+        eagerly = tf.executing_eagerly()
         structure = _Structure.of(args, p.nested_map_fprop, p.name)
         inputs = structure.flatten(args)
         self._check_microbatches(inputs)
@@ -114,18 +253,25 @@ class PipeliningLayer(SeqLayer):
                 )
                 for i, name in enumerate(self._cell_names)
             ]
-            return pipeline(
-                stages,
-                inputs,
-                gpipe(len(stages), p.num_micro_batches),
+            options = Options(
                 batch_dim=p.batch_dim,
-                step=step,
                 remat=p.remat,
+                compute_dtype=p.fprop_dtype,
+                loss_scale=None if self.do_eval else self.loss_scale,
+                clock=None if self.do_eval else self.clock,
+                check_numerics=self._check_numerics(eagerly),
+                strict_devices=p.strict_devices,
             )
+            if not p.loss_inside:
+                return pipeline(stages, inputs, schedule, step=step, options=options)
+            loss, others, carries = pipeline_loss(
+                stages, inputs, schedule, step=step, options=options
+            )
+            return self._with_total_weight(loss, others), carries
 
         step = current_step()
-        if tf.executing_eagerly():
-            key = (structure.key(), self.do_eval, p.num_micro_batches, p.remat, tuple(devices))
+        if eagerly:
+            key = (structure.key(), self.do_eval, tuple(devices), self.clock, self.locates_errors)
             if key not in self._eager_runs:
                 structures: list[_Structure] = []
                 run = tf.function(
@@ -134,13 +280,41 @@ class PipeliningLayer(SeqLayer):
                 self._eager_runs[key] = (run, structures)
             run, structures = self._eager_runs[key]
             thetas = [[tf.convert_to_tensor(t) for t in theta] for theta in thetas]
-            outputs, carries = run(thetas, inputs, carries, step)
+            try:
+                outputs, carries = run(thetas, inputs, carries, step)
+            except tf.errors.OpError as error:
+                explained = self.Explain(error)
+                if explained is None:
+                    raise
+                raise explained from error
         else:
             structures = []
             outputs, carries = build(thetas, inputs, carries, step, structures)
         for cell, carry in zip(cells, carries, strict=True):
             cell.SetAccumulatorValues(cell.accumulators.Pack(carry))
         return structures[-1].pack(outputs)
+
+    def _check_numerics(self, eagerly: bool) -> str | None:
+        chosen = self.params.check_numerics
+        # Where Python waits for each call, the time to build graphs matters less than the answer.
+        if chosen == "off" or not (self.locates_errors or (eagerly and chosen is None)):
+            return chosen
+        return "all" if self.loss_scale is None else "forward"
+
+    def _cast(self, value: Any) -> Any:
+        """A floating tensor in the dtype that the stages compute in."""
+        return None if value is None else cast_floating(value, self.params.fprop_dtype)
+
+    def _with_total_weight(self, loss: tf.Tensor, others: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Loss, weight and metrics of the whole batch; the weight still has one a microbatch."""
+        if not others or others[0].shape.rank != 1:
+            given = others[0].shape if others else "nothing"
+            raise PipelineError(
+                f"{self.params.name}: the second output of the last layer is {given}; with "
+                "loss_inside it is the summed weight, a scalar"
+            )
+        with tf.device(others[0].device):
+            return [loss, tf.reduce_sum(tf.cast(others[0], loss.dtype)), *others[1:]]
 
     def _check_microbatches(self, inputs: list[tf.Tensor]) -> None:
         p = self.params

@@ -39,7 +39,7 @@ class SeqLayer(base_layer.BaseLayer):
         devices = [""] * max(len(p.cell_tpl), 1)
         if py_utils.use_tpu() or py_utils.IsEagerMode():
             # A TF1 trainer places variables itself; here they lie with the stage that uses them.
-            devices = [self.cluster.WorkerDeviceInModelSplit(i) for i in range(len(devices))]
+            devices = self.StageDevices()
         self._before_names = []
         for tpl in p.before_tpl:
             with tf.device(devices[0]):
@@ -51,6 +51,11 @@ class SeqLayer(base_layer.BaseLayer):
                 self.CreateChild(tpl.name, tpl)
             self._cell_names.append(tpl.name)
         self._layer_aliases = _unique_names(p.cell_tpl)
+
+    def StageDevices(self) -> list[str]:
+        """The device of each stage."""
+        num_stages = max(len(self.params.cell_tpl), 1)
+        return [self.cluster.WorkerDeviceInModelSplit(i) for i in range(num_stages)]
 
     def _child_variable_scope_override(self) -> dict[str, list[Any]]:
         p = self.params
@@ -69,8 +74,8 @@ class SeqLayer(base_layer.BaseLayer):
         """
         args = self._fprop_before(theta, *args)
         with whole_batch_randomness():
-            for number, name in enumerate(self._cell_names):
-                with tf.device(self.cluster.WorkerDeviceInModelSplit(number)):
+            for name, device in zip(self._cell_names, self.StageDevices(), strict=True):
+                with tf.device(device):
                     args = self._fprop_cell(theta[name], name, *to_tuple(args))
         return args
 

@@ -1,5 +1,7 @@
 """Runs schedules: stages, microbatches and devices in, outputs and gradients out.
 
+`Recurrent` runs one cell along time, `StackedRecurrent` a stack of them on several devices.
+
 Example:
     >>> import tensorflow as tf
     >>> from pipemesh.recurrent import Stage, pipeline
@@ -22,7 +24,31 @@ Example:
     (48.0, [24.0, 16.0])
 """
 
-from pipemesh.recurrent.executor import REMAT_POLICIES, pipeline
+from pipemesh.recurrent.clock import ActionClock
+from pipemesh.recurrent.executor import pipeline, pipeline_loss
+from pipemesh.recurrent.explain import explain
+from pipemesh.recurrent.memory import predict_memory
+from pipemesh.recurrent.options import Options
+from pipemesh.recurrent.placement import Placement, record_placement
+from pipemesh.recurrent.precision import LossScale
+from pipemesh.recurrent.recurrent import Recurrent
+from pipemesh.recurrent.remat import REMAT_POLICIES, Selective
+from pipemesh.recurrent.stacked_recurrent import StackedRecurrent
 from pipemesh.recurrent.stage import Stage
 
-__all__ = ["REMAT_POLICIES", "Stage", "pipeline"]
+__all__ = [
+    "REMAT_POLICIES",
+    "ActionClock",
+    "LossScale",
+    "Options",
+    "Placement",
+    "Recurrent",
+    "Selective",
+    "StackedRecurrent",
+    "Stage",
+    "explain",
+    "pipeline",
+    "pipeline_loss",
+    "predict_memory",
+    "record_placement",
+]

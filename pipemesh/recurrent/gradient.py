@@ -8,6 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from pipemesh.recurrent.structure import is_differentiable
+
 Grads = list[tf.Tensor | None]
 
 
@@ -16,12 +18,14 @@ class Sources:
     """Tensors on one device that gradients flow to.
 
     Attributes:
-        tensors: of any dtype; only the floating ones get a gradient.
+        tensors: of any dtype; only the floating and complex ones get a gradient.
         device: where they lie.
+        checked: called with their gradients when somebody asks for them; returns what to hand on.
     """
 
     tensors: Sequence[tf.Tensor]
     device: str
+    checked: Callable[[Grads], Grads] | None = None
 
 
 def with_gradient(
@@ -43,20 +47,18 @@ def with_gradient(
         device: where the outputs lie.
         sources: the groups of tensors that get gradients.
         backward: called once a gradient is asked for, with the gradient of each output (None for
-            those that are not floating); returns for each group the gradient of each tensor.
+            those that have none); returns for each group the gradient of each tensor.
     """
     computed: dict[int, Grads] = {}
     anchors = [_anchor(number, group, computed) for number, group in enumerate(sources)]
-    floating = [i for i, t in enumerate(outputs) if t.dtype.is_floating]
+    floating = [i for i, t in enumerate(outputs) if is_differentiable(t)]
 
     @tf.custom_gradient
     def attach(*tensors: tf.Tensor) -> Any:
         attached = [tf.identity(t) for t in tensors[: len(floating)]]
 
         def grad(*attached_grads: tf.Tensor) -> list[Any]:
-            # Autodiff may ask for all operations to lie with the one that is differentiated.
-            graph = tf.compat.v1.get_default_graph()
-            with graph.colocate_with(None, ignore_existing=True):
+            with _without_colocation():
                 output_grads: Grads = [None] * len(outputs)
                 for i, value in zip(floating, attached_grads, strict=True):
                     output_grads[i] = value
@@ -74,9 +76,14 @@ def with_gradient(
     return result
 
 
+def _without_colocation() -> Any:
+    """Autodiff may ask for all operations to lie with the one that is differentiated."""
+    return tf.compat.v1.get_default_graph().colocate_with(None, ignore_existing=True)
+
+
 def _anchor(number: int, group: Sources, computed: dict[int, Grads]) -> tf.Tensor:
     """A scalar whose gradient is that of all floating tensors of the group."""
-    floating = [i for i, t in enumerate(group.tensors) if t.dtype.is_floating]
+    floating = [i for i, t in enumerate(group.tensors) if is_differentiable(t)]
 
     @tf.custom_gradient
     def anchor(*tensors: tf.Tensor) -> Any:
@@ -84,6 +91,9 @@ def _anchor(number: int, group: Sources, computed: dict[int, Grads]) -> tf.Tenso
 
         def grad(_: tf.Tensor) -> list[tf.Tensor | None]:
             grads = computed.pop(number)
+            if group.checked is not None:
+                with _without_colocation():
+                    grads = group.checked(grads)
             return [grads[i] for i in floating]
 
         return tf.zeros([]), grad

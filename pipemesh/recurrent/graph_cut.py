@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -32,6 +33,10 @@ class GraphCut:
             node.input.extend(data)
             # The whole part lies on one device; groups would name nodes that are left out.
             node.attr.pop("_class", None)
+            # Where this is missing, TensorFlow notes the name that the node has now and shows it
+            # in errors, instead of the one it gets when the function is inlined, which begins
+            # with the action.
+            node.experimental_debug_info.SetInParent()
             if node.op == "CheckNumerics":
                 node.op = "Identity"
                 node.attr.pop("message", None)
@@ -53,6 +58,18 @@ class GraphCut:
             )
         return seen
 
+    def nodes(self, tensors: Iterable[str]) -> Iterator[Any]:
+        """All nodes that `tensors` need, those in the bodies of functions too."""
+        bodies = {f.signature.name: f.node_def for f in self._graph_def.library.function}
+        needed = self.ancestors(tensors)
+        todo: list[Sequence[Any]] = [[n for n in self._graph_def.node if n.name in needed]]
+        while todo:
+            nodes = todo.pop()
+            yield from nodes
+            values = [value for node in nodes for value in node.attr.values()]
+            called = [f.name for value in values for f in (value.func, *value.list.func)]
+            todo.extend(bodies.pop(name) for name in called if name in bodies)
+
     def descendants(self, tensors: Iterable[str]) -> set[str]:
         """Names of all nodes that depend on any of `tensors`."""
         reached = {node_of(name) for name in tensors}
@@ -68,9 +85,31 @@ class GraphCut:
                     todo.append(consumer)
         return reached
 
-    def inputs_of(self, node: str) -> list[str]:
-        """The tensors that a node consumes."""
-        return [tensor_name(source) for source in self._nodes[node].input]
+    def frontier(
+        self, tensors: Iterable[str], known: Container[str], cuts: Iterable[str] = ()
+    ) -> list[str]:
+        """The tensors of `known` nodes, in order, that `tensors` need first.
+
+        Args:
+            tensors: what is wanted; those of known nodes are among the result.
+            known: names of nodes.
+            cuts: tensors that are given, so that nothing before them is needed.
+        """
+        stop = set(cuts)
+        found: dict[str, None] = {}
+        seen: set[str] = set()
+        todo = list(tensors)
+        while todo:
+            tensor = todo.pop()
+            if tensor in stop:
+                continue
+            node = node_of(tensor)
+            if node in known:
+                found[tensor] = None
+            elif node not in seen:
+                seen.add(node)
+                todo.extend(tensor_name(source) for source in self._nodes[node].input)
+        return sorted(found)
 
     def paste(self, values: Mapping[str, tf.Tensor], fetches: Sequence[str]) -> list[tf.Tensor]:
         """Rebuilds in the current graph what computes `fetches` from `values`.
@@ -79,7 +118,10 @@ class GraphCut:
             values: for tensor names of the graph the tensors to use instead.
             fetches: names of the tensors wanted; they may be among `values`.
         """
-        given = {**self._captures, **values}
+        # In a function that is built; it gets them as captures of its own.
+        graph: Any = tf.compat.v1.get_default_graph()
+        given = {name: graph.capture(tensor) for name, tensor in self._captures.items()}
+        given.update(values)
         computed = [name for name in dict.fromkeys(fetches) if name not in given]
         keep = self.ancestors(computed, cuts=given)
         part = tf.compat.v1.GraphDef(versions=self._graph_def.versions)

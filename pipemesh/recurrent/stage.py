@@ -19,10 +19,12 @@ class Stage:
         forward: `forward(theta, carry, inputs, microbatch, step) -> (outputs, carry)`, all lists
             of tensors but the last two, which are int64 scalars: the index of the microbatch and
             the global step. It must be free of side effects and may be traced more than once.
-            `carry` goes from one microbatch of the stage to the next and has no gradient.
+            `carry` goes from one microbatch of the stage to the next.
         theta: the weights; gradients flow to the floating ones.
         carry: its value before the first microbatch.
         device: name of the TensorFlow device that all operations of the stage are placed on.
+        recurrent: whether gradients flow through the carry, from each microbatch back to the one
+            before and at last to `carry`. If not, the carry is a mere count of what was seen.
     """
 
     name: str
@@ -33,3 +35,4 @@ class Stage:
     theta: Tensors
     carry: Tensors
     device: str
+    recurrent: bool = False

@@ -41,7 +41,7 @@ class Block(base_layer.BaseLayer):
         h = self.keyed.FProp(theta.keyed, h)
         h = self.stateful.FProp(theta.stateful, h)
         if not self.do_eval:
-            h += 0.1 * tf.random.normal(h.shape)
+            h += 0.1 * tf.random.normal(h.shape, dtype=h.dtype)
         seen = self.accumulators.seen
         seen.SetValue(seen.GetValue() + float(x.shape[1 if p.time_major else 0]))
         return (x + h, *rest) if rest else x + h

@@ -60,8 +60,8 @@ def run_tf1(params, inputs, *, steps=0, num_devices=1, do_eval=False, loss=squar
         outputs = layer.FPropDefaultTheta(*tf.nest.map_structure(as_tensor, inputs))
         variables = layer.vars.Flatten()
         optimizer = tf.compat.v1.train.AdamOptimizer(0.05)
-        grads = optimizer.compute_gradients(loss(outputs), variables)
-        train = optimizer.apply_gradients(grads, global_step=step)
+        grads = optimizer.compute_gradients(loss(outputs), variables) if loss else []
+        train = optimizer.apply_gradients(grads, global_step=step) if loss else step
         with tf.compat.v1.Session() as session:
             session.run(tf.compat.v1.global_variables_initializer())
             for variable in variables:
@@ -96,8 +96,8 @@ def run_tf2(
             def compute():
                 with tf.GradientTape() as tape:
                     outputs = layer.FPropDefaultTheta(*inputs)
-                    total = loss(outputs)
-                grads = tape.gradient(total, variables)
+                    total = loss(outputs) if loss else None
+                grads = tape.gradient(total, variables) if loss else [None] * len(variables)
                 grads = [None if g is None else tf.convert_to_tensor(g) for g in grads]
                 accumulators = [
                     tf.convert_to_tensor(t) for t in layer.GetAccumulatorValues().Flatten()

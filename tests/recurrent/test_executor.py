@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.lowering.random import layer_scope, plan_free_randomness
-from pipemesh.recurrent import Stage, pipeline
+from pipemesh.recurrent import Options, Stage, pipeline
 from pipemesh.schedule import Action, Schedule, forward_only, gpipe, looped_bfs
 
 BATCH, WIDTH, VOCAB, LAYERS = 8, 6, 11, 4
@@ -65,7 +65,7 @@ def pipelined(theta, x, ids, step, num_stages, num_microbatches, remat):
         [x, ids],
         gpipe(num_stages, num_microbatches),
         step=step,
-        remat=remat,
+        options=Options(remat=remat),
     )
     return y, ids_out, carries
 
@@ -219,7 +219,10 @@ def test_every_matmul_of_a_tf1_session_runs_on_its_stage_device(remat, passes):
         ]
         x = tf.compat.v1.get_variable("x", initializer=X[:, 0])
         (y,), _ = pipeline(
-            stages, [tf.identity(x)], gpipe(num_stages, num_microbatches), remat=remat
+            stages,
+            [tf.identity(x)],
+            gpipe(num_stages, num_microbatches),
+            options=Options(remat=remat),
         )
         grads = tf.gradients(tf.reduce_sum(y), [w, x])
         options = tf.compat.v1.RunOptions(output_partition_graphs=True)
@@ -270,7 +273,7 @@ def test_every_matmul_of_a_tf2_function_is_pinned_to_its_stage_device():
     [
         ({"schedule": gpipe(2, 3)}, PipelineError, "a batch of 8 does not divide into 3"),
         ({"schedule": gpipe(3, 2)}, ScheduleError, "3 stages, but 2 were given"),
-        ({"remat": "some"}, PipelineError, "remat is 'some'; allowed are full, none"),
+        ({"remat": "some"}, PipelineError, "remat is 'some'; allowed are full, none, except_last"),
         ({"inputs": [tf.ones([8]), tf.ones([4])]}, PipelineError, r"batch sizes \[4, 8\]"),
         ({"batch_dim": 1}, PipelineError, "no dim 1"),
         (
@@ -294,7 +297,8 @@ def test_bad_plans_are_errors_before_anything_runs(change, error, message):
     def run():
         arguments = {"inputs": [tf.ones([8])], "schedule": gpipe(2, 2), **change}
         inputs, schedule = arguments.pop("inputs"), arguments.pop("schedule")
-        pipeline(scale_stages(2, [tf.constant(1.0)] * 2), inputs, schedule, **arguments)
+        stages = scale_stages(2, [tf.constant(1.0)] * 2)
+        pipeline(stages, inputs, schedule, options=Options(**arguments))
 
     with pytest.raises(error, match=message):
         run()

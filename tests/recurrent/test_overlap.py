@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.recurrent import Stage, pipeline
+from pipemesh.recurrent import Options, Stage, pipeline
 from pipemesh.schedule import gpipe
 
 WAIT = 0.02
@@ -69,7 +69,7 @@ def test_waiting_stages_overlap_and_keep_the_order_of_their_rows(remat):
                 Stage(f"s{i}", waiting_stage(clock, i), [tf.convert_to_tensor(w)], [], f"CPU:{i}")
                 for i, w in enumerate(weights)
             ]
-            (y,), _ = pipeline(stages, [x], schedule, remat=remat)
+            (y,), _ = pipeline(stages, [x], schedule, options=Options(remat=remat))
             loss = tf.reduce_sum(y * y)
         return tape.gradient(loss, weights)
 

@@ -1,0 +1,96 @@
+"""Predicts what a run holds in memory on each device, before it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from pipemesh.recurrent.options import Options
+from pipemesh.recurrent.run import Run
+from pipemesh.recurrent.stage import Stage
+from pipemesh.schedule import Schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceMemory:
+    """What one device holds, in bytes.
+
+    Attributes:
+        weights: of its stages, once each, in the dtype that they are computed with.
+        gradients: the sums of their gradients.
+        kept: the most that it holds at once for backward passes: what forward passes leave, and
+            between an `I` and its `W` what the `I` leaves. A tensor that two actions need, such
+            as the input of a stage that is the output of another on the same device, counts for
+            both.
+    """
+
+    weights: int
+    gradients: int
+    kept: int
+
+    @property
+    def total(self) -> int:
+        """All of it. What an action needs while it runs comes on top."""
+        return self.weights + self.gradients + self.kept
+
+
+def predict_memory(
+    stages: Sequence[Stage],
+    inputs: Sequence[tf.Tensor],
+    schedule: Schedule,
+    *,
+    step: tf.Tensor | None = None,
+    options: Options | None = None,
+) -> list[DeviceMemory]:
+    """What `pipeline` or `pipeline_loss` with these arguments would hold.
+
+    The stages are traced, and nothing is run. To be called while a graph is built.
+
+    Args:
+        stages: as for `pipeline`.
+        inputs: as for `pipeline`.
+        schedule: as for `pipeline`.
+        step: as for `pipeline`.
+        options: as for `pipeline`; remat and compute dtype matter.
+
+    Returns:
+        One for each row of the schedule.
+
+    Raises:
+        PipelineError: see `pipeline`.
+        ScheduleError: see `pipeline`.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> from pipemesh.schedule import gpipe, one_f_one_b
+        >>> def scale(theta, carry, inputs, microbatch, step):
+        ...     return [tf.nn.tanh(inputs[0] * theta[0])], []
+        >>> with tf.Graph().as_default():
+        ...     stages = [Stage(f"s{i}", scale, [tf.ones([10])], [], "CPU:0") for i in range(2)]
+        ...     for builder in (gpipe, one_f_one_b):
+        ...         memory = predict_memory(stages, [tf.ones([8, 10])], builder(2, 8))
+        ...         print([device.kept for device in memory])
+        [320, 320]
+        [80, 40]
+    """
+    run = Run(stages, inputs, schedule, step, options or Options())
+    found = []
+    for device, row in enumerate(schedule.rows):
+        held = peak = 0
+        for action in row:
+            stage, m = action.stage, action.microbatch
+            kept, pending = (run.held_bytes(kind, stage, m) for kind in ("kept", "pending"))
+            if action.kind == "F":
+                held += 0 if schedule.is_forward_only else kept
+            elif action.kind == "W":
+                held -= pending
+            else:
+                held += (pending if action.kind == "I" else 0) - kept
+            peak = max(peak, held)
+        own = [s for s, home in enumerate(schedule.stage_devices) if home == device]
+        weights = sum(run.held_bytes("weights", s) for s in own)
+        gradients = 0 if schedule.is_forward_only else sum(run.held_bytes("grads", s) for s in own)
+        found.append(DeviceMemory(weights, gradients, peak))
+    return found

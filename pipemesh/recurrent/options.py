@@ -1,0 +1,63 @@
+"""How a pipeline runs, apart from its schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from pipemesh.errors import PipelineError
+from pipemesh.recurrent.clock import ActionClock
+from pipemesh.recurrent.health import OF_GRADIENTS, check_policy
+from pipemesh.recurrent.precision import LossScale, check_compute_dtype
+from pipemesh.recurrent.remat import Remat, check_remat
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a pipeline runs, apart from its schedule; the defaults change no results.
+
+    Attributes:
+        batch_dim: the dim along which inputs are cut and outputs joined.
+        remat: `full` keeps only each microbatch's stage inputs and computes the stage again in
+            the backward pass; `none` keeps what the backward pass needs; `except_last` computes
+            nothing again for a microbatch whose backward pass follows its forward pass at once;
+            `Selective(predicate)` computes the layers again that the predicate picks.
+        rolled: whether the repeating part of the schedule becomes a loop of the graph, whose
+            size then does not depend on the number of microbatches; by default that is so for
+            schedules of more than 500 actions.
+        compute_dtype: `float32`, `bfloat16` or `float16`: floating weights and inputs are cast to
+            it, on their device, before the stages see them. Gradients are summed over microbatches
+            in the weights' own dtype, in float32 if that is of half precision, and come back in
+            the own dtype. None casts nothing.
+        loss_scale: multiplies the loss within the pipeline, which float16 needs.
+        check_numerics: `results` raises `tf.errors.InvalidArgumentError` if the loss (or an output,
+            while the loss is outside) or a gradient is not finite; `all` also says in which
+            layer and microbatch that began, which makes the graph several times as large.
+            `loss` and `forward` are the same without gradients, for a loss that is scaled until
+            they overflow; `off` checks nothing. By default `loss` with a `loss_scale`, else
+            `results`. Nothing that `pipeline` or `pipeline_loss` returns is there before the
+            check has passed, and no gradient.
+        clock: notes when each action runs.
+        strict_devices: whether an operation of a stage that is pinned to another device, or has no
+            kernel for the device of its stage, is an error; see also `placement`.
+    """
+
+    batch_dim: int = 0
+    remat: Remat = "full"
+    rolled: bool | None = None
+    compute_dtype: Any = None
+    loss_scale: LossScale | None = None
+    check_numerics: str | None = None
+    clock: ActionClock | None = None
+    strict_devices: bool = False
+
+    def __post_init__(self) -> None:
+        check_remat(self.remat)
+        default = "results" if self.loss_scale is None else "loss"
+        object.__setattr__(self, "check_numerics", check_policy(self.check_numerics or default))
+        if self.check_numerics in OF_GRADIENTS and self.loss_scale is not None:
+            raise PipelineError(
+                f"check_numerics is {self.check_numerics!r}, but a loss_scale makes gradients "
+                "overflow now and then; use 'forward' or 'loss', or no loss_scale"
+            )
+        object.__setattr__(self, "compute_dtype", check_compute_dtype(self.compute_dtype))

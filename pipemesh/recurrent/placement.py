@@ -1,0 +1,121 @@
+"""Which stage ran on which device, read from the graphs that TensorFlow executed."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+# What collects graphs of TF2 functions is not public; TensorFlow's version is pinned.
+from tensorflow.python.eager import context
+
+from pipemesh.errors import DeviceError
+
+_ACTION = re.compile(r"(?:^|/)action_(\d+)[FBIW]\d*(?:/|$)")
+# They lie on the devices that tensors go between, and at both ends.
+_TRANSFERS = frozenset(["_Send", "_Recv", "_HostSend", "_HostRecv"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where the operations of each stage ran.
+
+    Attributes:
+        wanted: the device of each stage.
+        found: for each stage, how many operations of its actions ran on which device.
+
+    Example:
+        >>> placement = Placement(("CPU:0", "CPU:1"), ({"CPU:0": 70}, {"CPU:1": 68, "CPU:0": 2}))
+        >>> print(placement)
+        stage 0 on CPU:0: 70 operations
+        stage 1 on CPU:1: 68 operations, and 2 on CPU:0
+        >>> placement.check()
+        Traceback (most recent call last):
+        pipemesh.errors.DeviceError: 2 operations of stage 1 ran on CPU:0 instead of CPU:1
+    """
+
+    wanted: tuple[str, ...]
+    found: tuple[Mapping[str, int], ...]
+
+    @classmethod
+    def of(cls, metadata: Any, devices: Sequence[str]) -> Placement:
+        """The placement of a step.
+
+        Args:
+            metadata: a `RunMetadata` with partition graphs: that of `record_placement`, or of a TF1
+                session's `run` with `RunOptions(output_partition_graphs=True)`.
+            devices: the device of each stage, with type and number.
+
+        Raises:
+            DeviceError: the metadata holds no action of these stages.
+        """
+        wanted = tuple(_short(device) for device in devices)
+        found: list[collections.Counter[str]] = [collections.Counter() for _ in devices]
+        for graph in metadata.partition_graphs:
+            for node in graph.node:
+                action = _ACTION.search(node.name)
+                if action is not None and node.op not in _TRANSFERS:
+                    found[int(action[1])][_short(node.device)] += 1
+        for stage, counts in enumerate(found):
+            if not counts:
+                raise DeviceError(
+                    f"the metadata knows no operation of stage {stage}; record the first step of a "
+                    "function, or give RunOptions(output_partition_graphs=True) to the session"
+                )
+        return cls(wanted, tuple(dict(counts) for counts in found))
+
+    def check(self) -> None:
+        """Checks that every stage ran on its device alone.
+
+        Raises:
+            DeviceError: an operation ran elsewhere.
+        """
+        for stage, (wanted, counts) in enumerate(zip(self.wanted, self.found, strict=True)):
+            for device, count in counts.items():
+                if device != wanted:
+                    raise DeviceError(
+                        f"{count} operations of stage {stage} ran on {device} instead of {wanted}"
+                    )
+
+    def __str__(self) -> str:
+        lines = []
+        for stage, (wanted, counts) in enumerate(zip(self.wanted, self.found, strict=True)):
+            line = f"stage {stage} on {wanted}: {counts.get(wanted, 0)} operations"
+            others = [f"{n} on {d}" for d, n in sorted(counts.items()) if d != wanted]
+            lines.append(", and ".join([line, *others]))
+        return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def record_placement() -> Iterator[Any]:
+    """Records the graphs of TF2 functions that run for the first time inside.
+
+    TensorFlow hands graphs out when it places them, which it does once, so that later steps leave
+    nothing to be recorded.
+
+    Yields:
+        A `RunMetadata`, which is filled when the context ends.
+    """
+    metadata = tf.compat.v1.RunMetadata()
+    eager = context.context()
+    eager.ensure_initialized()
+    eager.enable_graph_collection()
+    # What was collected before is none of ours.
+    eager.export_run_metadata()
+    try:
+        yield metadata
+        metadata.MergeFrom(eager.export_run_metadata())
+    finally:
+        eager.disable_graph_collection()
+
+
+def _short(device: str) -> str:
+    """`GPU:1` of any spelling of a device; where there are several tasks, with the task."""
+    spec = tf.DeviceSpec.from_string(device)
+    task = f"/task:{spec.task}/" if spec.task else ""
+    return f"{task}{spec.device_type}:{spec.device_index or 0}"

@@ -1,0 +1,146 @@
+"""Dynamic loss scaling: gradients of float16 neither vanish nor overflow for long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from pipemesh.errors import PipelineError
+from pipemesh.recurrent.passes import Grads
+
+COMPUTE_DTYPES = (tf.float32, tf.bfloat16, tf.float16)
+INITIAL_SCALE = 2.0**15
+_FACTOR = 2.0
+_GROWTH_INTERVAL = 2000
+
+
+class LossScale:
+    """What the loss is multiplied by before the backward pass, and gradients divided by after it.
+
+    The smallest positive number of float16 is 6e-8, so small gradients become 0. A large factor
+    saves them, and one that is too large makes some gradient infinite. Then the step's gradients
+    become 0, so that it changes no weight (as in `lingvo`, optimizers may still move by their
+    momentum; `when_finite` skips them altogether), and the factor is halved. After 2,000 steps
+    without that it is doubled.
+
+    Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
+
+    Args:
+        scale: float32 scalar variable, the factor; 32,768 is a good start.
+        good_steps: scalar variable, the steps since the factor has changed.
+        finite: scalar variable, whether the latest gradients were finite; not bool is fine too.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> scale = LossScale.create()
+        >>> ((gradient,),) = scale.checked([[tf.constant(float("inf"))]])
+        >>> float(gradient), float(scale.value)
+        (0.0, 16384.0)
+    """
+
+    def __init__(self, scale: Any, good_steps: Any, finite: Any) -> None:
+        self._scale, self._good_steps, self._finite = scale, good_steps, finite
+
+    @classmethod
+    def create(cls) -> LossScale:
+        """With variables of its own, which a checkpoint should hold."""
+        return cls(
+            tf.Variable(INITIAL_SCALE, trainable=False, name="loss_scale"),
+            tf.Variable(0, dtype=tf.int64, trainable=False, name="good_steps"),
+            tf.Variable(True, trainable=False, name="finite"),
+        )
+
+    @property
+    def variables(self) -> list[Any]:
+        """Those that a checkpoint should hold."""
+        return [self._scale, self._good_steps, self._finite]
+
+    @property
+    def value(self) -> tf.Tensor:
+        """The factor, a float32 scalar."""
+        return tf.convert_to_tensor(self._scale)
+
+    def checked(self, groups: list[Grads]) -> list[Grads]:
+        """Gradients, or zeros if any is not finite; the factor changes accordingly.
+
+        Args:
+            groups: lists of gradients, already divided by the factor.
+
+        Returns:
+            The same structure. Whoever evaluates a gradient also has the factor changed.
+        """
+        flags = [
+            tf.reduce_all(tf.math.is_finite(grad))
+            for group in groups
+            for grad in group
+            if grad is not None
+        ]
+        finite = tf.reduce_all(tf.stack(flags)) if flags else tf.constant(True)
+        good_steps = tf.convert_to_tensor(self._good_steps) + 1
+        grows = good_steps >= _GROWTH_INTERVAL
+        scale = self.value
+        grown = tf.where(grows, scale * _FACTOR, scale)
+        new_scale = tf.where(finite, grown, tf.maximum(scale / _FACTOR, 1.0))
+        kept_steps = tf.where(finite & ~grows, good_steps, tf.zeros_like(good_steps))
+        # Only after every gradient was divided by the old factor.
+        with tf.control_dependencies([finite, new_scale, kept_steps]):
+            updates = [
+                self._scale.assign(new_scale),
+                self._good_steps.assign(kept_steps),
+                self._finite.assign(tf.cast(finite, self._finite.dtype.base_dtype)),
+            ]
+        with tf.control_dependencies(updates):
+            finite = tf.identity(finite)
+        return [
+            [None if g is None else tf.where(finite, g, tf.zeros_like(g)) for g in group]
+            for group in groups
+        ]
+
+    def when_finite(self, apply: Callable[[], Any]) -> tf.Tensor:
+        """Calls `apply`, which updates weights, if the latest gradients were finite.
+
+        Args:
+            apply: called while a graph is built, after the gradients were computed in it.
+
+        Returns:
+            Whether it ran, a bool scalar.
+        """
+        finite = tf.cast(tf.convert_to_tensor(self._finite), tf.bool)
+
+        def apply_and_tell() -> tf.Tensor:
+            apply()
+            return tf.constant(True)
+
+        return tf.cond(finite, apply_and_tell, lambda: tf.constant(False))
+
+
+def check_compute_dtype(dtype: Any) -> tf.DType | None:
+    """The dtype that a pipeline computes in; None if that is left to the stages.
+
+    Raises:
+        PipelineError: it is none of float32, bfloat16 and float16.
+    """
+    if dtype is None:
+        return None
+    try:
+        found = tf.as_dtype(dtype)
+    except TypeError:
+        found = None
+    if found not in COMPUTE_DTYPES:
+        allowed = ", ".join(d.name for d in COMPUTE_DTYPES)
+        raise PipelineError(f"compute_dtype is {dtype!r}; allowed are {allowed} and None")
+    return found
+
+
+def cast_floating(tensor: tf.Tensor, dtype: tf.DType | None) -> tf.Tensor:
+    """The tensor in another dtype if it is floating and there is one."""
+    if dtype is None or not tensor.dtype.is_floating:
+        return tensor
+    return tf.cast(tensor, dtype)
+
+
+def sum_dtype(dtype: tf.DType) -> tf.DType:
+    """What gradients are summed in: small ones of half precision would vanish beside large sums."""
+    return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype

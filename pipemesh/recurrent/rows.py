@@ -1,0 +1,65 @@
+"""Tensors of one row a time step, written one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+
+
+class Rows:
+    """What a loop writes row by row, as one variable of the loop each.
+
+    In contrast to `tf.TensorArray` the shape of a row may become known only when the step runs,
+    and still a tensor of zeros comes out if no row was ever written.
+
+    Args:
+        row_shape: int32 vector; -1 for what is not known before the first row is written.
+        static_shape: what is known of it when the graph is built.
+        dtype: the dtype.
+        size: int32 scalar, the number of rows.
+    """
+
+    def __init__(
+        self,
+        row_shape: tf.Tensor | np.ndarray,
+        static_shape: tf.TensorShape,
+        dtype: tf.DType,
+        size: tf.Tensor,
+    ) -> None:
+        self._row_shape = row_shape
+        self._static_shape = static_shape
+        self._dtype = dtype
+        self._size = size
+
+    @classmethod
+    def like(cls, row: tf.Tensor, size: tf.Tensor) -> Rows:
+        """Rows of the shape and dtype of a tensor."""
+        return cls(tf.shape(row), row.shape, row.dtype, size)
+
+    def new(self) -> tf.Tensor:
+        """Rows of zeros, as a handle."""
+        return tf.raw_ops.TensorListReserve(
+            element_shape=self._row_shape, num_elements=self._size, element_dtype=self._dtype
+        )
+
+    def write(self, handle: tf.Tensor, number: tf.Tensor, row: tf.Tensor) -> tf.Tensor:
+        """The handle of the rows after one was set."""
+        return tf.raw_ops.TensorListSetItem(input_handle=handle, index=number, item=row)
+
+    def read(self, handle: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
+        """One row."""
+        row = tf.raw_ops.TensorListGetItem(
+            input_handle=handle,
+            index=number,
+            element_shape=self._row_shape,
+            element_dtype=self._dtype,
+        )
+        return tf.ensure_shape(row, self._static_shape)
+
+    def stack(self, handle: tf.Tensor) -> tf.Tensor:
+        """All rows as one tensor; those that were never set are zeros."""
+        stacked = tf.raw_ops.TensorListStack(
+            input_handle=handle, element_shape=self._row_shape, element_dtype=self._dtype
+        )
+        size = tf.get_static_value(self._size)
+        return tf.ensure_shape(stacked, tf.TensorShape([size]).concatenate(self._static_shape))

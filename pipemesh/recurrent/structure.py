@@ -1,0 +1,150 @@
+"""Nested structures of tensors, handled as flat lists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from pipemesh.errors import PipelineError
+
+
+class Structure:
+    """The nesting of a value: what is a dict, a list, a lingvo NestedMap, and where None stands.
+
+    Args:
+        value: tensors, or what converts to them, and None in nested containers.
+        name: names the value in errors.
+
+    Attributes:
+        leaf_names: a name for each tensor, as `state0.c`.
+
+    Example:
+        >>> structure = Structure({"b": 1.0, "a": None, "c": [2.0]}, "theta")
+        >>> structure.leaf_names
+        ['theta.b', 'theta.c.0']
+        >>> structure.pack([3, 4])
+        {'b': 3, 'a': None, 'c': [4]}
+    """
+
+    def __init__(self, value: Any, name: str) -> None:
+        self._name = name
+        self._present = tf.nest.map_structure(lambda leaf: leaf is not None, value)
+        paths = zip(_paths(value, name), tf.nest.flatten(self._present), strict=True)
+        self.leaf_names = [path for path, present in paths if present]
+
+    def flatten(self, value: Any, name: str | None = None) -> list[Any]:
+        """The leaves of a value of this structure that are not None here.
+
+        Args:
+            value: nested as this structure; dicts may be of another type.
+            name: names the value in errors.
+
+        Raises:
+            PipelineError: it is nested otherwise, or has None where this structure has none.
+        """
+        name = name or self._name
+        leaves = []
+        for path, present, leaf in self._leaves(value, name):
+            if present != (leaf is not None):
+                given = "None" if leaf is None else "a tensor"
+                raise PipelineError(f"{path} is {given}, unlike in {self._name}")
+            if present:
+                leaves.append(leaf)
+        return leaves
+
+    def _leaves(self, value: Any, name: str) -> list[tuple[str, bool, Any]]:
+        """For each leaf its name, whether this structure has a tensor there, and the leaf."""
+        paths = _paths(value, name)
+        present = tf.nest.flatten(self._present)
+        own = _paths(self._present, name)
+        if paths != own:
+            raise PipelineError(
+                f"{name} must be nested as {self._name}, which has {_listed(self.leaf_names)}; "
+                f"it has {_listed(paths)}"
+            )
+        return list(zip(paths, present, tf.nest.flatten(value), strict=True))
+
+    def tensors(self, value: Any) -> list[tf.Tensor]:
+        """The leaves of a value of this structure, as tensors."""
+        return [tf.convert_to_tensor(leaf) for leaf in self.flatten(value)]
+
+    def tensors_like(self, specs: Sequence[Any], value: Any, name: str) -> list[tf.Tensor]:
+        """The leaves of a value, as tensors that agree with given ones.
+
+        Args:
+            specs: for each leaf something with the dtype and the shape it must have.
+            value: nested as this structure.
+            name: names the value in errors.
+
+        Raises:
+            PipelineError: the nesting, a dtype or a shape differs.
+        """
+        leaves = self.flatten(value, name)
+        result = []
+        for leaf, spec, path in zip(leaves, specs, self.leaf_names, strict=True):
+            tensor = tf.convert_to_tensor(leaf)
+            if tensor.dtype != spec.dtype or not tensor.shape.is_compatible_with(spec.shape):
+                raise PipelineError(
+                    f"{name}{path.removeprefix(self._name)} is {tensor.dtype.name} of shape "
+                    f"{tensor.shape}; like {path} it must be {spec.dtype.name} of shape "
+                    f"{spec.shape}"
+                )
+            result.append(tf.ensure_shape(tensor, spec.shape))
+        return result
+
+    def gradients(
+        self, specs: Sequence[Any], value: Any, name: str
+    ) -> list[tf.Tensor | tf.IndexedSlices | None]:
+        """The gradient of each leaf from a value nested likewise, in which more may be None.
+
+        Raises:
+            PipelineError: the nesting or a dtype differs.
+        """
+        result: list[Any] = []
+        for path, present, grad in self._leaves(value, name):
+            if not present:
+                continue
+            spec = specs[len(result)]
+            if grad is None or not is_differentiable(spec):
+                result.append(None)
+                continue
+            if not isinstance(grad, tf.IndexedSlices):
+                grad = tf.convert_to_tensor(grad)
+            if grad.dtype != spec.dtype or not grad.shape.is_compatible_with(spec.shape):
+                raise PipelineError(
+                    f"{path} is {grad.dtype.name} of shape {grad.shape}; the gradient must be "
+                    f"{spec.dtype.name} of shape {spec.shape}"
+                )
+            result.append(grad)
+        return result
+
+    def pack(self, leaves: Sequence[Any]) -> Any:
+        """A new value of this structure with these leaves."""
+        values = iter(leaves)
+        return tf.nest.map_structure(
+            lambda present: next(values) if present else None, self._present
+        )
+
+
+def is_differentiable(tensor: Any) -> bool:
+    """Whether gradients flow through a tensor of this dtype."""
+    return tensor.dtype.is_floating or tensor.dtype.is_complex
+
+
+def _paths(value: Any, name: str) -> list[str]:
+    """A name for each leaf, None included, in the order of `tf.nest.flatten`."""
+    if isinstance(value, Mapping):
+        items = [(str(key), value[key]) for key in sorted(value)]
+    elif isinstance(value, (list, tuple)):
+        items = [(str(number), part) for number, part in enumerate(value)]
+    elif tf.nest.is_nested(value):
+        return [f"{name}.{number}" for number, _ in enumerate(tf.nest.flatten(value))]
+    else:
+        return [name]
+    return [path for key, part in items for path in _paths(part, f"{name}.{key}")]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "nothing in it"

@@ -1,0 +1,149 @@
+"""A PipeliningLayer with the loss in its last stage trains as the plain stack does."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.errors import PipelineError, ScheduleError
+from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer
+from pipemesh.recurrent import Selective
+from pipemesh.schedule import Costs, list_schedule, one_f_one_b, to_csv
+from tests.layers.blocks import WIDTH, Block, blocks
+
+RNG = np.random.default_rng(1)
+X = RNG.normal(size=[8, 3, WIDTH]).astype(np.float32)
+
+
+class Head(Block):
+    """Summed loss and weight, a metric of every example and one of the microbatch."""
+
+    def FProp(self, theta, x, labels):
+        error = tf.reduce_sum(tf.square(super().FProp(theta, x) - labels), axis=[1, 2])
+        weight = tf.cast(tf.size(error), tf.float32)
+        return tf.reduce_sum(error), weight, error, tf.reduce_max(error)
+
+
+def sub():
+    return [*blocks(7), Head.Params().Set(name="head")]
+
+
+def pipelined(num_stages, num_micro_batches, **kwargs):
+    layers = sub()
+    size = len(layers) // num_stages
+    cells = [
+        FeatureExtractionLayer.Params().Set(name=f"s{i}", sub=layers[i * size : (i + 1) * size])
+        for i in range(num_stages)
+    ]
+    return PipeliningLayer.Params().Set(
+        name="stack",
+        cell_tpl=cells,
+        num_micro_batches=num_micro_batches,
+        loss_inside=True,
+        **kwargs,
+    )
+
+
+def mean(outputs):
+    return outputs[0] / outputs[1]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    cache = {}
+
+    def get(run):
+        if run not in cache:
+            plain = FeatureExtractionLayer.Params().Set(name="plain", sub=sub())
+            cache[run] = run(plain, [X, X], steps=3, loss=mean)
+        return cache[run]
+
+    return get
+
+
+def assert_equal(result, expected, num_micro_batches):
+    metrics = result.outputs.pop()
+    assert metrics.shape == (num_micro_batches,)
+    whole = expected.outputs[:3]
+    for a, b in zip(result.outputs, whole, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    assert metrics.max() == pytest.approx(expected.outputs[3], rel=1e-4)
+    result.outputs, rest = [], expected.outputs
+    expected.outputs = []
+    result.assert_close(expected, rtol=1e-4, atol=1e-5)
+    expected.outputs = rest
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_stages", "num_devices"),
+    [
+        ("1f1b", 2, 2),
+        ("gpipe", 4, 4),
+        ("interleaved:2", 4, 2),
+        ("zb_h1", 4, 4),
+        ("zb_v", 4, 2),
+        (list_schedule(Costs(), 2, 4, stage_devices=(0, 1, 1, 0)), 4, 2),
+    ],
+    ids=str,
+)
+def test_every_schedule_trains_as_the_plain_stack(run, expected, schedule, num_stages, num_devices):
+    params = pipelined(num_stages, 4, schedule=schedule, remat="none")
+    result = run(params, [X, X], steps=3, num_devices=num_devices, loss=mean)
+    assert_equal(result, expected(run), 4)
+    assert result.accumulators == [8.0] * 8
+
+
+def test_selective_remat_picks_layers_by_name(run, expected):
+    remat = Selective(lambda name: name in ("block1", "block2", "head"))
+    params = pipelined(2, 4, schedule="1f1b", remat=remat)
+    assert_equal(run(params, [X, X], steps=3, num_devices=2, loss=mean), expected(run), 4)
+
+
+def test_a_table_from_a_file(run, expected, tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text(to_csv(one_f_one_b(2, 4)), encoding="utf-8")
+    params = pipelined(2, 4, schedule=f"file:{path}")
+    assert_equal(run(params, [X, X], steps=3, num_devices=2, loss=mean), expected(run), 4)
+
+
+@pytest.mark.parametrize(("num_stages", "num_devices"), [(2, 1), (2, 2), (4, 2)])
+def test_evaluation_runs_through_the_same_devices_without_dropout(run, num_stages, num_devices):
+    plain = FeatureExtractionLayer.Params().Set(name="plain", sub=sub())
+    expected = run(plain, [X, X], do_eval=True, loss=mean)
+    schedule = "zb_v" if num_stages > num_devices else "1f1b"
+    params = pipelined(num_stages, 4, schedule=schedule)
+    # Inference has no backward actions, so no gradient is asked for.
+    result = run(params, [X, X], num_devices=num_devices, do_eval=True, loss=None)
+    for a, b in zip(result.outputs[:3], expected.outputs[:3], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"schedule": "1f2b"}, ScheduleError, "unknown schedule '1f2b'; did you mean '1f1b'"),
+        ({"schedule": "zb_v:3"}, ScheduleError, "zb_v has always 2 stages a device"),
+        ({"schedule": "interleaved:x"}, ScheduleError, "'x' is no number of stages a device"),
+        ({"schedule": "interleaved:3"}, PipelineError, "cell_tpl has 4 stages, .* into 3 stages"),
+        ({"schedule": "file:missing.csv"}, ScheduleError, "cannot read 'missing.csv'"),
+        ({"schedule": one_f_one_b(4, 8)}, PipelineError, "4 stages and 8 microbatches, but there"),
+        ({"nested_map_fprop": True}, PipelineError, "leave nested_map_fprop unset"),
+        ({"loss_inside": False, "schedule": "1f1b"}, ScheduleError, "loss inside the pipeline"),
+        ({"loss_inside": False}, PipelineError, "the last stage returns a scalar"),
+    ],
+    ids=str,
+)
+def test_plans_that_do_not_fit_are_errors_before_the_first_step(run, kwargs, error, message):
+    with pytest.raises(error, match=message):
+        run(pipelined(4, 4).Set(**kwargs), [X, X], num_devices=4, loss=mean)
+
+
+class _NoWeight(Block):
+    def FProp(self, theta, x, labels):
+        return tf.reduce_sum(super().FProp(theta, x)), labels
+
+
+def test_a_head_without_a_weight_is_an_error(run):
+    params = pipelined(1, 2)
+    params.cell_tpl[0].sub[-1] = _NoWeight.Params().Set(name="head")
+    with pytest.raises(PipelineError, match="it is the summed weight, a scalar"):
+        run(params, [X, X], loss=mean)

@@ -1,0 +1,65 @@
+"""A PipeliningLayer computes in few bits from float32 weights, as `fprop_dtype` says."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer
+from tests.layers.blocks import WIDTH, Block, blocks
+from tests.layers.harness import run_tf1, run_tf2
+
+RNG = np.random.default_rng(1)
+X = RNG.normal(size=[8, 3, WIDTH]).astype(np.float32)
+
+
+class Head(Block):
+    def FProp(self, theta, x, labels):
+        assert x.dtype == theta.w.dtype == (self.params.fprop_dtype or tf.float32)
+        error = tf.reduce_sum(tf.square(super().FProp(theta, x) - labels), axis=[1, 2])
+        return tf.reduce_sum(error), tf.cast(tf.size(error), tf.float32)
+
+
+def pipelined(dtype):
+    sub = [*blocks(3, rate=0.0), Head.Params().Set(name="head", rate=0.0)]
+    cells = [
+        FeatureExtractionLayer.Params().Set(name=f"s{i}", sub=sub[2 * i : 2 * i + 2])
+        for i in range(2)
+    ]
+    return PipeliningLayer.Params().Set(
+        name="stack",
+        cell_tpl=cells,
+        num_micro_batches=4,
+        schedule="1f1b",
+        loss_inside=True,
+        fprop_dtype=dtype,
+    )
+
+
+def mean(outputs):
+    return outputs[0] / outputs[1]
+
+
+@pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float16], ids=lambda d: d.name)
+@pytest.mark.parametrize("run", [run_tf1, run_tf2])
+def test_gradients_and_weights_are_float32_and_close_to_those_of_float32(run, dtype):
+    wanted = run(pipelined(None), [X, X], steps=3, num_devices=2, loss=mean)
+    got = run(pipelined(dtype), [X, X], steps=3, num_devices=2, loss=mean)
+    tolerance = 3e-2 if dtype == tf.bfloat16 else 1e-2
+    assert got.grads.keys() == wanted.grads.keys()
+    for name, grad in wanted.grads.items():
+        assert got.grads[name].dtype == np.float32
+        np.testing.assert_allclose(got.grads[name], grad, atol=tolerance * np.abs(grad).max())
+        assert (got.grads[name] != grad).any()
+    scaling = {name for name in got.weights if name not in wanted.weights}
+    assert {name.split("/")[-2] for name in scaling} == (
+        {"loss_scale", "good_steps", "finite"} if dtype == tf.float16 else set()
+    )
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_evaluation_computes_in_it_too(num_devices):
+    result = run_tf2(
+        pipelined(tf.bfloat16), [X, X], num_devices=num_devices, do_eval=True, loss=None
+    )
+    wanted = run_tf2(pipelined(None), [X, X], do_eval=True, loss=None)
+    assert float(result.outputs[0]) == pytest.approx(float(wanted.outputs[0]), rel=3e-2)

@@ -1,0 +1,251 @@
+"""What any pipeline must survive, seen from outside: one test a case."""
+
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.errors import PipelineError, ScheduleError
+from pipemesh.lowering.random import layer_scope, plan_free_randomness
+from pipemesh.recurrent import Options, Stage, pipeline, pipeline_loss
+from pipemesh.schedule import Schedule, gpipe, one_f_one_b, zb_h1
+from tests.recurrent.stack import RUNNERS, pipelined
+from tests.recurrent.stack import plain as plain_stack
+
+WIDTH, BATCH = 3, 8
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=[BATCH, WIDTH]).astype(np.float32)
+WEIGHTS = RNG.normal(size=[4, WIDTH, WIDTH]).astype(np.float32)
+
+
+@pytest.fixture(scope="module", params=RUNNERS)
+def mode(request):
+    run = RUNNERS[request.param]
+    return run, run(lambda theta: plain_stack(theta))
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_microbatches"),
+    [(4, 2), (8, 3), (1, 4), (4, 1), (1, 1)],
+    ids=["M<S", "M<S, odd", "S=1", "M=1", "S=1, M=1"],
+)
+def test_few_microbatches_and_few_stages_equal_the_plain_model(mode, num_stages, num_microbatches):
+    run, (loss, weight, grads, each, weights) = mode
+    schedule = one_f_one_b(num_stages, num_microbatches)
+    got = run(lambda theta: pipelined(theta, schedule, remat="full"))
+    assert got[1] == weight
+    for a, b in zip(
+        [got[0], got[3], *got[2], *got[5]], [loss, each, *grads, *weights], strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6 * max(1, np.abs(b).max()))
+
+
+class Model:
+    """Layers over `(h, *others)`; one weight each; the last one gives each example's loss."""
+
+    def __init__(self, layers, weights=WEIGHTS, inputs=(X,)):
+        self.layers, self.inputs = layers, inputs
+        self.variables = [tf.Variable(w) for w in weights]
+        self.theta = [self.variables[min(i, len(weights) - 1)] for i in range(len(layers))]
+
+    def apply(self, numbers, theta, tensors):
+        for i, weight in zip(numbers, theta, strict=True):
+            with layer_scope(f"layer{i}"):
+                tensors = self.layers[i](weight, *tensors)
+        return tensors
+
+    def plain(self):
+        with plan_free_randomness(tf.constant(0, tf.int64)):
+            inputs = [tf.constant(x) for x in self.inputs]
+            (each,) = self.apply(range(len(self.layers)), self.theta, inputs)
+        return tf.reduce_sum(each)
+
+    def pipelined(self, boundaries, schedule, **options):
+        def make(s):
+            numbers = range(boundaries[s], boundaries[s + 1])
+
+            def forward(theta, carry, inputs, microbatch, step):
+                outputs = self.apply(numbers, theta, inputs)
+                last = s == len(boundaries) - 2
+                return [tf.reduce_sum(outputs[0])] if last else list(outputs), []
+
+            theta = [tf.convert_to_tensor(self.theta[i]) for i in numbers]
+            return Stage(f"stage{s}", forward, theta, [], f"CPU:{schedule.stage_devices[s]}")
+
+        loss, _, _ = pipeline_loss(
+            [make(s) for s in range(len(boundaries) - 1)],
+            [tf.constant(x) for x in self.inputs],
+            schedule,
+            step=tf.constant(0, tf.int64),
+            options=Options(**options),
+        )
+        return loss
+
+    def loss_and_grads(self, build):
+        @tf.function(autograph=False)
+        def run():
+            with tf.GradientTape() as tape:
+                loss = build()
+            return loss, tape.gradient(loss, self.variables)
+
+        loss, grads = run()
+        return [loss.numpy(), *(grad.numpy() for grad in grads)]
+
+    def assert_equal(self, boundaries, schedule, **options):
+        want = self.loss_and_grads(self.plain)
+        got = self.loss_and_grads(lambda: self.pipelined(boundaries, schedule, **options))
+        for a, b in zip(got, want, strict=True):
+            assert np.isfinite(b).all()
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+        return got
+
+
+def dense(weight, h, *others):
+    return tf.nn.tanh(tf.matmul(h, weight)), *others
+
+
+def squares(weight, h, *others):
+    return (tf.reduce_sum(dense(weight, h)[0] ** 2, axis=1),)
+
+
+def test_layers_that_give_nan_for_what_an_idle_slot_would_hold_change_nothing():
+    """Zeros, as a buffer has them before the first and after the last microbatch."""
+
+    def normalized(weight, h):
+        return (tf.matmul(h / tf.norm(h, axis=1, keepdims=True), weight),)
+
+    assert np.isnan(normalized(WEIGHTS[0], tf.zeros([1, WIDTH]))[0]).all()
+    model = Model([normalized, normalized, normalized, squares])
+    model.assert_equal([0, 1, 2, 3, 4], zb_h1(4, 2))
+
+
+def test_another_cut_of_the_same_layers_leaves_loss_and_gradients_unchanged():
+    def noisy(weight, h):
+        return (tf.nn.dropout(dense(weight, h)[0], rate=0.3),)
+
+    model = Model([noisy, noisy, noisy, squares])
+    for boundaries in ([0, 1, 4], [0, 3, 4], [0, 2, 3, 4], [0, 4]):
+        model.assert_equal(boundaries, one_f_one_b(len(boundaries) - 1, 4))
+
+
+def test_the_sum_of_a_loss_scales_exactly_with_its_mean():
+    def grads(divisor, schedule):
+        model = Model([dense, dense, dense, squares])
+        boundaries = [0, 2, 4]
+        return model.loss_and_grads(lambda: model.pipelined(boundaries, schedule) / divisor)
+
+    for schedule in (one_f_one_b(2, 4), zb_h1(2, 8)):
+        for summed, mean in zip(grads(1, schedule), grads(BATCH, schedule), strict=True):
+            np.testing.assert_array_equal(summed, BATCH * mean)
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_the_backward_pass_drops_what_the_forward_pass_dropped(remat):
+    def drop(theta, carry, inputs, microbatch, step):
+        with layer_scope("drop"):
+            y = tf.nn.dropout(inputs[0], rate=0.5)
+        return [tf.reduce_sum(y), y], []
+
+    @tf.function(autograph=False)
+    def run(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss, (y,), _ = pipeline_loss(
+                [Stage("drop", drop, [], [], "CPU:0")],
+                [x],
+                one_f_one_b(1, 4),
+                step=tf.constant(3, tf.int64),
+                options=Options(remat=remat),
+            )
+        return y, tape.gradient(loss, x)
+
+    y, grad = run(tf.ones([8, 32]))
+    np.testing.assert_array_equal(y, grad)
+    assert 0.3 < np.mean(y.numpy() > 0) < 0.7
+    assert len(np.unique(y.numpy() > 0, axis=0)) == 8, "every example has a mask of its own"
+
+
+def test_a_weight_tied_across_first_and_last_stage_gets_its_sum_once_and_one_entry(tmp_path):
+    model = Model([dense, dense, squares], weights=WEIGHTS[:2])
+    first, middle = model.variables
+    model.theta = [first, middle, first]
+    _, grad, _ = model.assert_equal([0, 1, 2, 3], one_f_one_b(3, 4))
+    untied = Model([dense, dense, squares], weights=WEIGHTS[[0, 1, 0]])
+    _, one, _, two = untied.loss_and_grads(lambda: untied.pipelined([0, 1, 2, 3], gpipe(3, 4)))
+    np.testing.assert_allclose(grad, one + two, rtol=1e-5, atol=1e-5)
+    path = tf.train.Checkpoint(layers=model.theta).save(str(tmp_path / "ckpt"))
+    values = [n for n, _ in tf.train.list_variables(path) if n.endswith("VARIABLE_VALUE")]
+    assert len(values) == 2 + 1, "two weights and the checkpoint's own counter of saves"
+
+
+def test_skip_connections_and_auxiliary_outputs_cross_stages():
+    """The first layer's result is used by the last; each layer adds to an auxiliary loss."""
+
+    def start(weight, h, auxiliary):
+        y = tf.matmul(h, weight)
+        return y, auxiliary + tf.reduce_sum(y**2, axis=1), y
+
+    def middle(weight, h, auxiliary, skip):
+        y = tf.nn.tanh(tf.matmul(h, weight))
+        return y, auxiliary + tf.reduce_sum(tf.abs(y), axis=1), skip
+
+    def end(weight, h, auxiliary, skip):
+        return (tf.reduce_sum((tf.matmul(h, weight) + skip) ** 2, axis=1) + 0.1 * auxiliary,)
+
+    model = Model([start, middle, middle, end], inputs=(X, np.zeros(BATCH, np.float32)))
+    model.assert_equal([0, 1, 2, 3, 4], one_f_one_b(4, 4))
+    model.assert_equal([0, 1, 2, 3, 4], zb_h1(4, 4), remat="none")
+
+
+def test_a_batch_that_does_not_divide_is_an_error_that_says_what_does():
+    model = Model([dense, squares], weights=WEIGHTS[:2])
+    with pytest.raises(PipelineError, match=r"batch of 8 does not divide into 3 .* 1, 2, 4, 8"):
+        model.loss_and_grads(lambda: model.pipelined([0, 1, 2], one_f_one_b(2, 3)))
+
+
+GOOD = zb_h1(2, 2)
+
+
+def changed(device, change):
+    rows = [list(map(str, row)) for row in GOOD.rows]
+    rows[device] = change(rows[device])
+    return "\n".join(" ".join(row) for row in rows)
+
+
+def without(cell):
+    return lambda row: [c for c in row if c != cell]
+
+
+def swapped(one, two):
+    return lambda row: [{one: two, two: one}.get(c, c) for c in row]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (changed(1, without("1F0")), r"device 1 never does 1F0; it belongs near tick \d"),
+        (changed(1, swapped("1I0", "1W0")), r"device 1, tick \d: .*1W0"),
+        (changed(1, swapped("1F0", "1I0")), r"device 1, tick 0: .*1I0"),
+        (changed(0, lambda row: ["1F1" if c == "0F1" else c for c in row]), r"device \d, tick \d"),
+    ],
+    ids=["a missing F", "W before I", "swapped order", "a stage on two devices"],
+)
+def test_a_corrupted_table_is_rejected_by_device_and_tick(text, message):
+    schedule = Schedule.from_text(text)
+    model = Model([dense, squares], weights=WEIGHTS[:2])
+    with pytest.raises(ScheduleError) as caught:
+        model.loss_and_grads(lambda: model.pipelined([0, 1, 2], schedule))
+    assert re.search(message, str(caught.value)), str(caught.value)
+    if schedule.num_stages == 2:
+
+        @tf.function(autograph=False)
+        def outside():
+            stages = [
+                Stage(f"s{i}", lambda t, c, x, m, s: (list(x), []), [], [], "CPU:0")
+                for i in range(2)
+            ]
+            return pipeline(stages, [tf.constant(X)], schedule)
+
+        with pytest.raises(ScheduleError, match="device"):
+            outside()

@@ -1,0 +1,112 @@
+"""A clock tells when each action really ran."""
+
+import time
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.errors import ScheduleError
+from pipemesh.recurrent import ActionClock, Options, Stage, pipeline, pipeline_loss
+from pipemesh.schedule import gpipe, one_f_one_b, simulate, zb_h1
+from pipemesh.schedule.render import to_html, to_trace
+
+WAIT = 0.03
+
+
+@tf.custom_gradient
+def wait(x):
+    """Takes WAIT seconds forward and twice that backward, each call with data of its own."""
+
+    def sleep(seconds, value):
+        def run(v):
+            time.sleep(seconds)
+            return v
+
+        result = tf.numpy_function(run, [value], value.dtype, stateful=False)
+        return tf.ensure_shape(result, value.shape)
+
+    return sleep(WAIT, x), lambda grad: sleep(2 * WAIT, grad)
+
+
+def stages(schedule, has_loss=True):
+    last = schedule.num_stages - 1
+
+    def make(number):
+        def forward(theta, carry, inputs, microbatch, step):
+            x = wait(inputs[0] * theta[0])
+            return [tf.reduce_sum(x * x) if has_loss and number == last else x], []
+
+        device = f"CPU:{schedule.stage_devices[number]}"
+        return Stage(f"s{number}", forward, [tf.constant(1.0)], [], device)
+
+    return [make(s) for s in range(schedule.num_stages)]
+
+
+def timed(schedule, **options):
+    clock = ActionClock()
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            cells = stages(schedule)
+            arguments = Options(clock=clock, remat="none", **options)
+            loss, _, _ = pipeline_loss(cells, [x], schedule, options=arguments)
+        return tape.gradient(loss, x)
+
+    x = tf.constant(np.arange(schedule.num_microbatches, dtype=np.float32))
+    step(x)
+    step(x)
+    return clock.timeline(schedule)
+
+
+@pytest.mark.parametrize("rolled", [False, True])
+def test_actions_take_what_they_take_and_keep_the_order_of_their_rows(rolled):
+    schedule = one_f_one_b(2, 8)
+    measured = timed(schedule, rolled=rolled)
+    for starts, ends in zip(measured.starts, measured.ends, strict=True):
+        assert list(starts) == sorted(starts)
+        assert all(b >= a for a, b in zip(ends, starts[1:], strict=False))
+    costs = measured.costs.per_stage(2)
+    assert min(costs.forward) >= WAIT
+    assert min(costs.backward) >= 2 * WAIT
+    assert measured.makespan >= simulate(schedule, measured.costs).makespan * 0.9
+    assert min(min(starts) for starts in measured.starts) == 0
+
+
+def test_both_halves_of_a_split_backward_pass_are_timed():
+    costs = timed(zb_h1(2, 4)).costs.per_stage(2)
+    assert min(costs.input_grad) >= 2 * WAIT > max(costs.weight_grad)
+
+
+def test_a_backward_pass_with_the_loss_outside_is_timed():
+    clock, schedule = ActionClock(), gpipe(2, 2)
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            (y,), _ = pipeline(stages(schedule, False), [x], schedule, options=Options(clock=clock))
+            loss = tf.reduce_sum(y * y)
+        return tape.gradient(loss, x)
+
+    step(tf.constant([1.0, 2.0]))
+    assert len(list(clock.timeline(schedule).spans())) == 8
+
+
+def test_predicted_and_measured_stand_side_by_side():
+    schedule = one_f_one_b(2, 2)
+    measured = timed(schedule)
+    predicted = simulate(schedule, measured.costs)
+    page = to_html(predicted, measured=measured)
+    assert page.count("<svg") == to_html(predicted).count("<svg") + 1
+    assert "Timeline, predicted" in page and "Timeline, measured" in page
+    assert len(measured.critical_path) >= 2
+    trace = to_trace(predicted, measured=measured)
+    assert trace.count('"ph": "X"') == 2 * len(list(predicted.spans()))
+
+
+def test_a_schedule_that_has_not_run_is_an_error():
+    with pytest.raises(ScheduleError, match="action 0F0 was not timed; run a step"):
+        ActionClock().timeline(gpipe(1, 1))

@@ -1,0 +1,83 @@
+"""Predicted memory follows from shapes, schedule and remat policy."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.lowering.random import layer_scope
+from pipemesh.recurrent import Options, Selective, Stage, predict_memory
+from pipemesh.recurrent.memory import DeviceMemory
+from pipemesh.schedule import forward_only, gpipe, interleaved_one_f_one_b, one_f_one_b, zb_h1
+
+ROWS, WIDTH, HIDDEN, FLOAT = 2, 4, 32, 4
+WEIGHTS = 2 * WIDTH * HIDDEN * FLOAT
+# Of a microbatch: a stage's input, and what tanh and the second product need.
+INPUT, INSIDE = ROWS * WIDTH * FLOAT, ROWS * HIDDEN * FLOAT
+
+
+def block(theta, carry, inputs, microbatch, step):
+    h = inputs[0]
+    with layer_scope("wide"):
+        h = tf.nn.tanh(tf.matmul(h, theta[0]))
+    with layer_scope("narrow"):
+        return [tf.matmul(h, theta[1])], []
+
+
+def predict(schedule, compute_dtype=None, **options):
+    with tf.Graph().as_default():
+        theta = [tf.ones([WIDTH, HIDDEN]), tf.ones([HIDDEN, WIDTH])]
+        stages = [Stage(f"s{i}", block, theta, [], "CPU:0") for i in range(schedule.num_stages)]
+        x = tf.ones([ROWS * schedule.num_microbatches, WIDTH])
+        return predict_memory(
+            stages, [x], schedule, options=Options(compute_dtype=compute_dtype, **options)
+        )
+
+
+@pytest.mark.parametrize(
+    ("remat", "bytes_each"),
+    [
+        ("full", INPUT),
+        ("none", INPUT + INSIDE),
+        (Selective(lambda name: name == "wide"), INPUT),
+        (Selective(lambda name: name == "narrow"), INPUT + INSIDE),
+    ],
+)
+def test_a_device_holds_what_is_kept_of_the_microbatches_in_flight(remat, bytes_each):
+    for schedule, in_flight in [
+        (gpipe(4, 8), [8, 8, 8, 8]),
+        (one_f_one_b(4, 8), [4, 3, 2, 1]),
+        (interleaved_one_f_one_b(2, 4, 2), [5, 3]),
+    ]:
+        assert [device.kept for device in predict(schedule, remat=remat)] == [
+            count * bytes_each for count in in_flight
+        ]
+
+
+def test_weights_and_gradients_count_once_a_stage():
+    for device in predict(interleaved_one_f_one_b(2, 4, 2)):
+        assert (device.weights, device.gradients) == (2 * WEIGHTS, 2 * WEIGHTS)
+        assert device.total == 4 * WEIGHTS + device.kept
+
+
+def test_except_last_keeps_all_of_the_microbatch_that_turns_around():
+    first, last = predict(one_f_one_b(2, 8), remat="except_last")
+    assert first.kept == 2 * INPUT
+    assert last.kept == INPUT + INSIDE
+
+
+def test_a_split_backward_pass_holds_until_its_second_half():
+    without = predict(one_f_one_b(4, 8), remat="none")
+    split = predict(zb_h1(4, 8), remat="none")
+    assert split[3].kept > without[3].kept
+    assert split[0].kept >= without[0].kept
+
+
+def test_inference_keeps_nothing():
+    assert predict(forward_only(2, 4), remat="none") == [DeviceMemory(WEIGHTS, 0, 0)] * 2
+
+
+def test_half_the_bits_take_half_the_memory_but_not_the_gradients():
+    full, half = predict(gpipe(1, 2)), predict(gpipe(1, 2), compute_dtype="bfloat16")
+    assert half[0].weights * 2 == full[0].weights
+    assert half[0].kept * 2 == full[0].kept
+    assert half[0].gradients == full[0].gradients == np.prod([2, WIDTH, HIDDEN, FLOAT])

@@ -1,0 +1,98 @@
+"""Every schedule, remat policy and execution mode gives what the plain model gives."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.errors import ScheduleError
+from pipemesh.recurrent import Selective
+from pipemesh.schedule import Costs, forward_only, list_schedule, one_f_one_b
+from pipemesh.schedule.builders import BUILDERS, build
+from tests.recurrent.stack import RUNNERS, VALUES, pipelined, plain, unstacked
+
+REMAT = {
+    "full": "full",
+    "none": "none",
+    "except_last": "except_last",
+    "selective": Selective(
+        lambda name: name in ("embedding", "layer1", "layer2", "layer6", "head")
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=RUNNERS)
+def mode(request):
+    run = RUNNERS[request.param]
+    return run, run(lambda theta: plain(theta))
+
+
+def assert_equal(mode, schedule, **options):
+    run, expected = mode
+    loss, weight, grads, each, counts, values = run(lambda t: pipelined(t, schedule, **options))
+    plain_loss, plain_weight, plain_grads, plain_each, plain_values = expected
+    assert weight == plain_weight
+    results, wanted = [loss, each, *grads, *values], [plain_loss, plain_each, *plain_grads]
+    for got, want in zip(results, [*wanted, *plain_values], strict=True):
+        # Sums of floats in another order differ relative to the largest ones.
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6 * max(1, np.abs(want).max()))
+    assert [int(c) for c in counts] == [schedule.num_microbatches] * schedule.num_stages
+
+
+def counts(name, num_devices):
+    """Microbatches enough for a steady state; 12 examples divide by them."""
+    if num_devices == 4:
+        return 12 if name == "dual_pipe_v" else 4
+    return 6
+
+
+@pytest.mark.parametrize("remat", REMAT)
+@pytest.mark.parametrize("name", [n for n in BUILDERS if n != "forward_only"])
+def test_loss_gradients_and_trained_weights_equal_the_plain_model(mode, name, remat):
+    # A Latin square: every schedule meets every number of devices, each with another policy, and
+    # the execution modes complement each other.
+    policy = list(REMAT).index(remat) + 2 * (mode[0] is RUNNERS["tf1"])
+    num_devices = 1 + (list(BUILDERS).index(name) + policy) % 4
+    schedule = build(name, num_devices, counts(name, num_devices))
+    assert_equal(mode, schedule, remat=REMAT[remat])
+
+
+@pytest.mark.parametrize("remat", ["full", "except_last"])
+@pytest.mark.parametrize("name", [n for n in BUILDERS if n != "forward_only"])
+def test_a_loop_of_the_graph_gives_the_same(mode, name, remat):
+    assert_equal(mode, build(name, 2, 12), remat=remat, rolled=True)
+
+
+def graph_size(schedule, **options):
+    @tf.function(autograph=False)
+    def run(variables):
+        with tf.GradientTape() as tape:
+            tape.watch(variables)
+            loss = pipelined(unstacked(variables), schedule, **options)[0]
+        return tape.gradient(loss, variables)
+
+    graph = run.get_concrete_function(dict(VALUES)).graph.as_graph_def()
+    return len(graph.node) + sum(len(f.node_def) for f in graph.library.function)
+
+
+def test_the_graph_of_a_loop_does_not_grow_with_the_number_of_microbatches():
+    sizes = [graph_size(one_f_one_b(2, m), rolled=True) for m in (6, 12)]
+    assert abs(sizes[1] - sizes[0]) < 10
+    unrolled = [graph_size(one_f_one_b(2, m), rolled=False) for m in (6, 12)]
+    assert unrolled[1] - unrolled[0] > 100
+
+
+def test_large_tables_become_loops_by_themselves(monkeypatch):
+    schedule = one_f_one_b(2, 12)
+    assert graph_size(schedule) == graph_size(schedule, rolled=False)
+    monkeypatch.setattr("pipemesh.recurrent.run.ROLL_ABOVE", 40)
+    assert graph_size(schedule) == graph_size(schedule, rolled=True)
+
+
+def test_a_table_of_ones_own(mode):
+    assert_equal(mode, list_schedule(Costs(), 2, 4, stage_devices=(0, 1, 1, 0)), remat="none")
+
+
+def test_inference_has_a_loss_but_no_gradient():
+    run = RUNNERS["tf2"]
+    with pytest.raises(ScheduleError, match="no backward actions; use one_f_one_b"):
+        run(lambda theta: pipelined(theta, forward_only(2, 4)))
