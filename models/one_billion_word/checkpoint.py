@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from typing import Any
 
 import tensorflow as tf
@@ -11,6 +12,7 @@ import tensorflow as tf
 from pipemesh.errors import PipemeshError
 
 _IDENTITY_FILE = "model.json"
+_INDEX = re.compile(r"ckpt-(\d+)\.index", re.ASCII)
 
 
 class CheckpointError(PipemeshError, ValueError):
@@ -57,9 +59,7 @@ class Checkpoints:
     @property
     def latest(self) -> str | None:
         """Path of the newest complete checkpoint."""
-        # Those that someone removed are still listed.
-        there = [path for path in self._manager.checkpoints if os.path.exists(f"{path}.index")]
-        return there[-1] if there else None
+        return latest_checkpoint(self._logdir)
 
     def restore(self) -> bool:
         """Restores the newest checkpoint; returns whether there was one.
@@ -90,6 +90,18 @@ class Checkpoints:
         return self._manager.save(checkpoint_number=step)
 
 
+def latest_checkpoint(logdir: str) -> str | None:
+    """Path of the newest complete checkpoint of a directory; None if there is none.
+
+    The index is written last. TensorFlow's own list of checkpoints is written after that, so a
+    process killed in between leaves a complete checkpoint that is not listed; and the list still
+    names those that someone removed.
+    """
+    names = os.listdir(logdir) if os.path.isdir(logdir) else []
+    steps = [int(match[1]) for name in names if (match := _INDEX.fullmatch(name))]
+    return os.path.join(logdir, f"ckpt-{max(steps)}") if steps else None
+
+
 def check_identity(logdir: str, config: Any) -> None:
     """Checks that a log directory may be used: it holds no checkpoint, or one of this model.
 
@@ -98,7 +110,7 @@ def check_identity(logdir: str, config: Any) -> None:
     """
     if os.path.exists(logdir) and not os.path.isdir(logdir):
         raise CheckpointError(f"--logdir={logdir!r} is a file; give a directory")
-    if tf.train.latest_checkpoint(logdir) is None:
+    if latest_checkpoint(logdir) is None:
         return
     mine = identity(config)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import tensorflow as tf
 from lingvo import model_registry
 from lingvo.core import base_model_params, learner, optimizer, schedule, tshape
 
@@ -37,7 +38,10 @@ class _LanguageModelParams(base_model_params.SingleTaskModelParams):
     LEARNING_RATE = 1.0
     WARMUP_STEPS = 4000
     CLIP_GRADIENT_NORM = 0.0
+    SCHEDULE = "1f1b"
     REMAT = "full"
+    COMPUTE_DTYPE: str | None = None
+    STRICT_DEVICES = False
     DATA_DIR: str | None = None
     TRAIN_PATTERN: str | None = None
     HELDOUT_PATTERN: str | None = None
@@ -72,7 +76,11 @@ class _LanguageModelParams(base_model_params.SingleTaskModelParams):
         p.stack = PipeliningLayer.Params().Set(
             cell_tpl=self.Stages(),
             num_micro_batches=self.NUM_MICRO_BATCHES,
+            schedule=self.SCHEDULE,
+            loss_inside=True,
             remat=self.REMAT,
+            fprop_dtype=self.COMPUTE_DTYPE and tf.as_dtype(self.COMPUTE_DTYPE),
+            strict_devices=self.STRICT_DEVICES,
         )
         p.train.learner = learner.Learner.Params().Set(
             name="loss",
@@ -162,6 +170,7 @@ class OneBillionWordGPipe32(_LanguageModelParams):
     SEQUENCE_LENGTH = 1024
     BATCH_SIZE = 32
     NUM_STAGES = 4
+    SCHEDULE = "gpipe"
     BLOCKS_PER_STAGE = (8, 8, 8, 8)
     NUM_MICRO_BATCHES = 32
     WARMUP_STEPS = 40_000

@@ -22,7 +22,7 @@ class LanguageModel(base_model.BaseTask):
         self.CreateChild("stack", self.params.stack)
 
     def ComputePredictions(self, theta, input_batch):
-        """The cross entropy of every label.
+        """The loss, as the last stage sums it up.
 
         Args:
             theta: weights.
@@ -30,10 +30,11 @@ class LanguageModel(base_model.BaseTask):
                 time].
 
         Returns:
-            A NestedMap with `xent` [batch, time] float32, in nats.
+            A NestedMap with the summed `loss` in nats and `num_tokens`, both float32 scalars, and
+            `xent` [batch, time] float32, without gradient.
         """
         batch = input_batch
-        xent = self.stack.FProp(
+        loss, num_tokens, xent = self.stack.FProp(
             theta.stack,
             batch.ids,
             batch.labels,
@@ -41,14 +42,13 @@ class LanguageModel(base_model.BaseTask):
             batch.segment_ids,
             batch.segment_pos,
         )
-        return py_utils.NestedMap(xent=xent)
+        return py_utils.NestedMap(loss=loss, num_tokens=num_tokens, xent=xent)
 
     def ComputeLoss(self, theta, predictions, input_batch):
         """Metrics `loss` (nats a token) and `num_tokens`; `xent` for every example."""
-        del theta
-        weights = tf.cast(input_batch.weights, tf.float32)
-        num_tokens = tf.reduce_sum(weights)
-        loss = tf.math.divide_no_nan(tf.reduce_sum(predictions.xent * weights), num_tokens)
+        del theta, input_batch
+        num_tokens = predictions.num_tokens
+        loss = tf.math.divide_no_nan(predictions.loss, num_tokens)
         metrics = py_utils.NestedMap(
             loss=(loss, num_tokens), num_tokens=(num_tokens, tf.constant(1.0))
         )

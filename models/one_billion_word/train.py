@@ -19,23 +19,47 @@ from absl import app, flags, logging
 
 from pipemesh.errors import PipemeshError
 from pipemesh.mesh import Mesh
+from pipemesh.schedule import ScheduleSpec
 
 FLAGS = flags.FLAGS
 
 flags.DEFINE_string("model", "OneBillionWordTiny", "Name of the configuration.", short_name="m")
-flags.DEFINE_string("mesh_shape", "layers:2", "Mesh of devices; one stage a device of `layers`.")
+flags.DEFINE_string("mesh_shape", "layers:2", "Mesh of devices; its axis `layers` has stages.")
 flags.DEFINE_enum("device_type", "CPU", ["CPU", "GPU"], "What the devices are.")
 flags.DEFINE_integer("num_microbatches", None, "Microbatches a batch; default: the model's.")
 flags.DEFINE_integer("batch_size", None, "Rows a batch; default: the model's.")
 flags.DEFINE_integer("vocab_size", None, "SentencePiece pieces; default: the model's.")
 flags.DEFINE_integer("sequence_length", None, "Tokens a row; default: the model's.")
-flags.DEFINE_enum("remat", None, ["full", "none"], "What the backward pass computes again.")
+flags.DEFINE_string(
+    "schedule",
+    None,
+    "1f1b, gpipe, interleaved:2 (two stages a device), zb_h1, zb_v, file:x.csv, or any other "
+    "schedule of pipemesh; default: the model's.",
+)
+flags.DEFINE_enum(
+    "remat", None, ["full", "none", "except_last"], "What the backward pass computes again."
+)
+flags.DEFINE_enum(
+    "compute_dtype",
+    None,
+    ["float32", "bfloat16", "float16"],
+    "What stages compute in; weights are float32 in any case.",
+)
+flags.DEFINE_boolean(
+    "strict_devices", False, "Whether an operation that leaves its stage's device is an error."
+)
 flags.DEFINE_float("learning_rate", None, "Factor of the learning rate; default: the model's.")
 flags.DEFINE_integer("steps", 300, "Train up to this step.", lower_bound=0)
 flags.DEFINE_string("logdir", None, "Folder of checkpoints, summaries and vocabulary.")
 flags.DEFINE_string("data_dir", None, "Folder of text; default: text that comes with Python.")
 flags.DEFINE_string("train_pattern", None, "Glob below --data_dir of the text to train on.")
 flags.DEFINE_string("heldout_pattern", None, "Glob below --data_dir of the text to judge by.")
+flags.DEFINE_bool(
+    "trace_schedule",
+    False,
+    "After training, two more steps that time every action; writes schedule.html and "
+    "schedule_trace.json (chrome://tracing) into --logdir, predicted beside measured.",
+)
 flags.DEFINE_integer("seed", 0, "Seed of weights, data order and dropout.")
 flags.DEFINE_integer("eval_every", 100, "Evaluate every so many steps.", lower_bound=1)
 flags.DEFINE_integer(
@@ -155,25 +179,34 @@ def _config(mesh: Mesh) -> Any:
         ("batch_size", "BATCH_SIZE"),
         ("vocab_size", "VOCAB_SIZE"),
         ("sequence_length", "SEQUENCE_LENGTH"),
+        ("schedule", "SCHEDULE"),
         ("remat", "REMAT"),
+        ("compute_dtype", "COMPUTE_DTYPE"),
         ("learning_rate", "LEARNING_RATE"),
     ):
         value = FLAGS[flag].value
         if value is not None:
-            if flag != "remat" and not value > 0:
+            if not isinstance(value, str) and not value > 0:
                 raise PipemeshError(f"--{flag}={value}: it must be above 0")
             setattr(config, attribute, value)
     config.DATA_DIR = FLAGS.data_dir and os.path.abspath(FLAGS.data_dir)
     config.TRAIN_PATTERN, config.HELDOUT_PATTERN = FLAGS.train_pattern, FLAGS.heldout_pattern
     config.SEED = FLAGS.seed
-    stages = mesh.size("layers")
+    config.STRICT_DEVICES = FLAGS.strict_devices
+    devices = mesh.size("layers")
+    try:
+        spec = ScheduleSpec.from_text(config.SCHEDULE)
+        stages = spec.build(devices, config.NUM_MICRO_BATCHES).num_stages
+    except PipemeshError as error:
+        raise PipemeshError(f"--schedule={config.SCHEDULE}: {error}") from error
     if config.BLOCKS_PER_STAGE is not None and len(config.BLOCKS_PER_STAGE) != stages:
         config.BLOCKS_PER_STAGE = None
     config.NUM_STAGES = stages
     if stages > config.NUM_LAYERS + 2:
         raise PipemeshError(
-            f"--mesh_shape={FLAGS.mesh_shape!r} asks for {stages} stages, but {FLAGS.model} has "
-            f"{config.NUM_LAYERS + 2} layers; use at most layers:{config.NUM_LAYERS + 2}"
+            f"--mesh_shape={FLAGS.mesh_shape!r} and --schedule={config.SCHEDULE!r} ask for "
+            f"{stages} stages, but {FLAGS.model} has {config.NUM_LAYERS + 2} layers; use at most "
+            f"{config.NUM_LAYERS + 2} stages"
         )
     if config.BATCH_SIZE % config.NUM_MICRO_BATCHES:
         divisors = [n for n in range(1, config.BATCH_SIZE + 1) if config.BATCH_SIZE % n == 0]
@@ -190,7 +223,7 @@ class _Loop:
     def __init__(self, trainer: Any, corpus: Any, vocabulary: Any, logdir: str) -> None:
         import tensorflow as tf
 
-        self._trainer = trainer
+        self._trainer, self._logdir = trainer, logdir
         self._corpus, self._vocabulary = corpus, vocabulary
         self._stop: int | None = None
         self._rate: float | None = None
@@ -215,7 +248,29 @@ class _Loop:
             for number, handler in old.items():
                 signal.signal(number, handler)
         self._conclude()
+        if FLAGS.trace_schedule:
+            self._trace_schedule()
         return 0
+
+    def _trace_schedule(self) -> None:
+        from pipemesh.schedule.render import to_html, to_trace
+
+        predicted, measured = self._trainer.trace_schedule()
+        title = f"{FLAGS.model}, milliseconds"
+        for name, text in (
+            ("schedule.html", to_html(predicted, title=title, measured=measured)),
+            ("schedule_trace.json", to_trace(predicted, measured=measured)),
+        ):
+            path = os.path.join(self._logdir, name)
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(text)
+            print(f"schedule: {path}")
+        print(
+            f"a step takes {measured.makespan:.0f} ms in the pipeline, predicted from its actions "
+            f"{predicted.makespan:.0f} ms; bubble {measured.bubble_ratio:.1%}, predicted "
+            f"{predicted.bubble_ratio:.1%}",
+            flush=True,
+        )
 
     def _train(self, steps: int) -> None:
         from tqdm import tqdm

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import tensorflow as tf
@@ -18,6 +19,8 @@ from models.one_billion_word.vocabulary import Vocabulary
 from pipemesh.errors import PipemeshError
 from pipemesh.layers import mesh_cluster
 from pipemesh.mesh import Mesh
+from pipemesh.recurrent import ActionClock, Placement, record_placement
+from pipemesh.schedule import Timeline, simulate
 
 
 class TrainingError(PipemeshError, RuntimeError):
@@ -55,11 +58,11 @@ class Trainer:
     ) -> None:
         self._mesh, self._device_type = mesh, device_type
         tf.random.set_seed(config.SEED)
-        with self._cluster() as cluster:
-            self.devices = [cluster.WorkerDeviceInModelSplit(i) for i in range(config.NUM_STAGES)]
+        with self._cluster():
             self._step = py_utils.GetOrCreateGlobalStepVar()
             self._step.assign(0)
             self.task = config.Task().Instantiate()
+            self.devices = self.task.stack.StageDevices()
         # After the model: its initializers set TensorFlow's seed, and every new seed makes
         # TensorFlow forget the state of operations, that of tokenizers included.
         sizes = {"batch_size": config.BATCH_SIZE, "sequence_length": config.SEQUENCE_LENGTH}
@@ -80,6 +83,8 @@ class Trainer:
         self.restored = self._checkpoints.restore()
         self._train = tf.function(self._train_step, autograph=False)
         self._evaluate = tf.function(self._evaluate_batch, autograph=False)
+        # Graphs are placed when they run for the first time.
+        self._check_placement = config.STRICT_DEVICES
 
     def _cluster(self, do_eval: bool = False) -> Any:
         return mesh_cluster(self._mesh, self._device_type, do_eval=do_eval)
@@ -100,24 +105,69 @@ class Trainer:
             `loss` (nats a token), `learning_rate`, and the batch's `score`.
 
         Raises:
-            TrainingError: the loss or a gradient is not finite.
+            TrainingError: the loss or a gradient is not finite, or an operation of a stage failed.
+            DeviceError: with strict devices, a stage ran elsewhere.
         """
         batch = next(self._batches)
         step = self.step + 1
         try:
-            with self._cluster():
+            with self._cluster(), contextlib.ExitStack() as stack:
+                if self._check_placement:
+                    graphs = stack.enter_context(record_placement())
                 loss, learning_rate, xent = self._train(batch)
-        except tf.errors.InvalidArgumentError as error:
-            # lingvo asserts this of gradients, and the assertion may come before the loss.
-            if "not finite" not in error.message:
+        except tf.errors.OpError as error:
+            explained = self.task.stack.Explain(error)
+            # lingvo asserts this of the norm of all gradients, too.
+            if "not finite" in error.message:
+                explained = self._locate(batch) or explained or "a gradient is not finite"
+            if explained is None:
                 raise
-            self._check_finite("a gradient", np.nan, step)
+            self._fail(str(explained), step, error)
+        if self._check_placement:
+            Placement.of(graphs, self.devices).check()
+            self._check_placement = False
         loss = float(loss)
-        self._check_finite("the loss", loss, step)
         score = metrics.score(
             xent.numpy(), batch["labels"].numpy(), batch["weights"].numpy(), self._vocabulary
         )
         return {"loss": loss, "learning_rate": float(learning_rate), "score": score}
+
+    def _locate(self, batch: Any) -> PipemeshError | None:
+        """Runs a step that failed once more, to learn where a value ceased to be finite.
+
+        It changes nothing, because it fails again: neither weights nor random numbers have moved.
+        """
+        stack = self.task.stack
+        stack.locates_errors = True
+        try:
+            with self._cluster():
+                tf.function(self._train_step, autograph=False)(batch)
+        except tf.errors.OpError as error:
+            return stack.Explain(error)
+        finally:
+            stack.locates_errors = False
+        return None
+
+    def trace_schedule(self) -> tuple[Timeline, Timeline]:
+        """Trains two more steps, with a clock, and says when actions ran in the second.
+
+        Returns:
+            The timeline that is predicted from the median duration of each stage's actions, and
+            the measured one; both in milliseconds.
+        """
+        stack = self.task.stack
+        stack.clock = ActionClock()
+        timed = tf.function(self._train_step, autograph=False)
+        plain, self._train = self._train, timed
+        try:
+            # The first builds the graph.
+            for _ in range(2):
+                self.train_step()
+        finally:
+            self._train = plain
+        measured = stack.clock.timeline(stack.schedule, unit=1e-3)
+        stack.clock = None
+        return simulate(stack.schedule, measured.costs), measured
 
     def evaluate(self, stopped: Callable[[], bool] = lambda: False) -> metrics.Score | None:
         """Scores the held-out text; dropout is off.
@@ -145,22 +195,25 @@ class Trainer:
             return self.saved
         # The loss of a step is that of the weights before it, so these are not yet known to be
         # good.
-        self._check_finite(
-            "the held-out loss", self._score(next(iter(self.heldout))).nats, self.step
-        )
+        loss = self._score(next(iter(self.heldout))).nats
+        if not np.isfinite(loss):
+            self._fail(f"the held-out loss is {loss}", self.step)
         return self._checkpoints.save(self.step)
 
-    def _check_finite(self, what: str, value: float, step: int) -> None:
-        if not np.isfinite(value):
-            kept = f"{self.saved} is kept" if self.saved else "none was written yet"
-            raise TrainingError(
-                f"{what} is {value} at step {step}; of good checkpoints, {kept}; give a lower "
-                "--learning_rate"
-            )
+    def _fail(self, what: str, step: int, error: Exception | None = None) -> NoReturn:
+        kept = f"{self.saved} is kept" if self.saved else "none was written yet"
+        hint = "; give a lower --learning_rate" if "finite" in what or "nan" in what else ""
+        raise TrainingError(f"step {step}: {what}; of good checkpoints, {kept}{hint}") from error
 
     def _score(self, batch: Any) -> metrics.Score:
-        with self._cluster(do_eval=True):
-            xent = self._evaluate(batch)
+        try:
+            with self._cluster(do_eval=True):
+                xent = self._evaluate(batch)
+        except tf.errors.OpError as error:
+            explained = self.task.stack.Explain(error)
+            if explained is None:
+                raise
+            self._fail(f"evaluation: {explained}", self.step, error)
         return metrics.score(
             xent.numpy(), batch["labels"].numpy(), batch["weights"].numpy(), self._vocabulary
         )
@@ -169,8 +222,10 @@ class Trainer:
         batch = py_utils.NestedMap(batch)
         with py_utils.GradientTape(), py_utils.GlobalStepContext(self._step):
             scores, per_example = self.task.FPropTower(self.task.theta, batch)
-            _, _, stats = self._learner.Apply(scores, self.task.vars)
-        self._step.assign_add(1)
+            _, update, stats = self._learner.Apply(scores, self.task.vars)
+        # A step that fails has not been made.
+        with tf.control_dependencies([update]):
+            self._step.assign_add(1)
         return scores.loss[0], stats["learning_rate"][0], per_example.xent
 
     def _evaluate_batch(self, batch: Any) -> tf.Tensor:

@@ -8,7 +8,8 @@ All of them take and return the same five tensors, of which only the first chang
     segment_ids     [batch, time] int32; attention never crosses from one id to another
     segment_pos     [batch, time] int32, positions within the segment
 
-The last layer returns the cross entropy of every label alone, [batch, time] float32.
+The last layer returns the summed loss and the summed weight, two float32 scalars, and the cross
+entropy of every label, [batch, time] float32.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ def causal_segment_mask(segment_ids: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
 
 
 class Softmax(base_layer.BaseLayer):
-    """Layer norm, logits, and the cross entropy of each label."""
+    """Layer norm, logits, and the cross entropy of the labels: the head of a pipeline."""
 
     @classmethod
     def Params(cls):
@@ -188,13 +189,16 @@ class Softmax(base_layer.BaseLayer):
         self.CreateVariable("bias", py_utils.WeightParams([p.vocab_size], zeros, p.dtype))
 
     def FProp(self, theta, hidden, labels, weights, segment_ids, segment_pos):
-        del weights, segment_ids, segment_pos
+        del segment_ids, segment_pos
         hidden = self.norm.FProp(theta.norm, hidden)
         projection, bias = self._CastToFPropDtype((theta.projection, theta.bias))
         logits = tf.einsum("btd,dv->btv", hidden, projection) + bias
-        return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, tf.cast(logits, tf.float32))
+        xent = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, tf.cast(logits, tf.float32))
+        weights = tf.cast(weights, tf.float32)
+        return tf.reduce_sum(xent * weights), tf.reduce_sum(weights), xent
 
     @classmethod
     def FPropMeta(cls, p, hidden, *rest):
         flops = _tokens(hidden) * p.vocab_size * (2 * p.model_dim + 5)
-        return _meta(flops, tshape.Shape([hidden[0], hidden[1]]), ())
+        scalar = tshape.Shape([])
+        return _meta(flops, scalar, (scalar, tshape.Shape([hidden[0], hidden[1]])))

@@ -118,6 +118,6 @@ def test_flops_equal_a_count_by_hand(params, flops):
     assert meta.flops == flops
     shapes = [shape.ToTensorShape().as_list() for shape in meta.out_shapes]
     if params.cls is Softmax:
-        assert shapes == [[B, T]]
+        assert shapes == [[], [], [B, T]]
     else:
         assert shapes == [[B, T, D], [B, T], [B, T], [B, T], [B, T]]

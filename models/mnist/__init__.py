@@ -1,0 +1,1 @@
+"""The MNIST network of Mesh TensorFlow's README, on named dims."""

@@ -1,0 +1,207 @@
+"""The command line of the examples: flags, errors of one line, the loop of training."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, NoReturn
+
+from absl import app, flags
+
+from pipemesh.errors import LayoutError, PipemeshError
+from pipemesh.mesh import LayoutRules, Mesh
+
+if TYPE_CHECKING:
+    from models.named_dims.network import Network
+    from models.named_dims.trainer import Arrays, Trainer
+
+FLAGS = flags.FLAGS
+
+# What a shell reports of a program that was interrupted.
+_INTERRUPTED = 130
+_BAD_INPUT = 2
+# Each logical device has threads of its own; a larger mesh is a slip of the pen.
+_MOST_CPU_DEVICES = 64
+# Of the progress bar: in a log file every refresh is a line, on a terminal they are one.
+_SECONDS_A_REFRESH = {False: 30.0, True: 0.5}
+
+
+def define_flags(**defaults: object) -> None:
+    """Defines the flags that all examples have.
+
+    Args:
+        **defaults: of `batch_size`, `hidden_size`, `learning_rate` and `eval_every`.
+    """
+    flags.DEFINE_string("mesh_shape", "data:2", "Mesh of devices, such as 'data:2;model:2'.")
+    flags.DEFINE_string(
+        "layout", "batch:data", "Which dims are split over which axes: 'batch:data;hidden:model'."
+    )
+    flags.DEFINE_enum(
+        "lowering",
+        "placement",
+        ["placement", "simd"],
+        "One graph for all devices, or the program of one device that all run.",
+    )
+    flags.DEFINE_enum("device_type", "CPU", ["CPU", "GPU"], "What the devices are.")
+    flags.DEFINE_integer("batch_size", defaults["batch_size"], "Examples a step.", lower_bound=1)
+    flags.DEFINE_integer(
+        "hidden_size", defaults["hidden_size"], "Units of the hidden layer.", lower_bound=1
+    )
+    flags.DEFINE_float("learning_rate", defaults["learning_rate"], "Factor of the gradients.")
+    flags.DEFINE_integer("seed", 0, "Seed of weights and data.", lower_bound=0)
+    flags.DEFINE_integer(
+        "eval_every", defaults["eval_every"], "Evaluate every so many steps.", lower_bound=1
+    )
+    flags.DEFINE_string("curve", None, "File to write the loss of every step to, as CSV.")
+
+
+def run(train: Callable[[], None]) -> NoReturn:
+    """Runs the program that `train` is, and turns what users can mend into one line."""
+
+    def main(arguments: list[str]) -> None:
+        if len(arguments) > 1:
+            _fail(f"{arguments[1]!r} is no flag; flags begin with --")
+        try:
+            train()
+        except KeyboardInterrupt:
+            sys.exit(_INTERRUPTED)
+        except (PipemeshError, OSError) as error:
+            _fail(str(error))
+
+    def parse(argv: list[str]) -> list[str]:
+        try:
+            return FLAGS(argv)
+        except flags.Error as error:
+            _fail(str(error))
+
+    app.run(main, flags_parser=parse)
+    raise AssertionError("app.run ends the process")
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(_BAD_INPUT)
+
+
+def make_trainer(network: Network, size_flags: Mapping[str, str]) -> Trainer:
+    """Starts the devices and builds the training step as the flags say, and prints the plan.
+
+    Args:
+        network: the network.
+        size_flags: for dims whose size is given by a flag, its name.
+
+    Raises:
+        PipemeshError: flags that cannot be honoured.
+    """
+    if not (math.isfinite(FLAGS.learning_rate) and FLAGS.learning_rate > 0):
+        raise PipemeshError(f"--learning_rate={FLAGS.learning_rate}: it must be above 0")
+    mesh = _mesh()
+    rules = _rules(mesh, network)
+    _start_devices(mesh.num_devices)
+    from models.named_dims.report import plan_report
+    from models.named_dims.trainer import TRAINERS
+
+    devices = [f"{FLAGS.device_type}:{i}" for i in range(mesh.num_devices)]
+    try:
+        trainer = TRAINERS[FLAGS.lowering](network, mesh, rules, devices, FLAGS.learning_rate)
+    except LayoutError as error:
+        sizes = ", ".join(f"--{flag} is the size of {dim!r}" for dim, flag in size_flags.items())
+        raise PipemeshError(f"--layout={FLAGS.layout!r}: {error} ({sizes})") from error
+    print(
+        f"mesh {mesh}, layout '{rules}', {FLAGS.lowering} on {mesh.num_devices} x "
+        f"{FLAGS.device_type}\n"
+    )
+    print(plan_report(trainer, mesh, rules), end="\n\n", flush=True)
+    return trainer
+
+
+def _mesh() -> Mesh:
+    try:
+        return Mesh.from_text(FLAGS.mesh_shape)
+    except PipemeshError as error:
+        raise PipemeshError(f"--mesh_shape={FLAGS.mesh_shape!r}: {error}") from error
+
+
+def _rules(mesh: Mesh, network: Network) -> LayoutRules:
+    from models.named_dims.network import dim_names
+
+    try:
+        rules = LayoutRules.from_text(FLAGS.layout)
+        rules.check(mesh, dim_names(network))
+    except PipemeshError as error:
+        raise PipemeshError(f"--layout={FLAGS.layout!r}: {error}") from error
+    return rules
+
+
+def _start_devices(num_devices: int) -> None:
+    import tensorflow as tf
+
+    from pipemesh.lowering.devices import start_cpu_devices
+
+    given = f"--mesh_shape={FLAGS.mesh_shape!r} needs {num_devices} {FLAGS.device_type}s, but"
+    if FLAGS.device_type == "GPU":
+        found = len(tf.config.list_physical_devices("GPU"))
+        if num_devices > found:
+            raise PipemeshError(f"{given} {found} exist; use a smaller mesh or --device_type=CPU")
+    elif num_devices > _MOST_CPU_DEVICES:
+        raise PipemeshError(
+            f"{given} at most {_MOST_CPU_DEVICES} logical ones are made; use a smaller mesh"
+        )
+    else:
+        start_cpu_devices(num_devices)
+
+
+def train(
+    trainer: Trainer, batches: Iterator[Arrays], steps: int, evaluate: Callable[[], str]
+) -> None:
+    """Trains with a progress bar, and prints loss and evaluation from time to time.
+
+    Args:
+        trainer: the trainer.
+        batches: endless.
+        steps: how many.
+        evaluate: says how good the network is.
+
+    Raises:
+        PipemeshError: the loss is not finite.
+        OSError: the curve cannot be written.
+    """
+    from tqdm import tqdm
+
+    with (
+        _curve() as write,
+        tqdm(
+            total=steps,
+            bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
+            mininterval=_SECONDS_A_REFRESH[sys.stderr.isatty()],
+        ) as bar,
+    ):
+        bar.write(f"step 0: {evaluate()}")
+        for step in range(1, steps + 1):
+            loss = trainer.train_step(next(batches))
+            if not math.isfinite(loss):
+                raise PipemeshError(
+                    f"--learning_rate={FLAGS.learning_rate}: the loss is {loss} at step {step}; "
+                    "give a lower one"
+                )
+            write(f"{step},{loss!r}\n")
+            bar.set_postfix_str(f"loss {loss:.4g}", refresh=False)
+            bar.update()
+            if step % FLAGS.eval_every == 0 or step == steps:
+                bar.write(f"step {step}: loss {loss:.4g}, {evaluate()}")
+
+
+@contextlib.contextmanager
+def _curve() -> Iterator[Callable[[str], object]]:
+    if FLAGS.curve is None:
+        yield lambda line: None
+        return
+    try:
+        file = open(FLAGS.curve, "w", encoding="utf-8")
+    except OSError as error:
+        raise PipemeshError(f"--curve={FLAGS.curve!r}: {error.strerror}") from error
+    with file:
+        file.write("step,loss\n")
+        yield file.write

@@ -1,0 +1,38 @@
+"""What a trainer says of its plan before the first step."""
+
+from __future__ import annotations
+
+from models.named_dims.trainer import Trainer
+from pipemesh.mesh import LayoutRules, Mesh
+
+
+def plan_report(trainer: Trainer, mesh: Mesh, rules: LayoutRules) -> str:
+    """Which part of each weight a device holds, and what a step sends."""
+    lines = [weight_table(trainer), "", "communication of a step, a device:", str(trainer.costs)]
+    used = {axis for _, axis in rules.rules}
+    for axis, size in mesh.axes:
+        if size > 1 and axis not in used:
+            lines.append(
+                f"no rule splits over axis {axis!r}: the {size} devices along it compute the same"
+            )
+    return "\n".join(lines)
+
+
+def weight_table(trainer: Trainer) -> str:
+    """The layout of each weight; how many parameters there are, and how many a device holds."""
+    rows = [("weight", "layout", "parameters", "a device")]
+    total = held = 0
+    for variable in trainer.variables:
+        size = variable.layout.shape.size
+        part = int(variable.variables[0].shape.num_elements())
+        rows.append((variable.name, str(variable.layout), f"{size:,}", f"{part:,}"))
+        total, held = total + size, held + part
+    rows.append(("total", "", f"{total:,}", f"{held:,}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if position < 2 else cell.rjust(width)
+            for position, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )

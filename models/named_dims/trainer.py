@@ -1,0 +1,192 @@
+"""Trains a network by gradient descent under any mesh, layout and lowering."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from models.named_dims.network import Network
+from pipemesh.lowering import CommunicationCosts, Cores, Lowering, PlacementLowering, Tensor, ops
+from pipemesh.lowering.lowering import Slices
+from pipemesh.lowering.variable import Variable
+from pipemesh.mesh import LayoutRules, Mesh
+
+Arrays = Sequence[np.ndarray]
+
+
+class Trainer(abc.ABC):
+    """A network whose variables lie on the devices of a mesh.
+
+    Args:
+        network: the network.
+        mesh: the mesh.
+        rules: the layout rules.
+        devices: one for each processor of the mesh.
+        learning_rate: factor of the gradients.
+
+    Attributes:
+        variables: the network's weights.
+        costs: the communication of one training step.
+
+    Raises:
+        LayoutError: a tensor of the network cannot be split as the rules say.
+    """
+
+    costs: CommunicationCosts
+
+    def __init__(
+        self,
+        network: Network,
+        mesh: Mesh,
+        rules: LayoutRules,
+        devices: Sequence[str],
+        learning_rate: float,
+    ) -> None:
+        self._network, self._learning_rate = network, learning_rate
+        self.variables = [
+            Variable.create(
+                weight.name, rules.tensor_layout(weight.shape, mesh), devices, weight.initializer
+            )
+            for weight in network.weights
+        ]
+
+    @abc.abstractmethod
+    def train_step(self, batch: Arrays) -> float:
+        """Changes the weights; returns the loss of those before."""
+
+    @abc.abstractmethod
+    def forward(self, batch: Arrays) -> tuple[float, np.ndarray]:
+        """The loss and the network's output; the weights stay."""
+
+    def _forward(
+        self, lowering: Lowering, weights: Sequence[Slices], batch: Sequence[tf.Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        return self._network.forward(
+            [
+                ops.import_tensor(lowering, tensor, part.shape)
+                for tensor, part in zip(batch, self._network.inputs, strict=True)
+            ],
+            [
+                Tensor(lowering, slices, weight.shape)
+                for slices, weight in zip(weights, self._network.weights, strict=True)
+            ],
+        )
+
+    def _descend(
+        self, lowering: Lowering, weights: Sequence[Slices], batch: Sequence[tf.Tensor]
+    ) -> tuple[tf.Tensor, list[Slices]]:
+        """The loss and the new weights."""
+        with tf.GradientTape() as tape:
+            tape.watch(weights)
+            loss, _ = self._forward(lowering, weights, batch)
+        # Each device has a copy of the loss, and its slices' share of the gradient.
+        grads = tape.gradient(loss.slices, weights)
+        new = [
+            lowering.raw_map(lambda w, g: w - self._learning_rate * g, *pair)
+            for pair in zip(weights, grads, strict=True)
+        ]
+        return ops.export_tensor(loss), new
+
+    def _evaluate(
+        self, lowering: Lowering, weights: Sequence[Slices], batch: Sequence[tf.Tensor]
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        loss, output = self._forward(lowering, weights, batch)
+        return ops.export_tensor(loss), ops.export_tensor(output)
+
+
+class PlacementTrainer(Trainer):
+    """One graph has the operations of all devices."""
+
+    def __init__(
+        self,
+        network: Network,
+        mesh: Mesh,
+        rules: LayoutRules,
+        devices: Sequence[str],
+        learning_rate: float,
+    ) -> None:
+        super().__init__(network, mesh, rules, devices, learning_rate)
+        lowering = PlacementLowering(mesh, rules, devices)
+        self.costs = lowering.costs
+
+        def train(*batch: tf.Tensor) -> tf.Tensor:
+            loss, new = self._descend(lowering, self._weights(lowering), batch)
+            for variable, slices in zip(self.variables, new, strict=True):
+                for part, value in zip(variable.variables, slices, strict=True):
+                    with tf.device(part.device):
+                        part.assign(value)
+            return loss
+
+        def evaluate(*batch: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            other = PlacementLowering(mesh, rules, devices)
+            return self._evaluate(other, self._weights(other), batch)
+
+        specs = [part.spec for part in network.inputs]
+        self._train = tf.function(train, autograph=False).get_concrete_function(*specs)
+        self._evaluation = tf.function(evaluate, autograph=False, input_signature=specs)
+
+    def _weights(self, lowering: Lowering) -> list[Slices]:
+        return [variable.tensor(lowering).slices for variable in self.variables]
+
+    def train_step(self, batch: Arrays) -> float:
+        return float(self._train(*map(tf.constant, batch)))
+
+    def forward(self, batch: Arrays) -> tuple[float, np.ndarray]:
+        loss, output = self._evaluation(*map(tf.constant, batch))
+        return float(loss), output.numpy()
+
+
+class SimdTrainer(Trainer):
+    """Every device runs the same program, on its slices."""
+
+    def __init__(
+        self,
+        network: Network,
+        mesh: Mesh,
+        rules: LayoutRules,
+        devices: Sequence[str],
+        learning_rate: float,
+    ) -> None:
+        super().__init__(network, mesh, rules, devices, learning_rate)
+        number = len(self.variables)
+        specs = [
+            *(tf.TensorSpec(v.layout.slice_shape, v.variables[0].dtype) for v in self.variables),
+            *(part.spec for part in network.inputs),
+        ]
+
+        def train(lowering: Lowering, *args: tf.Tensor) -> Any:
+            loss, new = self._descend(lowering, [(w,) for w in args[:number]], args[number:])
+            return loss, [slices[0] for slices in new]
+
+        def evaluate(lowering: Lowering, *args: tf.Tensor) -> Any:
+            return self._evaluate(lowering, [(w,) for w in args[:number]], args[number:])
+
+        cores = Cores(mesh, devices)
+        self._train = cores.function(train, rules, *specs)
+        self._evaluation = cores.function(evaluate, rules, *specs)
+        self.costs = self._train.lowering.costs
+
+    def _args(self, batch: Arrays) -> list[list[tf.Tensor]]:
+        tensors = [tf.constant(array) for array in batch]
+        parts = zip(*(variable.variables for variable in self.variables), strict=True)
+        return [[*(part.read_value() for part in core), *tensors] for core in parts]
+
+    def train_step(self, batch: Arrays) -> float:
+        results = self._train(self._args(batch))
+        for core, (_, new) in enumerate(results):
+            for variable, value in zip(self.variables, new, strict=True):
+                part = variable.variables[core]
+                with tf.device(part.device):
+                    part.assign(value)
+        return float(results[0][0])
+
+    def forward(self, batch: Arrays) -> tuple[float, np.ndarray]:
+        loss, output = self._evaluation(self._args(batch))[0]
+        return float(loss), output.numpy()
+
+
+TRAINERS: dict[str, type[Trainer]] = {"placement": PlacementTrainer, "simd": SimdTrainer}

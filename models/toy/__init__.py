@@ -1,0 +1,1 @@
+"""A two-layer network that learns the identity, on named dims."""
