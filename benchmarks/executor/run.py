@@ -1,0 +1,237 @@
+"""What the executor adds to the simulated makespan, and a real step against lingvo and torch.
+
+    python benchmarks/executor/run.py
+
+Three parts, each with processes of its own: waiting cells, build time, and two real stages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import platform
+import statistics
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+import building
+import waiting
+from mkl_shim import mkl_shim
+from shared.contender import Contender, serve, serve_timed
+from shared.stack import Stack, lingvo_step, quiet, set_threads, summed_head_params, tf2_step
+from torch_environment import TORCH, torch_python
+
+HERE = pathlib.Path(__file__).resolve().parent
+WAITING_BAR, BUILD_BAR = 1.04, 1.5e-3
+STACK = Stack(rows=2048, dim=512, hidden=2048, blocks=8, stages=2, microbatches=8)
+PIPEMESH = "pipemesh, 1f1b"
+BARS = {"lingvo": 0.45, "torch": 0.8, "torch, AVX-512": 0.8}
+
+
+def make_step(name: str):
+    quiet()
+    if name == "lingvo":
+        return lingvo_step(STACK, inter_op=4)
+    set_threads(inter_op=STACK.stages, intra_op=1, num_devices=STACK.stages)
+    import pipemesh.layers
+
+    def make_params():
+        return STACK.pipeline(
+            pipemesh.layers,
+            summed_head_params(),
+            schedule="1f1b",
+            loss_inside=True,
+            remat="none",
+        )
+
+    return tf2_step(make_params, STACK, STACK.stages, lambda outputs: outputs[0])
+
+
+def ask_all(part: str, arguments: argparse.Namespace) -> Iterator[Any]:
+    """The rows of a part that has a process of its own."""
+    command = [sys.executable, __file__, "--serve", part, "--waiting_rounds"]
+    command += [str(arguments.waiting_rounds), "--microbatches", str(arguments.microbatches)]
+    contender = Contender(command)
+    while (row := contender.ask()) is not None:
+        yield row
+    contender.close()
+
+
+def verdict(met: bool) -> str:
+    return "met" if met else "NOT met"
+
+
+def waiting_part(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    print(
+        f"Waiting cells: {waiting.DEVICES} devices, {arguments.microbatches} microbatches, "
+        f"{1e3 * waiting.FORWARD:.0f} ms forward and {1e3 * waiting.BACKWARD:.0f} ms backward a "
+        f"device; median of {arguments.waiting_rounds} runs. In brackets: against a simulation in "
+        "which a whole B hands on the input gradient after its first half, as the cells of tables "
+        "with I and W do. Own: against a simulation with the waits as long as they were. Wait: "
+        "mean error of waits, before calibration and after. Latency: from when an action could "
+        "start until it did, median, on one device and from another."
+    )
+    print(
+        f"| schedule | form | actions | simulated | measured | ratio | bar {WAITING_BAR} | own "
+        "| wait | latency |"
+    )
+    print("|---|---|--:|--:|--:|--:|---|--:|--:|--:|")
+    rows = []
+    for row in ask_all("waiting", arguments):
+        rows.append(row)
+        measured = statistics.median(row["seconds"])
+        row["ratio"] = measured / row["simulated"]
+        row["ratio_halved"] = measured / row["simulated_halved"]
+        row["ratio_own"] = statistics.median(
+            one / two for one, two in zip(row["seconds"], row["simulated_own"], strict=True)
+        )
+        ratio = f"{row['ratio']:.3f}"
+        if row["simulated_halved"] != row["simulated"]:
+            ratio += f" ({row['ratio_halved']:.3f})"
+        latency = [statistics.median(row[kind] or [0.0]) for kind in ("local", "remote")]
+        print(
+            f"| {row['schedule']} | {row['form']} | {row['actions']} "
+            f"| {1e3 * row['simulated']:.0f} ms | {1e3 * measured:.0f} ms | {ratio} "
+            f"| {verdict(row['ratio'] <= WAITING_BAR)} | {row['ratio_own']:.3f} "
+            f"| {1e3 * row['overshoot_before']:+.2f}, {1e3 * row['overshoot']:+.2f} ms "
+            f"| {1e3 * latency[0]:.2f}, {1e3 * latency[1]:.2f} ms |",
+            flush=True,
+        )
+    print()
+    return rows
+
+
+def building_part(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    print(
+        f"Build time of the same tables with small dense stages, an action: tracing, and the "
+        f"first run less the second. The bar, {1e3 * BUILD_BAR} ms, is for both. CPU: of both."
+    )
+    print("| schedule | form | actions | operations | trace | first run | both | bar | CPU |")
+    print("|---|---|--:|--:|--:|--:|--:|---|--:|")
+    rows = []
+    for row in ask_all("building", arguments):
+        rows.append(row)
+        trace, first = row["trace"] / row["actions"], row["first_run"] / row["actions"]
+        print(
+            f"| {row['schedule']} | {row['form']} | {row['actions']} | {row['operations']} "
+            f"| {1e3 * trace:.2f} ms | {1e3 * first:.2f} ms | {1e3 * (trace + first):.2f} ms "
+            f"| {verdict(trace + first <= BUILD_BAR)} "
+            f"| {1e3 * row['cpu'] / row['actions']:.2f} ms |",
+            flush=True,
+        )
+    print()
+    return rows
+
+
+def contenders_of(arguments: argparse.Namespace) -> dict[str, Contender]:
+    python = torch_python(arguments.torch_python)
+    stack = json.dumps(dataclasses.asdict(STACK))
+    torch = [python, str(HERE / "torch_stack.py"), "--stack", stack]
+    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    contenders = {
+        name: Contender([sys.executable, __file__, "--serve", name])
+        for name in (PIPEMESH, "lingvo")
+    }
+    contenders["torch"] = Contender(torch, threads)
+    shim = mkl_shim()
+    if shim is not None:
+        contenders["torch, AVX-512"] = Contender(torch, {**threads, "LD_PRELOAD": shim})
+    return contenders
+
+
+def stages_part(arguments: argparse.Namespace) -> dict[str, Any]:
+    print(
+        f"{STACK}, one thread a stage, {arguments.rounds} rounds in turn. Last column: the step "
+        f"over its CPU time spread over {STACK.stages} cores, 1 if no core is ever idle."
+    )
+    contenders = contenders_of(arguments)
+    values = {name: [contender.ask() for _ in range(3)] for name, contender in contenders.items()}
+    for name, steps in values.items():
+        for theirs, ours in zip(steps[-1][2:], values[PIPEMESH][-1][2:], strict=True):
+            if abs(theirs - ours) > 1e-3 * abs(ours):
+                raise SystemExit(f"{name} computes something else: {steps[-1]}, {values[PIPEMESH]}")
+    seconds = {name: [] for name in contenders}
+    cpu_seconds = {name: [] for name in contenders}
+    for _ in range(arguments.rounds):
+        for name, contender in contenders.items():
+            wall, cpu, *_ = contender.ask()
+            seconds[name].append(wall)
+            cpu_seconds[name].append(cpu)
+    for contender in contenders.values():
+        contender.close()
+    median = {name: statistics.median(times) for name, times in seconds.items()}
+    cpu = {name: statistics.median(times) for name, times in cpu_seconds.items()}
+    print("| | median | quartiles | pipemesh / it | bar | CPU a step | / ideal |")
+    print("|---|--:|--:|--:|---|--:|--:|")
+    # Each round's steps ran one right after the other, so their ratio suffers least from what
+    # else the machine does.
+    paired = {}
+    for name, times in seconds.items():
+        paired[name] = statistics.median(
+            ours / theirs for ours, theirs in zip(seconds[PIPEMESH], times, strict=True)
+        )
+        low, _, high = statistics.quantiles(times, n=4)
+        bar = f"{BARS[name]}: {verdict(paired[name] <= BARS[name])}" if name in BARS else ""
+        print(
+            f"| {name} | {1e3 * median[name]:.0f} ms | {1e3 * low:.0f} - {1e3 * high:.0f} ms "
+            f"| {paired[name]:.2f} | {bar} | {1e3 * cpu[name]:.0f} ms "
+            f"| {median[name] * STACK.stages / cpu[name]:.2f} |"
+        )
+    print()
+    results = {name: steps[-1][2:] for name, steps in values.items()}
+    return {
+        "torch": TORCH,
+        "loss_and_norm": results,
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
+        "median": median,
+        "paired_ratio": paired,
+    }
+
+
+PARTS = {"waiting": waiting_part, "building": building_part, "stages": stages_part}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--rounds", type=int, default=15, help="of real stages")
+    parser.add_argument("--waiting_rounds", type=int, default=2, help="of waiting cells")
+    parser.add_argument("--microbatches", type=int, default=waiting.MICROBATCHES)
+    parser.add_argument(
+        "--torch_python",
+        help=f"a Python that has {TORCH}; by default one is installed below this folder",
+    )
+    parser.add_argument("--out", default=str(HERE / "result.json"))
+    arguments = parser.parse_args()
+    if arguments.microbatches < 2 * waiting.DEVICES:
+        parser.error(f"DualPipeV needs at least {2 * waiting.DEVICES} microbatches")
+    if arguments.serve in ("waiting", "building"):
+        counts = waiting.DEVICES, arguments.microbatches
+        rows = (
+            waiting.measure(arguments.waiting_rounds, *counts)
+            if arguments.serve == "waiting"
+            else building.measure(*counts)
+        )
+        serve(lambda: next(rows, None))
+        return
+    if arguments.serve:
+        serve_timed(make_step(arguments.serve))
+        return
+    result = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        **{part: PARTS[part](arguments) for part in arguments.parts},
+    }
+    pathlib.Path(arguments.out).write_text(json.dumps(result, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

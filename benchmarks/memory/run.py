@@ -1,0 +1,318 @@
+"""Peak resident memory of a training step against the number of microbatches.
+
+    python benchmarks/memory/run.py
+
+Every measurement is a fresh process, two of them at a time. Microbatches keep their size, so the
+batch grows with their number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import os
+import pathlib
+import platform
+import sys
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from shared.contender import Contender, serve
+from shared.stack import (
+    Stack,
+    lingvo_step,
+    quiet,
+    row_head_params,
+    set_threads,
+    summed_head_params,
+    tf2_step,
+)
+
+HERE = pathlib.Path(__file__).resolve().parent
+DEVICES, ROWS = 4, 16384  # Rows of a microbatch.
+STACK = Stack(rows=0, dim=64, hidden=128, blocks=8, stages=DEVICES, microbatches=0, features=2)
+COUNTS = (4, 8, 16, 32, 64)
+LINGVO, BASELINE = "lingvo", "baseline"
+STAGES_A_DEVICE = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "interleaved": 2, "zb_v": 2}
+CONTENDERS = [
+    *(f"{schedule} {remat}" for schedule in STAGES_A_DEVICE for remat in ("none", "full")),
+    "1f1b except_last",
+    "1f1b selective",
+    "1f1b none unrolled",
+    LINGVO,
+]
+# What must be flat. An unrolled graph grows with the number of microbatches.
+LEAN = [
+    name
+    for name in CONTENDERS
+    if name.split()[0] in ("1f1b", "zb_h1", "zb_v") and "unrolled" not in name
+]
+TINY_ROWS = 8
+BAR_LINGVO, BAR_FLAT, FLAT_FROM = 0.4, 1.2, 8
+# The same for every contender: large blocks go back to the system when they are freed, instead of
+# staying in one of many arenas. lingvo's peak is a seventh smaller with it, pipemesh's hardly.
+ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "2"}
+
+
+def stack_of(name: str, microbatches: int, rows: int = ROWS) -> Stack:
+    """The stack, cut as a contender wants it."""
+    share = STAGES_A_DEVICE.get(name.split()[0], 1)
+    return dataclasses.replace(
+        STACK, rows=rows * microbatches, microbatches=microbatches, stages=DEVICES * share
+    )
+
+
+def make_step(name: str, stack: Stack, computes: bool):
+    quiet()
+    if name == LINGVO:
+        # The loss of each row inside, so that no contender returns the last block's output.
+        return lingvo_step(stack, DEVICES, row_head_params(), _sum, computes)
+    set_threads(inter_op=DEVICES, intra_op=1, num_devices=DEVICES)
+    import pipemesh.layers
+    from pipemesh.recurrent import Selective
+    from pipemesh.recurrent import run as executor
+
+    schedule, remat, *form = name.split()
+    # By default the executor decides by the length of the table, which would put a step into the
+    # curves. (`patch` because it fails where there is nothing of that name.)
+    mock.patch.object(executor, "ROLL_ABOVE", sys.maxsize if form else 0).start()
+    if remat == "selective":
+        remat = Selective(lambda layer: layer[-1] in "02468")
+
+    def make_params():
+        return stack.pipeline(
+            pipemesh.layers,
+            summed_head_params(),
+            schedule=schedule,
+            loss_inside=True,
+            remat=remat,
+        )
+
+    step = tf2_step(make_params, stack, DEVICES, lambda outputs: outputs[0])
+    return step if computes else lambda: (0.0, 0.0)
+
+
+def _sum(y: Any) -> Any:
+    import tensorflow as tf
+
+    return tf.reduce_sum(y)
+
+
+def resident() -> dict[str, float]:
+    """The resident set now (VmRSS) and at its peak (VmHWM), in MB."""
+    found = {}
+    for line in pathlib.Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        key, _, rest = line.partition(":")
+        if key in ("VmRSS", "VmHWM"):
+            found[key] = int(rest.split()[0]) * 1024 / 1e6
+    return found
+
+
+def answer(name: str, stack: Stack, computes: bool) -> dict[str, float]:
+    """A step; its results, the peak, and what stays after it."""
+    loss, norm = make_step(name, stack, computes)()
+    return {"loss": loss, "norm": norm, **resident()}
+
+
+def measure(
+    name: str, microbatches: int, rows: int = ROWS, computes: bool = True
+) -> dict[str, float]:
+    """One fresh process."""
+    command = [sys.executable, __file__, "--serve", name, "--counts", str(microbatches)]
+    command += ["--rows", str(rows)]
+    contender = Contender(command + ([] if computes else ["--only_variables"]), ENVIRONMENT)
+    result = contender.ask()
+    contender.close()
+    return result
+
+
+def predicted(name: str, microbatches: int) -> float | None:
+    """MB that stages keep for later actions, the sum over devices of each one's peak."""
+    from pipemesh.schedule import ScheduleSpec
+
+    if name == LINGVO:
+        return None
+    text, remat, *_ = name.split()
+    if remat not in ("none", "full"):
+        return None
+    stack = stack_of(name, microbatches)
+    schedule = ScheduleSpec.from_text(text).build(DEVICES, microbatches)
+    # The weight gradients of a block need its input, what comes out of its ReLU, and the gradients
+    # of both of its dense layers' results.
+    needed = stack.blocks // stack.stages * (stack.dim + stack.hidden)
+    total = 0
+    for row in schedule.rows:
+        now = peak = 0
+        for action in row:
+            stage_input = stack.dim if action.stage else stack.features
+            after_forward = needed if remat == "none" else stage_input
+            now += {
+                "F": after_forward,
+                "I": 2 * needed - after_forward,
+                "B": -after_forward,
+                "W": -2 * needed,
+            }[action.kind]
+            peak = max(peak, now)
+        total += peak
+    return total * ROWS * 4 / 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--only_variables", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--counts", type=int, nargs="+", default=list(COUNTS))
+    parser.add_argument("--rows", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
+    parser.add_argument("--out", default=str(HERE / "result.json"))
+    parser.add_argument("--plot", default=str(HERE / "peak.svg"))
+    arguments = parser.parse_args()
+    if arguments.serve:
+        computes = not arguments.only_variables
+        stack = stack_of(arguments.serve, arguments.counts[0], arguments.rows)
+        serve(lambda: answer(arguments.serve, stack, computes))
+        return
+    names = [name for name in CONTENDERS if name in arguments.contenders]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        baselines = {
+            name: pool.submit(measure, name, COUNTS[0], computes=False)
+            for name in ("1f1b none", LINGVO)
+        }
+        running = {
+            (name, count): pool.submit(measure, name, count)
+            # The longest first.
+            for count in sorted(arguments.counts, reverse=True)
+            for name in names
+        }
+        # With hardly any rows, what is left is the graph and what was needed to build it.
+        programs = {
+            name: pool.submit(measure, name, max(arguments.counts), TINY_ROWS) for name in names
+        }
+        baseline = {name: future.result() for name, future in baselines.items()}
+        found = {key: future.result() for key, future in running.items()}
+        program = {name: future.result() for name, future in programs.items()}
+    check(found)
+    report(names, found, program, baseline, arguments)
+
+
+def check(found: dict[tuple[str, int], dict[str, float]]) -> None:
+    """All compute the same, to what sums in another order differ by."""
+    wanted: dict[int, dict[str, float]] = {}
+    for (name, count), result in found.items():
+        for key, value in wanted.setdefault(count, result).items():
+            if key in ("loss", "norm") and abs(result[key] - value) > 1e-3 * abs(value):
+                raise SystemExit(f"{name}, {count} microbatches, computes something else: {result}")
+
+
+def report(names, found, program, baseline, arguments) -> None:
+    counts = sorted(arguments.counts)
+
+    def above(name: str, measured: dict[str, float]) -> float:
+        base = baseline[LINGVO if name == LINGVO else "1f1b none"]
+        return measured["VmHWM"] - base["VmRSS"]
+
+    peaks = {name: {count: above(name, found[name, count]) for count in counts} for name in names}
+    print(
+        f"{STACK.blocks} blocks {STACK.dim}-{STACK.hidden}-{STACK.dim}, {DEVICES} devices, "
+        f"microbatches of {ROWS} rows. Peak resident set in MB above that of a process with the "
+        f"variables ({baseline['1f1b none']['VmRSS']:.0f} MB, lingvo "
+        f"{baseline[LINGVO]['VmRSS']:.0f} MB). Graph: the peak with the most microbatches, "
+        f"but of {TINY_ROWS} rows, so that tensors take no room. Kept: what stages keep from "
+        "forward to backward then, by the schedule."
+    )
+    print(f"| | {' | '.join(map(str, counts))} | graph | kept | / lingvo |")
+    print("|---|" + "--:|" * (len(counts) + 3))
+    for name in names:
+        last = counts[-1]
+        kept = predicted(name, last)
+        ratio = f"{peaks[name][last] / peaks[LINGVO][last]:.2f}" if LINGVO in peaks else ""
+        print(
+            f"| {name} | {' | '.join(f'{peaks[name][count]:.0f}' for count in counts)} "
+            f"| {above(name, program[name]):.0f} | {'' if kept is None else f'{kept:.0f}'} "
+            f"| {ratio} |"
+        )
+    verdicts = {}
+    for name in set(names) & set(LEAN):
+        growth = peaks[name][counts[-1]] / peaks[name][max(FLAT_FROM, counts[0])]
+        verdicts[name] = {"growth": growth, "flat": growth <= BAR_FLAT}
+        if LINGVO in peaks:
+            ratio = peaks[name][counts[-1]] / peaks[LINGVO][counts[-1]]
+            verdicts[name].update(ratio=ratio, lean=ratio <= BAR_LINGVO)
+    for name in names:
+        if name in verdicts:
+            words = [
+                f"{verdicts[name]['growth']:.2f} times as much as with {FLAT_FROM} microbatches "
+                f"(bar {BAR_FLAT}: {'met' if verdicts[name]['flat'] else 'NOT met'})"
+            ]
+            if "ratio" in verdicts[name]:
+                words.append(
+                    f"{verdicts[name]['ratio']:.2f} of lingvo's "
+                    f"(bar {BAR_LINGVO}: {'met' if verdicts[name]['lean'] else 'NOT met'})"
+                )
+            print(f"{name}, {counts[-1]} microbatches: {', '.join(words)}")
+    result = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        "environment": ENVIRONMENT,
+        "baseline": baseline,
+        "graph": program,
+        "measured": [{"name": n, "microbatches": c, **r} for (n, c), r in sorted(found.items())],
+        "peak_above_baseline": peaks,
+        "verdicts": verdicts,
+    }
+    pathlib.Path(arguments.out).write_text(json.dumps(result, indent=1), encoding="utf-8")
+    plot(peaks, counts, arguments.plot)
+
+
+STYLES = {
+    "none": "-",
+    "full": "--",
+    "except_last": ":",
+    "selective": "-.",
+    "none unrolled": (0, (5, 1, 1, 1)),
+}
+
+
+def plot(peaks: dict[str, dict[int, float]], counts: list[int], path: str) -> None:
+    try:
+        import matplotlib
+    except ImportError:
+        print("no plot: it needs matplotlib, pip install 'pipemesh[benchmarks]'")
+        return
+    matplotlib.use("svg")
+    # Text stays text, and the same result gives the same file.
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "pipemesh"})
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    colors = {}
+    for name, values in peaks.items():
+        schedule, _, remat = name.partition(" ")
+        color = colors.setdefault(schedule, f"C{len(colors)}")
+        style = STYLES.get(remat, "-")
+        width = 3 if name == LINGVO else 1.5
+        axes.plot(
+            counts,
+            [values[count] for count in counts],
+            style,
+            color="black" if name == LINGVO else color,
+            linewidth=width,
+            marker=".",
+            label=name,
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.set_xlabel("microbatches of constant size")
+    axes.set_ylabel("peak resident memory above the variables, MB")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small", ncols=2)
+    figure.savefig(path, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()
