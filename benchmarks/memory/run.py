@@ -58,11 +58,14 @@ BAR_LINGVO, BAR_FLAT, FLAT_FROM = 0.4, 1.2, 8
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "2"}
 
 
-def stack_of(name: str, microbatches: int, rows: int = ROWS) -> Stack:
+def stack_of(name: str, microbatches: int, blocks: int, rows: int = ROWS) -> Stack:
     """The stack, cut as a contender wants it."""
-    share = STAGES_A_DEVICE.get(name.split()[0], 1)
     return dataclasses.replace(
-        STACK, rows=rows * microbatches, microbatches=microbatches, stages=DEVICES * share
+        STACK,
+        rows=rows * microbatches,
+        blocks=blocks,
+        stages=DEVICES * STAGES_A_DEVICE.get(name.split()[0], 1),
+        microbatches=microbatches,
     )
 
 
@@ -119,18 +122,18 @@ def answer(name: str, stack: Stack, computes: bool) -> dict[str, float]:
 
 
 def measure(
-    name: str, microbatches: int, rows: int = ROWS, computes: bool = True
+    name: str, microbatches: int, blocks: int, rows: int = ROWS, computes: bool = True
 ) -> dict[str, float]:
     """One fresh process."""
     command = [sys.executable, __file__, "--serve", name, "--counts", str(microbatches)]
-    command += ["--rows", str(rows)]
+    command += ["--blocks", str(blocks), "--rows", str(rows)]
     contender = Contender(command + ([] if computes else ["--only_variables"]), ENVIRONMENT)
     result = contender.ask()
     contender.close()
     return result
 
 
-def predicted(name: str, microbatches: int) -> float | None:
+def predicted(name: str, microbatches: int, blocks: int) -> float | None:
     """MB that stages keep for later actions, the sum over devices of each one's peak."""
     from pipemesh.schedule import ScheduleSpec
 
@@ -139,7 +142,7 @@ def predicted(name: str, microbatches: int) -> float | None:
     text, remat, *_ = name.split()
     if remat not in ("none", "full"):
         return None
-    stack = stack_of(name, microbatches)
+    stack = stack_of(name, microbatches, blocks)
     schedule = ScheduleSpec.from_text(text).build(DEVICES, microbatches)
     # The weight gradients of a block need its input, what comes out of its ReLU, and the gradients
     # of both of its dense layers' results.
@@ -166,6 +169,9 @@ def main() -> None:
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--only_variables", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--counts", type=int, nargs="+", default=list(COUNTS))
+    parser.add_argument(
+        "--blocks", type=int, default=STACK.blocks, help="a multiple of the number of stages"
+    )
     parser.add_argument("--rows", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
     parser.add_argument("--out", default=str(HERE / "result.json"))
@@ -173,24 +179,28 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.serve:
         computes = not arguments.only_variables
-        stack = stack_of(arguments.serve, arguments.counts[0], arguments.rows)
+        stack = stack_of(arguments.serve, arguments.counts[0], arguments.blocks, arguments.rows)
         serve(lambda: answer(arguments.serve, stack, computes))
         return
     names = [name for name in CONTENDERS if name in arguments.contenders]
+    for name in names:
+        if arguments.blocks % (stages := stack_of(name, 1, arguments.blocks).stages):
+            parser.error(f"--blocks={arguments.blocks}: {name} has {stages} stages; leave it out")
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         baselines = {
-            name: pool.submit(measure, name, COUNTS[0], computes=False)
+            name: pool.submit(measure, name, COUNTS[0], arguments.blocks, computes=False)
             for name in ("1f1b none", LINGVO)
         }
         running = {
-            (name, count): pool.submit(measure, name, count)
+            (name, count): pool.submit(measure, name, count, arguments.blocks)
             # The longest first.
             for count in sorted(arguments.counts, reverse=True)
             for name in names
         }
         # With hardly any rows, what is left is the graph and what was needed to build it.
         programs = {
-            name: pool.submit(measure, name, max(arguments.counts), TINY_ROWS) for name in names
+            name: pool.submit(measure, name, max(arguments.counts), arguments.blocks, TINY_ROWS)
+            for name in names
         }
         baseline = {name: future.result() for name, future in baselines.items()}
         found = {key: future.result() for key, future in running.items()}
@@ -217,7 +227,7 @@ def report(names, found, program, baseline, arguments) -> None:
 
     peaks = {name: {count: above(name, found[name, count]) for count in counts} for name in names}
     print(
-        f"{STACK.blocks} blocks {STACK.dim}-{STACK.hidden}-{STACK.dim}, {DEVICES} devices, "
+        f"{arguments.blocks} blocks {STACK.dim}-{STACK.hidden}-{STACK.dim}, {DEVICES} devices, "
         f"microbatches of {ROWS} rows. Peak resident set in MB above that of a process with the "
         f"variables ({baseline['1f1b none']['VmRSS']:.0f} MB, lingvo "
         f"{baseline[LINGVO]['VmRSS']:.0f} MB). Graph: the peak with the most microbatches, "
@@ -228,7 +238,7 @@ def report(names, found, program, baseline, arguments) -> None:
     print("|---|" + "--:|" * (len(counts) + 3))
     for name in names:
         last = counts[-1]
-        kept = predicted(name, last)
+        kept = predicted(name, last, arguments.blocks)
         ratio = f"{peaks[name][last] / peaks[LINGVO][last]:.2f}" if LINGVO in peaks else ""
         print(
             f"| {name} | {' | '.join(f'{peaks[name][count]:.0f}' for count in counts)} "
@@ -257,6 +267,7 @@ def report(names, found, program, baseline, arguments) -> None:
     result = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
+        "blocks": arguments.blocks,
         "environment": ENVIRONMENT,
         "baseline": baseline,
         "graph": program,
@@ -286,7 +297,7 @@ def plot(peaks: dict[str, dict[int, float]], counts: list[int], path: str) -> No
     matplotlib.use("svg")
     # Text stays text, and the same result gives the same file.
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "pipemesh"})
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     colors = {}
@@ -298,7 +309,7 @@ def plot(peaks: dict[str, dict[int, float]], counts: list[int], path: str) -> No
         axes.plot(
             counts,
             [values[count] for count in counts],
-            style,
+            linestyle=style,
             color="black" if name == LINGVO else color,
             linewidth=width,
             marker=".",
@@ -307,6 +318,9 @@ def plot(peaks: dict[str, dict[int, float]], counts: list[int], path: str) -> No
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(counts, [str(count) for count in counts])
+    axes.yaxis.set_minor_locator(ticker.NullLocator())
+    axes.yaxis.set_major_locator(ticker.LogLocator(base=2))
+    axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
     axes.set_xlabel("microbatches of constant size")
     axes.set_ylabel("peak resident memory above the variables, MB")
     axes.grid(alpha=0.3)

@@ -9,6 +9,7 @@ turn, one step each a round, while the others wait.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import pathlib
@@ -30,11 +31,13 @@ from shared.stack import (
 
 STACK = Stack(rows=2048, dim=512, hidden=2048, blocks=8, stages=2, microbatches=8)
 CONTENDERS = {
+    "pipemesh, looped": "tf2 pipelined, 1 intra-op thread a device, 2 stages a device, remat none",
     "pipemesh, remat none": "tf2 pipelined, 1 intra-op thread a stage",
     "pipemesh, remat full": "tf2 pipelined, 1 intra-op thread a stage",
     "lingvo": "lingvo.core.gpipe.PipeliningLayer, tf1, 1 intra-op thread a stage",
     "plain": "tf2, one device, both cores",
 }
+BEST = "pipemesh, looped"
 BARS = {"lingvo": 0.55, "plain": 0.9}
 
 
@@ -54,6 +57,10 @@ def make_step(name: str):
     import pipemesh.layers
 
     def make_params():
+        if name == BEST:
+            # Half as long a wait for the first microbatch, and the loss may be outside as well.
+            looped = dataclasses.replace(STACK, stages=2 * STACK.stages)
+            return looped.pipeline(pipemesh.layers, schedule="looped_bfs:2", remat="none")
         return STACK.pipeline(pipemesh.layers, remat=name.split()[-1])
 
     return tf2_step(make_params, STACK, STACK.stages, sum_of_squares)
@@ -90,7 +97,6 @@ def main() -> None:
 
 def report(seconds: dict[str, list[float]], cpu_seconds: dict[str, list[float]], arguments) -> None:
     median = {name: statistics.median(times) for name, times in seconds.items()}
-    best = "pipemesh, remat none"
     print(f"{STACK}; {arguments.rounds} rounds in turn")
     print(f"{'':22} {'median':>8} {'quartiles':>17} {'/ lingvo':>9} {'/ plain':>8} {'CPU':>8}")
     for name, times in seconds.items():
@@ -105,10 +111,10 @@ def report(seconds: dict[str, list[float]], cpu_seconds: dict[str, list[float]],
     paired = {}
     for peer, bar in BARS.items():
         paired[peer] = statistics.median(
-            mine / theirs for mine, theirs in zip(seconds[best], seconds[peer], strict=True)
+            mine / theirs for mine, theirs in zip(seconds[BEST], seconds[peer], strict=True)
         )
         verdict = "met" if paired[peer] <= bar else "NOT met"
-        print(f"{best} / {peer}, median over rounds: {paired[peer]:.2f} (bar {bar}: {verdict})")
+        print(f"{BEST} / {peer}, median over rounds: {paired[peer]:.2f} (bar {bar}: {verdict})")
     result = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "python": platform.python_version(),

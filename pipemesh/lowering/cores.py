@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import tensorflow as tf
@@ -47,9 +48,14 @@ class Cores:
         self.first_core = first_core
         self.keys = GroupKeys(mesh)
         self.tokens: list[tf.Variable] = []
-        for device in devices:
+        self.numbers: list[tf.Tensor] = []
+        for core, device in enumerate(devices, first_core):
             with tf.device(device):
                 self.tokens.append(tf.Variable(0.0, trainable=False))
+                self.numbers.append(tf.constant(core, tf.int32))
+        # They wait for each other, so there is one for each core but the caller's.
+        self._threads = ThreadPoolExecutor(max(1, len(devices) - 1), "pipemesh_core")
+        self._running = threading.Lock()
 
     def function(
         self, program: Callable[..., Any], rules: LayoutRules, *specs: tf.TensorSpec
@@ -90,7 +96,7 @@ class Cores:
         instance_keys = eager_instance_keys()
 
         def run(i: int) -> Any:
-            core = tf.constant(self.first_core + i, tf.int32)
+            core = self.numbers[i]
             collectives = TfCollectives(
                 self.mesh, core, self.tokens[i].handle, self.keys, iter(instance_keys)
             )
@@ -99,7 +105,10 @@ class Cores:
         return self.on_all(run)
 
     def on_all(self, run: Callable[[int], Any]) -> list[Any]:
-        """Calls a function for each core of this process, in threads, under the core's device.
+        """Calls a function for each core of this process, each under the core's device.
+
+        The first core's runs in the caller's thread, the others in threads of their own. Calls
+        from several threads run one after the other.
 
         Args:
             run: takes the position of the core among those of this process.
@@ -110,21 +119,20 @@ class Cores:
         Raises:
             Exception: what the first core raised that failed.
         """
-        results: list[Any] = [None] * len(self.devices)
         errors: list[BaseException] = []
 
-        def run_core(i: int) -> None:
+        def run_core(i: int) -> Any:
             try:
                 with tf.device(self.devices[i]):
-                    results[i] = run(i)
+                    return run(i)
             except BaseException as error:
                 errors.append(error)
 
-        threads = [threading.Thread(target=run_core, args=(i,)) for i in range(len(self.devices))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        if not self.devices:
+            return []
+        with self._running:
+            others = [self._threads.submit(run_core, i) for i in range(1, len(self.devices))]
+            results = [run_core(0), *(other.result() for other in others)]
         if errors:
             raise errors[0]
         return results
@@ -177,7 +185,6 @@ class CoreFunction:
         cores = self._cores
 
         def run(i: int) -> Any:
-            core = tf.constant(cores.first_core + i, tf.int32)
-            return self.concrete(core, cores.tokens[i].handle, *args[i])
+            return self.concrete(cores.numbers[i], cores.tokens[i].handle, *args[i])
 
         return cores.on_all(run)

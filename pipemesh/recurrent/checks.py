@@ -15,7 +15,7 @@ from pipemesh.recurrent.health import (
     raise_unless,
     write_note,
 )
-from pipemesh.recurrent.machine import pin_present
+from pipemesh.recurrent.operations import pin_present
 from pipemesh.recurrent.passes import Grads
 from pipemesh.recurrent.probes import Probe
 from pipemesh.recurrent.stage import Stage

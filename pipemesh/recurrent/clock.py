@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from pipemesh.errors import ScheduleError
-from pipemesh.recurrent.call import Call
+from pipemesh.recurrent.operations import Call
 from pipemesh.schedule import Action, Costs, Schedule, Timeline
 
 _KINDS = "FBIW"

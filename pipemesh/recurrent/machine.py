@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from pipemesh.recurrent.clock import ActionClock
 from pipemesh.recurrent.health import LOCATING, empty_note
+from pipemesh.recurrent.operations import pin, pin_present
 from pipemesh.recurrent.passes import Grads, Passes, Tensors
 from pipemesh.recurrent.remat import Remat, recomputed
 from pipemesh.recurrent.stage import Stage
@@ -217,9 +218,15 @@ class Machine:
         self, kind: str, passes: Passes, stage: int, scalars: Tensors, values: Values
     ) -> None:
         state = values.state
-        # Two gates: what is computed again may be so while the gradient is still on its way.
-        kept = self._gate(stage, values.read("kept", stage), state)
-        grads = self._gate(stage, self._result_grads(stage, values), state)
+        kept, grads = values.read("kept", stage), self._result_grads(stage, values)
+        if passes.recomputes and stage < len(self._stages) - 1:
+            # Two gates: what is computed again may be so while the gradient is still on its way.
+            kept, grads = self._gate(stage, kept, state), self._gate(stage, grads, state)
+        else:
+            # One, in which a constant gradient of the loss is hidden. TensorFlow would compute
+            # beforehand what follows from it alone, and keep it for every microbatch.
+            both = self._gate(stage, [*kept, *grads], state)
+            kept, grads = both[: len(kept)], both[len(kept) :]
         arguments = self._theta(stage), kept, grads, scalars
         notes = state.notes["backward"]
         if kind == "B":
@@ -310,21 +317,3 @@ class Machine:
             return [None if grad is None else traced.spec(name) for name, grad in named]
         passes = self.passes(stage, mode)
         return list(passes.kept_specs() if kind == "kept" else passes.pending_specs())
-
-
-def pin(tensors: Tensors) -> Tensors:
-    """The tensors, by one operation that control dependencies can be hung on.
-
-    A dependency on a function call is lost when the call is inlined. An identity would do, but
-    the graph optimizer moves identities across splits and concats together with their control
-    dependencies, which builds cycles; it leaves these operations alone.
-    """
-    if len(tensors) < 2:
-        return [tf.ensure_shape(t, t.shape) for t in tensors]
-    return list(tf.raw_ops.IdentityN(input=tensors))
-
-
-def pin_present(tensors: Grads) -> Grads:
-    """Pins those that are not None."""
-    pinned = iter(pin([t for t in tensors if t is not None]))
-    return [None if t is None else next(pinned) for t in tensors]

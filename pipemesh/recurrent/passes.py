@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from pipemesh.recurrent.call import Call, check_pure
 from pipemesh.recurrent.graph_cut import node_of
 from pipemesh.recurrent.health import write_note
+from pipemesh.recurrent.operations import Call
 from pipemesh.recurrent.probes import Probe
+from pipemesh.recurrent.purity import check_pure
 from pipemesh.recurrent.traced_stage import Specs, TracedStage, flat_names
 
 Tensors = list[tf.Tensor]
@@ -81,12 +82,24 @@ class Passes:
         )
 
     @functools.cached_property
+    def _again(self) -> set[str]:
+        """Nodes of the forward pass that are computed again."""
+        traced = self._traced
+        known = traced.cut.ancestors([*traced.outputs, *traced.carry_out]) & self._per_microbatch
+        return {node for node in known if self._recomputed(node)}
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the backward pass can start before the gradient of the outputs is there."""
+        return bool(self._again)
+
+    @functools.cached_property
     def kept(self) -> list[str]:
         """Names of what the forward pass leaves for the backward pass."""
         traced = self._traced
         known = traced.cut.ancestors([*traced.outputs, *traced.carry_out])
         known &= self._per_microbatch
-        known -= {node for node in known if self._recomputed(node)}
+        known -= self._again
         # Placeholders cannot be computed again.
         known |= {node_of(name) for name in [*traced.carry, *traced.inputs]}
         known -= {node_of(name) for name in traced.scalars}

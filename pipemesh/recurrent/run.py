@@ -14,7 +14,8 @@ from pipemesh.recurrent.checks import Checks
 from pipemesh.recurrent.fit import check_descending, check_phases, microbatch_size
 from pipemesh.recurrent.gradient import Sources
 from pipemesh.recurrent.health import empty_note
-from pipemesh.recurrent.machine import Machine, State, pin_present
+from pipemesh.recurrent.machine import Machine, State
+from pipemesh.recurrent.operations import pin_present
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.passes import Grads
 from pipemesh.recurrent.precision import cast_floating, sum_dtype

@@ -52,12 +52,15 @@ class Unrolled:
     def perform(self, actions: Sequence[Action]) -> None:
         """Performs actions in order."""
         self.state.forget_tokens_of_other_graphs()
+        numbers: dict[tuple[int, str], tf.Tensor] = {}
         for action in actions:
             self._microbatch = action.microbatch
             mode = self._modes[action.stage, action.microbatch]
             with self._machine.acting(f"action_{action}", action.stage):
-                microbatch = tf.constant(action.microbatch, tf.int64)
-                self._machine.act(action.kind, action.stage, mode, microbatch, self)
+                key = action.microbatch, self._stages[action.stage].device
+                if key not in numbers:
+                    numbers[key] = tf.constant(action.microbatch, tf.int64)
+                self._machine.act(action.kind, action.stage, mode, numbers[key], self)
 
     def read(self, kind: str, stage: int) -> Any:
         """What was written for the current microbatch."""

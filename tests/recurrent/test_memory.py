@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.lowering.random import layer_scope
-from pipemesh.recurrent import Options, Selective, Stage, predict_memory
+from pipemesh.recurrent import Options, Selective, Stage, pipeline_loss, predict_memory
 from pipemesh.recurrent.memory import DeviceMemory
 from pipemesh.schedule import forward_only, gpipe, interleaved_one_f_one_b, one_f_one_b, zb_h1
 
@@ -81,3 +81,46 @@ def test_half_the_bits_take_half_the_memory_but_not_the_gradients():
     assert half[0].weights * 2 == full[0].weights
     assert half[0].kept * 2 == full[0].kept
     assert half[0].gradients == full[0].gradients == np.prod([2, WIDTH, HIDDEN, FLOAT])
+
+
+@pytest.mark.parametrize("rolled", [False, True])
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_what_follows_from_the_losses_gradient_alone_is_not_kept_for_every_microbatch(
+    remat, rolled
+):
+    # Ones of the shape of y: a constant, if the optimizer can see it, of each backward action.
+    microbatches, rows, width = 32, 1024, 256
+    one_mb = rows * width * FLOAT
+
+    def stretch(theta, carry, inputs, microbatch, step):
+        y = inputs[0] * theta[0]
+        return [tf.reduce_sum(y * y)], []
+
+    weight, x = tf.Variable(tf.ones([width])), tf.ones([microbatches * rows, 1])
+
+    @tf.function
+    def run():
+        with tf.GradientTape() as tape:
+            stages = [Stage("only", stretch, [tf.convert_to_tensor(weight)], [], "CPU:0")]
+            loss, _, _ = pipeline_loss(
+                stages,
+                [x],
+                one_f_one_b(1, microbatches),
+                options=Options(remat=remat, rolled=rolled),
+            )
+        return loss, tape.gradient(loss, weight)
+
+    def held(which):
+        return tf.config.experimental.get_memory_info("CPU:0")[which]
+
+    try:
+        begin = held("current")
+    except ValueError as error:
+        pytest.skip(f"this build of TensorFlow does not count the CPU's memory: {error}")
+    run()
+    assert held("current") - begin <= 4 * one_mb, "held between steps"
+    tf.config.experimental.reset_memory_stats("CPU:0")
+    loss, grad = run()
+    assert held("peak") - begin <= 8 * one_mb
+    assert float(loss) == microbatches * rows * width
+    np.testing.assert_array_equal(grad, np.full(width, 2 * microbatches * rows, np.float32))

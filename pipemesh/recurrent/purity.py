@@ -1,44 +1,16 @@
-"""Calls of the functions that a stage is cut into."""
+"""What a stage may not contain."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import tensorflow as tf
 
 from pipemesh.errors import PipelineError
-
-Tensors = list[tf.Tensor]
 
 # Reading a variable is free of side effects; loops and branches have state if anything in them
 # may have it, be it an assertion.
 _ALLOWED_STATE = frozenset(
     ["VarHandleOp", "ReadVariableOp", "While", "If", "Case", "StatefulPartitionedCall"]
 )
-
-
-class Call:
-    """Calls a concrete function with as little work in Python as possible.
-
-    A stage's functions are differentiated by hand, and there is one call an action.
-    """
-
-    def __init__(self, function: Any) -> None:
-        self._function = function
-        self._dtypes = [t.dtype for t in function.outputs]
-        self._shapes = [t.shape for t in function.outputs]
-        self._captures = function.captured_inputs
-
-    def __call__(self, arguments: Tensors) -> Tensors:
-        """The results; the function's captures are added to the arguments."""
-        if not self._dtypes:
-            return []
-        results = tf.raw_ops.PartitionedCall(
-            args=[*arguments, *self._captures], Tout=self._dtypes, f=self._function
-        )
-        for tensor, shape in zip(results, self._shapes, strict=True):
-            tensor.set_shape(shape)
-        return list(results)
 
 
 def check_pure(graph: tf.Graph, stage: str) -> None:

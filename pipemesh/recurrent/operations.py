@@ -1,0 +1,94 @@
+"""Operations that every action has, made with as little work in Python as possible.
+
+TensorFlow's wrappers convert, check and look up what is known here: they take two to three times as
+long as the operation itself, and a schedule has thousands of them. None of these has a gradient;
+the pipeline's is attached to its results as a whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+Tensors = list[tf.Tensor]
+
+
+def pin(tensors: Tensors) -> Tensors:
+    """The tensors, by one operation that control dependencies can be hung on.
+
+    A dependency on a function call is lost when the call is inlined. An identity would do, but
+    the graph optimizer moves identities across splits and concats together with their control
+    dependencies, which builds cycles; it leaves these operations alone.
+
+    Args:
+        tensors: of one graph or of graphs outside of it.
+
+    Returns:
+        The same values, with static shapes as far as they are known.
+    """
+    if not tensors:
+        return []
+    dtypes = [t.dtype for t in tensors]
+    if len(tensors) > 1:
+        return _make("IdentityN", tensors, dtypes, {"T": _types(dtypes)})
+    attributes = {
+        "T": _attribute(type=dtypes[0].as_datatype_enum),
+        "shape": _attribute(shape=tensors[0].shape.as_proto()),
+    }
+    return _make("EnsureShape", tensors, dtypes, attributes)
+
+
+def pin_present(tensors: list[tf.Tensor | None]) -> list[tf.Tensor | None]:
+    """Pins those that are not None."""
+    pinned = iter(pin([t for t in tensors if t is not None]))
+    return [None if t is None else next(pinned) for t in tensors]
+
+
+class Call:
+    """Calls a concrete function that has no gradient.
+
+    Args:
+        function: the function.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self._dtypes = [t.dtype for t in function.outputs]
+        self._shapes = [t.shape for t in function.outputs]
+        self._captures = function.captured_inputs
+        self._attributes = {
+            "Tin": _types([t.dtype for t in function.inputs]),
+            "Tout": _types(self._dtypes),
+            "f": _attribute(func=tf.compat.v1.NameAttrList(name=function.name)),
+        }
+        self._known_to: Any = None
+
+    def __call__(self, arguments: Tensors) -> Tensors:
+        """The results; the function's captures are added to the arguments."""
+        if not self._dtypes:
+            return []
+        graph = tf.compat.v1.get_default_graph()
+        if graph is not self._known_to:
+            self._function.add_to_graph(graph)
+            self._known_to = graph
+        tensors = [*arguments, *self._captures]
+        results = _make("PartitionedCall", tensors, self._dtypes, self._attributes)
+        for tensor, shape in zip(results, self._shapes, strict=True):
+            tensor.set_shape(shape)
+        return results
+
+
+def _make(kind: str, tensors: Tensors, dtypes: list[tf.DType], attributes: Any) -> Tensors:
+    # The public `create_op` does the same after checks of its own, and says that it is deprecated.
+    graph: Any = tf.compat.v1.get_default_graph()
+    return graph._create_op_internal(kind, tensors, dtypes, None, kind, attributes).outputs
+
+
+def _types(dtypes: list[tf.DType]) -> Any:
+    types = [dtype.as_datatype_enum for dtype in dtypes]
+    return _attribute(list=tf.compat.v1.AttrValue.ListValue(type=types))
+
+
+def _attribute(**value: Any) -> Any:
+    return tf.compat.v1.AttrValue(**value)
