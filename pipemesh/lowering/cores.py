@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import tensorflow as tf
 
+# Its door for those who wait in a collective that another will never call.
+from tensorflow.python.eager import context as tf_context
+
 from pipemesh.errors import DeviceError
+from pipemesh.lowering.devices import check_devices_exist
 from pipemesh.lowering.simd import SimdLowering
 from pipemesh.lowering.tf_collectives import GroupKeys, TfCollectives, eager_instance_keys
 from pipemesh.mesh import LayoutRules, Mesh
+
+# An error of another core than the first is seen after so long.
+_POLL_SECONDS = 0.1
+# For the others to end by themselves, after a core has failed.
+_PATIENCE_SECONDS = 5.0
 
 
 class Cores:
@@ -24,7 +33,7 @@ class Cores:
         first_core: the number of the first one.
 
     Raises:
-        DeviceError: the mesh does not have so many cores.
+        DeviceError: the mesh does not have so many cores, or a device does not exist.
 
     Example:
         >>> import tensorflow as tf
@@ -43,6 +52,7 @@ class Cores:
                 f"{len(devices)} devices from core {first_core} on were given for mesh '{mesh}', "
                 f"which has cores 0 to {mesh.num_devices - 1}"
             )
+        check_devices_exist(devices)
         self.mesh = mesh
         self.devices = tuple(devices)
         self.first_core = first_core
@@ -53,9 +63,6 @@ class Cores:
             with tf.device(device):
                 self.tokens.append(tf.Variable(0.0, trainable=False))
                 self.numbers.append(tf.constant(core, tf.int32))
-        # They wait for each other, so there is one for each core but the caller's.
-        self._threads = ThreadPoolExecutor(max(1, len(devices) - 1), "pipemesh_core")
-        self._running = threading.Lock()
 
     def function(
         self, program: Callable[..., Any], rules: LayoutRules, *specs: tf.TensorSpec
@@ -91,8 +98,10 @@ class Cores:
 
         Raises:
             LayoutError: a rule names an unknown axis, or the program splits what does not divide.
+            ValueError: there are arguments for more or fewer cores.
             Exception: what the first core raised that failed; see `CoreFunction`.
         """
+        self.check_args(args)
         instance_keys = eager_instance_keys()
 
         def run(i: int) -> Any:
@@ -104,11 +113,19 @@ class Cores:
 
         return self.on_all(run)
 
-    def on_all(self, run: Callable[[int], Any]) -> list[Any]:
-        """Calls a function for each core of this process, each under the core's device.
+    def check_args(self, args: Sequence[Any]) -> None:
+        """Raises a ValueError unless there is one element for each core of this process."""
+        if len(args) != len(self.devices):
+            raise ValueError(
+                f"arguments for {len(args)} cores were given; this process has "
+                f"{len(self.devices)}: {', '.join(self.devices)}"
+            )
 
-        The first core's runs in the caller's thread, the others in threads of their own. Calls
-        from several threads run one after the other.
+    def on_all(self, run: Callable[[int], Any]) -> list[Any]:
+        """Calls a function for each core of this process, in threads, under the core's device.
+
+        A core that fails leaves the others waiting in a collective. They are given some seconds to
+        end by themselves; then TensorFlow's collectives are aborted, for the rest of the process.
 
         Args:
             run: takes the position of the core among those of this process.
@@ -119,23 +136,41 @@ class Cores:
         Raises:
             Exception: what the first core raised that failed.
         """
+        results: list[Any] = [None] * len(self.devices)
         errors: list[BaseException] = []
 
-        def run_core(i: int) -> Any:
+        def run_core(i: int) -> None:
             try:
                 with tf.device(self.devices[i]):
-                    return run(i)
+                    results[i] = run(i)
             except BaseException as error:
                 errors.append(error)
 
-        if not self.devices:
-            return []
-        with self._running:
-            others = [self._threads.submit(run_core, i) for i in range(1, len(self.devices))]
-            results = [run_core(0), *(other.result() for other in others)]
+        # For the first core as well: the caller's graph and tapes are its thread's, and no core
+        # may see what the others do not.
+        threads = [threading.Thread(target=run_core, args=(i,)) for i in range(len(self.devices))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive() and not errors:
+                thread.join(_POLL_SECONDS)
         if errors:
+            _end(threads, errors[0])
             raise errors[0]
         return results
+
+
+def _end(threads: Sequence[threading.Thread], error: BaseException) -> None:
+    """Has all threads end after a core has failed."""
+    until = time.monotonic() + _PATIENCE_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    if any(thread.is_alive() for thread in threads):
+        tf_context.context().abort_collective_ops(
+            tf.errors.ABORTED, f"another core failed: {type(error).__name__}: {error}"
+        )
+    for thread in threads:
+        thread.join()
 
 
 class CoreFunction:
@@ -179,10 +214,12 @@ class CoreFunction:
             For each core of this process what the program returned.
 
         Raises:
+            ValueError: there are arguments for more or fewer cores.
             Exception: what the first core raised that failed. After an error in a collective,
                 TensorFlow fails all later collectives of the process.
         """
         cores = self._cores
+        cores.check_args(args)
 
         def run(i: int) -> Any:
             return self.concrete(cores.numbers[i], cores.tokens[i].handle, *args[i])

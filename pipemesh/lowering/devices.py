@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -43,6 +44,40 @@ def start_cpu_devices(num_devices: int) -> None:
             f"{num_devices} CPU devices were asked for, but TensorFlow has already started with "
             f"{found}; set devices up before the first operation"
         ) from error
+
+
+def check_devices_exist(devices: Sequence[str]) -> None:
+    """Raises if TensorFlow has no such devices: it would put operations elsewhere, silently.
+
+    Nothing is known of the devices of a TF1 session.
+
+    Args:
+        devices: names, whole ones or short ones such as `CPU:1`.
+
+    Raises:
+        DeviceError: a device does not exist.
+
+    Example:
+        >>> check_devices_exist(["CPU:0", "CPU:99"])
+        Traceback (most recent call last):
+        pipemesh.errors.DeviceError: device 'CPU:99' does not exist; there are ...
+    """
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        return
+    known = [device.name for device in tf.config.list_logical_devices()]
+    specs = [tf.DeviceSpec.from_string(name) for name in known]
+    for device in devices:
+        wanted = tf.DeviceSpec.from_string(device)
+        if not any(_fits(wanted, spec) for spec in specs):
+            raise DeviceError(
+                f"device {device!r} does not exist; there are {', '.join(known)}. Use a smaller "
+                "mesh or set up more logical devices before TensorFlow starts"
+            )
+
+
+def _fits(wanted: tf.DeviceSpec, spec: tf.DeviceSpec) -> bool:
+    parts = ("job", "replica", "task", "device_type", "device_index")
+    return all(getattr(wanted, part) in (None, getattr(spec, part)) for part in parts)
 
 
 def check_threads(num_devices: int) -> None:

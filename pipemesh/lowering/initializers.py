@@ -131,6 +131,6 @@ def _draw(
             parts.append(pieces(dim + 1, here, some) if size == 1 else draw(here, some))
         return tf.concat(parts, dim)
 
-    if not block or math.prod(block) == 0 or dtype.size > 4:
+    if not block or math.prod(block) == 0:
         return draw(begin, block)
     return pieces(0, list(begin), list(block))

@@ -55,11 +55,10 @@ def draw_block(
         return tf.zeros(block, dtype)
     if list(sizes) == list(block):
         return draw(sizes, counter)
-    if dtype.size > 4:
-        return tf.slice(draw(sizes, counter), tf.stack(list(begin)), block)
     # Leading dims: those up to the first of which the block has more than one element.
     lead = next((i for i, size in enumerate(block) if size > 1), len(block) - 1) + 1
-    group = 4
+    # A count gives 128 bits, and no number takes fewer than 32 of them.
+    group = 16 // max(4, dtype.size)
     rest = math.prod(sizes[lead:])
     run = block[lead - 1] * rest
     start = tf.zeros([], tf.int64)

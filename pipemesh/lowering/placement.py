@@ -10,6 +10,7 @@ from tensorflow.python.eager import record
 from pipemesh.errors import DeviceError
 from pipemesh.lowering import nccl
 from pipemesh.lowering.attach_gradient import attach_gradient, local_gradient
+from pipemesh.lowering.devices import check_devices_exist
 from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.mesh import LayoutRules, Mesh, TensorLayout
 
@@ -32,7 +33,7 @@ class PlacementLowering(Lowering):
         devices: the device of each processor.
 
     Raises:
-        DeviceError: the number of devices is not that of the mesh.
+        DeviceError: the number of devices is not that of the mesh, or one does not exist.
         LayoutError: a rule names an unknown axis.
 
     Example:
@@ -55,6 +56,7 @@ class PlacementLowering(Lowering):
                 f"{len(devices)} devices were given for mesh '{mesh}', which has "
                 f"{mesh.num_devices} processors; give one device for each"
             )
+        check_devices_exist(devices)
         self.devices = tuple(devices)
 
     @property

@@ -70,6 +70,19 @@ class Tensor:
     def __repr__(self) -> str:
         return f"Tensor('{self.layout}', {self.dtype.name})"
 
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "a tensor with named dims is neither true nor false; choose between its elements with "
+            "ops.where, or export it first: ops.export_tensor(x)"
+        )
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        # TensorFlow asks for it when an array is on the left, and shows this error.
+        raise TypeError(
+            "a tensor with named dims is no array; export it (ops.export_tensor), or import the "
+            "array beside it (ops.import_tensor), which names its dims"
+        )
+
     def __add__(self, other: Any) -> Tensor:
         return _elementwise().add(self, other)
 
@@ -134,12 +147,21 @@ def union_axes(tensors: Sequence[Tensor]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(axis for tensor in tensors for axis in tensor.split_axes))
 
 
+def check_same_dtype(tensors: Sequence[Tensor]) -> None:
+    """Raises a ShapeError if tensors that are multiplied have different dtypes."""
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        dtypes = ", ".join(tensor.dtype.name for tensor in tensors)
+        raise ShapeError(f"the operands are of dtypes {dtypes}; ops.cast them to one")
+
+
 def check_same_lowering(tensors: Sequence[Tensor]) -> Lowering:
     """The lowering of all tensors.
 
     Raises:
         ShapeError: they have different ones, or there is no tensor.
     """
+    if not tensors:
+        raise ShapeError("no tensor was given; an operation needs one at least")
     lowerings = {id(tensor.lowering): tensor.lowering for tensor in tensors}
     if len(lowerings) != 1:
         raise ShapeError(

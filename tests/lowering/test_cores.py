@@ -134,6 +134,52 @@ except tf.errors.InvalidArgumentError as error:
 """)
 
 
+def test_an_error_of_one_core_alone_ends_the_others():
+    assert run("""
+import time
+cores = make("data:2")
+def program(lowering, x, good):
+    if not good:
+        raise KeyError("ill")
+    return lowering.all_reduce((x,), ["data"])[0]
+begin = time.monotonic()
+try:
+    cores.run_eagerly(program, LayoutRules(), [[tf.constant(1.0), True], [tf.constant(2.0), False]])
+except KeyError as error:
+    print(json.dumps([str(error), time.monotonic() - begin < 30]))
+""") == ["'ill'", True]
+
+
+def test_cores_see_nothing_of_the_callers_graph_tape_and_other_calls():
+    assert run("""
+cores = make("data:2")
+args = [[tf.constant(1.0)], [tf.constant(2.0)]]
+def program(lowering, x):
+    return lowering.all_reduce((x,), ["data"])[0]
+step = cores.function(program, LayoutRules(), tf.TensorSpec([]))
+found = []
+with tf.Graph().as_default():
+    found.append([float(y) for y in step(args)])
+with tf.GradientTape() as tape:
+    tape.watch(args)
+    sums = step(args)
+found.append([g is None for g in tape.gradient(sums[0], args[0])])
+found.append(cores.on_all(lambda i: cores.on_all(lambda j: [i, j])))
+for wrong in (args[:1], [*args, *args]):
+    try:
+        step(wrong)
+    except ValueError as error:
+        found.append(str(error).split(";")[0])
+print(json.dumps(found))
+""") == [
+        [3.0, 3.0],
+        [True],
+        [[[0, 0], [0, 1]], [[1, 0], [1, 1]]],
+        "arguments for 1 cores were given",
+        "arguments for 4 cores were given",
+    ]
+
+
 def test_more_devices_than_cores_are_an_error():
     with pytest.raises(DeviceError, match="2 devices from core 1 on"):
         Cores(Mesh.from_text("data:2"), ["CPU:0", "CPU:1"], first_core=1)

@@ -13,6 +13,12 @@ from tests.lowering.legalize import legalize, not_lowered, numbers_after
 
 MESH_TEXT = "a:2;b:4"
 MESH = Mesh.from_text(MESH_TEXT)
+# Cores that differ along one axis, or along both.
+GROUPS = [[[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 4], [1, 5], [2, 6], [3, 7]], [[*range(8)]]]
+
+
+def one_axis_apart(source, target):
+    return (source // 4 != target // 4) + (source % 4 != target % 4) <= 1
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -28,6 +34,11 @@ def test_forward_and_backward_no_operation_stays(name):
     )
     assert "mhlo." in text
     assert not not_lowered(text)
+    for groups in numbers_after("replica_groups", text):
+        assert sorted(groups) in GROUPS
+    for pairs in numbers_after("source_target_pairs", text):
+        assert all(one_axis_apart(*pair) for pair in pairs)
+        assert all(len({*ends}) == len(pairs) for ends in zip(*pairs, strict=True))
 
 
 def test_what_is_not_lowered_would_be_found():

@@ -1,6 +1,10 @@
 """Where operations and their gradients are placed."""
 
+import json
+import pathlib
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -12,6 +16,7 @@ from pipemesh.lowering.placement import PlacementLowering
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import LayoutRules, Mesh, Shape
 
+ROOT = pathlib.Path(__file__).parents[2]
 SHAPES = [Shape.from_text(t) for t in ("batch:4;io:6", "io:6;hidden:8", "hidden:8;out:2")]
 # Two products forward, and backward two for the weights and one for the hidden layer; nothing on
 # the first device, where TensorFlow puts what has no device.
@@ -118,6 +123,23 @@ def test_in_a_tf_function_every_slice_is_differentiated_on_its_device(tape):
     # A tape outside of the function makes it differentiate with respect to all that it is given.
     extra = 1 if tape == "outside" else 0
     assert products(graphs) == {device: count + extra for device, count in PRODUCTS.items()}
+
+
+@pytest.mark.slow
+def test_two_hosts_train_one_network_between_them():
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.lowering.hosts_process"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    short = [device.replace("/replica:0", "") for device in found["placed"]]
+    assert short == found["devices"]
+    assert max(found["differences"]) < 1e-4
+    assert "device '/job:worker/task:2/device:CPU:0' does not exist" in found["missing"]
 
 
 def test_gpus_of_one_host_reduce_with_nccl():

@@ -39,6 +39,7 @@ def test_operators_find_dims_by_name_and_take_numbers():
         ((x < y) | (x >= 3), (a < b) | (a >= 3)),
         (~(x > y) & (x <= y), ~(a > b) & (a <= b)),
         (np.float64(2) * x + y, 2 * a + b),
+        (tf.constant(2.0, tf.float64) * x + y, 2 * a + b),
     ):
         np.testing.assert_allclose(ops.export_tensor(got), want)
 
@@ -48,6 +49,29 @@ def test_operators_find_dims_by_name_and_take_numbers():
     [
         (ShapeError, lambda: zeros("x:4") + zeros("x:2"), "size 4 in 'x:4' and 2 in 'x:2'"),
         (LayoutError, lambda: zeros("y:4") * zeros("v:4"), "'y' and 'v'.*'model'"),
+        (ShapeError, lambda: zeros("x:4") + np.zeros(4), r"shape \(4,\) has no named dims"),
+        (TypeError, lambda: tf.zeros([2, 2]) * zeros("x:4;y:4"), "import the array"),
+        (ShapeError, lambda: ops.where(zeros("x:4") > 0, [1.0] * 4, 0.0), "no named dims"),
+        (ShapeError, lambda: ops.einsum([], ["x"]), "no tensor was given"),
+        (
+            ShapeError,
+            lambda: ops.einsum([zeros("x:4")], "x"),
+            r"give a list of names, as in \['x'\]",
+        ),
+        (
+            ShapeError,
+            lambda: ops.einsum([zeros("x:4"), zeros("x:4", np.float64)], []),
+            "dtypes float32, float64; ops.cast",
+        ),
+        (
+            ShapeError,
+            lambda: ops.conv1d(
+                zeros("x:4;c:2"), zeros("w:3;c:2", np.float64), {"x": "w"}, padding="SAME"
+            ),
+            "dtypes float32, float64; ops.cast",
+        ),
+        (TypeError, lambda: bool(zeros("x:4")), "neither true nor false"),
+        (TypeError, lambda: np.array(zeros("x:4")), "export it"),
         (LayoutError, lambda: ops.einsum([zeros("y:4"), zeros("v:4")], []), "rename one of"),
         (ShapeError, lambda: ops.einsum([zeros("x:4")], ["z"]), "no dim is called 'z'"),
         (ShapeError, lambda: ops.reduce_sum(zeros("batch:4"), "bacth"), "mean 'batch'"),
@@ -86,3 +110,10 @@ def test_what_does_not_fit_is_named(error, call, message):
 
 def _other():
     return PlacementLowering(Mesh.from_text("data:1"), LayoutRules(), ["CPU:0"])
+
+
+def test_the_convolution_of_an_empty_batch_is_empty_without_a_graph_as_well():
+    x, filters = zeros("x:0;rows:8;in:3"), zeros("w:3;in:3;out:4")
+    found = ops.conv1d(x, filters, {"rows": "w"}, padding="SAME")
+    assert str(found.shape) == "x:0;rows:8;out:4"
+    assert ops.export_tensor(found).shape == [0, 8, 4]

@@ -12,7 +12,7 @@ from pipemesh.errors import ShapeError
 from pipemesh.lowering.ops.relayout import change_splits
 from pipemesh.lowering.ops.windows import Windows, take_windows
 from pipemesh.lowering.registry import register
-from pipemesh.lowering.tensor import Tensor, check_same_lowering
+from pipemesh.lowering.tensor import Tensor, check_same_dtype, check_same_lowering
 from pipemesh.mesh import Dim, Shape
 
 # One number for all dims, or one for each name of a dim.
@@ -126,6 +126,7 @@ def _conv(
     dilations: Steps,
 ) -> Tensor:
     lowering = check_same_lowering([x, filters])
+    check_same_dtype([x, filters])
     _check_window(rank, x, filters, window, padding)
     steps = _by_name("strides", strides, window)
     spread = _by_name("dilations", dilations, window)
@@ -175,7 +176,9 @@ def _conv(
             [steps[name] for name in window],
             [spread[name] for name in window],
         )
-        found = tf.reshape(found, [*batches, *found.shape.as_list()[1:-1], *outs])
+        # Of an empty batch, TensorFlow returns an image of other sizes, as empty as the right one.
+        slid = [layout.slice_shape[shape.index(name)] for name in window]
+        found = tf.reshape(found, [*batches, *slid, *outs])
         return tf.transpose(found, [computed.index(name) for name in shape.names])
 
     partial = lowering.map(local, rows, weights)

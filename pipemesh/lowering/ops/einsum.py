@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from pipemesh.errors import ShapeError
 from pipemesh.lowering.registry import register
-from pipemesh.lowering.tensor import Tensor, check_same_lowering, union_axes
+from pipemesh.lowering.tensor import Tensor, check_same_dtype, check_same_lowering, union_axes
 from pipemesh.mesh import Shape
 
 
@@ -27,7 +27,8 @@ def einsum(operands: Sequence[Tensor], dims: Sequence[str]) -> Tensor:
         dims: the names of the dims of the result, in order; each is one of an operand.
 
     Raises:
-        ShapeError: a name stands for two sizes, or no operand has a dim of the result.
+        ShapeError: a name stands for two sizes, no operand has a dim of the result, or the dtypes
+            differ.
         LayoutError: the rules split two dims of all operands together over one axis. Rename one of
             them beforehand, which moves the data.
 
@@ -36,6 +37,9 @@ def einsum(operands: Sequence[Tensor], dims: Sequence[str]) -> Tensor:
         product of matrices.
     """
     lowering = check_same_lowering(operands)
+    check_same_dtype(operands)
+    if isinstance(dims, str):
+        raise ShapeError(f"dims is the text {dims!r}; give a list of names, as in [{dims!r}]")
     union = functools.reduce(operator.or_, (operand.shape for operand in operands))
     shape = union.select(*dims)
     if len(union) > len(string.ascii_letters):

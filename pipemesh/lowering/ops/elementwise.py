@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from pipemesh.errors import ShapeError
@@ -65,7 +66,7 @@ __all__ = [
     "where",
 ]
 
-Operand = Any  # A Tensor, or a Python or NumPy number.
+Operand = Any  # A Tensor, or a number: of Python, of NumPy, or a tf.Tensor without dims.
 
 
 def align(tensor: tf.Tensor, names: Sequence[str], wanted: Sequence[str]) -> tf.Tensor:
@@ -93,9 +94,15 @@ def broadcast(
             which they occur.
 
     Raises:
-        ShapeError: a name stands for two sizes, or no operand is a tensor.
+        ShapeError: a name stands for two sizes, no operand is a tensor, or one is an array.
         LayoutError: the result cannot be split as the rules say.
     """
+    for operand in operands:
+        if not isinstance(operand, Tensor) and np.ndim(operand) > 0:
+            raise ShapeError(
+                f"an array of shape {tuple(np.shape(operand))} has no named dims to be "
+                "split by like a tensor; name them: ops.import_tensor(lowering, array, 'dim:size')"
+            )
     tensors = [operand for operand in operands if isinstance(operand, Tensor)]
     lowering = check_same_lowering(tensors)
     union = functools.reduce(operator.or_, (tensor.shape for tensor in tensors))
@@ -115,7 +122,7 @@ def broadcast(
                 slice_, tensor = next(given)
                 args.append(align(slice_, tensor.shape.names, shape.names))
             else:
-                args.append(tf.constant(operand, number_dtype))
+                args.append(tf.convert_to_tensor(operand, number_dtype))
         return function(*args)
 
     slices = lowering.map(local, *(tensor.vary(axes) for tensor in tensors))
