@@ -109,19 +109,20 @@ def waiting_part(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def building_part(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     print(
-        f"Build time of the same tables with small dense stages, an action: tracing, and the "
-        f"first run less the second. The bar, {1e3 * BUILD_BAR} ms, is for both. CPU: of both."
+        f"Build time of the same tables with small dense stages, an action: tracing, for which the "
+        f"bar is {1e3 * BUILD_BAR} ms, and TensorFlow's own work, the first run less the second. "
+        "CPU: of both."
     )
-    print("| schedule | form | actions | operations | trace | first run | both | bar | CPU |")
-    print("|---|---|--:|--:|--:|--:|--:|---|--:|")
+    print("| schedule | form | actions | operations | trace | bar | first run | both | CPU |")
+    print("|---|---|--:|--:|--:|---|--:|--:|--:|")
     rows = []
     for row in ask_all("building", arguments):
         rows.append(row)
         trace, first = row["trace"] / row["actions"], row["first_run"] / row["actions"]
         print(
             f"| {row['schedule']} | {row['form']} | {row['actions']} | {row['operations']} "
-            f"| {1e3 * trace:.2f} ms | {1e3 * first:.2f} ms | {1e3 * (trace + first):.2f} ms "
-            f"| {verdict(trace + first <= BUILD_BAR)} "
+            f"| {1e3 * trace:.2f} ms | {verdict(trace <= BUILD_BAR)} "
+            f"| {1e3 * first:.2f} ms | {1e3 * (trace + first):.2f} ms "
             f"| {1e3 * row['cpu'] / row['actions']:.2f} ms |",
             flush=True,
         )
