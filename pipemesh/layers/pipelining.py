@@ -89,6 +89,13 @@ class PipeliningLayer(SeqLayer):
             "Selective(predicate) computes the layers again whose name the predicate picks.",
         )
         p.Define(
+            "rolled",
+            None,
+            "Whether the repeating part of the schedule becomes a loop of the graph, which then "
+            "does not grow with the number of microbatches; by default if there are more than 500 "
+            "actions.",
+        )
+        p.Define(
             "check_numerics",
             None,
             "'results' makes it an error if the loss (without loss_inside, an output) or a "
@@ -256,6 +263,7 @@ class PipeliningLayer(SeqLayer):
             options = Options(
                 batch_dim=p.batch_dim,
                 remat=p.remat,
+                rolled=p.rolled,
                 compute_dtype=p.fprop_dtype,
                 loss_scale=None if self.do_eval else self.loss_scale,
                 clock=None if self.do_eval else self.clock,

@@ -68,7 +68,7 @@ class ActionClock:
         # Within a function of its own, because TensorFlow executes operations with state that it
         # sees side by side one after the other; and without state it would leave this one out.
         function = tf.function(note, autograph=False)
-        call = Call(function.get_concrete_function(tf.TensorSpec([], tf.int64)))
+        call = Call(function.get_concrete_function(tf.TensorSpec([], tf.int64)), [0])
         return call([microbatch])[0].op
 
     def _note(self, place: np.ndarray, microbatch: np.ndarray) -> np.int64:

@@ -58,6 +58,14 @@ class GraphCut:
             )
         return seen
 
+    def used(self, tensors: Iterable[str], given: Iterable[str]) -> set[str]:
+        """Which of the tensors `given` are needed to compute `tensors` from all of them."""
+        stop = set(given)
+        found = stop & set(tensors)
+        for node in self.ancestors(tensors, stop):
+            found |= stop.intersection(map(tensor_name, self._nodes[node].input))
+        return found
+
     def nodes(self, tensors: Iterable[str]) -> Iterator[Any]:
         """All nodes that `tensors` need, those in the bodies of functions too."""
         bodies = {f.signature.name: f.node_def for f in self._graph_def.library.function}

@@ -7,6 +7,7 @@ the pipeline's is attached to its results as a whole.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -50,10 +51,12 @@ class Call:
 
     Args:
         function: the function.
+        taken: the positions of those that it takes among the tensors that it is called with.
     """
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Any, taken: Sequence[int]) -> None:
         self._function = function
+        self._taken = taken
         self._dtypes = [t.dtype for t in function.outputs]
         self._shapes = [t.shape for t in function.outputs]
         self._captures = function.captured_inputs
@@ -65,14 +68,14 @@ class Call:
         self._known_to: Any = None
 
     def __call__(self, arguments: Tensors) -> Tensors:
-        """The results; the function's captures are added to the arguments."""
+        """The results for the arguments that it takes; the function's captures are added."""
         if not self._dtypes:
             return []
         graph = tf.compat.v1.get_default_graph()
         if graph is not self._known_to:
             self._function.add_to_graph(graph)
             self._known_to = graph
-        tensors = [*arguments, *self._captures]
+        tensors = [*(arguments[i] for i in self._taken), *self._captures]
         results = _make("PartitionedCall", tensors, self._dtypes, self._attributes)
         for tensor, shape in zip(results, self._shapes, strict=True):
             tensor.set_shape(shape)

@@ -343,16 +343,22 @@ class Passes:
         note. Without probes there is no note.
         """
         traced = self._traced
-        names = [*traced.theta, *arguments, *traced.scalars]
+        probed = flat_names([probe.tensors for probe in probes])
+        wanted = self._theta_names if gradients else []
+        every = [*traced.theta, *arguments, *traced.scalars]
+        used = traced.cut.used([*wanted, *fetches, *probed], every)
+        if probes:
+            used.add(traced.scalars[0])
+        taken = [i for i, name in enumerate(every) if name in used]
+        names = [every[i] for i in taken]
         specs = [traced.spec(name) for name in names]
         rest = list(self.accumulator_specs) if adds else []
         rest += [tf.TensorSpec([], tf.int64)] if probes else []
-        probed = flat_names([probe.tensors for probe in probes])
+        taken += range(len(every), len(every) + len(rest))
 
         def run(*tensors: tf.Tensor) -> Tensors:
             values = dict(zip(names, tensors[: len(names)], strict=True))
             with tf.device(traced.stage.device):
-                wanted = self._theta_names if gradients else []
                 pasted = traced.cut.paste(values, [*wanted, *fetches, *probed])
                 end = len(wanted) + len(fetches)
                 # An argument that is returned as it is would make the call an alias of it.
@@ -369,7 +375,7 @@ class Passes:
 
         function = tf.function(run, autograph=False).get_concrete_function(*specs, *rest)
         check_pure(function.graph, traced.stage.name)
-        return Call(function)
+        return Call(function, taken)
 
     def _accumulate(self, totals: Grads, flat: Tensors) -> Tensors:
         flat_grads = iter(flat)

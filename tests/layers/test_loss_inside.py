@@ -1,5 +1,7 @@
 """A PipeliningLayer with the loss in its last stage trains as the plain stack does."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -96,6 +98,14 @@ def test_selective_remat_picks_layers_by_name(run, expected):
     remat = Selective(lambda name: name in ("block1", "block2", "head"))
     params = pipelined(2, 4, schedule="1f1b", remat=remat)
     assert_equal(run(params, [X, X], steps=3, num_devices=2, loss=mean), expected(run), 4)
+
+
+def test_a_schedule_as_a_loop(run, expected):
+    params = pipelined(2, 8, schedule="1f1b", rolled=True)
+    with mock.patch.object(tf, "while_loop", wraps=tf.while_loop) as loops:
+        result = run(params, [X, X], steps=3, num_devices=2, loss=mean)
+    assert loops.called
+    assert_equal(result, expected(run), 8)
 
 
 def test_a_table_from_a_file(run, expected, tmp_path):
