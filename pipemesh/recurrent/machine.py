@@ -18,6 +18,9 @@ from pipemesh.recurrent.remat import Remat, recomputed
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.traced_stage import Cutting, TracedStage, WholeBatch, specs_of
 
+# Operations whose results are known before anything runs.
+_CONSTANT = ("Const", "Fill")
+
 
 class Values(Protocol):
     """Where actions find what others made.
@@ -218,15 +221,7 @@ class Machine:
         self, kind: str, passes: Passes, stage: int, scalars: Tensors, values: Values
     ) -> None:
         state = values.state
-        kept, grads = values.read("kept", stage), self._result_grads(stage, values)
-        if passes.recomputes and stage < len(self._stages) - 1:
-            # Two gates: what is computed again may be so while the gradient is still on its way.
-            kept, grads = self._gate(stage, kept, state), self._gate(stage, grads, state)
-        else:
-            # One, in which a constant gradient of the loss is hidden. TensorFlow would compute
-            # beforehand what follows from it alone, and keep it for every microbatch.
-            both = self._gate(stage, [*kept, *grads], state)
-            kept, grads = both[: len(kept)], both[len(kept) :]
+        kept, grads = self._gated(passes, stage, values)
         arguments = self._theta(stage), kept, grads, scalars
         notes = state.notes["backward"]
         if kind == "B":
@@ -246,6 +241,23 @@ class Machine:
         sent = [g for g in input_grads if g is not None] if stage else []
         carried = [g for g in state.carry_grads[stage] if g is not None]
         self._finish(stage, state, pending, sent, carried)
+
+    def _gated(self, passes: Passes, stage: int, values: Values) -> tuple[Tensors, Tensors]:
+        """What a backward action starts from: what is kept, and the gradients of the results.
+
+        There are two gates where something is computed again, which may be so while the gradient is
+        still on its way. Gradients that are constants go through the first one. What follows from
+        them alone TensorFlow would else compute beforehand, and keep for every microbatch.
+        """
+        kept, grads = values.read("kept", stage), self._result_grads(stage, values)
+        late = [g for g in grads if g.op.type not in _CONSTANT] if passes.recomputes else []
+        known = {id(g) for g in late}
+        early = [g for g in grads if id(g) not in known]
+        first = self._gate(stage, [*kept, *early], values.state)
+        gated_late = iter(self._gate(stage, late, values.state))
+        gated_early = iter(first[len(kept) :])
+        gated = [next(gated_late if id(g) in known else gated_early) for g in grads]
+        return first[: len(kept)], gated
 
     def _weight_grad(self, passes: Passes, stage: int, scalars: Tensors, values: Values) -> None:
         state = values.state
