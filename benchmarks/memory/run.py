@@ -69,33 +69,34 @@ def stack_of(name: str, microbatches: int, blocks: int, rows: int = ROWS) -> Sta
     )
 
 
+def make_params(name: str, stack: Stack) -> Any:
+    """The params of a pipeline of ours."""
+    import pipemesh.layers
+    from pipemesh.recurrent import Selective
+
+    schedule, remat, *_ = name.split()
+    return stack.pipeline(
+        pipemesh.layers,
+        summed_head_params(),
+        schedule=schedule,
+        loss_inside=True,
+        remat=Selective(lambda layer: layer[-1] in "02468") if remat == "selective" else remat,
+    )
+
+
 def make_step(name: str, stack: Stack, computes: bool):
     quiet()
     if name == LINGVO:
         # The loss of each row inside, so that no contender returns the last block's output.
         return lingvo_step(stack, DEVICES, row_head_params(), _sum, computes)
     set_threads(inter_op=DEVICES, intra_op=1, num_devices=DEVICES)
-    import pipemesh.layers
-    from pipemesh.recurrent import Selective
     from pipemesh.recurrent import run as executor
 
-    schedule, remat, *form = name.split()
     # By default the executor decides by the length of the table, which would put a step into the
     # curves. (`patch` because it fails where there is nothing of that name.)
-    mock.patch.object(executor, "ROLL_ABOVE", sys.maxsize if form else 0).start()
-    if remat == "selective":
-        remat = Selective(lambda layer: layer[-1] in "02468")
-
-    def make_params():
-        return stack.pipeline(
-            pipemesh.layers,
-            summed_head_params(),
-            schedule=schedule,
-            loss_inside=True,
-            remat=remat,
-        )
-
-    step = tf2_step(make_params, stack, DEVICES, lambda outputs: outputs[0])
+    unrolled = name.endswith("unrolled")
+    mock.patch.object(executor, "ROLL_ABOVE", sys.maxsize if unrolled else 0).start()
+    step = tf2_step(lambda: make_params(name, stack), stack, DEVICES, lambda outputs: outputs[0])
     return step if computes else lambda: (0.0, 0.0)
 
 
@@ -122,52 +123,39 @@ def answer(name: str, stack: Stack, computes: bool) -> dict[str, float]:
 
 
 def measure(
-    name: str, microbatches: int, blocks: int, rows: int = ROWS, computes: bool = True
+    name: str, microbatches: int, blocks: int, rows: int = ROWS, what: str = "step"
 ) -> dict[str, float]:
-    """One fresh process."""
+    """One fresh process; `what` is a step, or only its variables, or the prediction."""
     command = [sys.executable, __file__, "--serve", name, "--counts", str(microbatches)]
     command += ["--blocks", str(blocks), "--rows", str(rows)]
-    contender = Contender(command + ([] if computes else ["--only_variables"]), ENVIRONMENT)
+    contender = Contender([*command, "--what", what], ENVIRONMENT)
     result = contender.ask()
     contender.close()
     return result
 
 
-def predicted(name: str, microbatches: int, blocks: int) -> float | None:
-    """MB that stages keep for later actions, the sum over devices of each one's peak."""
-    from pipemesh.schedule import ScheduleSpec
+def predicted(name: str, stack: Stack) -> dict[str, float]:
+    """MB that stages keep for later actions: the sum over devices of each one's peak."""
+    quiet()
+    set_threads(inter_op=DEVICES, intra_op=1, num_devices=DEVICES)
+    import tensorflow as tf
+    from lingvo.core import py_utils
 
-    if name == LINGVO:
-        return None
-    text, remat, *_ = name.split()
-    if remat not in ("none", "full"):
-        return None
-    stack = stack_of(name, microbatches, blocks)
-    schedule = ScheduleSpec.from_text(text).build(DEVICES, microbatches)
-    # The weight gradients of a block need its input, what comes out of its ReLU, and the gradients
-    # of both of its dense layers' results.
-    needed = stack.blocks // stack.stages * (stack.dim + stack.hidden)
-    total = 0
-    for row in schedule.rows:
-        now = peak = 0
-        for action in row:
-            stage_input = stack.dim if action.stage else stack.features
-            after_forward = needed if remat == "none" else stage_input
-            now += {
-                "F": after_forward,
-                "I": 2 * needed - after_forward,
-                "B": -after_forward,
-                "W": -2 * needed,
-            }[action.kind]
-            peak = max(peak, now)
-        total += peak
-    return total * ROWS * 4 / 1e6
+    from pipemesh.layers import mesh_cluster
+    from pipemesh.mesh import Mesh
+
+    py_utils.SetEagerMode(True)
+    with mesh_cluster(Mesh((("layers", DEVICES),))):
+        py_utils.GetOrCreateGlobalStepVar()
+        layer = make_params(name, stack).Instantiate()
+        devices = layer.PredictMemory(tf.TensorSpec(stack.batch_shape()))
+    return {"kept": sum(device.kept for device in devices) / 1e6}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--serve", help=argparse.SUPPRESS)
-    parser.add_argument("--only_variables", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--what", help=argparse.SUPPRESS)
     parser.add_argument("--counts", type=int, nargs="+", default=list(COUNTS))
     parser.add_argument(
         "--blocks", type=int, default=STACK.blocks, help="a multiple of the number of stages"
@@ -178,9 +166,11 @@ def main() -> None:
     parser.add_argument("--plot", default=str(HERE / "peak.svg"))
     arguments = parser.parse_args()
     if arguments.serve:
-        computes = not arguments.only_variables
         stack = stack_of(arguments.serve, arguments.counts[0], arguments.blocks, arguments.rows)
-        serve(lambda: answer(arguments.serve, stack, computes))
+        if arguments.what == "prediction":
+            serve(lambda: predicted(arguments.serve, stack))
+        else:
+            serve(lambda: answer(arguments.serve, stack, arguments.what == "step"))
         return
     names = [name for name in CONTENDERS if name in arguments.contenders]
     for name in names:
@@ -188,7 +178,7 @@ def main() -> None:
             parser.error(f"--blocks={arguments.blocks}: {name} has {stages} stages; leave it out")
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         baselines = {
-            name: pool.submit(measure, name, COUNTS[0], arguments.blocks, computes=False)
+            name: pool.submit(measure, name, COUNTS[0], arguments.blocks, what="variables")
             for name in ("1f1b none", LINGVO)
         }
         running = {
@@ -202,11 +192,19 @@ def main() -> None:
             name: pool.submit(measure, name, max(arguments.counts), arguments.blocks, TINY_ROWS)
             for name in names
         }
+        predictions = {
+            name: pool.submit(
+                measure, name, max(arguments.counts), arguments.blocks, what="prediction"
+            )
+            for name in names
+            if name != LINGVO
+        }
         baseline = {name: future.result() for name, future in baselines.items()}
         found = {key: future.result() for key, future in running.items()}
         program = {name: future.result() for name, future in programs.items()}
+        kept = {name: future.result()["kept"] for name, future in predictions.items()}
     check(found)
-    report(names, found, program, baseline, arguments)
+    report(names, found, program, kept, baseline, arguments)
 
 
 def check(found: dict[tuple[str, int], dict[str, float]]) -> None:
@@ -218,7 +216,7 @@ def check(found: dict[tuple[str, int], dict[str, float]]) -> None:
                 raise SystemExit(f"{name}, {count} microbatches, computes something else: {result}")
 
 
-def report(names, found, program, baseline, arguments) -> None:
+def report(names, found, program, kept, baseline, arguments) -> None:
     counts = sorted(arguments.counts)
 
     def above(name: str, measured: dict[str, float]) -> float:
@@ -238,11 +236,10 @@ def report(names, found, program, baseline, arguments) -> None:
     print("|---|" + "--:|" * (len(counts) + 3))
     for name in names:
         last = counts[-1]
-        kept = predicted(name, last, arguments.blocks)
         ratio = f"{peaks[name][last] / peaks[LINGVO][last]:.2f}" if LINGVO in peaks else ""
         print(
             f"| {name} | {' | '.join(f'{peaks[name][count]:.0f}' for count in counts)} "
-            f"| {above(name, program[name]):.0f} | {'' if kept is None else f'{kept:.0f}'} "
+            f"| {above(name, program[name]):.0f} | {f'{kept[name]:.0f}' if name in kept else ''} "
             f"| {ratio} |"
         )
     verdicts = {}
@@ -271,6 +268,7 @@ def report(names, found, program, baseline, arguments) -> None:
         "environment": ENVIRONMENT,
         "baseline": baseline,
         "graph": program,
+        "kept": kept,
         "measured": [{"name": n, "microbatches": c, **r} for (n, c), r in sorted(found.items())],
         "peak_above_baseline": peaks,
         "verdicts": verdicts,

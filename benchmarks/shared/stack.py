@@ -35,10 +35,13 @@ class Stack:
     microbatches: int
     features: int | None = None
 
+    def batch_shape(self) -> list[int]:
+        """The shape of the input."""
+        return [self.rows, self.features or self.dim]
+
     def batch(self) -> np.ndarray:
         """The input."""
-        shape = [self.rows, self.features or self.dim]
-        return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+        return np.random.default_rng(0).normal(size=self.batch_shape()).astype(np.float32)
 
     def layers(self) -> list[Any]:
         """Params of the layers: blocks, after a dense layer where the input is narrow."""

@@ -12,16 +12,20 @@ from pipemesh.errors import PipelineError
 from pipemesh.layers.feature_extraction import to_tuple
 from pipemesh.layers.seq_layer import SeqLayer
 from pipemesh.layers.step_seed import current_step, keyed_seeds
+from pipemesh.layers.structure import Structure
 from pipemesh.recurrent import (
     ActionClock,
+    DeviceMemory,
     LossScale,
     Options,
     Stage,
     explain,
     pipeline,
     pipeline_loss,
+    predict_memory,
 )
 from pipemesh.recurrent.precision import INITIAL_SCALE, cast_floating
+from pipemesh.recurrent.run import with_loss
 from pipemesh.schedule import Schedule, ScheduleSpec
 
 
@@ -238,38 +242,13 @@ class PipeliningLayer(SeqLayer):
         with tf.device(devices[0]):
             args = to_tuple(self._fprop_before(theta, *args))
         eagerly = tf.executing_eagerly()
-        structure = _Structure.of(args, p.nested_map_fprop, p.name)
-        inputs = structure.flatten(args)
-        self._check_microbatches(inputs)
-        thetas = [theta[name].Flatten() for name in self._cell_names]
-        cells = [self.children[name] for name in self._cell_names]
-        carries = [cell.GetAccumulatorValues().Flatten() for cell in cells]
-        packing = [theta[name] for name in self._cell_names]
+        structure, inputs, thetas, carries = self._flat(theta, args)
 
         def build(
-            thetas: Any, inputs: Any, carries: Any, step: Any, structures: list[_Structure]
+            thetas: Any, inputs: Any, carries: Any, step: Any, structures: list[Structure]
         ) -> Any:
-            structures[:] = [structure] + [None] * len(cells)
-            stages = [
-                Stage(
-                    name=name,
-                    forward=self._stage_function(i, packing[i], structures),
-                    theta=thetas[i],
-                    carry=carries[i],
-                    device=devices[i],
-                )
-                for i, name in enumerate(self._cell_names)
-            ]
-            options = Options(
-                batch_dim=p.batch_dim,
-                remat=p.remat,
-                rolled=p.rolled,
-                compute_dtype=p.fprop_dtype,
-                loss_scale=None if self.do_eval else self.loss_scale,
-                clock=None if self.do_eval else self.clock,
-                check_numerics=self._check_numerics(eagerly),
-                strict_devices=p.strict_devices,
-            )
+            stages = self._stages(theta, thetas, carries, structure, structures)
+            options = self._options(eagerly)
             if not p.loss_inside:
                 return pipeline(stages, inputs, schedule, step=step, options=options)
             loss, others, carries = pipeline_loss(
@@ -281,7 +260,7 @@ class PipeliningLayer(SeqLayer):
         if eagerly:
             key = (structure.key(), self.do_eval, tuple(devices), self.clock, self.locates_errors)
             if key not in self._eager_runs:
-                structures: list[_Structure] = []
+                structures: list[Structure] = []
                 run = tf.function(
                     lambda *tensors: build(*tensors, structures=structures), autograph=False
                 )
@@ -298,9 +277,91 @@ class PipeliningLayer(SeqLayer):
         else:
             structures = []
             outputs, carries = build(thetas, inputs, carries, step, structures)
-        for cell, carry in zip(cells, carries, strict=True):
+        for name, carry in zip(self._cell_names, carries, strict=True):
+            cell = self.children[name]
             cell.SetAccumulatorValues(cell.accumulators.Pack(carry))
         return structures[-1].pack(outputs)
+
+    def PredictMemory(self, *args: Any) -> list[DeviceMemory]:
+        """What a step would hold on each device, before anything runs.
+
+        Args:
+            *args: as for `FProp`; a `tf.TensorSpec` will do for a tensor.
+
+        Returns:
+            One for each device, in bytes; what an action needs while it runs comes on top.
+
+        Raises:
+            PipelineError: see `FProp`.
+            DeviceError: see `FProp`.
+        """
+        whole = self.theta
+        found: list[DeviceMemory] = []
+
+        def trace(flat: Any, args: Any) -> None:
+            theta = whole.Pack(flat)
+            with tf.device(self.StageDevices()[0]):
+                args = to_tuple(self._fprop_before(theta, *args))
+            structure, inputs, thetas, carries = self._flat(theta, args)
+            stages = self._stages(theta, thetas, carries, structure, [])
+            if self.params.loss_inside:
+                stages[-1] = with_loss(stages[-1])
+            step, options = tf.constant(0, tf.int64), self._options(eagerly=False)
+            schedule = self.schedule.only_forward() if self.do_eval else self.schedule
+            found[:] = predict_memory(stages, inputs, schedule, step=step, options=options)
+
+        def spec(value: Any) -> tf.TensorSpec | None:
+            return None if value is None else tf.TensorSpec(value.shape, value.dtype)
+
+        specs = tf.nest.map_structure(spec, (whole.Flatten(), args))
+        tf.function(trace, autograph=False).get_concrete_function(*specs)
+        return found
+
+    def _flat(self, theta: Any, args: tuple[Any, ...]) -> tuple[Structure, Any, Any, Any]:
+        """The structure of what goes in; inputs, weights and carries of each stage, as lists."""
+        p = self.params
+        structure = Structure.of(args, p.nested_map_fprop, p.name)
+        inputs = structure.flatten(args)
+        self._check_microbatches(inputs)
+        thetas = [theta[name].Flatten() for name in self._cell_names]
+        cells = [self.children[name] for name in self._cell_names]
+        return structure, inputs, thetas, [c.GetAccumulatorValues().Flatten() for c in cells]
+
+    def _stages(
+        self,
+        theta: Any,
+        thetas: list[Any],
+        carries: list[Any],
+        structure: Structure,
+        structures: list[Any],
+    ) -> list[Stage]:
+        """The stages as pure functions; tracing them fills `structures` with what goes between."""
+        structures[:] = [structure] + [None] * len(thetas)
+        return [
+            Stage(
+                name=name,
+                forward=self._stage_function(i, theta[name], structures),
+                theta=thetas[i],
+                carry=carries[i],
+                device=device,
+            )
+            for i, (name, device) in enumerate(
+                zip(self._cell_names, self.StageDevices(), strict=True)
+            )
+        ]
+
+    def _options(self, eagerly: bool) -> Options:
+        p = self.params
+        return Options(
+            batch_dim=p.batch_dim,
+            remat=p.remat,
+            rolled=p.rolled,
+            compute_dtype=p.fprop_dtype,
+            loss_scale=None if self.do_eval else self.loss_scale,
+            clock=None if self.do_eval else self.clock,
+            check_numerics=self._check_numerics(eagerly),
+            strict_devices=p.strict_devices,
+        )
 
     def _check_numerics(self, eagerly: bool) -> str | None:
         chosen = self.params.check_numerics
@@ -353,49 +414,10 @@ class PipeliningLayer(SeqLayer):
             carry = [tf.convert_to_tensor(t) for t in cell.GetAccumulatorValues().Flatten()]
             cell.SetAccumulatorValues(saved)
             outputs = to_tuple(outputs)
-            structures[number + 1] = _Structure.of(outputs, p.nested_map_fprop, name)
+            structures[number + 1] = Structure.of(outputs, p.nested_map_fprop, name)
             flat = [tf.convert_to_tensor(t) for t in structures[number + 1].flatten(outputs)]
             if p.state_dtype is not None:
                 flat = [tf.cast(t, p.state_dtype) if t.dtype.is_floating else t for t in flat]
             return flat, carry
 
         return forward
-
-
-class _Structure:
-    """Where tensors and where None stand in what goes from stage to stage."""
-
-    def __init__(self, present: list[bool], nested_map: Any) -> None:
-        self._present = present
-        self._map = nested_map
-
-    @classmethod
-    def of(cls, values: tuple[Any, ...], nested_map_fprop: bool, name: str) -> _Structure:
-        nested_map = None
-        if nested_map_fprop:
-            if len(values) != 1 or not isinstance(values[0], py_utils.NestedMap):
-                raise PipelineError(
-                    f"{name}: nested_map_fprop means exactly one NestedMap in and out; got "
-                    f"{', '.join(type(v).__name__ for v in values)}"
-                )
-            nested_map = values[0].Transform(lambda _: 0)
-            values = tuple(values[0].Flatten())
-        return cls([value is not None for value in values], nested_map)
-
-    def key(self) -> Any:
-        names = None if self._map is None else tuple(k for k, _ in self._map.FlattenItems())
-        return tuple(self._present), names
-
-    def flatten(self, values: tuple[Any, ...]) -> list[tf.Tensor]:
-        flat = values if self._map is None else values[0].Flatten()
-        return [tf.convert_to_tensor(value) for value in flat if value is not None]
-
-    def pack_arguments(self, tensors: list[tf.Tensor]) -> tuple[Any, ...]:
-        values = iter(tensors)
-        flat = [next(values) if present else None for present in self._present]
-        return tuple(flat) if self._map is None else (self._map.Pack(flat),)
-
-    def pack(self, tensors: list[tf.Tensor]) -> Any:
-        """One value is returned bare, several as a tuple."""
-        arguments = self.pack_arguments(tensors)
-        return arguments[0] if len(arguments) == 1 else arguments

@@ -27,7 +27,7 @@ Example:
 from pipemesh.recurrent.clock import ActionClock
 from pipemesh.recurrent.executor import pipeline, pipeline_loss
 from pipemesh.recurrent.explain import explain
-from pipemesh.recurrent.memory import predict_memory
+from pipemesh.recurrent.memory import DeviceMemory, predict_memory
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.placement import Placement, record_placement
 from pipemesh.recurrent.precision import LossScale
@@ -39,6 +39,7 @@ from pipemesh.recurrent.stage import Stage
 __all__ = [
     "REMAT_POLICIES",
     "ActionClock",
+    "DeviceMemory",
     "LossScale",
     "Options",
     "Placement",
