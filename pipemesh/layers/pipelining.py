@@ -10,6 +10,7 @@ from lingvo.core import py_utils
 
 from pipemesh.errors import PipelineError
 from pipemesh.layers.feature_extraction import to_tuple
+from pipemesh.layers.schedule_of import schedule_of
 from pipemesh.layers.seq_layer import SeqLayer
 from pipemesh.layers.step_seed import current_step, keyed_seeds
 from pipemesh.layers.structure import Structure
@@ -26,7 +27,7 @@ from pipemesh.recurrent import (
 )
 from pipemesh.recurrent.precision import INITIAL_SCALE, cast_floating
 from pipemesh.recurrent.run import with_loss
-from pipemesh.schedule import Schedule, ScheduleSpec
+from pipemesh.schedule import Schedule
 
 
 class PipeliningLayer(SeqLayer):
@@ -176,40 +177,7 @@ class PipeliningLayer(SeqLayer):
     @functools.cached_property
     def schedule(self) -> Schedule:
         """The table that training runs, checked against the stages."""
-        p = self.params
-        if not p.cell_tpl:
-            raise PipelineError(f"{p.name}: cell_tpl is empty; a pipeline needs at least one stage")
-        for name, value in (
-            ("num_micro_batches", p.num_micro_batches),
-            ("micro_batch_size", p.micro_batch_size),
-        ):
-            if value is not None and value < 1:
-                raise PipelineError(f"{p.name}: {name} is {value}; it must be at least 1")
-        schedule = p.schedule
-        num_stages = len(p.cell_tpl)
-        if not isinstance(schedule, Schedule):
-            spec = ScheduleSpec.from_text(schedule)
-            num_devices, rest = divmod(num_stages, spec.stages_a_device)
-            if rest:
-                raise PipelineError(
-                    f"{p.name}: schedule {schedule!r} has {spec.stages_a_device} stages a device, "
-                    f"but cell_tpl has {num_stages} stages, which is no multiple; cut the layers "
-                    f"into {num_stages - rest or spec.stages_a_device} stages"
-                )
-            schedule = spec.build(num_devices, p.num_micro_batches)
-        found = (schedule.num_stages, schedule.num_microbatches)
-        if found != (num_stages, p.num_micro_batches):
-            raise PipelineError(
-                f"{p.name}: the schedule has {found[0]} stages and {found[1]} microbatches, but "
-                f"there are {num_stages} in cell_tpl and num_micro_batches is "
-                f"{p.num_micro_batches}; make them equal"
-            )
-        if p.loss_inside and p.nested_map_fprop:
-            raise PipelineError(
-                f"{p.name}: with loss_inside the last layer returns scalars and tensors, not one "
-                "NestedMap; leave nested_map_fprop unset"
-            )
-        return schedule
+        return schedule_of(self.params)
 
     def FProp(self, theta: Any, *args: Any) -> Any:
         """Runs the stack.
