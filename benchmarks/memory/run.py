@@ -229,8 +229,8 @@ def report(names, found, program, kept, baseline, arguments) -> None:
         f"microbatches of {ROWS} rows. Peak resident set in MB above that of a process with the "
         f"variables ({baseline['1f1b none']['VmRSS']:.0f} MB, lingvo "
         f"{baseline[LINGVO]['VmRSS']:.0f} MB). Graph: the peak with the most microbatches, "
-        f"but of {TINY_ROWS} rows, so that tensors take no room. Kept: what stages keep from "
-        "forward to backward then, by the schedule."
+        f"but of {TINY_ROWS} rows, so that tensors take no room. Kept: what stages keep "
+        "for later actions then, as predicted before anything runs."
     )
     print(f"| | {' | '.join(map(str, counts))} | graph | kept | / lingvo |")
     print("|---|" + "--:|" * (len(counts) + 3))
