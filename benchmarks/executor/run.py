@@ -23,7 +23,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import building
 import waiting
 from mkl_shim import mkl_shim
-from shared.contender import Contender, serve, serve_timed
+from shared.contender import Contender, serve, serve_timed, take_turns
 from shared.stack import Stack, lingvo_step, quiet, set_threads, summed_head_params, tf2_step
 from torch_environment import TORCH, torch_python
 
@@ -151,21 +151,7 @@ def stages_part(arguments: argparse.Namespace) -> dict[str, Any]:
         f"{STACK}, one thread a stage, {arguments.rounds} rounds in turn. Last column: the step "
         f"over its CPU time spread over {STACK.stages} cores, 1 if no core is ever idle."
     )
-    contenders = contenders_of(arguments)
-    values = {name: [contender.ask() for _ in range(3)] for name, contender in contenders.items()}
-    for name, steps in values.items():
-        for theirs, ours in zip(steps[-1][2:], values[PIPEMESH][-1][2:], strict=True):
-            if abs(theirs - ours) > 1e-3 * abs(ours):
-                raise SystemExit(f"{name} computes something else: {steps[-1]}, {values[PIPEMESH]}")
-    seconds = {name: [] for name in contenders}
-    cpu_seconds = {name: [] for name in contenders}
-    for _ in range(arguments.rounds):
-        for name, contender in contenders.items():
-            wall, cpu, *_ = contender.ask()
-            seconds[name].append(wall)
-            cpu_seconds[name].append(cpu)
-    for contender in contenders.values():
-        contender.close()
+    seconds, cpu_seconds, results = take_turns(contenders_of(arguments), arguments.rounds, PIPEMESH)
     median = {name: statistics.median(times) for name, times in seconds.items()}
     cpu = {name: statistics.median(times) for name, times in cpu_seconds.items()}
     print("| | median | quartiles | pipemesh / it | bar | CPU a step | / ideal |")
@@ -185,7 +171,6 @@ def stages_part(arguments: argparse.Namespace) -> dict[str, Any]:
             f"| {median[name] * STACK.stages / cpu[name]:.2f} |"
         )
     print()
-    results = {name: steps[-1][2:] for name, steps in values.items()}
     return {
         "torch": TORCH,
         "loss_and_norm": results,

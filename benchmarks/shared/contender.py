@@ -9,7 +9,7 @@ import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -58,6 +58,42 @@ class Contender:
         """Ends the process."""
         self._process.stdin.close()
         self._process.wait()
+
+
+def take_turns(
+    contenders: Mapping[str, Contender], rounds: int, reference: str, other: Sequence[str] = ()
+) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, list[float]]]:
+    """Has contenders that `serve_timed` compute one step a round, while the others wait.
+
+    They warm up with three steps, and are closed in the end.
+
+    Args:
+        contenders: by name.
+        rounds: that are timed.
+        reference: whose results all must have.
+        other: those who compute something else.
+
+    Returns:
+        Of each contender the seconds and the CPU seconds of its steps, and its results.
+    """
+    results = {}
+    for name, contender in contenders.items():
+        for _ in range(3):
+            _, _, *results[name] = contender.ask()
+    for name in results.keys() - set(other):
+        for mine, wanted in zip(results[name], results[reference], strict=True):
+            if abs(mine - wanted) > 1e-3 * abs(wanted):
+                raise SystemExit(f"{name} does not compute what {reference} does: {results}")
+    seconds = {name: [] for name in contenders}
+    cpu_seconds = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, contender in contenders.items():
+            wall, cpu, *_ = contender.ask()
+            seconds[name].append(wall)
+            cpu_seconds[name].append(cpu)
+    for contender in contenders.values():
+        contender.close()
+    return seconds, cpu_seconds, results
 
 
 def serve(answer: Callable[[], Any]) -> None:

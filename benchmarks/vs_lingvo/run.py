@@ -19,7 +19,7 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from shared.contender import Contender, serve_timed
+from shared.contender import Contender, serve_timed, take_turns
 from shared.stack import (
     Stack,
     initial_weight,
@@ -127,22 +127,7 @@ def main() -> None:
     contenders = {
         name: Contender([sys.executable, __file__, "--serve", name]) for name in CONTENDERS
     }
-    values = {name: [contender.ask() for _ in range(3)] for name, contender in contenders.items()}
-    for name, steps in values.items():
-        if name == PRODUCTS:
-            continue
-        for mine, plain in zip(steps[-1][2:], values["plain"][-1][2:], strict=True):
-            if abs(mine - plain) > 1e-3 * abs(plain):
-                raise SystemExit(f"{name} computes something else: {steps[-1]}, {values['plain']}")
-    seconds = {name: [] for name in contenders}
-    cpu_seconds = {name: [] for name in contenders}
-    for _ in range(arguments.rounds):
-        for name, contender in contenders.items():
-            wall, cpu, *_ = contender.ask()
-            seconds[name].append(wall)
-            cpu_seconds[name].append(cpu)
-    for contender in contenders.values():
-        contender.close()
+    seconds, cpu_seconds, _ = take_turns(contenders, arguments.rounds, "plain", [PRODUCTS])
     report(seconds, cpu_seconds, arguments)
 
 

@@ -250,14 +250,13 @@ class Machine:
         them alone TensorFlow would else compute beforehand, and keep for every microbatch.
         """
         kept, grads = values.read("kept", stage), self._result_grads(stage, values)
-        late = [g for g in grads if g.op.type not in _CONSTANT] if passes.recomputes else []
-        known = {id(g) for g in late}
-        early = [g for g in grads if id(g) not in known]
-        first = self._gate(stage, [*kept, *early], values.state)
-        gated_late = iter(self._gate(stage, late, values.state))
-        gated_early = iter(first[len(kept) :])
-        gated = [next(gated_late if id(g) in known else gated_early) for g in grads]
-        return first[: len(kept)], gated
+        late = [passes.recomputes and g.op.type not in _CONSTANT for g in grads]
+        first = [*kept, *(g for g, is_late in zip(grads, late, strict=True) if not is_late)]
+        second = [g for g, is_late in zip(grads, late, strict=True) if is_late]
+        first = self._gate(stage, first, values.state)
+        second = iter(self._gate(stage, second, values.state))
+        with_kept = iter(first[len(kept) :])
+        return first[: len(kept)], [next(second if is_late else with_kept) for is_late in late]
 
     def _weight_grad(self, passes: Passes, stage: int, scalars: Tensors, values: Values) -> None:
         state = values.state
