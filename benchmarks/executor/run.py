@@ -189,7 +189,7 @@ def main() -> None:
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=15, help="of real stages")
-    parser.add_argument("--waiting_rounds", type=int, default=2, help="of waiting cells")
+    parser.add_argument("--waiting_rounds", type=int, default=3, help="of waiting cells")
     parser.add_argument("--microbatches", type=int, default=waiting.MICROBATCHES)
     parser.add_argument(
         "--torch_python",
