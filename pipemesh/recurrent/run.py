@@ -25,6 +25,7 @@ from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.strict_devices import check_devices
 from pipemesh.recurrent.traced_stage import Cutting, specs_of
 from pipemesh.recurrent.unrolled import Unrolled
+from pipemesh.recurrent.wrong_kernels import check_kernels
 from pipemesh.schedule import Action, Schedule, execution_order
 from pipemesh.schedule.repeats import Loop, find_loops
 
@@ -83,6 +84,8 @@ class Run:
             options.check_numerics,
             options.clock,
         )
+        for traced in self._machine.traced:
+            check_kernels(traced.stage.name, traced.stage.device, traced.nodes())
         if options.strict_devices:
             check_devices(self._machine.traced)
         self.checks = Checks(
