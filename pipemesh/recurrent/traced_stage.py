@@ -73,6 +73,12 @@ class WholeBatch:
         return self._draws[stage]
 
 
+def output_specs(stage: Stage, inputs: Specs, has_step: bool) -> Specs:
+    """Shapes and dtypes of what a stage returns for given inputs, without its gradient."""
+    outputs, _ = _trace(stage, inputs, None, has_step, []).graph.structured_outputs
+    return specs_of(outputs)
+
+
 def specs_of(tensors: Sequence[tf.Tensor]) -> Specs:
     """Shape and dtype of each tensor."""
     return [tf.TensorSpec(t.shape, t.dtype) for t in tensors]
