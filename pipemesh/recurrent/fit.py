@@ -80,7 +80,14 @@ def check_joined(traced: TracedStage, cutting: Cutting, has_step: bool) -> None:
     size, dim = cutting.microbatch_size, cutting.batch_dim
     specs = traced.output_specs
     for number, spec in enumerate(specs):
-        if spec.shape.rank is None or (spec.shape.rank > dim and spec.shape[dim] != size):
+        if spec.shape.rank is None or (spec.shape.rank > dim and spec.shape[dim] is None):
+            raise PipelineError(
+                f"output {number} of the last stage ({traced.stage.name!r}) has shape "
+                f"{spec.shape}; its size in dim {dim} (batch_dim) must be known before it runs: if "
+                f"there is one for each of the {size} examples of a microbatch, set its shape with "
+                "tf.ensure_shape, or else pad it"
+            )
+        if spec.shape.rank > dim and spec.shape[dim] != size:
             raise PipelineError(_not_cut(traced, cutting, number, f"has shape {spec.shape}"))
         if 0 < spec.shape.rank <= dim:
             raise PipelineError(

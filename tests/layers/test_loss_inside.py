@@ -155,5 +155,5 @@ class _NoWeight(Block):
 def test_a_head_without_a_weight_is_an_error(run):
     params = pipelined(1, 2)
     params.cell_tpl[0].sub[-1] = _NoWeight.Params().Set(name="head")
-    with pytest.raises(PipelineError, match="it is the summed weight, a scalar"):
+    with pytest.raises(PipelineError, match=r"outputs\.1 is no weight: .* the summed weight"):
         run(params, [X, X], loss=mean)
