@@ -10,7 +10,14 @@ import pytest
 
 import pipemesh
 
-PURE = ["pipemesh", "pipemesh.errors", "pipemesh.mesh", "pipemesh.partition", "pipemesh.schedule"]
+PURE = [
+    "pipemesh",
+    "pipemesh.errors",
+    "pipemesh.mesh",
+    "pipemesh.partition",
+    "pipemesh.schedule",
+    "pipemesh.schedule_names",
+]
 
 
 @pytest.mark.parametrize("room", PURE)

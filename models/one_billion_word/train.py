@@ -20,6 +20,7 @@ from absl import app, flags, logging
 from pipemesh.errors import PipemeshError
 from pipemesh.mesh import Mesh
 from pipemesh.schedule import ScheduleSpec
+from pipemesh.schedule_names import listing
 
 FLAGS = flags.FLAGS
 
@@ -33,8 +34,7 @@ flags.DEFINE_integer("sequence_length", None, "Tokens a row; default: the model'
 flags.DEFINE_string(
     "schedule",
     None,
-    "1f1b, gpipe, interleaved:2 (two stages a device), zb_h1, zb_v, file:x.csv, or any other "
-    "schedule of pipemesh; default: the model's.",
+    f"The pipeline schedule: {listing()}; default: the model's.",
 )
 flags.DEFINE_enum(
     "remat", None, ["full", "none", "except_last"], "What the backward pass computes again."

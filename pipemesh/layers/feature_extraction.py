@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
+import tensorflow as tf
 from lingvo.core import base_layer, py_utils
 
-from pipemesh.errors import PipelineError
+from pipemesh.errors import PipelineError, PipemeshError
+from pipemesh.layers.check_params import check_layers, check_whole, with_article
 from pipemesh.layers.step_seed import whole_batch_randomness
 from pipemesh.lowering import random
 
@@ -16,6 +20,27 @@ def to_tuple(value: Any) -> tuple[Any, ...]:
     if isinstance(value, (list, tuple)):
         return tuple(value)
     return (value,)
+
+
+@contextlib.contextmanager
+def noted(stage: str, layer: str, args: tuple[Any, ...]) -> Iterator[None]:
+    """Notes on an error that a layer raises which layer that was and what it was given.
+
+    Python writes the note under the error, from version 3.11 on.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, PipemeshError) and hasattr(error, "add_note"):
+            given = ", ".join(map(_described, args)) or "nothing"
+            error.add_note(f"in layer {layer!r} of {stage!r}, which was given {given}")
+        raise
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, tf.Tensor):
+        return f"{value.dtype.name} {list(value.shape)}"
+    return "None" if value is None else with_article(type(value).__name__)
 
 
 class FeatureExtractionLayer(base_layer.BaseLayer):
@@ -46,9 +71,17 @@ class FeatureExtractionLayer(base_layer.BaseLayer):
     def __init__(self, params: Any) -> None:
         super().__init__(params)
         p = self.params
+        check_layers(p.name, "sub", p.sub)
+        for field in ("num_act_inputs", "num_act_outputs"):
+            check_whole(p.name, field, getattr(p, field), 0)
         p.act_fetch_layers = p.act_fetch_layers or []
+        if isinstance(p.act_fetch_layers, str):
+            raise PipelineError(
+                f"{p.name}: act_fetch_layers is {p.act_fetch_layers!r}; it must be a list of "
+                f"names: [{p.act_fetch_layers!r}]"
+            )
         expected = p.num_act_inputs + len(p.act_fetch_layers)
-        if min(p.num_act_inputs, p.num_act_outputs) < 0 or p.num_act_outputs != expected:
+        if p.num_act_outputs != expected:
             raise PipelineError(
                 f"{p.name}: num_act_outputs is {p.num_act_outputs}; with {p.num_act_inputs} "
                 f"num_act_inputs and {len(p.act_fetch_layers)} act_fetch_layers it must be "
@@ -56,17 +89,14 @@ class FeatureExtractionLayer(base_layer.BaseLayer):
             )
         self._names = []
         for sub in p.sub:
-            if not sub.name:
-                raise PipelineError(
-                    f"{p.name}: every layer in sub needs a name; {sub.cls} has none"
-                )
             sub.name = p.variable_name_prefix + sub.name
             self.CreateChild(sub.name, sub)
             self._names.append(sub.name)
         unknown = [name for name in p.act_fetch_layers if name not in self.children]
         if unknown:
             raise PipelineError(
-                f"{p.name}: act_fetch_layers names {unknown}, but the layers are {self._names}"
+                f"{p.name}: act_fetch_layers names {list(unknown)}, "
+                f"but the layers are {list(self._names)}"
             )
 
     def _child_variable_scope_override(self) -> dict[str, list[Any]]:
@@ -89,14 +119,26 @@ class FeatureExtractionLayer(base_layer.BaseLayer):
         with whole_batch_randomness():
             for name in self._names:
                 child = self.children[name]
+                given = to_tuple(outputs)
                 if isinstance(child, FeatureExtractionLayer):
-                    outputs = child.FProp(theta[name], *to_tuple(outputs))
+                    outputs = child.FProp(theta[name], *given)
                 else:
-                    with random.layer_scope(name):
-                        outputs = child.FProp(theta[name], *to_tuple(outputs))
+                    with random.layer_scope(name), noted(p.name, name, given):
+                        outputs = child.FProp(theta[name], *given)
         for name in p.act_fetch_layers:
-            fetched += to_tuple(self.children[name].activation)[:1]
+            fetched += to_tuple(self._activation(name))[:1]
         return to_tuple(outputs) + fetched if fetched else outputs
+
+    def _activation(self, name: str) -> Any:
+        child = self.children[name]
+        try:
+            return child.activation
+        except AttributeError as error:
+            raise PipelineError(
+                f"{self.params.name}: act_fetch_layers names {name!r}, but a "
+                f"{type(child).__name__} keeps no activation to fetch; put a "
+                "lingvo.core.layers.FetchLayer after it and name that"
+            ) from error
 
     @staticmethod
     def _split_activations(p: Any, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:

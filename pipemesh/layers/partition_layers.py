@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from lingvo.core import builder_layers
+from lingvo.core import builder_layers, py_utils, tshape
 
-from pipemesh.errors import PartitionError
+from pipemesh.errors import PartitionError, PipelineError
+from pipemesh.layers.check_params import check_layer, with_article
 from pipemesh.layers.feature_extraction import FeatureExtractionLayer
 from pipemesh.partition import Partition, partition
+
+_META = (
+    "define it as a classmethod FPropMeta(cls, p, *shapes) that returns "
+    "py_utils.NestedMap(flops=a number, out_shapes=a tuple of tshape.Shape)"
+)
 
 
 def PartitionSequentialLayers(params: Any, num_partitions: int, *shapes: Any) -> list[Any]:
@@ -27,8 +33,8 @@ def PartitionSequentialLayers(params: Any, num_partitions: int, *shapes: Any) ->
         Params of one `FeatureExtractionLayer` a stage.
 
     Raises:
-        PartitionError: there are fewer layers than stages, or a layer's `FPropMeta` does not say
-            a cost.
+        PartitionError: `params` are not the params of layers, there are fewer layers than stages, a
+            shape is none, or a layer's `FPropMeta` is missing, fails or says no cost.
 
     Example:
         >>> from lingvo.core import layers, tshape
@@ -55,6 +61,10 @@ def flatten_layers(params: Any) -> list[Any]:
     """Copies of the params of all layers of a sequence, nested sequences taken apart."""
     if isinstance(params, (list, tuple)):
         return [layer for p in params for layer in flatten_layers(p)]
+    try:
+        check_layer("what is to be cut", params)
+    except PipelineError as error:
+        raise PartitionError(str(error)) from error
     if params.cls not in (builder_layers.SequentialLayer, FeatureExtractionLayer):
         return [params.Copy()]
     if params.cls is FeatureExtractionLayer and (params.num_act_outputs or params.num_act_inputs):
@@ -67,13 +77,49 @@ def flatten_layers(params: Any) -> list[Any]:
 
 
 def layer_flops(layers: list[Any], *shapes: Any) -> list[float]:
-    """The flops of each layer by its `FPropMeta`, given the shapes of the first one's inputs."""
+    """The flops of each layer by its `FPropMeta`, given the shapes of the first one's inputs.
+
+    Raises:
+        PartitionError: a shape is none, or a layer's `FPropMeta` is missing, fails or says no cost.
+    """
+    for number, shape in enumerate(shapes):
+        if not isinstance(shape, (tshape.Shape, py_utils.NestedMap, type(None))):
+            raise PartitionError(
+                f"the shape of input {number} is {shape!r}, {with_article(type(shape).__name__)}; "
+                "write "
+                "lingvo.core.tshape.Shape([...]), one for each input of the first layer, or None "
+                "for an input that is None"
+            )
     flops = []
     for layer in layers:
-        meta = layer.cls.FPropMeta(layer, *shapes)
-        flops.append(float(meta.flops))
-        shapes = tuple(meta.out_shapes)
+        cost, shapes = _cost(layer, shapes)
+        flops.append(cost)
     return flops
+
+
+def _cost(layer: Any, shapes: tuple[Any, ...]) -> tuple[float, tuple[Any, ...]]:
+    """Flops and output shapes of one layer."""
+    where = f"layer {layer.name!r} ({layer.cls.__name__})"
+    given = ", ".join(map(str, shapes)) or "no shapes"
+    try:
+        meta = layer.cls.FPropMeta(layer, *shapes)
+    except NotImplementedError as error:
+        raise PartitionError(
+            f"{where} has no FPropMeta, which says what it costs; {_META}, or cut the stack by "
+            "hand into a list of FeatureExtractionLayers"
+        ) from error
+    except Exception as error:
+        raise PartitionError(
+            f"{where}: FPropMeta, given {given}, failed with {type(error).__name__}: {error}; do "
+            "the shapes fit the inputs of the layer?"
+        ) from error
+    try:
+        flops, out_shapes = float(meta.flops), meta.out_shapes
+    except (AttributeError, TypeError, ValueError) as error:
+        raise PartitionError(f"{where}: FPropMeta returns {meta!r}; {_META}") from error
+    if isinstance(out_shapes, tshape.Shape) or not isinstance(out_shapes, (list, tuple)):
+        raise PartitionError(f"{where}: FPropMeta returns out_shapes {out_shapes!r}; {_META}")
+    return flops, tuple(out_shapes)
 
 
 def stage_params(layers: list[Any], plan: Partition) -> list[Any]:

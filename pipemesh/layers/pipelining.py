@@ -10,6 +10,7 @@ from lingvo.core import py_utils
 
 from pipemesh.errors import PipelineError
 from pipemesh.layers.feature_extraction import to_tuple
+from pipemesh.layers.head import check_head
 from pipemesh.layers.schedule_of import schedule_of
 from pipemesh.layers.seq_layer import SeqLayer
 from pipemesh.layers.step_seed import current_step, keyed_seeds
@@ -26,9 +27,11 @@ from pipemesh.recurrent import (
     pipeline_loss,
     predict_memory,
 )
+from pipemesh.recurrent.fit import microbatch_size
 from pipemesh.recurrent.precision import INITIAL_SCALE, cast_floating
 from pipemesh.recurrent.run import with_loss
 from pipemesh.schedule import Schedule
+from pipemesh.schedule_names import listing
 
 
 class PipeliningLayer(SeqLayer):
@@ -75,8 +78,7 @@ class PipeliningLayer(SeqLayer):
         p.Define(
             "schedule",
             "gpipe",
-            "The order of actions on each device: '1f1b', 'gpipe', 'interleaved:2', 'zb_h1', "
-            "'zb_v', 'file:x.csv', any other name in pipemesh.schedule, or a Schedule. All but "
+            f"The order of actions on each device, by name: {listing()}; or a Schedule. All but "
             "gpipe and looped_bfs need the loss inside the pipeline (loss_inside).",
         )
         p.Define(
@@ -178,17 +180,18 @@ class PipeliningLayer(SeqLayer):
 
         Args:
             theta: weights of this layer and its children.
-            *args: tensors, each cut along `batch_dim`, or None; one NestedMap of such with
-                `nested_map_fprop`.
+            *args: tensors, each cut along `batch_dim`, and None, by themselves or nested; one
+                NestedMap of such with `nested_map_fprop`.
 
         Returns:
-            What the last stage returns, for the whole batch; with `loss_inside` the summed loss,
-            the summed weight and the metrics.
+            What the last stage returns, nested alike, for the whole batch; with `loss_inside` the
+            summed loss, the summed weight and the metrics.
 
         Raises:
             PipelineError: the batch does not divide into `num_micro_batches`, shapes are not
-                static, or with `loss_inside` the last stage does not return a loss and a weight;
-                eagerly also, an operation of a stage failed or gave what is not finite.
+                static, an output is not cut along the batch, or with `loss_inside` the last stage
+                does not return a summed loss and a summed weight; eagerly also, an operation of a
+                stage failed or gave what is not finite.
             DeviceError: with `strict_devices`, a stage has an operation that would run elsewhere.
             ScheduleError: the schedule needs the loss inside the pipeline.
         """
@@ -284,8 +287,9 @@ class PipeliningLayer(SeqLayer):
     def _flat(self, theta: Any, args: tuple[Any, ...]) -> tuple[Structure, Any, Any, Any]:
         """The structure of what goes in; inputs, weights and carries of each stage, as lists."""
         p = self.params
-        structure = Structure.of(args, p.nested_map_fprop, p.name)
+        structure = Structure(args, p.nested_map_fprop, p.name, "args")
         inputs = structure.flatten(args)
+        microbatch_size(inputs, p.num_micro_batches, p.batch_dim, structure.leaf_names)
         self._check_microbatches(inputs)
         thetas = [theta[name].Flatten() for name in self._cell_names]
         cells = [self.children[name] for name in self._cell_names]
@@ -353,19 +357,13 @@ class PipeliningLayer(SeqLayer):
 
     def _cast_first(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The first argument in the dtype that the stages compute in."""
-        dtype = self.params.fprop_dtype
-        if not args or not isinstance(args[0], tf.Tensor):
+        if not args or args[0] is None or self.params.nested_map_fprop:
             return args
-        return cast_floating(args[0], dtype), *args[1:]
+        first = tf.convert_to_tensor(args[0])
+        return cast_floating(first, self.params.fprop_dtype), *args[1:]
 
     def _with_total_weight(self, loss: tf.Tensor, others: list[tf.Tensor]) -> list[tf.Tensor]:
         """Loss, weight and metrics of the whole batch; the weight still has one a microbatch."""
-        if not others or others[0].shape.rank != 1:
-            given = others[0].shape if others else "nothing"
-            raise PipelineError(
-                f"{self.params.name}: the second output of the last layer is {given}; with "
-                "loss_inside it is the summed weight, a scalar"
-            )
         with tf.device(others[0].device):
             return [loss, tf.reduce_sum(tf.cast(others[0], loss.dtype)), *others[1:]]
 
@@ -398,8 +396,13 @@ class PipeliningLayer(SeqLayer):
             carry = [tf.convert_to_tensor(t) for t in cell.GetAccumulatorValues().Flatten()]
             cell.SetAccumulatorValues(saved)
             outputs = to_tuple(outputs)
-            structures[number + 1] = Structure.of(outputs, p.nested_map_fprop, name)
-            flat = [tf.convert_to_tensor(t) for t in structures[number + 1].flatten(outputs)]
+            where = f"{p.name}: stage {name!r}"
+            structures[number + 1] = Structure(outputs, p.nested_map_fprop, where, "outputs")
+            flat = structures[number + 1].flatten(outputs)
+            if not flat:
+                raise PipelineError(f"{where} returns no tensor; a stage returns at least one")
+            if number + 1 == len(self._cell_names):
+                check_head(where, structures[-1].leaf_names, flat, p.loss_inside)
             if p.state_dtype is not None:
                 flat = [tf.cast(t, p.state_dtype) if t.dtype.is_floating else t for t in flat]
             return flat, carry

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipemesh.errors import PipelineError
+from pipemesh.errors import PipelineError, PipemeshError, ScheduleError
+from pipemesh.layers.check_params import check_batch_dim, check_flags, check_floating, check_whole
+from pipemesh.recurrent.fit import check_phases
 from pipemesh.schedule import Schedule, ScheduleSpec
 
 
@@ -20,24 +22,19 @@ def schedule_of(p: Any) -> Schedule:
     """
     if not p.cell_tpl:
         raise PipelineError(f"{p.name}: cell_tpl is empty; a pipeline needs at least one stage")
-    for name, value in (
-        ("num_micro_batches", p.num_micro_batches),
-        ("micro_batch_size", p.micro_batch_size),
-    ):
-        if value is not None and value < 1:
-            raise PipelineError(f"{p.name}: {name} is {value}; it must be at least 1")
-    schedule = p.schedule
+    check_whole(p.name, "num_micro_batches", p.num_micro_batches, 1)
+    if p.micro_batch_size is not None:
+        check_whole(p.name, "micro_batch_size", p.micro_batch_size, 1)
+    check_batch_dim(p)
+    check_flags(p, ("loss_inside", "nested_map_fprop", "strict_devices"), or_none=("rolled",))
+    check_floating(p.name, "state_dtype", p.state_dtype)
+    if p.loss_inside and p.nested_map_fprop:
+        raise PipelineError(
+            f"{p.name}: with loss_inside the last layer returns scalars and tensors, not one "
+            "NestedMap; leave nested_map_fprop unset"
+        )
+    schedule = p.schedule if isinstance(p.schedule, Schedule) else _named(p)
     num_stages = len(p.cell_tpl)
-    if not isinstance(schedule, Schedule):
-        spec = ScheduleSpec.from_text(schedule)
-        num_devices, rest = divmod(num_stages, spec.stages_a_device)
-        if rest:
-            raise PipelineError(
-                f"{p.name}: schedule {schedule!r} has {spec.stages_a_device} stages a device, "
-                f"but cell_tpl has {num_stages} stages, which is no multiple; cut the layers "
-                f"into {num_stages - rest or spec.stages_a_device} stages"
-            )
-        schedule = spec.build(num_devices, p.num_micro_batches)
     found = (schedule.num_stages, schedule.num_microbatches)
     if found != (num_stages, p.num_micro_batches):
         raise PipelineError(
@@ -45,9 +42,36 @@ def schedule_of(p: Any) -> Schedule:
             f"there are {num_stages} in cell_tpl and num_micro_batches is "
             f"{p.num_micro_batches}; make them equal"
         )
-    if p.loss_inside and p.nested_map_fprop:
-        raise PipelineError(
-            f"{p.name}: with loss_inside the last layer returns scalars and tensors, not one "
-            "NestedMap; leave nested_map_fprop unset"
-        )
+    if not p.loss_inside:
+        _check_loss_outside(p, schedule)
     return schedule
+
+
+def _named(p: Any) -> Schedule:
+    try:
+        spec = ScheduleSpec.from_text(p.schedule)
+        num_stages = len(p.cell_tpl)
+        num_devices, rest = divmod(num_stages, spec.stages_a_device)
+        if rest:
+            raise PipelineError(
+                f"schedule {p.schedule!r} has {spec.stages_a_device} stages a device, but "
+                f"cell_tpl has {num_stages} stages, which is no multiple; cut the layers into "
+                f"{num_stages - rest or spec.stages_a_device} stages"
+            )
+        return spec.build(num_devices, p.num_micro_batches)
+    except PipemeshError as error:
+        raise type(error)(f"{p.name}: {error}") from error
+
+
+def _check_loss_outside(p: Any, schedule: Schedule) -> None:
+    """While the loss is outside, backward passes start when all forward ones are done."""
+    try:
+        check_phases(schedule)
+    except ScheduleError as error:
+        name = "its schedule" if isinstance(p.schedule, Schedule) else f"schedule {p.schedule!r}"
+        raise ScheduleError(
+            f"{p.name}: {name} starts backward passes before all forward ones are done, which "
+            "needs the loss inside the pipeline; set loss_inside=True and let the last layer "
+            "return the summed loss and the summed weight, or, with the loss outside, use "
+            "schedule='gpipe' or 'looped_bfs'"
+        ) from error

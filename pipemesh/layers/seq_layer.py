@@ -8,7 +8,8 @@ from typing import Any
 import lingvo.compat as tf
 from lingvo.core import base_layer, py_utils
 
-from pipemesh.layers.feature_extraction import FeatureExtractionLayer, to_tuple
+from pipemesh.layers.check_params import check_distinct, check_layers
+from pipemesh.layers.feature_extraction import FeatureExtractionLayer, noted, to_tuple
 from pipemesh.layers.step_seed import whole_batch_randomness
 from pipemesh.lowering import random
 
@@ -36,6 +37,9 @@ class SeqLayer(base_layer.BaseLayer):
     def __init__(self, params: Any) -> None:
         super().__init__(params)
         p = self.params
+        check_layers(p.name, "before_tpl", p.before_tpl)
+        check_layers(p.name, "cell_tpl", p.cell_tpl)
+        check_distinct(p.name, before_tpl=p.before_tpl, cell_tpl=p.cell_tpl)
         devices = [""] * max(len(p.cell_tpl), 1)
         if py_utils.use_tpu() or py_utils.IsEagerMode():
             # A TF1 trainer places variables itself; here they lie with the stage that uses them.
@@ -74,7 +78,8 @@ class SeqLayer(base_layer.BaseLayer):
         """
         args = self._fprop_before(theta, *args)
         with whole_batch_randomness():
-            for name, device in zip(self._cell_names, self.StageDevices(), strict=True):
+            # Without a stage there is a device still.
+            for name, device in zip(self._cell_names, self.StageDevices(), strict=False):
                 with tf.device(device):
                     args = self._fprop_cell(theta[name], name, *to_tuple(args))
         return args
@@ -82,8 +87,9 @@ class SeqLayer(base_layer.BaseLayer):
     def _fprop_before(self, theta: Any, *args: Any) -> Any:
         with whole_batch_randomness():
             for name in self._before_names:
-                with random.layer_scope(name):
-                    args = self.children[name].FProp(theta[name], *to_tuple(args))
+                given = to_tuple(args)
+                with random.layer_scope(name), noted(self.params.name, name, given):
+                    args = self.children[name].FProp(theta[name], *given)
         return args
 
     def _fprop_cell(self, theta: Any, name: str, *args: Any) -> Any:
@@ -92,7 +98,7 @@ class SeqLayer(base_layer.BaseLayer):
             cell = self.children[name]
             if isinstance(cell, FeatureExtractionLayer):
                 return cell.FProp(theta, *args)
-            with random.layer_scope(name):
+            with random.layer_scope(name), noted(self.params.name, name, args):
                 return cell.FProp(theta, *args)
 
 

@@ -2,61 +2,102 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
 from lingvo.core import py_utils
 
 from pipemesh.errors import PipelineError
+from pipemesh.layers.check_params import with_article
+from pipemesh.recurrent.structure import Structure as Nesting
+
+_WHAT_MAY = "what goes in and out of a stage are dense tensors and None, nested in NestedMaps, \
+dicts, lists and tuples"
+_WAYS_OUT = {
+    tf.SparseTensor: "convert it with tf.sparse.to_dense, or give its parts as dense tensors",
+    tf.RaggedTensor: "pad it with its method to_tensor",
+    tf.IndexedSlices: "convert it with tf.convert_to_tensor",
+    str: "give a tensor, or make it one of the layer's params",
+    bytes: "give a tensor, or make it one of the layer's params",
+}
 
 
 class Structure:
-    """Where tensors and where None stand in what goes from stage to stage."""
+    """How the values that go from stage to stage are nested, and where None stands.
 
-    def __init__(self, present: list[bool], nested_map: Any) -> None:
-        self._present = present
-        self._map = nested_map
+    Args:
+        values: tensors and None, each by itself or nested.
+        nested_map_fprop: whether they are exactly one NestedMap.
+        layer: whose they are, for errors.
+        what: names them in errors, `args` or `outputs`.
 
-    @classmethod
-    def of(cls, values: tuple[Any, ...], nested_map_fprop: bool, name: str) -> Structure:
-        """That of some values.
+    Attributes:
+        leaf_names: a name for each tensor, as `args.0.ids`.
 
-        Args:
-            values: tensors and None; with `nested_map_fprop` exactly one NestedMap of such.
-            nested_map_fprop: whether they are one NestedMap.
-            name: of the layer, for errors.
+    Raises:
+        PipelineError: there is not exactly one NestedMap, though there should be, or something in
+            it is neither a tensor nor None.
+    """
 
-        Raises:
-            PipelineError: there is not exactly one NestedMap, though there should be.
-        """
-        nested_map = None
-        if nested_map_fprop:
-            if len(values) != 1 or not isinstance(values[0], py_utils.NestedMap):
-                raise PipelineError(
-                    f"{name}: nested_map_fprop means exactly one NestedMap in and out; got "
-                    f"{', '.join(type(v).__name__ for v in values)}"
-                )
-            nested_map = values[0].Transform(lambda _: 0)
-            values = tuple(values[0].Flatten())
-        return cls([value is not None for value in values], nested_map)
+    def __init__(
+        self, values: tuple[Any, ...], nested_map_fprop: bool, layer: str, what: str
+    ) -> None:
+        if nested_map_fprop and not (
+            len(values) == 1 and isinstance(values[0], py_utils.NestedMap)
+        ):
+            given = ", ".join(_kind(value) for value in values) or "nothing"
+            raise PipelineError(
+                f"{layer}: nested_map_fprop means exactly one NestedMap in and out, but {what} are "
+                f"{given}; wrap them in one NestedMap, or leave nested_map_fprop unset, which "
+                "takes any nesting"
+            )
+        self._layer = layer
+        self._nesting = Nesting(values, what)
+        self._key = _key(values)
+        self.leaf_names = self._nesting.leaf_names
+        self.flatten(values)
 
     def key(self) -> Any:
         """Equal for equal structures."""
-        names = None if self._map is None else tuple(k for k, _ in self._map.FlattenItems())
-        return tuple(self._present), names
+        return self._key
 
     def flatten(self, values: tuple[Any, ...]) -> list[tf.Tensor]:
         """The tensors of values that have this structure."""
-        flat = values if self._map is None else values[0].Flatten()
-        return [tf.convert_to_tensor(value) for value in flat if value is not None]
+        leaves = self._nesting.flatten(values)
+        pairs = zip(leaves, self.leaf_names, strict=True)
+        return [self._tensor(leaf, name) for leaf, name in pairs]
+
+    def _tensor(self, leaf: Any, name: str) -> tf.Tensor:
+        way_out = next((way for kind, way in _WAYS_OUT.items() if isinstance(leaf, kind)), None)
+        if way_out is None:
+            try:
+                return tf.convert_to_tensor(leaf)
+            except (TypeError, ValueError) as error:
+                raise self._no_tensor(leaf, name, "give tensors") from error
+        raise self._no_tensor(leaf, name, way_out)
+
+    def _no_tensor(self, leaf: Any, name: str, way_out: str) -> PipelineError:
+        kind = with_article(_kind(leaf))
+        return PipelineError(f"{self._layer}: {name} is {kind}; {_WHAT_MAY}: {way_out}")
 
     def pack_arguments(self, tensors: list[tf.Tensor]) -> tuple[Any, ...]:
         """The values, as positional arguments."""
-        values = iter(tensors)
-        flat = [next(values) if present else None for present in self._present]
-        return tuple(flat) if self._map is None else (self._map.Pack(flat),)
+        return self._nesting.pack(tensors)
 
     def pack(self, tensors: list[tf.Tensor]) -> Any:
         """One value is returned bare, several as a tuple."""
         arguments = self.pack_arguments(tensors)
         return arguments[0] if len(arguments) == 1 else arguments
+
+
+def _kind(value: Any) -> str:
+    return "tensor" if isinstance(value, tf.Tensor) else type(value).__name__
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return type(value), tuple((key, _key(value[key])) for key in sorted(value))
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(_key, value))
+    return value is not None

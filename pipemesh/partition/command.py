@@ -16,6 +16,7 @@ from pipemesh.partition.read import read_costs
 from pipemesh.partition.result import Partition
 from pipemesh.partition.solve import partition
 from pipemesh.partition.text import comparison, table
+from pipemesh.schedule_names import help_text
 
 _BYTES = {
     "": 1,
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "activation_bytes, boundary_bytes, name), a JSON list of numbers or of objects with these "
         "fields, or - for standard input."
     )
+    parser.epilog = f"schedules, in upper or lower case:\n{help_text()}"
     parser.add_argument("costs", metavar="COSTS", help="CSV or JSON file, or - for standard input")
     parser.add_argument("--stages", type=int, required=True, help="number of stages")
     parser.add_argument("--method", default="exact", help=f"{', '.join(METHODS)} (default: exact)")
@@ -53,14 +55,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--overlap-transfers", action="store_true", help="transfers run beside the computation"
     )
     group.add_argument(
-        "--virtual-stages", type=int, default=1, metavar="V", help="stages of each device"
+        "--virtual-stages",
+        type=int,
+        metavar="V",
+        help="stages of each device (default: the schedule's)",
     )
     group = parser.add_argument_group("memory")
     group.add_argument(
         "--memory-limit", type=_bytes, metavar="BYTES", help="of a device, such as 16GiB or 80GB"
     )
     group.add_argument("--microbatches", type=int, metavar="M", help="microbatches of a step")
-    group.add_argument("--schedule", help=", ".join(SCHEDULES))
+    group.add_argument(
+        "--schedule", help=f"on which memory depends: {', '.join(SCHEDULES)}; spellings see below"
+    )
     group.add_argument("--remat", default="none", help=", ".join(REMAT_POLICIES))
     group.add_argument(
         "--optimizer-bytes",

@@ -9,13 +9,14 @@ from typing import Any, cast
 
 import numpy as np
 
-from pipemesh.errors import PartitionError
+from pipemesh.errors import PartitionError, ScheduleError
 from pipemesh.partition.costs import Stack, number_problem
 from pipemesh.partition.memory import (
     REMAT_POLICIES,
     SCHEDULES,
     in_flight,
 )
+from pipemesh.schedule_names import agreed_stages, parse
 
 METHODS = ("exact", "lingvo", "uniform")
 
@@ -153,7 +154,7 @@ def check_options(
     num_microbatches: int | None,
     optimizer_bytes_per_parameter_byte: float,
     remat: str,
-    num_virtual_stages: int,
+    num_virtual_stages: int | None,
     same_stage: Sequence[Collection[int]],
     min_layers: int,
     max_layers: int | None,
@@ -191,7 +192,9 @@ def check_options(
             f"num_stages is {stages}, but {layers} layers allow 1 to {layers} stages: "
             "every stage needs a layer of its own"
         )
-    rounds = whole("num_virtual_stages", num_virtual_stages, 1)
+    if num_virtual_stages is not None:
+        num_virtual_stages = whole("num_virtual_stages", num_virtual_stages, 1)
+    schedule, rounds = _schedule(schedule, num_virtual_stages)
     if stages % rounds:
         raise PartitionError(
             f"num_stages is {stages} and num_virtual_stages is {rounds}, but every device owns "
@@ -200,9 +203,6 @@ def check_options(
         )
     devices = stages // rounds
     policy = choice("remat", remat, REMAT_POLICIES)
-    if schedule is None:
-        schedule = "one_f_one_b" if rounds == 1 else "interleaved_one_f_one_b"
-    choice("schedule", schedule, SCHEDULES)
     in_flight(schedule, 1, stages, rounds)
     if num_microbatches is not None:
         num_microbatches = whole("num_microbatches", num_microbatches, 1)
@@ -255,6 +255,24 @@ def check_options(
         fixed=places,
         pinned=pinned,
     )
+
+
+def _schedule(schedule: object, num_virtual_stages: int | None) -> tuple[str, int]:
+    """The one name of a schedule, and how many stages a device has under it."""
+    if schedule is None:
+        rounds = num_virtual_stages or 1
+        return ("one_f_one_b" if rounds == 1 else "interleaved_one_f_one_b"), rounds
+    try:
+        parsed = parse(schedule)
+        rounds = agreed_stages(str(schedule), parsed, num_virtual_stages)
+    except ScheduleError as error:
+        raise PartitionError(str(error)) from error
+    if parsed.name not in SCHEDULES:
+        raise PartitionError(
+            f"schedule is {schedule!r}, of which the partitioner does not know how many "
+            f"activations each stage holds; it may be {', '.join(SCHEDULES)}"
+        )
+    return parsed.name, parsed.stages() if rounds is None else rounds
 
 
 def _need_details(stack: Stack, option: str, fields: str) -> None:

@@ -39,7 +39,7 @@ def partition(
     num_microbatches: int | None = None,
     optimizer_bytes_per_parameter_byte: float = 2.0,
     remat: str = "none",
-    num_virtual_stages: int = 1,
+    num_virtual_stages: int | None = None,
     same_stage: Sequence[Collection[int]] = (),
     min_layers: int = 1,
     max_layers: int | None = None,
@@ -61,16 +61,17 @@ def partition(
             gradients pass both, in both directions at once.
         overlap_transfers: a stage takes the longer of computing and transferring, not the sum.
         memory_limit: bytes of a device, for parameters, optimizer state and activations.
-        schedule: the name of the pipeline schedule, on which the activations in flight depend:
-            `"gpipe"`, `"one_f_one_b"` (default), `"interleaved_one_f_one_b"` (default with
-            virtual stages), `"looped_bfs"` or `"zb_h1"`.
+        schedule: the name of the pipeline schedule, on which the activations in flight depend, as
+            in `pipemesh.schedule_names`: `"gpipe"`, `"1f1b"` (default), `"interleaved:V"` (default
+            with virtual stages), `"looped_bfs:V"` or `"zb_h1"`.
         num_microbatches: microbatches of a step; needed with `memory_limit`.
         optimizer_bytes_per_parameter_byte: bytes kept beside each byte of parameters: 2 for
             Adam's moments, 3 with a gradient accumulator.
         remat: `"none"` keeps all activations; `"full"` keeps the stage's input and runs the
             forward pass again; `"except_last"` spares the microbatch whose backward pass follows
             its forward pass at once.
-        num_virtual_stages: V stages a device; stage s runs on device s mod (num_stages / V), and
+        num_virtual_stages: V stages a device, by default what the schedule's name says, or what
+            such a schedule has by default. Stage s runs on device s mod (num_stages / V), and
             a device costs the sum of its stages. Exact, so only for moderate sizes: the search
             ends in an error when it grows too large.
         same_stage: groups of layer indices that share a stage (tied weights), together with all

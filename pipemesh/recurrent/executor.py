@@ -42,7 +42,8 @@ def pipeline(
         microbatch, through which gradients flow if the stage is recurrent.
 
     Raises:
-        PipelineError: the batch does not divide, shapes are not static, or there is no graph.
+        PipelineError: the batch does not divide, shapes are not static, an output is not cut along
+            the batch, or there is no graph.
         ScheduleError: the schedule does not fit the stages or cannot be run with the loss outside
             of the pipeline.
 
@@ -63,8 +64,8 @@ def pipeline(
     forwards, backwards = run.phases()
     if any(spec.shape.rank == 0 for spec in run.last_specs):
         raise PipelineError(
-            "the last stage returns a scalar, which cannot be joined over microbatches; if it is "
-            "the loss, use pipeline_loss"
+            "the last stage returns a scalar, which cannot be joined over microbatches; return it "
+            "for each example, or, if it is the loss, use pipeline_loss"
         )
     run.perform(forwards)
     outputs = run.outputs()
@@ -128,7 +129,8 @@ def pipeline_loss(
 
     Raises:
         PipelineError: the batch does not divide, shapes are not static, the first output of the
-            last stage is no floating scalar, or there is no graph.
+            last stage is no floating scalar, another is neither a scalar nor cut along the batch,
+            or there is no graph.
         ScheduleError: the schedule does not fit the stages.
 
     Example:

@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from pipemesh.recurrent.machine import Machine
 from pipemesh.recurrent.stage import Stage
-from pipemesh.recurrent.unrolled import check_batch_dim
 
 # A kind of value, its stage, and the mode of remat it depends on.
 Key = tuple[str, int, str]
@@ -92,12 +91,11 @@ class Lists:
         specs = self._machine.specs(*key)
         with tf.device(self._stages[key[1]].device):
             return [
-                None if handle is None or spec is None else self._join(handle, spec, i, batch_dim)
-                for i, (handle, spec) in enumerate(zip(self.handles[key], specs, strict=True))
+                None if handle is None or spec is None else self._join(handle, spec, batch_dim)
+                for handle, spec in zip(self.handles[key], specs, strict=True)
             ]
 
-    def _join(self, handle: tf.Tensor, spec: Any, number: int, batch_dim: int) -> tf.Tensor:
-        check_batch_dim(spec.shape, number, batch_dim)
+    def _join(self, handle: tf.Tensor, spec: Any, batch_dim: int) -> tf.Tensor:
         shape = spec.shape.as_list()
         stacked = tf.raw_ops.TensorListStack(
             input_handle=handle,

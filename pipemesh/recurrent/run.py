@@ -11,7 +11,7 @@ import tensorflow as tf
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.lowering.devices import check_threads
 from pipemesh.recurrent.checks import Checks
-from pipemesh.recurrent.fit import check_descending, check_phases, microbatch_size
+from pipemesh.recurrent.fit import check_descending, check_joined, check_phases, microbatch_size
 from pipemesh.recurrent.gradient import Sources
 from pipemesh.recurrent.health import empty_note
 from pipemesh.recurrent.machine import Machine, State
@@ -95,6 +95,8 @@ class Run:
         ]
         for traced in self._machine.traced:
             check_kernels(traced.stage.name, traced.stage.device, traced.nodes())
+        self.last_specs = self._machine.traced[-1].output_specs
+        check_joined(self._machine.traced[-1], cutting, step is not None)
         if options.strict_devices:
             check_devices(self._machine.traced)
         self.checks = Checks(
@@ -111,7 +113,6 @@ class Run:
             self._values: Unrolled | Rolled = Rolled(*arguments, self.items)
         else:
             self._values = Unrolled(*arguments)
-        self.last_specs = self._machine.traced[-1].output_specs
 
     def phases(self) -> tuple[Sequence[Action | Loop], Sequence[Action | Loop]]:
         """The forward and the backward part of the items.

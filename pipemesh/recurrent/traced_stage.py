@@ -77,6 +77,12 @@ class WholeBatch:
         return self._draws[stage]
 
 
+def output_specs(stage: Stage, inputs: Specs, has_step: bool) -> Specs:
+    """Shapes and dtypes of what a stage returns for given inputs, without its gradient."""
+    outputs, _ = _trace(stage, inputs, None, has_step, []).graph.structured_outputs
+    return specs_of(outputs)
+
+
 def specs_of(tensors: Sequence[tf.Tensor]) -> Specs:
     """Shape and dtype of each tensor."""
     return [tf.TensorSpec(t.shape, t.dtype) for t in tensors]
@@ -114,6 +120,7 @@ class TracedStage:
         whole_draws: gives the shapes of the stage's random draws for the whole batch.
 
     Attributes:
+        given: the stage as given.
         stage: the stage, with all weights that it uses as theta, and its summaries as carry.
         cut: the graph.
         theta: names of the tensors that stand for weights.
@@ -200,6 +207,7 @@ class TracedStage:
         with tf.device(stage.device):
             values = [tf.stop_gradient(tensor) for tensor in self.captured]
             carry = [*stage.carry, *(tf.constant("") for _ in before)]
+        self.given = stage
         self.stage = dataclasses.replace(stage, theta=[*stage.theta, *values], carry=carry)
 
     def differentiate(self, live: Iterable[int]) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.errors import PipelineError
 from pipemesh.recurrent.machine import Machine, State
 from pipemesh.recurrent.passes import Grads
 from pipemesh.recurrent.stage import Stage
@@ -88,8 +87,8 @@ class Unrolled:
         found = [self._found[kind, stage, m] for m in range(num)]
         with tf.device(self._stages[stage].device):
             return [
-                None if parts[0] is None else join(parts, i, self._cutting.batch_dim)
-                for i, parts in enumerate(zip(*found, strict=True))
+                None if parts[0] is None else join(parts, self._cutting.batch_dim)
+                for parts in zip(*found, strict=True)
             ]
 
     def _put(self, kind: str, stage: int, parts: Sequence[Sequence[Any]]) -> None:
@@ -100,18 +99,8 @@ class Unrolled:
         return tf.split(tensor, self._cutting.num_microbatches, axis=self._cutting.batch_dim)
 
 
-def join(parts: Sequence[tf.Tensor], number: int, batch_dim: int) -> tf.Tensor:
-    """What the microbatches have of tensor `number` as that of the whole batch."""
+def join(parts: Sequence[tf.Tensor], batch_dim: int) -> tf.Tensor:
+    """What the microbatches have of a tensor as that of the whole batch."""
     if parts[0].shape.rank == 0:
         return tf.stack(parts)
-    check_batch_dim(parts[0].shape, number, batch_dim)
     return parts[0] if len(parts) == 1 else tf.concat(parts, axis=batch_dim)
-
-
-def check_batch_dim(shape: tf.TensorShape, number: int, batch_dim: int) -> None:
-    """Raises a PipelineError if a tensor that is no scalar has no batch dim."""
-    if 0 < shape.rank <= batch_dim:
-        raise PipelineError(
-            f"output {number} of the last stage has shape {shape} and no dim {batch_dim} "
-            "(batch_dim) along which microbatches can be joined"
-        )

@@ -20,21 +20,18 @@ import sys
 from pathlib import Path
 
 from pipemesh.errors import ScheduleError
-from pipemesh.schedule.builders import BUILDERS, build
+from pipemesh.schedule.builders import build
 from pipemesh.schedule.compare import compare, fit_costs, scale_limit, table
 from pipemesh.schedule.cost_text import costs_from_text
 from pipemesh.schedule.costs import Costs
-from pipemesh.schedule.csv_format import from_csv
 from pipemesh.schedule.list_schedule import list_schedule
-from pipemesh.schedule.names import check_name
+from pipemesh.schedule.read import read_schedule
 from pipemesh.schedule.render import memory_to_svg, to_html, to_svg, to_terminal, to_trace
 from pipemesh.schedule.render.axis import number
 from pipemesh.schedule.schedule import Schedule
 from pipemesh.schedule.simulate import simulate
 from pipemesh.schedule.timeline import Timeline
-from pipemesh.schedule.validate import validate
-
-_SEARCHED = "list_schedule"
+from pipemesh.schedule_names import FILE, SEARCHED, help_text, parse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,10 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: the parser of this subcommand.
     """
+    parser.epilog = f"schedules, in upper or lower case:\n{help_text()}"
     what = parser.add_argument_group("what to look at (one of these)")
-    what.add_argument(
-        "--name", help=f"a schedule: {', '.join(BUILDERS)}, or {_SEARCHED} to search one"
-    )
+    what.add_argument("--name", help="a schedule, see below")
     what.add_argument("--compare", action="store_true", help="one row for every schedule")
     what.add_argument("--read", metavar="FILE", help="a schedule of your own, as text or .csv")
     size = parser.add_argument_group("size and costs")
@@ -63,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size.add_argument(
         "--memory-limit",
         metavar="N",
-        help=f"for {_SEARCHED}: how many microbatches' activations of its whole share of the model "
+        help=f"for {SEARCHED}: how many microbatches' activations of its whole share of the model "
         "a device may hold; one number or one a device with colons between",
     )
     size.add_argument("--jitter", type=float, default=0.0, help="spread of durations, 0 to 1")
@@ -99,6 +95,9 @@ def run(arguments: argparse.Namespace) -> int:
     if len(chosen) != 1:
         given = " and ".join(f"--{name}" for name in chosen) or "none"
         raise ScheduleError(f"give one of --name, --compare and --read; {given} given")
+    parsed = parse(arguments.name) if arguments.name else None
+    if parsed is not None and parsed.name == FILE:
+        arguments.read = parsed.rest
     costs = costs_from_text(arguments.costs) if arguments.costs else Costs()
     if arguments.compare:
         _compare(arguments, costs)
@@ -108,7 +107,6 @@ def run(arguments: argparse.Namespace) -> int:
         title = Path(arguments.read).name
         fitted = fit_costs(costs, schedule.num_devices, schedule.num_stages)
     else:
-        check_name("schedule", arguments.name, [*BUILDERS, _SEARCHED])
         schedule, fitted = _build(arguments, costs)
         title = arguments.name
     timeline = simulate(schedule, fitted, jitter=arguments.jitter, seed=arguments.seed)
@@ -160,9 +158,9 @@ def _build(arguments: argparse.Namespace, costs: Costs) -> tuple[Schedule, Costs
     num_devices, num_microbatches = _counts(arguments)
     virtual_stages = arguments.virtual_stages
     limit = _memory_limit(arguments)
-    if arguments.name != _SEARCHED:
+    if parse(arguments.name).name != SEARCHED:
         if limit is not None:
-            raise ScheduleError(f"--memory-limit is for {_SEARCHED}; {arguments.name} is fixed")
+            raise ScheduleError(f"--memory-limit is for {SEARCHED}; {arguments.name} is fixed")
         schedule = build(arguments.name, num_devices, num_microbatches, virtual_stages)
         return schedule, fit_costs(costs, num_devices, schedule.num_stages)
     num_stages = num_devices * virtual_stages if virtual_stages else costs.num_stages or num_devices
@@ -178,17 +176,7 @@ def _read(arguments: argparse.Namespace) -> Schedule:
             raise ScheduleError(
                 f"--{option.replace('_', '-')} does not go with --read; the file says it all"
             )
-    path = Path(arguments.read)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ScheduleError(f"cannot read {path}: {reason}") from None
-    try:
-        parse = from_csv if path.suffix.lower() == ".csv" else Schedule.from_text
-        return validate(parse(text))
-    except ScheduleError as error:
-        raise ScheduleError(f"{path}: {error}") from None
+    return read_schedule(arguments.read)
 
 
 def _report(title: str, timeline: Timeline, color: str) -> str:

@@ -6,12 +6,9 @@ import dataclasses
 
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule.builders.registry import BUILDERS, build
-from pipemesh.schedule.csv_format import from_csv
-from pipemesh.schedule.names import check_name
+from pipemesh.schedule.read import read_schedule
 from pipemesh.schedule.schedule import Schedule
-from pipemesh.schedule.validate import validate
-
-_ALIASES = {"1f1b": "one_f_one_b", "interleaved": "interleaved_one_f_one_b"}
+from pipemesh.schedule_names import FILE, SEARCHED, parse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,34 +35,24 @@ class ScheduleSpec:
         """Parses `1f1b`, `gpipe`, `interleaved:2`, `zb_v`, `file:mine.csv` and the like.
 
         Args:
-            text: the name of a builder or `1f1b` or `interleaved`, then, after a colon, the
-                number of stages a device where the builder leaves it open; or `file:` and the
-                path of a table as CSV.
+            text: a name as in `pipemesh.schedule_names`; after `file:` the path of a table, as CSV
+                or as text.
 
         Raises:
             ScheduleError: the name is unknown (suggests the nearest), the number is none or not
-                open, or the file cannot be read, is no table, or is no valid one.
+                open, costs are needed, or the file cannot be read, is no table, or is no valid one.
         """
-        name, colon, rest = text.partition(":")
-        if name == "file":
-            table = _read(rest)
-            return cls("file", table.num_stages // table.num_devices, table)
-        name = _ALIASES.get(name, name)
-        check_name("schedule", name, [*BUILDERS, *_ALIASES, "file"])
-        builder = BUILDERS[name]
-        if not colon:
-            return cls(name, builder.virtual_stages)
-        if not builder.takes_virtual_stages:
+        parsed = parse(text)
+        if parsed.name == FILE:
+            table = read_schedule(parsed.rest)
+            return cls(FILE, table.num_stages // table.num_devices, table)
+        if parsed.name == SEARCHED:
             raise ScheduleError(
-                f"schedule {text!r}: {name} has always {builder.virtual_stages} stages a device; "
-                f"write {name!r}"
+                "schedule 'list_schedule' is searched for costs, and none are given here; write it "
+                "with `pipemesh schedule --name list_schedule --costs ... --csv x.csv` and give "
+                "'file:x.csv', or pass the table that pipemesh.schedule.list_schedule(...) returns"
             )
-        if not (rest.isascii() and rest.isdigit() and 0 < int(rest[:9]) and len(rest) < 10):
-            raise ScheduleError(
-                f"schedule {text!r}: {rest!r} is no number of stages a device; write for example "
-                f"'{name}:2'"
-            )
-        return cls(name, int(rest))
+        return cls(parsed.name, parsed.stages())
 
     def build(self, num_devices: int, num_microbatches: int) -> Schedule:
         """The schedule for so many devices and microbatches.
@@ -85,18 +72,3 @@ class ScheduleSpec:
                 "asked for; use the same counts"
             )
         return self.table
-
-
-def _read(path: str) -> Schedule:
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise ScheduleError(
-            f"schedule 'file:{path}': cannot read {path!r}: {error}; give the path of a CSV file "
-            "such as `pipemesh schedule --csv` writes"
-        ) from error
-    try:
-        return validate(from_csv(text))
-    except ScheduleError as error:
-        raise ScheduleError(f"schedule 'file:{path}': {error}") from error

@@ -70,7 +70,7 @@ class Timeline:
     @cached_property
     def bubble(self) -> tuple[float, ...]:
         """For each device its idle time within the makespan, before, between and after actions."""
-        return tuple(self.makespan - busy for busy in self.busy)
+        return tuple(max(0.0, self.makespan - busy) for busy in self.busy)
 
     @cached_property
     def own_span_bubble(self) -> tuple[float, ...]:
@@ -80,7 +80,8 @@ class Timeline:
         can start while a late one still works, and only this bubble costs time.
         """
         return tuple(
-            (ends[-1] - starts[0] if ends else 0.0) - busy
+            # Round-off is no time.
+            max(0.0, (ends[-1] - starts[0] if ends else 0.0) - busy)
             for starts, ends, busy in zip(self.starts, self.ends, self.busy, strict=True)
         )
 

@@ -166,7 +166,7 @@ def test_heuristics_are_refused_where_they_break_an_option(options, message):
         ([1] * 6, 2, {"remat": "full"}, "needs costs that say forward"),
         ([1] * 6, 2, {"remat": "ful"}, "did you mean 'full'"),
         ([1] * 6, 2, {"method": "exakt"}, "did you mean 'exact'"),
-        ([1] * 6, 2, {"schedule": "1f1b"}, "must be one of gpipe, one_f_one_b"),
+        ([1] * 6, 2, {"schedule": "1f2b"}, "did you mean '1f1b'"),
         ([1] * 6, 2, {"overlap_transfers": True}, "without bandwidth there are no transfers"),
         ([1] * 6, 2, {"num_microbatches": 0}, "num_microbatches is 0, but must be 1 or more"),
         ([1] * 6, 2, {"min_layers": 4}, "use min_layers=3 or 1 stages"),

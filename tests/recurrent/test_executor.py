@@ -274,7 +274,11 @@ def test_every_matmul_of_a_tf2_function_is_pinned_to_its_stage_device():
         ({"schedule": gpipe(2, 3)}, PipelineError, "a batch of 8 does not divide into 3"),
         ({"schedule": gpipe(3, 2)}, ScheduleError, "3 stages, but 2 were given"),
         ({"remat": "some"}, PipelineError, "remat is 'some'; allowed are full, none, except_last"),
-        ({"inputs": [tf.ones([8]), tf.ones([4])]}, PipelineError, r"batch sizes \[4, 8\]"),
+        (
+            {"inputs": [tf.ones([8]), tf.ones([4])]},
+            PipelineError,
+            r"batch sizes 4 \(input 1\), 8 \(input 0\)",
+        ),
         ({"batch_dim": 1}, PipelineError, "no dim 1"),
         (
             {

@@ -108,6 +108,45 @@ def test_no_two_texts_overlap_and_none_is_cut_off(probe):
                 assert apart, f"{text!r} overlaps {other!r}"
 
 
+SURROUNDINGS = """
+<script>
+{
+const seen = element => getComputedStyle(element);
+const out = document.createElement('pre');
+out.id = 'probe';
+out.textContent = JSON.stringify({
+  scrolls: [...document.querySelectorAll('.scroll')].some(e => e.scrollWidth > e.clientWidth),
+  wide: document.documentElement.scrollWidth > innerWidth,
+  page: [seen(document.body).color, seen(document.body).backgroundColor],
+  picture: [seen(document.querySelector('.ink')).fill, seen(document.querySelector('.paper')).fill],
+});
+document.body.append(out);
+}
+</script>
+"""
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_a_small_screen_shows_all_of_a_page_in_light_and_in_the_dark(tmp_path, dark):
+    page = tmp_path / "page.html"
+    text = to_html(timeline(), measured=timeline())
+    page.write_text(text.replace("</body>", SURROUNDINGS + "</body>"), encoding="utf-8")
+    dom = chromium(
+        tmp_path / "profile",
+        "--window-size=1280,900",
+        f"--blink-settings=preferredColorScheme={0 if dark else 1}",
+        "--dump-dom",
+        page.as_uri(),
+    )
+    found = json.loads(re.search(r'<pre id="probe">(.*?)</pre>', dom, re.DOTALL)[1])
+    assert not found["scrolls"] and not found["wide"]
+    for front, back in (found["page"], found["picture"]):
+        brightness = [sum(map(int, re.findall(r"\d+", c)[:3])) for c in (front, back)]
+        assert (
+            (brightness[0] > brightness[1] + 400) if dark else (brightness[1] > brightness[0] + 400)
+        )
+
+
 def test_a_screenshot_shows_the_colours(tmp_path):
     picture, shot = tmp_path / "picture.svg", tmp_path / "shot.png"
     picture.write_text(to_svg(timeline()))

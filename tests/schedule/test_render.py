@@ -9,11 +9,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipemesh.errors import ScheduleError
-from pipemesh.schedule import Costs, Schedule, forward_only, gpipe, one_f_one_b, simulate, zb_v
+from pipemesh.schedule import (
+    Costs,
+    Schedule,
+    Timeline,
+    forward_only,
+    gpipe,
+    one_f_one_b,
+    simulate,
+    zb_v,
+)
 from pipemesh.schedule.builders import BUILDERS, build
 from pipemesh.schedule.render import memory_to_svg, to_html, to_svg, to_terminal, to_trace
 from pipemesh.schedule.render.axis import ticks
-from pipemesh.schedule.render.palette import fill, ink, levels
+from pipemesh.schedule.render.palette import (
+    BAND,
+    EDGE,
+    GRID,
+    INK,
+    MUTED,
+    PAPER,
+    fill,
+    ink,
+    levels,
+)
+from pipemesh.schedule.render.svg import LEFT
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -59,6 +79,67 @@ def test_svg_has_every_action_once_at_its_place(name, num_devices, unit):
         right[y] = x + w
     for text in root.findall(f".//{SVG}text"):
         assert 0 <= float(text.get("x")) <= width
+
+
+def uneven(slower=1.09):
+    """Predicted and measured, with a first stage whose actions take a hundredth of the others'."""
+    costs = Costs([0.2, 14, 14, 19], None, [0.2, 16, 16, 30], [9, 14, 14, 0.2])
+    predicted = simulate(build("zb_h1", 4, 16), costs)
+    times = (
+        tuple(tuple(time * slower for time in row) for row in rows)
+        for rows in (predicted.starts, predicted.ends)
+    )
+    return predicted, Timeline(predicted.schedule, costs, *times)
+
+
+def pictures(page):
+    return [ET.fromstring(text) for text in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
+
+
+def test_predicted_and_measured_are_drawn_on_one_scale():
+    predicted, measured = uneven()
+    drawn = pictures(to_html(predicted, measured=measured))
+    assert len({picture.get("width") for picture in drawn[:2]}) == 1
+    ends = []
+    for picture in drawn[:2]:
+        cells = picture.findall(f".//{SVG}rect[@class='cell']")
+        ends.append(max(float(c.get("x")) + float(c.get("width")) for c in cells))
+    assert (ends[1] - LEFT) / (ends[0] - LEFT) == pytest.approx(1.09, abs=0.002)
+    memory = max(float(x) for x in re.findall(r"H([0-9.]+)V", ET.tostring(drawn[2], "unicode")))
+    assert memory == pytest.approx(ends[0], abs=0.2)
+
+
+def test_brief_actions_do_not_set_the_scale_and_are_still_seen():
+    predicted, measured = uneven()
+    page = to_html(predicted, measured=measured)
+    assert all(float(picture.get("width")) <= 1232 for picture in pictures(page))
+    cells = pictures(page)[0].findall(f".//{SVG}rect[@class='cell']")
+    brief = [cell for cell in cells if re.match("0I|3W", cell.find(f"{SVG}title").text)]
+    assert len(brief) == 32
+    # Nothing follows the last one, so it may be as wide as it takes to be seen.
+    assert [cell.get("width") for cell in brief] == ["0.20"] * 31 + ["1.00"]
+    assert float(ET.fromstring(to_svg(predicted)).get("width")) <= 1500 + 300
+    assert max(map(len, to_terminal(predicted).splitlines())) < 500
+
+
+@pytest.mark.parametrize("draw", [to_svg, memory_to_svg, to_html])
+def test_everything_drawn_in_black_or_white_has_another_colour_in_the_dark(draw):
+    picture = pictures(draw(simulate(zb_v(2, 4))))[0]
+    style = picture.find(f"{SVG}style").text
+    dark = dict(re.findall(r"\.(\w+) { (?:fill|stroke): (#\w+) }", style))
+    for part in picture.iter():
+        if part.get("pointer-events"):
+            continue  # Text on a cell, whose colour stays.
+        for attribute in ("fill", "stroke"):
+            if part.get(attribute) in {INK, PAPER, MUTED, GRID, BAND, EDGE}:
+                assert part.get("class") in dark, ET.tostring(part)
+    paper = to_rgb(dark["paper"])
+    assert min(contrast(to_rgb(dark[name]), paper) for name in ("ink", "muted")) >= 4.5
+    assert contrast(to_rgb(dark["axis"]), paper) >= 3
+
+
+def to_rgb(colour):
+    return tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5))
 
 
 def test_tooltips_say_stage_microbatch_and_times():

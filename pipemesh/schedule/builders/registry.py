@@ -10,8 +10,8 @@ from pipemesh.schedule.builders.all_forward import forward_only, gpipe, looped_b
 from pipemesh.schedule.builders.one_f_one_b import interleaved_one_f_one_b, one_f_one_b
 from pipemesh.schedule.builders.v_shaped import dual_pipe_v, zb_v
 from pipemesh.schedule.builders.zero_bubble import zb_h1, zb_h2
-from pipemesh.schedule.names import check_name
 from pipemesh.schedule.schedule import Schedule
+from pipemesh.schedule_names import FILE, NAMES, agreed_stages, parse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,16 +29,20 @@ class Builder:
     takes_virtual_stages: bool = False
 
 
+_FUNCTIONS: tuple[Callable[..., Schedule], ...] = (
+    gpipe,
+    one_f_one_b,
+    interleaved_one_f_one_b,
+    looped_bfs,
+    zb_h1,
+    zb_h2,
+    zb_v,
+    dual_pipe_v,
+    forward_only,
+)
 BUILDERS: dict[str, Builder] = {
-    "gpipe": Builder(gpipe),
-    "one_f_one_b": Builder(one_f_one_b),
-    "interleaved_one_f_one_b": Builder(interleaved_one_f_one_b, 2, takes_virtual_stages=True),
-    "looped_bfs": Builder(looped_bfs, 2, takes_virtual_stages=True),
-    "zb_h1": Builder(zb_h1),
-    "zb_h2": Builder(zb_h2),
-    "zb_v": Builder(zb_v, 2),
-    "dual_pipe_v": Builder(dual_pipe_v, 2),
-    "forward_only": Builder(forward_only, 1, takes_virtual_stages=True),
+    f.__name__: Builder(f, NAMES[f.__name__].stages_a_device, NAMES[f.__name__].is_open)
+    for f in _FUNCTIONS
 }
 """Every published schedule by its name."""
 
@@ -49,30 +53,38 @@ def build(
     """Builds a published schedule by name.
 
     Args:
-        name: a key of `BUILDERS`.
+        name: as in `pipemesh.schedule_names`, for example `1f1b` or `interleaved:2`.
         num_devices: at least 1.
         num_microbatches: at least 1.
-        num_virtual_stages: stages a device; by default what the builder has as default.
+        num_virtual_stages: stages a device; by default what the name says, or else what the
+            builder has as default.
 
     Returns:
         The validated schedule.
 
     Raises:
-        ScheduleError: the name is unknown (suggests the nearest), a count is bad, or the
-            schedule fixes another number of virtual stages.
+        ScheduleError: the name is unknown (suggests the nearest), a count is bad, the schedule
+            fixes another number of virtual stages, or the name says another one.
 
     Example:
         >>> build("zb_h1", 4, 8).num_devices
         4
     """
-    builder = BUILDERS[check_name("schedule", name, BUILDERS)]
-    if num_virtual_stages is None:
+    parsed = parse(name)
+    if parsed.name not in BUILDERS:
+        raise ScheduleError(
+            f"schedule {name!r} is not built from counts alone; "
+            + ("use ScheduleSpec.from_text" if parsed.name == FILE else "use list_schedule(costs)")
+        )
+    builder = BUILDERS[parsed.name]
+    number = agreed_stages(name, parsed, num_virtual_stages)
+    if number is None:
         return builder.function(num_devices, num_microbatches)
     if builder.takes_virtual_stages:
-        return builder.function(num_devices, num_microbatches, num_virtual_stages)
-    if num_virtual_stages != builder.virtual_stages:
+        return builder.function(num_devices, num_microbatches, number)
+    if number != builder.virtual_stages:
         raise ScheduleError(
-            f"num_virtual_stages is {num_virtual_stages}, but {name} has always "
+            f"num_virtual_stages is {number}, but {parsed.name} has always "
             f"{builder.virtual_stages} a device; leave it out"
         )
     return builder.function(num_devices, num_microbatches)

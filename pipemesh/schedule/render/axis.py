@@ -1,8 +1,36 @@
-"""A time axis with round numbers."""
+"""A time axis: its scale, and round numbers on it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+
+
+def scale_for(cells: Iterable[tuple[float, float]], negligible: float = 0.05) -> float:
+    """The least scale at which cells have room for their text, but for the briefest ones.
+
+    What is measured has actions of a hundredth of the others' duration; if their text had to fit, a
+    drawing would be a hundred times as wide.
+
+    Args:
+        cells: for each the room that its text takes, and its duration.
+        negligible: the share of the time that the cells without room for their text may take.
+
+    Returns:
+        Room for each unit of time; 0 if nothing takes time.
+
+    Example:
+        >>> scale_for([(24, 2.0), (24, 3.0), (24, 0.01)])
+        12.0
+    """
+    wishes = sorted(((room / time, time) for room, time in cells if time > 0), reverse=True)
+    most = negligible * sum(time for _, time in wishes)
+    passed = 0.0
+    for wish, time in wishes:
+        passed += time
+        if passed > most:
+            return wish
+    return 0.0
 
 
 def ticks(end: float, at_most: int) -> list[float]:

@@ -6,26 +6,43 @@ from collections.abc import Mapping
 
 from pipemesh.schedule.render.axis import number
 from pipemesh.schedule.render.memory import memory_to_svg
-from pipemesh.schedule.render.svg import escape, to_svg
+from pipemesh.schedule.render.palette import DARK_INK, DARK_MUTED, DARK_PAPER, INK, MUTED, PAPER
+from pipemesh.schedule.render.svg import LEFT, RIGHT, escape, fitting_scale, to_svg
 from pipemesh.schedule.timeline import Timeline
 
-# A page scrolls, so its pictures may be much wider than one that stands by itself.
+# A small screen shows the whole width, its margins and a scroll bar beside it.
+_WIDTH = 1280 - 2 * 24 - 16 - LEFT - RIGHT
+# But a page scrolls, so a long schedule may be wider.
 _WIDEST = 12_000
 
-_STYLE = """
-body { font-family: 'DejaVu Sans', Verdana, Arial, sans-serif; font-size: 14px; color: #1a1a1a;
-       background: #fff; margin: 24px; }
+_STYLE = (
+    f"""
+:root {{ color-scheme: light dark; }}
+body {{ color: {INK}; background: {PAPER}; }}
+th {{ color: {MUTED}; }}
+#tip {{ background: {INK}; color: {PAPER}; }}
+rect.cell:hover {{ stroke: #000; stroke-width: 2; }}
+@media (prefers-color-scheme: dark) {{
+  body {{ color: {DARK_INK}; background: {DARK_PAPER}; }}
+  th {{ color: {DARK_MUTED}; }}
+  #tip {{ background: {DARK_INK}; color: {DARK_PAPER}; }}
+  rect.cell:hover {{ stroke: #fff; }}
+}}
+"""
+    + """
+body { font-family: 'DejaVu Sans', Verdana, Arial, sans-serif; font-size: 14px; margin: 24px; }
 h1 { font-size: 20px; }
 h2 { font-size: 16px; margin-top: 28px; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; }
+svg { display: block; }
+p { overflow-wrap: anywhere; }
 td, th { padding: 3px 14px 3px 0; text-align: right; font-weight: normal; }
-th { color: #595959; }
 td:first-child, th:first-child { text-align: left; }
-rect.cell:hover { stroke: #000; stroke-width: 2; }
-#tip { position: fixed; display: none; pointer-events: none; background: #1a1a1a; color: #fff;
-       padding: 6px 9px; border-radius: 4px; font-size: 12px; max-width: 320px; z-index: 1; }
+#tip { position: fixed; display: none; pointer-events: none; padding: 6px 9px;
+       border-radius: 4px; font-size: 12px; max-width: 320px; z-index: 1; }
 """
+)
 
 # The browser's own tooltip comes late and cannot be styled: take the titles out of the cells and
 # show their text in a box that stays inside the window.
@@ -62,7 +79,8 @@ def to_html(
     Args:
         timeline: what to draw.
         title: the heading of the page.
-        measured: what a real step took, in the same unit; shown beside it.
+        measured: what a real step took, in the same unit; shown below it, on the
+            same scale.
 
     Returns:
         An HTML document that loads nothing from anywhere.
@@ -73,9 +91,12 @@ def to_html(
         True
     """
     shown = {"": timeline} if measured is None else {"predicted": timeline, "measured": measured}
+    # One scale and one end, so that what takes longer is longer.
+    scale = fitting_scale(list(shown.values()), width=_WIDTH, widest=_WIDEST)
+    until = max(each.makespan for each in shown.values())
     timelines = "\n".join(
         f"<h2>{'Timeline' + (f', {name}' if name else '')}</h2>\n"
-        f'<div class="scroll">\n{to_svg(each, title=name, widest=_WIDEST)}</div>'
+        f"{to_svg(each, scale=scale, until=until)}"
         for name, each in shown.items()
     )
     devices = "\n".join(
@@ -97,10 +118,10 @@ def to_html(
 <body>
 <h1>{escape(title)}</h1>
 {_summary(shown)}
-{timelines}
-<h2>Memory</h2>
 <div class="scroll">
-{memory_to_svg(timeline, widest=_WIDEST)}</div>
+{timelines}
+<h2>Memory{", predicted" if measured else ""}</h2>
+{memory_to_svg(timeline, scale=scale, until=until)}</div>
 {devices}
 {paths}
 <div id="tip" role="tooltip"></div>

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pipemesh.schedule.render.palette import GRID, INK, MUTED
+from pipemesh.schedule.render.palette import AXIS_LINE, EDGE, GRID, INK_TEXT
 from pipemesh.schedule.render.svg import (
     LEFT,
-    WIDEST,
     device_label,
+    fitting_scale,
     header,
-    pixels_per_time,
     time_axis,
 )
 from pipemesh.schedule.timeline import Timeline
@@ -21,7 +20,9 @@ _RIGHT = 90
 _HOLDS = "#cc79a7"
 
 
-def memory_to_svg(timeline: Timeline, *, title: str = "", widest: int = WIDEST) -> str:
+def memory_to_svg(
+    timeline: Timeline, *, title: str = "", scale: float | None = None, until: float | None = None
+) -> str:
     """Draws one small step curve a device: the (stage, microbatch) pairs it holds.
 
     All panels share one vertical scale, so that devices can be compared.
@@ -29,7 +30,8 @@ def memory_to_svg(timeline: Timeline, *, title: str = "", widest: int = WIDEST) 
     Args:
         timeline: what to draw.
         title: a heading.
-        widest: the most pixels of the time axis; a long schedule is squeezed into them.
+        scale: pixels for each unit of time; by default as `to_svg` has it.
+        until: where the time axis ends; by default at the makespan.
 
     Returns:
         An SVG document that refers to nothing outside itself.
@@ -39,9 +41,10 @@ def memory_to_svg(timeline: Timeline, *, title: str = "", widest: int = WIDEST) 
         >>> memory_to_svg(simulate(gpipe(2, 2))).count("<path")
         2
     """
-    scale = pixels_per_time(timeline, widest)
+    scale = fitting_scale([timeline]) if scale is None else scale
+    end = timeline.makespan if until is None else until
     num_devices = timeline.schedule.num_devices
-    plot = timeline.makespan * scale
+    plot = end * scale
     title = title or "Activations held, in (stage, microbatch) pairs"
     width = max(LEFT + plot + _RIGHT, 18 + 9.0 * len(title))
     height = _TOP + num_devices * (_PANEL + _GAP) + _BOTTOM
@@ -53,16 +56,17 @@ def memory_to_svg(timeline: Timeline, *, title: str = "", widest: int = WIDEST) 
         y_peak = floor - peak / top * _PANEL
         parts += [
             device_label(device, floor - _PANEL / 2),
-            f"<line x1='{LEFT}' y1='{floor}' x2='{LEFT + plot:.1f}' y2='{floor}' stroke='{GRID}'/>",
-            f"<path d='{_curve(timeline, device, scale, floor, _PANEL / top)}' fill='{_HOLDS}' "
-            f"fill-opacity='0.35' stroke='#8a3f6b' stroke-width='1.2'>"
+            f"<line class='grid' x1='{LEFT}' y1='{floor}' x2='{LEFT + plot:.1f}' y2='{floor}' "
+            f"stroke='{GRID}'/>",
+            f"<path class='held' d='{_curve(timeline, device, scale, floor, _PANEL / top)}' "
+            f"fill='{_HOLDS}' fill-opacity='0.35' stroke='{EDGE}' stroke-width='1.2'>"
             f"<title>device {device}: peak {peak}</title></path>",
-            f"<line x1='{LEFT}' y1='{y_peak:.1f}' x2='{LEFT + plot:.1f}' y2='{y_peak:.1f}' "
-            f"stroke='{MUTED}' stroke-dasharray='3 3'/>",
-            f"<text x='{LEFT + plot + 8:.1f}' y='{y_peak:.1f}' dominant-baseline='central' "
-            f"fill='{INK}'>peak {peak}</text>",
+            f"<line {AXIS_LINE} x1='{LEFT}' y1='{y_peak:.1f}' x2='{LEFT + plot:.1f}' "
+            f"y2='{y_peak:.1f}' stroke-dasharray='3 3'/>",
+            f"<text {INK_TEXT} x='{LEFT + plot + 8:.1f}' y='{y_peak:.1f}' "
+            f"dominant-baseline='central'>peak {peak}</text>",
         ]
-    parts += time_axis(timeline, scale, _TOP + num_devices * (_PANEL + _GAP))
+    parts += time_axis(timeline, scale, _TOP + num_devices * (_PANEL + _GAP), end)
     return "\n".join([*parts, "</svg>\n"])
 
 

@@ -11,6 +11,19 @@ NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gr
 _BASE = {"F": (0, 114, 178), "B": (213, 94, 0), "I": (230, 159, 0), "W": (0, 158, 115)}
 _PALEST = 0.6
 INK, PAPER, MUTED, GRID = "#1a1a1a", "#ffffff", "#595959", "#d9d9d9"
+BAND, EDGE = "#f0f0f0", "#8a3f6b"
+# How text and lines of a picture are drawn.
+INK_TEXT = f"class='ink' fill='{INK}'"
+MUTED_TEXT = f"class='muted' fill='{MUTED}'"
+AXIS_LINE = f"class='axis' stroke='{MUTED}'"
+DARK_INK, DARK_PAPER, DARK_MUTED = "#ececec", "#181818", "#b0b0b0"
+# The attributes of a picture are for light surroundings, and where styles are ignored.
+DARK_STYLE = (
+    f"@media (prefers-color-scheme: dark) {{ .ink {{ fill: {DARK_INK} }} "
+    f".muted {{ fill: {DARK_MUTED} }} .paper {{ fill: {DARK_PAPER} }} .band {{ fill: #303030 }} "
+    f".cell {{ stroke: {DARK_PAPER} }} .axis {{ stroke: {DARK_MUTED} }} "
+    ".grid { stroke: #4d4d4d } .held { stroke: #e29bc4 } }"
+)
 
 
 def fill(kind: str, level: float = 0.0) -> tuple[int, int, int]:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from pipemesh.schedule.render.axis import number, ticks
+from collections.abc import Sequence
+
+from pipemesh.schedule.render.axis import number, scale_for, ticks
 from pipemesh.schedule.render.palette import (
-    INK,
-    MUTED,
+    AXIS_LINE,
+    BAND,
+    DARK_STYLE,
+    INK_TEXT,
+    MUTED_TEXT,
     NAMES,
     PAPER,
     fill,
@@ -24,21 +29,30 @@ BOTTOM = 44
 WIDEST = 1500
 _FONT = "font-family=\"'DejaVu Sans', Verdana, Arial, sans-serif\""
 _CHARACTER = 6.6
-"""Width of a character of the cells' text, in pixels, on the generous side."""
+"""Width of a character of the legend, in pixels, on the generous side."""
+
+_NARROWEST = 24.0
+"""Pixels of a cell that is not in need of more."""
+_HAIR = 1.0
+"""Pixels that a brief action is widened to where nothing follows it closely."""
 
 _PALER = "paler: a later stage of the device"
 
 
-def to_svg(timeline: Timeline, *, title: str = "", widest: int = WIDEST) -> str:
+def to_svg(
+    timeline: Timeline, *, title: str = "", scale: float | None = None, until: float | None = None
+) -> str:
     """Draws one row a device over a time axis, with bubble and peak activations at its end.
 
     Hovering over a cell shows its stage, microbatch and times, wherever the viewer supports SVG
-    titles.
+    titles. Where dark colours are preferred, it is dark.
 
     Args:
         timeline: what to draw.
         title: a heading; by default the counts.
-        widest: the most pixels of the time axis; a long schedule is squeezed into them.
+        scale: pixels for each unit of time; by default `fitting_scale`.
+        until: where the time axis ends; by default at the makespan. Pictures with the same scale
+            and end can be compared.
 
     Returns:
         An SVG document that refers to nothing outside itself.
@@ -49,8 +63,9 @@ def to_svg(timeline: Timeline, *, title: str = "", widest: int = WIDEST) -> str:
         8
     """
     schedule = timeline.schedule
-    scale = pixels_per_time(timeline, widest)
-    plot = timeline.makespan * scale
+    scale = fitting_scale([timeline]) if scale is None else scale
+    end = timeline.makespan if until is None else until
+    plot = end * scale
     width = LEFT + plot + RIGHT
     height = TOP + schedule.num_devices * (ROW + GAP) + BOTTOM
     title = title or (
@@ -65,31 +80,50 @@ def to_svg(timeline: Timeline, *, title: str = "", widest: int = WIDEST) -> str:
     parts = [
         *header(width, height, title),
         *_legend(kinds, looped),
-        f"<text x='{LEFT + plot + 12:.1f}' y='{TOP - 8}' fill='{MUTED}'>bubble</text>",
-        f"<text x='{LEFT + plot + 96:.1f}' y='{TOP - 8}' fill='{MUTED}'>held at most</text>",
-        *_rows(timeline, plot),
+        f"<text {MUTED_TEXT} x='{LEFT + plot + 12:.1f}' y='{TOP - 8}'>bubble</text>",
+        f"<text {MUTED_TEXT} x='{LEFT + plot + 96:.1f}' y='{TOP - 8}'>held at most</text>",
+        *_rows(timeline, scale, plot),
         *_cells(timeline, scale),
-        *time_axis(timeline, scale, TOP + schedule.num_devices * (ROW + GAP)),
+        *time_axis(timeline, scale, TOP + schedule.num_devices * (ROW + GAP), end),
         "</svg>\n",
     ]
     return "\n".join(parts)
 
 
-def pixels_per_time(timeline: Timeline, widest: int) -> float:
-    """The scale of the time axis: every action's text fits, unless the picture gets too wide."""
-    shortest: dict[int, float] = {}
-    for span in timeline.spans():
-        length = len(label_of(span))
-        if span.end > span.start:
-            shortest[length] = min(shortest.get(length, span.end), span.end - span.start)
-    need = max((_CHARACTER * n + 6 for n in shortest), default=1.0)
-    wish = max((max(need, 24) / duration for duration in shortest.values()), default=1.0)
-    return min(wish, widest / timeline.makespan) if timeline.makespan else 1.0
+def fitting_scale(
+    timelines: Sequence[Timeline], *, width: float = WIDEST, widest: float = WIDEST
+) -> float:
+    """Pixels for each unit of time, one scale for all that is to be compared.
+
+    As wide as it takes for the cells' text, but no wider than `width` as long as most cells have
+    room for the number of their microbatch, nor than `widest` in any case. Brief actions do not
+    count.
+
+    Args:
+        timelines: what is to be drawn.
+        width: the pixels of a time axis that need no scrolling.
+        widest: the most pixels of a time axis; a long schedule is squeezed into them.
+    """
+    spans = [span for timeline in timelines for span in timeline.spans()]
+    end = max((timeline.makespan for timeline in timelines), default=0.0)
+    if not end:
+        return 1.0
+
+    full = scale_for((max(_width(label_of(s)) + 6, _NARROWEST), s.end - s.start) for s in spans)
+    numbers = scale_for(
+        ((_width(str(s.action.microbatch)) + 2, s.end - s.start) for s in spans), negligible=0.25
+    )
+    return min(full or 1.0, max(numbers, width / end), widest / end)
 
 
 def label_of(span: Span) -> str:
     """What a cell shows: kind and microbatch; the stage follows from row and shade."""
     return f"{span.action.kind}{span.action.microbatch}"
+
+
+def _width(label: str) -> float:
+    """Pixels that a label takes."""
+    return sum(11.0 if character == "W" else 7.0 for character in label)
 
 
 def describe(span: Span) -> str:
@@ -113,25 +147,25 @@ def header(width: float, height: float, title: str) -> list[str]:
     return [
         f"<svg xmlns='http://www.w3.org/2000/svg' width='{width:.0f}' height='{height:.0f}' "
         f"viewBox='0 0 {width:.0f} {height:.0f}' {_FONT} font-size='11'>",
-        f"<rect width='100%' height='100%' fill='{PAPER}'/>",
-        f"<text x='10' y='20' font-size='14' font-weight='bold' fill='{INK}'>"
-        f"{escape(title)}</text>",
+        f"<style>{DARK_STYLE}</style>",
+        f"<rect class='paper' width='100%' height='100%' fill='{PAPER}'/>",
+        f"<text {INK_TEXT} x='10' y='20' font-size='14' font-weight='bold'>{escape(title)}</text>",
     ]
 
 
-def time_axis(timeline: Timeline, scale: float, y: float) -> list[str]:
-    """Round times under a plot that starts at x = `LEFT`, with its label."""
-    plot = timeline.makespan * scale
-    parts = [f"<line x1='{LEFT}' y1='{y}' x2='{LEFT + plot:.1f}' y2='{y}' stroke='{MUTED}'/>"]
-    for time in ticks(timeline.makespan, max(1, int(plot // 60))):
+def time_axis(timeline: Timeline, scale: float, y: float, end: float) -> list[str]:
+    """Round times up to `end` under a plot that starts at x = `LEFT`, with its label."""
+    plot = end * scale
+    parts = [f"<line {AXIS_LINE} x1='{LEFT}' y1='{y}' x2='{LEFT + plot:.1f}' y2='{y}'/>"]
+    for time in ticks(end, max(1, int(plot // 60))):
         x = LEFT + time * scale
         parts += [
-            f"<line x1='{x:.1f}' y1='{y}' x2='{x:.1f}' y2='{y + 4}' stroke='{MUTED}'/>",
-            f"<text x='{x:.1f}' y='{y + 16}' text-anchor='middle' fill='{MUTED}'>"
+            f"<line {AXIS_LINE} x1='{x:.1f}' y1='{y}' x2='{x:.1f}' y2='{y + 4}'/>",
+            f"<text {MUTED_TEXT} x='{x:.1f}' y='{y + 16}' text-anchor='middle'>"
             f"{number(time)}</text>",
         ]
     parts.append(
-        f"<text x='{LEFT}' y='{y + 34}' fill='{MUTED}'>"
+        f"<text {MUTED_TEXT} x='{LEFT}' y='{y + 34}'>"
         f"time; makespan {number(timeline.makespan)}</text>"
     )
     return parts
@@ -140,8 +174,8 @@ def time_axis(timeline: Timeline, scale: float, y: float) -> list[str]:
 def device_label(device: int, y: float) -> str:
     """The name of a row, left of the plot, centred on height `y`."""
     return (
-        f"<text x='{LEFT - 8}' y='{y:.1f}' text-anchor='end' dominant-baseline='central' "
-        f"fill='{INK}'>device {device}</text>"
+        f"<text {INK_TEXT} x='{LEFT - 8}' y='{y:.1f}' text-anchor='end' "
+        f"dominant-baseline='central'>device {device}</text>"
     )
 
 
@@ -155,15 +189,15 @@ def _legend(kinds: list[str], looped: bool) -> list[str]:
     for kind in kinds:
         parts += [
             f"<rect x='{x:.1f}' y='31' width='12' height='12' fill='{hexadecimal(fill(kind))}'/>",
-            f"<text x='{x + 17:.1f}' y='41' fill='{INK}'>{kind} {NAMES[kind]}</text>",
+            f"<text {INK_TEXT} x='{x + 17:.1f}' y='41'>{kind} {NAMES[kind]}</text>",
         ]
         x += _legend_width(kind)
     if looped:
-        parts.append(f"<text x='{x:.1f}' y='41' fill='{MUTED}'>{_PALER}</text>")
+        parts.append(f"<text {MUTED_TEXT} x='{x:.1f}' y='41'>{_PALER}</text>")
     return parts
 
 
-def _rows(timeline: Timeline, plot: float) -> list[str]:
+def _rows(timeline: Timeline, scale: float, plot: float) -> list[str]:
     parts: list[str] = []
     for device in range(timeline.schedule.num_devices):
         y = TOP + device * (ROW + GAP)
@@ -172,11 +206,12 @@ def _rows(timeline: Timeline, plot: float) -> list[str]:
         # The band behind a row makes idle time visible as such.
         parts += [
             device_label(device, y + ROW / 2),
-            f"<rect x='{LEFT}' y='{y}' width='{plot:.1f}' height='{ROW}' fill='#f0f0f0'/>",
-            f"<text x='{LEFT + plot + 12:.1f}' y='{y + ROW / 2}' dominant-baseline='central' "
-            f"fill='{INK}'>{number(bubble)} ({share:.0%})</text>",
-            f"<text x='{LEFT + plot + 96:.1f}' y='{y + ROW / 2}' dominant-baseline='central' "
-            f"fill='{INK}'>{timeline.peak_activations[device]}</text>",
+            f"<rect class='band' x='{LEFT}' y='{y}' width='{timeline.makespan * scale:.1f}' "
+            f"height='{ROW}' fill='{BAND}'/>",
+            f"<text {INK_TEXT} x='{LEFT + plot + 12:.1f}' y='{y + ROW / 2}' "
+            f"dominant-baseline='central'>{number(bubble)} ({share:.0%})</text>",
+            f"<text {INK_TEXT} x='{LEFT + plot + 96:.1f}' y='{y + ROW / 2}' "
+            f"dominant-baseline='central'>{timeline.peak_activations[device]}</text>",
         ]
     return parts
 
@@ -194,18 +229,26 @@ def _cells(timeline: Timeline, scale: float) -> list[str]:
         background, front = looks[key]
         x, y = LEFT + span.start * scale, TOP + span.device * (ROW + GAP)
         width = (span.end - span.start) * scale
+        if width < _HAIR:
+            width = max(width, min(_HAIR, _room(timeline, span) * scale))
         label = label_of(span)
-        if len(label) * _CHARACTER > width - 2:
+        if _width(label) > width - 2:
             label = str(action.microbatch)
         parts.append(
             f"<g><rect class='cell' x='{x:.2f}' y='{y}' width='{width:.2f}' height='{ROW}' "
             f"fill='{background}' stroke='{PAPER}' stroke-width='{min(1.0, width / 8):.2f}'>"
             f"<title>{describe(span)}</title></rect>"
         )
-        if len(label) * _CHARACTER <= width - 2:
+        if _width(label) <= width - 2:
             parts.append(
                 f"<text x='{x + width / 2:.2f}' y='{y + ROW / 2}' text-anchor='middle' "
                 f"dominant-baseline='central' fill='{front}' pointer-events='none'>{label}</text>"
             )
         parts.append("</g>")
     return parts
+
+
+def _room(timeline: Timeline, span: Span) -> float:
+    """The time until the next action of the device starts."""
+    starts = timeline.starts[span.device]
+    return (*starts, timeline.makespan)[span.tick + 1] - span.start

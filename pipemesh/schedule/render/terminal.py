@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipemesh.errors import ScheduleError
+from pipemesh.schedule.render.axis import scale_for
 from pipemesh.schedule.render.palette import fill, ink, levels
 from pipemesh.schedule.timeline import Timeline
 
@@ -20,8 +21,8 @@ def to_terminal(timeline: Timeline, *, color: bool = False, width: int | None = 
     Args:
         timeline: what to draw.
         color: whether to colour the cells with ANSI codes (24-bit).
-        width: how many columns there are; by default as many as it takes to show every action's
-            text, but at most 10,000.
+        width: how many columns there are; by default as many as it takes to show the text of all
+            actions but brief ones, and at most 10,000.
 
     Returns:
         The lines, without a newline at the end.
@@ -77,10 +78,5 @@ def _cell(label: str, width: int) -> str:
 
 
 def _characters_per_time(timeline: Timeline) -> float:
-    """The scale at which the shortest action still shows its text."""
-    need = 0.0
-    for span in timeline.spans():
-        duration = span.end - span.start
-        if duration > 0:
-            need = max(need, (len(str(span.action)) + 1) / duration)
-    return need
+    """The scale at which actions still show their text, but for the briefest."""
+    return scale_for((len(str(s.action)) + 1, s.end - s.start) for s in timeline.spans())

@@ -1,0 +1,193 @@
+"""Params that can be wrong, checked before anything is made of them."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from lingvo.core import hyperparams, py_utils
+
+from pipemesh.errors import PipelineError
+
+# What both NestedMap and TensorFlow's name scopes take.
+_SCOPE = re.compile(r"[A-Za-z][A-Za-z0-9_./>-]*")
+_LIST = "a list of layers' Params, one each"
+
+
+def check_layers(owner: str, field: str, layers: Any) -> None:
+    """Checks that a field is a list of layers' params with names of their own.
+
+    Args:
+        owner: name of the layer whose field it is.
+        field: name of the field.
+        layers: its value.
+
+    Raises:
+        PipelineError: it is something else; says what to write.
+    """
+    where = f"{owner}: {field}"
+    if isinstance(layers, hyperparams.Params):
+        raise PipelineError(f"{where} is the Params of one layer; it must be {_LIST}: [params]")
+    if not isinstance(layers, (list, tuple)):
+        raise PipelineError(f"{where} is {_short(layers)}; it must be {_LIST}")
+    seen: dict[str, int] = {}
+    for number, layer in enumerate(layers):
+        check_layer(f"{where}[{number}]", layer)
+        _check_layer_name(f"{where}[{number}]", layer)
+        if layer.name in seen:
+            raise PipelineError(
+                f"{where}[{seen[layer.name]}] and [{number}] are both named {layer.name!r}; give "
+                "each a name of its own with .Set(name=...)"
+            )
+        seen[layer.name] = number
+
+
+def check_distinct(owner: str, **fields: Sequence[Any]) -> None:
+    """Checks that the layers of several fields have different names.
+
+    Raises:
+        PipelineError: two have the same.
+    """
+    first: dict[str, str] = {}
+    for field, layers in fields.items():
+        for layer in layers:
+            if first.setdefault(layer.name, field) != field:
+                raise PipelineError(
+                    f"{owner}: {first[layer.name]} and {field} both have a layer named "
+                    f"{layer.name!r}; rename one with .Set(name=...)"
+                )
+
+
+def check_layer(where: str, layer: Any) -> None:
+    """Checks that something is the params of a layer.
+
+    Raises:
+        PipelineError: it is not; says what to write.
+    """
+    if isinstance(layer, hyperparams.InstantiableParams) and layer.cls is not None:
+        return
+    if isinstance(layer, (list, tuple)):
+        way_out = (
+            "make the list one layer: FeatureExtractionLayer.Params().Set(name=..., sub=[...])"
+        )
+    elif isinstance(layer, type):
+        way_out = f"write {layer.__name__}.Params()"
+    else:
+        way_out = "write SomeLayer.Params()"
+    raise PipelineError(f"{where} is {_short(layer)}, not the Params of a layer; {way_out}")
+
+
+def _check_layer_name(where: str, layer: Any) -> None:
+    name = layer.name
+    if not name:
+        raise PipelineError(
+            f"{where}, a {layer.cls.__name__}, has no name; give it one with .Set(name=...)"
+        )
+    try:
+        py_utils.NestedMap()[name] = layer
+        if not _SCOPE.fullmatch(name):
+            raise ValueError(name)
+    except (ValueError, AssertionError) as error:
+        raise PipelineError(
+            f"{where} is named {name!r}; a name has letters, digits, _, - and ., begins with a "
+            "letter, and is none of NestedMap's own attributes"
+        ) from error
+
+
+def check_whole(owner: str, field: str, value: Any, least: int) -> None:
+    """Checks that a field is a whole number.
+
+    Args:
+        owner: name of the layer whose field it is.
+        field: name of the field.
+        value: its value.
+        least: the smallest number that is allowed.
+
+    Raises:
+        PipelineError: it is none, or too small.
+    """
+    try:
+        number = None if isinstance(value, (bool, np.bool_)) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise PipelineError(
+            f"{owner}: {field} is {value!r}; it must be a whole number, {least} or more"
+        )
+    if number < least:
+        raise PipelineError(f"{owner}: {field} is {number}; it must be at least {least}")
+
+
+def check_flags(p: Any, fields: Sequence[str], or_none: Sequence[str] = ()) -> None:
+    """Checks that fields are True or False: 'no' would count as True.
+
+    Args:
+        p: params of a layer.
+        fields: names of the fields.
+        or_none: names of fields that may be None as well.
+
+    Raises:
+        PipelineError: one is something else.
+    """
+    for field in [*fields, *or_none]:
+        value = getattr(p, field)
+        if isinstance(value, (bool, np.bool_)) or (value is None and field in or_none):
+            continue
+        allowed = "True, False or None" if field in or_none else "True or False"
+        raise PipelineError(f"{p.name}: {field} is {value!r}; it must be {allowed}")
+
+
+def check_batch_dim(p: Any) -> None:
+    """Checks that `batch_dim` counts from the first dim.
+
+    Raises:
+        PipelineError: it does not.
+    """
+    try:
+        check_whole(p.name, "batch_dim", p.batch_dim, 0)
+    except PipelineError as error:
+        raise PipelineError(
+            f"{error}, the number of the dim counted from the first, because inputs may have "
+            "several ranks: 0 if the batch comes first, 1 if time does"
+        ) from error
+
+
+def check_floating(owner: str, field: str, dtype: Any) -> None:
+    """Checks that a field is a floating dtype or None.
+
+    Raises:
+        PipelineError: it is not.
+    """
+    if dtype is None:
+        return
+    try:
+        known = tf.as_dtype(dtype).is_floating
+    except TypeError:
+        known = False
+    if not known:
+        raise PipelineError(
+            f"{owner}: {field} is {_short(dtype)}; it must be a floating dtype, such as "
+            "tf.float32 or tf.bfloat16, or None"
+        )
+
+
+def _short(value: Any) -> str:
+    """What was given, on one line; of long values the type."""
+    text = repr(value)
+    if len(text) <= 60 and "\n" not in text:
+        return text
+    return with_article(type(value).__name__)
+
+
+def with_article(noun: str) -> str:
+    """A noun as one of its kind.
+
+    Example:
+        >>> with_article("tensor"), with_article("IndexedSlices")
+        ('a tensor', 'an IndexedSlices')
+    """
+    return f"{'an' if noun[0] in 'aeiouAEIOU' else 'a'} {noun}"

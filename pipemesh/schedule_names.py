@@ -1,0 +1,186 @@
+"""The names of pipeline schedules: every spelling that is accepted, in one place.
+
+`pipemesh.schedule`, `pipemesh.partition`, both commands, the layers and the trainers read names
+here, so that a name means the same everywhere.
+
+Example:
+    >>> parse("Interleaved:4")
+    ParsedName(name='interleaved_one_f_one_b', stages_a_device=4, rest='')
+    >>> parse("1f1b").name
+    'one_f_one_b'
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from pipemesh.errors import ScheduleError
+
+FILE = "file"
+SEARCHED = "list_schedule"
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleName:
+    """A schedule by name.
+
+    Attributes:
+        summary: what it is, in a few words.
+        short: another spelling, or nothing.
+        stages_a_device: how many, or the default where the caller may choose.
+        is_open: whether the caller may choose how many, after a colon.
+    """
+
+    summary: str
+    short: str = ""
+    stages_a_device: int = 1
+    is_open: bool = False
+
+
+NAMES: Mapping[str, ScheduleName] = MappingProxyType(
+    {
+        "gpipe": ScheduleName("all forward passes, then all backward ones"),
+        "one_f_one_b": ScheduleName("a forward and a backward in turn", "1f1b"),
+        "interleaved_one_f_one_b": ScheduleName(
+            "1f1b with V stages a device", "interleaved", 2, True
+        ),
+        "looped_bfs": ScheduleName("gpipe with V stages a device", "", 2, True),
+        "zb_h1": ScheduleName("zero bubble, memory as 1f1b"),
+        "zb_h2": ScheduleName("zero bubble, twice the memory"),
+        "zb_v": ScheduleName("zero bubble, 2 stages a device in a V", "", 2),
+        "dual_pipe_v": ScheduleName("forward beside backward, 2 stages a device in a V", "", 2),
+        "forward_only": ScheduleName("no training; V stages a device", "", 1, True),
+    }
+)
+"""Every published schedule, by its name in `pipemesh.schedule`."""
+
+_CANONICAL = {
+    spelling: name for name, known in NAMES.items() for spelling in (name, known.short) if spelling
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ParsedName:
+    """What a text names.
+
+    Attributes:
+        name: a key of `NAMES`, or `FILE`, or `SEARCHED`.
+        stages_a_device: what stands after the colon; None if nothing does.
+        rest: of a file its path.
+    """
+
+    name: str
+    stages_a_device: int | None = None
+    rest: str = ""
+
+    def stages(self) -> int:
+        """Stages a device: what was given, else the schedule's default."""
+        return self.stages_a_device or NAMES[self.name].stages_a_device
+
+
+def parse(text: object) -> ParsedName:
+    """Reads the name of a schedule.
+
+    Case does not matter, nor whether words are joined by `-` or `_`.
+
+    Args:
+        text: a key of `NAMES` or its short form, then, where the number of stages a device is
+            open, perhaps a colon and that number; or `file:` and a path; or `list_schedule`.
+
+    Returns:
+        The one name that a schedule has, with what was given besides.
+
+    Raises:
+        ScheduleError: there is no such name (suggests the nearest and lists all), or the number is
+            none or not open.
+    """
+    if not isinstance(text, str):
+        raise ScheduleError(
+            f"a schedule is named by a text, not by {text!r}; there are {listing()}"
+        )
+    word, colon, rest = text.strip().partition(":")
+    word = word.lower().replace("-", "_")
+    if word == FILE:
+        return ParsedName(FILE, rest=rest)
+    name = SEARCHED if word == SEARCHED else _CANONICAL.get(word)
+    if name is None:
+        raise ScheduleError(
+            f"unknown schedule {text!r}; {_did_you_mean(word)}there are {listing()}"
+        )
+    if not colon:
+        return ParsedName(name)
+    known = NAMES.get(name)
+    if known is None or not known.is_open:
+        why = f"has always {known.stages_a_device} stages a device" if known else "takes no number"
+        raise ScheduleError(f"schedule {text!r}: {word} {why}; write {word!r}")
+    if not (rest.isascii() and rest.isdigit() and len(rest) < 10 and int(rest) > 0):
+        raise ScheduleError(
+            f"schedule {text!r}: {rest!r} is no number of stages a device; write for example "
+            f"'{word}:2'"
+        )
+    return ParsedName(name, int(rest))
+
+
+def agreed_stages(text: str, parsed: ParsedName, num_virtual_stages: int | None) -> int | None:
+    """Stages a device, where they may stand in the name and be given beside it.
+
+    Args:
+        text: the name as it was given, for errors.
+        parsed: what it names.
+        num_virtual_stages: what is given beside it, if anything.
+
+    Returns:
+        The number; None if neither says one.
+
+    Raises:
+        ScheduleError: both do, and they differ.
+    """
+    named = parsed.stages_a_device
+    if named is not None and num_virtual_stages not in (None, named):
+        raise ScheduleError(
+            f"schedule {text!r} has {named} stages a device, but num_virtual_stages is "
+            f"{num_virtual_stages}; give one of them"
+        )
+    return named if num_virtual_stages is None else num_virtual_stages
+
+
+def listing() -> str:
+    """All spellings on one line, each schedule once.
+
+    Example:
+        >>> listing().startswith("gpipe, 1f1b (or one_f_one_b), interleaved:V (or interleaved_one")
+        True
+    """
+    return ", ".join([*map(_spelling, NAMES), "file:PATH", SEARCHED])
+
+
+def help_text() -> str:
+    """All spellings, one schedule a line, with what each is; for help pages.
+
+    Example:
+        >>> print(help_text().splitlines()[1])
+          1f1b (or one_f_one_b)                  a forward and a backward in turn
+    """
+    rows = [(_spelling(name), known.summary + _default(known)) for name, known in NAMES.items()]
+    rows.append(("file:PATH", "a table that `pipemesh schedule` wrote by --csv or --text"))
+    rows.append((SEARCHED, "searched for costs, by `pipemesh schedule` alone"))
+    return "\n".join(f"  {spelling:38} {what}" for spelling, what in rows)
+
+
+def _spelling(name: str) -> str:
+    known = NAMES[name]
+    number = ":V" if known.is_open else ""
+    return f"{known.short}{number} (or {name}{number})" if known.short else name + number
+
+
+def _default(known: ScheduleName) -> str:
+    return f" ({known.stages_a_device} by default)" if known.is_open else ""
+
+
+def _did_you_mean(word: str) -> str:
+    spellings = [*_CANONICAL, FILE, SEARCHED]
+    near = difflib.get_close_matches(word, spellings, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}? " if near else ""

@@ -1,0 +1,440 @@
+"""Wrong uses of the layers: each is one clear error before the first step, or simply works."""
+
+import re
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from lingvo.core import base_layer, layers, py_utils, tshape
+
+from pipemesh.errors import PartitionError, PipelineError, ScheduleError
+from pipemesh.layers import (
+    FeatureExtractionLayer,
+    PartitionSequentialLayers,
+    PipeliningLayer,
+    SeqLayer,
+)
+from pipemesh.schedule import gpipe
+from tests.layers.blocks import WIDTH, Block
+from tests.layers.harness import cluster, run_eagerly
+
+X = np.random.default_rng(0).normal(size=[8, 3, WIDTH]).astype(np.float32)
+SHAPE = tshape.Shape([8, 4])
+
+
+class Call(base_layer.BaseLayer):
+    """Calls a function of its inputs."""
+
+    @classmethod
+    def Params(cls):
+        p = super().Params()
+        p.Define("function", None, "Of the inputs.")
+        return p
+
+    def FProp(self, theta, *args):
+        return self.params.function(*args)
+
+
+def call(function, name="call"):
+    return Call.Params().Set(name=name, function=function)
+
+
+def block(name="block"):
+    return Block.Params().Set(name=name)
+
+
+def dense(name="dense"):
+    return layers.FCLayer.Params().Set(name=name, input_dim=4, output_dim=4)
+
+
+def stage(name, *sub, **kwargs):
+    return FeatureExtractionLayer.Params().Set(name=name, sub=list(sub), **kwargs)
+
+
+def stages(last=None):
+    """Two stages; the second one may end in a function."""
+    heads = [call(last, "head")] if last else []
+    return [stage("s0", block("block0")), stage("s1", block("block1"), *heads)]
+
+
+def pipelined(cells, **kwargs):
+    return PipeliningLayer.Params().Set(
+        **{"name": "stack", "cell_tpl": cells, "num_micro_batches": 4, **kwargs}
+    )
+
+
+def first(outputs):
+    return outputs[0] if isinstance(outputs, tuple) else outputs
+
+
+def instantiate(params):
+    with tf.Graph().as_default(), cluster(2):
+        py_utils.GetOrCreateGlobalStepVar()
+        params.Instantiate()
+
+
+@pytest.mark.parametrize(
+    ("cells", "message"),
+    [
+        (lambda: stages()[0], r"cell_tpl is the Params of one layer; .*: \[params\]"),
+        (lambda: [stages(), stages()], r"cell_tpl\[0\] is a list, .* FeatureExtractionLayer\."),
+        (lambda: None, "cell_tpl is None; it must be a list of layers' Params"),
+        (lambda: [Block, Block], r"cell_tpl\[0\] is .*Block.*; write Block\.Params\(\)"),
+        (lambda: [1, 2], r"cell_tpl\[0\] is 1, not the Params of a layer"),
+        (lambda: [stage(""), stage("")], r"cell_tpl\[0\], a FeatureExtractionLayer, has no name"),
+        (lambda: [stage("a b")], r"cell_tpl\[0\] is named 'a b'; a name has letters, digits"),
+        (
+            lambda: [stage("keys")],
+            r"cell_tpl\[0\] is named 'keys'; a name .* none of NestedMap's own attributes",
+        ),
+        (lambda: [stage("s"), stage("s")], r"cell_tpl\[0\] and \[1\] are both named 's'"),
+    ],
+)
+@pytest.mark.parametrize("layer", [PipeliningLayer, SeqLayer])
+def test_what_is_no_list_of_stages_is_an_error(layer, cells, message):
+    params = layer.Params().Set(name="stack", cell_tpl=cells())
+    with pytest.raises(PipelineError, match=f"^stack: {message}"):
+        instantiate(params)
+
+
+def test_a_pipeline_without_stages_is_an_error():
+    with pytest.raises(PipelineError, match="cell_tpl is empty; a pipeline needs at least one st"):
+        instantiate(pipelined([]))
+
+
+@pytest.mark.parametrize(
+    ("before", "message"),
+    [
+        (dense(), r"before_tpl is the Params of one layer"),
+        ([dense("")], r"before_tpl\[0\], a FCLayer, has no name"),
+        ([dense("s0")], "before_tpl and cell_tpl both have a layer named 's0'"),
+    ],
+    ids=["params", "no name", "same name"],
+)
+def test_what_is_no_list_of_layers_before_the_stages_is_an_error(before, message):
+    with pytest.raises(PipelineError, match=f"^stack: {message}"):
+        instantiate(pipelined(stages(), before_tpl=before))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"num_micro_batches": "4"}, "num_micro_batches is '4'; it must be a whole number, 1 or"),
+        ({"num_micro_batches": None}, "num_micro_batches is None; it must be a whole number"),
+        ({"num_micro_batches": 4.0}, "num_micro_batches is 4.0; it must be a whole number"),
+        ({"num_micro_batches": True}, "num_micro_batches is True; it must be a whole number"),
+        ({"num_micro_batches": 0}, "num_micro_batches is 0; it must be at least 1"),
+        ({"micro_batch_size": "2"}, "micro_batch_size is '2'; it must be a whole number"),
+        ({"micro_batch_size": 2.0}, "micro_batch_size is 2.0; it must be a whole number"),
+        ({"batch_dim": -1}, "batch_dim is -1; it must be at least 0, .* 1 if time does"),
+        ({"batch_dim": "0"}, "batch_dim is '0'; it must be a whole number, 0 or more"),
+        ({"batch_dim": None}, "batch_dim is None; it must be a whole number, 0 or more"),
+        ({"batch_dim": True}, "batch_dim is True; it must be a whole number, 0 or more"),
+        ({"rolled": "yes"}, "rolled is 'yes'; it must be True, False or None"),
+        ({"strict_devices": "no"}, "strict_devices is 'no'; it must be True or False"),
+        ({"loss_inside": "no"}, "loss_inside is 'no'; it must be True or False"),
+        ({"nested_map_fprop": "no"}, "nested_map_fprop is 'no'; it must be True or False"),
+        ({"state_dtype": "flaot32"}, "state_dtype is 'flaot32'; it must be a floating dtype"),
+        ({"state_dtype": tf.int32}, r"state_dtype is tf\.int32; it must be a floating dtype"),
+    ],
+    ids=str,
+)
+def test_params_of_the_wrong_kind_are_errors_when_the_layer_is_made(kwargs, message):
+    with pytest.raises(PipelineError, match=f"^stack: {message}"):
+        instantiate(pipelined(stages(), **kwargs))
+
+
+@pytest.mark.parametrize("schedule", [None, 3, gpipe, ["gpipe"], ""], ids=repr)
+def test_what_is_no_schedule_is_an_error_that_lists_them(schedule):
+    with pytest.raises(ScheduleError, match=r"^stack: .*1f1b.* interleaved:V.* zb_h1"):
+        instantiate(pipelined(stages(), schedule=schedule))
+
+
+def test_a_schedule_that_needs_the_loss_inside_says_which_params_to_set():
+    with pytest.raises(ScheduleError, match=r"'1f1b' .* set loss_inside=True .*'gpipe'") as found:
+        instantiate(pipelined(stages(), schedule="1f1b"))
+    assert "pipeline_loss" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("sub", "kwargs", "message"),
+    [
+        (dense(), {}, "sub is the Params of one layer"),
+        (None, {}, "sub is None; it must be a list of layers' Params"),
+        ([[dense()]], {}, r"sub\[0\] is a list, not the Params of a layer"),
+        ([dense(""), dense("")], {}, r"sub\[0\], a FCLayer, has no name"),
+        ([dense(), dense()], {}, r"sub\[0\] and \[1\] are both named 'dense'"),
+        ([dense()], {"act_fetch_layers": "dense"}, r"act_fetch_layers is 'dense'; .*\['dense'\]"),
+        (
+            [dense()],
+            {"act_fetch_layers": ["nope"], "num_act_outputs": 1},
+            r"act_fetch_layers names \['nope'\], but the layers are \['dense'\]",
+        ),
+        ([dense()], {"num_act_outputs": 1}, "num_act_outputs is 1; .* it must be 0"),
+        ([dense()], {"num_act_inputs": "1"}, "num_act_inputs is '1'; it must be a whole number"),
+        ([dense()], {"num_act_inputs": -1}, "num_act_inputs is -1; it must be at least 0"),
+    ],
+    ids=str,
+)
+def test_a_stage_of_the_wrong_parts_is_an_error(sub, kwargs, message):
+    params = FeatureExtractionLayer.Params().Set(name="stage", sub=sub, **kwargs)
+    with pytest.raises(PipelineError, match=f"^stage: {message}"):
+        instantiate(params)
+
+
+def test_fetching_from_a_layer_that_keeps_nothing_is_an_error(run):
+    params = stage("stage", dense(), act_fetch_layers=["dense"], num_act_outputs=1)
+    with pytest.raises(PipelineError, match=r"a FCLayer keeps no activation .*FetchLayer"):
+        run(params, [X])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ([], "was given no tensor"),
+        ([None], "was given no tensor"),
+        ([X, np.float32(1)], r"args\.1 has shape \(\) and no dim 0 \(batch_dim\)"),
+        ([X, X[:4]], r"batch sizes 4 \(args\.1\), 8 \(args\.0\) in dim 0 \(batch_dim\)"),
+        ([{"x": X, "y": X[:6]}], r"batch sizes 6 \(args\.0\.y\), 8 \(args\.0\.x\)"),
+    ],
+    ids=["none", "None", "scalar", "sizes", "nested"],
+)
+def test_inputs_that_cannot_be_cut_are_errors_that_name_them(run, inputs, message):
+    with pytest.raises(PipelineError, match=message):
+        run(pipelined(stages()), inputs, num_devices=2)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: tf.reduce_mean(x)[None],
+        lambda x: tf.reduce_mean(x, axis=0, keepdims=True),
+        lambda x: tf.reduce_mean(x, axis=0),
+        lambda x: (x, tf.ones([4, 4])),
+        lambda x: (x, tf.ones([2])),
+        lambda x: np.ones([2, 3], np.float32),
+        lambda x: tf.concat(tf.split(x, 2, axis=-1), axis=0),
+    ],
+    ids=["mean", "kept", "rows", "second", "constant", "numpy", "heads"],
+)
+def test_an_output_that_is_not_cut_along_the_batch_is_an_error_and_not_joined(run, function):
+    with pytest.raises(
+        PipelineError, match=r"of the last stage \('s1'\) has shape .* once for eac"
+    ):
+        run(pipelined(stages(function)), [X], num_devices=2)
+
+
+def test_an_output_of_unknown_size_is_an_error_that_says_how_to_set_its_shape(run):
+    def positive(x):
+        return tf.boolean_mask(x, x[:, 0, 0] > -1e9)
+
+    with pytest.raises(PipelineError, match=r"shape \(None, 3, 4\); .* tf\.ensure_shape"):
+        run(pipelined(stages(positive)), [X], num_devices=2)
+    params = pipelined(stages(lambda x: tf.ensure_shape(positive(x), x.shape)))
+    expected = run(pipelined(stages()), [X], num_devices=2)
+    run(params, [X], num_devices=2).assert_close(expected)
+
+
+@pytest.mark.parametrize(("num_microbatches", "axis"), [(2, 1), (8, 1), (8, [1, 2])])
+def test_an_output_that_has_the_size_of_a_microbatch_by_chance_is_an_error(
+    run, num_microbatches, axis
+):
+    def mean(x):
+        return tf.reduce_mean(x, axis=[0, *np.atleast_1d(axis)], keepdims=num_microbatches == 8)
+
+    params = pipelined(stages(mean), num_micro_batches=num_microbatches)
+    with pytest.raises(PipelineError, match="and for the whole batch"):
+        run(params, [X], num_devices=2)
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 4, 8])
+def test_an_output_that_is_the_same_for_each_example_is_joined(run, num_microbatches):
+    params = pipelined(
+        stages(lambda x: (x, tf.ones([x.shape[0]]))), num_micro_batches=num_microbatches
+    )
+    assert run(params, [X], num_devices=2).outputs[1].shape == (8,)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x: None, "'s1' returns no tensor"),
+        (lambda x: (), "'s1' returns no tensor"),
+        (lambda x: "text", r"outputs\.0 is a str; .* give a tensor"),
+        (
+            lambda x: tf.sparse.from_dense(x),
+            r"outputs\.0 is a SparseTensor; .*tf\.sparse\.to_dense",
+        ),
+        (lambda x: tf.RaggedTensor.from_tensor(x), r"outputs\.0 is a RaggedTensor; .*to_tensor"),
+        (lambda x: tf.IndexedSlices(x, tf.range(2)), r"outputs\.0 is an IndexedSlices"),
+        (lambda x: (x, [object()]), r"outputs\.1\.0 is an object"),
+        (lambda x: tf.reduce_mean(x), r"a scalar \(outputs\.0\).* set loss_inside=True"),
+        (lambda x: 1.0, r"a scalar \(outputs\.0\).* set loss_inside=True"),
+    ],
+    ids=["none", "empty", "str", "sparse", "ragged", "slices", "object", "scalar", "number"],
+)
+def test_outputs_that_are_no_tensors_are_errors_that_name_them(run, function, message):
+    with pytest.raises(PipelineError, match=f"^stack: stage .*{message}"):
+        run(pipelined(stages(function)), [X], num_devices=2)
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        (lambda x: tf.reduce_sum(x), "and no weight after it"),
+        (lambda x: (tf.reduce_sum(x), None), "and no weight after it"),
+        (lambda x: (None, tf.reduce_sum(x)), "and no weight after it"),
+        (lambda x: {"loss": tf.reduce_sum(x)}, r"outputs\.0\.loss: .* and no weight after it"),
+        (lambda x: (tf.reduce_sum(x, [1, 2]), 2.0), r"outputs\.0 is no loss"),
+        (lambda x: (tf.size(x), tf.size(x)), r"int32 .*outputs\.0 is no loss"),
+        (lambda x: (tf.reduce_sum(x), tf.ones([2])), r"outputs\.1 is no weight"),
+        (lambda x: (tf.reduce_sum(x), tf.constant("a")), r"string .*outputs\.1 is no weight"),
+        (lambda x: (tf.reduce_mean(x), float(x.shape[0])), "is a mean, Mean"),
+        (lambda x: _ratio(x, tf.divide), "is a mean, RealDiv"),
+        (lambda x: _ratio(x, tf.math.divide_no_nan), "is a mean, DivNoNan"),
+    ],
+)
+def test_a_head_that_returns_no_summed_loss_and_weight_is_told_what_to_return(run, head, message):
+    with pytest.raises(PipelineError, match=f"'s1'.*{message}.*summed weight.*return tf"):
+        run(pipelined(stages(head), loss_inside=True), [X], num_devices=2, loss=first)
+
+
+def _ratio(x, divide):
+    weight = tf.reduce_sum(tf.abs(x))
+    return divide(tf.reduce_sum(x), weight), weight
+
+
+@pytest.mark.parametrize("weight", [1.0, 1])
+def test_a_mean_for_each_microbatch_with_weight_1_is_a_loss(run, weight):
+    head = stages(lambda x: (tf.reduce_mean(x), weight))
+    result = run(pipelined(head, loss_inside=True), [X], num_devices=2, loss=first)
+    assert result.outputs[1] == 4
+
+
+@pytest.mark.parametrize("metric", [lambda x: tf.ones([1]), lambda x: tf.reduce_sum(x, axis=0)])
+def test_a_metric_that_is_not_cut_along_the_batch_is_an_error(run, metric):
+    head = stages(lambda x: (tf.reduce_sum(x), 2.0, metric(x)))
+    with pytest.raises(
+        PipelineError, match=r"output 2 of the last stage .* not cut along the batch"
+    ):
+        run(pipelined(head, loss_inside=True), [X], num_devices=2, loss=first)
+
+
+def nested(x, y=None):
+    """Gives and takes a list, a tuple, a dict and None, each kept as what it is."""
+    if isinstance(x, dict):
+        assert list(x) == ["a", "b"] and isinstance(x["b"], list) and y == (None,)
+        x = x["a"] + 0.1 * (x["b"][0] - x["b"][1])
+    return {"a": x, "b": [2 * x, x + 1]}, (None,)
+
+
+class Nested(Block):
+    """A block that takes and returns a dict with a list in it, and a tuple with None."""
+
+    def FProp(self, theta, x, nothing=(None,)):
+        if isinstance(x, dict):
+            assert list(x) == ["a", "b"] and isinstance(x["b"], list) and nothing == (None,)
+            x = x["a"] + 0.1 * (x["b"][0] - x["b"][1])
+        x = super().FProp(theta, x)
+        return {"a": x, "b": [2 * x, x + 1]}, (None,)
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_lists_tuples_and_dicts_stay_what_they_are_between_stages_and_outside(run, mode):
+    run = run if mode == "graph" else run_eagerly
+    kinds = set()
+
+    def loss(outputs):
+        kinds.add(str(tf.nest.map_structure(lambda leaf: leaf is not None, outputs)))
+        return tf.reduce_sum(outputs[0]["a"] ** 2) + tf.reduce_sum(outputs[0]["b"][0])
+
+    sub = [Nested.Params().Set(name=name) for name in "abc"]
+    inputs = [{"a": X, "b": [X, X]}, (None,)]
+    expected = run(stage("stack", *sub), inputs, num_devices=2, loss=loss)
+    cells = [stage("s0", *sub[:2]), stage("s1", *sub[2:])]
+    result = run(pipelined(cells), inputs, num_devices=2, loss=loss)
+    assert len(kinds) == 1 and len(result.outputs) == 3 and len(result.grads) == 3
+    result.assert_close(expected)
+
+
+def test_a_nested_map_in_and_out_needs_no_flag(run):
+    def function(x):
+        return py_utils.NestedMap(y=[x.a, x.a + 1])
+
+    params = pipelined([stage("s0", call(function))])
+    outputs = run(params, [py_utils.NestedMap(a=X)], loss=None).outputs
+    np.testing.assert_array_equal(outputs, [X, X + 1])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "given"),
+    [([X], "args are .*ensor"), ([{"x": X}], "args are dict"), ([], "args are nothing")],
+    ids=["tensor", "dict", "none"],
+)
+def test_nested_map_fprop_with_anything_else_is_an_error(run, inputs, given):
+    with pytest.raises(PipelineError, match=f"exactly one NestedMap in and out, but {given}"):
+        run(pipelined(stages(), nested_map_fprop=True), inputs, num_devices=2)
+
+
+def test_a_sequence_without_stages_is_what_comes_before_them(run):
+    params = SeqLayer.Params().Set(name="seq", before_tpl=[dense()])
+    run(stage("plain", dense()), [X]).assert_close(run(params, [X]))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes before Python 3.11")
+def test_an_error_that_a_layer_raises_says_in_which_layer_and_with_what(run):
+    with pytest.raises(ValueError, match="Dimensions must be equal") as found:
+        run(pipelined(stages(lambda x: tf.matmul(x, tf.ones([5, 4])))), [X], num_devices=2)
+    (note,) = found.value.__notes__
+    assert re.fullmatch(r"in layer 'head' of 's1', which was given float32 \[[28], 3, 4\]", note)
+
+
+class NoMeta(base_layer.BaseLayer):
+    def FProp(self, theta, x):
+        return x
+
+
+class Meta(NoMeta):
+    """Says of itself what it is told."""
+
+    @classmethod
+    def Params(cls):
+        p = super().Params()
+        p.Define("meta", None, "A function of the shapes.")
+        return p
+
+    @classmethod
+    def FPropMeta(cls, p, *shapes):
+        return p.meta(*shapes)
+
+
+def meta(**fields):
+    return [Meta.Params().Set(name="m", meta=lambda *_: py_utils.NestedMap(fields))] * 2
+
+
+@pytest.mark.parametrize(
+    ("params", "num_stages", "shapes", "message"),
+    [
+        ([NoMeta.Params()] * 2, 2, [SHAPE], r"'cell_000' \(NoMeta\) has no FPropMeta, .*define it"),
+        (meta(out_shapes=(SHAPE,)), 2, [SHAPE], r"'cell_000' \(Meta\): FPropMeta returns .*flops="),
+        (meta(flops="a", out_shapes=(SHAPE,)), 2, [SHAPE], "FPropMeta returns .*flops=a number"),
+        (meta(flops=1, out_shapes=SHAPE), 2, [SHAPE], "returns out_shapes .*a tuple of"),
+        (meta(flops=-1, out_shapes=(SHAPE,)), 2, [SHAPE], r"costs\[0\] is -1"),
+        ([dense()] * 2, 2, [], "FPropMeta, given no shapes, failed with TypeError"),
+        ([dense()] * 2, 2, [[8, 4]], r"the shape of input 0 is \[8, 4\], a list; write .*tshape"),
+        ([dense()] * 2, 2, [tf.TensorShape([8, 4])], "the shape of input 0 is .*; write .*tshape"),
+        ([dense()] * 2, 2, [8], "the shape of input 0 is 8, an int; write .*tshape"),
+        ([dense()] * 2, 2, [None], "given None, failed with .* do the shapes fit"),
+        ([dense()], 2, [SHAPE], "num_stages is 2, but 1 layers"),
+        ([dense()] * 2, "2", [SHAPE], "num_stages is '2', but must be a whole number"),
+        ([dense()] * 2, 2.0, [SHAPE], r"num_stages is 2\.0, but must be a whole number"),
+        ([dense()] * 2, True, [SHAPE], "num_stages is True, but must be a whole number"),
+        ([], 2, [SHAPE], "costs is empty"),
+        (None, 2, [SHAPE], r"what is to be cut is None, not the Params of a layer"),
+        ([Block], 1, [SHAPE], r"what is to be cut is .*; write Block\.Params\(\)"),
+    ],
+)
+def test_a_stack_that_cannot_be_cut_is_a_partition_error(params, num_stages, shapes, message):
+    with pytest.raises(PartitionError, match=message):
+        PartitionSequentialLayers(params, num_stages, *shapes)

@@ -1,0 +1,103 @@
+"""A schedule has the same names everywhere."""
+
+import re
+from unittest import mock
+
+import pytest
+
+from pipemesh.cli import main
+from pipemesh.errors import PartitionError, ScheduleError
+from pipemesh.partition import partition
+from pipemesh.partition.memory import SCHEDULES
+from pipemesh.schedule import ScheduleSpec, build
+from pipemesh.schedule.builders import BUILDERS
+from pipemesh.schedule_names import NAMES, help_text, listing, parse
+
+SIZE = ["--devices", "2", "--microbatches", "4"]
+SPELLINGS = [spelling for name, known in NAMES.items() for spelling in (name, known.short)]
+SPELLINGS = [*filter(None, SPELLINGS), "1F1B", "ZB-H1", "Interleaved", "interleaved:2", "GPipe"]
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_every_spelling_names_the_same_schedule_everywhere(spelling, capsys, tmp_path):
+    expected = build(parse(spelling).name, 2, 4)
+    assert build(spelling, 2, 4) == expected
+    assert ScheduleSpec.from_text(spelling).build(2, 4) == expected
+    table = tmp_path / "table.csv"
+    assert main(["schedule", "--name", spelling, *SIZE, "--csv", str(table)]) == 0
+    assert table.read_text() == expected.to_csv()
+    assert main(["schedule", "--name", f"file:{table}"]) == 0
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("spelling", [s for s in SPELLINGS if parse(s).name in SCHEDULES])
+def test_the_partitioner_takes_every_spelling_that_it_knows_the_memory_of(spelling, tmp_path):
+    name = parse(spelling).name
+    plan = partition([1.0] * 8, 4, schedule=spelling)
+    assert plan.num_virtual_stages == BUILDERS[name].virtual_stages
+    assert plan == partition(
+        [1.0] * 8, 4, schedule=name, num_virtual_stages=BUILDERS[name].virtual_stages
+    )
+    costs = tmp_path / "costs.csv"
+    costs.write_text("1\n" * 8)
+    assert main(["partition", str(costs), "--stages", "4", "--schedule", spelling]) == 0
+
+
+def test_the_number_of_stages_a_device_may_stand_in_the_name():
+    assert partition([1.0] * 8, 8, schedule="interleaved:4").num_virtual_stages == 4
+    assert partition([1.0] * 8, 8, schedule="looped_bfs", num_virtual_stages=1) == partition(
+        [1.0] * 8, 8, schedule="looped_bfs:1"
+    )
+    assert build("interleaved:3", 2, 4) == build("interleaved", 2, 4, 3)
+    for differ in (
+        lambda: build("interleaved:3", 2, 4, 2),
+        lambda: partition([1.0] * 6, 6, schedule="interleaved:3", num_virtual_stages=2),
+    ):
+        with pytest.raises(ValueError, match="has 3 stages a device, but num_virtual_stages is 2"):
+            differ()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1f2b", "unknown schedule '1f2b'; did you mean '1f1b'"),
+        ("gpip", "unknown schedule 'gpip'; did you mean 'gpipe'"),
+        ("interleved:2", "did you mean 'interleaved'"),
+        ("", "unknown schedule ''; there are gpipe, 1f1b"),
+        ("zb_v:3", "zb_v has always 2 stages a device; write 'zb_v'"),
+        ("1f1b:2", "1f1b has always 1 stages a device; write '1f1b'"),
+        ("list_schedule:2", "list_schedule takes no number; write 'list_schedule'"),
+        ("interleaved:", "'' is no number of stages a device; write for example 'interleaved:2'"),
+        ("interleaved:0", "'0' is no number of stages a device"),
+        (None, "a schedule is named by a text, not by None; there are gpipe"),
+    ],
+)
+def test_a_name_that_is_none_is_the_same_error_everywhere(text, message):
+    for use in (parse, ScheduleSpec.from_text, lambda name: build(name, 2, 4)):
+        with pytest.raises(ScheduleError, match=re.escape(message)):
+            use(text)
+    if text is not None:
+        with pytest.raises(PartitionError, match=re.escape(message)):
+            partition([1.0] * 4, 2, schedule=text)
+
+
+@pytest.mark.parametrize("name", ["zb_h2", "zb_v", "dual_pipe_v", "file:x.csv", "list_schedule"])
+def test_the_partitioner_says_which_schedules_it_knows_the_memory_of(name):
+    with pytest.raises(PartitionError, match=f"'{name}', of which .* may be gpipe, one_f_one_b"):
+        partition([1.0] * 4, 2, schedule=name)
+
+
+def test_a_searched_schedule_says_how_to_get_it_into_a_model():
+    with pytest.raises(ScheduleError, match=r"searched for costs.*--csv x\.csv.*'file:x\.csv'"):
+        ScheduleSpec.from_text("list_schedule")
+
+
+def test_every_help_page_lists_every_spelling(capsys):
+    for command in ("schedule", "partition"):
+        with pytest.raises(SystemExit), mock.patch.dict("os.environ", {"COLUMNS": "200"}):
+            main([command, "--help"])
+        assert help_text() in capsys.readouterr().out
+    for spelling in [*NAMES, "1f1b", "interleaved:V", "file:PATH", "list_schedule"]:
+        assert spelling in listing() and spelling in help_text()
+    assert set(NAMES) == set(BUILDERS)
+    assert max(map(len, help_text().splitlines())) <= 100
