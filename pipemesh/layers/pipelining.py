@@ -102,8 +102,8 @@ class PipeliningLayer(SeqLayer):
             "rolled",
             None,
             "Whether the repeating part of the schedule becomes a loop of the graph, which then "
-            "does not grow with the number of microbatches; by default if there are more than 500 "
-            "actions.",
+            "does not grow with the number of microbatches; by default if there are more than 100 "
+            "actions, and that leaves at most half of them in the graph.",
         )
         p.Define(
             "check_numerics",

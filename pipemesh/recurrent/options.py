@@ -24,7 +24,7 @@ class Options:
             `Selective(predicate)` computes the layers again that the predicate picks.
         rolled: whether the repeating part of the schedule becomes a loop of the graph, whose
             size then does not depend on the number of microbatches; by default that is so for
-            schedules of more than 500 actions.
+            schedules of more than 100 actions of which loops leave at most half in the graph.
         compute_dtype: `float32`, `bfloat16` or `float16`: floating weights and inputs are cast to
             it, on their device, before the stages see them, but for the weights of stages that
             have dtypes of their own. Gradients are summed over microbatches

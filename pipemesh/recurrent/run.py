@@ -29,8 +29,10 @@ from pipemesh.recurrent.wrong_kernels import check_kernels
 from pipemesh.schedule import Action, Schedule, execution_order
 from pipemesh.schedule.repeats import Loop, find_loops
 
-# Tables of more actions become loops by themselves.
-ROLL_ABOVE = 500
+# Tables of more actions become loops by themselves, if that makes them at most half as large: what
+# an action costs before the first step grows with their number, from 0.1 s of CPU time where there
+# are 64 to 0.2 s where there are 256.
+ROLL_ABOVE = 100
 
 
 class Run:
@@ -105,14 +107,15 @@ class Run:
         state = State.before(self._stages, schedule.num_devices)
         mode_of = self._modes = modes(options.remat, schedule)
         arguments = (self._machine, state, self._stages, held, cutting, mode_of)
-        self.items: Sequence[Action | Loop] = execution_order(schedule)
-        if options.rolled or (options.rolled is None and len(self.items) > ROLL_ABOVE):
-            self.items = find_loops(
-                self.items, lambda action: mode_of[action.stage, action.microbatch]
-            )
-            self._values: Unrolled | Rolled = Rolled(*arguments, self.items)
-        else:
-            self._values = Unrolled(*arguments)
+        order = execution_order(schedule)
+        self.items: Sequence[Action | Loop] = order
+        if options.rolled or (options.rolled is None and len(order) > ROLL_ABOVE):
+            loops = find_loops(order, lambda action: mode_of[action.stage, action.microbatch])
+            if options.rolled or 2 * _size(loops) <= len(order):
+                self.items = loops
+        self._values: Unrolled | Rolled = (
+            Unrolled(*arguments) if self.items is order else Rolled(*arguments, self.items)
+        )
 
     def phases(self) -> tuple[Sequence[Action | Loop], Sequence[Action | Loop]]:
         """The forward and the backward part of the items.
@@ -250,6 +253,11 @@ def _frozen(stage: Stage, compute_dtype: tf.DType | None) -> Stage:
 def num_bytes(specs: Sequence[tf.TensorSpec]) -> int:
     """How much memory tensors of these shapes and dtypes take."""
     return sum(spec.shape.num_elements() * spec.dtype.size for spec in specs)
+
+
+def _size(items: Sequence[Action | Loop]) -> int:
+    """How many actions the graph has."""
+    return sum(len(item.body) if isinstance(item, Loop) else 1 for item in items)
 
 
 def _first(item: Action | Loop) -> Action:

@@ -1,0 +1,105 @@
+"""Layers that reach weights otherwise than through theta, or that change something."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from lingvo.core import base_layer, bn_layers, py_utils
+
+from pipemesh.errors import PipelineError
+from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, SeqLayer
+from tests.layers.blocks import WIDTH
+from tests.layers.harness import run_eagerly, run_tf1, run_tf2
+
+X = np.random.default_rng(0).normal(size=[8, WIDTH]).astype(np.float32)
+
+
+class Dense(base_layer.BaseLayer):
+    """A product with a weight that is reached as `way` says."""
+
+    @classmethod
+    def Params(cls):
+        p = super().Params()
+        p.Define("way", "theta", "How the weight is reached.")
+        return p
+
+    def _CreateLayerVariables(self):
+        super()._CreateLayerVariables()
+        weights = py_utils.WeightParams([WIDTH, WIDTH], py_utils.WeightInit.Gaussian(0.3))
+        self.CreateVariable("w", weights)
+
+    def FProp(self, theta, x):
+        weight = {
+            "theta": lambda: theta.w,
+            "self.theta": lambda: self.theta.w,
+            "self.vars": lambda: tf.convert_to_tensor(self.vars.w),
+            "tied": lambda: self.parent.parent.children["s0"].children["layer0"].vars.w,
+        }[self.params.way]()
+        return tf.nn.tanh(tf.matmul(x, weight)) + x
+
+    @classmethod
+    def FPropMeta(cls, p, x):
+        return py_utils.NestedMap(flops=1, out_shapes=(x,))
+
+
+def stack(cls, way, **kwargs):
+    ways = [way if way != "tied" else "theta"] * 2 + [way] * 2
+    sub = [Dense.Params().Set(name=f"layer{i}", way=ways[i]) for i in range(4)]
+    cells = [
+        FeatureExtractionLayer.Params().Set(name=f"s{i}", sub=sub[2 * i : 2 * i + 2])
+        for i in range(2)
+    ]
+    return cls.Params().Set(name="stack", cell_tpl=cells, **kwargs)
+
+
+@pytest.mark.parametrize("run", [run_tf1, run_tf2, run_eagerly])
+@pytest.mark.parametrize("way", ["self.theta", "self.vars", "tied"])
+def test_a_weight_trains_however_a_layer_reaches_it(run, way):
+    wanted = run_tf2(stack(SeqLayer, way), [X], steps=2)
+    got = run(stack(PipeliningLayer, way, num_micro_batches=4), [X], steps=2, num_devices=2)
+    got.assert_close(wanted, rtol=1e-4, atol=1e-5)
+    assert len(got.grads) == (2 if way == "tied" else 4)
+
+
+class Averaging(Dense):
+    """Keeps an average in a variable, as batch normalization of Keras and lingvo does it."""
+
+    def _CreateLayerVariables(self):
+        super()._CreateLayerVariables()
+        average = py_utils.WeightParams([WIDTH], py_utils.WeightInit.Constant(0.0))
+        self.CreateVariable("average", average, trainable=False)
+
+    def FProp(self, theta, x):
+        self.vars.average.assign_sub(0.1 * (self.vars.average - tf.reduce_mean(x, axis=0)))
+        return super().FProp(theta, x)
+
+
+@pytest.mark.parametrize("run", [run_tf1, run_tf2, run_eagerly])
+def test_a_layer_that_assigns_is_refused_with_the_way_out(run):
+    params = stack(PipeliningLayer, "theta", num_micro_batches=4)
+    params.cell_tpl[1].sub[0].cls = Averaging
+    with pytest.raises(PipelineError, match=r"stage 's1' contains .*layer\.layer2.*accumulators"):
+        run(params, [X], num_devices=2)
+
+
+@pytest.mark.parametrize("run", [run_tf1, run_tf2])
+def test_batch_normalization_with_accumulators_has_the_statistics_of_the_whole_batch(run):
+    """It normalizes by microbatch, as in GPipe, and averages over the whole batch."""
+
+    def norm(cls, **kwargs):
+        layer = bn_layers.BatchNormLayerNoPadding.Params().Set(name="bn", dim=WIDTH)
+        cells = [FeatureExtractionLayer.Params().Set(name="s0", sub=[layer])]
+        return cls.Params().Set(name="stack", cell_tpl=cells, **kwargs)
+
+    images = np.random.default_rng(1).normal(size=[8, 3, 3, WIDTH]).astype(np.float32)
+    wanted = run(norm(SeqLayer), [images])
+    got = run(norm(PipeliningLayer, num_micro_batches=4), [images])
+    assert len(got.accumulators) == 3
+    for a, b in zip(got.accumulators, wanted.accumulators, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    by_microbatch = (images.reshape(4, 2, 3, 3, WIDTH) - 0).reshape(4, 18, WIDTH)
+    centred = by_microbatch - by_microbatch.mean(axis=1, keepdims=True)
+    centred /= np.sqrt(by_microbatch.var(axis=1, keepdims=True) + 0.001)
+    assert got.outputs[0].shape == images.shape
+    np.testing.assert_allclose(
+        np.corrcoef(got.outputs[0].ravel(), centred.ravel())[0, 1], 1.0, atol=0.05
+    )
