@@ -7,7 +7,7 @@ from typing import Any
 from lingvo.core import base_layer, py_utils
 
 from pipemesh.errors import PipelineError
-from pipemesh.layers.step_seed import whole_batch_randomness
+from pipemesh.layers.step_seed import step_of_call, whole_batch_randomness
 from pipemesh.lowering import random
 
 
@@ -86,7 +86,7 @@ class FeatureExtractionLayer(base_layer.BaseLayer):
         """
         p = self.params
         outputs, fetched = self._split_activations(p, args)
-        with whole_batch_randomness():
+        with whole_batch_randomness(step_of_call(self)):
             for name in self._names:
                 child = self.children[name]
                 if isinstance(child, FeatureExtractionLayer):

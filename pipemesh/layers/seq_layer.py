@@ -9,7 +9,7 @@ import lingvo.compat as tf
 from lingvo.core import base_layer, py_utils
 
 from pipemesh.layers.feature_extraction import FeatureExtractionLayer, to_tuple
-from pipemesh.layers.step_seed import whole_batch_randomness
+from pipemesh.layers.step_seed import name_in_task, step_of_call, whole_batch_randomness
 from pipemesh.lowering import random
 
 
@@ -72,15 +72,16 @@ class SeqLayer(base_layer.BaseLayer):
         Returns:
             What the last stage returns.
         """
-        args = self._fprop_before(theta, *args)
-        with whole_batch_randomness():
+        with whole_batch_randomness(step_of_call(self)):
+            args = self._fprop_before(theta, *args)
             for name, device in zip(self._cell_names, self.StageDevices(), strict=True):
                 with tf.device(device):
                     args = self._fprop_cell(theta[name], name, *to_tuple(args))
         return args
 
     def _fprop_before(self, theta: Any, *args: Any) -> Any:
-        with whole_batch_randomness():
+        """Runs the layers before the stages inside randomness."""
+        with random.layer_aliases({}, name_in_task(self)):
             for name in self._before_names:
                 with random.layer_scope(name):
                     args = self.children[name].FProp(theta[name], *to_tuple(args))
@@ -88,7 +89,7 @@ class SeqLayer(base_layer.BaseLayer):
 
     def _fprop_cell(self, theta: Any, name: str, *args: Any) -> Any:
         """Runs one stage inside randomness."""
-        with random.layer_aliases(self._layer_aliases[name]):
+        with random.layer_aliases(self._layer_aliases[name], name_in_task(self)):
             cell = self.children[name]
             if isinstance(cell, FeatureExtractionLayer):
                 return cell.FProp(theta, *args)

@@ -143,7 +143,7 @@ class Machine:
     ) -> list[TracedStage]:
         """Traces the stages one after the other, each with the output shapes of the last."""
         whole = specs_of(inputs)
-        whole_batch = WholeBatch(self._stages, whole, has_step)
+        whole_batch = WholeBatch(self._stages, whole, has_step, cutting.batch_dim)
         specs = []
         for spec in whole:
             shape = spec.shape.as_list()
