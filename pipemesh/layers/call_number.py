@@ -12,13 +12,46 @@ from typing import Any
 
 import lingvo.compat as tf
 
+# TensorFlow does not tell which tapes record; the version is pinned to 2.21.
+from tensorflow.python.eager import backprop
+
 from pipemesh.errors import PipelineError
 
 # What TensorFlow's `recompute_grad` calls its function in for the second time.
 _RECOMPUTES = ("custom_gradient.py", "inner_recompute_grad")
 
-_in_graphs: Any = weakref.WeakKeyDictionary()
+# For each graph or tape how often each layer was called in it.
+_counts: Any = weakref.WeakKeyDictionary()
 _in_steps: Any = weakref.WeakKeyDictionary()
+
+
+class _Tapes(threading.local):
+    """The tapes that record in a thread, the outermost first."""
+
+    def __init__(self) -> None:
+        self.active: list[Any] = []
+
+
+_tapes = _Tapes()
+
+
+def _noting(push: Any, pop: Any) -> tuple[Any, Any]:
+    """Wraps the methods of a tape that begin and end recording."""
+
+    def noting_push(self: Any) -> Any:
+        _tapes.active.append(self)
+        return push(self)
+
+    def noting_pop(self: Any) -> Any:
+        _tapes.active[:] = [tape for tape in _tapes.active if tape is not self]
+        return pop(self)
+
+    return noting_push, noting_pop
+
+
+backprop.GradientTape._push_tape, backprop.GradientTape._pop_tape = _noting(
+    backprop.GradientTape._push_tape, backprop.GradientTape._pop_tape
+)
 
 
 class _Recording(threading.local):
@@ -48,7 +81,11 @@ def recorded_calls(numbers: list[int]) -> Iterator[None]:
 
 
 def number_of_call(layer: Any, step: tf.Tensor) -> int:
-    """Counts the calls of a layer: those that stand in a graph, or eager ones in the same step.
+    """Counts the calls of a layer in a step.
+
+    That are those that stand in one graph. Of eager calls nobody can say whether they belong to one
+    step or repeat it; those under one tape are counted, and so are those without a tape while the
+    global step is the same.
 
     Args:
         layer: that is called now.
@@ -64,7 +101,12 @@ def number_of_call(layer: Any, step: tf.Tensor) -> int:
     if numbers is not None and _recording.at < len(numbers):
         number = numbers[_recording.at]
     else:
-        number = _count_in_step(layer, int(step)) if tf.executing_eagerly() else _count(layer)
+        if not tf.executing_eagerly():
+            number = _count_in(_graph_of_step(), layer)
+        elif _tapes.active:
+            number = _count_in(_tapes.active[0], layer)
+        else:
+            number = _count_in_step(layer, int(step))
         if number and _is_recomputed():
             raise PipelineError(
                 f"tf.recompute_grad calls {layer.params.name!r} again to differentiate it, and its "
@@ -84,7 +126,7 @@ def _count_in_step(layer: Any, step: int) -> int:
     return number
 
 
-def _count(layer: Any) -> int:
+def _graph_of_step() -> Any:
     graph: Any = tf.get_default_graph()
     # Functions inside of a function, of `tf.cond` say, belong to the same step.
     while getattr(graph, "building_function", False):
@@ -95,7 +137,11 @@ def _count(layer: Any) -> int:
         ):
             break
         graph = outer
-    counts = _in_graphs.setdefault(graph, weakref.WeakKeyDictionary())
+    return graph
+
+
+def _count_in(graph_or_tape: Any, layer: Any) -> int:
+    counts = _counts.setdefault(graph_or_tape, weakref.WeakKeyDictionary())
     counts[layer] = counts.get(layer, -1) + 1
     return counts[layer]
 

@@ -314,9 +314,7 @@ def known_step(scope: Scope) -> tf.Tensor:
     if scope.graph is not None or tf.executing_eagerly():
         return scope.step
     graph: Any = tf.compat.v1.get_default_graph()
-    while getattr(graph, "outer_graph", None) is not None and hasattr(
-        graph.outer_graph, "capture_call_time_value"
-    ):
+    while getattr(graph, "is_control_flow_graph", False):
         graph = graph.outer_graph
     return graph.capture_call_time_value(
         lambda: tf.cast(scopes.stack[-1].step, tf.int64),
