@@ -116,13 +116,14 @@ def _rematerialize(original: Any) -> Any:
     """Wraps `py_utils.RematerializeFn`: what is computed again draws the same numbers again."""
 
     def rematerialize(fn: Any, *xs: Any) -> Any:
-        again, numbers = random.replay(), []
+        replay, numbers = random.Replay(), []
 
         def call(*args: Any) -> Any:
-            with again(), recorded_calls(numbers):
-                return fn(*args)
+            with replay.enter(args[len(xs) :]), recorded_calls(numbers):
+                return fn(*args[: len(xs)])
 
-        return original(call, *xs)
+        # The function may capture no tensors.
+        return original(call, *xs, *replay.tensors)
 
     rematerialize.__name__, rematerialize.__doc__ = original.__name__, original.__doc__
     return rematerialize

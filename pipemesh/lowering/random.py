@@ -27,6 +27,7 @@ from pipemesh.lowering.random_scope import (
     LayerSpan,
     NeedWholeDraws,
     Position,
+    Replay,
     Scope,
     WholeDraw,
     WholeDraws,
@@ -37,7 +38,6 @@ from pipemesh.lowering.random_scope import (
     layer_scope,
     layer_spans,
     loop_scope,
-    replay,
     scopes,
     slicewise,
 )
@@ -46,6 +46,7 @@ __all__ = [
     "LayerSpan",
     "NeedWholeDraws",
     "Position",
+    "Replay",
     "Share",
     "WholeDraw",
     "WholeDraws",
@@ -59,7 +60,6 @@ __all__ = [
     "loop_scope",
     "note_draw",
     "plan_free_randomness",
-    "replay",
     "share_of_draw",
     "slicewise",
 ]

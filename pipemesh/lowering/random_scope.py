@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -221,18 +221,18 @@ def loop_scope(iteration: tf.Tensor) -> Iterator[list[tf.Tensor]]:
         return
     scope = scopes.stack[-1]
     saved = (scope.layer, scope.iterations)
-    outside = [scope.step, scope.position and scope.position.microbatch, *scope.iterations]
+    outside = _tensors_of(scope)
     scope.layer = f"{scope.layer}/loop{_next_number(scope)}"
     scope.iterations = (*scope.iterations, iteration)
     try:
-        yield [tensor for tensor in outside if tensor is not None]
+        yield outside
     finally:
         scope.layer, scope.iterations = saved
 
 
 @contextlib.contextmanager
 def gradient_scope() -> Iterator[None]:
-    """Inside, gradients are computed: nothing may be drawn but what `replay` draws again."""
+    """Inside, gradients are computed: nothing may be drawn but what a `Replay` draws again."""
     scope = scopes.stack[-1]
     scope.is_gradient = True
     try:
@@ -241,38 +241,61 @@ def gradient_scope() -> Iterator[None]:
         scope.is_gradient = False
 
 
-def replay() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Remembers which numbers come next.
+class Replay:
+    """Remembers the scope of now, if there is one, and which numbers come next in it.
 
-    Returns:
-        Enters the scope of now in its state of now, as often as it is called: what is computed
-        inside, once for the result and once more for its gradient, draws the same each time.
+    What is computed inside of `enter`, once for a result and once more for its gradient, draws the
+    same numbers each time.
+
+    Attributes:
+        tensors: what draws depend on; a function that may capture nothing takes them as arguments.
     """
-    if not scopes.stack:
-        return contextlib.nullcontext
-    scope = scopes.stack[-1]
-    before, layer, names = scope.numbers.copied(), scope.layer, (scope.aliases, scope.stack)
-    loops = scope.iterations
+
+    def __init__(self) -> None:
+        self._scope = scopes.stack[-1] if scopes.stack else None
+        self.tensors: list[tf.Tensor] = []
+        if self._scope is not None:
+            self._state = dataclasses.replace(
+                self._scope, numbers=self._scope.numbers.copied(), is_gradient=False
+            )
+            self.tensors = _tensors_of(self._state)
 
     @contextlib.contextmanager
-    def enter() -> Iterator[None]:
-        is_gradient = scope.is_gradient
-        saved = scope.numbers, scope.layer, (scope.aliases, scope.stack), scope.iterations
-        scope.numbers, scope.layer, scope.iterations = before.copied(), layer, loops
-        scope.aliases, scope.stack = names
-        scope.is_gradient = False
-        scopes.stack.append(scope)
+    def enter(self, tensors: Sequence[tf.Tensor]) -> Iterator[None]:
+        """Enters the scope in its remembered state.
+
+        Args:
+            tensors: takes the place of the attribute.
+        """
+        scope = self._scope
+        if scope is None:
+            yield
+            return
+        again = _with_tensors(self._state, tensors)
+        again.numbers = self._state.numbers.copied()
+        scopes.stack.append(again)
         try:
             yield
         finally:
             scopes.stack.pop()
-            after = scope.numbers
-            scope.numbers, scope.layer, (scope.aliases, scope.stack), scope.iterations = saved
-            scope.is_gradient = is_gradient
-            for mine, theirs in zip(scope.numbers, after, strict=True):
+            for mine, theirs in zip(scope.numbers, again.numbers, strict=True):
                 mine.update({key: max(n, mine.get(key, 0)) for key, n in theirs.items()})
 
-    return enter
+
+def _tensors_of(scope: Scope) -> list[tf.Tensor]:
+    """The tensors that draws in a scope depend on."""
+    microbatch = scope.position and scope.position.microbatch
+    return [t for t in (scope.step, microbatch, *scope.iterations) if t is not None]
+
+
+def _with_tensors(scope: Scope, tensors: Sequence[tf.Tensor]) -> Scope:
+    """The same scope with others in the place of `_tensors_of`."""
+    given = iter(tensors)
+    step = None if scope.step is None else next(given)
+    position = scope.position
+    if position is not None:
+        position = dataclasses.replace(position, microbatch=next(given))
+    return dataclasses.replace(scope, step=step, position=position, iterations=tuple(given))
 
 
 def is_active() -> bool:
@@ -311,7 +334,7 @@ def loop_counters() -> list[tf.Tensor]:
 def known_step(scope: Scope) -> tf.Tensor:
     """The step; inside a function that is traced by an eager call, that of each call of it."""
     assert scope.step is not None
-    if scope.graph is not None or tf.executing_eagerly():
+    if scope.graph is not None or tf.executing_eagerly() or tf.is_symbolic_tensor(scope.step):
         return scope.step
     graph: Any = tf.compat.v1.get_default_graph()
     while getattr(graph, "is_control_flow_graph", False):
