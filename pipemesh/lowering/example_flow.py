@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -29,7 +29,6 @@ from pipemesh.lowering.example_rules import apply_rule
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 _BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
 _LOOPS = ("While", "StatelessWhile")
-_KNOWN = (*_CALLS, *_BRANCHES, *_LOOPS)
 # How often a loop's body is followed until its state has a label that stays.
 _TURNS = 5
 
@@ -46,6 +45,48 @@ class _Flow:
     inner: dict[str, list[_Flow]] = dataclasses.field(default_factory=dict)
 
 
+class _Node(NamedTuple):
+    """An operation as Python objects, which take longer to make than to look at.
+
+    Attributes:
+        operation: the operation.
+        inputs: names of its inputs.
+        outputs: its outputs.
+        functions: the graphs of the functions that it calls, if it is known how.
+        graphs: the identities of these and of all that are called from there.
+    """
+
+    operation: Any
+    inputs: tuple[str, ...]
+    outputs: list[tf.Tensor]
+    functions: list[Any]
+    graphs: frozenset[int]
+
+
+class _Nodes:
+    """The operations of graphs but their inputs, made once."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, list[_Node]] = {}
+
+    def __call__(self, graph: Any) -> list[_Node]:
+        if id(graph) not in self._of:
+            given = {tensor.op.name for tensor in graph.inputs}
+            operations = [op for op in graph.get_operations() if op.name not in given]
+            self._of[id(graph)] = [self._node(graph, operation) for operation in operations]
+        return self._of[id(graph)]
+
+    def _node(self, graph: Any, operation: Any) -> _Node:
+        known = operation.type in (*_CALLS, *_BRANCHES, *_LOOPS)
+        functions = list(called_functions(graph, operation)) if known else []
+        graphs: set[int] = set()
+        for function in functions:
+            graphs.add(id(function))
+            graphs.update(*(node.graphs for node in self(function)))
+        names = tuple(tensor.name for tensor in operation.inputs)
+        return _Node(operation, names, list(operation.outputs), functions, frozenset(graphs))
+
+
 class ExampleFlow:
     """Whose the tensors of a graph are, if its inputs belong to known examples.
 
@@ -58,7 +99,8 @@ class ExampleFlow:
         self._graph = graph
         self._inputs = list(inputs)
         self._flow = _Flow()
-        _Follow([]).run(graph, self._inputs, self._flow, None)
+        self._nodes = _Nodes()
+        _Follow([], self._nodes).run(graph, self._inputs, self._flow, None)
 
     def label(self, tensor: tf.Tensor) -> Label | None:
         """The label of a tensor of the graph."""
@@ -66,7 +108,7 @@ class ExampleFlow:
 
     def obstacle(self, given: Sequence[tuple[tf.Tensor, Label]]) -> str | None:
         """Of which kind the first operation is behind some tensors whose result is unknown."""
-        follow = _Follow(given)
+        follow = _Follow(given, self._nodes)
         try:
             follow.run(self._graph, self._inputs, _Flow(), self._flow)
         except ConflictError:
@@ -81,7 +123,7 @@ class ExampleFlow:
                 are, supposedly.
         """
         try:
-            _Follow(given).run(self._graph, self._inputs, _Flow(), self._flow)
+            _Follow(given, self._nodes).run(self._graph, self._inputs, _Flow(), self._flow)
         except ConflictError:
             return False
         return True
@@ -92,11 +134,14 @@ class _Follow:
 
     Args:
         given: tensors whose labels are given.
+        nodes: gives the operations of a graph.
     """
 
-    def __init__(self, given: Sequence[tuple[tf.Tensor, Label]]) -> None:
-        self._given = {(id(tensor.graph), tensor.name): label for tensor, label in given}
-        self._graphs = {id(tensor.graph) for tensor, _ in given}
+    def __init__(self, given: Sequence[tuple[tf.Tensor, Label]], nodes: _Nodes) -> None:
+        self._nodes = nodes
+        self._given: dict[int, dict[str, Label]] = {}
+        for tensor, label in given:
+            self._given.setdefault(id(tensor.graph), {})[tensor.name] = label
         self.unknown: str | None = None
 
     def run(
@@ -109,28 +154,24 @@ class _Follow:
         """
         for tensor, label in zip(graph.inputs, inputs, strict=True):
             self._note(tensor, label, flow, base)
-        placeholders = {tensor.op.name for tensor in graph.inputs}
-        for operation in graph.get_operations():
-            if operation.name in placeholders:
+        own = self._given.get(id(graph), {})
+        for node in self._nodes(graph):
+            if own and node.outputs and node.outputs[0].name in own:
+                flow.labels[node.outputs[0].name] = own[node.outputs[0].name]
                 continue
-            given = [_of(tensor, flow, base) for tensor in operation.inputs]
-            changed = base is None or any(t.name in flow.labels for t in operation.inputs)
-            functions = list(called_functions(graph, operation))
-            if functions and operation.type in _KNOWN:
-                self._call(operation, functions, given, changed, flow, base)
-            elif self._given and operation.outputs and self._is_given(graph, operation):
-                tensor = operation.outputs[0]
-                flow.labels[tensor.name] = self._given[id(graph), tensor.name]
-            elif changed:
-                results = apply_rule(operation, given)
+            changed = base is None or any(name in flow.labels for name in node.inputs)
+            if not changed and self._given.keys().isdisjoint(node.graphs):
+                continue
+            given = [_of(name, flow, base) for name in node.inputs]
+            if node.functions:
+                results = self._call(node, given, flow, base)
+            else:
+                results = apply_rule(node.operation, given)
                 if self.unknown is None and base is not None and any(r is None for r in results):
-                    self.unknown = operation.type
-                for tensor, label in zip(operation.outputs, results, strict=True):
-                    self._note(tensor, label, flow, base)
-        return [_of(tensor, flow, base) for tensor in graph.outputs]
-
-    def _is_given(self, graph: Any, operation: Any) -> bool:
-        return (id(graph), operation.outputs[0].name) in self._given
+                    self.unknown = node.operation.type
+            for tensor, label in zip(node.outputs, results, strict=True):
+                self._note(tensor, label, flow, base)
+        return [_of(tensor.name, flow, base) for tensor in graph.outputs]
 
     def _note(
         self, tensor: tf.Tensor, label: Label | None, flow: _Flow, base: _Flow | None
@@ -152,29 +193,20 @@ class _Follow:
             flow.labels[tensor.name] = label
 
     def _call(
-        self,
-        operation: Any,
-        functions: list[Any],
-        given: list[Label | None],
-        changed: bool,
-        flow: _Flow,
-        base: _Flow | None,
-    ) -> None:
-        if not changed and not _contain(functions, self._graphs):
-            return
-        bases = [None] * len(functions) if base is None else base.inner[operation.name]
-        flows = flow.inner[operation.name] = [_Flow() for _ in functions]
-        if operation.type in _LOOPS:
-            results = self._loop(functions, given, flows, bases)
-        else:
-            arguments = given[1:] if operation.type in _BRANCHES else given
-            each = [
-                self.run(function, arguments, own, old)
-                for function, own, old in zip(functions, flows, bases, strict=True)
-            ]
-            results = [_merged(labels) for labels in zip(*each, strict=True)]
-        for tensor, label in zip(operation.outputs, results, strict=True):
-            self._note(tensor, label, flow, base)
+        self, node: _Node, given: list[Label | None], flow: _Flow, base: _Flow | None
+    ) -> list[Label | None]:
+        """Goes through the functions that an operation calls."""
+        name, kind = node.operation.name, node.operation.type
+        bases = [None] * len(node.functions) if base is None else base.inner[name]
+        flows = flow.inner[name] = [_Flow() for _ in node.functions]
+        if kind in _LOOPS:
+            return self._loop(node.functions, given, flows, bases)
+        arguments = given[1:] if kind in _BRANCHES else given
+        each = [
+            self.run(function, arguments, own, old)
+            for function, own, old in zip(node.functions, flows, bases, strict=True)
+        ]
+        return [_merged(labels) for labels in zip(*each, strict=True)]
 
     def _loop(
         self,
@@ -197,22 +229,10 @@ class _Follow:
         return [None] * len(state)
 
 
-def _contain(functions: list[Any], graphs: set[int]) -> bool:
-    """Whether one of the graphs is that of a function, or of one that it calls."""
-    return any(
-        id(function) in graphs
-        or any(
-            _contain(list(called_functions(function, operation)), graphs)
-            for operation in function.get_operations()
-        )
-        for function in functions
-    )
-
-
-def _of(tensor: tf.Tensor, flow: _Flow, base: _Flow | None) -> Label | None:
-    if tensor.name in flow.labels or base is None:
-        return flow.labels[tensor.name]
-    return base.labels[tensor.name]
+def _of(name: str, flow: _Flow, base: _Flow | None) -> Label | None:
+    if name in flow.labels or base is None:
+        return flow.labels[name]
+    return base.labels[name]
 
 
 def _merged(labels: Sequence[Label | None]) -> Label | None:

@@ -284,8 +284,9 @@ class Replay:
 
 def _tensors_of(scope: Scope) -> list[tf.Tensor]:
     """The tensors that draws in a scope depend on."""
+    step = None if scope.step is None else known_step(scope)
     microbatch = scope.position and scope.position.microbatch
-    return [t for t in (scope.step, microbatch, *scope.iterations) if t is not None]
+    return [t for t in (step, microbatch, *scope.iterations) if t is not None]
 
 
 def _with_tensors(scope: Scope, tensors: Sequence[tf.Tensor]) -> Scope:
@@ -334,10 +335,14 @@ def loop_counters() -> list[tf.Tensor]:
 def known_step(scope: Scope) -> tf.Tensor:
     """The step; inside a function that is traced by an eager call, that of each call of it."""
     assert scope.step is not None
-    if scope.graph is not None or tf.executing_eagerly() or tf.is_symbolic_tensor(scope.step):
+    if (
+        tf.is_symbolic_tensor(scope.step)
+        or tf.executing_eagerly()
+        or not (scopes.calls and scopes.calls[0].is_found_again)
+    ):
         return scope.step
     graph: Any = tf.compat.v1.get_default_graph()
-    while getattr(graph, "is_control_flow_graph", False):
+    while getattr(graph.outer_graph, "building_function", False):
         graph = graph.outer_graph
     return graph.capture_call_time_value(
         lambda: tf.cast(scopes.stack[-1].step, tf.int64),

@@ -7,10 +7,11 @@ built, in eager mode for each place that its draws can have among those of their
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
+
+import tensorflow as tf
 
 # Where TensorFlow looks for a trace, and what it compares; the version is pinned to 2.21.
 from tensorflow.python.eager.polymorphic_function import (
@@ -33,58 +34,61 @@ class _Call:
         scope: the scope; None where each processor computes with a slice of its own.
         before: the numbers before the call.
         key: what the trace is found by.
+        is_found_again: whether later calls may find it.
     """
 
     function: Any
     scope: Scope | None
     before: Numbers
     key: Any
+    is_found_again: bool = False
 
 
 def install_retracing() -> None:
     """Puts the scopes into the keys of traces; without a scope nothing changes."""
     function = polymorphic_function.Function
-    function.__call__ = _in_scope(function.__call__)
-    function.get_concrete_function = _in_scope(function.get_concrete_function)
+    function.__call__ = _in_scope(function.__call__, _call)
+    function.get_concrete_function = _in_scope(function.get_concrete_function, _new_trace)
     find = tracing_compilation._maybe_define_function
     tracing_compilation._maybe_define_function = _counted(find)
     context = function_context.make_function_context
     function_context.make_function_context = _keyed(context)
 
 
-def _in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
+def _in_scope(original: Callable[..., Any], make: Callable[[Any], _Call]) -> Callable[..., Any]:
     """Wraps a method of `tf.function` that finds or makes a trace."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not scopes.stack and not scopes.slicewise:
             return original(self, *args, **kwargs)
-        with _entered(self):
+        scopes.calls.append(make(self))
+        try:
             return original(self, *args, **kwargs)
+        finally:
+            scopes.calls.pop()
 
     call.__name__, call.__doc__ = original.__name__, original.__doc__
     return call
 
 
-@contextlib.contextmanager
-def _entered(function: Any) -> Iterator[None]:
-    scopes.calls.append(_call(function))
-    try:
-        yield
-    finally:
-        scopes.calls.pop()
-
-
-def _call(function: Any) -> _Call:
+def _new_trace(function: Any) -> _Call:
     if scopes.slicewise:
         # Nothing is drawn inside, so all traces are alike.
         return _Call(function, None, Numbers({}, {}), "slicewise")
-    scope = scopes.stack[-1]
-    before = scope.numbers.copied()
-    if scope.graph is not None or scope.position is not None or (*scope.iterations, *scope.turns):
-        return _Call(function, scope, before, object())
-    state = [tuple(sorted(numbers.items())) for numbers in before]
-    aliases = tuple(sorted(scope.aliases.items()))
-    return _Call(function, scope, before, (scope.stack, scope.layer, aliases, *state))
+    return _Call(function, scopes.stack[-1], scopes.stack[-1].numbers.copied(), object())
+
+
+def _call(function: Any) -> _Call:
+    new = _new_trace(function)
+    scope = new.scope
+    if scope is None or not tf.executing_eagerly():
+        return new
+    if scope.position is not None or scope.iterations or scope.turns:
+        # What these tensors are now would be part of the trace.
+        return new
+    state = [tuple(sorted(numbers.items())) for numbers in new.before]
+    names = (scope.stack, scope.layer, tuple(sorted(scope.aliases.items())))
+    return dataclasses.replace(new, key=(*names, *state), is_found_again=True)
 
 
 def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
