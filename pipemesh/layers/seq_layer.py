@@ -18,9 +18,9 @@ class SeqLayer(base_layer.BaseLayer):
 
     Variable names do not contain the names of the stages, so weights survive another partition.
 
-    Random numbers are keyed by the global step, by the place of this layer in its model (the name of
-    a model itself does not count), by the layer inside, and by how often `FProp` was called before in
-    the same graph, or eagerly under the same tape.
+    Random numbers are keyed by the global step, by the place of this layer in its model (the name
+    of a model itself does not count), by the layer inside, and by how often `FProp` was called
+    before in the same graph, or eagerly under the same tape.
 
     Example:
         >>> from lingvo.core import layers
