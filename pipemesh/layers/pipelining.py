@@ -19,6 +19,7 @@ from pipemesh.layers.step_seed import (
     whole_batch_randomness,
 )
 from pipemesh.layers.structure import Structure
+from pipemesh.layers.weight_dtypes import compute_dtypes, uncast_theta
 from pipemesh.recurrent import (
     ActionClock,
     DeviceMemory,
@@ -39,7 +40,9 @@ class PipeliningLayer(SeqLayer):
     """Runs the stages of `cell_tpl` on their devices, microbatch by microbatch.
 
     With `fprop_dtype` bfloat16 or float16 the stages compute in it, from weights in float32; their
-    gradients are summed over microbatches in float32. With float16 the loss is scaled inside the
+    gradients are summed over microbatches in float32. A layer with an `fprop_dtype` of its own has
+    its weights in that. Of the inputs only the first argument is cast, not labels or weights of
+    rows, nor what lies in a NestedMap. With float16 the loss is scaled inside the
     pipeline (`pipemesh.recurrent.LossScale`, here `self.loss_scale`).
 
     Drop-in for `lingvo.core.gpipe.PipeliningLayer`, with these differences, all for the better:
@@ -148,20 +151,11 @@ class PipeliningLayer(SeqLayer):
             return None
         return LossScale(self.vars.loss_scale, self.vars.good_steps, self.vars.finite)
 
-    @property
-    def theta(self) -> Any:
-        """The weights; those of stages not cast to `fprop_dtype`, which is the pipeline's task."""
-        theta = super().theta
-        if self.ema is not None:
-            return theta
-        for name in self._cell_names:
-            cast, variables = theta[name].Flatten(), self.vars[name].Flatten()
-            theta[name] = theta[name].Pack(
-                [
-                    t if t.dtype == v.dtype else tf.convert_to_tensor(v)
-                    for t, v in zip(cast, variables, strict=True)
-                ]
-            )
+    def _InternalGetTheta(self) -> Any:
+        # Weights of stages are cast by the pipeline, which sums their gradients before that.
+        theta = super()._InternalGetTheta()
+        if self.ema is None:
+            theta.update({name: uncast_theta(self.children[name]) for name in self._cell_names})
         return theta
 
     def StageDevices(self) -> list[str]:
@@ -205,8 +199,7 @@ class PipeliningLayer(SeqLayer):
         """
         p = self.params
         if self.do_eval and self.cluster.num_devices_per_split == 1:
-            theta, args = tf.nest.map_structure(self._cast, (theta, args))
-            return super().FProp(theta, *args)
+            return super().FProp(self._cast_theta(theta), *self._cast_first(args))
         schedule = self.schedule
         if self.do_eval and p.loss_inside:
             # With the loss outside, what is backward is made only if a gradient is asked for.
@@ -222,7 +215,7 @@ class PipeliningLayer(SeqLayer):
             thetas: Any, inputs: Any, carries: Any, step: Any, structures: list[Structure]
         ) -> Any:
             stages = self._stages(theta, thetas, carries, structure, structures)
-            options = self._options(eagerly)
+            options = self._options(eagerly, self._uncast(args, inputs))
             if not p.loss_inside:
                 return pipeline(stages, inputs, schedule, step=step, options=options)
             loss, others, carries = pipeline_loss(
@@ -280,7 +273,10 @@ class PipeliningLayer(SeqLayer):
             stages = self._stages(theta, thetas, carries, structure, [])
             if self.params.loss_inside:
                 stages[-1] = with_loss(stages[-1])
-            step, options = tf.constant(0, tf.int64), self._options(eagerly=False)
+            step, options = (
+                tf.constant(0, tf.int64),
+                self._options(False, self._uncast(args, inputs)),
+            )
             schedule = self.schedule.only_forward() if self.do_eval else self.schedule
             found[:] = predict_memory(stages, inputs, schedule, step=step, options=options)
 
@@ -318,19 +314,26 @@ class PipeliningLayer(SeqLayer):
                 theta=thetas[i],
                 carry=carries[i],
                 device=device,
+                dtypes=compute_dtypes(self.children[name]).Flatten(),
             )
             for i, (name, device) in enumerate(
                 zip(self._cell_names, self.StageDevices(), strict=True)
             )
         ]
 
-    def _options(self, eagerly: bool) -> Options:
+    def _uncast(self, args: tuple[Any, ...], inputs: list[tf.Tensor]) -> frozenset[int]:
+        """Numbers of the inputs that keep their dtype: all but the first argument."""
+        casts_first = args[0] is not None and not self.params.nested_map_fprop
+        return frozenset(range(int(casts_first), len(inputs)))
+
+    def _options(self, eagerly: bool, uncast: frozenset[int]) -> Options:
         p = self.params
         return Options(
             batch_dim=p.batch_dim,
             remat=p.remat,
             rolled=p.rolled,
             compute_dtype=p.fprop_dtype,
+            uncast_inputs=uncast,
             loss_scale=None if self.do_eval else self.loss_scale,
             clock=None if self.do_eval else self.clock,
             check_numerics=self._check_numerics(eagerly),
@@ -344,9 +347,22 @@ class PipeliningLayer(SeqLayer):
             return chosen
         return "all" if self.loss_scale is None else "forward"
 
-    def _cast(self, value: Any) -> Any:
-        """A floating tensor in the dtype that the stages compute in."""
-        return None if value is None else cast_floating(value, self.params.fprop_dtype)
+    def _cast_theta(self, theta: Any) -> Any:
+        """The weights of all stages in the dtypes that their layers compute with."""
+        cast = {
+            name: py_utils.Transform(
+                cast_floating, theta[name], compute_dtypes(self.children[name])
+            )
+            for name in self._cell_names
+        }
+        return py_utils.NestedMap({**theta, **cast})
+
+    def _cast_first(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The first argument in the dtype that the stages compute in."""
+        dtype = self.params.fprop_dtype
+        if not args or not isinstance(args[0], tf.Tensor):
+            return args
+        return cast_floating(args[0], dtype), *args[1:]
 
     def _with_total_weight(self, loss: tf.Tensor, others: list[tf.Tensor]) -> list[tf.Tensor]:
         """Loss, weight and metrics of the whole batch; the weight still has one a microbatch."""

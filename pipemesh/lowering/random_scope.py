@@ -233,6 +233,9 @@ def loop_scope(iteration: tf.Tensor) -> Iterator[list[tf.Tensor]]:
 @contextlib.contextmanager
 def gradient_scope() -> Iterator[None]:
     """Inside, gradients are computed: nothing may be drawn but what a `Replay` draws again."""
+    if not scopes.stack:
+        yield
+        return
     scope = scopes.stack[-1]
     scope.is_gradient = True
     try:

@@ -70,7 +70,7 @@ def pipeline(
     outputs = run.outputs()
     run.checks.forward(outputs, "an output", run.state.notes["forward"])
     outputs = run.checks.after_forward(outputs, stages[-1].device)
-    run.check_carries(run.checks.after_forward)
+    run.finish_carries(run.checks.after_forward)
     # The states of recurrent stages are results as well.
     states = [t for carry in run.recurrent(run.state.carries) for t in carry]
 
@@ -167,7 +167,7 @@ def pipeline_loss(
         loss = tf.reduce_sum(tf.cast(losses, tf.float32) if losses.dtype.size < 4 else losses)
     run.checks.forward([loss], "the loss", run.state.notes["forward"])
     loss, *others = run.checks.after_forward([loss, *others], stages[-1].device)
-    run.check_carries(run.checks.after_both)
+    run.finish_carries(run.checks.after_both)
 
     def backward(output_grads: Grads) -> list[Grads]:
         if schedule.is_forward_only:

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
+
+from pipemesh.recurrent.purity import Bodies, check_pure
 
 
 class GraphCut:
     """A traced graph, addressed by tensor names, that parts can be taken out of.
 
-    The graph computes a pure function, so only data counts: control dependencies and what hangs
-    on them (assertions, mostly) are left out, and checks for NaN become identities. Both have
-    state as far as TensorFlow knows, and operations with state are executed one after the other,
-    across devices too.
+    The graph computes a pure function, so only data counts: control dependencies are left out.
+    What hangs on them alone, such as assertions and prints, is pasted where it is asked for.
 
     Args:
         graph: the graph.
         captures: for each placeholder that stands for a tensor of another graph that tensor.
+        prepare: changes the nodes before anything else is done with them.
     """
 
-    def __init__(self, graph: tf.Graph, captures: Mapping[str, tf.Tensor]) -> None:
+    def __init__(
+        self,
+        graph: tf.Graph,
+        captures: Mapping[str, tf.Tensor],
+        prepare: Callable[[Sequence[Any]], None] = lambda _: None,
+    ) -> None:
         graph_def = graph.as_graph_def()
+        prepare(graph_def.node)
         self._graph = graph
         self._graph_def = graph_def
         self._captures = dict(captures)
@@ -37,9 +44,6 @@ class GraphCut:
             # in errors, instead of the one it gets when the function is inlined, which begins
             # with the action.
             node.experimental_debug_info.SetInParent()
-            if node.op == "CheckNumerics":
-                node.op = "Identity"
-                node.attr.pop("message", None)
 
     def ancestors(self, tensors: Iterable[str], cuts: Iterable[str] = ()) -> set[str]:
         """Names of all nodes that `tensors` need when the tensors `cuts` are given."""
@@ -68,15 +72,24 @@ class GraphCut:
 
     def nodes(self, tensors: Iterable[str]) -> Iterator[Any]:
         """All nodes that `tensors` need, those in the bodies of functions too."""
-        bodies = {f.signature.name: f.node_def for f in self._graph_def.library.function}
         needed = self.ancestors(tensors)
-        todo: list[Sequence[Any]] = [[n for n in self._graph_def.node if n.name in needed]]
-        while todo:
-            nodes = todo.pop()
-            yield from nodes
-            values = [value for node in nodes for value in node.attr.values()]
-            called = [f.name for value in values for f in (value.func, *value.list.func)]
-            todo.extend(bodies.pop(name) for name in called if name in bodies)
+        yield from Bodies(self._graph_def).within(
+            [node for node in self._graph_def.node if node.name in needed]
+        )
+
+    def check_pure(self, what: str, why: str) -> None:
+        """Raises if anything in the graph has side effects or state; see `purity`."""
+        check_pure(self._graph_def, what, why)
+
+    def effects(self, before: int) -> list[str]:
+        """Names of the nodes that check or tell something.
+
+        Args:
+            before: the number of nodes, from the first on, that are looked at.
+        """
+        bodies = Bodies(self._graph_def)
+        nodes = list(self._graph_def.node)[:before]
+        return [node.name for node in nodes if bodies.has_effect(node)]
 
     def descendants(self, tensors: Iterable[str]) -> set[str]:
         """Names of all nodes that depend on any of `tensors`."""
@@ -119,19 +132,28 @@ class GraphCut:
                 todo.extend(tensor_name(source) for source in self._nodes[node].input)
         return sorted(found)
 
-    def paste(self, values: Mapping[str, tf.Tensor], fetches: Sequence[str]) -> list[tf.Tensor]:
+    def paste(
+        self,
+        values: Mapping[str, tf.Tensor],
+        fetches: Sequence[str],
+        effects: Sequence[str] = (),
+    ) -> tuple[list[tf.Tensor], list[tf.Operation]]:
         """Rebuilds in the current graph what computes `fetches` from `values`.
 
         Args:
             values: for tensor names of the graph the tensors to use instead.
             fetches: names of the tensors wanted; they may be among `values`.
+            effects: names of nodes that are to be there, too.
+
+        Returns:
+            The fetches, and the operations of the effects.
         """
         # In a function that is built; it gets them as captures of its own.
         graph: Any = tf.compat.v1.get_default_graph()
         given = {name: graph.capture(tensor) for name, tensor in self._captures.items()}
         given.update(values)
         computed = [name for name in dict.fromkeys(fetches) if name not in given]
-        keep = self.ancestors(computed, cuts=given)
+        keep = self.ancestors([*computed, *(f"{name}:0" for name in effects)], cuts=given)
         part = tf.compat.v1.GraphDef(versions=self._graph_def.versions)
         part.library.CopyFrom(self._graph_def.library)
         nodes = [node for node in self._graph_def.node if node.name in keep]
@@ -140,14 +162,15 @@ class GraphCut:
         pasted = tf.graph_util.import_graph_def(
             part,
             input_map={name: given[name] for name in used},
-            return_elements=computed,
+            return_elements=[*computed, *effects],
             name="",
         )
-        for name, tensor in zip(computed, pasted, strict=True):
+        result = dict(zip(computed, pasted, strict=False))
+        for name, tensor in result.items():
             # A shape that Python code has set is no part of a graph's definition.
             tensor.set_shape(self._graph.get_tensor_by_name(name).shape)
-        result = dict(zip(computed, pasted, strict=True))
-        return [given[name] if name in given else result[name] for name in fetches]
+        tensors = [given[name] if name in given else result[name] for name in fetches]
+        return tensors, list(pasted[len(computed) :])
 
 
 def tensor_name(source: str) -> str:

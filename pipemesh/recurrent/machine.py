@@ -14,6 +14,7 @@ from pipemesh.recurrent.clock import ActionClock
 from pipemesh.recurrent.health import LOCATING, empty_note
 from pipemesh.recurrent.operations import pin, pin_present
 from pipemesh.recurrent.passes import Grads, Passes, Tensors
+from pipemesh.recurrent.precision import sum_dtype
 from pipemesh.recurrent.remat import Remat, recomputed
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.traced_stage import Cutting, TracedStage, WholeBatch, specs_of
@@ -100,6 +101,7 @@ class Machine:
 
     Attributes:
         traced: the stages' graphs.
+        stages: the stages, with all weights that they use as theta.
         stage_devices: as given.
     """
 
@@ -115,14 +117,17 @@ class Machine:
         check_numerics: str,
         clock: ActionClock | None = None,
     ) -> None:
-        self._stages = stages
         self.stage_devices = stage_devices
         self._step = tf.constant(0, tf.int64) if step is None else tf.cast(step, tf.int64)
         self._remat = remat
         self._clock = clock
         self._stamp: Callable[[bool], tf.Operation] | None = None
-        self._dtypes = accumulator_dtypes
-        self.traced = self._trace(inputs, cutting, step is not None)
+        self.traced = self._trace(stages, inputs, cutting, step is not None)
+        self._stages = self.stages = [traced.stage for traced in self.traced]
+        self._dtypes = [
+            [*dtypes, *(sum_dtype(t.dtype) for t in traced.captured)]
+            for dtypes, traced in zip(accumulator_dtypes, self.traced, strict=True)
+        ]
         self.probes = {
             "forward": [
                 t.forward_probes() if check_numerics in LOCATING["forward"] else []
@@ -139,24 +144,33 @@ class Machine:
             tf.compat.v1.get_default_graph().add_to_collection("pipemesh_functions", self)
 
     def _trace(
-        self, inputs: Sequence[tf.Tensor], cutting: Cutting, has_step: bool
+        self,
+        stages: Sequence[Stage],
+        inputs: Sequence[tf.Tensor],
+        cutting: Cutting,
+        has_step: bool,
     ) -> list[TracedStage]:
         """Traces the stages one after the other, each with the output shapes of the last."""
         whole = specs_of(inputs)
-        whole_batch = WholeBatch(self._stages, whole, has_step, cutting.batch_dim)
+        whole_batch = WholeBatch(stages, whole, has_step, cutting.batch_dim)
         specs = []
         for spec in whole:
             shape = spec.shape.as_list()
             shape[cutting.batch_dim] = cutting.microbatch_size
             specs.append(tf.TensorSpec(shape, spec.dtype))
         traced: list[TracedStage] = []
-        for number, stage in enumerate(self._stages):
+        for number, stage in enumerate(stages):
 
             def draws(number: int = number) -> Any:
                 return whole_batch.draws(number)
 
             traced.append(TracedStage(stage, specs, cutting, has_step, draws))
             specs = traced[-1].output_specs
+        # Where no gradient arrives there is none, not one of zeros.
+        live: Sequence[int] = range(len(specs))
+        for found in reversed(traced):
+            found.differentiate(live)
+            live = [i for i, grad in enumerate(found.gradients.of_inputs) if grad is not None]
         return traced
 
     def passes(self, stage: int, mode: str) -> Passes:

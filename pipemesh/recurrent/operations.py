@@ -52,10 +52,12 @@ class Call:
     Args:
         function: the function.
         taken: the positions of those that it takes among the tensors that it is called with.
+        has_effects: whether it checks or tells something.
     """
 
-    def __init__(self, function: Any, taken: Sequence[int]) -> None:
+    def __init__(self, function: Any, taken: Sequence[int], has_effects: bool = False) -> None:
         self._function = function
+        self._has_effects = has_effects
         self._taken = taken
         self._dtypes = [t.dtype for t in function.outputs]
         self._shapes = [t.shape for t in function.outputs]
@@ -76,10 +78,23 @@ class Call:
             self._function.add_to_graph(graph)
             self._known_to = graph
         tensors = [*(arguments[i] for i in self._taken), *self._captures]
-        results = _make("PartitionedCall", tensors, self._dtypes, self._attributes)
+        # A TF1 session computes beforehand what depends on constants alone and has no state. In
+        # functions of TF2 what has state would wait for all others with state, across devices.
+        orders_state = getattr(graph, "_add_control_dependencies", False)
+        has_state = self._has_effects and not orders_state
+        kind = "StatefulPartitionedCall" if has_state else "PartitionedCall"
+        results = _make(kind, tensors, self._dtypes, self._attributes)
         for tensor, shape in zip(results, self._shapes, strict=True):
             tensor.set_shape(shape)
-        return results
+        if not self._has_effects:
+            return results
+        # A TF1 session inlines no call that has effects and nothing waits for; and errors inside of
+        # a call that is not inlined are lost among those of the devices that wait.
+        # TensorFlow drops an order between two operations that also hand on data; hence a third.
+        with tf.control_dependencies([results[0].op]):
+            done = tf.no_op()
+        with tf.control_dependencies([done]):
+            return pin(results)
 
 
 def _make(kind: str, tensors: Tensors, dtypes: list[tf.DType], attributes: Any) -> Tensors:

@@ -26,9 +26,11 @@ class Options:
             size then does not depend on the number of microbatches; by default that is so for
             schedules of more than 500 actions.
         compute_dtype: `float32`, `bfloat16` or `float16`: floating weights and inputs are cast to
-            it, on their device, before the stages see them. Gradients are summed over microbatches
+            it, on their device, before the stages see them, but for the weights of stages that
+            have dtypes of their own. Gradients are summed over microbatches
             in the weights' own dtype, in float32 if that is of half precision, and come back in
             the own dtype. None casts nothing.
+        uncast_inputs: numbers of the inputs that keep their dtype all the same, such as labels.
         loss_scale: multiplies the loss within the pipeline, which float16 needs.
         check_numerics: `results` raises `tf.errors.InvalidArgumentError` if the loss (or an output,
             while the loss is outside) or a gradient is not finite; `all` also says in which
@@ -46,6 +48,7 @@ class Options:
     remat: Remat = "full"
     rolled: bool | None = None
     compute_dtype: Any = None
+    uncast_inputs: frozenset[int] = frozenset()
     loss_scale: LossScale | None = None
     check_numerics: str | None = None
     clock: ActionClock | None = None

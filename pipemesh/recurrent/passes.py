@@ -12,7 +12,6 @@ from pipemesh.recurrent.graph_cut import node_of
 from pipemesh.recurrent.health import write_note
 from pipemesh.recurrent.operations import Call
 from pipemesh.recurrent.probes import Probe
-from pipemesh.recurrent.purity import check_pure
 from pipemesh.recurrent.traced_stage import Specs, TracedStage, flat_names
 
 Tensors = list[tf.Tensor]
@@ -276,7 +275,9 @@ class Passes:
         kept = [name for name in self.kept if name not in given]
         arguments = [*traced.carry, *traced.inputs]
         fetches = [*traced.outputs, *traced.carry_out, *kept]
-        return self._function(arguments, fetches, probes=self._forward_probes)
+        return self._function(
+            arguments, fetches, probes=self._forward_probes, effects=traced.effects
+        )
 
     @functools.cached_property
     def _backward(self) -> Callable[[Tensors], Tensors]:
@@ -336,17 +337,19 @@ class Passes:
         gradients: bool = False,
         adds: bool = False,
         probes: Sequence[Probe] = (),
+        effects: Sequence[str] = (),
     ) -> Callable[[Tensors], Tensors]:
         """A function of theta, `arguments`, the scalars, the accumulators if it adds, and the note.
 
         It returns the weights' gradients, or the accumulators with them added, `fetches`, and the
-        note. Without probes there is no note.
+        note. Without probes there is no note. What it returns waits for the `effects`.
         """
         traced = self._traced
         probed = flat_names([probe.tensors for probe in probes])
         wanted = self._theta_names if gradients else []
         every = [*traced.theta, *arguments, *traced.scalars]
-        used = traced.cut.used([*wanted, *fetches, *probed], every)
+        nodes = [f"{name}:0" for name in effects]
+        used = traced.cut.used([*wanted, *fetches, *probed, *nodes], every)
         if probes:
             used.add(traced.scalars[0])
         taken = [i for i, name in enumerate(every) if name in used]
@@ -359,10 +362,11 @@ class Passes:
         def run(*tensors: tf.Tensor) -> Tensors:
             values = dict(zip(names, tensors[: len(names)], strict=True))
             with tf.device(traced.stage.device):
-                pasted = traced.cut.paste(values, [*wanted, *fetches, *probed])
+                pasted, told = traced.cut.paste(values, [*wanted, *fetches, *probed], effects)
                 end = len(wanted) + len(fetches)
                 # An argument that is returned as it is would make the call an alias of it.
-                results = [tf.identity(t) for t in pasted[len(wanted) : end]]
+                with tf.control_dependencies(told):
+                    results = [tf.identity(t) for t in pasted[len(wanted) : end]]
                 if probes:
                     looked_at = iter(pasted[end:])
                     groups = [[next(looked_at) for _ in probe.tensors] for probe in probes]
@@ -374,8 +378,7 @@ class Passes:
                 return [*self._accumulate(totals, pasted[: len(wanted)]), *results]
 
         function = tf.function(run, autograph=False).get_concrete_function(*specs, *rest)
-        check_pure(function.graph, traced.stage.name)
-        return Call(function, taken)
+        return Call(function, taken, bool(effects))
 
     def _accumulate(self, totals: Grads, flat: Tensors) -> Tensors:
         flat_grads = iter(flat)

@@ -25,6 +25,7 @@ from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.strict_devices import check_devices
 from pipemesh.recurrent.traced_stage import Cutting, specs_of
 from pipemesh.recurrent.unrolled import Unrolled
+from pipemesh.recurrent.wrong_kernels import check_kernels
 from pipemesh.schedule import Action, Schedule, execution_order
 from pipemesh.schedule.repeats import Loop, find_loops
 
@@ -59,21 +60,20 @@ class Run:
         inputs = [tf.convert_to_tensor(t) for t in inputs]
         size = microbatch_size(inputs, schedule.num_microbatches, options.batch_dim)
         cutting = Cutting(schedule.num_microbatches, size, options.batch_dim)
-        self._stages = [_frozen(stage, options.compute_dtype) for stage in stages]
         self._schedule = schedule
         self._loss_scale = options.loss_scale
         self._has_clock = options.clock is not None
-        self.sources = [
-            Sources(inputs, stages[0].device, lambda grads: self.checks.input_grads(grads)),
-            *(Sources(stage.theta, stage.device) for stage in stages),
-            *(Sources(stage.carry, stage.device) for stage in stages if stage.recurrent),
-        ]
         if any(stage.recurrent for stage in stages):
             check_descending(schedule)
         with tf.device(stages[0].device):
-            held = [tf.stop_gradient(cast_floating(t, options.compute_dtype)) for t in inputs]
+            held = [
+                tf.stop_gradient(
+                    t if i in options.uncast_inputs else cast_floating(t, options.compute_dtype)
+                )
+                for i, t in enumerate(inputs)
+            ]
         self._machine = Machine(
-            self._stages,
+            [_frozen(stage, options.compute_dtype) for stage in stages],
             schedule.stage_devices,
             held,
             cutting,
@@ -83,6 +83,18 @@ class Run:
             options.check_numerics,
             options.clock,
         )
+        self._stages = self._machine.stages
+        captured = [traced.captured for traced in self._machine.traced]
+        self.sources = [
+            Sources(inputs, stages[0].device, lambda grads: self.checks.input_grads(grads)),
+            *(
+                Sources([*stage.theta, *weights], stage.device)
+                for stage, weights in zip(stages, captured, strict=True)
+            ),
+            *(Sources(stage.carry, stage.device) for stage in stages if stage.recurrent),
+        ]
+        for traced in self._machine.traced:
+            check_kernels(traced.stage.name, traced.stage.device, traced.nodes())
         if options.strict_devices:
             check_devices(self._machine.traced)
         self.checks = Checks(
@@ -120,11 +132,13 @@ class Run:
         """Performs actions and loops in order."""
         self._values.perform(items)
 
-    def check_carries(self, after: Callable[[Grads, str], Grads]) -> None:
-        """Lets what the stages return besides wait for checks."""
-        for number, stage in enumerate(self._stages):
-            carry = self.state.carries[number]
-            self.state.carries[number] = after(carry, stage.device)
+    def finish_carries(self, after: Callable[[Grads, str], Grads]) -> None:
+        """Lets what the stages return besides wait for checks, and collects their summaries."""
+        for number, traced in enumerate(self._machine.traced):
+            carry = after(self.state.carries[number], traced.stage.device)
+            if traced.summaries is not None:
+                traced.summaries.collect(carry.pop())
+            self.state.carries[number] = carry
 
     def held_bytes(self, kind: str, stage: int, microbatch: int = 0) -> int:
         """What a stage holds of `weights` or `grads`, or `kept` or `pending` a microbatch."""
@@ -161,8 +175,10 @@ class Run:
         given = iter(state_grads)
         for number, stage in enumerate(self._stages):
             self.state.accumulators[number] = None
+            # Summaries, which come last, have no gradient.
             self.state.carry_grads[number] = [
-                next(given) if stage.recurrent else None for _ in stage.carry
+                next(given) if stage.recurrent and t.dtype != tf.string else None
+                for t in stage.carry
             ]
 
     def seed_loss(self) -> None:
@@ -221,9 +237,10 @@ class Run:
 def _frozen(stage: Stage, compute_dtype: tf.DType | None) -> Stage:
     """The stage with tensors that carry no gradient themselves, in the dtype of computation."""
     with tf.device(stage.device):
+        dtypes = stage.dtypes or [compute_dtype] * len(stage.theta)
         theta = [
-            tf.stop_gradient(cast_floating(tf.convert_to_tensor(t), compute_dtype))
-            for t in stage.theta
+            tf.stop_gradient(cast_floating(tf.convert_to_tensor(t), dtype))
+            for t, dtype in zip(stage.theta, dtypes, strict=True)
         ]
         carry = [tf.stop_gradient(tf.convert_to_tensor(t)) for t in stage.carry]
     return dataclasses.replace(stage, theta=theta, carry=carry)

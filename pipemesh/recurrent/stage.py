@@ -23,6 +23,8 @@ class Stage:
         theta: the weights; gradients flow to the floating ones.
         carry: its value before the first microbatch.
         device: name of the TensorFlow device that all operations of the stage are placed on.
+        dtypes: for each of `theta` the dtype that the stage computes with; by default the
+            pipeline's `compute_dtype`.
         recurrent: whether gradients flow through the carry, from each microbatch back to the one
             before and at last to `carry`. If not, the carry is a mere count of what was seen.
     """
@@ -36,3 +38,4 @@ class Stage:
     carry: Tensors
     device: str
     recurrent: bool = False
+    dtypes: Sequence[tf.DType] | None = None

@@ -7,19 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
-# The only place that knows which operations have state; the TensorFlow version is pinned to 2.21.
-from tensorflow.python.framework import op_def_registry
-
 from pipemesh.errors import PipelineError
-
-# Operations that have state as far as TensorFlow knows and are harmless to compute twice: checks,
-# and those whose functions are looked into themselves.
-_HARMLESS = frozenset(
-    (
-        *("Assert", "CheckNumerics", "CheckNumericsV2"),
-        *("Case", "If", "PartitionedCall", "StatefulPartitionedCall", "While"),
-    )
-)
+from pipemesh.recurrent.captures import name_of
+from pipemesh.recurrent.purity import check_pure
 
 
 class TracedFunction:
@@ -56,19 +46,12 @@ class TracedFunction:
 
     def check_pure(self, what: str) -> None:
         """Raises if it has side effects or state, so that it must not be computed twice."""
-        graph = self._function.graph.as_graph_def()
-        bodies = [graph.node, *(function.node_def for function in graph.library.function)]
-        for node in (node for body in bodies for node in body):
-            definition = op_def_registry.get(node.op)
-            if definition is not None and definition.is_stateful and node.op not in _HARMLESS:
-                raise PipelineError(
-                    f"{what} contains {node.name!r}, a {node.op} operation, which has side effects "
-                    "or state; the backward pass computes the cell again and must find the same. "
-                    "For random numbers use tf.random.stateless_* with a seed from the state or "
-                    "the inputs, or enter pipemesh.lowering.random.plan_free_randomness(step) "
-                    "around Recurrent; for Python functions there is "
-                    "tf.numpy_function(..., stateful=False)"
-                )
+        check_pure(
+            self._function.graph.as_graph_def(),
+            what,
+            "the backward pass computes the cell again and must find the same",
+            effects=False,
+        )
 
     def used_arguments(self) -> set[int]:
         """The numbers of the arguments that anything it returns depends on."""
@@ -86,7 +69,7 @@ class TracedFunction:
 
     def name_of(self, capture: tf.Tensor) -> str:
         """A name for one of `captures`; eager tensors have none of their own."""
-        return self._variables.get(id(capture)) or getattr(capture, "name", "an eager tensor")
+        return name_of(capture, self._variables)
 
     def __call__(self, *arguments: tf.Tensor, captures: Sequence[tf.Tensor] | None = None) -> Any:
         """Calls it, with other values for `captures` if given."""

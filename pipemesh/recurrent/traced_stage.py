@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -15,17 +16,21 @@ from pipemesh.lowering.random import (
     LayerSpan,
     NeedWholeDraws,
     Position,
+    Replay,
     WholeDraw,
     WholeDraws,
     gradient_scope,
     layer_spans,
     plan_free_randomness,
 )
+from pipemesh.lowering.tagged import tagged
 from pipemesh.lowering.whole_batch import DrawsOfStage, labels_of_batch
+from pipemesh.recurrent.captures import Captured, captured_weights, check_batch, redirect
 from pipemesh.recurrent.graph_cut import GraphCut, node_of
 from pipemesh.recurrent.probes import Probe, StageProbes
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.structure import is_differentiable
+from pipemesh.recurrent.summaries import Summaries
 
 Specs = list[tf.TensorSpec]
 # A gradient's tensor; values and row indices if it is sparse; None if there is none.
@@ -135,18 +140,22 @@ class TracedStage:
         whole_draws: gives the stage's random draws for the whole batch.
 
     Attributes:
-        stage: the stage.
+        stage: the stage, with all weights that it uses as theta, and its summaries as carry.
         cut: the graph.
-        theta: names of the weights' placeholders.
+        theta: names of the tensors that stand for weights.
         carry: names of the placeholders of the carry.
         inputs: names of the inputs' placeholders.
         scalars: names of the placeholders of microbatch and step.
         outputs: names of the outputs.
         carry_out: names of the carry that is handed on.
         gradients: names of the gradients.
+        effects: names of the nodes that check or tell something.
+        captured: what the stage reaches otherwise than through its theta: the last tensors of
+            theta, as gradients flow to them.
         output_specs: shapes and dtypes of the outputs.
         layers: for each node of the forward pass that belongs to a layer the layer's name.
         probes: where values that are not finite are looked for.
+        summaries: what the stage tells a TF1 graph; its last carry.
     """
 
     def __init__(
@@ -168,15 +177,17 @@ class TracedStage:
 
             def finish(spans: Any, theta: Any, carry: Any, inputs: Any, *results: Any) -> None:
                 outputs, carry_out = results
+                found["summaries"] = summaries = Summaries.found()
+                if summaries is not None:
+                    carry, carry_out = [*carry, summaries.before], [*carry_out, summaries.after]
                 # Their names, not those of what the traced function returns: that waits for
                 # everything stateful in the function, and so also for the gradient.
                 found["outputs"] = [t.name for t in outputs]
                 found["carry_out"] = [t.name for t in carry_out]
                 found["spans"] = spans
+                found["replay"] = Replay()
                 found["probes"] = StageProbes(spans, theta, inputs, outputs)
-                found["gradients"] = _differentiate(
-                    stage, theta, carry, inputs, outputs, carry_out, found["probes"].sources
-                )
+                found["tensors"] = (theta, carry, inputs, outputs, carry_out)
 
             return _trace(stage, inputs, position, has_step, {}, finish)
 
@@ -187,20 +198,70 @@ class TracedStage:
         # Functions inside the graph (loops, branches) live as long as what was traced.
         self._traced = traced
         graph = traced.graph
+        self._num_forward = len(graph.get_operations())
+        what = f"stage {stage.name!r}"
+        check_batch(
+            graph, what, cutting.batch_dim, cutting.microbatch_size, cutting.num_microbatches
+        )
+        self._captured: list[Captured] = captured_weights(graph)
+        self._tensors: tuple[list[tf.Tensor], ...] = found["tensors"]
         check_no_draw_escaped(graph, stage.name, cutting.num_microbatches)
+        self._replay: Replay = found["replay"]
         self.outputs: list[str] = found["outputs"]
         self.carry_out: list[str] = found["carry_out"]
-        self.gradients: StageGradients = found["gradients"]
         self.probes: StageProbes = found["probes"]
         names = [t.name for t in graph.inputs[: len(graph.inputs) - len(graph.captures)]]
         self._specs = {t.name: tf.TensorSpec(t.shape, t.dtype) for t in graph.inputs}
         theta_end = len(stage.theta)
         carry_end = theta_end + len(stage.carry)
-        self.theta, self.carry = names[:theta_end], names[theta_end:carry_end]
+        self.theta = [*names[:theta_end], *(weight.name for weight in self._captured)]
+        self.summaries: Summaries | None = found["summaries"]
+        before = [] if self.summaries is None else [self.summaries.before]
+        self.carry = [*names[theta_end:carry_end], *(t.name for t in before)]
         self.inputs, self.scalars = names[carry_end:-2], names[-2:]
         self.output_specs = [self.spec(name) for name in self.outputs]
         self.layers = _layers(graph, found["spans"])
-        self.cut = GraphCut(graph, {inner.name: outer for outer, inner in graph.captures})
+        self.captured = [weight.outer for weight in self._captured]
+        with tf.device(stage.device):
+            values = [tf.stop_gradient(tensor) for tensor in self.captured]
+            carry = [*stage.carry, *(tf.constant("") for _ in before)]
+        self.stage = dataclasses.replace(stage, theta=[*stage.theta, *values], carry=carry)
+
+    def differentiate(self, live: Iterable[int]) -> None:
+        """Adds the gradient to the graph; to be called once, before anything below.
+
+        Args:
+            live: the outputs that a gradient arrives at.
+        """
+        theta, carry, inputs, outputs, carry_out = self._tensors
+        theta = [*theta, *(weight.source for weight in self._captured)]
+        graph, device = self._traced.graph, self.stage.device
+        with (
+            graph.as_default(),
+            tf.device(device),
+            label_scope("stage", self.stage.name),
+            self._replay.enter(self._replay.tensors),
+            gradient_scope(),
+        ):
+            self.gradients = _differentiate(
+                self.stage,
+                theta,
+                carry,
+                inputs,
+                {i: outputs[i] for i in live if is_differentiable(outputs[i])},
+                carry_out,
+                self.probes.sources,
+            )
+        self.cut = GraphCut(
+            graph,
+            {inner.name: outer for outer, inner in graph.captures},
+            lambda nodes: redirect(nodes, self._captured),
+        )
+        self.cut.check_pure(
+            f"stage {self.stage.name!r}",
+            "a stage is computed microbatch by microbatch, and again in the backward pass",
+        )
+        self.effects = self.cut.effects(self._num_forward)
 
     def spec(self, name: str) -> tf.TensorSpec:
         """Shape and dtype of a tensor of the graph."""
@@ -259,15 +320,17 @@ def _trace(
         known_step = step if has_step else None
         with tf.device(stage.device), label_scope("stage", stage.name):
             with plan_free_randomness(known_step, where) as draws:
-                outputs, carry_out = stage.forward(theta, carry, inputs, microbatch, known_step)
+                with contextlib.ExitStack() as tags:
+                    if where is not None and where.num_microbatches > 1:
+                        tags.enter_context(tagged(stage.name, microbatch))
+                    outputs, carry_out = stage.forward(theta, carry, inputs, microbatch, known_step)
                 drawn.update(draws)
                 spans = layer_spans()
                 # An output that is an input, or twice the same tensor, gets a name of its own.
                 outputs = [tf.identity(t) for t in outputs]
                 carry_out = [tf.identity(t) for t in carry_out]
                 if finish:
-                    with gradient_scope():
-                        finish(spans, theta, carry, inputs, outputs, carry_out)
+                    finish(spans, theta, carry, inputs, outputs, carry_out)
         return outputs, carry_out
 
     function = tf.function(run, autograph=False)
@@ -281,13 +344,13 @@ def _differentiate(
     theta: list[tf.Tensor],
     carry: list[tf.Tensor],
     inputs: list[tf.Tensor],
-    outputs: list[tf.Tensor],
+    outputs: dict[int, tf.Tensor],
     carry_out: list[tf.Tensor],
     probed: list[tf.Tensor],
 ) -> StageGradients:
     """Adds the gradient of a traced stage to its graph."""
     of_outputs = _grad_placeholders(outputs)
-    of_carry_out = _grad_placeholders(carry_out) if stage.recurrent else {}
+    of_carry_out = _grad_placeholders(dict(enumerate(carry_out))) if stage.recurrent else {}
     results = [outputs[i] for i in of_outputs] + [carry_out[i] for i in of_carry_out]
     states = carry if stage.recurrent else []
     sources = [*theta, *inputs, *states, *probed]
@@ -305,10 +368,10 @@ def _differentiate(
     )
 
 
-def _grad_placeholders(tensors: Sequence[tf.Tensor]) -> dict[int, tf.Tensor]:
+def _grad_placeholders(tensors: Mapping[int, tf.Tensor]) -> dict[int, tf.Tensor]:
     return {
         i: tf.compat.v1.placeholder(t.dtype, t.shape)
-        for i, t in enumerate(tensors)
+        for i, t in tensors.items()
         if is_differentiable(t)
     }
 
@@ -316,7 +379,8 @@ def _grad_placeholders(tensors: Sequence[tf.Tensor]) -> dict[int, tf.Tensor]:
 def _gradients(
     results: list[tf.Tensor], sources: list[tf.Tensor], result_grads: list[tf.Tensor]
 ) -> list[Any]:
-    floating = [i for i, t in enumerate(sources) if is_differentiable(t)]
+    # A handle stands for its variable.
+    floating = [i for i, t in enumerate(sources) if is_differentiable(t) or t.dtype == tf.resource]
     grads: list[Any] = [None] * len(sources)
     if results and floating:
         found = tf.gradients(results, [sources[i] for i in floating], result_grads)

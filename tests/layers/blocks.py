@@ -37,7 +37,7 @@ class Block(base_layer.BaseLayer):
 
     def FProp(self, theta, x, *rest):
         p = self.params
-        h = tf.nn.tanh(tf.einsum("...i,ij->...j", x, theta.w))
+        h = tf.nn.tanh(tf.tensordot(x, theta.w, 1))
         h = self.keyed.FProp(theta.keyed, h)
         h = self.stateful.FProp(theta.stateful, h)
         if not self.do_eval:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import tensorflow as tf
+from lingvo.core import py_utils
 
 from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer
 from tests.layers.blocks import WIDTH, Block, blocks
@@ -15,7 +16,9 @@ X = RNG.normal(size=[8, 3, WIDTH]).astype(np.float32)
 class Head(Block):
     def FProp(self, theta, x, labels):
         assert x.dtype == theta.w.dtype == (self.params.fprop_dtype or tf.float32)
-        error = tf.reduce_sum(tf.square(super().FProp(theta, x) - labels), axis=[1, 2])
+        assert labels.dtype == tf.float32
+        y = tf.cast(super().FProp(theta, x), tf.float32)
+        error = tf.reduce_sum(tf.square(y - labels), axis=[1, 2])
         return tf.reduce_sum(error), tf.cast(tf.size(error), tf.float32)
 
 
@@ -63,3 +66,64 @@ def test_evaluation_computes_in_it_too(num_devices):
     )
     wanted = run_tf2(pipelined(None), [X, X], do_eval=True, loss=None)
     assert float(result.outputs[0]) == pytest.approx(float(wanted.outputs[0]), rel=3e-2)
+
+
+class Noting(Block):
+    """A block that notes the dtypes that it sees."""
+
+    def FProp(self, theta, x):
+        SEEN.append((self.params.name, x.dtype, theta.w.dtype))
+        return tf.cast(super().FProp(theta, tf.cast(x, theta.w.dtype)), x.dtype)
+
+
+SEEN: list[tuple[str, tf.DType, tf.DType]] = []
+
+
+@pytest.mark.parametrize("run", [run_tf1, run_tf2])
+@pytest.mark.parametrize("do_eval", [False, True])
+def test_a_layer_with_a_dtype_of_its_own_computes_with_weights_in_it(run, do_eval):
+    sub = [Noting.Params().Set(name=f"layer{i}", rate=0.0) for i in range(3)]
+    sub[1].fprop_dtype = tf.float32
+    cells = [FeatureExtractionLayer.Params().Set(name="s0", sub=sub)]
+    params = PipeliningLayer.Params().Set(
+        name="stack", cell_tpl=cells, num_micro_batches=2, fprop_dtype=tf.bfloat16
+    )
+    SEEN.clear()
+    result = run(params, [X], do_eval=do_eval, loss=None if do_eval else lambda y: tf.reduce_sum(y))
+    assert {(name, weight) for name, _, weight in SEEN} == {
+        ("layer0", tf.bfloat16),
+        ("layer1", tf.float32),
+        ("layer2", tf.bfloat16),
+    }
+    assert all(grad.dtype == np.float32 for grad in result.grads.values())
+
+
+def noisy(dtype, scale=0.5):
+    sub = []
+    for block in blocks(2, rate=0.0):
+        block.vn = py_utils.VariationalNoiseParams(
+            scale=scale, global_vn=True, deterministic=True, seed=7
+        )
+        block.cls = Noisy
+        sub.append(block)
+    cells = [FeatureExtractionLayer.Params().Set(name=f"s{i}", sub=[sub[i]]) for i in range(2)]
+    return PipeliningLayer.Params().Set(
+        name="stack", cell_tpl=cells, num_micro_batches=2, fprop_dtype=dtype
+    )
+
+
+class Noisy(Block):
+    """A block whose weight has variational noise, as lingvo's layers add it."""
+
+    def AddGlobalVN(self, theta):
+        theta = super().AddGlobalVN(theta)
+        theta.w = self.AddVN(theta.w)
+        return theta
+
+
+@pytest.mark.parametrize("run", [run_tf1, run_tf2])
+def test_variational_noise_is_there_in_few_bits_too(run):
+    noise, none = (run(noisy(dtype), [X], loss=None).outputs[0] for dtype in (None, tf.bfloat16))
+    np.testing.assert_allclose(none, noise, atol=0.05 * np.abs(noise).max())
+    quiet = run(noisy(None, scale=0.0), [X], loss=None).outputs[0]
+    assert np.abs(quiet - noise).max() > 0.2 * np.abs(noise).max()

@@ -1,0 +1,127 @@
+"""Prints and summaries inside of a stage say which microbatch they are of."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+# All of TensorFlow's prints and summaries end in these generated modules. They are not public, but
+# they are the one place that catches every caller; the TensorFlow version is pinned to 2.21.
+from tensorflow.python.ops import gen_logging_ops, gen_summary_ops
+
+
+class _Scopes(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[tuple[str, tf.Tensor]] = []
+
+
+_scopes = _Scopes()
+_install_lock = threading.Lock()
+_installed = False
+
+
+@contextlib.contextmanager
+def tagged(stage: str, microbatch: tf.Tensor) -> Iterator[None]:
+    """Inside, what is printed begins with stage and microbatch, and tags of summaries end in it.
+
+    Args:
+        stage: name of the stage.
+        microbatch: int64 scalar, the index of the microbatch.
+
+    Example:
+        >>> import sys
+        >>> with tagged("s0", tf.constant(3, tf.int64)):
+        ...     tf.print("seen", output_stream="file:///dev/stdout")
+    """
+    _install()
+    _scopes.stack.append((stage, microbatch))
+    try:
+        yield
+    finally:
+        _scopes.stack.pop()
+
+
+def _prefix() -> tf.Tensor:
+    stage, microbatch = _scopes.stack[-1]
+    return tf.strings.join(
+        [f"stage {stage!r}, microbatch ", tf.strings.as_string(microbatch), ": "]
+    )
+
+
+def _print_v2(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def dispatch(input: Any, *rest: Any, **kwargs: Any) -> Any:
+        if _scopes.stack:
+            input = tf.strings.join([_prefix(), input])
+        return original(input, *rest, **kwargs)
+
+    return dispatch
+
+
+def _print(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def dispatch(input: Any, data: Any, *rest: Any, **kwargs: Any) -> Any:
+        if _scopes.stack:
+            data = [_prefix(), *data]
+        return original(input, data, *rest, **kwargs)
+
+    return dispatch
+
+
+def _summary(original: Callable[..., Any], name: str, position: int) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        if not _scopes.stack:
+            return original(*args, **kwargs)
+        _, microbatch = _scopes.stack[-1]
+
+        def with_microbatch(tag: Any) -> tf.Tensor:
+            return tf.strings.join([tag, "/microbatch_", tf.strings.as_string(microbatch)])
+
+        if name in kwargs:
+            kwargs[name] = with_microbatch(kwargs[name])
+        else:
+            arguments = list(args)
+            arguments[position] = with_microbatch(arguments[position])
+            args = tuple(arguments)
+        return original(*args, **kwargs)
+
+    return dispatch
+
+
+# The name and the position of the argument that is the tag.
+_TAGS = {
+    gen_logging_ops: {
+        "audio_summary_v2": ("tag", 0),
+        "histogram_summary": ("tag", 0),
+        "image_summary": ("tag", 0),
+        "scalar_summary": ("tags", 0),
+        "tensor_summary_v2": ("tag", 0),
+    },
+    gen_summary_ops: {
+        "write_audio_summary": ("tag", 2),
+        "write_histogram_summary": ("tag", 2),
+        "write_image_summary": ("tag", 2),
+        "write_scalar_summary": ("tag", 2),
+        "write_summary": ("tag", 3),
+    },
+}
+
+
+def _install() -> None:
+    """Puts the dispatchers in place, once; without a scope they change nothing."""
+    global _installed
+    with _install_lock:
+        if _installed:
+            return
+        gen_logging_ops.print_v2 = _print_v2(gen_logging_ops.print_v2)
+        gen_logging_ops._print = _print(gen_logging_ops._print)
+        for module, functions in _TAGS.items():
+            for function, (name, position) in functions.items():
+                setattr(module, function, _summary(getattr(module, function), name, position))
+        _installed = True

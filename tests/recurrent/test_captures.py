@@ -1,0 +1,198 @@
+"""Weights that a stage reaches otherwise than through its theta, and other tensors from outside."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.errors import PipelineError
+from pipemesh.recurrent import Options, Stage, pipeline, pipeline_loss
+from pipemesh.schedule import gpipe, one_f_one_b, zb_h1
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=[8, 4]).astype(np.float32)
+VALUES = {
+    "own": np.float32(1.5),
+    "tied": RNG.normal(size=[4, 4]).astype(np.float32),
+    "table": RNG.normal(size=[5, 4]).astype(np.float32),
+}
+
+
+def read(x, weights):
+    """A variable read where it is used."""
+    return tf.nn.tanh(tf.matmul(x, weights["tied"])) + tf.matmul(x, weights["tied"])
+
+
+def computed(x, weights):
+    """A tensor that was computed from a variable outside."""
+    return tf.nn.tanh(tf.matmul(x, weights["outside"]))
+
+
+def looked_up(x, weights):
+    """Rows of a variable, which have a sparse gradient."""
+    ids = tf.cast(x[:, 0] > 0, tf.int32)
+    return x + tf.nn.embedding_lookup(weights["table"], ids) + tf.gather(weights["table"], ids + 1)
+
+
+def in_branch(x, weights):
+    """A variable that only the body of a branch reads."""
+    right = tf.reduce_all(tf.math.is_finite(x))
+    return tf.cond(right, lambda: tf.matmul(x, weights["tied"]), lambda: 2 * x)
+
+
+def in_loop(x, weights):
+    def body(i, y):
+        return i + 1, tf.nn.tanh(tf.matmul(y, weights["tied"]))
+
+    return tf.while_loop(lambda i, _: i < 2, body, [0, x], maximum_iterations=2)[1]
+
+
+def build(use, weights, schedule, **options):
+    """Loss of two stages that both use what they were not given; plain without a schedule."""
+    weights = {**weights, "outside": tf.nn.tanh(weights["tied"])}
+
+    def first(theta, carry, inputs, microbatch, step):
+        return [use(inputs[0], weights) * theta[0]], []
+
+    def last(theta, carry, inputs, microbatch, step):
+        return [tf.reduce_sum(use(inputs[0], weights) ** 2)], []
+
+    own = [tf.convert_to_tensor(weights["own"])]
+    if schedule is None:
+        return last([], [], first(own, [], [tf.constant(X)], 0, None)[0], 0, None)[0][0]
+    home = 0 if use in (in_branch, in_loop) else 1
+    stages = [Stage("s0", first, own, [], "CPU:0"), Stage("s1", last, [], [], f"CPU:{home}")]
+    return pipeline_loss(stages, [tf.constant(X)], schedule, options=Options(**options))[0]
+
+
+def run_tf1(*args, **options):
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        weights = {
+            name: tf.compat.v1.get_variable(name, initializer=value)
+            for name, value in VALUES.items()
+        }
+        loss = build(args[0], weights, *args[1:], **options)
+        grads = tf.gradients(loss, list(weights.values()))
+        named = dict(zip(weights, grads, strict=True))
+        session.run(tf.compat.v1.global_variables_initializer())
+        return session.run(
+            [loss, {n: tf.convert_to_tensor(g) for n, g in named.items() if g is not None}]
+        )
+
+
+def run_tf2(*args, **options):
+    weights = {name: tf.Variable(value) for name, value in VALUES.items()}
+
+    @tf.function(autograph=False)
+    def step():
+        with tf.GradientTape() as tape:
+            loss = build(args[0], weights, *args[1:], **options)
+        grads = tape.gradient(loss, weights)
+        return loss, {n: tf.convert_to_tensor(g) for n, g in grads.items() if g is not None}
+
+    return tf.nest.map_structure(lambda t: t.numpy(), step())
+
+
+@pytest.mark.parametrize("run", [run_tf1, run_tf2])
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [
+        (one_f_one_b(2, 4), {}),
+        (one_f_one_b(2, 4), {"rolled": True, "remat": "none"}),
+        (zb_h1(2, 4), {"remat": "none"}),
+    ],
+    ids=["1f1b", "rolled", "zb_h1"],
+)
+@pytest.mark.parametrize("use", [read, computed, looked_up, in_branch, in_loop])
+def test_a_captured_weight_gets_its_gradient_summed_over_microbatches_and_stages(
+    run, use, schedule, options
+):
+    wanted_loss, wanted = run(use, None)
+    loss, grads = run(use, schedule, **options)
+    np.testing.assert_allclose(loss, wanted_loss, rtol=1e-5)
+    assert grads.keys() == wanted.keys()
+    for name, grad in wanted.items():
+        np.testing.assert_allclose(grads[name], grad, rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+def test_a_captured_weight_is_right_with_the_loss_outside_and_in_few_bits():
+    weight = tf.Variable(VALUES["tied"])
+
+    def forward(theta, carry, inputs, microbatch, step):
+        return [tf.matmul(tf.cast(inputs[0], tf.float32), weight)], []
+
+    @tf.function(autograph=False)
+    def step():
+        with tf.GradientTape() as tape:
+            stage = Stage("s0", forward, [], [], "CPU:1")
+            options = Options(compute_dtype=tf.bfloat16)
+            (y,), _ = pipeline([stage], [tf.ones([8, 4])], gpipe(1, 4), options=options)
+            loss = tf.reduce_sum(y)
+        return tape.gradient(loss, weight)
+
+    np.testing.assert_allclose(step(), np.full([4, 4], 8.0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [tf.float32, tf.int32])
+def test_a_captured_tensor_with_a_row_for_each_example_is_an_error(dtype):
+    @tf.function(autograph=False)
+    def step(mask):
+        def forward(theta, carry, inputs, microbatch, step):
+            return [inputs[0] * tf.cast(mask, tf.float32)], []
+
+        return pipeline([Stage("s0", forward, [], [], "CPU:0")], [tf.constant(X)], gpipe(1, 8))[0]
+
+    message = r"stage 's0' uses the tensor 'mask:0' of shape \(8, 1\).*as an input of the pipeline"
+    with pytest.raises(PipelineError, match=message):
+        step(tf.ones([8, 1], dtype))
+
+
+def test_captured_weights_and_constants_may_be_as_long_as_the_batch():
+    position = tf.Variable(tf.ones([4]))
+
+    @tf.function(autograph=False)
+    def step():
+        def forward(theta, carry, inputs, microbatch, step):
+            return [inputs[0] * tile[:1]], []
+
+        with tf.GradientTape() as tape:
+            tile = tf.tile(position[None], [8, 1])
+            (y,), _ = pipeline(
+                [Stage("s0", forward, [], [], "CPU:0")], [tf.constant(X)], gpipe(1, 8)
+            )
+            loss = tf.reduce_sum(y)
+        return loss, tape.gradient(loss, position)
+
+    loss, grad = step()
+    np.testing.assert_allclose(loss, X.sum(), rtol=1e-5)
+    np.testing.assert_allclose(grad, X.sum(0), rtol=1e-5)
+
+
+def cut_off(theta, x):
+    return tf.stop_gradient(x) * theta
+
+
+@pytest.mark.parametrize("schedule", [one_f_one_b(3, 4), zb_h1(3, 4), gpipe(3, 4)])
+@pytest.mark.parametrize("rolled", [False, True])
+def test_weights_below_a_stopped_gradient_have_none_wherever_the_cut_is(schedule, rolled):
+    weights = [tf.Variable(2.0) for _ in range(3)]
+
+    @tf.function(autograph=False)
+    def step():
+        def make(s):
+            def forward(theta, carry, inputs, microbatch, step):
+                x, kept = inputs
+                x = cut_off(theta[0], x) if s == 1 else x * theta[0]
+                return [tf.reduce_sum(x)] if s == 2 else [x, kept], []
+
+            return Stage(f"s{s}", forward, [tf.convert_to_tensor(weights[s])], [], f"CPU:{s}")
+
+        with tf.GradientTape() as tape:
+            loss, _, _ = pipeline_loss(
+                [make(s) for s in range(3)],
+                [tf.constant(X), tf.constant(X)],
+                schedule,
+                options=Options(rolled=rolled),
+            )
+        return [g is None for g in tape.gradient(loss, weights)]
+
+    assert step() == [True, False, False]

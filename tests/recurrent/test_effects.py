@@ -1,0 +1,208 @@
+"""What a stage does besides computing: assertions, prints and summaries; nothing else."""
+
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.errors import PipelineError
+from pipemesh.recurrent import Options, Stage, pipeline, pipeline_loss
+from pipemesh.schedule import gpipe, one_f_one_b
+
+X = np.arange(8, dtype=np.float32)
+
+
+def loss_of(body, schedule=None, **options):
+    """The loss and the gradient of the weight of two stages, the first of which runs `body`."""
+
+    def first(theta, carry, inputs, microbatch, step):
+        return [body(inputs[0]) * theta[0]], []
+
+    def last(theta, carry, inputs, microbatch, step):
+        return [tf.reduce_sum(inputs[0])], []
+
+    weight = tf.constant(2.0)
+    stages = [Stage("s0", first, [weight], [], "CPU:0"), Stage("s1", last, [], [], "CPU:1")]
+    loss, _, _ = pipeline_loss(
+        stages, [tf.constant(X)], schedule or one_f_one_b(2, 4), options=Options(**options)
+    )
+    return [loss, *tf.gradients(loss, [weight])]
+
+
+def run_tf2(build):
+    return [t.numpy() for t in tf.function(build, autograph=False)()]
+
+
+def run_tf1(build):
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        return session.run(build())
+
+
+MODES = pytest.mark.parametrize("run", [run_tf1, run_tf2])
+OPTIONS = pytest.mark.parametrize(
+    "options",
+    [{}, {"rolled": True}, {"remat": "none"}, {"check_numerics": "all"}],
+    ids=["unrolled", "rolled", "none", "all"],
+)
+
+
+def asserted(x):
+    tf.debugging.Assert(tf.reduce_all(x < 5), ["too large:", x])
+    return x
+
+
+def asserted_in_branch(x):
+    return tf.cond(x[0] > 0, lambda: asserted(x), lambda: x)
+
+
+def checked(x):
+    return tf.debugging.check_numerics(tf.where(x > 5, np.inf, x), "too large:") * 0 + x
+
+
+@pytest.mark.filterwarnings("ignore:.*never used")
+@MODES
+@OPTIONS
+@pytest.mark.parametrize("body", [asserted, asserted_in_branch, checked])
+def test_an_assertion_in_a_stage_fires(run, body, options):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="too large"):
+        run(lambda: loss_of(body, **options))
+    loss, grad = run(lambda: loss_of(lambda x: body(x / 10), **options))
+    assert [loss, grad] == pytest.approx([5.6, 2.8])
+
+
+def test_an_assertion_in_a_stage_fires_without_a_gradient():
+    def build():
+        stage = Stage("s0", lambda t, c, inputs, m, s: ([asserted(inputs[0])], []), [], [], "CPU:0")
+        return pipeline([stage], [tf.constant(X)], gpipe(1, 4))[0]
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match="too large"):
+        run_tf2(build)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"rolled": True}, {"remat": "none"}], ids=["unrolled", "rolled", "none"]
+)
+@MODES
+def test_a_print_in_a_stage_says_which_microbatch_it_is_of(run, options, capfd):
+    def body(x):
+        tf.print("sees", x[0])
+        return x
+
+    def told(x):
+        with tf.control_dependencies([tf.print("sees", x[0])]):
+            return tf.identity(x)
+
+    run(lambda: loss_of(body if run is run_tf2 else told, **options))
+    lines = re.findall(r"stage 's0', microbatch (\d): sees (\d)", capfd.readouterr().err)
+    assert sorted(lines) == [("0", "0"), ("1", "2"), ("2", "4"), ("3", "6")]
+
+
+def test_a_print_is_left_as_it_is_if_there_is_one_microbatch(capfd):
+    def body(x):
+        tf.print("sees", x[0])
+        return x
+
+    run_tf2(lambda: loss_of(body, one_f_one_b(2, 1)))
+    assert capfd.readouterr().err.splitlines().count("sees 0") == 1
+
+
+def scalars(path):
+    found = {}
+    for file in tf.io.gfile.glob(f"{path}/*"):
+        for event in tf.compat.v1.train.summary_iterator(file):
+            for value in event.summary.value:
+                found[value.tag] = float(tf.make_ndarray(value.tensor))
+    return found
+
+
+@pytest.mark.parametrize("rolled", [False, True])
+def test_summaries_of_tf2_are_written_once_a_microbatch(tmp_path, rolled):
+    writer = tf.summary.create_file_writer(str(tmp_path))
+
+    def body(x):
+        tf.summary.scalar("first", x[0])
+        return x
+
+    def build():
+        with writer.as_default(step=3):
+            return loss_of(body, rolled=rolled)
+
+    run_tf2(build)
+    writer.close()
+    assert scalars(tmp_path) == {f"stage.s0/first/microbatch_{m}": 2.0 * m for m in range(4)}
+
+
+@pytest.mark.parametrize("rolled", [False, True])
+def test_summaries_of_tf1_are_collected_with_those_of_the_graph(rolled):
+    def body(x):
+        tf.compat.v1.summary.scalar("first", x[0], collections=["mine"])
+        tf.compat.v1.summary.histogram("all", x)
+        return x
+
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        tf.compat.v1.summary.scalar("outside", 7.0)
+        results = loss_of(body, rolled=rolled)
+        assert len(tf.compat.v1.get_collection("mine")) == 1
+        merged = tf.compat.v1.summary.merge_all()
+        loss, summary = session.run([results[0], merged])
+    assert loss == 56
+    found = tf.compat.v1.Summary.FromString(summary).value
+    values = {v.tag: v.simple_value for v in found if v.HasField("simple_value")}
+    assert values.pop("outside") == 7
+    assert [v for _, v in sorted(values.items())] == [0, 2, 4, 6]
+    assert all(re.fullmatch(r".*first/microbatch_\d", tag) for tag in values)
+    assert sum(v.HasField("histo") for v in found) == 4
+
+
+VARIABLE = tf.Variable(0.0)
+
+
+def assign(x):
+    VARIABLE.assign_add(1.0)
+    return x
+
+
+def assign_in_branch(x):
+    return tf.cond(x[0] > 0, lambda: assign(x), lambda: x)
+
+
+@tf.function(autograph=False)
+def assign_in_function(x):
+    return assign(x)
+
+
+def assign_in_loop(x):
+    return tf.while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, assign(x)), [0, x])[1]
+
+
+def python(x):
+    return tf.py_function(lambda x: x, [x], tf.float32)
+
+
+def python_in_branch(x):
+    return tf.cond(x[0] > 0, lambda: python(x), lambda: x)
+
+
+def queue(x):
+    tf.queue.FIFOQueue(1, tf.float32, shapes=[[]]).enqueue(x[0])
+    return x
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (assign, "AssignAddVariableOp.*accumulators"),
+        (assign_in_branch, "AssignAddVariableOp"),
+        (assign_in_function, "AssignAddVariableOp"),
+        (assign_in_loop, "AssignAddVariableOp"),
+        (python, r"EagerPyFunc.*tf\.numpy_function"),
+        (python_in_branch, "EagerPyFunc"),
+        (queue, "QueueEnqueueV2.*outside"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_whatever_else_has_state_is_named_before_the_first_step(body, message):
+    with pytest.raises(PipelineError, match=rf"stage 's0' contains .*{message}"):
+        run_tf2(lambda: loss_of(body))
+    assert VARIABLE.numpy() == 0
