@@ -11,7 +11,7 @@ from lingvo.core import base_layer, py_utils
 
 from pipemesh.errors import PipelineError, PipemeshError
 from pipemesh.layers.check_params import check_layers, check_whole, with_article
-from pipemesh.layers.step_seed import whole_batch_randomness
+from pipemesh.layers.step_seed import step_of_call, whole_batch_randomness
 from pipemesh.lowering import random
 
 
@@ -116,7 +116,7 @@ class FeatureExtractionLayer(base_layer.BaseLayer):
         """
         p = self.params
         outputs, fetched = self._split_activations(p, args)
-        with whole_batch_randomness():
+        with whole_batch_randomness(step_of_call(self)):
             for name in self._names:
                 child = self.children[name]
                 given = to_tuple(outputs)

@@ -13,7 +13,12 @@ from pipemesh.layers.feature_extraction import to_tuple
 from pipemesh.layers.head import check_head
 from pipemesh.layers.schedule_of import schedule_of
 from pipemesh.layers.seq_layer import SeqLayer
-from pipemesh.layers.step_seed import current_step, keyed_seeds
+from pipemesh.layers.step_seed import (
+    global_step_in,
+    keyed_seeds,
+    step_of_call,
+    whole_batch_randomness,
+)
 from pipemesh.layers.structure import Structure
 from pipemesh.layers.weight_dtypes import compute_dtypes, uncast_theta
 from pipemesh.recurrent import (
@@ -203,7 +208,8 @@ class PipeliningLayer(SeqLayer):
             # With the loss outside, what is backward is made only if a gradient is asked for.
             schedule = schedule.only_forward()
         devices = self.StageDevices()
-        with tf.device(devices[0]):
+        step = step_of_call(self)
+        with tf.device(devices[0]), whole_batch_randomness(step):
             args = to_tuple(self._fprop_before(theta, *args))
         eagerly = tf.executing_eagerly()
         structure, inputs, thetas, carries = self._flat(theta, args)
@@ -220,7 +226,6 @@ class PipeliningLayer(SeqLayer):
             )
             return self._with_total_weight(loss, others), carries
 
-        step = current_step()
         if eagerly:
             key = (structure.key(), self.do_eval, tuple(devices), self.clock, self.locates_errors)
             if key not in self._eager_runs:
@@ -265,7 +270,8 @@ class PipeliningLayer(SeqLayer):
         def trace(flat: Any, args: Any) -> None:
             theta = whole.Pack(flat)
             with tf.device(self.StageDevices()[0]):
-                args = to_tuple(self._fprop_before(theta, *args))
+                with whole_batch_randomness():
+                    args = to_tuple(self._fprop_before(theta, *args))
             structure, inputs, thetas, carries = self._flat(theta, args)
             stages = self._stages(theta, thetas, carries, structure, [])
             if self.params.loss_inside:
@@ -389,7 +395,7 @@ class PipeliningLayer(SeqLayer):
             del microbatch
             saved = cell.GetAccumulatorValues()
             cell.SetAccumulatorValues(cell.accumulators.Pack(carry))
-            with py_utils.RemoveAssertContext(remove=True), keyed_seeds(step):
+            with py_utils.RemoveAssertContext(remove=True), keyed_seeds(global_step_in(step)):
                 outputs = self._fprop_cell(
                     packing.Pack(theta), name, *structures[number].pack_arguments(inputs)
                 )

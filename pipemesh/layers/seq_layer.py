@@ -10,7 +10,7 @@ from lingvo.core import base_layer, py_utils
 
 from pipemesh.layers.check_params import check_distinct, check_layers
 from pipemesh.layers.feature_extraction import FeatureExtractionLayer, noted, to_tuple
-from pipemesh.layers.step_seed import whole_batch_randomness
+from pipemesh.layers.step_seed import name_in_task, step_of_call, whole_batch_randomness
 from pipemesh.lowering import random
 
 
@@ -18,6 +18,10 @@ class SeqLayer(base_layer.BaseLayer):
     """Runs `before_tpl`, then the stages of `cell_tpl` one after the other on their devices.
 
     Variable names do not contain the names of the stages, so weights survive another partition.
+
+    Random numbers are keyed by the global step, by the place of this layer in its model (the name
+    of a model itself does not count), by the layer inside, and by how often `FProp` was called
+    before in the same graph, or eagerly under the same tape.
 
     Example:
         >>> from lingvo.core import layers
@@ -76,8 +80,8 @@ class SeqLayer(base_layer.BaseLayer):
         Returns:
             What the last stage returns.
         """
-        args = self._fprop_before(theta, *args)
-        with whole_batch_randomness():
+        with whole_batch_randomness(step_of_call(self)):
+            args = self._fprop_before(theta, *args)
             # Without a stage there is a device still.
             for name, device in zip(self._cell_names, self.StageDevices(), strict=False):
                 with tf.device(device):
@@ -85,7 +89,8 @@ class SeqLayer(base_layer.BaseLayer):
         return args
 
     def _fprop_before(self, theta: Any, *args: Any) -> Any:
-        with whole_batch_randomness():
+        """Runs the layers before the stages inside randomness."""
+        with random.layer_aliases({}, name_in_task(self)):
             for name in self._before_names:
                 given = to_tuple(args)
                 with random.layer_scope(name), noted(self.params.name, name, given):
@@ -94,7 +99,7 @@ class SeqLayer(base_layer.BaseLayer):
 
     def _fprop_cell(self, theta: Any, name: str, *args: Any) -> Any:
         """Runs one stage inside randomness."""
-        with random.layer_aliases(self._layer_aliases[name]):
+        with random.layer_aliases(self._layer_aliases[name], name_in_task(self)):
             cell = self.children[name]
             if isinstance(cell, FeatureExtractionLayer):
                 return cell.FProp(theta, *args)

@@ -9,8 +9,11 @@ from typing import Any
 import lingvo.compat as tf
 from lingvo.core import py_utils
 
+from pipemesh.layers.call_number import number_of_call, recorded_calls
 from pipemesh.lowering import random
 
+# Keys of random numbers hold the number of the call above the bits of the step.
+_STEP_BITS = 40
 _OVER_WRITE_COLLECTION = "pipemesh_over_write_global_step"
 
 
@@ -82,6 +85,53 @@ def current_step() -> tf.Tensor | None:
     return None if step is None else tf.cast(tf.convert_to_tensor(step), tf.int64)
 
 
+def step_of_call(layer: Any) -> tf.Tensor | None:
+    """What random numbers of this call of a layer are keyed by.
+
+    Args:
+        layer: that is called. To be asked once for each call.
+
+    Returns:
+        The global step and, in the bits above it, how often the layer was called before in this
+        step; None if there is no global step. Inside of randomness just the global step: there
+        all draws of a layer are counted.
+    """
+    step = current_step()
+    if step is None or random.is_active():
+        return step
+    return step + (number_of_call(layer, step) << _STEP_BITS)
+
+
+def global_step_in(step: tf.Tensor | None) -> tf.Tensor | None:
+    """The global step in what `step_of_call` returned."""
+    return None if step is None else step % (1 << _STEP_BITS)
+
+
+def name_in_task(layer: Any) -> str:
+    """The place of a layer in its model; the model itself has none, whatever its name."""
+    return layer.path.partition(".")[2]
+
+
+def _rematerialize(original: Any) -> Any:
+    """Wraps `py_utils.RematerializeFn`: what is computed again draws the same numbers again."""
+
+    def rematerialize(fn: Any, *xs: Any) -> Any:
+        replay, numbers = random.Replay(), []
+
+        def call(*args: Any) -> Any:
+            with replay.enter(args[len(xs) :]), recorded_calls(numbers):
+                return fn(*args[: len(xs)])
+
+        # The function may capture no tensors.
+        return original(call, *xs, *replay.tensors)
+
+    rematerialize.__name__, rematerialize.__doc__ = original.__name__, original.__doc__
+    return rematerialize
+
+
+py_utils.RematerializeFn = _rematerialize(py_utils.RematerializeFn)
+
+
 @contextlib.contextmanager
 def keyed_seeds(step: tf.Tensor | None = None) -> Iterator[None]:
     """Inside, lingvo's layers take their seeds, and `step` if given, from this module."""
@@ -100,10 +150,15 @@ def keyed_seeds(step: tf.Tensor | None = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def whole_batch_randomness() -> Iterator[None]:
-    """Random numbers inside are what a pipeline would draw; nothing changes inside of one."""
+def whole_batch_randomness(step: tf.Tensor | None = None) -> Iterator[None]:
+    """Random numbers inside are what a pipeline would draw; nothing changes inside of one.
+
+    Args:
+        step: what they are keyed by, from `step_of_call`; by default the global step.
+    """
     with contextlib.ExitStack() as stack:
         if not random.is_active():
-            stack.enter_context(random.plan_free_randomness(current_step()))
+            step = current_step() if step is None else step
+            stack.enter_context(random.plan_free_randomness(step))
             stack.enter_context(keyed_seeds())
         yield

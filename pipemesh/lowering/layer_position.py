@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import tensorflow as tf
 
-from pipemesh.errors import ShapeError
+from pipemesh.errors import PipelineError, ShapeError
 from pipemesh.lowering.lowering import Lowering, Slices
-from pipemesh.lowering.ops import elementwise
+from pipemesh.lowering.ops import random
 from pipemesh.lowering.ops.transfer import as_shape
 from pipemesh.lowering.philox import RawDraw, draw_block
+from pipemesh.lowering.random_scope import scopes, slicewise
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import Dim, Shape
 
@@ -42,7 +44,9 @@ class LayerPosition:
     """Where a call of a layer function belongs: in the stack, and in the batch.
 
     Each processor works on a layer and a microbatch of its own. The methods draw what one device
-    would draw for the whole batch in the same layer: no plan changes a mask.
+    would draw for the whole batch in the same layer: no plan changes a mask. Inside of a layer
+    function of a `SimdPipeline`, `ops.dropout`, `ops.random_uniform` and `ops.random_normal` do
+    the same.
 
     Attributes:
         lowering: of the tensors.
@@ -107,19 +111,24 @@ class LayerPosition:
         Raises:
             ShapeError: `rate` is outside of [0, 1).
         """
-        if not 0 <= rate < 1:
-            raise ShapeError(
-                f"rate is {rate}; it is the probability of being dropped, at least 0 and less "
-                "than 1"
+        with self.entered():
+            return random.dropout(x, rate=rate, seed=seed)
+
+    def entered(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, `ops.dropout` and the other random `ops` draw as the methods here do.
+
+        Draws of plain TensorFlow are a LayoutError: all processors would get the same numbers.
+        """
+        if scopes.stack and getattr(scopes.stack[-1].position, "num_microbatches", 1) > 1:
+            raise PipelineError(
+                "a SimdPipeline runs inside of a stage of another pipeline, which has microbatches "
+                "of its own; give one of the two a single microbatch"
             )
-        if rate == 0:
-            return x
-        noise = self.random_uniform(x.shape, seed=seed, dtype=x.dtype)
-        scaled = elementwise.multiply(x, 1 / (1 - rate))
-        return elementwise.broadcast(
-            lambda n, value: tf.where(n >= tf.cast(rate, n.dtype), value, tf.zeros_like(value)),
-            [noise, scaled],
-            x.shape,
+        return slicewise(
+            "is called inside of the layer function of a SimdPipeline, where it would draw the "
+            "same numbers for every layer and every microbatch; draw with ops.dropout, "
+            "ops.random_uniform or ops.random_normal, which know layer, microbatch and layout",
+            self._draw,
         )
 
     def _draw(self, shape: Shape | str, seed: tf.Tensor, dtype: tf.DType, raw: RawDraw) -> Tensor:

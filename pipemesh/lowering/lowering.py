@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 
@@ -10,6 +11,7 @@ import tensorflow as tf
 
 from pipemesh.errors import LayoutError
 from pipemesh.lowering.costs import CommunicationCosts
+from pipemesh.lowering.random_scope import slicewise
 from pipemesh.mesh import LayoutRules, Mesh, Shape, TensorLayout
 
 # One tensor for each processor that this program computes for: all of them in placement, one in
@@ -63,6 +65,7 @@ class Lowering(abc.ABC):
 
         Args:
             function: takes a tensor for each operand; pure, and a function of its arguments alone.
+                On a mesh of several processors it may not draw random numbers (LayoutError).
             *operands: may be none, if `function` makes a constant.
         """
 
@@ -109,6 +112,17 @@ class Lowering(abc.ABC):
     @abc.abstractmethod
     def raw_permute(self, x: Slices, axis: str, pairs: Sequence[tuple[int, int]]) -> Slices:
         """Sends slices from coordinate to coordinate; zeros where nothing arrives."""
+
+    def computing_slices(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, a function of slices is called, which knows nothing of the whole tensors."""
+        if self.mesh.num_devices == 1:
+            return contextlib.nullcontext()
+        return slicewise(
+            f"is called inside of Lowering.map on mesh '{self.mesh}', where each processor would "
+            "draw for its own slice, so that the numbers would depend on the layout; draw with "
+            "ops.dropout, ops.random_uniform or ops.random_normal, which know the layout, and give "
+            "map the slices of what they return"
+        )
 
     def tensor_layout(self, shape: Shape) -> TensorLayout:
         """What the rules mean for a tensor.

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.lowering.random import advance_counter
+from pipemesh.lowering.draws import advance_counter, keyed
 
 _PHILOX = 1
 # One of the generated operations `StatelessRandom...V2`, called with keywords.
@@ -43,12 +43,14 @@ def draw_block(
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
 
     def draw(shape: Sequence[int], first: tf.Tensor) -> tf.Tensor:
-        return raw(
-            shape=tf.constant(shape, tf.int32, shape=[len(shape)]),
-            key=key,
-            counter=first,
-            alg=_PHILOX,
-            dtype=dtype,
+        return keyed(
+            raw(
+                shape=tf.constant(shape, tf.int32, shape=[len(shape)]),
+                key=key,
+                counter=first,
+                alg=_PHILOX,
+                dtype=dtype,
+            )
         )
 
     if math.prod(block) == 0:

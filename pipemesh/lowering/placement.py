@@ -66,10 +66,11 @@ class PlacementLowering(Lowering):
 
     def map(self, function: Callable[..., tf.Tensor], *operands: Slices) -> Slices:
         """Applies a local function on each device."""
-        return tuple(
-            local_gradient(function, [operand[i] for operand in operands], device)
-            for i, device in enumerate(self.devices)
-        )
+        with self.computing_slices():
+            return tuple(
+                local_gradient(function, [operand[i] for operand in operands], device)
+                for i, device in enumerate(self.devices)
+            )
 
     def raw_map(self, function: Callable[..., tf.Tensor], *operands: Slices) -> Slices:
         """Applies a local function on each device, without a gradient."""

@@ -61,7 +61,8 @@ class SimdLowering(Lowering):
 
     def map(self, function: Callable[..., tf.Tensor], *operands: Slices) -> Slices:
         """Applies a local function."""
-        return (function(*(operand[0] for operand in operands)),)
+        with self.computing_slices():
+            return (function(*(operand[0] for operand in operands)),)
 
     def raw_map(self, function: Callable[..., tf.Tensor], *operands: Slices) -> Slices:
         """Applies a local function."""

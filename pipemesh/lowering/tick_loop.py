@@ -290,7 +290,7 @@ class TickLoop:
                 for weight, a, b in zip(self._weights, own, shared, strict=True)
             }
             x_in = Tensor(lowering, x, self._shape)
-            with check_layer_function(lowering):
+            with check_layer_function(lowering), position.entered():
                 y = self._layer(x_in, weights, position)
             self._check_output(y, x_in)
             x = y.slices

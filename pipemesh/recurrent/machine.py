@@ -152,7 +152,7 @@ class Machine:
     ) -> list[TracedStage]:
         """Traces the stages one after the other, each with the output shapes of the last."""
         whole = specs_of(inputs)
-        whole_batch = WholeBatch(stages, whole, has_step)
+        whole_batch = WholeBatch(stages, whole, has_step, cutting.batch_dim)
         specs = []
         for spec in whole:
             shape = spec.shape.as_list()

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from pipemesh.lowering.escaped_draws import check_no_draw_escaped
 from pipemesh.lowering.labels import label_scope
 from pipemesh.lowering.random import (
     LayerSpan,
-    NeedWholeShapes,
+    NeedWholeDraws,
     Position,
+    Replay,
+    WholeDraw,
+    WholeDraws,
+    gradient_scope,
     layer_spans,
     plan_free_randomness,
 )
 from pipemesh.lowering.tagged import tagged
+from pipemesh.lowering.whole_batch import DrawsOfStage, labels_of_batch
 from pipemesh.recurrent.captures import Captured, captured_weights, check_batch, redirect
 from pipemesh.recurrent.graph_cut import GraphCut, node_of
 from pipemesh.recurrent.probes import Probe, StageProbes
@@ -26,7 +33,6 @@ from pipemesh.recurrent.structure import is_differentiable
 from pipemesh.recurrent.summaries import Summaries
 
 Specs = list[tf.TensorSpec]
-Shapes = tuple[tuple[int, ...], ...]
 # A gradient's tensor; values and row indices if it is sparse; None if there is none.
 GradName = str | tuple[str, str] | None
 
@@ -49,32 +55,52 @@ class Cutting:
 class WholeBatch:
     """The stages traced with the whole batch, as far as anybody asks.
 
-    Only shapes are of interest: those of random draws say where the batch lies in them.
+    Only what is drawn is of interest, and where in it the batch lies.
 
     Args:
         stages: the stages.
         inputs: specs of the whole batch's inputs.
         has_step: whether there is a global step.
+        batch_dim: the dim along which the inputs are cut.
     """
 
-    def __init__(self, stages: Sequence[Stage], inputs: Specs, has_step: bool) -> None:
+    def __init__(
+        self, stages: Sequence[Stage], inputs: Specs, has_step: bool, batch_dim: int
+    ) -> None:
         self._stages = stages
-        self._inputs = [inputs]
-        self._draws: list[Shapes] = []
+        self._inputs = inputs
         self._has_step = has_step
+        self._batch_dim = batch_dim
+        self._draws: list[DrawsOfStage] = []
+        self._traced: list[Any] = []
 
-    def draws(self, stage: int) -> Shapes:
-        """The shapes of all random draws of a stage, in order."""
+    def draws(self, stage: int) -> WholeDraws:
+        """All random draws of a stage."""
         while len(self._draws) <= stage:
             number = len(self._draws)
-            drawn: list[tuple[int, ...]] = []
-            graph = _trace(
-                self._stages[number], self._inputs[number], None, self._has_step, drawn
-            ).graph
-            outputs, _ = graph.structured_outputs
-            self._inputs.append(specs_of(outputs))
-            self._draws.append(tuple(drawn))
-        return self._draws[stage]
+            if number == 0:
+                specs = self._inputs
+                labels = functools.partial(labels_of_batch, specs, self._batch_dim)
+            else:
+                results, _ = self._traced[-1].graph.structured_outputs
+                specs = specs_of(results)
+                labels = functools.partial(self._draws[-1].labels, results)
+            drawn: dict[str, WholeDraw] = {}
+            traced = _trace(self._stages[number], specs, None, self._has_step, drawn)
+            first = len(self._stages[number].theta) + len(self._stages[number].carry)
+            inputs = traced.graph.inputs[first : first + len(specs)]
+            self._traced.append(traced)
+            self._draws.append(
+                DrawsOfStage(
+                    traced.graph,
+                    drawn,
+                    lambda inputs=inputs, labels=labels: dict(
+                        zip([t.name for t in inputs], labels(), strict=True)
+                    ),
+                    self._inputs[0].shape[self._batch_dim],
+                )
+            )
+        return self._draws[stage].whole
 
 
 def output_specs(stage: Stage, inputs: Specs, has_step: bool) -> Specs:
@@ -117,7 +143,7 @@ class TracedStage:
         inputs: specs of one microbatch's inputs, with static shapes.
         cutting: how the batch is cut.
         has_step: whether there is a global step.
-        whole_draws: gives the shapes of the stage's random draws for the whole batch.
+        whole_draws: gives the stage's random draws for the whole batch.
 
     Attributes:
         given: the stage as given.
@@ -145,19 +171,15 @@ class TracedStage:
         inputs: Specs,
         cutting: Cutting,
         has_step: bool,
-        whole_draws: Callable[[], Shapes],
+        whole_draws: Callable[[], WholeDraws],
     ) -> None:
         self.stage = stage
         found: dict[str, Any] = {}
 
-        def trace(whole_shapes: Shapes | None) -> Any:
+        def trace(whole: WholeDraws | None) -> Any:
             def position(microbatch: tf.Tensor) -> Position:
                 return Position(
-                    microbatch,
-                    cutting.num_microbatches,
-                    cutting.microbatch_size,
-                    cutting.batch_dim,
-                    whole_shapes,
+                    microbatch, cutting.num_microbatches, cutting.microbatch_size, whole
                 )
 
             def finish(spans: Any, theta: Any, carry: Any, inputs: Any, *results: Any) -> None:
@@ -170,14 +192,15 @@ class TracedStage:
                 found["outputs"] = [t.name for t in outputs]
                 found["carry_out"] = [t.name for t in carry_out]
                 found["spans"] = spans
+                found["replay"] = Replay()
                 found["probes"] = StageProbes(spans, theta, inputs, outputs)
                 found["tensors"] = (theta, carry, inputs, outputs, carry_out)
 
-            return _trace(stage, inputs, position, has_step, [], finish)
+            return _trace(stage, inputs, position, has_step, {}, finish)
 
         try:
             traced = trace(None)
-        except NeedWholeShapes:
+        except NeedWholeDraws:
             traced = trace(whole_draws())
         # Functions inside the graph (loops, branches) live as long as what was traced.
         self._traced = traced
@@ -189,6 +212,8 @@ class TracedStage:
         )
         self._captured: list[Captured] = captured_weights(graph)
         self._tensors: tuple[list[tf.Tensor], ...] = found["tensors"]
+        check_no_draw_escaped(graph, stage.name, cutting.num_microbatches)
+        self._replay: Replay = found["replay"]
         self.outputs: list[str] = found["outputs"]
         self.carry_out: list[str] = found["carry_out"]
         self.probes: StageProbes = found["probes"]
@@ -219,7 +244,13 @@ class TracedStage:
         theta, carry, inputs, outputs, carry_out = self._tensors
         theta = [*theta, *(weight.source for weight in self._captured)]
         graph, device = self._traced.graph, self.stage.device
-        with graph.as_default(), tf.device(device), label_scope("stage", self.stage.name):
+        with (
+            graph.as_default(),
+            tf.device(device),
+            label_scope("stage", self.stage.name),
+            self._replay.enter(self._replay.tensors),
+            gradient_scope(),
+        ):
             self.gradients = _differentiate(
                 self.stage,
                 theta,
@@ -286,7 +317,7 @@ def _trace(
     inputs: Specs,
     position: Callable[[tf.Tensor], Position] | None,
     has_step: bool,
-    drawn: list[tuple[int, ...]],
+    drawn: dict[str, WholeDraw],
     finish: Callable[..., Any] | None = None,
 ) -> Any:
     """Traces one pass; `finish` may add to the graph while it is open."""
@@ -296,17 +327,18 @@ def _trace(
         where = position(microbatch) if position else None
         known_step = step if has_step else None
         with tf.device(stage.device), label_scope("stage", stage.name):
-            with plan_free_randomness(known_step, where) as shapes, contextlib.ExitStack() as tags:
-                if where is not None and where.num_microbatches > 1:
-                    tags.enter_context(tagged(stage.name, microbatch))
-                outputs, carry_out = stage.forward(theta, carry, inputs, microbatch, known_step)
-                drawn[:] = shapes
+            with plan_free_randomness(known_step, where) as draws:
+                with contextlib.ExitStack() as tags:
+                    if where is not None and where.num_microbatches > 1:
+                        tags.enter_context(tagged(stage.name, microbatch))
+                    outputs, carry_out = stage.forward(theta, carry, inputs, microbatch, known_step)
+                drawn.update(draws)
                 spans = layer_spans()
-            # An output that is an input, or twice the same tensor, gets a name of its own.
-            outputs = [tf.identity(t) for t in outputs]
-            carry_out = [tf.identity(t) for t in carry_out]
-            if finish:
-                finish(spans, theta, carry, inputs, outputs, carry_out)
+                # An output that is an input, or twice the same tensor, gets a name of its own.
+                outputs = [tf.identity(t) for t in outputs]
+                carry_out = [tf.identity(t) for t in carry_out]
+                if finish:
+                    finish(spans, theta, carry, inputs, outputs, carry_out)
         return outputs, carry_out
 
     function = tf.function(run, autograph=False)

@@ -6,7 +6,13 @@ import tensorflow as tf
 
 from pipemesh.errors import PipelineError
 from pipemesh.lowering import PlacementLowering, ops
-from pipemesh.lowering.random import NeedWholeShapes, Position, plan_free_randomness
+from pipemesh.lowering.random import (
+    NeedWholeDraws,
+    Position,
+    WholeDraw,
+    WholeDraws,
+    plan_free_randomness,
+)
 from pipemesh.mesh import Dim, LayoutRules, Mesh, Shape
 
 STEP = tf.constant(3, tf.int64)
@@ -30,12 +36,12 @@ PLAIN = {
         tf.ones(sizes), 0.4, SEED, rng_alg="philox"
     ),
 }
-# Of a microbatch: the shape, the position of the dim that is cut, and the pipeline's batch dim.
+# Of a microbatch of 2: the shape, the dim that is cut, and what is folded into it in front.
 SHAPES = {
-    "batch first": ("batch:4;time:3;io:2", 0, 0),
+    "batch first": ("batch:2;time:3;io:2", 0, 1),
     "batch second": ("time:4;batch:2;io:3", 1, 1),
-    "time folded into the batch": ("batch:8;io:2", 0, 0),
-    "batch folded into time": ("time:8;io:2", 0, 1),
+    "time folded into the batch": ("batch:8;io:2", 0, 1),
+    "batch folded into time": ("time:8;io:2", 0, 4),
 }
 
 
@@ -49,8 +55,9 @@ def whole_shape(shape, dim):
     return shape.replace(name, Dim(name, size * NUM_MICROBATCHES))
 
 
-def position(m, batch_dim, shapes):
-    return Position(tf.constant(m, tf.int64), NUM_MICROBATCHES, 2, batch_dim, shapes)
+def position(m, drawn, before=1):
+    whole = None if drawn is None else WholeDraws(drawn, lambda name, dim, folded: before)
+    return Position(tf.constant(m, tf.int64), NUM_MICROBATCHES, 2, whole)
 
 
 def parts_of(whole, dim, folded):
@@ -75,16 +82,15 @@ LAYOUTS = {
     ("name", "rules"), [(name, rules) for name in SHAPES for rules in LAYOUTS[name]]
 )
 def test_a_draw_for_a_microbatch_is_its_slice_of_the_whole_batchs_draw(name, draw, rules):
-    text, dim, batch_dim = SHAPES[name]
+    text, dim, before = SHAPES[name]
     shape = Shape.from_text(text)
     lowering = make(rules)
     whole = whole_shape(shape, dim)
-    with plan_free_randomness(STEP) as shapes:
+    with plan_free_randomness(STEP) as drawn:
         value = ops.export_tensor(DRAWS[draw](lowering, whole)).numpy()
     np.testing.assert_array_equal(value, PLAIN[draw](whole.sizes).numpy())
-    folded = shape.sizes[dim] // 2 if name == "batch folded into time" else 1
-    for m, wanted in enumerate(parts_of(value, dim, folded)):
-        with plan_free_randomness(STEP, position(m, batch_dim, tuple(shapes))):
+    for m, wanted in enumerate(parts_of(value, dim, before)):
+        with plan_free_randomness(STEP, position(m, drawn, before)):
             got = ops.export_tensor(DRAWS[draw](lowering, shape))
         np.testing.assert_array_equal(got.numpy(), wanted)
 
@@ -100,24 +106,24 @@ def test_draws_of_tensorflow_and_of_named_dims_are_counted_together():
         weights = ops.export_tensor(ops.random_uniform(lowering, "io:3", seed=SEED))
         return plain, named, weights
 
-    with plan_free_randomness(STEP) as shapes:
+    with plan_free_randomness(STEP) as drawn:
         plain, named, weights = program(8)
     # The first one is TensorFlow's own, which makes a key of the seed.
-    assert shapes == [(4,), (8, 2), (8, 3), (3,)]
-    with plan_free_randomness(STEP, position(3, 0, tuple(shapes))):
+    assert [draw.sizes for draw in drawn.values()] == [(4,), (8, 2), (8, 3), (3,)]
+    with plan_free_randomness(STEP, position(3, drawn)):
         got = program(2)
     for part, wanted in zip(got, (plain[6:], named[6:], weights), strict=True):
         np.testing.assert_array_equal(part.numpy(), wanted.numpy())
 
 
-def test_without_the_whole_batchs_shapes_they_are_asked_for():
-    with plan_free_randomness(STEP, position(0, 0, None)), pytest.raises(NeedWholeShapes):
+def test_without_the_whole_batchs_draws_they_are_asked_for():
+    with plan_free_randomness(STEP, position(0, None)), pytest.raises(NeedWholeDraws):
         ops.random_uniform(make(""), "batch:2", seed=SEED)
 
 
 def test_a_draw_that_cannot_be_cut_is_an_error():
     with (
-        plan_free_randomness(STEP, position(0, 0, ((5, 3),))),
+        plan_free_randomness(STEP, position(0, {":0": WholeDraw((5, 3))})),
         pytest.raises(PipelineError, match="one dim may differ, by the factor 4"),
     ):
         ops.random_uniform(make(""), "batch:2;io:3", seed=SEED)

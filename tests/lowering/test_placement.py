@@ -11,8 +11,10 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.eager import context
 
+from pipemesh.errors import LayoutError
 from pipemesh.lowering import nccl, ops
 from pipemesh.lowering.placement import PlacementLowering
+from pipemesh.lowering.random import plan_free_randomness
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import LayoutRules, Mesh, Shape
 
@@ -185,3 +187,29 @@ def test_a_tensor_that_is_used_as_two_operands_gets_both_gradients():
     for i, part in enumerate(run(slices)):
         held = lowering.tensor_layout(SHAPES[0]).slice_ranges(i)
         np.testing.assert_allclose(part, want[held], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: tf.nn.dropout(x, 0.5),
+        lambda x: x + tf.random.stateless_normal(x.shape, [1, 2]),
+        lambda x: tf.random.shuffle(x),
+        tf.function(lambda x: tf.nn.dropout(x, 0.5)),
+    ],
+)
+def test_draws_inside_of_map_would_depend_on_the_layout_and_are_errors(draw):
+    draw(tf.ones([4, 6]))
+    for text, count in (("data:1", 1), ("data:2", 2)):
+        rules = LayoutRules.from_text("batch:data")
+        lowering = PlacementLowering(Mesh.from_text(text), rules, ["CPU:0"] * count)
+        x = ops.import_tensor(lowering, tf.ones([4, 6]), "batch:4;io:6")
+        if count == 1:
+            assert lowering.map(draw, x.slices)[0].shape == (4, 6)
+            continue
+        with pytest.raises(
+            LayoutError, match=r"inside of Lowering.map on mesh 'data:2'.*ops\.dropout"
+        ):
+            lowering.map(draw, x.slices)
+    with plan_free_randomness(tf.constant(0, tf.int64)), pytest.raises(LayoutError):
+        lowering.map(draw, x.slices)

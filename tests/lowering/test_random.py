@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from pipemesh.errors import PipelineError
 from pipemesh.lowering import random
 from pipemesh.lowering.random import (
-    NeedWholeShapes,
+    NeedWholeDraws,
     Position,
+    WholeDraw,
+    WholeDraws,
     draw_seed,
     layer_aliases,
     layer_scope,
@@ -43,17 +45,16 @@ DRAWS = {
 }
 
 
-def whole_and_parts(draw, whole_shape, micro_shape, num_microbatches, batch_dim=0, size=None):
-    with plan_free_randomness(STEP) as shapes, layer_scope("layer"):
+def whole_and_parts(draw, whole_shape, micro_shape, num_microbatches, size=None, before=None):
+    with plan_free_randomness(STEP) as drawn, layer_scope("layer"):
         whole = draw(whole_shape)
     parts = []
     for m in range(num_microbatches):
         position = Position(
             tf.constant(m, tf.int64),
             num_microbatches,
-            size or micro_shape[batch_dim],
-            batch_dim,
-            tuple(shapes),
+            size or micro_shape[0],
+            WholeDraws(drawn, lambda name, dim, folded: before),
         )
         with plan_free_randomness(STEP, position), layer_scope("layer"):
             parts.append(draw(micro_shape).numpy())
@@ -79,18 +80,20 @@ def test_the_batch_may_lie_in_any_dim(micro, num_microbatches, data):
     whole_shape = list(micro)
     whole_shape[dim] *= num_microbatches
     whole, parts = whole_and_parts(
-        DRAWS["stateless_uniform"], whole_shape, micro, num_microbatches, dim
+        DRAWS["stateless_uniform"], whole_shape, micro, num_microbatches, micro[dim], before=1
     )
     np.testing.assert_array_equal(np.concatenate(parts, axis=dim), whole)
 
 
 def test_dims_folded_into_the_batch_keep_their_order():
     batch, time, num = 6, 5, 3
-    whole, parts = whole_and_parts(DRAWS["normal"], [batch * time], [batch * time // num], num)
+    whole, parts = whole_and_parts(
+        DRAWS["normal"], [batch * time], [batch * time // num], num, batch // num, before=1
+    )
     np.testing.assert_array_equal(np.concatenate(parts), whole)
     # [time, batch] -> [time * batch]: the batch varies fastest.
     whole, parts = whole_and_parts(
-        DRAWS["normal"], [time * batch], [time * batch // num], num, batch_dim=1, size=batch // num
+        DRAWS["normal"], [time * batch], [time * batch // num], num, batch // num, before=time
     )
     joined = np.concatenate([p.reshape(time, batch // num) for p in parts], axis=1)
     np.testing.assert_array_equal(joined, whole.reshape(time, batch))
@@ -166,12 +169,14 @@ def test_seeds_of_one_layer_differ_from_draw_to_draw():
     assert first[1] != second[1]
 
 
-def position(whole_shapes, num_microbatches=2):
-    return Position(tf.constant(0, tf.int64), num_microbatches, 2, 0, whole_shapes)
+def position(whole_shapes, num_microbatches=2, layer="noisy"):
+    drawn = {f"{layer}:{i}": WholeDraw(sizes) for i, sizes in enumerate(whole_shapes or ())}
+    whole = None if whole_shapes is None else WholeDraws(drawn, lambda name, dim, folded: 1)
+    return Position(tf.constant(0, tf.int64), num_microbatches, 2, whole)
 
 
-def test_a_microbatch_asks_for_the_whole_shapes_first():
-    with pytest.raises(NeedWholeShapes), plan_free_randomness(STEP, position(None)):
+def test_a_microbatch_asks_for_what_the_whole_batch_draws_first():
+    with pytest.raises(NeedWholeDraws), plan_free_randomness(STEP, position(None)):
         tf.random.uniform([2])
 
 

@@ -10,7 +10,9 @@ from tensorflow.python.eager import context
 
 from pipemesh.errors import LayoutError, PipelineError, ShapeError
 from pipemesh.lowering import ops
+from pipemesh.lowering.layer_position import layer_seed
 from pipemesh.lowering.placement import PlacementLowering
+from pipemesh.lowering.random import Position, WholeDraws, plan_free_randomness
 from pipemesh.lowering.simd_pipeline import SimdPipeline
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import LayoutRules, Mesh, Shape
@@ -262,3 +264,80 @@ def test_a_mesh_or_weights_of_another_pipeline_are_errors():
     ]:
         with pytest.raises(PipelineError, match=message):
             pipeline(add, x, {"w": weight})
+
+
+# Random numbers.
+
+
+DRAWN = {
+    "ops": lambda x, position: ops.dropout(x, rate=0.5, seed=tf.constant([7, 1])),
+    "position": lambda x, position: position.dropout(x, rate=0.5, seed=tf.constant([7, 1])),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize(
+    ("mesh_text", "rules"),
+    [("layers:1", ""), ("layers:2;data:2", "layers:layers;batch:data")],
+)
+def test_every_layer_and_every_microbatch_has_the_mask_of_the_plain_model(name, mesh_text, rules):
+    def layer(x, weights, position):
+        return DRAWN[name](x, position) + weights["w"]
+
+    y = run(layer, "batch:8;io:16", "io:16", make(mesh_text, rules), num_microbatches=4)
+    want = tf.ones([8, 16])
+    for number in range(2):
+        seed = layer_seed(tf.constant([7, 1]), number)
+        mask = tf.nn.experimental.stateless_dropout(tf.ones([8, 16]), 0.5, seed, rng_alg="philox")
+        want = want * mask + 1
+    np.testing.assert_array_equal(ops.export_tensor(y), want)
+
+
+def test_noise_that_is_added_is_that_of_layer_and_rows():
+    def layer(x, weights, position):
+        shape = "batch:2;io:3"
+        noise = ops.random_normal(x.lowering, shape, seed=tf.constant([7, 2]))
+        return x + weights["w"] + noise
+
+    y = run(layer, "batch:8;io:3", "io:3", num_microbatches=4)
+    want = tf.fill([8, 3], 3.0)
+    for number in range(2):
+        seed = layer_seed(tf.constant([7, 2]), number)
+        want += tf.random.stateless_normal([8, 3], seed, alg="philox")
+    np.testing.assert_allclose(ops.export_tensor(y), want, rtol=1e-5)
+
+
+def plain_draw(x, weights, position):
+    noise = tf.random.stateless_uniform([2, 2], [1, 2])
+    return x + ops.import_tensor(x.lowering, noise, x.shape)
+
+
+def drawn_in_map(x, weights, position):
+    slices = x.lowering.map(lambda part: tf.nn.dropout(part, 0.5), x.slices)
+    return Tensor(x.lowering, slices, x.shape)
+
+
+@tf.function
+def traced_before(x):
+    return tf.nn.dropout(x, 0.5)
+
+
+def drawn_in_a_function(x, weights, position):
+    return Tensor(x.lowering, x.lowering.map(traced_before, x.slices), x.shape)
+
+
+@pytest.mark.parametrize("layer", [plain_draw, drawn_in_map, drawn_in_a_function])
+@pytest.mark.parametrize("mesh_text", ["layers:1", "layers:2"])
+def test_draws_of_plain_tensorflow_in_a_layer_function_are_errors(layer, mesh_text):
+    traced_before(tf.ones([2, 2]))
+    with pytest.raises(LayoutError, match=r"uniform_v2|random_uniform.*draw with ops\.dropout"):
+        run(layer, lowering=make(mesh_text, "layers:layers" if mesh_text == "layers:2" else ""))
+
+
+def test_a_pipeline_in_a_stage_of_another_pipeline_may_not_draw():
+    where = Position(tf.constant(0, tf.int64), 2, 4, WholeDraws({}, lambda name, dim, folded: 1))
+    with (
+        plan_free_randomness(tf.constant(0, tf.int64), where),
+        pytest.raises(PipelineError, match="inside of a stage of another pipeline"),
+    ):
+        run()

@@ -3,6 +3,7 @@
 import pytest
 import tensorflow as tf
 
+from pipemesh.lowering.random import WholeDraws
 from pipemesh.recurrent.layer_stage import LayerArguments, LayerStage
 from pipemesh.recurrent.passes import Passes
 from pipemesh.recurrent.structure import Structure
@@ -52,7 +53,7 @@ def test_a_chunk_keeps_its_inputs_and_the_states_that_are_read(
             [tf.TensorSpec([CHUNK, WIDTH])],
             Cutting(2, CHUNK, 0),
             False,
-            lambda: (),
+            lambda: WholeDraws({}, lambda name, dim, folded: 1),
         )
         kept = Passes(traced, lambda node: recomputes, [tf.float32], [], []).kept_specs()
         # Scalars that say which time steps were computed do not count.

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.errors import ShapeError
+from pipemesh.errors import LayoutError, ShapeError
 from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.lowering.ops import elementwise
 from pipemesh.lowering.ops.transfer import as_shape
 from pipemesh.lowering.philox import RawDraw, draw_block
-from pipemesh.lowering.random import Share, is_active, share_of_draw
+from pipemesh.lowering.random import Share, WholeDraw, is_active, note_draw, share_of_draw
+from pipemesh.lowering.random_scope import scopes
 from pipemesh.lowering.registry import register
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import Shape
@@ -25,6 +27,11 @@ def _draw(
 
     Inside a pipeline, one device would draw the whole batch's, and a microbatch takes its own.
     """
+    if scopes.slicewise:
+        inside = scopes.slicewise[-1]
+        if inside.draw is None:
+            raise LayoutError(f"what draws a named tensor {inside.refusal}")
+        return inside.draw(shape, seed, dtype, raw)
     layout = lowering.tensor_layout(shape)
     begins: list[Slices] = []
     for size, axis in zip(layout.slice_shape, layout.axes, strict=True):
@@ -35,14 +42,25 @@ def _draw(
                 lowering.raw_map(lambda at, size=size: at * size, lowering.coordinate(axis))
             )
     seed = tf.convert_to_tensor(seed)
-    share = share_of_draw(shape.sizes) if is_active() else None
+    name = note_draw(shape.sizes) if is_active() else None
+    share = None if name is None else share_of_draw(name, shape.sizes)
 
     def draw(*begin: tf.Tensor) -> tf.Tensor:
         if share is None:
             return draw_block(raw, shape.sizes, begin, layout.slice_shape, seed, dtype)
         return _draw_share(raw, share, shape.sizes, begin, layout.slice_shape, seed, dtype)
 
-    return Tensor(lowering, lowering.raw_map(draw, *begins), shape)
+    slices = lowering.raw_map(draw, *begins)
+    if (
+        name is not None
+        and len(slices) == lowering.mesh.num_devices
+        and tf.is_symbolic_tensor(slices[0])
+    ):
+        # Where the slices lie is not known in the program of a single core.
+        places = [layout.slice_begin(i) for i in range(len(slices))]
+        parts = tuple(zip(slices, places, strict=True))
+        scopes.stack[-1].drawn[name] = WholeDraw(shape.sizes, parts)
+    return Tensor(lowering, slices, shape)
 
 
 def _draw_share(
@@ -56,14 +74,16 @@ def _draw_share(
 ) -> tf.Tensor:
     """Draws a block of a microbatch's tensor out of the whole batch's."""
     dim = next(i for i, (a, b) in enumerate(zip(sizes, share.whole, strict=True)) if a != b)
-    first = tf.cast(share.position.microbatch, tf.int32) * share.mine
-    folded = sizes[dim] // share.mine
-    if folded == 1:
+    before = share.left // math.prod(sizes[:dim])
+    # The examples and what is folded into the batch's dim behind them.
+    mine = sizes[dim] // before
+    first = tf.cast(share.position.microbatch, tf.int32) * mine
+    if before == 1:
         begins = [at + first if i == dim else at for i, at in enumerate(begin)]
         return draw_block(raw, share.whole, begins, block, seed, dtype)
     # Other dims are folded into the batch's and come before it: to its examples, the microbatch
     # is no run of elements. All of them are drawn and the block is cut out.
-    examples = share.whole[dim] // folded
+    examples = share.whole[dim] // before
 
     def unfold(of: Sequence[Any], *two: Any) -> list[Any]:
         return [*of[:dim], *two, *of[dim + 1 :]]
@@ -71,9 +91,9 @@ def _draw_share(
     zero = tf.constant(0)
     numbers = draw_block(
         raw,
-        unfold(share.whole, folded, examples),
+        unfold(share.whole, before, examples),
         unfold(begin, zero, first),
-        unfold(block, folded, share.mine),
+        unfold(block, before, mine),
         seed,
         dtype,
     )

@@ -1,0 +1,319 @@
+"""Whoever draws in a stage, and in whatever shape, the numbers are those of the plain model."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.errors import PipelineError
+from pipemesh.lowering.random import layer_scope, plan_free_randomness
+from pipemesh.recurrent import Options, Stage, pipeline
+from pipemesh.schedule import gpipe
+
+BATCH, TIME, WIDTH, HEADS = 8, 3, 4, 2
+STEP = tf.constant(3, tf.int64)
+RNG = np.random.default_rng(0)
+WEIGHT = tf.constant(RNG.normal(size=[WIDTH, WIDTH]).astype(np.float32))
+BATCH_FIRST = tf.constant(RNG.normal(size=[BATCH, TIME, WIDTH]).astype(np.float32))
+TIME_FIRST = tf.constant(RNG.normal(size=[TIME, BATCH, WIDTH]).astype(np.float32))
+
+
+def layer(function, number, weight, x):
+    with layer_scope(f"layer{number}"):
+        return x + function(tf.einsum("abi,ij->abj", x, weight))
+
+
+def plain(function, x, weight):
+    with plan_free_randomness(STEP):
+        for number in range(2):
+            x = layer(function, number, weight, x)
+    return x
+
+
+def pipelined(function, x, weight, num_microbatches, **options):
+    def stage(number):
+        def forward(theta, carry, inputs, microbatch, step):
+            return [layer(function, number, theta[0], inputs[0])], []
+
+        return Stage(f"stage{number}", forward, [weight], [], f"CPU:{number}")
+
+    stages, schedule = [stage(0), stage(1)], gpipe(2, num_microbatches)
+    return pipeline(stages, [x], schedule, step=STEP, options=Options(**options))[0][0]
+
+
+def with_gradients(run, x, eagerly=False):
+    def compute(x, weight):
+        with tf.GradientTape() as tape:
+            tape.watch([x, weight])
+            y = run(x, weight)
+        return [y, *tape.gradient(y, [x, weight])]
+
+    return (compute if eagerly else tf.function(compute, autograph=False))(x, WEIGHT)
+
+
+def assert_same(got, want):
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def check(function, x, num_microbatches=4, **options):
+    want = with_gradients(lambda x, w: plain(function, x, w), x)
+    got = with_gradients(lambda x, w: pipelined(function, x, w, num_microbatches, **options), x)
+    assert_same(got, want)
+    return want
+
+
+# Functions that are traced elsewhere.
+
+
+@tf.function
+def drop(x):
+    return tf.nn.dropout(x, 0.5)
+
+
+@tf.function
+def drop_with_a_seed(x):
+    return tf.nn.experimental.stateless_dropout(x, 0.5, seed=[1, 2])
+
+
+@tf.function
+def drop_twice(x):
+    return drop(x) + drop(2 * x)
+
+
+class MakesItsVariable(tf.Module):
+    """Is traced twice at its first call, once to make the variable."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = None
+
+    @tf.function
+    def __call__(self, x):
+        if self.scale is None:
+            self.scale = tf.Variable(2.0)
+        return tf.nn.dropout(x, 0.5) * tf.stop_gradient(self.scale)
+
+
+FUNCTIONS = {
+    "stateful": drop,
+    "stateless": drop_with_a_seed,
+    "called twice by another": drop_twice,
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_that_was_traced_before_draws_what_the_plain_model_draws(name):
+    function = FUNCTIONS[name]
+    # Outside of all pipelines, and with the shape of a microbatch: the trace could be found again.
+    function(tf.ones([BATCH, TIME, WIDTH]))
+    function(tf.ones([BATCH // 4, TIME, WIDTH]))
+    check(function, BATCH_FIRST)
+    eagerly = with_gradients(lambda x, w: plain(function, x, w), BATCH_FIRST, eagerly=True)
+    assert_same(eagerly, with_gradients(lambda x, w: plain(function, x, w), BATCH_FIRST))
+
+
+def test_a_function_that_is_traced_twice_at_first_draws_once():
+    makes = MakesItsVariable()
+    makes(tf.ones([1]))
+    check(makes, BATCH_FIRST)
+
+
+def test_eager_calls_of_a_function_find_their_traces_again_and_see_the_step():
+    x = tf.ones([64])
+
+    def draw(step):
+        with plan_free_randomness(tf.constant(step, tf.int64)), layer_scope("a"):
+            return [drop(x).numpy().tobytes(), drop_twice(x).numpy().tobytes()]
+
+    first = draw(1)
+    traced = drop.experimental_get_tracing_count()
+    assert draw(2) != first
+    assert draw(1) == first
+    assert drop.experimental_get_tracing_count() == traced
+    with plan_free_randomness(STEP), layer_scope("a"):
+        assert len({drop(x).numpy().tobytes() for _ in range(3)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x: tf.nn.dropout(x, 0.5), "RandomUniform operation in the function.*be others"),
+        (
+            lambda x: tf.nn.experimental.stateless_dropout(x, 0.5, seed=[1, 2]),
+            "the same for every microbatch; call the tf.function itself",
+        ),
+    ],
+)
+def test_draws_of_a_function_that_cannot_be_traced_again_are_errors(function, message):
+    traced = tf.function(function).get_concrete_function(tf.TensorSpec([None, TIME, WIDTH]))
+    with pytest.raises(PipelineError, match=f"'stage0' draws random numbers by .*{message}"):
+        with_gradients(lambda x, w: pipelined(traced, x, w, 4), BATCH_FIRST)
+
+
+def test_what_is_computed_again_for_a_gradient_must_not_draw_others():
+    function = tf.recompute_grad(lambda x: tf.nn.dropout(tf.tanh(x), 0.5))
+    with pytest.raises(PipelineError, match=r"drawn while gradients are computed.*recompute_grad"):
+        with_gradients(lambda x, w: pipelined(function, x, w, 4), BATCH_FIRST)
+
+
+# Loops.
+
+
+def drop_in_a_loop(x):
+    def body(i, h):
+        return i + 1, drop(h) + tf.nn.dropout(tf.ones_like(h), 0.5)
+
+    return tf.while_loop(lambda i, _: i < 3, body, (0, x))[1]
+
+
+def test_loops_draw_what_the_plain_model_draws_in_a_graph_and_eagerly():
+    want = check(drop_in_a_loop, BATCH_FIRST)
+    eagerly = with_gradients(lambda x, w: plain(drop_in_a_loop, x, w), BATCH_FIRST, eagerly=True)
+    assert_same(eagerly, want)
+
+
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_all_iterations_of_a_loop_draw_others(eagerly):
+    def draw():
+        def body(i, masks):
+            with layer_scope("inner"):
+                mask = tf.nn.dropout(tf.ones([1, 64]), 0.5)
+            return i + 1, tf.concat([masks[1:], mask], 0)
+
+        with plan_free_randomness(STEP):
+            masks = tf.while_loop(lambda i, _: i < 3, body, (0, tf.zeros([3, 64])))[1]
+            return tf.concat([masks, tf.map_fn(drop, tf.ones([3, 64]))], 0)
+
+    masks = (draw if eagerly else tf.function(draw, autograph=False))().numpy()
+    assert len({mask.tobytes() for mask in masks}) == 6
+
+
+def test_a_loop_of_tf1s_old_kind_is_an_error():
+    with tf.Graph().as_default(), plan_free_randomness(STEP):
+        tf.compat.v1.disable_control_flow_v2()
+        try:
+            with pytest.raises(PipelineError, match="enable_control_flow_v2"):
+                tf.while_loop(lambda i: i < 3, lambda i: i + tf.random.uniform([]), [0.0])
+        finally:
+            tf.compat.v1.enable_control_flow_v2()
+
+
+# Dims that are folded into the batch's.
+
+
+def heads_first(x):
+    """All examples' first heads, then all second ones."""
+    parts = tf.nn.dropout(tf.concat(tf.split(x, HEADS, -1), 0), 0.5)
+    return tf.concat(tf.split(parts, HEADS, 0), -1)
+
+
+def examples_first(x):
+    return tf.reshape(tf.nn.dropout(tf.reshape(x, [-1, WIDTH]), 0.5), x.shape)
+
+
+def attention(x):
+    """Heads behind the batch; the mask meets probabilities, of which products are made."""
+    split = [-1, TIME, HEADS, WIDTH // HEADS]
+    heads = tf.reshape(tf.transpose(tf.reshape(x, split), [0, 2, 1, 3]), [-1, TIME, WIDTH // HEADS])
+    probs = tf.nn.softmax(tf.matmul(heads, heads, transpose_b=True))
+    heads = tf.matmul(tf.nn.dropout(probs, 0.5), heads)
+    heads = tf.reshape(heads, [-1, HEADS, TIME, WIDTH // HEADS])
+    return tf.reshape(tf.transpose(heads, [0, 2, 1, 3]), x.shape)
+
+
+def in_a_function(x):
+    return tf.concat(tf.split(drop(tf.concat(tf.split(x, HEADS, -1), 0)), HEADS, 0), -1)
+
+
+def in_a_loop(x):
+    return tf.while_loop(lambda i, _: i < 2, lambda i, h: (i + 1, heads_first(h)), (0, x))[1]
+
+
+def in_a_branch(x):
+    return tf.cond(tf.size(x) > 0, lambda: heads_first(x), lambda: examples_first(x))
+
+
+def noise_beside_activations(x):
+    """What meets is summed by a product of both."""
+    noise = tf.reshape(tf.random.normal([x.shape[0] * TIME * 2]), [-1, 2])
+    both = tf.concat([tf.reshape(x, [-1, WIDTH]), noise], -1)
+    return tf.reshape(tf.matmul(both, tf.ones([WIDTH + 2, WIDTH]) / 9), x.shape)
+
+
+def normalized(x):
+    """Statistics of the whole batch are nobody's; what is divided by them keeps its example."""
+    scale = tf.stop_gradient(tf.reduce_max(tf.abs(WEIGHT)))
+    return heads_first(x / scale + 0 * tf.reduce_mean(x, 0, keepdims=True))
+
+
+FOLDS = [
+    heads_first,
+    examples_first,
+    attention,
+    in_a_function,
+    in_a_loop,
+    in_a_branch,
+    noise_beside_activations,
+    normalized,
+]
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 8])
+@pytest.mark.parametrize("function", FOLDS)
+def test_masks_do_not_depend_on_the_cut_where_dims_are_folded_into_the_batch(
+    function, num_microbatches
+):
+    check(function, BATCH_FIRST, num_microbatches)
+
+
+def batch_times_heads(x):
+    return tf.reshape(tf.nn.dropout(tf.reshape(x, [TIME, -1, WIDTH // HEADS]), 0.5), x.shape)
+
+
+def time_times_batch(x):
+    return tf.reshape(tf.nn.dropout(tf.reshape(x, [-1, WIDTH]), 0.5), x.shape)
+
+
+def all_in_one(x):
+    return tf.reshape(tf.nn.dropout(tf.reshape(x, [-1]), 0.5), x.shape)
+
+
+def batch_times_time(x):
+    flat = tf.nn.dropout(tf.reshape(tf.transpose(x, [1, 0, 2]), [-1, WIDTH]), 0.5)
+    return tf.transpose(tf.reshape(flat, [x.shape[1], TIME, WIDTH]), [1, 0, 2])
+
+
+@pytest.mark.parametrize(
+    "function", [batch_times_heads, time_times_batch, all_in_one, batch_times_time]
+)
+def test_the_order_of_folded_dims_is_found_where_the_batch_is_the_second_dim(function):
+    check(function, TIME_FIRST, 4, batch_dim=1)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (
+            lambda x: x + tf.reduce_sum(tf.random.normal([HEADS * x.shape[0]])),
+            "they meet nothing that is known to belong to an example",
+        ),
+        (
+            lambda x: (
+                x + tf.reshape(tf.roll(tf.random.normal([TIME * x.shape[0]]), 0, 0), [-1, TIME, 1])
+            ),
+            "what a Roll operation does with them is not known",
+        ),
+        (
+            lambda x: (
+                x
+                * tf.reverse(tf.reshape(tf.random.normal([TIME * x.shape[0]]), [-1, TIME, 1]), [0])
+            ),
+            "in no order do they meet activations of the same example only",
+        ),
+    ],
+)
+def test_an_order_that_cannot_be_proven_is_an_error_before_the_first_step(function, reason):
+    with pytest.raises(PipelineError, match=rf"'layer0' draws .*folded into dim 0.*{reason}"):
+        with_gradients(lambda x, w: pipelined(function, x, w, 4), BATCH_FIRST)
+    # A single microbatch draws what the whole batch draws.
+    check(function, BATCH_FIRST, 1)
