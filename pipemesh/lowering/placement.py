@@ -11,7 +11,7 @@ from pipemesh.errors import DeviceError
 from pipemesh.lowering import nccl
 from pipemesh.lowering.attach_gradient import attach_gradient, local_gradient
 from pipemesh.lowering.devices import check_devices_exist
-from pipemesh.lowering.lowering import Lowering, Slices
+from pipemesh.lowering.lowering import Lowering, Slices, whole_tensor
 from pipemesh.mesh import LayoutRules, Mesh, TensorLayout
 
 _PAIRWISE: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
@@ -103,7 +103,7 @@ class PlacementLowering(Lowering):
 
     def import_tensor(self, tensor: tf.Tensor, layout: TensorLayout) -> Slices:
         """Copies its slice to each device."""
-        tensor = tf.convert_to_tensor(tensor)
+        tensor = whole_tensor(tensor, layout)
         with record.stop_recording():
             slices: list[tf.Tensor] = []
             for i, device in enumerate(self.devices):
