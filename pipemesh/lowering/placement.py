@@ -112,7 +112,9 @@ class PlacementLowering(Lowering):
         if not tensor.dtype.is_floating:
             return tuple(slices)
         return tuple(
-            attach_gradient(slices, [tensor], lambda grads: [self._join(grads, layout)], True)
+            attach_gradient(
+                slices, [tensor], lambda grads: [self.export_tensor(tuple(grads), layout)], True
+            )
         )
 
     def export_tensor(self, slices: Slices, layout: TensorLayout) -> tf.Tensor:
@@ -121,15 +123,9 @@ class PlacementLowering(Lowering):
             whole = self._join(slices, layout)
         if not whole.dtype.is_floating:
             return whole
-
-        def backward(grads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-            parts: list[tf.Tensor] = []
-            for i, device in enumerate(self.devices):
-                with tf.device(device):
-                    parts.append(_cut(grads[0], layout, i))
-            return parts
-
-        return attach_gradient([whole], slices, backward, True)[0]
+        return attach_gradient(
+            [whole], slices, lambda grads: self.import_tensor(grads[0], layout), True
+        )[0]
 
     def _join(self, slices: Sequence[tf.Tensor], layout: TensorLayout) -> tf.Tensor:
         """Joins one copy of each slice on the first device."""
