@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.errors import DeviceError, LayoutError, MeshError
-from pipemesh.lowering import ops
+from pipemesh.lowering import Cores, ops
 from pipemesh.lowering.placement import PlacementLowering
 from pipemesh.mesh import LayoutRules, Mesh, Shape
 
@@ -187,3 +187,15 @@ def test_checking_the_rules_finds_all_that_name_nothing():
     with pytest.raises(LayoutError, match="did you mean 'batch'"):
         misspelt().lowering.check_rules()
     misspelt("batch:data;hidden:model").lowering.check_rules()
+
+
+def test_a_misspelt_rule_is_warned_of_at_the_end_of_a_cores_program():
+    def program(lowering, array):
+        return ops.import_tensor(lowering, array, "batch:2").slices[0]
+
+    cores = Cores(Mesh.from_text("data:1"), ["CPU:0"])
+    rules, array = LayoutRules.from_text("bacth:data"), tf.ones([2])
+    with pytest.warns(UserWarning, match=MISSPELT):
+        cores.function(program, rules, tf.TensorSpec([2]))
+    with pytest.warns(UserWarning, match=MISSPELT):
+        cores.run_eagerly(program, rules, [[array]])
