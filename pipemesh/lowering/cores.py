@@ -109,7 +109,11 @@ class Cores:
             collectives = TfCollectives(
                 self.mesh, core, self.tokens[i].handle, self.keys, iter(instance_keys)
             )
-            return program(SimdLowering(self.mesh, rules, collectives, core), *args[i])
+            lowering = SimdLowering(self.mesh, rules, collectives, core)
+            result = program(lowering, *args[i])
+            if not i:
+                lowering.warn_of_misspelt_rules()
+            return result
 
         return self.on_all(run)
 
@@ -198,7 +202,9 @@ class CoreFunction:
         def core_program(core: tf.Tensor, token: tf.Tensor, *args: tf.Tensor) -> Any:
             collectives = TfCollectives(cores.mesh, core, token, cores.keys)
             self.lowering = SimdLowering(cores.mesh, rules, collectives, core)
-            return program(self.lowering, *args)
+            result = program(self.lowering, *args)
+            self.lowering.warn_of_misspelt_rules()
+            return result
 
         self.concrete = tf.function(core_program, autograph=False).get_concrete_function(
             tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.resource), *specs

@@ -5,20 +5,47 @@ from __future__ import annotations
 import abc
 import contextlib
 import math
+import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.errors import LayoutError
+from pipemesh.errors import LayoutError, ShapeError
 from pipemesh.lowering.costs import CommunicationCosts
 from pipemesh.lowering.random_scope import slicewise
 from pipemesh.mesh import LayoutRules, Mesh, Shape, TensorLayout
+from pipemesh.mesh.nearest import almost_equal
 
 # One tensor for each processor that this program computes for: all of them in placement, one in
 # SIMD.
 Slices = tuple[tf.Tensor, ...]
 # Reductions; only the sum has a gradient.
 REDUCTIONS = ("sum", "max", "min")
+
+
+def whole_tensor(tensor: Any, layout: TensorLayout) -> tf.Tensor:
+    """A tensor that is to be cut, of the sizes that its layout says.
+
+    Slices of a batch whose size is only known when the program runs would otherwise leave out the
+    rows behind the last slice.
+
+    Args:
+        tensor: a tensor or array; sizes that are not known yet are checked when they are.
+        layout: of the whole tensor.
+
+    Raises:
+        ShapeError: it has other sizes.
+    """
+    tensor = tf.convert_to_tensor(tensor)
+    shape = layout.shape
+    if not tensor.shape.is_compatible_with(shape.sizes):
+        raise ShapeError(f"a tensor of sizes {tensor.shape} cannot have the shape '{shape}'")
+    if tensor.shape.is_fully_defined():
+        return tensor
+    # TensorFlow's error shows the name.
+    sizes = ".".join(f"{dim.name}_{dim.size}" for dim in shape)
+    return tf.ensure_shape(tensor, shape.sizes, name=f"import_tensor_{sizes}")
 
 
 class Lowering(abc.ABC):
@@ -30,6 +57,9 @@ class Lowering(abc.ABC):
     computation that differs along the axis, so its gradient sums over the axis (f and g of
     Shoeybi et al., "Megatron-LM", 2019). `all_gather` and `slice_along` are each other's gradient
     for the same reason, and `all_to_all` and `permute` are reversed.
+
+    The law holds for gradients of gradients as well: what runs backward is made of the same
+    primitives, each with its own gradient. The methods `raw_...` have none.
 
     An axis of size 1 is never communicated along.
 
@@ -53,6 +83,9 @@ class Lowering(abc.ABC):
         self.mesh = mesh
         self.rules = rules
         self.costs = CommunicationCosts(mesh)
+        # The names of the dims of all tensors so far, and the rules that were warned of.
+        self._dims: dict[str, None] = {}
+        self._warned: set[str] = set()
 
     @property
     @abc.abstractmethod
@@ -67,6 +100,10 @@ class Lowering(abc.ABC):
             function: takes a tensor for each operand; pure, and a function of its arguments alone.
                 On a mesh of several processors it may not draw random numbers (LayoutError).
             *operands: may be none, if `function` makes a constant.
+
+        Raises:
+            GradientError: `function` uses a trainable variable, or a floating tensor that is
+                neither a constant nor from `tf.stop_gradient` (in eager mode nobody sees tensors).
         """
 
     @abc.abstractmethod
@@ -90,7 +127,8 @@ class Lowering(abc.ABC):
     ) -> Slices:
         """Computes `forward(slices)`, with the gradient that `backward` computes.
 
-        Both may call the methods `raw_...`, which have no gradient.
+        `forward` may call the methods `raw_...`, which have no gradient. What `backward` computes
+        is differentiated for gradients of gradients, so it calls methods that have one.
         """
 
     @abc.abstractmethod
@@ -130,7 +168,44 @@ class Lowering(abc.ABC):
         Raises:
             LayoutError: the tensor cannot be split so.
         """
+        self._dims.update(dict.fromkeys(shape.names))
         return self.rules.tensor_layout(shape, self.mesh)
+
+    def check_rules(self) -> None:
+        """Checks that each rule names a dim that a tensor has had: for the end of a program.
+
+        Raises:
+            LayoutError: a rule names a dim that no tensor has had; the message has the nearest one.
+
+        Example:
+            >>> from pipemesh.lowering import PlacementLowering, ops
+            >>> mesh, rules = Mesh.from_text("data:1"), LayoutRules.from_text("bacth:data")
+            >>> lowering = PlacementLowering(mesh, rules, ["CPU:0"])
+            >>> x = ops.import_tensor(lowering, [1.0, 2.0], "batch:2")
+            >>> lowering.check_rules()
+            Traceback (most recent call last):
+            pipemesh.errors.LayoutError: rule 'bacth:data' names dim 'bacth', which no tensor has; \
+did you mean 'batch'? Known: 'batch'
+        """
+        self.rules.check(self.mesh, self._dims)
+
+    def warn_of_misspelt_rules(self) -> None:
+        """Warns, once for each, of rules that name no dim so far, but almost one without a rule.
+
+        It is called where results leave the program. Rules whose dims just do not occur may be
+        meant for other programs; `check_rules` finds them too.
+        """
+        free = [name for name in self._dims if self.rules.axis(name) is None]
+        for dim, axis in self.rules.rules:
+            near = almost_equal(dim, free)
+            if dim in self._dims or dim in self._warned or near is None:
+                continue
+            self._warned.add(dim)
+            warnings.warn(
+                f"rule '{dim}:{axis}' names dim {dim!r}, which no tensor of the program has had; "
+                f"dim {near!r}, which has no rule, is not split. Did you mean '{near}:{axis}'?",
+                stacklevel=3,
+            )
 
     def group_size(self, axes: Sequence[str]) -> int:
         """How many processors differ along `axes`."""
@@ -142,27 +217,56 @@ class Lowering(abc.ABC):
             self.mesh.check_axis(axis)
         return tuple(a for a in self.mesh.axis_names if a in axes and self.mesh.size(a) > 1)
 
+    # Each primitive's gradient is another of them. `backward` says where it counts as a cost.
+
     def _reduce(self, x: Slices, axes: Sequence[str], op: str, backward: bool) -> Slices:
-        self.costs.add("all_reduce", axes, x[0], backward)
-        return self.raw_all_reduce(x, axes, op)
+        def forward(y: Slices) -> Slices:
+            self.costs.add("all_reduce", axes, y[0], backward)
+            return self.raw_all_reduce(y, axes, op)
+
+        return self.with_gradient(forward, lambda grad: self._vary(grad, axes), x)
+
+    def _vary(self, x: Slices, axes: Sequence[str]) -> Slices:
+        return self.with_gradient(
+            lambda y: y, lambda grad: self._reduce(grad, axes, "sum", backward=True), x
+        )
 
     def _gather(self, x: Slices, axis: str, dim: int, backward: bool) -> Slices:
-        self.costs.add("all_gather", [axis], x[0], backward)
-        return self.raw_all_gather(x, axis, dim)
+        def forward(y: Slices) -> Slices:
+            self.costs.add("all_gather", [axis], y[0], backward)
+            return self.raw_all_gather(y, axis, dim)
+
+        return self.with_gradient(forward, lambda grad: self._slice(grad, axis, dim), x)
+
+    def _slice(self, x: Slices, axis: str, dim: int) -> Slices:
+        return self.with_gradient(
+            lambda y: self._raw_slice(y, axis, dim),
+            lambda grad: self._gather(grad, axis, dim, backward=True),
+            x,
+        )
 
     def _exchange(
         self, x: Slices, axis: str, split_dim: int, concat_dim: int, backward: bool
     ) -> Slices:
-        self.costs.add("all_to_all", [axis], x[0], backward)
-        return self.raw_all_to_all(x, axis, split_dim, concat_dim)
+        def forward(y: Slices) -> Slices:
+            self.costs.add("all_to_all", [axis], y[0], backward)
+            return self.raw_all_to_all(y, axis, split_dim, concat_dim)
+
+        return self.with_gradient(
+            forward, lambda grad: self._exchange(grad, axis, concat_dim, split_dim, True), x
+        )
 
     def _send(
         self, x: Slices, axis: str, pairs: Sequence[tuple[int, int]], backward: bool
     ) -> Slices:
-        self.costs.add("permute", [axis], x[0], backward)
-        return self.raw_permute(x, axis, pairs)
+        def forward(y: Slices) -> Slices:
+            self.costs.add("permute", [axis], y[0], backward)
+            return self.raw_permute(y, axis, pairs)
 
-    def _slice(self, x: Slices, axis: str, dim: int) -> Slices:
+        back = tuple((b, a) for a, b in pairs)
+        return self.with_gradient(forward, lambda grad: self._send(grad, axis, back, True), x)
+
+    def _raw_slice(self, x: Slices, axis: str, dim: int) -> Slices:
         parts = self.mesh.size(axis)
 
         def cut(tensor: tf.Tensor, at: tf.Tensor) -> tf.Tensor:
@@ -191,9 +295,7 @@ class Lowering(abc.ABC):
             x = self.map(tf.stop_gradient, x)
         if not wide:
             return x
-        return self.with_gradient(
-            lambda y: self._reduce(y, wide, op, backward=False), lambda grad: grad, x
-        )
+        return self._reduce(x, wide, op, backward=False)
 
     def vary(self, x: Slices, axes: Sequence[str]) -> Slices:
         """Lets a value that is equal along axes enter computation that differs along them.
@@ -208,9 +310,7 @@ class Lowering(abc.ABC):
         wide = self._wide(axes)
         if not wide or not x[0].dtype.is_floating:
             return x
-        return self.with_gradient(
-            lambda y: y, lambda grad: self._reduce(grad, wide, "sum", backward=True), x
-        )
+        return self._vary(x, wide)
 
     def all_gather(self, x: Slices, axis: str, dim: int) -> Slices:
         """Joins the slices of a dim that is split over an axis.
@@ -225,11 +325,7 @@ class Lowering(abc.ABC):
         """
         if not self._wide([axis]):
             return x
-        return self.with_gradient(
-            lambda y: self._gather(y, axis, dim, backward=False),
-            lambda grad: self._slice(grad, axis, dim),
-            x,
-        )
+        return self._gather(x, axis, dim, backward=False)
 
     def slice_along(self, x: Slices, axis: str, dim: int) -> Slices:
         """Splits a dim over an axis along which the value is equal.
@@ -245,11 +341,7 @@ class Lowering(abc.ABC):
         if not self._wide([axis]):
             return x
         self._check_divides(x, axis, dim)
-        return self.with_gradient(
-            lambda y: self._slice(y, axis, dim),
-            lambda grad: self._gather(grad, axis, dim, backward=True),
-            x,
-        )
+        return self._slice(x, axis, dim)
 
     def all_to_all(self, x: Slices, axis: str, split_dim: int, concat_dim: int) -> Slices:
         """Moves a split from one dim to another.
@@ -266,11 +358,7 @@ class Lowering(abc.ABC):
         if not self._wide([axis]):
             return x
         self._check_divides(x, axis, split_dim)
-        return self.with_gradient(
-            lambda y: self._exchange(y, axis, split_dim, concat_dim, backward=False),
-            lambda grad: self._exchange(grad, axis, concat_dim, split_dim, backward=True),
-            x,
-        )
+        return self._exchange(x, axis, split_dim, concat_dim, backward=False)
 
     def permute(self, x: Slices, axis: str, pairs: Sequence[tuple[int, int]]) -> Slices:
         """Sends slices along an axis.
@@ -294,14 +382,9 @@ class Lowering(abc.ABC):
                 "go from 0 to the size, and none may be source or target twice"
             )
         pairs = tuple(pairs)
-        back = tuple((b, a) for a, b in pairs)
         if not self._wide([axis]):
             return x if pairs else self.map(tf.zeros_like, x)
-        return self.with_gradient(
-            lambda y: self._send(y, axis, pairs, backward=False),
-            lambda grad: self._send(grad, axis, back, backward=True),
-            x,
-        )
+        return self._send(x, axis, pairs, backward=False)
 
     def shift(self, x: Slices, axis: str, offset: int, wrap: bool) -> Slices:
         """Sends slices `offset` coordinates up an axis.
@@ -326,7 +409,9 @@ class Lowering(abc.ABC):
             offset: may be negative.
             backward: whether it counts as communication of the backward pass.
         """
-        return self._send(x, axis, self._shift_pairs(axis, offset, wrap=True), backward)
+        pairs = self._shift_pairs(axis, offset, wrap=True)
+        self.costs.add("permute", [axis], x[0], backward)
+        return self.raw_permute(x, axis, pairs)
 
     def _shift_pairs(self, axis: str, offset: int, wrap: bool) -> list[tuple[int, int]]:
         size = self.mesh.size(axis)

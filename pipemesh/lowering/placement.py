@@ -11,7 +11,7 @@ from pipemesh.errors import DeviceError
 from pipemesh.lowering import nccl
 from pipemesh.lowering.attach_gradient import attach_gradient, local_gradient
 from pipemesh.lowering.devices import check_devices_exist
-from pipemesh.lowering.lowering import Lowering, Slices
+from pipemesh.lowering.lowering import Lowering, Slices, whole_tensor
 from pipemesh.mesh import LayoutRules, Mesh, TensorLayout
 
 _PAIRWISE: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
@@ -104,7 +104,7 @@ class PlacementLowering(Lowering):
 
     def import_tensor(self, tensor: tf.Tensor, layout: TensorLayout) -> Slices:
         """Copies its slice to each device."""
-        tensor = tf.convert_to_tensor(tensor)
+        tensor = whole_tensor(tensor, layout)
         with record.stop_recording():
             slices: list[tf.Tensor] = []
             for i, device in enumerate(self.devices):
@@ -113,7 +113,9 @@ class PlacementLowering(Lowering):
         if not tensor.dtype.is_floating:
             return tuple(slices)
         return tuple(
-            attach_gradient(slices, [tensor], lambda grads: [self._join(grads, layout)], True)
+            attach_gradient(
+                slices, [tensor], lambda grads: [self.export_tensor(tuple(grads), layout)], True
+            )
         )
 
     def export_tensor(self, slices: Slices, layout: TensorLayout) -> tf.Tensor:
@@ -122,15 +124,9 @@ class PlacementLowering(Lowering):
             whole = self._join(slices, layout)
         if not whole.dtype.is_floating:
             return whole
-
-        def backward(grads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-            parts: list[tf.Tensor] = []
-            for i, device in enumerate(self.devices):
-                with tf.device(device):
-                    parts.append(_cut(grads[0], layout, i))
-            return parts
-
-        return attach_gradient([whole], slices, backward, True)[0]
+        return attach_gradient(
+            [whole], slices, lambda grads: self.import_tensor(grads[0], layout), True
+        )[0]
 
     def _join(self, slices: Sequence[tf.Tensor], layout: TensorLayout) -> tf.Tensor:
         """Joins one copy of each slice on the first device."""
