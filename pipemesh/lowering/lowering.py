@@ -128,24 +128,27 @@ class Lowering(abc.ABC):
             self.mesh.check_axis(axis)
         return tuple(a for a in self.mesh.axis_names if a in axes and self.mesh.size(a) > 1)
 
+    def _count(self, primitive: str, axes: Sequence[str], x: tf.Tensor, backward: bool) -> None:
+        self.costs.add(primitive, axes, x, backward)
+
     def _reduce(self, x: Slices, axes: Sequence[str], op: str, backward: bool) -> Slices:
-        self.costs.add("all_reduce", axes, x[0], backward)
+        self._count("all_reduce", axes, x[0], backward)
         return self.raw_all_reduce(x, axes, op)
 
     def _gather(self, x: Slices, axis: str, dim: int, backward: bool) -> Slices:
-        self.costs.add("all_gather", [axis], x[0], backward)
+        self._count("all_gather", [axis], x[0], backward)
         return self.raw_all_gather(x, axis, dim)
 
     def _exchange(
         self, x: Slices, axis: str, split_dim: int, concat_dim: int, backward: bool
     ) -> Slices:
-        self.costs.add("all_to_all", [axis], x[0], backward)
+        self._count("all_to_all", [axis], x[0], backward)
         return self.raw_all_to_all(x, axis, split_dim, concat_dim)
 
     def _send(
         self, x: Slices, axis: str, pairs: Sequence[tuple[int, int]], backward: bool
     ) -> Slices:
-        self.costs.add("permute", [axis], x[0], backward)
+        self._count("permute", [axis], x[0], backward)
         return self.raw_permute(x, axis, pairs)
 
     def _slice(self, x: Slices, axis: str, dim: int) -> Slices:

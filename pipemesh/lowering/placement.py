@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import record
+from tensorflow.python.framework import ops
 
 from pipemesh.errors import DeviceError
 from pipemesh.lowering import nccl
@@ -56,8 +60,7 @@ class PlacementLowering(Lowering):
                 f"{len(devices)} devices were given for mesh '{mesh}', which has "
                 f"{mesh.num_devices} processors; give one device for each"
             )
-        check_devices_exist(devices)
-        self.devices = tuple(devices)
+        self.devices = check_devices_exist(devices)
 
     @property
     def num_slices(self) -> int:
@@ -102,41 +105,60 @@ class PlacementLowering(Lowering):
         return tuple(attach_gradient(outputs, slices, lambda g: backward(tuple(g)), True))
 
     def import_tensor(self, tensor: tf.Tensor, layout: TensorLayout) -> Slices:
-        """Copies its slice to each device."""
+        """Cuts where the tensor lies, and sends each device its slice."""
         tensor = tf.convert_to_tensor(tensor)
         with record.stop_recording():
-            slices: list[tf.Tensor] = []
-            for i, device in enumerate(self.devices):
-                with tf.device(device):
-                    slices.append(_cut(tensor, layout, i))
+            slices = self._scatter(tensor, layout, "import", backward=False)
         if not tensor.dtype.is_floating:
             return tuple(slices)
-        return tuple(
-            attach_gradient(slices, [tensor], lambda grads: [self._join(grads, layout)], True)
-        )
+
+        def backward(grads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+            return [self._join(grads, layout, "import", backward=True)]
+
+        return tuple(attach_gradient(slices, [tensor], backward, True))
 
     def export_tensor(self, slices: Slices, layout: TensorLayout) -> tf.Tensor:
         """Joins the slices on the first device."""
         with record.stop_recording():
-            whole = self._join(slices, layout)
+            whole = self._join(slices, layout, "export", backward=False)
         if not whole.dtype.is_floating:
             return whole
 
         def backward(grads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-            parts: list[tf.Tensor] = []
-            for i, device in enumerate(self.devices):
-                with tf.device(device):
-                    parts.append(_cut(grads[0], layout, i))
-            return parts
+            return self._scatter(grads[0], layout, "export", backward=True)
 
         return attach_gradient([whole], slices, backward, True)[0]
 
-    def _join(self, slices: Sequence[tf.Tensor], layout: TensorLayout) -> tf.Tensor:
+    def _scatter(
+        self, tensor: tf.Tensor, layout: TensorLayout, name: str, backward: bool
+    ) -> list[tf.Tensor]:
+        """Gives each device its slice: cuts where the tensor is, so that no more is sent."""
+        tensor = tf.convert_to_tensor(tensor)
+        cuts: dict[tuple[int, ...], tf.Tensor] = {}
+        slices: list[tf.Tensor] = []
+        with _beside(tensor):
+            for i in range(self.num_slices):
+                begin = layout.slice_begin(i)
+                if begin not in cuts:
+                    cuts[begin] = tf.slice(tensor, *_begin_and_size(layout, i))
+        for i, device in enumerate(self.devices):
+            with tf.device(device):
+                slices.append(tf.identity(cuts[layout.slice_begin(i)]))
+        away = sum(device != self.devices[0] for device in self.devices)
+        sent = away * math.prod(layout.slice_shape) * tensor.dtype.size
+        self.costs.add_transfer(name, sent, backward)
+        return slices
+
+    def _join(
+        self, slices: Sequence[tf.Tensor], layout: TensorLayout, name: str, backward: bool
+    ) -> tf.Tensor:
         """Joins one copy of each slice on the first device."""
+        used: list[int] = []
 
         def join(dim: int, at: dict[str, int]) -> tf.Tensor:
             if dim == len(layout.axes):
-                return slices[self.mesh.processor(at)]
+                used.append(self.mesh.processor(at))
+                return slices[used[-1]]
             axis = layout.axes[dim]
             if axis is None:
                 return join(dim + 1, at)
@@ -144,7 +166,11 @@ class PlacementLowering(Lowering):
             return tf.concat(parts, dim)
 
         with tf.device(self.devices[0]):
-            return tf.identity(join(0, {}))
+            whole = tf.identity(join(0, {}))
+        away = sum(self.devices[i] != self.devices[0] for i in used)
+        sent = away * math.prod(layout.slice_shape) * whole.dtype.size
+        self.costs.add_transfer(name, sent, backward)
+        return whole
 
     def raw_all_reduce(self, x: Slices, axes: Sequence[str], op: str) -> Slices:
         """Reduces pair by pair up a tree and copies the result back, or uses NCCL."""
@@ -195,10 +221,17 @@ class PlacementLowering(Lowering):
         return tuple(results)
 
 
-def _cut(tensor: tf.Tensor, layout: TensorLayout, processor: int) -> tf.Tensor:
+def _beside(tensor: tf.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Where operations on a tensor are done on the device that it lies on."""
+    if tf.is_symbolic_tensor(tensor):
+        return ops.colocate_with(tensor.op, ignore_existing=True)
+    return tf.device(tensor.device)
+
+
+def _begin_and_size(layout: TensorLayout, processor: int) -> tuple[tf.Tensor, tf.Tensor]:
     rank = len(layout.axes)
     begin = tf.constant(layout.slice_begin(processor), tf.int32, shape=[rank])
-    return tf.slice(tensor, begin, tf.constant(layout.slice_shape, tf.int32, shape=[rank]))
+    return begin, tf.constant(layout.slice_shape, tf.int32, shape=[rank])
 
 
 def _tree(tensors: Sequence[tf.Tensor], devices: Sequence[str], op: str) -> list[tf.Tensor]:
