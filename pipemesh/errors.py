@@ -41,5 +41,9 @@ class PipelineError(PipemeshError, ValueError):
     """A pipeline was declared or called in a way it cannot honour."""
 
 
+class GradientError(PipemeshError, ValueError):
+    """A gradient was asked for, or would be lost, in a way that gives none or a wrong one."""
+
+
 class NativeOpError(PipemeshError, NotImplementedError):
     """A native lingvo op was called where lingvo's op library cannot load."""

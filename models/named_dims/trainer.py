@@ -83,8 +83,7 @@ class Trainer(abc.ABC):
         with tf.GradientTape() as tape:
             tape.watch(weights)
             loss, _ = self._forward(lowering, weights, batch)
-        # Each device has a copy of the loss, and its slices' share of the gradient.
-        grads = tape.gradient(loss.slices, weights)
+        grads = ops.gradients(loss, weights, tape)
         new = [
             lowering.raw_map(lambda w, g: w - self._learning_rate * g, *pair)
             for pair in zip(weights, grads, strict=True)

@@ -12,6 +12,8 @@ from tensorflow.python.eager import record
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import array_ops, gen_functional_ops
 
+from pipemesh.lowering.captures import call_local
+
 Grads = Sequence[Any]
 _numbers = itertools.count()
 
@@ -103,10 +105,13 @@ def local_gradient(
         function: of tensors, without side effects; may not use tensors that are no arguments.
         tensors: its arguments.
         device: where.
+
+    Raises:
+        GradientError: it uses a tensor or variable whose gradient would be lost.
     """
     with tf.device(device):
         if tf.executing_eagerly():
-            return function(*tensors)
+            return call_local(function, tensors)
         # Through identities, so that an argument that occurs twice, or that was computed from
         # another one, is an argument of its own.
         with record.stop_recording():
@@ -117,7 +122,7 @@ def local_gradient(
         # each function again; other tapes do not watch the identities, and record nothing.
         with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
             tape.watch(sources)
-            output = function(*args)
+            output = call_local(function, args)
         if not output.dtype.is_floating or not floating:
             return output
 

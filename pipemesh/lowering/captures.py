@@ -1,48 +1,45 @@
-"""What a layer function may use besides its arguments."""
+"""What a function may use besides its arguments.
+
+Functions of slices, and the layer functions of loops, get gradients that are made for their
+arguments. A tensor or variable that they take from elsewhere would lose its gradient without a
+word, or get that of one processor. So the way from results back to arguments is walked over the
+graph; what it meets from outside, and could have a gradient, is an error.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import tensorflow as tf
+from tensorflow.python.eager import record
 
-from pipemesh.errors import PipelineError
+from pipemesh.errors import GradientError, PipelineError
 from pipemesh.lowering.lowering import Lowering
 from pipemesh.mesh.mesh import LAYERS_AXIS
 
+T = TypeVar("T")
+
 _SAME = ("Identity", "IdentityN")
 _WITHOUT_GRADIENT = ("Const", "StopGradient")
+# What floating numbers, or the state that they are read from, may be handed on in.
+_CARRIERS = (tf.resource, tf.variant)
 
 
 @contextlib.contextmanager
-def check_layer_function(lowering: Lowering) -> Iterator[None]:
-    """Checks what is built inside of the body of a loop.
-
-    The loop has a gradient of its own, which knows the function's arguments alone. A floating
-    tensor from outside would silently lose its gradient; constants and tensors from
-    `stop_gradient` have none to lose. In eager mode there is nothing to look at.
+def check_no_layers_axis(lowering: Lowering) -> Iterator[None]:
+    """Checks that a layer function leaves the axis of the layers alone.
 
     Args:
         lowering: of the tensors inside.
 
     Raises:
-        PipelineError: a floating tensor from outside is used, or there is communication along the
-            axis of the layers, where everybody works on another microbatch.
+        PipelineError: there is communication along the axis of the layers, where everybody works
+            on another microbatch.
     """
-    graph: Any = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    before = _captures(graph)
-    known = {id(inner) for _, inner in before}
     rows = dict(lowering.costs.rows)
     yield
-    for outer, inner in _captures(graph):
-        if id(inner) not in known and outer.dtype.is_floating and not _is_constant(outer):
-            raise PipelineError(
-                f"the layer function uses the tensor {outer.name!r} from outside, which would get "
-                "no gradient; pass it among the weights, or through tf.stop_gradient if it is a "
-                "constant"
-            )
     for key, row in lowering.costs.rows.items():
         if LAYERS_AXIS in key[0] and rows.get(key) != row:
             raise PipelineError(
@@ -52,13 +49,149 @@ def check_layer_function(lowering: Lowering) -> Iterator[None]:
             )
 
 
-def _captures(graph: Any) -> list[tuple[Any, Any]]:
-    return list(getattr(graph, "captures", []))
+def call_alone(
+    function: Callable[[], T],
+    inputs: Sequence[tf.Tensor],
+    outputs_of: Callable[[T], Sequence[tf.Tensor]],
+    error: Callable[[str], Exception],
+) -> T:
+    """Calls a function that may use floating tensors of `inputs` alone.
+
+    Constants, what comes from `tf.stop_gradient`, and variables that are not trainable have no
+    gradient to lose, nor has what is compared or converted to integers. In eager mode there is no
+    graph to walk over: trainable variables that are read are noticed, tensors are not.
+
+    Args:
+        function: of no arguments.
+        inputs: what it may use.
+        outputs_of: the tensors of its result.
+        error: made of the name of what is used.
+
+    Raises:
+        Exception: `error`: it uses something else that would lose its gradient.
+    """
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    first = 0 if graph is None else _next_id(graph)
+    with record.VariableWatcher() as watcher:
+        result = function()
+    read = watcher.watched_variables()
+    if graph is None:
+        found = [f"the variable {variable.name!r}" for variable in read]
+    else:
+        found = _from_outside(graph, first, inputs, outputs_of(result), read)
+    if found:
+        raise error(found[0])
+    return result
+
+
+def call_local(function: Callable[..., tf.Tensor], args: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Calls a function of slices that may use floating tensors of its arguments alone.
+
+    Args:
+        function: returns a tensor.
+        args: its arguments.
+
+    Raises:
+        GradientError: it uses something else that would lose its gradient.
+    """
+    return call_alone(lambda: function(*args), args, lambda output: [output], _lost_in_map)
+
+
+def lost_in_layer(what: str) -> Exception:
+    """The error of a layer function that uses `what`."""
+    return PipelineError(
+        f"the layer function uses {what} from outside, which would get no gradient; pass it among "
+        "the weights, or through tf.stop_gradient if it is a constant"
+    )
+
+
+def _lost_in_map(what: str) -> Exception:
+    """The error of a function of slices that uses `what`."""
+    return GradientError(
+        f"a function that is mapped over slices uses {what} from outside, whose gradient would be "
+        "lost, or one processor's; make it an operand (ops.import_tensor(...).slices, or "
+        "Variable.tensor(...).slices), or pass it through tf.stop_gradient if it is a constant"
+    )
+
+
+def _next_id(graph: Any) -> int:
+    """The number of the next operation; two nodes of a graph, its source and sink, have none."""
+    return graph.version + 2
+
+
+def _key(tensor: Any) -> Any:
+    if hasattr(tensor, "op") and hasattr(tensor, "graph"):
+        return id(tensor.graph), tensor.op._id, tensor.value_index
+    return id(tensor)
+
+
+def _from_outside(
+    graph: Any,
+    first: int,
+    inputs: Sequence[tf.Tensor],
+    outputs: Sequence[tf.Tensor],
+    variables: Sequence[tf.Variable],
+) -> list[str]:
+    """What operations with numbers from `first` on made `outputs` of, besides `inputs`."""
+    allowed = {_key(tensor) for tensor in inputs}
+    handles = {
+        _key(_origin(variable.handle)): variable
+        for variable in variables
+        if hasattr(variable, "handle")
+    }
+    found: list[str] = []
+    seen = set(allowed)
+    todo = [tensor for tensor in outputs if _carries_gradient(tensor)]
+    while todo:
+        tensor = todo.pop()
+        key = _key(tensor)
+        if key in seen:
+            continue
+        seen.add(key)
+        # A tensor of an outer graph enters an inner one when it is used first.
+        given = _captured(tensor)
+        if given is None and tensor.op._id >= first:
+            if tensor.op.type not in _WITHOUT_GRADIENT:
+                todo += [source for source in tensor.op.inputs if _carries_gradient(source)]
+        elif tensor.dtype == tf.resource:
+            variable = handles.get(_key(_origin(tensor)))
+            if variable is not None:
+                found.append(f"the variable {variable.name!r}")
+        elif _key(tensor if given is None else given) not in allowed and not _is_constant(tensor):
+            found.append(_named(tensor if given is None else given))
+    return found
+
+
+def _named(tensor: Any) -> str:
+    name = getattr(tensor, "name", None) if hasattr(tensor, "op") else None
+    return f"the tensor {name!r}" if name else f"a tensor of sizes {list(tensor.shape)}"
+
+
+def _carries_gradient(tensor: Any) -> bool:
+    return tensor.dtype.is_floating or tensor.dtype.is_complex or tensor.dtype in _CARRIERS
+
+
+def _captured(tensor: Any) -> Any:
+    """What a placeholder stands for in its graph; None if it is none that stands for a tensor."""
+    if not hasattr(tensor, "op") or tensor.op.type != "Placeholder":
+        return None
+    key = _key(tensor)
+    pairs = getattr(tensor.graph, "captures", [])
+    return next((outer for outer, inner in pairs if _key(inner) == key), None)
+
+
+def _origin(tensor: Any) -> Any:
+    """The tensor that a capture, of however many graphs, stands for."""
+    outer = _captured(tensor)
+    while outer is not None:
+        tensor, outer = outer, _captured(outer)
+    return tensor
 
 
 def _is_constant(tensor: Any) -> bool:
-    if not hasattr(tensor, "op") or not hasattr(tensor, "graph"):
-        return False
-    while tensor.op.type in _SAME:
-        tensor = tensor.op.inputs[tensor.value_index]
-    return tensor.op.type in _WITHOUT_GRADIENT
+    tensor = _origin(tensor)
+    while hasattr(tensor, "op"):
+        if tensor.op.type not in _SAME:
+            return tensor.op.type in _WITHOUT_GRADIENT
+        tensor = _origin(tensor.op.inputs[tensor.value_index])
+    return False

@@ -156,7 +156,11 @@ class Cores:
             collectives = TfCollectives(
                 self.mesh, core, self.tokens[i].handle, self.keys, iter(instance_keys)
             )
-            return program(SimdLowering(self.mesh, rules, collectives, core), *args[i])
+            lowering = SimdLowering(self.mesh, rules, collectives, core)
+            result = program(lowering, *args[i])
+            if not i:
+                lowering.warn_of_misspelt_rules()
+            return result
 
         return self.on_all(run)
 
@@ -305,7 +309,9 @@ class CoreFunction:
         def core_program(core: tf.Tensor, token: tf.Tensor, *args: tf.Tensor) -> Any:
             collectives = TfCollectives(cores.mesh, core, token, cores.keys, calls=steps)
             self.lowering = SimdLowering(cores.mesh, rules, collectives, core)
-            return program(self.lowering, *args)
+            result = program(self.lowering, *args)
+            self.lowering.warn_of_misspelt_rules()
+            return result
 
         failed: Exception | None = None
         try:

@@ -4,19 +4,46 @@ from __future__ import annotations
 
 import abc
 import math
+import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.errors import LayoutError
+from pipemesh.errors import LayoutError, ShapeError
 from pipemesh.lowering.costs import CommunicationCosts
 from pipemesh.mesh import LayoutRules, Mesh, Shape, TensorLayout
+from pipemesh.mesh.nearest import almost_equal
 
 # One tensor for each processor that this program computes for: all of them in placement, one in
 # SIMD.
 Slices = tuple[tf.Tensor, ...]
 # Reductions; only the sum has a gradient.
 REDUCTIONS = ("sum", "max", "min")
+
+
+def whole_tensor(tensor: Any, layout: TensorLayout) -> tf.Tensor:
+    """A tensor that is to be cut, of the sizes that its layout says.
+
+    Slices of a batch whose size is only known when the program runs would otherwise leave out the
+    rows behind the last slice.
+
+    Args:
+        tensor: a tensor or array; sizes that are not known yet are checked when they are.
+        layout: of the whole tensor.
+
+    Raises:
+        ShapeError: it has other sizes.
+    """
+    tensor = tf.convert_to_tensor(tensor)
+    shape = layout.shape
+    if not tensor.shape.is_compatible_with(shape.sizes):
+        raise ShapeError(f"a tensor of sizes {tensor.shape} cannot have the shape '{shape}'")
+    if tensor.shape.is_fully_defined():
+        return tensor
+    # TensorFlow's error shows the name.
+    sizes = ".".join(f"{dim.name}_{dim.size}" for dim in shape)
+    return tf.ensure_shape(tensor, shape.sizes, name=f"import_tensor_{sizes}")
 
 
 class Lowering(abc.ABC):
@@ -51,6 +78,9 @@ class Lowering(abc.ABC):
         self.mesh = mesh
         self.rules = rules
         self.costs = CommunicationCosts(mesh)
+        # The names of the dims of all tensors so far, and the rules that were warned of.
+        self._dims: dict[str, None] = {}
+        self._warned: set[str] = set()
 
     @property
     @abc.abstractmethod
@@ -64,6 +94,10 @@ class Lowering(abc.ABC):
         Args:
             function: takes a tensor for each operand; pure, and a function of its arguments alone.
             *operands: may be none, if `function` makes a constant.
+
+        Raises:
+            GradientError: `function` uses a trainable variable, or a floating tensor that is
+                neither a constant nor from `tf.stop_gradient` (in eager mode nobody sees tensors).
         """
 
     @abc.abstractmethod
@@ -116,7 +150,44 @@ class Lowering(abc.ABC):
         Raises:
             LayoutError: the tensor cannot be split so.
         """
+        self._dims.update(dict.fromkeys(shape.names))
         return self.rules.tensor_layout(shape, self.mesh)
+
+    def check_rules(self) -> None:
+        """Checks that each rule names a dim that a tensor has had: for the end of a program.
+
+        Raises:
+            LayoutError: a rule names a dim that no tensor has had; the message has the nearest one.
+
+        Example:
+            >>> from pipemesh.lowering import PlacementLowering, ops
+            >>> mesh, rules = Mesh.from_text("data:1"), LayoutRules.from_text("bacth:data")
+            >>> lowering = PlacementLowering(mesh, rules, ["CPU:0"])
+            >>> x = ops.import_tensor(lowering, [1.0, 2.0], "batch:2")
+            >>> lowering.check_rules()
+            Traceback (most recent call last):
+            pipemesh.errors.LayoutError: rule 'bacth:data' names dim 'bacth', which no tensor has; \
+did you mean 'batch'? Known: 'batch'
+        """
+        self.rules.check(self.mesh, self._dims)
+
+    def warn_of_misspelt_rules(self) -> None:
+        """Warns, once for each, of rules that name no dim so far, but almost one without a rule.
+
+        It is called where results leave the program. Rules whose dims just do not occur may be
+        meant for other programs; `check_rules` finds them too.
+        """
+        free = [name for name in self._dims if self.rules.axis(name) is None]
+        for dim, axis in self.rules.rules:
+            near = almost_equal(dim, free)
+            if dim in self._dims or dim in self._warned or near is None:
+                continue
+            self._warned.add(dim)
+            warnings.warn(
+                f"rule '{dim}:{axis}' names dim {dim!r}, which no tensor of the program has had; "
+                f"dim {near!r}, which has no rule, is not split. Did you mean '{near}:{axis}'?",
+                stacklevel=3,
+            )
 
     def group_size(self, axes: Sequence[str]) -> int:
         """How many processors differ along `axes`."""

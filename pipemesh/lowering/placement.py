@@ -15,7 +15,7 @@ from pipemesh.errors import DeviceError
 from pipemesh.lowering import nccl
 from pipemesh.lowering.attach_gradient import attach_gradient, local_gradient
 from pipemesh.lowering.devices import check_devices_exist
-from pipemesh.lowering.lowering import Lowering, Slices
+from pipemesh.lowering.lowering import Lowering, Slices, whole_tensor
 from pipemesh.mesh import LayoutRules, Mesh, TensorLayout
 
 _PAIRWISE: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
@@ -107,6 +107,8 @@ class PlacementLowering(Lowering):
     def import_tensor(self, tensor: tf.Tensor, layout: TensorLayout) -> Slices:
         """Cuts where the tensor lies, and sends each device its slice."""
         tensor = tf.convert_to_tensor(tensor)
+        with _beside(tensor):
+            tensor = whole_tensor(tensor, layout)
         with record.stop_recording():
             slices = self._scatter(tensor, layout, "import", backward=False)
         if not tensor.dtype.is_floating:

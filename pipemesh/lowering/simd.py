@@ -8,7 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.lowering.lowering import Lowering, Slices
+from pipemesh.lowering.captures import call_local
+from pipemesh.lowering.lowering import Lowering, Slices, whole_tensor
 from pipemesh.mesh import LayoutRules, Mesh, TensorLayout
 
 
@@ -71,11 +72,11 @@ class SimdLowering(Lowering):
 
     def map(self, function: Callable[..., tf.Tensor], *operands: Slices) -> Slices:
         """Applies a local function."""
-        return (function(*(operand[0] for operand in operands)),)
+        return (call_local(function, [operand[0] for operand in operands]),)
 
     def raw_map(self, function: Callable[..., tf.Tensor], *operands: Slices) -> Slices:
-        """Applies a local function."""
-        return self.map(function, *operands)
+        """Applies a local function, without a look at what else it uses."""
+        return (function(*(operand[0] for operand in operands)),)
 
     def coordinate(self, axis: str) -> Slices:
         """Computed from the number of the core."""
@@ -100,7 +101,7 @@ class SimdLowering(Lowering):
 
     def import_tensor(self, tensor: tf.Tensor, layout: TensorLayout) -> Slices:
         """Cuts this core's slice out of a tensor that every core has."""
-        slices: Slices = (tf.convert_to_tensor(tensor),)
+        slices: Slices = (whole_tensor(tensor, layout),)
         for dim, axis in enumerate(layout.axes):
             if axis is not None:
                 slices = self.slice_along(slices, axis, dim)

@@ -11,6 +11,7 @@ from tensorflow.python.eager import record
 
 from pipemesh.errors import LayoutError, PipelineError
 from pipemesh.lowering.attach_gradient import attach_gradient
+from pipemesh.lowering.captures import lost_in_layer
 from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.lowering.tick_loop import LayerFunction, LoopWeight, TickLoop
@@ -113,7 +114,7 @@ class SimdPipeline:
             layer: takes the activations of a microbatch, a dict of one layer's weights and a
                 `LayerPosition`, which draws random numbers; returns activations of the same shape.
                 It treats examples one by one. Floating tensors from outside are constants or
-                come from `stop_gradient` (in eager mode nobody checks that).
+                come from `stop_gradient`; trainable variables are not read inside.
             x: floating, the activations of the whole batch.
             weights: floating. Those of shape `stacked(...)` are a layer's own, those without the
                 stack's dims are shared by all layers.
@@ -226,7 +227,15 @@ def _run(lowering: Lowering, loop: TickLoop, stream: Slices, weights: list[Slice
     """The loop with its own gradient."""
     n = lowering.num_slices
     with record.stop_recording():
-        outputs, saved = loop.forward(stream, weights)
+        if not tf.executing_eagerly():
+            outputs, saved = loop.forward(stream, weights)
+        else:
+            # No tape watches copies: what is watched at the end came from outside.
+            copies = [lowering.raw_map(tf.identity, part) for part in (stream, *weights)]
+    if tf.executing_eagerly():
+        outputs, saved = loop.forward(copies[0], copies[1:])
+        if record.should_record_backprop(list(outputs)):
+            raise lost_in_layer("a tensor")
 
     def backward(grads: Any) -> list[tf.Tensor]:
         grad_stream, grad_weights = loop.backward(tuple(grads), saved, weights)

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from pipemesh.errors import ShapeError
@@ -18,12 +19,17 @@ from pipemesh.mesh import Shape, TensorLayout
 class Tensor:
     """A tensor with named dims; its layout follows from its shape.
 
-    The operators `+ - * / ** -x ~ & | < <= > >=` work element by element and find dims by name.
-    `==` compares objects, as Python does; `ops.equal` compares elements.
+    The operators `+ - * / ** -x ~ & | == != < <= > >=` work element by element and find dims by
+    name. Hashes are by identity, so tensors may be keys; `is` compares objects.
+
+    `tf.nest` sees its slices, so it may be given to `tape.watch` and `tape.gradient` as a whole
+    (see `ops.gradients`). One of the slices alone, as in `tape.gradient(x.slices[0], ...)`, has the
+    gradient of one processor, which is a part of the whole under placement.
 
     Attributes:
         lowering: what lowers it.
-        slices: one tensor for each processor that the lowering computes for.
+        slices: one tensor for each processor that the lowering computes for. Where TensorFlow does
+            not know their sizes beforehand, they are checked when the program runs.
         shape: of the whole tensor.
 
     Raises:
@@ -46,6 +52,29 @@ class Tensor:
                     f"a slice of the tensor '{self.layout}' has sizes {list(sizes)}, but a tensor "
                     f"of sizes {tensor.shape} was given"
                 )
+        if not all(tensor.shape.is_fully_defined() for tensor in self.slices):
+            checked = self.lowering.map(lambda slice_: tf.ensure_shape(slice_, sizes), self.slices)
+            object.__setattr__(self, "slices", checked)
+
+    def __tf_flatten__(self) -> tuple[Any, tuple[tf.Tensor, ...]]:
+        return (self.lowering, self.shape), tuple(self.slices)
+
+    @classmethod
+    def __tf_unflatten__(cls, metadata: Any, components: tuple[Any, ...]) -> Any:
+        lowering, shape = metadata
+        if all(component is None for component in components):
+            # The gradient of what nothing depends on.
+            return None
+        found = [component for component in components if component is not None]
+        if not all(isinstance(part, tf.Tensor | tf.IndexedSlices) for part in found):
+            return components
+        sizes = lowering.tensor_layout(shape).slice_shape
+
+        def dense(part: Any) -> tf.Tensor:
+            # Gradients of lookups are sparse.
+            return tf.zeros(sizes, found[0].dtype) if part is None else tf.convert_to_tensor(part)
+
+        return Tensor(lowering, lowering.raw_map(dense, components), shape)
 
     @functools.cached_property
     def layout(self) -> TensorLayout:
@@ -82,6 +111,40 @@ class Tensor:
             "a tensor with named dims is no array; export it (ops.export_tensor), or import the "
             "array beside it (ops.import_tensor), which names its dims"
         )
+
+    def numpy(self) -> np.ndarray:
+        """The whole tensor as an array, where there is no graph.
+
+        In SIMD it is gathered, so all cores have to call it.
+
+        Raises:
+            TypeError: a graph is built, in which there are no values yet.
+        """
+        self.lowering.warn_of_misspelt_rules()
+        whole = self.lowering.export_tensor(self.slices, self.layout)
+        if not hasattr(whole, "numpy"):
+            raise TypeError(
+                f"{self!r} has no value while a graph is built; return ops.export_tensor(x) from "
+                "the graph's function, and read what it returns"
+            )
+        return whole.numpy()
+
+    def __float__(self) -> float:
+        if len(self.shape):
+            raise TypeError(
+                f"{self!r} has dims, so it is no number; reduce it to one (ops.reduce_sum, "
+                "ops.reduce_mean), or read all of it with x.numpy()"
+            )
+        return float(self.numpy())
+
+    # An operator that compares elements would take the place of this one.
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: Any) -> Any:
+        return _elementwise().equal(self, _comparable(other))
+
+    def __ne__(self, other: Any) -> Any:
+        return _elementwise().not_equal(self, _comparable(other))
 
     def __add__(self, other: Any) -> Tensor:
         return _elementwise().add(self, other)
@@ -133,6 +196,16 @@ class Tensor:
 
     def __ge__(self, other: Any) -> Tensor:
         return _elementwise().greater_equal(self, other)
+
+
+def _comparable(other: Any) -> Any:
+    kinds = (Tensor, tf.Tensor, tf.Variable, np.ndarray, np.generic, int, float, complex, list)
+    if not isinstance(other, kinds):
+        raise TypeError(
+            f"a tensor with named dims is compared, element by element, with tensors and numbers, "
+            f"not with {other!r}; `is` compares objects"
+        )
+    return other
 
 
 def _elementwise() -> Any:

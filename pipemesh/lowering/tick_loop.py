@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from pipemesh.errors import PipelineError
-from pipemesh.lowering.captures import check_layer_function
+from pipemesh.lowering.captures import call_alone, check_no_layers_axis, lost_in_layer
 from pipemesh.lowering.layer_position import LayerPosition
 from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.lowering.stage_weight import StageWeight
@@ -290,11 +291,23 @@ class TickLoop:
                 for weight, a, b in zip(self._weights, own, shared, strict=True)
             }
             x_in = Tensor(lowering, x, self._shape)
-            with check_layer_function(lowering):
-                y = self._layer(x_in, weights, position)
-            self._check_output(y, x_in)
+            given = [*x, *(part for parts in (*own, *shared) for part in parts)]
+            with check_no_layers_axis(lowering):
+                y = call_alone(
+                    functools.partial(self._call_layer, x_in, weights, position),
+                    given,
+                    lambda y: y.slices,
+                    lost_in_layer,
+                )
             x = y.slices
         return x
+
+    def _call_layer(
+        self, x: Tensor, weights: Mapping[str, Tensor], position: LayerPosition
+    ) -> Tensor:
+        y = self._layer(x, weights, position)
+        self._check_output(y, x)
+        return y
 
     def _check_output(self, y: Any, x: Tensor) -> None:
         if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from pipemesh.errors import DeviceError
+from pipemesh.errors import DeviceError, LayoutError
 from pipemesh.lowering.initializers import Initializer
 from pipemesh.lowering.lowering import Lowering
 from pipemesh.lowering.tensor import Tensor
@@ -41,6 +41,16 @@ class Variable:
     layout: TensorLayout
     first_processor: int
     variables: tuple[tf.Variable, ...]
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Variable):
+            return self is other
+        raise TypeError(
+            f"variable {self.name!r} is compared with {other!r}; compare its elements: "
+            "variable.tensor(lowering) == ..."
+        )
 
     @classmethod
     def create(
@@ -91,9 +101,17 @@ class Variable:
             lowering: with the rules that the layout was made with.
 
         Raises:
-            LayoutError: the rules of `lowering` split it otherwise.
+            LayoutError: mesh or rules of `lowering` split it otherwise.
             DeviceError: this process does not have all slices.
         """
+        asked = lowering.tensor_layout(self.layout.shape)
+        if asked != self.layout:
+            raise LayoutError(
+                f"variable {self.name!r} lies on mesh '{self.layout.mesh}' as '{self.layout}', but "
+                f"the lowering has mesh '{asked.mesh}' and rules '{lowering.rules}', by which it "
+                f"would be '{asked}'; use the rules that it was created with, or create it anew "
+                "and assign the whole: variable.value()"
+            )
         if len(self.variables) != lowering.num_slices:
             raise DeviceError(
                 f"variable {self.name!r} has {len(self.variables)} slices in this process, but the "

@@ -6,6 +6,7 @@ import dataclasses
 import re
 
 from pipemesh.errors import ShapeError
+from pipemesh.mesh.checks import is_name, whole_number
 
 _DIM = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]*)\s*:\s*([0-9]+)\s*")
 
@@ -30,12 +31,16 @@ class Dim:
     size: int
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.name):
+        if not is_name(self.name):
             raise ShapeError(
                 f"{self.name!r} is no name of a dim; use letters, digits and underscores"
             )
-        if self.size < 0:
-            raise ShapeError(f"dim {self.name!r} has size {self.size}; sizes start at 0")
+        size = whole_number(self.size)
+        if size is None or size < 0:
+            raise ShapeError(
+                f"dim {self.name!r} has size {self.size!r}; sizes are whole numbers from 0 on"
+            )
+        object.__setattr__(self, "size", size)
 
     @classmethod
     def from_text(cls, text: str) -> Dim:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 
 from pipemesh.errors import LayoutError
+from pipemesh.mesh.checks import is_name
 from pipemesh.mesh.mesh import Mesh
 from pipemesh.mesh.nearest import nearest_text
 from pipemesh.mesh.shape import Shape
@@ -34,6 +35,11 @@ class LayoutRules:
 
     def __post_init__(self) -> None:
         for dim, axis in self.rules:
+            if not (is_name(dim) and is_name(axis)):
+                raise LayoutError(
+                    f"the rule {(dim, axis)!r} is no pair of names; write for example "
+                    "('batch', 'data')"
+                )
             others = [other for name, other in self.rules if name == dim and other != axis]
             if others:
                 raise LayoutError(

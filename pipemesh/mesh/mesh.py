@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from pipemesh.errors import MeshError
+from pipemesh.mesh.checks import is_name, whole_number
 from pipemesh.mesh.nearest import nearest_text
 
 LAYERS_AXIS = "layers"
@@ -39,11 +40,19 @@ class Mesh:
 
     def __post_init__(self) -> None:
         names = self.axis_names
-        for name, size in self.axes:
+        axes: list[tuple[str, int]] = []
+        for name, given in self.axes:
+            if not is_name(name):
+                raise MeshError(
+                    f"{name!r} is no name of an axis; use letters, digits and underscores"
+                )
             if names.count(name) > 1:
                 raise MeshError(f"axis {name!r} is named twice; merge its sizes into one axis")
-            if size < 1:
-                raise MeshError(f"axis {name!r} has size {size}; sizes start at 1")
+            size = whole_number(given)
+            if size is None or size < 1:
+                raise MeshError(f"axis {name!r} has size {given!r}; sizes are whole, from 1 on")
+            axes.append((name, size))
+        object.__setattr__(self, "axes", tuple(axes))
 
     @classmethod
     def from_text(cls, text: str) -> Mesh:

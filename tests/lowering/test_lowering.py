@@ -5,8 +5,9 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.errors import DeviceError, LayoutError, MeshError
+from pipemesh.lowering import ops
 from pipemesh.lowering.placement import PlacementLowering
-from pipemesh.mesh import LayoutRules, Mesh
+from pipemesh.mesh import LayoutRules, Mesh, Shape
 
 MESH = Mesh.from_text("rows:2;cols:4")
 DEVICES = [f"CPU:{i}" for i in range(8)]
@@ -146,3 +147,43 @@ def test_an_axis_of_size_one_costs_nothing():
 def test_what_cannot_be_lowered_is_an_error_that_says_why(error, call, message):
     with pytest.raises(error, match=message):
         call()
+
+
+MISSPELT = r"rule 'bacth:data' names dim 'bacth'.* dim 'batch', which has no rule, is not split"
+
+
+def misspelt(rules="bacth:data;hidden:model", shape="batch:4;hidden:2"):
+    mesh = Mesh.from_text("data:2;model:2")
+    lowering = PlacementLowering(mesh, LayoutRules.from_text(rules), DEVICES[:4])
+    return ops.import_tensor(lowering, tf.ones(Shape.from_text(shape).sizes), shape)
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        ops.export_tensor,
+        lambda x: x.numpy(),
+        lambda x: float(ops.reduce_sum(x)),
+        lambda x: tf.function(lambda: ops.export_tensor(x), autograph=False)(),
+    ],
+)
+def test_a_misspelt_rule_is_warned_of_when_results_leave(leave):
+    x = misspelt()
+    with pytest.warns(UserWarning, match=MISSPELT):
+        leave(x)
+    # Once is enough, and the filter of all tests makes a second one an error.
+    leave(x)
+
+
+def test_a_rule_for_dims_that_just_do_not_occur_is_left_alone():
+    for rules in ("batch:data;vocab:model", "batch:data;batches:model", ""):
+        misspelt(rules).numpy()
+
+
+def test_checking_the_rules_finds_all_that_name_nothing():
+    x = misspelt("batch:data;vocab:model")
+    with pytest.raises(LayoutError, match="'vocab:model' names dim 'vocab', which no tensor has"):
+        x.lowering.check_rules()
+    with pytest.raises(LayoutError, match="did you mean 'batch'"):
+        misspelt().lowering.check_rules()
+    misspelt("batch:data;hidden:model").lowering.check_rules()

@@ -44,9 +44,73 @@ def test_operators_find_dims_by_name_and_take_numbers():
         np.testing.assert_allclose(ops.export_tensor(got), want)
 
 
+def test_equality_compares_elements():
+    array = np.array([0.0, 1.0, 0.0, 2.0])
+    x = ops.import_tensor(LOWERING, array, "x:4")
+    # As comparisons of objects, masks were `True` and `False` for the whole tensor.
+    np.testing.assert_array_equal((x != 0).numpy(), array != 0)
+    np.testing.assert_array_equal((x == 1.0).numpy(), array == 1)
+    np.testing.assert_array_equal((np.float64(1) == x).numpy(), array == 1)
+    np.testing.assert_array_equal((x == tf.constant(2.0, tf.float64)).numpy(), array == 2)
+    np.testing.assert_array_equal(ops.where(x != 0, 1 / x, x).numpy(), [0, 1, 0, 0.5])
+    y = ops.import_tensor(LOWERING, np.arange(2.0), "y:2")
+    np.testing.assert_array_equal((x == y).numpy(), array[:, None] == np.arange(2.0))
+    assert (x == x).dtype == tf.bool
+
+
+def test_hashes_are_by_identity():
+    x, y = zeros("x:4"), zeros("x:4")
+    assert {x: 1, y: 2}[x] == 1
+    assert len({x, y, x}) == 2
+
+
+def test_a_tensor_is_read_as_a_whole_array_or_number():
+    x = ops.import_tensor(LOWERING, np.arange(8.0).reshape(4, 2), "x:4;y:2")
+    np.testing.assert_array_equal(x.numpy(), np.arange(8.0).reshape(4, 2))
+    assert float(ops.reduce_sum(x)) == 28
+    with tf.Graph().as_default():
+        for read in (lambda: zeros("x:4").numpy(), lambda: float(ops.reduce_sum(zeros("x:4")))):
+            with pytest.raises(TypeError, match="no value while a graph is built"):
+                read()
+
+
+def test_a_number_of_tensorflow_gets_the_gradient_of_its_copies_once():
+    array = np.arange(4.0)
+    for watched in (tf.constant(3.0, tf.float64), tf.Variable(3.0, dtype=tf.float64)):
+
+        def step(number=watched):
+            with tf.GradientTape() as tape:
+                tape.watch(number)
+                # Split over one axis of two, so there are two copies of each slice.
+                x = ops.import_tensor(LOWERING, array, "x:4")
+                loss = ops.reduce_sum(number * x * x)
+            return tape.gradient(loss, number)
+
+        assert step() == 14
+        assert tf.function(step, autograph=False)() == 14
+
+
 @pytest.mark.parametrize(
     ("error", "call", "message"),
     [
+        (TypeError, lambda: zeros("x:4") == None, "`is` compares objects"),  # noqa: E711
+        (TypeError, lambda: zeros("x:4") != "x", "not with 'x'"),
+        (ShapeError, lambda: zeros("x:4") == np.zeros(4), "no named dims"),
+        (TypeError, lambda: zeros("x:4") in [zeros("x:4")], "neither true nor false"),
+        (TypeError, lambda: 0 < zeros("x:4") < 1, "neither true nor false"),
+        (TypeError, lambda: float(zeros("x:4")), "has dims, so it is no number"),
+        (
+            ShapeError,
+            lambda: ops.conv1d(
+                zeros("batch:2;x:4;in:2"), zeros("w:3;inn:2;out:5"), {"x": "w"}, padding="SAME"
+            ),
+            "share no dim to sum over.*did you mean 'in'",
+        ),
+        (
+            ShapeError,
+            lambda: ops.einsum([zeros("batch:2;hidden:4"), zeros("hiden:4;out:2")], ["out"]),
+            "'hidden:4' of one operand and 'hiden:4' of another",
+        ),
         (ShapeError, lambda: zeros("x:4") + zeros("x:2"), "size 4 in 'x:4' and 2 in 'x:2'"),
         (LayoutError, lambda: zeros("y:4") * zeros("v:4"), "'y' and 'v'.*'model'"),
         (ShapeError, lambda: zeros("x:4") + np.zeros(4), r"shape \(4,\) has no named dims"),

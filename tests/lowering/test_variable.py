@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.errors import DeviceError
+from pipemesh.errors import DeviceError, LayoutError
 from pipemesh.lowering import PlacementLowering, initializers, ops
 from pipemesh.lowering.initializers import Constant, Normal, Uniform
 from pipemesh.lowering.variable import Variable
@@ -108,3 +108,27 @@ def test_slices_of_other_processes_are_missed_with_a_message():
         half.tensor(PlacementLowering(MESH, LayoutRules(), DEVICES))
     with pytest.raises(DeviceError, match="from processor 5 on"):
         Variable.create("w", layout, DEVICES[:4], Constant(0.0), first_processor=5)
+
+
+@pytest.mark.parametrize("rules", ["x:b", "y:a", "", "x:a;y:b"])
+def test_a_variable_is_no_tensor_under_other_rules(rules):
+    """Its slices have the sizes that other rules ask for, but are other parts of the whole."""
+    square = Shape.of(x=4, y=4)
+    mesh = Mesh.from_text("a:2;b:2")
+    layout = LayoutRules.from_text("x:a").tensor_layout(square, mesh)
+    variable = Variable.create("w", layout, DEVICES[:4], Constant(1.0))
+    lowering = PlacementLowering(mesh, LayoutRules.from_text(rules), DEVICES[:4])
+    with pytest.raises(LayoutError, match=r"'w' lies on mesh 'a:2;b:2' as 'x:4/a;y:4'.*created"):
+        variable.tensor(lowering)
+    turned = PlacementLowering(Mesh.from_text("b:2;a:2"), LayoutRules.from_text("x:a"), DEVICES[:4])
+    with pytest.raises(LayoutError, match="the lowering has mesh 'b:2;a:2'"):
+        variable.tensor(turned)
+    same = PlacementLowering(mesh, LayoutRules.from_text("x:a;z:b"), DEVICES[:4])
+    assert variable.tensor(same).layout == layout
+
+
+def test_a_variable_is_not_compared_as_an_object_by_mistake():
+    variable = create("x:a", Constant(1.0))
+    assert variable in [variable] and len({variable, create("x:a", Constant(1.0))}) == 2
+    with pytest.raises(TypeError, match="compare its elements"):
+        variable != 0  # noqa: B015

@@ -75,6 +75,12 @@ def test_a_rule_for_a_dim_that_no_tensor_has_is_an_error():
         LayoutRules.from_text("bacth:processor_rows").check(MESH, IMAGES.names)
 
 
+@pytest.mark.parametrize("rule", [("batch", 2), ("ba tch", "data"), (None, "data")])
+def test_rules_are_pairs_of_names(rule):
+    with pytest.raises(LayoutError, match="is no pair of names"):
+        LayoutRules((rule,))
+
+
 @pytest.mark.parametrize("text", ["batch", "batch:data;", "batch=data", ":", "batch:2"])
 def test_malformed_rules_are_named(text):
     with pytest.raises(LayoutError, match="is not dim:axis"):

@@ -50,3 +50,18 @@ def test_malformed_text_names_the_part_that_is_wrong(text, message):
 def test_what_a_mesh_does_not_have_is_named(call, message):
     with pytest.raises(MeshError, match=message):
         call(Mesh.from_text("layers:4;data:2"))
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ((("data", 2.0),), "'data' has size 2.0; sizes are whole"),
+        ((("data", True),), "size True"),
+        ((("data", 0),), "size 0"),
+        (((1, 2),), "1 is no name of an axis"),
+        ((("da ta", 2),), "'da ta' is no name of an axis"),
+    ],
+)
+def test_axes_are_names_and_whole_sizes(axes, message):
+    with pytest.raises(MeshError, match=message):
+        Mesh(axes)

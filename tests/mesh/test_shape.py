@@ -1,5 +1,6 @@
 """Dims and shapes."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,9 +59,21 @@ def test_dims_can_be_taken_out_chosen_and_replaced():
         (lambda: Shape.from_text("a=1"), "'a=1' is not name:size"),
         (lambda: Dim("a b", 1), "'a b' is no name"),
         (lambda: Dim("a", -1), "size -1"),
+        (lambda: Dim("a", 2.5), "size 2.5; sizes are whole"),
+        (lambda: Dim("a", 2.0), "size 2.0"),
+        (lambda: Dim("a", float("nan")), "size nan"),
+        (lambda: Dim("a", True), "size True"),
+        (lambda: Dim("a", "2"), "size '2'"),
+        (lambda: Dim("a", None), "size None"),
+        (lambda: Dim(3, 2), "3 is no name"),
         (lambda: Shape().without("a"), "there are none"),
     ],
 )
 def test_what_does_not_fit_is_named(call, message):
     with pytest.raises(ShapeError, match=message):
         call()
+
+
+def test_a_size_may_be_an_integer_of_numpy():
+    dim = Dim("a", np.int64(3))
+    assert dim == Dim("a", 3) and type(dim.size) is int

@@ -16,6 +16,7 @@ Example:
 from pipemesh.lowering.ops.convolution import conv1d as conv1d
 from pipemesh.lowering.ops.convolution import conv2d as conv2d
 from pipemesh.lowering.ops.convolution import conv3d as conv3d
+from pipemesh.lowering.ops.differentiate import gradients as gradients
 from pipemesh.lowering.ops.einsum import einsum as einsum
 from pipemesh.lowering.ops.elementwise import *  # noqa: F403
 from pipemesh.lowering.ops.lookup import gather as gather

@@ -14,6 +14,7 @@ from pipemesh.lowering.ops.windows import Windows, take_windows
 from pipemesh.lowering.registry import register
 from pipemesh.lowering.tensor import Tensor, check_same_dtype, check_same_lowering
 from pipemesh.mesh import Dim, Shape
+from pipemesh.mesh.nearest import nearest_text
 
 # One number for all dims, or one for each name of a dim.
 Steps = int | Mapping[str, int]
@@ -63,8 +64,9 @@ def conv2d(
 ) -> Tensor:
     """Convolves over two dims, as `tf.nn.conv2d` does.
 
-    Dims that `x` and `filters` share are the channels that are summed over; further dims of
-    `filters` are the channels of the result, its last dims. All other dims of `x` are batches.
+    Dims that `x` and `filters` share, one at least, are the channels that are summed over; further
+    dims of `filters` are the channels of the result, its last dims. All other dims of `x` are
+    batches.
     Where a dim that a window slides over is split, a processor gets the rows that its windows need
     from its neighbours, and no others; their gradients go back and are added.
 
@@ -128,6 +130,7 @@ def _conv(
     lowering = check_same_lowering([x, filters])
     check_same_dtype([x, filters])
     _check_window(rank, x, filters, window, padding)
+    _check_channels(x, filters, window)
     steps = _by_name("strides", strides, window)
     spread = _by_name("dilations", dilations, window)
     kernel = filters.shape.select(*window.values())
@@ -250,4 +253,16 @@ def _check_window(
         raise ShapeError(
             f"dim {both[0]!r} is in '{x.shape}' and in '{filters.shape}', but the dims that slide "
             "and those that they slide over have names of their own; rename one of the two"
+        )
+
+
+def _check_channels(x: Tensor, filters: Tensor, window: Mapping[str, str]) -> None:
+    """A misspelt channel would be a batch in one operand, and a new channel in the other."""
+    rest = x.shape.without(*window)
+    channels = filters.shape.without(*window.values())
+    if not rest & channels:
+        near = "".join(f" ({name!r}{nearest_text(name, rest.names)})" for name in channels.names)
+        raise ShapeError(
+            f"the images '{x.shape}' and the filters '{filters.shape}' share no dim to sum over, "
+            f"their channels{near}; give both the dim, of size 1 if there is one channel"
         )

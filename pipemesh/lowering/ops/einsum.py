@@ -14,6 +14,7 @@ from pipemesh.errors import ShapeError
 from pipemesh.lowering.registry import register
 from pipemesh.lowering.tensor import Tensor, check_same_dtype, check_same_lowering, union_axes
 from pipemesh.mesh import Shape
+from pipemesh.mesh.nearest import almost_equal
 
 
 @register("einsum", "all_reduce")
@@ -27,8 +28,8 @@ def einsum(operands: Sequence[Tensor], dims: Sequence[str]) -> Tensor:
         dims: the names of the dims of the result, in order; each is one of an operand.
 
     Raises:
-        ShapeError: a name stands for two sizes, no operand has a dim of the result, or the dtypes
-            differ.
+        ShapeError: a name stands for two sizes, no operand has a dim of the result, the dtypes
+            differ, or two operands are summed over dims whose names differ by a slip of the pen.
         LayoutError: the rules split two dims of all operands together over one axis. Rename one of
             them beforehand, which moves the data.
 
@@ -42,6 +43,7 @@ def einsum(operands: Sequence[Tensor], dims: Sequence[str]) -> Tensor:
         raise ShapeError(f"dims is the text {dims!r}; give a list of names, as in [{dims!r}]")
     union = functools.reduce(operator.or_, (operand.shape for operand in operands))
     shape = union.select(*dims)
+    _check_summed(operands, union.without(*shape.names))
     if len(union) > len(string.ascii_letters):
         raise ShapeError(f"the operands have {len(union)} dims; at most 52 are possible")
     # All dims together: what an operand holds of one must fit what the others hold of another.
@@ -59,6 +61,24 @@ def einsum(operands: Sequence[Tensor], dims: Sequence[str]) -> Tensor:
     kept = lowering.tensor_layout(shape).split_axes
     total = lowering.all_reduce(partial, [axis for axis in axes if axis not in kept])
     return Tensor(lowering, total, shape)
+
+
+def _check_summed(operands: Sequence[Tensor], summed: Shape) -> None:
+    """A misspelt dim would be summed over in each of two operands by itself."""
+    alone = [
+        [dim for dim in operand.shape & summed if sum(dim in o.shape for o in operands) == 1]
+        for operand in operands
+    ]
+    for i, dims in enumerate(alone):
+        others = [other for rest in alone[i + 1 :] for other in rest]
+        for dim in dims:
+            near = almost_equal(dim.name, [o.name for o in others if o.size == dim.size])
+            if near is not None:
+                raise ShapeError(
+                    f"'{dim}' of one operand and '{near}:{dim.size}' of another are summed over, "
+                    "each by itself; if they are one dim, rename one of them, otherwise "
+                    "ops.reduce_sum one of them before"
+                )
 
 
 def local_product(terms: Sequence[str], result: str) -> Callable[..., tf.Tensor]:

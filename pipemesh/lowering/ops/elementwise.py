@@ -11,6 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from pipemesh.errors import ShapeError
+from pipemesh.lowering.lowering import Lowering
+from pipemesh.lowering.ops.transfer import import_tensor
 from pipemesh.lowering.registry import register
 from pipemesh.lowering.tensor import Tensor, check_same_lowering, union_axes
 from pipemesh.mesh import Shape
@@ -81,6 +83,34 @@ def align(tensor: tf.Tensor, names: Sequence[str], wanted: Sequence[str]) -> tf.
     return tf.reshape(tensor, [next(sizes) if name in present else 1 for name in wanted])
 
 
+def union_shape(shapes: Sequence[Shape]) -> Shape:
+    """The shape of a result that has the dims of all operands.
+
+    It is that of the first operand that has all of them. If none has, dims come in the order in
+    which the operands, from left to right, have them.
+
+    Args:
+        shapes: of the operands, at least one.
+
+    Raises:
+        ShapeError: a name stands for two sizes.
+
+    Example:
+        >>> bias, x = Shape.of(io=2), Shape.of(batch=4, io=2)
+        >>> str(union_shape([bias, x])), str(union_shape([bias, Shape.of(batch=4)]))
+        ('batch:4;io:2', 'io:2;batch:4')
+    """
+    union = functools.reduce(operator.or_, shapes)
+    return next((shape for shape in shapes if len(shape) == len(union)), union)
+
+
+def _imported(lowering: Lowering, operand: Operand, dtype: tf.DType) -> Operand:
+    """Makes a number of TensorFlow, which may have a gradient, a tensor without dims."""
+    if not isinstance(operand, tf.Tensor | tf.Variable):
+        return operand
+    return import_tensor(lowering, tf.convert_to_tensor(operand, dtype), Shape())
+
+
 def broadcast(
     function: Callable[..., tf.Tensor], operands: Sequence[Operand], shape: Shape | None = None
 ) -> Tensor:
@@ -89,9 +119,9 @@ def broadcast(
     Args:
         function: local, of as many tensors as there are operands.
         operands: tensors, of which there is at least one, and numbers, which take the dtype of
-            the first tensor that is not boolean.
-        shape: of the result; its dims are those of all operands. By default in the order in
-            which they occur.
+            the first tensor that is not boolean. Numbers that are tensors of TensorFlow, or
+            variables, get a gradient like those that were imported.
+        shape: of the result; its dims are those of all operands. By default see `union_shape`.
 
     Raises:
         ShapeError: a name stands for two sizes, no operand is a tensor, or one is an array.
@@ -105,14 +135,16 @@ def broadcast(
             )
     tensors = [operand for operand in operands if isinstance(operand, Tensor)]
     lowering = check_same_lowering(tensors)
-    union = functools.reduce(operator.or_, (tensor.shape for tensor in tensors))
+    dtypes = [tensor.dtype for tensor in tensors]
+    number_dtype = next((dtype for dtype in dtypes if dtype != tf.bool), dtypes[0])
+    operands = [_imported(lowering, operand, number_dtype) for operand in operands]
+    tensors = [operand for operand in operands if isinstance(operand, Tensor)]
+    union = union_shape([tensor.shape for tensor in tensors])
     if shape is not None and set(shape) != set(union):
         raise ShapeError(f"the result has the dims '{union}', but '{shape}' was asked for")
     shape = shape or union
     lowering.tensor_layout(shape)
     axes = union_axes(tensors)
-    dtypes = [tensor.dtype for tensor in tensors]
-    number_dtype = next((dtype for dtype in dtypes if dtype != tf.bool), dtypes[0])
 
     def local(*slices: tf.Tensor) -> tf.Tensor:
         given = iter(zip(slices, tensors, strict=True))
@@ -145,8 +177,9 @@ def _binary(name: str, function: Callable[..., tf.Tensor], what: str) -> Callabl
     op.__name__ = op.__qualname__ = name
     op.__doc__ = (
         f"{what}\n\nArgs:\n    a: a tensor, or a number.\n    b: the same; one of them is a "
-        "tensor.\n\nRaises:\n    ShapeError: a name stands for two sizes.\n    LayoutError: the "
-        "rules split two dims of the result over one axis.\n"
+        "tensor.\n\nReturns:\n    Dims in the order of the first operand that has all; see "
+        "`union_shape`.\n\nRaises:\n    ShapeError: a name stands for two sizes.\n    LayoutError: "
+        "the rules split two dims of the result over one axis.\n"
     )
     return register("elementwise")(op)
 
@@ -210,11 +243,15 @@ def where(condition: Tensor, a: Operand, b: Operand) -> Tensor:
         a: a tensor, or a number.
         b: the same; one of them is a tensor.
 
+    Returns:
+        Dims in the order of the first of `a`, `b` and `condition` that has all; see `union_shape`.
+
     Raises:
         ShapeError: a name stands for two sizes.
         LayoutError: the rules split two dims of the result over one axis.
     """
-    return broadcast(tf.where, [condition, a, b])
+    shapes = [operand.shape for operand in (a, b, condition) if isinstance(operand, Tensor)]
+    return broadcast(tf.where, [condition, a, b], union_shape(shapes) if shapes else None)
 
 
 @register("elementwise")

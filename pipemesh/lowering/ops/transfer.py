@@ -6,7 +6,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.errors import ShapeError
 from pipemesh.lowering.lowering import Lowering
 from pipemesh.lowering.registry import register
 from pipemesh.lowering.tensor import Tensor
@@ -24,7 +23,8 @@ def import_tensor(lowering: Lowering, tensor: Any, shape: Shape | str) -> Tensor
 
     Args:
         lowering: of all tensors that it will meet.
-        tensor: a tensor or array with the sizes of `shape`. In SIMD every core has all of it.
+        tensor: a tensor or array with the sizes of `shape`; those that TensorFlow does not know
+            beforehand are checked when the program runs. In SIMD every core has all of it.
         shape: names for its dims, for example `"batch:100;io:3"`.
 
     Raises:
@@ -32,9 +32,6 @@ def import_tensor(lowering: Lowering, tensor: Any, shape: Shape | str) -> Tensor
         LayoutError: the tensor cannot be split as the rules say.
     """
     shape = as_shape(shape)
-    tensor = tf.convert_to_tensor(tensor)
-    if not tensor.shape.is_compatible_with(shape.sizes):
-        raise ShapeError(f"a tensor of sizes {tensor.shape} cannot have the shape '{shape}'")
     return Tensor(lowering, lowering.import_tensor(tensor, lowering.tensor_layout(shape)), shape)
 
 
@@ -45,4 +42,5 @@ def export_tensor(x: Tensor) -> tf.Tensor:
     Args:
         x: any tensor.
     """
+    x.lowering.warn_of_misspelt_rules()
     return x.lowering.export_tensor(x.slices, x.layout)

@@ -1,0 +1,95 @@
+"""Gradients with respect to tensors with named dims."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from pipemesh.errors import GradientError
+from pipemesh.lowering.tensor import Tensor
+from pipemesh.lowering.variable import Variable
+
+
+def gradients(loss: Tensor, sources: Any, tape: tf.GradientTape | None = None) -> Any:
+    """Gradients of a loss: the same numbers under every layout and lowering, eagerly and in graphs.
+
+    Each processor has a copy of the loss, and only all of them together have the whole gradient
+    under placement: `tape.gradient(loss.slices[0], ...)` gives a part of it. `tape.gradient(loss,
+    ...)` is right as well; this function checks what it is given, and knows variables.
+
+    Args:
+        loss: a floating tensor; if it has dims, the sum of its elements is differentiated.
+        sources: a nest of tensors, `Variable`s, and tensors or variables of TensorFlow, such as
+            those that were imported, or slices.
+        tape: what recorded the computation of the loss, and watched the sources. Graphs, of
+            TensorFlow 1 or in a `tf.function`, do without one.
+
+    Returns:
+        In the form of `sources`, for tensors and `Variable`s tensors of the same shape and layout;
+        for those of TensorFlow tensors of TensorFlow; None for what the loss does not depend on, or
+        the tape did not watch.
+
+    Raises:
+        GradientError: there is neither tape nor graph, or something has no floating dtype.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> from pipemesh.lowering import PlacementLowering, ops
+        >>> from pipemesh.mesh import LayoutRules, Mesh
+        >>> mesh, rules = Mesh.from_text("model:2"), LayoutRules.from_text("hidden:model")
+        >>> lowering = PlacementLowering(mesh, rules, ["CPU:0", "CPU:0"])
+        >>> w = ops.import_tensor(lowering, [1.0, 2.0, 3.0, 4.0], "hidden:4")
+        >>> with tf.GradientTape() as tape:
+        ...     tape.watch(w)
+        ...     loss = ops.reduce_sum(w * w)
+        >>> ops.gradients(loss, {"w": w}, tape)["w"].numpy().tolist(), float(loss)
+        ([2.0, 4.0, 6.0, 8.0], 30.0)
+    """
+    if not isinstance(loss, Tensor) or not loss.dtype.is_floating:
+        raise GradientError(
+            f"the loss is {loss!r}; it is a floating tensor with named dims, or with none, such as "
+            "ops.reduce_mean(x)"
+        )
+    flat = tf.nest.flatten(sources)
+    parts = [list(part.variables) if isinstance(part, Variable) else [part] for part in flat]
+    for part in (part for group in parts for part in group):
+        if not hasattr(part, "dtype") or not tf.as_dtype(part.dtype).is_floating:
+            raise GradientError(
+                f"{part!r} has no gradient; sources are tensors and variables of a floating dtype"
+            )
+    found = _differentiate(loss.slices, parts, tape)
+    loss.lowering.warn_of_misspelt_rules()
+    return tf.nest.pack_sequence_as(
+        sources,
+        [
+            _named(loss, part, grads) if isinstance(part, Variable) else grads[0]
+            for part, grads in zip(flat, found, strict=True)
+        ],
+    )
+
+
+def _differentiate(
+    slices: Sequence[tf.Tensor], parts: list[list[Any]], tape: tf.GradientTape | None
+) -> list[list[Any]]:
+    if tape is not None:
+        return tape.gradient(list(slices), parts)
+    if tf.executing_eagerly():
+        raise GradientError(
+            "without a graph, gradients need the tape that recorded the computation: with "
+            "tf.GradientTape() as tape: tape.watch(w); loss = ...; then ops.gradients(loss, w, "
+            "tape)"
+        )
+    grads = iter(tf.gradients(list(slices), [part for group in parts for part in group]))
+    return [[next(grads) for _ in group] for group in parts]
+
+
+def _named(loss: Tensor, variable: Variable, grads: Sequence[Any]) -> Tensor | None:
+    if len(grads) != loss.lowering.num_slices:
+        raise GradientError(
+            f"variable {variable.name!r} has {len(grads)} slices in this process, but the loss was "
+            f"computed for {loss.lowering.num_slices} processors; a core differentiates by the "
+            "slice that is its argument"
+        )
+    return Tensor.__tf_unflatten__((loss.lowering, variable.layout.shape), tuple(grads))

@@ -1,0 +1,69 @@
+"""Tensors whose sizes TensorFlow does not know beforehand lose no rows on their way in."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.errors import ShapeError
+from pipemesh.lowering import PlacementLowering, SimdLowering, Tensor, ops
+from pipemesh.lowering.lowering import Lowering
+from pipemesh.mesh import LayoutRules, Mesh, Shape
+
+MESH = Mesh.from_text("data:2")
+
+
+def make(lowers: str, rules: str = "batch:data") -> Lowering:
+    if lowers == "placement":
+        return PlacementLowering(MESH, LayoutRules.from_text(rules), ["CPU:0", "CPU:1"])
+    return SimdLowering(Mesh.from_text("data:1"), LayoutRules(), None, tf.constant(0))
+
+
+UNKNOWN = [tf.TensorSpec([None, 3]), tf.TensorSpec([None, None]), tf.TensorSpec(None)]
+
+
+@pytest.mark.parametrize("rules", ["batch:data", ""])
+@pytest.mark.parametrize("spec", UNKNOWN)
+@pytest.mark.parametrize("lowers", ["placement", "simd"])
+def test_a_batch_of_unknown_size_is_whole_or_an_error_that_names_the_dim(lowers, spec, rules):
+    @tf.function(autograph=False, input_signature=[spec])
+    def total(array):
+        with tf.GradientTape() as tape:
+            tape.watch(array)
+            x = ops.import_tensor(make(lowers, rules), array, "batch:4;io:3")
+            loss = ops.export_tensor(ops.reduce_sum(x * x))
+        return loss, tape.gradient(loss, array)
+
+    loss, grad = total(tf.ones([4, 3]))
+    assert loss == 12
+    np.testing.assert_array_equal(grad, 2 * np.ones([4, 3]))
+    # Eight rows summed up to 12 as well.
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"batch_4\.io_3"):
+        total(tf.ones([8, 3]))
+
+
+@pytest.mark.parametrize("lowers", ["placement", "simd"])
+def test_a_lowering_checks_what_it_cuts(lowers):
+    lowering = make(lowers)
+    layout = lowering.tensor_layout(Shape.of(batch=4))
+    with pytest.raises(ShapeError, match=r"sizes \(8,\) cannot have the shape 'batch:4'"):
+        lowering.import_tensor(tf.ones([8]), layout)
+
+
+@pytest.mark.parametrize("lowers", ["placement", "simd"])
+def test_slices_of_unknown_size_are_checked_when_the_program_runs(lowers):
+    lowering = make(lowers)
+    size = 4 // lowering.mesh.num_devices
+
+    @tf.function(autograph=False, input_signature=[tf.TensorSpec([None])])
+    def total(part):
+        x = Tensor(lowering, (part,) * lowering.num_slices, Shape.of(batch=4))
+        assert all(slice_.shape == [size] for slice_ in x.slices)
+        with tf.GradientTape() as tape:
+            tape.watch(part)
+            x = Tensor(lowering, (part,) * lowering.num_slices, Shape.of(batch=4))
+            loss = ops.reduce_sum(x)
+        return ops.export_tensor(loss), tape.gradient(loss, part)
+
+    assert total(tf.ones([size]))[0] == 4
+    with pytest.raises(tf.errors.InvalidArgumentError, match="not compatible with expected shape"):
+        total(tf.ones([2 * size]))
