@@ -12,12 +12,14 @@ import tensorflow as tf
 # Its door for those who wait in a collective that another will never call.
 from tensorflow.python.eager import context as tf_context
 
-from pipemesh.errors import DeviceError, ShapeError
+from pipemesh.errors import DeviceError, LayoutError, ShapeError
 from pipemesh.lowering.devices import check_devices_exist
+from pipemesh.lowering.lowering import check_mesh, check_rules
 from pipemesh.lowering.partners import Agreement, Partners
 from pipemesh.lowering.simd import SimdLowering
 from pipemesh.lowering.tf_collectives import GroupKeys, TfCollectives, eager_instance_keys
 from pipemesh.mesh import LayoutRules, Mesh
+from pipemesh.mesh.checks import whole_number
 
 # An error of another core than the first is seen after so long.
 _POLL_SECONDS = 0.1
@@ -72,7 +74,10 @@ class Cores:
         first_core: int = 0,
         time_limit_s: float | None = 600.0,
     ) -> None:
+        check_mesh(mesh)
         self.devices = check_devices_exist(devices)
+        if whole_number(first_core) is None:
+            raise DeviceError(f"first_core is {first_core!r}; give a whole number")
         if not 0 <= first_core < first_core + len(devices) <= mesh.num_devices:
             raise DeviceError(
                 f"{len(devices)} devices from core {first_core} on were given for mesh '{mesh}', "
@@ -124,6 +129,14 @@ class Cores:
             LayoutError: a rule names an unknown axis, or the program splits what does not divide.
             DeviceError: another process builds another program, or does not come in time.
         """
+        if not callable(program):
+            raise LayoutError(f"program is {program!r}, which is no function")
+        check_rules(rules)
+        for spec in tf.nest.flatten(specs):
+            if not isinstance(spec, tf.TypeSpec):
+                raise ShapeError(
+                    f"{spec!r} is no spec of an argument; write for example tf.TensorSpec([4, 6])"
+                )
         return CoreFunction(self, program, rules, specs)
 
     def run_eagerly(

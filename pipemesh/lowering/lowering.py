@@ -22,6 +22,21 @@ Slices = tuple[tf.Tensor, ...]
 REDUCTIONS = ("sum", "max", "min")
 
 
+def check_mesh(mesh: Any) -> None:
+    """Raises a LayoutError unless it is a mesh."""
+    if not isinstance(mesh, Mesh):
+        raise LayoutError(f"the mesh is {mesh!r}; write Mesh.from_text('data:2;model:2')")
+
+
+def check_rules(rules: Any) -> None:
+    """Raises a LayoutError unless they are layout rules."""
+    if not isinstance(rules, LayoutRules):
+        raise LayoutError(
+            f"the layout rules are {rules!r}; write LayoutRules.from_text('batch:data'), or "
+            "LayoutRules() for none"
+        )
+
+
 def whole_tensor(tensor: Any, layout: TensorLayout) -> tf.Tensor:
     """A tensor that is to be cut, of the sizes that its layout says.
 
@@ -74,6 +89,8 @@ class Lowering(abc.ABC):
         Raises:
             LayoutError: a rule names an unknown axis.
         """
+        check_mesh(mesh)
+        check_rules(rules)
         rules.check(mesh)
         self.mesh = mesh
         self.rules = rules

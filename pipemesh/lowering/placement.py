@@ -55,12 +55,12 @@ class PlacementLowering(Lowering):
 
     def __init__(self, mesh: Mesh, rules: LayoutRules, devices: Sequence[str]) -> None:
         super().__init__(mesh, rules)
+        self.devices = check_devices_exist(devices)
         if len(devices) != mesh.num_devices:
             raise DeviceError(
                 f"{len(devices)} devices were given for mesh '{mesh}', which has "
                 f"{mesh.num_devices} processors; give one device for each"
             )
-        self.devices = check_devices_exist(devices)
 
     @property
     def num_slices(self) -> int:

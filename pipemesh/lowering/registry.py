@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from pipemesh.lowering.arguments import checked
+from pipemesh.lowering.checked import checked
 
 F = TypeVar("F", bound=Callable[..., Any])
 
