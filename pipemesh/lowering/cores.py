@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 # Its door for those who wait in a collective that another will never call.
@@ -227,7 +228,9 @@ class Cores:
                 trouble = self._trouble(threads, time.monotonic() - begin)
                 if trouble and not errors:
                     _end(threads, trouble)
-                    raise DeviceError(trouble) from (errors[0] if errors else None)
+                    # Those who needed nobody any more have ended meanwhile.
+                    if errors or any(each.is_alive() for each in threads):
+                        raise DeviceError(trouble) from (errors[0] if errors else None)
         if errors:
             _end(threads, f"another core failed: {type(errors[0]).__name__}: {errors[0]}")
             lost = self._lost_by(errors[0])
@@ -384,11 +387,13 @@ class CoreFunction:
             ) from error
         flat = zip(tf.nest.flatten(tuple(given)), tf.nest.flatten(self._specs), strict=True)
         for position, (tensor, spec) in enumerate(flat):
-            if not isinstance(tensor, tf.Tensor) or not isinstance(spec, tf.TensorSpec):
+            if not isinstance(spec, tf.TensorSpec):
                 continue
-            if tensor.dtype != spec.dtype or not spec.shape.is_compatible_with(tensor.shape):
+            sizes = tensor.shape if isinstance(tensor, tf.Tensor) else np.shape(tensor)
+            dtype = tensor.dtype if isinstance(tensor, tf.Tensor) else spec.dtype
+            if dtype != spec.dtype or not spec.shape.is_compatible_with(sizes):
                 raise ShapeError(
-                    f"argument {position} of core {core} is {tensor.dtype.name} of sizes "
-                    f"{tensor.shape}, but the program was built for {spec.dtype.name} of sizes "
+                    f"argument {position} of core {core} is {dtype.name} of sizes "
+                    f"{sizes}, but the program was built for {spec.dtype.name} of sizes "
                     f"{spec.shape}; give it slices of these sizes, or build a function for others"
                 )

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -248,6 +249,8 @@ def test_slices_of_other_sizes_than_the_specs_are_an_error_and_no_rows_get_lost(
     for size in (1, 3, 4, 8):
         with pytest.raises(ShapeError, match=r"argument 0 of core 1 is float32 of sizes \(\d,\)"):
             lost_rows(two, [tf.ones([size])])
+        with pytest.raises(ShapeError, match=r"argument 0 of core 1 is float32 of sizes \(\d,\)"):
+            lost_rows(two, [np.ones(size, np.float32)])
     with pytest.raises(ShapeError, match=r"of core 0 is int32 .* was built for float32"):
         lost_rows([tf.ones([2], tf.int32)], two)
     with pytest.raises(ShapeError, match="core 1 was given 2 arguments; the program was built for"):
