@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,11 +11,13 @@ import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.eager import record
 from tensorflow.python.framework import ops
-from tensorflow.python.ops import array_ops, gen_functional_ops
+from tensorflow.python.ops import array_ops, gen_functional_ops, gradients_util
 
 from pipemesh.lowering.captures import call_local
 
 Grads = Sequence[Any]
+# Several tapes watch, or one that may be asked more than once.
+_HIGHER_ORDER = gradients_util.POSSIBLE_GRADIENT_TYPES_HIGHER_ORDER
 _numbers = itertools.count()
 
 
@@ -113,8 +116,10 @@ def local_gradient(
         if tf.executing_eagerly():
             return call_local(function, tensors)
         # Through identities, so that an argument that occurs twice, or that was computed from
-        # another one, is an argument of its own.
-        with record.stop_recording():
+        # another one, is an argument of its own. A second derivative is one of what is computed
+        # here from the identities, so tapes that may ask for one follow them.
+        higher = gradients_util.PossibleTapeGradientTypes(list(tensors)) == _HIGHER_ORDER
+        with contextlib.nullcontext() if higher else record.stop_recording():
             args = [tf.identity(tensor) for tensor in tensors]
         floating = [i for i, arg in enumerate(args) if arg.dtype.is_floating]
         sources = [args[i] for i in floating]

@@ -71,6 +71,9 @@ class Lowering(abc.ABC):
     Shoeybi et al., "Megatron-LM", 2019). `all_gather` and `slice_along` are each other's gradient
     for the same reason, and `all_to_all` and `permute` are reversed.
 
+    The law holds for gradients of gradients as well: what runs backward is made of the same
+    primitives, each with its own gradient. The methods `raw_...` have none.
+
     An axis of size 1 is never communicated along.
 
     Attributes:
@@ -138,7 +141,8 @@ class Lowering(abc.ABC):
     ) -> Slices:
         """Computes `forward(slices)`, with the gradient that `backward` computes.
 
-        Both may call the methods `raw_...`, which have no gradient.
+        `forward` may call the methods `raw_...`, which have no gradient. What `backward` computes
+        is differentiated for gradients of gradients, so it calls methods that have one.
         """
 
     @abc.abstractmethod
@@ -219,27 +223,56 @@ did you mean 'batch'? Known: 'batch'
     def _count(self, primitive: str, axes: Sequence[str], x: tf.Tensor, backward: bool) -> None:
         self.costs.add(primitive, axes, x, backward)
 
+    # Each primitive's gradient is another of them. `backward` says where it counts as a cost.
+
     def _reduce(self, x: Slices, axes: Sequence[str], op: str, backward: bool) -> Slices:
-        self._count("all_reduce", axes, x[0], backward)
-        return self.raw_all_reduce(x, axes, op)
+        def forward(y: Slices) -> Slices:
+            self._count("all_reduce", axes, y[0], backward)
+            return self.raw_all_reduce(y, axes, op)
+
+        return self.with_gradient(forward, lambda grad: self._vary(grad, axes), x)
+
+    def _vary(self, x: Slices, axes: Sequence[str]) -> Slices:
+        return self.with_gradient(
+            lambda y: y, lambda grad: self._reduce(grad, axes, "sum", backward=True), x
+        )
 
     def _gather(self, x: Slices, axis: str, dim: int, backward: bool) -> Slices:
-        self._count("all_gather", [axis], x[0], backward)
-        return self.raw_all_gather(x, axis, dim)
+        def forward(y: Slices) -> Slices:
+            self._count("all_gather", [axis], y[0], backward)
+            return self.raw_all_gather(y, axis, dim)
+
+        return self.with_gradient(forward, lambda grad: self._slice(grad, axis, dim), x)
+
+    def _slice(self, x: Slices, axis: str, dim: int) -> Slices:
+        return self.with_gradient(
+            lambda y: self._raw_slice(y, axis, dim),
+            lambda grad: self._gather(grad, axis, dim, backward=True),
+            x,
+        )
 
     def _exchange(
         self, x: Slices, axis: str, split_dim: int, concat_dim: int, backward: bool
     ) -> Slices:
-        self._count("all_to_all", [axis], x[0], backward)
-        return self.raw_all_to_all(x, axis, split_dim, concat_dim)
+        def forward(y: Slices) -> Slices:
+            self._count("all_to_all", [axis], y[0], backward)
+            return self.raw_all_to_all(y, axis, split_dim, concat_dim)
+
+        return self.with_gradient(
+            forward, lambda grad: self._exchange(grad, axis, concat_dim, split_dim, True), x
+        )
 
     def _send(
         self, x: Slices, axis: str, pairs: Sequence[tuple[int, int]], backward: bool
     ) -> Slices:
-        self._count("permute", [axis], x[0], backward)
-        return self.raw_permute(x, axis, pairs)
+        def forward(y: Slices) -> Slices:
+            self._count("permute", [axis], y[0], backward)
+            return self.raw_permute(y, axis, pairs)
 
-    def _slice(self, x: Slices, axis: str, dim: int) -> Slices:
+        back = tuple((b, a) for a, b in pairs)
+        return self.with_gradient(forward, lambda grad: self._send(grad, axis, back, True), x)
+
+    def _raw_slice(self, x: Slices, axis: str, dim: int) -> Slices:
         parts = self.mesh.size(axis)
 
         def cut(tensor: tf.Tensor, at: tf.Tensor) -> tf.Tensor:
@@ -268,9 +301,7 @@ did you mean 'batch'? Known: 'batch'
             x = self.map(tf.stop_gradient, x)
         if not wide:
             return x
-        return self.with_gradient(
-            lambda y: self._reduce(y, wide, op, backward=False), lambda grad: grad, x
-        )
+        return self._reduce(x, wide, op, backward=False)
 
     def vary(self, x: Slices, axes: Sequence[str]) -> Slices:
         """Lets a value that is equal along axes enter computation that differs along them.
@@ -285,9 +316,7 @@ did you mean 'batch'? Known: 'batch'
         wide = self._wide(axes)
         if not wide or not x[0].dtype.is_floating:
             return x
-        return self.with_gradient(
-            lambda y: y, lambda grad: self._reduce(grad, wide, "sum", backward=True), x
-        )
+        return self._vary(x, wide)
 
     def all_gather(self, x: Slices, axis: str, dim: int) -> Slices:
         """Joins the slices of a dim that is split over an axis.
@@ -302,11 +331,7 @@ did you mean 'batch'? Known: 'batch'
         """
         if not self._wide([axis]):
             return x
-        return self.with_gradient(
-            lambda y: self._gather(y, axis, dim, backward=False),
-            lambda grad: self._slice(grad, axis, dim),
-            x,
-        )
+        return self._gather(x, axis, dim, backward=False)
 
     def slice_along(self, x: Slices, axis: str, dim: int) -> Slices:
         """Splits a dim over an axis along which the value is equal.
@@ -322,11 +347,7 @@ did you mean 'batch'? Known: 'batch'
         if not self._wide([axis]):
             return x
         self._check_divides(x, axis, dim)
-        return self.with_gradient(
-            lambda y: self._slice(y, axis, dim),
-            lambda grad: self._gather(grad, axis, dim, backward=True),
-            x,
-        )
+        return self._slice(x, axis, dim)
 
     def all_to_all(self, x: Slices, axis: str, split_dim: int, concat_dim: int) -> Slices:
         """Moves a split from one dim to another.
@@ -343,11 +364,7 @@ did you mean 'batch'? Known: 'batch'
         if not self._wide([axis]):
             return x
         self._check_divides(x, axis, split_dim)
-        return self.with_gradient(
-            lambda y: self._exchange(y, axis, split_dim, concat_dim, backward=False),
-            lambda grad: self._exchange(grad, axis, concat_dim, split_dim, backward=True),
-            x,
-        )
+        return self._exchange(x, axis, split_dim, concat_dim, backward=False)
 
     def permute(self, x: Slices, axis: str, pairs: Sequence[tuple[int, int]]) -> Slices:
         """Sends slices along an axis.
@@ -371,14 +388,9 @@ did you mean 'batch'? Known: 'batch'
                 "go from 0 to the size, and none may be source or target twice"
             )
         pairs = tuple(pairs)
-        back = tuple((b, a) for a, b in pairs)
         if not self._wide([axis]):
             return x if pairs else self.map(tf.zeros_like, x)
-        return self.with_gradient(
-            lambda y: self._send(y, axis, pairs, backward=False),
-            lambda grad: self._send(grad, axis, back, backward=True),
-            x,
-        )
+        return self._send(x, axis, pairs, backward=False)
 
     def shift(self, x: Slices, axis: str, offset: int, wrap: bool) -> Slices:
         """Sends slices `offset` coordinates up an axis.
@@ -403,7 +415,9 @@ did you mean 'batch'? Known: 'batch'
             offset: may be negative.
             backward: whether it counts as communication of the backward pass.
         """
-        return self._send(x, axis, self._shift_pairs(axis, offset, wrap=True), backward)
+        pairs = self._shift_pairs(axis, offset, wrap=True)
+        self.costs.add("permute", [axis], x[0], backward)
+        return self.raw_permute(x, axis, pairs)
 
     def _shift_pairs(self, axis: str, offset: int, wrap: bool) -> list[tuple[int, int]]:
         size = self.mesh.size(axis)

@@ -109,27 +109,35 @@ class PlacementLowering(Lowering):
         tensor = tf.convert_to_tensor(tensor)
         with _beside(tensor):
             tensor = whole_tensor(tensor, layout)
-        with record.stop_recording():
-            slices = self._scatter(tensor, layout, "import", backward=False)
-        if not tensor.dtype.is_floating:
-            return tuple(slices)
-
-        def backward(grads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-            return [self._join(grads, layout, "import", backward=True)]
-
-        return tuple(attach_gradient(slices, [tensor], backward, True))
+        return self._import(tensor, layout, "import", backward=False)
 
     def export_tensor(self, slices: Slices, layout: TensorLayout) -> tf.Tensor:
         """Joins the slices on the first device."""
+        return self._export(slices, layout, "export", backward=False)
+
+    # Each is the other's gradient. `name` and `backward` say where it counts as a cost.
+
+    def _import(self, tensor: tf.Tensor, layout: TensorLayout, name: str, backward: bool) -> Slices:
         with record.stop_recording():
-            whole = self._join(slices, layout, "export", backward=False)
+            slices = self._scatter(tensor, layout, name, backward)
+        if not tensor.dtype.is_floating:
+            return tuple(slices)
+
+        def back(grads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+            return [self._export(tuple(grads), layout, name, backward=True)]
+
+        return tuple(attach_gradient(slices, [tensor], back, True))
+
+    def _export(self, slices: Slices, layout: TensorLayout, name: str, backward: bool) -> tf.Tensor:
+        with record.stop_recording():
+            whole = self._join(slices, layout, name, backward)
         if not whole.dtype.is_floating:
             return whole
 
-        def backward(grads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-            return self._scatter(grads[0], layout, "export", backward=True)
+        def back(grads: Sequence[tf.Tensor]) -> Slices:
+            return self._import(grads[0], layout, name, backward=True)
 
-        return attach_gradient([whole], slices, backward, True)[0]
+        return attach_gradient([whole], slices, back, True)[0]
 
     def _scatter(
         self, tensor: tf.Tensor, layout: TensorLayout, name: str, backward: bool

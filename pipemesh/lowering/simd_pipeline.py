@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import record
 
-from pipemesh.errors import LayoutError, PipelineError
+from pipemesh.errors import GradientError, LayoutError, PipelineError
 from pipemesh.lowering.arguments import as_shape, as_tensor, described
 from pipemesh.lowering.attach_gradient import attach_gradient
 from pipemesh.lowering.captures import lost_in_layer
@@ -126,9 +126,11 @@ class SimdPipeline:
                 stack's dims are shared by all layers.
 
         Returns:
-            The activations after the last layer, equal along the axis `layers`.
+            The activations after the last layer, equal along the axis `layers`. They have first
+            derivatives only.
 
         Raises:
+            GradientError: later on, where a gradient is differentiated.
             PipelineError: the batch cannot be cut evenly, a weight is stacked otherwise, or the
                 layer function is none of this kind.
             LayoutError: the rules do not split the stack over the axis `layers`, or split
@@ -236,6 +238,14 @@ def _split_to_front(slice_: tf.Tensor, at: int, parts: int) -> tf.Tensor:
     return tf.transpose(cut, [at, *range(at), *range(at + 1, len(sizes) + 1)])
 
 
+def _no_second(_: Any) -> list[tf.Tensor]:
+    raise GradientError(
+        "second derivatives of a SimdPipeline do not exist: its gradient is a loop that keeps "
+        "nothing to be differentiated by; apply the layers one after the other, or differentiate "
+        "once"
+    )
+
+
 def _run(lowering: Lowering, loop: TickLoop, stream: Slices, weights: list[Slices]) -> Slices:
     """The loop with its own gradient."""
     n = lowering.num_slices
@@ -250,9 +260,13 @@ def _run(lowering: Lowering, loop: TickLoop, stream: Slices, weights: list[Slice
         if record.should_record_backprop(list(outputs)):
             raise lost_in_layer("a tensor")
 
+    inputs = [*stream, *(part for weight in weights for part in weight)]
+    # Who differentiates all that a graph has does not differentiate the loop.
+    saved = lowering.raw_map(tf.stop_gradient, saved)
+
     def backward(grads: Any) -> list[tf.Tensor]:
         grad_stream, grad_weights = loop.backward(tuple(grads), saved, weights)
-        return [*grad_stream, *(part for grad in grad_weights for part in grad)]
+        found = [*grad_stream, *(part for grad in grad_weights for part in grad)]
+        return attach_gradient(found, [*grads, *inputs], _no_second, across_devices=n > 1)
 
-    inputs = [*stream, *(part for weight in weights for part in weight)]
     return tuple(attach_gradient(outputs, inputs, backward, across_devices=n > 1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -101,27 +100,22 @@ def _reduce_extreme(x: Tensor, dims: Dims, op: str) -> Tensor:
     result = extreme(x, dims, op)
 
     def is_extreme(slice_: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
-        return tf.cast(tf.equal(slice_, _expand(value, at)), slice_.dtype)
+        return tf.stop_gradient(tf.cast(tf.equal(slice_, _expand(value, at)), slice_.dtype))
 
     # As in TensorFlow, equal elements share the gradient.
-    count = lowering.map(
-        lambda s, value: tf.stop_gradient(tf.reduce_sum(is_extreme(s, value), at)),
+    found = lowering.map(is_extreme, x.slices, result.slices)
+    count = lowering.all_reduce(lowering.map(lambda s: tf.reduce_sum(s, at), found), axes)
+
+    def share(grad: tf.Tensor, here: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
+        return here * _expand(grad / number, at)
+
+    slices = lowering.with_gradient(
+        lambda _: lowering.raw_map(tf.identity, result.slices),
+        # What is equal along the axes goes to elements that are not.
+        lambda grad: lowering.map(share, lowering.vary(grad, axes), found, count),
         x.slices,
-        result.slices,
     )
-
-    def select(slice_: tf.Tensor, value: tf.Tensor, shared: tf.Tensor) -> tf.Tensor:
-        @tf.custom_gradient
-        def call(s: tf.Tensor, v: tf.Tensor, n: tf.Tensor) -> Any:
-            def grad(upstream: tf.Tensor) -> Any:
-                return is_extreme(s, v) * _expand(upstream / n, at), None, None
-
-            return tf.identity(v), grad
-
-        return call(slice_, value, shared)
-
-    total = lowering.all_reduce(count, axes)
-    return Tensor(lowering, lowering.map(select, x.slices, result.slices, total), stay)
+    return Tensor(lowering, slices, stay)
 
 
 def _expand(tensor: tf.Tensor, at: Sequence[int]) -> tf.Tensor:
