@@ -11,6 +11,7 @@ from lingvo.core import py_utils
 from pipemesh.errors import PipelineError
 from pipemesh.layers.feature_extraction import to_tuple
 from pipemesh.layers.head import check_head
+from pipemesh.layers.mesh_cluster import stage_devices
 from pipemesh.layers.schedule_of import schedule_of
 from pipemesh.layers.seq_layer import SeqLayer
 from pipemesh.layers.step_seed import (
@@ -162,7 +163,7 @@ class PipeliningLayer(SeqLayer):
 
     def StageDevices(self) -> list[str]:
         """The device of each stage, as the schedule places them."""
-        return [self.cluster.WorkerDeviceInModelSplit(d) for d in self.schedule.stage_devices]
+        return stage_devices(self.cluster, self.schedule.stage_devices, self.params.name)
 
     def Explain(self, error: tf.errors.OpError) -> PipelineError | None:
         """An error of TensorFlow as one line with stage, layer and microbatch.

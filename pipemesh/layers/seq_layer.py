@@ -10,6 +10,7 @@ from lingvo.core import base_layer, py_utils
 
 from pipemesh.layers.check_params import check_distinct, check_layers
 from pipemesh.layers.feature_extraction import FeatureExtractionLayer, noted, to_tuple
+from pipemesh.layers.mesh_cluster import stage_devices
 from pipemesh.layers.step_seed import name_in_task, step_of_call, whole_batch_randomness
 from pipemesh.lowering import random
 
@@ -63,7 +64,7 @@ class SeqLayer(base_layer.BaseLayer):
     def StageDevices(self) -> list[str]:
         """The device of each stage."""
         num_stages = max(len(self.params.cell_tpl), 1)
-        return [self.cluster.WorkerDeviceInModelSplit(i) for i in range(num_stages)]
+        return stage_devices(self.cluster, range(num_stages), self.params.name)
 
     def _child_variable_scope_override(self) -> dict[str, list[Any]]:
         p = self.params

@@ -7,33 +7,55 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 # Its door for those who wait in a collective that another will never call.
 from tensorflow.python.eager import context as tf_context
 
-from pipemesh.errors import DeviceError
+from pipemesh.errors import DeviceError, LayoutError, ShapeError
 from pipemesh.lowering.devices import check_devices_exist
+from pipemesh.lowering.lowering import check_mesh, check_rules
+from pipemesh.lowering.partners import Agreement, Partners
 from pipemesh.lowering.simd import SimdLowering
 from pipemesh.lowering.tf_collectives import GroupKeys, TfCollectives, eager_instance_keys
 from pipemesh.mesh import LayoutRules, Mesh
+from pipemesh.mesh.checks import whole_number
 
 # An error of another core than the first is seen after so long.
 _POLL_SECONDS = 0.1
 # For the others to end by themselves, after a core has failed.
 _PATIENCE_SECONDS = 5.0
+# What collectives raise if another process is gone, and how often to look whether one is.
+_OF_PARTNERS = (
+    tf.errors.UnavailableError,
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.InternalError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.FailedPreconditionError,
+)
+_LOOKS = 3
 
 
 class Cores:
     """The cores of a mesh that belong to this process, as TensorFlow devices.
 
+    A core waits in a collective for all others, so whatever would let it wait for ever is an
+    error: a core that no device stands for, before anything runs; a process that builds another
+    program, when the program is built; one that does not answer any more, some seconds later; and
+    whatever else takes longer than the time limit.
+
     Args:
         mesh: the mesh, of all processes together.
-        devices: of this process, in the order of their cores' numbers.
+        devices: of this process, in the order of their cores' numbers; each once.
         first_core: the number of the first one.
+        time_limit_s: how long a step, or waiting for the other processes when a program is built,
+            may last; None for ever.
 
     Raises:
-        DeviceError: the mesh does not have so many cores, or a device does not exist.
+        DeviceError: the mesh does not have so many cores, there are fewer devices than cores and
+            no other process, or a device does not exist or is given twice.
 
     Example:
         >>> import tensorflow as tf
@@ -46,23 +68,52 @@ class Cores:
         np.int32(3)
     """
 
-    def __init__(self, mesh: Mesh, devices: Sequence[str], first_core: int = 0) -> None:
-        if not 0 <= first_core <= first_core + len(devices) <= mesh.num_devices:
+    def __init__(
+        self,
+        mesh: Mesh,
+        devices: Sequence[str],
+        first_core: int = 0,
+        time_limit_s: float | None = 600.0,
+    ) -> None:
+        check_mesh(mesh)
+        self.devices = check_devices_exist(devices)
+        if whole_number(first_core) is None:
+            raise DeviceError(f"first_core is {first_core!r}; give a whole number")
+        if not 0 <= first_core < first_core + len(devices) <= mesh.num_devices:
             raise DeviceError(
                 f"{len(devices)} devices from core {first_core} on were given for mesh '{mesh}', "
                 f"which has cores 0 to {mesh.num_devices - 1}"
             )
-        check_devices_exist(devices)
+        for device in self.devices:
+            if self.devices.count(device) > 1:
+                raise DeviceError(
+                    f"device {device!r} was given for {self.devices.count(device)} cores; cores "
+                    "wait for each other, so each needs a device of its own"
+                )
+        if time_limit_s is not None and time_limit_s <= 0:
+            raise DeviceError(f"time_limit_s is {time_limit_s}; it is above 0, or None for ever")
+        self.partners = Partners()
+        if self.partners.alone and len(devices) < mesh.num_devices:
+            raise DeviceError(
+                f"{len(devices)} devices were given for mesh '{mesh}', which has "
+                f"{mesh.num_devices} cores, and no other process is connected, so nobody runs the "
+                "others; give one device for each core, or call connect_processes first"
+            )
         self.mesh = mesh
-        self.devices = tuple(devices)
         self.first_core = first_core
+        self.time_limit_s = time_limit_s
         self.keys = GroupKeys(mesh)
         self.tokens: list[tf.Variable] = []
         self.numbers: list[tf.Tensor] = []
-        for core, device in enumerate(devices, first_core):
+        for core, device in enumerate(self.devices, first_core):
             with tf.device(device):
                 self.tokens.append(tf.Variable(0.0, trainable=False))
                 self.numbers.append(tf.constant(core, tf.int32))
+        self.agreement: Agreement | None = None
+        if len(devices) < mesh.num_devices:
+            self.agreement = Agreement(
+                self.partners, mesh.num_devices, self.devices, first_core, self.tokens
+            )
 
     def function(
         self, program: Callable[..., Any], rules: LayoutRules, *specs: tf.TensorSpec
@@ -77,7 +128,16 @@ class Cores:
 
         Raises:
             LayoutError: a rule names an unknown axis, or the program splits what does not divide.
+            DeviceError: another process builds another program, or does not come in time.
         """
+        if not callable(program):
+            raise LayoutError(f"program is {program!r}, which is no function")
+        check_rules(rules)
+        for spec in tf.nest.flatten(specs):
+            if not isinstance(spec, tf.TypeSpec):
+                raise ShapeError(
+                    f"{spec!r} is no spec of an argument; write for example tf.TensorSpec([4, 6])"
+                )
         return CoreFunction(self, program, rules, specs)
 
     def run_eagerly(
@@ -99,6 +159,7 @@ class Cores:
         Raises:
             LayoutError: a rule names an unknown axis, or the program splits what does not divide.
             ValueError: there are arguments for more or fewer cores.
+            DeviceError: see `on_all`.
             Exception: what the first core raised that failed; see `CoreFunction`.
         """
         self.check_args(args)
@@ -130,6 +191,7 @@ class Cores:
 
         A core that fails leaves the others waiting in a collective. They are given some seconds to
         end by themselves; then TensorFlow's collectives are aborted, for the rest of the process.
+        So they are if another process is gone, or if the time limit is over.
 
         Args:
             run: takes the position of the core among those of this process.
@@ -138,6 +200,7 @@ class Cores:
             What it returned, core by core.
 
         Raises:
+            DeviceError: another process does not answer any more, or the time limit is over.
             Exception: what the first core raised that failed.
         """
         results: list[Any] = [None] * len(self.devices)
@@ -151,30 +214,88 @@ class Cores:
                 errors.append(error)
 
         # For the first core as well: the caller's graph and tapes are its thread's, and no core
-        # may see what the others do not.
-        threads = [threading.Thread(target=run_core, args=(i,)) for i in range(len(self.devices))]
+        # may see what the others do not. As daemons, so that a caller who gives up can leave.
+        threads = [
+            threading.Thread(target=run_core, args=(i,), daemon=True)
+            for i in range(len(self.devices))
+        ]
+        begin = time.monotonic()
         for thread in threads:
             thread.start()
         for thread in threads:
             while thread.is_alive() and not errors:
                 thread.join(_POLL_SECONDS)
+                trouble = self._trouble(threads, time.monotonic() - begin)
+                if trouble and not errors:
+                    _end(threads, trouble)
+                    # Those who needed nobody any more have ended meanwhile.
+                    if errors or any(each.is_alive() for each in threads):
+                        raise DeviceError(trouble) from (errors[0] if errors else None)
         if errors:
-            _end(threads, errors[0])
+            _end(threads, f"another core failed: {type(errors[0]).__name__}: {errors[0]}")
+            lost = self._lost_by(errors[0])
+            if lost:
+                raise DeviceError(lost) from errors[0]
             raise errors[0]
         return results
 
+    def _trouble(self, threads: Sequence[threading.Thread], seconds: float) -> str | None:
+        """Why it is in vain to wait any longer."""
+        gone = self.partners.gone()
+        if gone:
+            return self._gone_text(gone)
+        if self.time_limit_s is None or seconds < self.time_limit_s:
+            return None
+        waiting = [i for i, t in enumerate(threads, self.first_core) if t.is_alive()]
+        ended = [i for i, t in enumerate(threads, self.first_core) if not t.is_alive()]
+        told = f"cores {_listed(waiting)} of mesh '{self.mesh}' were not done in "
+        told += f"{self.time_limit_s:g} s"
+        if ended:
+            told += f", while cores {_listed(ended)} were"
+        silent = self.partners.silent()
+        if silent:
+            told += f": {self.partners.describe(silent)} does not answer"
+        elif not self.partners.alone:
+            told += f": {self.partners.describe(self.partners.others)} answers, but has not come"
+        return (
+            f"{told}. Do all run the same program, as often? If it only takes longer, give Cores "
+            "a higher time_limit_s"
+        )
 
-def _end(threads: Sequence[threading.Thread], error: BaseException) -> None:
-    """Has all threads end after a core has failed."""
+    def _lost_by(self, error: BaseException) -> str | None:
+        """The error's cause, if it is that another process is gone."""
+        if self.partners.alone or not isinstance(error, _OF_PARTNERS):
+            return None
+        for _ in range(_LOOKS):
+            silent = self.partners.silent()
+            if silent:
+                return self._gone_text(silent)
+            time.sleep(1.0)
+        return None
+
+    def _gone_text(self, processes: Sequence[int]) -> str:
+        return (
+            f"{self.partners.describe(processes)} does not answer any more; it was killed, has "
+            "failed or has ended before the others. Look at its log, and start all processes again"
+        )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _end(threads: Sequence[threading.Thread], why: str) -> None:
+    """Has all threads end after a core has failed; one that computes on is left behind."""
+    _join(threads)
+    if any(thread.is_alive() for thread in threads):
+        tf_context.context().abort_collective_ops(tf.errors.ABORTED, why)
+    _join(threads)
+
+
+def _join(threads: Sequence[threading.Thread]) -> None:
     until = time.monotonic() + _PATIENCE_SECONDS
     for thread in threads:
         thread.join(max(0.0, until - time.monotonic()))
-    if any(thread.is_alive() for thread in threads):
-        tf_context.context().abort_collective_ops(
-            tf.errors.ABORTED, f"another core failed: {type(error).__name__}: {error}"
-        )
-    for thread in threads:
-        thread.join()
 
 
 class CoreFunction:
@@ -197,18 +318,34 @@ class CoreFunction:
         specs: Sequence[tf.TensorSpec],
     ) -> None:
         self._cores = cores
+        self._specs = specs
         self.lowering: SimdLowering | None = None
+        steps = [f"mesh '{cores.mesh}'", f"layout rules '{rules}'", *map(str, specs)]
 
         def core_program(core: tf.Tensor, token: tf.Tensor, *args: tf.Tensor) -> Any:
-            collectives = TfCollectives(cores.mesh, core, token, cores.keys)
+            collectives = TfCollectives(cores.mesh, core, token, cores.keys, calls=steps)
             self.lowering = SimdLowering(cores.mesh, rules, collectives, core)
             result = program(self.lowering, *args)
             self.lowering.warn_of_misspelt_rules()
             return result
 
-        self.concrete = tf.function(core_program, autograph=False).get_concrete_function(
-            tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.resource), *specs
-        )
+        failed: Exception | None = None
+        try:
+            self.concrete = tf.function(core_program, autograph=False).get_concrete_function(
+                tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.resource), *specs
+            )
+        except Exception as error:
+            failed = error
+        if cores.agreement is not None:
+            told = None if failed is None else f"{type(failed).__name__}: {failed}"[:2000]
+            try:
+                cores.agreement.check(steps, told, cores.on_all)
+            except DeviceError:
+                # What went wrong here is the better story.
+                if failed is None:
+                    raise
+        if failed is not None:
+            raise failed
 
     def __call__(self, args: Sequence[Sequence[tf.Tensor]]) -> list[Any]:
         """Runs one step on each core.
@@ -221,13 +358,42 @@ class CoreFunction:
 
         Raises:
             ValueError: there are arguments for more or fewer cores.
+            ShapeError: an argument does not fit its spec.
+            DeviceError: see `Cores.on_all`.
             Exception: what the first core raised that failed. After an error in a collective,
                 TensorFlow fails all later collectives of the process.
         """
         cores = self._cores
         cores.check_args(args)
+        for core, given in enumerate(args, cores.first_core):
+            self._check_specs(core, given)
 
         def run(i: int) -> Any:
             return self.concrete(cores.numbers[i], cores.tokens[i].handle, *args[i])
 
         return cores.on_all(run)
+
+    def _check_specs(self, core: int, given: Sequence[tf.Tensor]) -> None:
+        """Raises unless the arguments of a core are those that the program was traced for.
+
+        The program was built for slices of these sizes: of others it would take a part.
+        """
+        try:
+            tf.nest.assert_same_structure(tuple(given), self._specs)
+        except (TypeError, ValueError) as error:
+            raise ShapeError(
+                f"core {core} was given {len(given)} arguments; the program was built for "
+                f"{len(self._specs)}: {', '.join(map(str, self._specs))}"
+            ) from error
+        flat = zip(tf.nest.flatten(tuple(given)), tf.nest.flatten(self._specs), strict=True)
+        for position, (tensor, spec) in enumerate(flat):
+            if not isinstance(spec, tf.TensorSpec):
+                continue
+            sizes = tensor.shape if isinstance(tensor, tf.Tensor) else np.shape(tensor)
+            dtype = tensor.dtype if isinstance(tensor, tf.Tensor) else spec.dtype
+            if dtype != spec.dtype or not spec.shape.is_compatible_with(sizes):
+                raise ShapeError(
+                    f"argument {position} of core {core} is {dtype.name} of sizes "
+                    f"{sizes}, but the program was built for {spec.dtype.name} of sizes "
+                    f"{spec.shape}; give it slices of these sizes, or build a function for others"
+                )

@@ -29,10 +29,16 @@ class CommunicationCosts:
     permute     b
     ==========  ====================
 
+    What an operation sends in another way is counted as it is sent: `TfCollectives` has no kernel
+    that permutes, so its permutes are all-gathers in all but name.
+
     Attributes:
         mesh: the mesh.
         rows: calls and bytes by axes and primitive; what the backward pass sends is a row of its
             own.
+        transfers: calls and bytes of whole tensors that enter the mesh or leave it, by
+            `"import"` or `"export"` and pass, under placement: what all other devices get from
+            the first one or give to it. They belong to no axis and are not in the table.
 
     Example:
         >>> costs = CommunicationCosts(Mesh.from_text("data:2;model:4"))
@@ -49,6 +55,7 @@ class CommunicationCosts:
     rows: dict[tuple[tuple[str, ...], str, str], tuple[int, int]] = dataclasses.field(
         default_factory=dict
     )
+    transfers: dict[tuple[str, str], tuple[int, int]] = dataclasses.field(default_factory=dict)
     _times: int = 1
 
     @contextlib.contextmanager
@@ -65,7 +72,14 @@ class CommunicationCosts:
         finally:
             self._times = outside
 
-    def add(self, primitive: str, axes: Sequence[str], slice_: tf.Tensor, backward: bool) -> None:
+    def add(
+        self,
+        primitive: str,
+        axes: Sequence[str],
+        slice_: tf.Tensor,
+        backward: bool,
+        sent: int | None = None,
+    ) -> None:
         """Counts one call.
 
         Args:
@@ -73,19 +87,27 @@ class CommunicationCosts:
             axes: the axes along which devices talk to each other.
             slice_: what one device puts in; of static shape, else its bytes count as 0.
             backward: whether it belongs to the backward pass.
+            sent: bytes, where they are others than the usual ones.
         """
-        size = (slice_.shape.num_elements() or 0) * slice_.dtype.size
-        members = math.prod(self.mesh.size(axis) for axis in axes)
-        sent = {
-            "all_reduce": 2 * size * (members - 1) // members,
-            "all_gather": size * (members - 1),
-            "all_to_all": size * (members - 1) // members,
-            "permute": size,
-        }[primitive]
+        if sent is None:
+            size = (slice_.shape.num_elements() or 0) * slice_.dtype.size
+            sent = usual_bytes(primitive, size, math.prod(self.mesh.size(axis) for axis in axes))
         ordered = tuple(axis for axis in self.mesh.axis_names if axis in axes)
-        key = (ordered, primitive, "backward" if backward else "forward")
+        key = (ordered, primitive, _pass_name(backward))
         calls, total = self.rows.get(key, (0, 0))
         self.rows[key] = (calls + self._times, total + sent * self._times)
+
+    def add_transfer(self, name: str, sent: int, backward: bool) -> None:
+        """Counts a whole tensor that enters the mesh or leaves it.
+
+        Args:
+            name: `"import"` or `"export"`.
+            sent: the bytes of all slices that go to another device.
+            backward: whether it belongs to the backward pass.
+        """
+        key = (name, _pass_name(backward))
+        calls, total = self.transfers.get(key, (0, 0))
+        self.transfers[key] = (calls + self._times, total + sent * self._times)
 
     def bytes(self, axis: str) -> int:
         """The bytes sent along one axis, alone or together with others."""
@@ -103,6 +125,7 @@ class CommunicationCosts:
     def clear(self) -> None:
         """Starts again from nothing."""
         self.rows.clear()
+        self.transfers.clear()
 
     def __str__(self) -> str:
         table = [("axes", "primitive", "pass", "calls", "bytes")]
@@ -119,3 +142,23 @@ class CommunicationCosts:
             ]
             lines.append("  ".join(cells).rstrip())
         return "\n".join(lines)
+
+
+def usual_bytes(primitive: str, size: int, members: int) -> int:
+    """What one member of a group sends under the usual algorithms.
+
+    Args:
+        primitive: `"all_reduce"`, `"all_gather"`, `"all_to_all"` or `"permute"`.
+        size: the bytes that it puts in.
+        members: of the group.
+    """
+    return {
+        "all_reduce": 2 * size * (members - 1) // members,
+        "all_gather": size * (members - 1),
+        "all_to_all": size * (members - 1) // members,
+        "permute": size,
+    }[primitive]
+
+
+def _pass_name(backward: bool) -> str:
+    return "backward" if backward else "forward"

@@ -46,36 +46,64 @@ def start_cpu_devices(num_devices: int) -> None:
         ) from error
 
 
-def check_devices_exist(devices: Sequence[str]) -> None:
-    """Raises if TensorFlow has no such devices: it would put operations elsewhere, silently.
+def check_devices_exist(devices: Sequence[str]) -> tuple[str, ...]:
+    """Finds devices by name: without them TensorFlow would put operations elsewhere, silently.
 
     Nothing is known of the devices of a TF1 session.
 
     Args:
-        devices: names, whole ones or short ones such as `CPU:1`.
+        devices: names, whole ones such as `tensor.device` and lingvo's or short ones such as
+            `CPU:1`.
+
+    Returns:
+        The name that TensorFlow lists for each, so that two spellings of one device are one;
+        in TF1 the given names.
 
     Raises:
-        DeviceError: a device does not exist.
+        DeviceError: a device does not exist, or what was given are no names.
 
     Example:
         >>> check_devices_exist(["CPU:0", "CPU:99"])
         Traceback (most recent call last):
         pipemesh.errors.DeviceError: device 'CPU:99' does not exist; there are ...
     """
+    if isinstance(devices, str) or not isinstance(devices, Sequence):
+        raise DeviceError(
+            f"devices are {devices!r}; give a list of names, for example ['CPU:0', 'CPU:1']"
+        )
+    wanted = [_parse(device) for device in devices]
     if not tf.compat.v1.executing_eagerly_outside_functions():
-        return
+        return tuple(devices)
     known = [device.name for device in tf.config.list_logical_devices()]
-    specs = [tf.DeviceSpec.from_string(name) for name in known]
-    for device in devices:
-        wanted = tf.DeviceSpec.from_string(device)
-        if not any(_fits(wanted, spec) for spec in specs):
+    found: list[str] = []
+    for device, spec in zip(devices, wanted, strict=True):
+        fitting = [name for name in known if _fits(spec, tf.DeviceSpec.from_string(name))]
+        if not fitting:
             raise DeviceError(
                 f"device {device!r} does not exist; there are {', '.join(known)}. Use a smaller "
                 "mesh or set up more logical devices before TensorFlow starts"
             )
+        # A name such as `GPU` leaves the choice to TensorFlow.
+        found.append(device if spec.device_index is None else fitting[0])
+    return tuple(found)
+
+
+def _parse(device: object) -> tf.DeviceSpec:
+    why: Exception | None = None
+    if isinstance(device, str):
+        try:
+            return tf.DeviceSpec.from_string(device)
+        except ValueError as error:
+            why = error
+    raise DeviceError(
+        f"{device!r} is no name of a device; write for example 'CPU:0' or 'GPU:1'"
+    ) from why
 
 
 def _fits(wanted: tf.DeviceSpec, spec: tf.DeviceSpec) -> bool:
+    if spec.job is None:
+        # TensorFlow lists the devices of a process that is alone without its names for them.
+        spec = spec.replace(job="localhost", replica=0, task=0)
     parts = ("job", "replica", "task", "device_type", "device_index")
     return all(getattr(wanted, part) in (None, getattr(spec, part)) for part in parts)
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import tensorflow as tf
 
+from pipemesh.errors import ShapeError
 from pipemesh.lowering.philox import RawDraw, draw_block
 
 # How many random numbers are drawn at once, so that no device holds much more than its slice.
@@ -73,6 +76,9 @@ class Normal:
     stddev: float
     seed: tuple[int, int]
 
+    def __post_init__(self) -> None:
+        _check(self.seed, stddev=self.stddev)
+
     def __call__(
         self, sizes: Sequence[int], begin: Sequence[int], block: Sequence[int], dtype: tf.DType
     ) -> tf.Tensor:
@@ -95,12 +101,23 @@ class Uniform:
     high: float
     seed: tuple[int, int]
 
+    def __post_init__(self) -> None:
+        _check(self.seed, low=self.low, high=self.high)
+
     def __call__(
         self, sizes: Sequence[int], begin: Sequence[int], block: Sequence[int], dtype: tf.DType
     ) -> tf.Tensor:
         """Makes the block."""
         drawn = _draw(tf.raw_ops.StatelessRandomUniformV2, sizes, begin, block, self.seed, dtype)
         return drawn * tf.cast(self.high - self.low, dtype) + tf.cast(self.low, dtype)
+
+
+def _check(seed: Any, **given: Any) -> None:
+    for name, number in given.items():
+        if not isinstance(number, numbers.Real):
+            raise ShapeError(f"{name} of an initializer is {number!r}; give a number")
+    if np.shape(seed) != (2,) or not all(isinstance(part, numbers.Integral) for part in seed):
+        raise ShapeError(f"seed of an initializer is {seed!r}; give two integers, as in (1, 2)")
 
 
 def _draw(

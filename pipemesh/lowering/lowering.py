@@ -24,6 +24,21 @@ Slices = tuple[tf.Tensor, ...]
 REDUCTIONS = ("sum", "max", "min")
 
 
+def check_mesh(mesh: Any) -> None:
+    """Raises a LayoutError unless it is a mesh."""
+    if not isinstance(mesh, Mesh):
+        raise LayoutError(f"the mesh is {mesh!r}; write Mesh.from_text('data:2;model:2')")
+
+
+def check_rules(rules: Any) -> None:
+    """Raises a LayoutError unless they are layout rules."""
+    if not isinstance(rules, LayoutRules):
+        raise LayoutError(
+            f"the layout rules are {rules!r}; write LayoutRules.from_text('batch:data'), or "
+            "LayoutRules() for none"
+        )
+
+
 def whole_tensor(tensor: Any, layout: TensorLayout) -> tf.Tensor:
     """A tensor that is to be cut, of the sizes that its layout says.
 
@@ -79,6 +94,8 @@ class Lowering(abc.ABC):
         Raises:
             LayoutError: a rule names an unknown axis.
         """
+        check_mesh(mesh)
+        check_rules(rules)
         rules.check(mesh)
         self.mesh = mesh
         self.rules = rules
@@ -217,11 +234,14 @@ did you mean 'batch'? Known: 'batch'
             self.mesh.check_axis(axis)
         return tuple(a for a in self.mesh.axis_names if a in axes and self.mesh.size(a) > 1)
 
+    def _count(self, primitive: str, axes: Sequence[str], x: tf.Tensor, backward: bool) -> None:
+        self.costs.add(primitive, axes, x, backward)
+
     # Each primitive's gradient is another of them. `backward` says where it counts as a cost.
 
     def _reduce(self, x: Slices, axes: Sequence[str], op: str, backward: bool) -> Slices:
         def forward(y: Slices) -> Slices:
-            self.costs.add("all_reduce", axes, y[0], backward)
+            self._count("all_reduce", axes, y[0], backward)
             return self.raw_all_reduce(y, axes, op)
 
         return self.with_gradient(forward, lambda grad: self._vary(grad, axes), x)
@@ -233,7 +253,7 @@ did you mean 'batch'? Known: 'batch'
 
     def _gather(self, x: Slices, axis: str, dim: int, backward: bool) -> Slices:
         def forward(y: Slices) -> Slices:
-            self.costs.add("all_gather", [axis], y[0], backward)
+            self._count("all_gather", [axis], y[0], backward)
             return self.raw_all_gather(y, axis, dim)
 
         return self.with_gradient(forward, lambda grad: self._slice(grad, axis, dim), x)
@@ -249,7 +269,7 @@ did you mean 'batch'? Known: 'batch'
         self, x: Slices, axis: str, split_dim: int, concat_dim: int, backward: bool
     ) -> Slices:
         def forward(y: Slices) -> Slices:
-            self.costs.add("all_to_all", [axis], y[0], backward)
+            self._count("all_to_all", [axis], y[0], backward)
             return self.raw_all_to_all(y, axis, split_dim, concat_dim)
 
         return self.with_gradient(
@@ -260,7 +280,7 @@ did you mean 'batch'? Known: 'batch'
         self, x: Slices, axis: str, pairs: Sequence[tuple[int, int]], backward: bool
     ) -> Slices:
         def forward(y: Slices) -> Slices:
-            self.costs.add("permute", [axis], y[0], backward)
+            self._count("permute", [axis], y[0], backward)
             return self.raw_permute(y, axis, pairs)
 
         back = tuple((b, a) for a, b in pairs)

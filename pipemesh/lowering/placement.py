@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import record
+from tensorflow.python.framework import ops
 
 from pipemesh.errors import DeviceError
 from pipemesh.lowering import nccl
@@ -51,13 +55,12 @@ class PlacementLowering(Lowering):
 
     def __init__(self, mesh: Mesh, rules: LayoutRules, devices: Sequence[str]) -> None:
         super().__init__(mesh, rules)
+        self.devices = check_devices_exist(devices)
         if len(devices) != mesh.num_devices:
             raise DeviceError(
                 f"{len(devices)} devices were given for mesh '{mesh}', which has "
                 f"{mesh.num_devices} processors; give one device for each"
             )
-        check_devices_exist(devices)
-        self.devices = tuple(devices)
 
     @property
     def num_slices(self) -> int:
@@ -103,37 +106,70 @@ class PlacementLowering(Lowering):
         return tuple(attach_gradient(outputs, slices, lambda g: backward(tuple(g)), True))
 
     def import_tensor(self, tensor: tf.Tensor, layout: TensorLayout) -> Slices:
-        """Copies its slice to each device."""
-        tensor = whole_tensor(tensor, layout)
-        with record.stop_recording():
-            slices: list[tf.Tensor] = []
-            for i, device in enumerate(self.devices):
-                with tf.device(device):
-                    slices.append(_cut(tensor, layout, i))
-        if not tensor.dtype.is_floating:
-            return tuple(slices)
-        return tuple(
-            attach_gradient(
-                slices, [tensor], lambda grads: [self.export_tensor(tuple(grads), layout)], True
-            )
-        )
+        """Cuts where the tensor lies, and sends each device its slice."""
+        tensor = tf.convert_to_tensor(tensor)
+        with _beside(tensor):
+            tensor = whole_tensor(tensor, layout)
+        return self._import(tensor, layout, "import", backward=False)
 
     def export_tensor(self, slices: Slices, layout: TensorLayout) -> tf.Tensor:
         """Joins the slices on the first device."""
+        return self._export(slices, layout, "export", backward=False)
+
+    # Each is the other's gradient. `name` and `backward` say where it counts as a cost.
+
+    def _import(self, tensor: tf.Tensor, layout: TensorLayout, name: str, backward: bool) -> Slices:
         with record.stop_recording():
-            whole = self._join(slices, layout)
+            slices = self._scatter(tensor, layout, name, backward)
+        if not tensor.dtype.is_floating:
+            return tuple(slices)
+
+        def back(grads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+            return [self._export(tuple(grads), layout, name, backward=True)]
+
+        return tuple(attach_gradient(slices, [tensor], back, True))
+
+    def _export(self, slices: Slices, layout: TensorLayout, name: str, backward: bool) -> tf.Tensor:
+        with record.stop_recording():
+            whole = self._join(slices, layout, name, backward)
         if not whole.dtype.is_floating:
             return whole
-        return attach_gradient(
-            [whole], slices, lambda grads: self.import_tensor(grads[0], layout), True
-        )[0]
 
-    def _join(self, slices: Sequence[tf.Tensor], layout: TensorLayout) -> tf.Tensor:
+        def back(grads: Sequence[tf.Tensor]) -> Slices:
+            return self._import(grads[0], layout, name, backward=True)
+
+        return attach_gradient([whole], slices, back, True)[0]
+
+    def _scatter(
+        self, tensor: tf.Tensor, layout: TensorLayout, name: str, backward: bool
+    ) -> list[tf.Tensor]:
+        """Gives each device its slice: cuts where the tensor is, so that no more is sent."""
+        tensor = tf.convert_to_tensor(tensor)
+        cuts: dict[tuple[int, ...], tf.Tensor] = {}
+        slices: list[tf.Tensor] = []
+        with _beside(tensor):
+            for i in range(self.num_slices):
+                begin = layout.slice_begin(i)
+                if begin not in cuts:
+                    cuts[begin] = tf.slice(tensor, *_begin_and_size(layout, i))
+        for i, device in enumerate(self.devices):
+            with tf.device(device):
+                slices.append(tf.identity(cuts[layout.slice_begin(i)]))
+        away = sum(device != self.devices[0] for device in self.devices)
+        sent = away * math.prod(layout.slice_shape) * tensor.dtype.size
+        self.costs.add_transfer(name, sent, backward)
+        return slices
+
+    def _join(
+        self, slices: Sequence[tf.Tensor], layout: TensorLayout, name: str, backward: bool
+    ) -> tf.Tensor:
         """Joins one copy of each slice on the first device."""
+        used: list[int] = []
 
         def join(dim: int, at: dict[str, int]) -> tf.Tensor:
             if dim == len(layout.axes):
-                return slices[self.mesh.processor(at)]
+                used.append(self.mesh.processor(at))
+                return slices[used[-1]]
             axis = layout.axes[dim]
             if axis is None:
                 return join(dim + 1, at)
@@ -141,7 +177,11 @@ class PlacementLowering(Lowering):
             return tf.concat(parts, dim)
 
         with tf.device(self.devices[0]):
-            return tf.identity(join(0, {}))
+            whole = tf.identity(join(0, {}))
+        away = sum(self.devices[i] != self.devices[0] for i in used)
+        sent = away * math.prod(layout.slice_shape) * whole.dtype.size
+        self.costs.add_transfer(name, sent, backward)
+        return whole
 
     def raw_all_reduce(self, x: Slices, axes: Sequence[str], op: str) -> Slices:
         """Reduces pair by pair up a tree and copies the result back, or uses NCCL."""
@@ -192,10 +232,17 @@ class PlacementLowering(Lowering):
         return tuple(results)
 
 
-def _cut(tensor: tf.Tensor, layout: TensorLayout, processor: int) -> tf.Tensor:
+def _beside(tensor: tf.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Where operations on a tensor are done on the device that it lies on."""
+    if tf.is_symbolic_tensor(tensor):
+        return ops.colocate_with(tensor.op, ignore_existing=True)
+    return tf.device(tensor.device)
+
+
+def _begin_and_size(layout: TensorLayout, processor: int) -> tuple[tf.Tensor, tf.Tensor]:
     rank = len(layout.axes)
     begin = tf.constant(layout.slice_begin(processor), tf.int32, shape=[rank])
-    return tf.slice(tensor, begin, tf.constant(layout.slice_shape, tf.int32, shape=[rank]))
+    return begin, tf.constant(layout.slice_shape, tf.int32, shape=[rank])
 
 
 def _tree(tensors: Sequence[tf.Tensor], devices: Sequence[str], op: str) -> list[tf.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -9,6 +10,7 @@ from tensorflow.core.protobuf import tensorflow_server_pb2
 from tensorflow.python.eager import context
 
 from pipemesh.errors import DeviceError
+from pipemesh.mesh.checks import whole_number
 
 _JOB = "worker"
 
@@ -29,8 +31,8 @@ def connect_processes(addresses: Sequence[str], process: int, kind: str = "CPU")
         The devices of this process, for `Cores`.
 
     Raises:
-        DeviceError: `process` is no index of `addresses`, TensorFlow has started already, or
-            there is no device of this kind.
+        DeviceError: `addresses` are none, `process` is no index of them, TensorFlow has started
+            already, or there is no device of this kind.
 
     Example:
         >>> connect_processes(["localhost:2222"], 1)
@@ -38,9 +40,22 @@ def connect_processes(addresses: Sequence[str], process: int, kind: str = "CPU")
         pipemesh.errors.DeviceError: process 1 was asked for, but 1 addresses were given: \
 localhost:2222
     """
-    if not 0 <= process < len(addresses):
+    if isinstance(addresses, str) or not isinstance(addresses, Sequence):
         raise DeviceError(
-            f"process {process} was asked for, but {len(addresses)} addresses were given: "
+            f"addresses are {addresses!r}; give a list of host:port, for example ['a:2222', "
+            "'b:2222']"
+        )
+    for address in addresses:
+        if not isinstance(address, str) or not re.fullmatch(r".+:[0-9]+", address):
+            raise DeviceError(f"address {address!r} is not host:port; write for example 'a:2222'")
+        if addresses.count(address) > 1:
+            raise DeviceError(
+                f"address {address!r} occurs twice; each process has an address of its own"
+            )
+    index = whole_number(process)
+    if index is None or not 0 <= index < len(addresses):
+        raise DeviceError(
+            f"process {process!r} was asked for, but {len(addresses)} addresses were given: "
             f"{', '.join(addresses)}"
         )
     here = context.context()

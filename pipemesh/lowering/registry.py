@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
+
+from pipemesh.lowering.checked import checked
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -35,7 +37,7 @@ OPS: dict[str, Op] = {}
 
 
 def register(group: str, *communicates: str) -> Callable[[F], F]:
-    """Decorates the function of an operation.
+    """Decorates the function of an operation, whose arguments are then `checked`.
 
     Tests fail for an operation that has no cases in `tests/lowering/cases`.
 
@@ -52,8 +54,9 @@ def register(group: str, *communicates: str) -> Callable[[F], F]:
         name = function.__name__
         if name in OPS or not function.__doc__:
             raise ValueError(f"operation {name!r} is registered twice or has no documentation")
-        OPS[name] = Op(name, group, function, communicates)
-        return function
+        careful = cast(F, checked(function))
+        OPS[name] = Op(name, group, careful, communicates)
+        return careful
 
     return add
 

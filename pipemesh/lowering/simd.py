@@ -35,6 +35,16 @@ class Collectives(abc.ABC):
     def permute(self, x: tf.Tensor, axis: str, pairs: Sequence[tuple[int, int]]) -> tf.Tensor:
         """Sends from coordinate to coordinate along `axis`; zeros where nothing arrives."""
 
+    def bytes_sent(self, primitive: str, axes: Sequence[str], x: tf.Tensor) -> int | None:
+        """What a core sends in one call, if it is not what is usual for the primitive.
+
+        Args:
+            primitive: the name of a method.
+            axes: the axes along which cores talk to each other.
+            x: what the core puts in.
+        """
+        return None
+
 
 class SimdLowering(Lowering):
     """Lowers to the program of one core; the graph does not grow with the number of cores.
@@ -104,6 +114,10 @@ class SimdLowering(Lowering):
             if axis is not None:
                 slices = self.all_gather(slices, axis, dim)
         return slices[0]
+
+    def _count(self, primitive: str, axes: Sequence[str], x: tf.Tensor, backward: bool) -> None:
+        sent = self.collectives.bytes_sent(primitive, axes, x)
+        self.costs.add(primitive, axes, x, backward, sent)
 
     def raw_all_reduce(self, x: Slices, axes: Sequence[str], op: str) -> Slices:
         """Calls the collectives."""

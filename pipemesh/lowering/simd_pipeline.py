@@ -10,13 +10,15 @@ import tensorflow as tf
 from tensorflow.python.eager import record
 
 from pipemesh.errors import GradientError, LayoutError, PipelineError
+from pipemesh.lowering.arguments import as_shape, as_tensor, described
 from pipemesh.lowering.attach_gradient import attach_gradient
 from pipemesh.lowering.captures import lost_in_layer
-from pipemesh.lowering.lowering import Lowering, Slices
+from pipemesh.lowering.lowering import Lowering, Slices, check_mesh
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.lowering.tick_loop import LayerFunction, LoopWeight, TickLoop
 from pipemesh.lowering.ticks import TickPlan
 from pipemesh.mesh import Dim, Mesh, Shape
+from pipemesh.mesh.checks import whole_number
 from pipemesh.mesh.mesh import LAYERS_AXIS
 
 CIRCLES_DIM = "circles"
@@ -73,9 +75,13 @@ class SimdPipeline:
     batch_dim: str = "batch"
 
     def __post_init__(self) -> None:
+        check_mesh(self.mesh)
         for name in ("num_layers", "num_microbatches", "num_circles"):
-            if getattr(self, name) < 1:
-                raise PipelineError(f"{name} is {getattr(self, name)}; it must be at least 1")
+            number = whole_number(getattr(self, name))
+            if number is None or number < 1:
+                raise PipelineError(
+                    f"{name} is {getattr(self, name)!r}; it must be a whole number, at least 1"
+                )
         stages = self.mesh.num_stages * self.num_circles
         if self.num_layers % stages:
             raise PipelineError(
@@ -103,7 +109,7 @@ class SimdPipeline:
         Raises:
             ShapeError: it has one of the stack's dims.
         """
-        shape = Shape.from_text(shape) if isinstance(shape, str) else shape
+        shape = as_shape(shape)
         sizes = (self.num_circles, self.mesh.num_stages, self.layers_per_stage)
         return Shape((*map(Dim, STACK_DIMS, sizes), *shape.dims))
 
@@ -131,6 +137,13 @@ class SimdPipeline:
                 something else over it.
             ShapeError: `x` has no batch dim.
         """
+        if not callable(layer):
+            raise PipelineError(f"layer is {layer!r}, which is no function")
+        as_tensor(x, "x")
+        if not isinstance(weights, Mapping):
+            raise PipelineError(f"weights are {described(weights)}; give a dict of tensors by name")
+        for name, weight in weights.items():
+            as_tensor(weight, f"weight {name!r}")
         lowering = x.lowering
         batch, micro = self._check_input(x)
         known = [self._describe(name, weight, x) for name, weight in weights.items()]

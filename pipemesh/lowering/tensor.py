@@ -45,6 +45,19 @@ class Tensor:
     __array_priority__ = 1000
 
     def __post_init__(self) -> None:
+        if not isinstance(self.lowering, Lowering) or not isinstance(self.shape, Shape):
+            raise ShapeError(
+                f"a tensor is made of a lowering, slices and a Shape, but {self.lowering!r} and "
+                f"{self.shape!r} were given as lowering and Shape; ops.import_tensor makes one of "
+                "a whole tensor; a text becomes a Shape with Shape.from_text"
+            )
+        if not isinstance(self.slices, list | tuple) or len(self.slices) != (
+            self.lowering.num_slices
+        ):
+            raise ShapeError(
+                f"the tensor '{self.layout}' is made of a tuple of {self.lowering.num_slices} "
+                "slices, one for each processor; ops.import_tensor cuts a whole tensor into slices"
+            )
         sizes = self.layout.slice_shape
         for tensor in self.slices:
             if not tensor.shape.is_compatible_with(sizes):
@@ -169,6 +182,14 @@ class Tensor:
 
     def __rtruediv__(self, other: Any) -> Tensor:
         return _elementwise().divide(other, self)
+
+    def __matmul__(self, other: Any) -> Tensor:
+        raise TypeError(
+            "tensors with named dims are multiplied by name: ops.einsum([x, w], ['batch', 'out']) "
+            "sums over the dims that the result lacks"
+        )
+
+    __rmatmul__ = __matmul__
 
     def __pow__(self, other: Any) -> Tensor:
         return _elementwise().power(self, other)

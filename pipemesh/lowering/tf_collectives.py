@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import tensorflow as tf
 from tensorflow.python.ops import gen_collective_ops
 
+from pipemesh.lowering.costs import usual_bytes
 from pipemesh.lowering.simd import Collectives
 from pipemesh.mesh import Mesh
 
@@ -78,6 +79,8 @@ class TfCollectives(Collectives):
         instance_keys: of the operations; by default the next ones of this process, which is right
             where one program is traced for all cores. Where each core calls the operations itself,
             each needs an iterator of its own over the same keys.
+        calls: gets a line for each operation, from which can be seen whether two programs call
+            the same ones.
     """
 
     def __init__(
@@ -87,22 +90,37 @@ class TfCollectives(Collectives):
         token: tf.Tensor,
         keys: GroupKeys,
         instance_keys: Iterator[int] = _instance_keys,
+        calls: list[str] | None = None,
     ) -> None:
         self._mesh = mesh
         self._core = core
         self._token = token
         self._keys = keys
         self._instance_keys = instance_keys
+        self._calls = calls
 
-    def _group(self, axes: Sequence[str]) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    def _group(
+        self, name: str, x: tf.Tensor, axes: Sequence[str]
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Size and key of the group, and the key of the operation."""
         size = math.prod(self._mesh.size(axis) for axis in axes)
         ordered = tuple(axis for axis in self._mesh.axis_names if axis in axes)
+        instance = next(self._instance_keys)
+        if self._calls is not None:
+            self._calls.append(
+                f"collective {instance}, {name} over {'+'.join(ordered)} of {x.dtype.name}{x.shape}"
+            )
         return (
             tf.constant(size, tf.int32),
             self._keys.key(ordered, self._core),
-            tf.constant(next(self._instance_keys), tf.int32),
+            tf.constant(instance, tf.int32),
         )
+
+    def bytes_sent(self, primitive: str, axes: Sequence[str], x: tf.Tensor) -> int:
+        """Counts the dtype that travels, and a permute as the all-gather that it is."""
+        size = (x.shape.num_elements() or 0) * _CARRIERS.get(x.dtype, x.dtype).size
+        way = "all_gather" if primitive == "permute" else primitive
+        return usual_bytes(way, size, math.prod(self._mesh.size(axis) for axis in axes))
 
     def all_reduce(self, x: tf.Tensor, axes: Sequence[str], op: str) -> tf.Tensor:
         """Is one `CollectiveReduceV2`."""
@@ -110,7 +128,11 @@ class TfCollectives(Collectives):
             return tf.identity(x)
         # bfloat16 is summed in float32, which is rounded once and not at every step.
         result = gen_collective_ops.collective_reduce_v2(
-            _sendable(x), *self._group(axes), [self._token], merge_op=_MERGE[op], final_op="Id"
+            _sendable(x),
+            *self._group(f"all_reduce ({op})", x, axes),
+            [self._token],
+            merge_op=_MERGE[op],
+            final_op="Id",
         )
         return _received(result, x, x.shape)
 
@@ -118,7 +140,7 @@ class TfCollectives(Collectives):
         """All slices along an axis, stacked as the first dim."""
         size = self._mesh.size(axis)
         result = gen_collective_ops.collective_gather_v2(
-            _sendable(x)[None], *self._group([axis]), [self._token]
+            _sendable(x)[None], *self._group("all_gather", x, [axis]), [self._token]
         )
         return _received(result, x, [size, *x.shape])
 
@@ -136,7 +158,7 @@ class TfCollectives(Collectives):
         if x.shape.num_elements() == 0:
             return gathered_to_dim(pieces, concat_dim)
         result = gen_collective_ops.collective_all_to_all_v2(
-            _sendable(pieces), *self._group([axis]), [self._token]
+            _sendable(pieces), *self._group("all_to_all", x, [axis]), [self._token]
         )
         return gathered_to_dim(_received(result, x, pieces.shape), concat_dim)
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from pipemesh.errors import DeviceError, LayoutError
+from pipemesh.lowering.devices import check_devices_exist
 from pipemesh.lowering.initializers import Initializer
 from pipemesh.lowering.lowering import Lowering
 from pipemesh.lowering.tensor import Tensor
@@ -75,8 +76,20 @@ class Variable:
             first_processor: the number of the first device's processor.
 
         Raises:
-            DeviceError: the mesh does not have so many processors.
+            DeviceError: the mesh does not have so many processors, or a device does not exist.
+            LayoutError: there is no layout or no initializer.
         """
+        if not isinstance(layout, TensorLayout):
+            raise LayoutError(
+                f"the layout is {layout!r}; write lowering.tensor_layout(shape), or "
+                "rules.tensor_layout(shape, mesh)"
+            )
+        if not callable(initializer):
+            raise LayoutError(
+                f"the initializer is {initializer!r}; give one of pipemesh.lowering.initializers, "
+                "such as Constant(0.0)"
+            )
+        devices = check_devices_exist(devices)
         if not 0 <= first_processor <= layout.mesh.num_devices - len(devices):
             raise DeviceError(
                 f"{len(devices)} devices from processor {first_processor} on were given for mesh "
@@ -104,6 +117,8 @@ class Variable:
             LayoutError: mesh or rules of `lowering` split it otherwise.
             DeviceError: this process does not have all slices.
         """
+        if not isinstance(lowering, Lowering):
+            raise LayoutError(f"{lowering!r} is no lowering; give the one of the other tensors")
         asked = lowering.tensor_layout(self.layout.shape)
         if asked != self.layout:
             raise LayoutError(

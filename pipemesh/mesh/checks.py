@@ -4,11 +4,39 @@ from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Callable
+from typing import Any, cast
 
 
 def is_name(value: object) -> bool:
     """Whether a value is a text of letters, digits and underscores that no digit begins."""
     return isinstance(value, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value) is not None
+
+
+def text_of(value: object, error: Callable[[str], Exception], example: str) -> str:
+    """The value, if it is a text.
+
+    Args:
+        value: what was given.
+        error: what is raised otherwise.
+        example: of a text.
+
+    Raises:
+        Exception: `error`: it is none.
+    """
+    if not isinstance(value, str):
+        raise error(f"{value!r} is no text; write for example {example!r}")
+    return value
+
+
+def pairs_of(value: Any) -> list[tuple[Any, Any]] | None:
+    """The value as a list of pairs; None if it is none: a text, a dict, None."""
+    if not isinstance(value, list | tuple):
+        return None
+    parts: list[Any] = list(cast(Any, value))
+    if not all(isinstance(part, list | tuple) and len(cast(Any, part)) == 2 for part in parts):
+        return None
+    return [(part[0], part[1]) for part in parts]
 
 
 def whole_number(value: object) -> int | None:

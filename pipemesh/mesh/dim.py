@@ -6,7 +6,7 @@ import dataclasses
 import re
 
 from pipemesh.errors import ShapeError
-from pipemesh.mesh.checks import is_name, whole_number
+from pipemesh.mesh.checks import is_name, text_of, whole_number
 
 _DIM = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]*)\s*:\s*([0-9]+)\s*")
 
@@ -49,7 +49,7 @@ class Dim:
         Raises:
             ShapeError: `text` has another form.
         """
-        match = _DIM.fullmatch(text)
+        match = _DIM.fullmatch(text_of(text, ShapeError, "heads:8"))
         if match is None:
             raise ShapeError(f"{text!r} is not name:size; write for example 'heads:8'")
         return cls(match[1], int(match[2]))

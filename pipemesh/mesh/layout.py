@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 
 from pipemesh.errors import LayoutError
-from pipemesh.mesh.checks import is_name
+from pipemesh.mesh.checks import is_name, pairs_of, text_of
 from pipemesh.mesh.mesh import Mesh
 from pipemesh.mesh.nearest import nearest_text
 from pipemesh.mesh.shape import Shape
@@ -34,6 +34,11 @@ class LayoutRules:
     rules: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
+        if pairs_of(self.rules) is None:
+            raise LayoutError(
+                f"{self.rules!r} are no layout rules; write "
+                "LayoutRules.from_text('batch:data;heads:model'), or give pairs of dim and axis"
+            )
         for dim, axis in self.rules:
             if not (is_name(dim) and is_name(axis)):
                 raise LayoutError(
@@ -46,7 +51,7 @@ class LayoutRules:
                     f"dim {dim!r} is split over axis {axis!r} and over axis {others[0]!r}; a dim "
                     f"has one axis, so remove '{dim}:{axis}' or '{dim}:{others[0]}'"
                 )
-        object.__setattr__(self, "rules", tuple(dict.fromkeys(self.rules)))
+        object.__setattr__(self, "rules", tuple(dict.fromkeys(map(tuple, self.rules))))
 
     @classmethod
     def from_text(cls, text: str) -> LayoutRules:
@@ -55,7 +60,7 @@ class LayoutRules:
         Raises:
             LayoutError: `text` has another form.
         """
-        if not text.strip():
+        if not text_of(text, LayoutError, "batch:data;heads:model").strip():
             return cls()
         rules: list[tuple[str, str]] = []
         for part in text.split(";"):

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from pipemesh.errors import MeshError
-from pipemesh.mesh.checks import is_name, whole_number
+from pipemesh.mesh.checks import is_name, pairs_of, text_of, whole_number
 from pipemesh.mesh.nearest import nearest_text
 
 LAYERS_AXIS = "layers"
@@ -39,6 +39,11 @@ class Mesh:
     axes: tuple[tuple[str, int], ...]
 
     def __post_init__(self) -> None:
+        if pairs_of(self.axes) is None:
+            raise MeshError(
+                f"{self.axes!r} are no axes of a mesh; write Mesh.from_text('layers:2;data:2'), or "
+                "give pairs of axis and size"
+            )
         names = self.axis_names
         axes: list[tuple[str, int]] = []
         for name, given in self.axes:
@@ -50,7 +55,9 @@ class Mesh:
                 raise MeshError(f"axis {name!r} is named twice; merge its sizes into one axis")
             size = whole_number(given)
             if size is None or size < 1:
-                raise MeshError(f"axis {name!r} has size {given!r}; sizes are whole, from 1 on")
+                raise MeshError(
+                    f"axis {name!r} has size {given!r}; sizes are whole numbers from 1 on"
+                )
             axes.append((name, size))
         object.__setattr__(self, "axes", tuple(axes))
 
@@ -62,7 +69,7 @@ class Mesh:
             MeshError: `text` has another form.
         """
         axes: list[tuple[str, int]] = []
-        for part in text.split(";"):
+        for part in text_of(text, MeshError, "layers:4;data:2").split(";"):
             match = _AXIS.fullmatch(part)
             if match is None:
                 raise MeshError(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import Any, cast
 
 from pipemesh.errors import ShapeError
+from pipemesh.mesh.checks import text_of
 from pipemesh.mesh.dim import Dim
 from pipemesh.mesh.nearest import nearest_text
 
@@ -37,6 +39,15 @@ class Shape:
     dims: tuple[Dim, ...] = ()
 
     def __post_init__(self) -> None:
+        dims: Any = self.dims
+        if not isinstance(dims, list | tuple) or not all(
+            isinstance(dim, Dim) for dim in cast(Any, dims)
+        ):
+            raise ShapeError(
+                f"{dims!r} are no dims; write Shape.from_text('batch:4;io:3'), or give a tuple of "
+                "Dims"
+            )
+        object.__setattr__(self, "dims", tuple(self.dims))
         names = self.names
         for name in names:
             if names.count(name) > 1:
@@ -52,7 +63,7 @@ class Shape:
         Raises:
             ShapeError: `text` has another form.
         """
-        if not text.strip():
+        if not text_of(text, ShapeError, "batch:4;io:3").strip():
             return cls()
         return cls(tuple(Dim.from_text(part) for part in text.split(";")))
 
@@ -96,7 +107,8 @@ class Shape:
         name = dim.name if isinstance(dim, Dim) else dim
         if name not in self.names:
             raise ShapeError(
-                f"no dim is called {name!r} in the shape '{self}'{nearest_text(name, self.names)}"
+                f"no dim is called {name!r} in the shape '{self}'"
+                f"{nearest_text(str(name), self.names)}"
             )
         position = self.names.index(name)
         if isinstance(dim, Dim) and self.dims[position] != dim:
@@ -113,6 +125,8 @@ class Shape:
         return len(self.dims)
 
     def _check_sizes(self, other: Shape) -> None:
+        if not isinstance(other, Shape):  # type: ignore[reportUnnecessaryIsInstance]
+            raise ShapeError(f"{other!r} is no Shape; write Shape.from_text('batch:4;io:3')")
         for dim in other:
             if dim.name in self.names and self[dim.name] != dim:
                 raise ShapeError(

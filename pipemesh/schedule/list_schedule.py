@@ -38,15 +38,16 @@ def list_schedule(
 ) -> Schedule:
     """Searches a short schedule within a memory limit.
 
-    Three steps. First, candidates: every published schedule with as many stages a device that
+    Three steps. First, candidates: every schedule of this package with as many stages a device that
     keeps within the limit, and greedy runs in which each free device takes the best ready action
     by one of several rules (backwards or forwards first or in turn, later or earlier stage first,
     weight gradients at once or only where they delay nothing, several caps on what is held; with
     two stages a device both on a loop and on a V). Second, the shortest one wins; ties go to the
     one that holds less. Third, small changes along its critical path, as long as they help.
 
-    The result is therefore never longer than any published schedule on the same stages that fits
-    into the memory. It is not proved to be optimal. The search is deterministic. The larger the
+    The result is therefore never longer than any schedule of this package on the same stages that
+    fits into the memory. It is not proved to be optimal, and published tables that this package
+    does not build can be shorter. The search is deterministic. The larger the
     table, the fewer rules and changes it tries: about a second for 3,000 actions, some twenty for
     200,000.
 

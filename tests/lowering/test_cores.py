@@ -7,11 +7,15 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+import tensorflow as tf
 
-from pipemesh.errors import DeviceError
+from pipemesh.errors import DeviceError, ShapeError
+from pipemesh.lowering import ops
 from pipemesh.lowering.cores import Cores
-from pipemesh.mesh import Mesh
+from pipemesh.lowering.tensor import Tensor
+from pipemesh.mesh import LayoutRules, Mesh, Shape
 
 COMMON = """
 import json
@@ -150,6 +154,26 @@ except KeyError as error:
 """) == ["'ill'", True]
 
 
+def test_cores_that_do_not_do_the_same_are_told_apart_when_the_time_limit_is_over():
+    name, text, seconds = run("""
+import time
+mesh = Mesh.from_text("data:3")
+cores = Cores(mesh, ["CPU:0", "CPU:1", "CPU:2"], time_limit_s=3)
+def program(lowering, x, meets):
+    return lowering.all_reduce((x,), ["data"])[0] if meets else x
+args = [[tf.constant(1.0), i != 1] for i in range(3)]
+begin = time.monotonic()
+try:
+    cores.run_eagerly(program, LayoutRules(), args)
+except Exception as error:
+    print(json.dumps([type(error).__name__, str(error), time.monotonic() - begin]))
+""")
+    assert name == "DeviceError"
+    assert "cores 0, 2 of mesh 'data:3' were not done in 3 s, while cores 1 were." in text
+    assert "time_limit_s" in text
+    assert seconds < 30
+
+
 def test_cores_see_nothing_of_the_callers_graph_tape_and_other_calls():
     assert run("""
 cores = make("data:2")
@@ -183,6 +207,54 @@ print(json.dumps(found))
 def test_more_devices_than_cores_are_an_error():
     with pytest.raises(DeviceError, match="2 devices from core 1 on"):
         Cores(Mesh.from_text("data:2"), ["CPU:0", "CPU:1"], first_core=1)
+
+
+def test_fewer_devices_than_cores_are_an_error_where_no_other_process_has_the_rest():
+    with pytest.raises(DeviceError, match="which has 4 cores, and no other process is connected"):
+        Cores(Mesh.from_text("data:4"), ["CPU:0", "CPU:1"])
+    with pytest.raises(DeviceError, match="0 devices from core 0 on"):
+        Cores(Mesh.from_text("data:4"), [])
+
+
+@pytest.mark.parametrize(
+    "again", ["CPU:1", "/device:CPU:1", "/job:localhost/replica:0/task:0/device:CPU:1"]
+)
+def test_a_device_for_two_cores_is_an_error_however_it_is_spelt(again):
+    with pytest.raises(DeviceError, match="was given for 2 cores; cores wait for each other"):
+        Cores(Mesh.from_text("data:3"), ["CPU:0", "CPU:1", again])
+
+
+@pytest.mark.parametrize("limit", [0, -1.0])
+def test_a_time_limit_of_nothing_is_an_error(limit):
+    with pytest.raises(DeviceError, match="it is above 0, or None for ever"):
+        Cores(Mesh.from_text("data:1"), ["CPU:0"], time_limit_s=limit)
+
+
+def lost_rows(*slices):
+    """Sums a batch of four on two cores, which were traced for two rows each."""
+    mesh = Mesh.from_text("data:2")
+    step = Cores(mesh, ["CPU:0", "CPU:1"]).function(
+        lambda lowering, x: ops.export_tensor(
+            ops.reduce_sum(Tensor(lowering, (x,), Shape.of(batch=4)))
+        ),
+        LayoutRules.from_text("batch:data"),
+        tf.TensorSpec([2]),
+    )
+    return [float(y) for y in step(slices)]
+
+
+def test_slices_of_other_sizes_than_the_specs_are_an_error_and_no_rows_get_lost():
+    two = [tf.ones([2])]
+    assert lost_rows(two, two) == [4, 4]
+    for size in (1, 3, 4, 8):
+        with pytest.raises(ShapeError, match=r"argument 0 of core 1 is float32 of sizes \(\d,\)"):
+            lost_rows(two, [tf.ones([size])])
+        with pytest.raises(ShapeError, match=r"argument 0 of core 1 is float32 of sizes \(\d,\)"):
+            lost_rows(two, [np.ones(size, np.float32)])
+    with pytest.raises(ShapeError, match=r"of core 0 is int32 .* was built for float32"):
+        lost_rows([tf.ones([2], tf.int32)], two)
+    with pytest.raises(ShapeError, match="core 1 was given 2 arguments; the program was built for"):
+        lost_rows(two, [*two, *two])
 
 
 def test_without_a_graph_a_program_gives_the_same_numbers_run_after_run():

@@ -1,8 +1,12 @@
 """Where does the communication happen? A table for a model."""
 
+import pytest
 import tensorflow as tf
 
 from pipemesh.lowering import PlacementLowering, ops
+from pipemesh.lowering.simd import SimdLowering
+from pipemesh.lowering.tf_collectives import GroupKeys, TfCollectives
+from pipemesh.lowering.tpu_collectives import TpuCollectives
 from pipemesh.mesh import LayoutRules, Mesh
 
 
@@ -46,3 +50,30 @@ def test_with_split_hidden_units_activations_are_summed_as_well():
         "model  all_reduce  forward       1   1,024\n"
         "total                            4  11,268"
     )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bytes_of_an_element"), [(tf.float32, 4), (tf.bfloat16, 4), (tf.int8, 4)]
+)
+def test_a_permute_of_tensorflows_collectives_is_counted_as_the_all_gather_that_it_is(
+    dtype, bytes_of_an_element
+):
+    mesh = Mesh.from_text("ring:4")
+    core = tf.constant(0)
+    token = tf.Variable(0.0)
+
+    def sent(collectives):
+        lowering = SimdLowering(mesh, LayoutRules(), collectives, core)
+
+        @tf.function(autograph=False)
+        def program(x):
+            return lowering.shift((x,), "ring", 1, wrap=True)
+
+        program.get_concrete_function(tf.TensorSpec([2, 5], dtype))
+        ((key, value),) = lowering.costs.rows.items()
+        assert key == (("ring",), "permute", "forward")
+        return value
+
+    tensorflow = TfCollectives(mesh, core, token.handle, GroupKeys(mesh))
+    assert sent(tensorflow) == (1, 3 * 10 * bytes_of_an_element)
+    assert sent(TpuCollectives(mesh)) == (1, 10 * dtype.size)

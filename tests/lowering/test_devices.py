@@ -4,9 +4,13 @@ import subprocess
 import sys
 
 import pytest
+import tensorflow as tf
 
 from pipemesh.errors import DeviceError
-from pipemesh.lowering.devices import check_threads, start_cpu_devices
+from pipemesh.layers import mesh_cluster
+from pipemesh.lowering import PlacementLowering
+from pipemesh.lowering.devices import check_devices_exist, check_threads, start_cpu_devices
+from pipemesh.mesh import LayoutRules, Mesh
 
 
 def test_as_many_devices_and_threads_as_asked_for():
@@ -21,8 +25,6 @@ assert tf.config.threading.get_inter_op_parallelism_threads() >= 5
 
 
 def test_too_late_is_an_error():
-    import tensorflow as tf
-
     tf.zeros([1])
     with pytest.raises(DeviceError, match="already started with 8"):
         start_cpu_devices(3)
@@ -32,3 +34,37 @@ def test_too_few_threads_are_a_warning():
     check_threads(8)
     with pytest.warns(RuntimeWarning, match="9 devices share 8 inter-op threads"):
         check_threads(9)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["CPU:1", "cpu:1", "/device:CPU:1", "/job:localhost/replica:0/task:0/device:CPU:1",
+     "/job:localhost/device:CPU:1"],
+)  # fmt: skip
+def test_all_spellings_of_a_device_are_the_same_device(name):
+    assert check_devices_exist([name]) == ("/device:CPU:1",)
+
+
+def test_the_device_of_a_tensor_is_accepted():
+    with tf.device("CPU:2"):
+        device = tf.ones([]).device
+    assert check_devices_exist([device]) == ("/device:CPU:2",)
+    mesh = Mesh.from_text("data:1")
+    assert PlacementLowering(mesh, LayoutRules(), [device]).devices == ("/device:CPU:2",)
+    of_lingvo = mesh_cluster(Mesh.from_text("layers:2")).WorkerDeviceInModelSplit(1)
+    assert check_devices_exist([of_lingvo]) == ("/device:CPU:1",)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["/job:worker/task:0/device:CPU:0", "/job:localhost/task:1/device:CPU:0", "TPU:0", "CPU:8"],
+)
+def test_devices_of_others_do_not_exist(name):
+    with pytest.raises(DeviceError, match="does not exist"):
+        check_devices_exist([name])
+
+
+@pytest.mark.parametrize("devices", ["CPU:0", [0], ["first"], [None], 8])
+def test_what_names_no_device_is_one_clear_line(devices):
+    with pytest.raises(DeviceError, match=r"is no name of a device|give a list of names"):
+        check_devices_exist(devices)

@@ -127,6 +127,65 @@ def test_in_a_tf_function_every_slice_is_differentiated_on_its_device(tape):
     assert products(graphs) == {device: count + extra for device, count in PRODUCTS.items()}
 
 
+def device_of(node):
+    return re.search(r"CPU:\d", node.device)[0]
+
+
+@pytest.mark.parametrize("where", ["CPU:0", "CPU:3"])
+def test_a_whole_tensor_is_cut_where_it_lies_and_only_slices_are_sent(where):
+    lowering = make()
+    layout = lowering.tensor_layout(Shape.of(batch=8, io=3))
+    with tf.Graph().as_default():
+        with tf.device(where):
+            whole = tf.compat.v1.placeholder(tf.float32, [8, 3])
+        slices = lowering.import_tensor(whole, layout)
+        exported = lowering.export_tensor(slices, layout)
+        (grad,) = tf.gradients(tf.reduce_sum(tf.square(exported)), whole)
+        metadata = tf.compat.v1.RunMetadata()
+        with tf.compat.v1.Session() as session:
+            value = np.arange(24, dtype=np.float32).reshape(8, 3)
+            parts, joined, got = session.run(
+                [slices, exported, grad],
+                {whole: value},
+                options=tf.compat.v1.RunOptions(output_partition_graphs=True),
+                run_metadata=metadata,
+            )
+    for i, part in enumerate(parts):
+        np.testing.assert_array_equal(part, value[layout.slice_ranges(i)])
+    np.testing.assert_array_equal(joined, value)
+    np.testing.assert_array_equal(got, 2 * value)
+    nodes = {node.name: node for graph in metadata.partition_graphs for node in graph.node}
+    cuts = [node for node in nodes.values() if node.op == "Slice"]
+    # Forward one for each half of the batch, where the tensor lies; backward on the first device.
+    forward = [device_of(node) for node in cuts if "gradients" not in node.name]
+    assert forward == [where] * 2
+    sources = {name for node in nodes.values() if node.op == "_Send" for name in node.input}
+    assert not sources & {"Placeholder", "Placeholder:0"}
+    # Of 48 bytes a slice, what goes to or comes from the three devices that are not the first.
+    assert lowering.costs.transfers == {
+        ("import", "forward"): (1, 3 * 48),
+        ("export", "forward"): (1, 48),
+        ("export", "backward"): (1, 3 * 48),
+        ("import", "backward"): (1, 48),
+    }
+    assert not lowering.costs.rows
+
+
+def test_an_import_in_a_function_and_eagerly_is_cut_before_it_is_sent():
+    lowering = make()
+    layout = lowering.tensor_layout(Shape.of(batch=8, io=3))
+    value = np.arange(24, dtype=np.float32).reshape(8, 3)
+    with tf.device("CPU:3"):
+        whole = tf.identity(value)
+    for slices in (
+        lowering.import_tensor(whole, layout),
+        tf.function(lambda x: lowering.import_tensor(x, layout), autograph=False)(whole),
+        tf.function(lambda: lowering.import_tensor(whole, layout), autograph=False)(),
+    ):
+        for i, part in enumerate(slices):
+            np.testing.assert_array_equal(part, value[layout.slice_ranges(i)])
+
+
 @pytest.mark.slow
 def test_two_hosts_train_one_network_between_them():
     ended = subprocess.run(

@@ -16,6 +16,8 @@ from pipemesh.lowering.tensor import Tensor, check_same_dtype, check_same_loweri
 from pipemesh.mesh import Dim, Shape
 from pipemesh.mesh.nearest import nearest_text
 
+# "SAME" or "VALID".
+Padding = str
 # One number for all dims, or one for each name of a dim.
 Steps = int | Mapping[str, int]
 # By the number of dims: the operation, and its gradients of images and of filters.
@@ -31,7 +33,7 @@ def conv1d(
     filters: Tensor,
     window: Mapping[str, str],
     *,
-    padding: str,
+    padding: Padding,
     strides: Steps = 1,
     dilations: Steps = 1,
 ) -> Tensor:
@@ -58,7 +60,7 @@ def conv2d(
     filters: Tensor,
     window: Mapping[str, str],
     *,
-    padding: str,
+    padding: Padding,
     strides: Steps = 1,
     dilations: Steps = 1,
 ) -> Tensor:
@@ -97,7 +99,7 @@ def conv3d(
     filters: Tensor,
     window: Mapping[str, str],
     *,
-    padding: str,
+    padding: Padding,
     strides: Steps = 1,
     dilations: Steps = 1,
 ) -> Tensor:

@@ -39,8 +39,6 @@ def einsum(operands: Sequence[Tensor], dims: Sequence[str]) -> Tensor:
     """
     lowering = check_same_lowering(operands)
     check_same_dtype(operands)
-    if isinstance(dims, str):
-        raise ShapeError(f"dims is the text {dims!r}; give a list of names, as in [{dims!r}]")
     union = functools.reduce(operator.or_, (operand.shape for operand in operands))
     shape = union.select(*dims)
     _check_summed(operands, union.without(*shape.names))

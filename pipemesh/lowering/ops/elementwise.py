@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from pipemesh.errors import ShapeError
+from pipemesh.lowering.arguments import check_operands
 from pipemesh.lowering.lowering import Lowering
 from pipemesh.lowering.ops.transfer import import_tensor
 from pipemesh.lowering.registry import register
@@ -172,6 +173,7 @@ def _unary(name: str, function: Callable[[tf.Tensor], tf.Tensor], what: str) -> 
 
 def _binary(name: str, function: Callable[..., tf.Tensor], what: str) -> Callable[..., Any]:
     def op(a: Operand, b: Operand) -> Tensor:
+        check_operands(name, [a, b])
         return broadcast(function, [a, b])
 
     op.__name__ = op.__qualname__ = name
@@ -212,7 +214,6 @@ stop_gradient = _unary("stop_gradient", tf.stop_gradient, "The same values, with
 tanh = _unary("tanh", tf.tanh, "Hyperbolic tangents.")
 
 add = _binary("add", tf.add, "a + b.")
-divide = _binary("divide", tf.math.divide, "a / b; IEEE for 0: inf or NaN.")
 equal = _binary("equal", tf.equal, "Whether a == b.")
 floor_divide = _binary("floor_divide", tf.math.floordiv, "a / b, rounded down.")
 floor_mod = _binary("floor_mod", tf.math.floormod, "The remainder of a division rounded down.")
@@ -234,6 +235,37 @@ squared_difference = _binary(
 subtract = _binary("subtract", tf.subtract, "a - b.")
 
 
+def _floating(operand: Operand) -> Operand:
+    """Integers as float32: TensorFlow would make them float64, which no TPU computes."""
+    if isinstance(operand, Tensor) and operand.dtype.is_integer:
+        return cast(operand, tf.float32)
+    if isinstance(operand, tf.Tensor | tf.Variable) and operand.dtype.is_integer:
+        return tf.cast(operand, tf.float32)
+    return operand
+
+
+@register("elementwise")
+def divide(a: Operand, b: Operand) -> Tensor:
+    """a / b; IEEE for 0: inf or NaN; float32 if both are integers.
+
+    Args:
+        a: a tensor, or a number.
+        b: the same; one of them is a tensor.
+
+    Returns:
+        Dims in the order of the first operand that has all; see `union_shape`.
+
+    Raises:
+        ShapeError: a name stands for two sizes, or the dtypes differ.
+        LayoutError: the rules split two dims of the result over one axis.
+    """
+    if all(isinstance(operand, Tensor | tf.Tensor | tf.Variable) for operand in (a, b)):
+        check_operands("divide", [a, b])
+    a, b = _floating(a), _floating(b)
+    check_operands("divide", [a, b])
+    return broadcast(tf.math.divide, [a, b])
+
+
 @register("elementwise")
 def where(condition: Tensor, a: Operand, b: Operand) -> Tensor:
     """Elements of `a` where `condition` is true, of `b` elsewhere.
@@ -250,6 +282,7 @@ def where(condition: Tensor, a: Operand, b: Operand) -> Tensor:
         ShapeError: a name stands for two sizes.
         LayoutError: the rules split two dims of the result over one axis.
     """
+    check_operands("where", [a, b])
     shapes = [operand.shape for operand in (a, b, condition) if isinstance(operand, Tensor)]
     return broadcast(tf.where, [condition, a, b], union_shape(shapes) if shapes else None)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from pipemesh.errors import ShapeError
+from pipemesh.lowering.arguments import check_operands
 from pipemesh.lowering.ops.lookup import local_start
 from pipemesh.lowering.ops.relayout import transpose
 from pipemesh.lowering.ops.windows import local_rows, rows_of, sum_of
@@ -66,6 +67,9 @@ def pad(x: Tensor, dim: str, before: int, after: int, value: float = 0.0) -> Ten
     padded = _with_rows(x, dim, -before, before + size + after)
     if not value:
         return padded
+    if isinstance(value, float) and value.is_integer() and x.dtype.is_integer:
+        value = int(value)
+    check_operands("pad", [x, value])
     lowering = x.lowering
     at = x.shape.index(dim)
     start, share = local_start(lowering, padded.shape[dim])

@@ -6,15 +6,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from pipemesh.lowering.arguments import as_shape as as_shape
 from pipemesh.lowering.lowering import Lowering
 from pipemesh.lowering.registry import register
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import Shape
-
-
-def as_shape(shape: Shape | str) -> Shape:
-    """The shape, parsed if it is a text."""
-    return Shape.from_text(shape) if isinstance(shape, str) else shape
 
 
 @register("transfer")

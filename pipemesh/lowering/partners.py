@@ -1,0 +1,212 @@
+"""The processes whose cores meet in collectives: who answers, and do they run the same program."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+# Its doors to the servers of other processes and to collectives that nobody will finish.
+from tensorflow.python.eager import context as tf_context
+from tensorflow.python.ops import gen_collective_ops
+
+from pipemesh.errors import DeviceError
+
+# A process that did not answer so often, one time after the other, is gone.
+_TRIES = 3
+_ANSWER_SECONDS = 5.0
+_EVERY_SECONDS = 5.0
+# Keys of the groups of all cores, and of what they say to each other, count from here; all others
+# from 1 and from 1 << 30. No group uses a key twice.
+_KEYS = 1 << 29
+_KEYS_OF_A_GROUP = 1 << 16
+_groups: dict[tuple[int, tuple[str, ...]], tuple[int, Iterator[int]]] = {}
+
+
+class Partners:
+    """The processes that TensorFlow's server of this process knows, this one among them.
+
+    Attributes:
+        addresses: of all processes, in order; empty if there is no server.
+        process: the index of this one.
+    """
+
+    def __init__(self) -> None:
+        server = tf_context.context()._collective_ops_server_def
+        self.addresses: list[str] = []
+        self.process = 0
+        self._names: list[str] = []
+        if server is not None:
+            (job,) = [job for job in server.cluster.job if job.name == server.job_name]
+            self.addresses = [job.tasks[i] for i in sorted(job.tasks)]
+            self.process = server.task_index
+            self._names = [f"/job:{job.name}/replica:0/task:{i}" for i in sorted(job.tasks)]
+        self._answered: set[int] = set()
+        self._failures = [0] * len(self.addresses)
+        self._next = time.monotonic() + _EVERY_SECONDS
+        self._lock = threading.Lock()
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other process."""
+        return len(self.addresses) < 2
+
+    @property
+    def others(self) -> list[int]:
+        """The indices of the other processes."""
+        return [i for i in range(len(self.addresses)) if i != self.process]
+
+    def describe(self, processes: Sequence[int]) -> str:
+        """Processes by index and address."""
+        return ", ".join(f"process {i} ({self.addresses[i]})" for i in processes)
+
+    def silent(self) -> list[int]:
+        """The other processes that do not answer now."""
+        others = self.others
+        if not others:
+            return []
+        with concurrent.futures.ThreadPoolExecutor(min(16, len(others))) as pool:
+            answers = list(pool.map(self._answers, others))
+        return [i for i, answers in zip(others, answers, strict=True) if not answers]
+
+    def _answers(self, process: int) -> bool:
+        timeout = round(1000 * _ANSWER_SECONDS)
+        try:
+            tf_context.context().check_collective_ops_peer_health(self._names[process], timeout)
+        except tf.errors.OpError:
+            return False
+        return True
+
+    def all_have_come(self) -> None:
+        """Notes that all were there: from now on one that does not answer is gone."""
+        self._answered.update(range(len(self.addresses)))
+
+    def gone(self) -> list[int]:
+        """Those that answered once and have not for some seconds; asks them now and then."""
+        if self.alone or time.monotonic() < self._next or not self._lock.acquire(blocking=False):
+            return []
+        try:
+            silent = self.silent()
+            for i in range(len(self.addresses)):
+                self._failures[i] = self._failures[i] + 1 if i in silent else 0
+                if i not in silent:
+                    self._answered.add(i)
+            self._next = time.monotonic() + _EVERY_SECONDS
+            return [i for i in silent if i in self._answered and self._failures[i] >= _TRIES]
+        finally:
+            self._lock.release()
+
+
+class Agreement:
+    """Lets all cores of a mesh compare what they are about to do.
+
+    Args:
+        partners: the processes.
+        num_cores: of all processes.
+        devices: of this process's cores.
+        first_core: the number of the first one.
+        tokens: for each core its ordering token.
+    """
+
+    def __init__(
+        self,
+        partners: Partners,
+        num_cores: int,
+        devices: Sequence[str],
+        first_core: int,
+        tokens: Sequence[tf.Variable],
+    ) -> None:
+        self._partners = partners
+        self._num_cores = num_cores
+        self._first_core = first_core
+        self._tokens = tokens
+        key = (num_cores, tuple(devices))
+        new = (_KEYS + len(_groups), itertools.count(_KEYS + len(_groups) * _KEYS_OF_A_GROUP))
+        self._group, self._instances = _groups.setdefault(key, new)
+
+    def check(
+        self, steps: Sequence[str], failed: str | None, on_all: Callable[..., list[np.ndarray]]
+    ) -> None:
+        """Compares a program with that of the other processes.
+
+        Args:
+            steps: what the program will do, one line a step.
+            failed: why there is no program, if there is none.
+            on_all: runs a function of a core's position on all cores of this process.
+
+        Raises:
+            DeviceError: a process has another program or none, or two have the same core.
+        """
+        text = "\n".join(steps if failed is None else [failed])
+        digest = np.frombuffer(hashlib.sha256(text.encode()).digest()[:8], np.int32)
+        encoded = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+        head = [self._partners.process, failed is not None, len(encoded), *digest]
+        rows = self._gather(on_all, lambda core: np.array([core, *head], np.int32))
+        self._partners.all_have_come()
+        self._check_cores(rows)
+        if (rows[:, 2:] == rows[0, 2:]).all() and not rows[:, 2].any():
+            return
+        width = int(rows[:, 3].max())
+        padded = np.pad(encoded, (0, width - len(encoded)))
+        bodies = self._gather(on_all, lambda _: padded)
+        texts: dict[int, str] = {}
+        failures: dict[int, str] = {}
+        for row, body in zip(rows, bodies, strict=True):
+            whole = bytes(body[: row[3]].astype(np.uint8)).decode()
+            (failures if row[2] else texts)[int(row[1])] = whole
+        raise DeviceError(self._difference(texts, failures))
+
+    def _gather(
+        self, on_all: Callable[..., list[np.ndarray]], of_core: Callable[[int], np.ndarray]
+    ) -> np.ndarray:
+        instance = next(self._instances)
+
+        def gather(i: int) -> np.ndarray:
+            return gen_collective_ops.collective_gather_v2(
+                tf.constant(of_core(self._first_core + i))[None],
+                tf.constant(self._num_cores),
+                tf.constant(self._group),
+                tf.constant(instance),
+                [self._tokens[i].handle],
+            ).numpy()
+
+        return on_all(gather)[0]
+
+    def _check_cores(self, rows: np.ndarray) -> None:
+        cores = rows[:, 0].tolist()
+        twice = sorted({core for core in cores if cores.count(core) > 1})
+        if twice:
+            owners = sorted(set(rows[np.isin(rows[:, 0], twice), 1].tolist()))
+            raise DeviceError(
+                f"cores {', '.join(map(str, twice))} are given by {self._partners.describe(owners)}"
+                "; every core belongs to one process, so give each its own first_core"
+            )
+
+    def _difference(self, texts: dict[int, str], failures: dict[int, str]) -> str:
+        if failures:
+            told = "; ".join(
+                f"{self._partners.describe([i])} could not build its program: {why}"
+                for i, why in failures.items()
+            )
+            return f"{told}. All processes need the same program, so none runs it"
+        first, *others = texts
+        differing = [i for i in others if texts[i] != texts[first]]
+        mine, theirs = texts[first].splitlines(), texts[differing[0]].splitlines()
+        at = next(
+            (i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b),
+            min(len(mine), len(theirs)),
+        )
+        end = "nothing more"
+        return (
+            f"{self._partners.describe(differing)} built another program than "
+            f"{self._partners.describe([first])}: line {at + 1} is "
+            f"{theirs[at] if at < len(theirs) else end!r}, there "
+            f"{mine[at] if at < len(mine) else end!r}. All processes build the same programs in "
+            "the same order, with the same mesh, rules and sizes"
+        )
