@@ -46,11 +46,11 @@ def places_of(params: Iterable[Any], is_stage: Callable[[Any], bool]) -> list[Pl
 def scopes_of(places: list[Place]) -> list[tuple[str, ...]]:
     """The scopes that each layer's variables need besides its own name.
 
-    None where the name is unique: so weights survive another partition. Else as many names of
-    enclosing stages, innermost first, as tell the layers apart, which is then what lingvo calls
-    them.
+    Not the name of the stage where that leaves the name unique: so weights survive another
+    partition. Else that as well, which is then what lingvo calls them. What is nested in a stage
+    keeps its name.
     """
-    lengths = [0] * len(places)
+    lengths = [max(len(place.stages) - 1, 0) for place in places]
     while True:
         scopes = [
             place.stages[len(place.stages) - length :]

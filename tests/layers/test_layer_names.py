@@ -41,6 +41,10 @@ CASES = {
         [stage("s0", [stage("a", [block("x")]), stage("b", [block("x")])]), stage("s1", [])],
         {"a/x", "b/x"},
     ),
+    "a stage in a stage": (
+        [stage("s0", [stage("a", [block("x")]), block("y")]), stage("s1", [block("x")])],
+        {"a/x", "y", "x"},
+    ),
     "stages of one name in two stages": (
         [stage("s0", [stage("a", [block("x")])]), stage("s1", [stage("a", [block("x")])])],
         {"s0/a/x", "s1/a/x"},
@@ -98,11 +102,20 @@ def test_scopes_are_the_shortest_that_tell_apart():
         Place(("s0", "n"), "b"),
         Place(("s1", "n"), "b"),
         Place(("s1", "m"), "b"),
+        Place(("s1", "m"), "a"),
         Place(("s2",), "tied", scope_is_given=True),
         Place(("s3",), "tied"),
     ]
-    assert scopes_of(places) == [(), ("s0", "n"), ("s1", "n"), ("m",), (), ()]
-    assert random_names_of(places) == ["a", "b", "b#1", "b#2", "tied", "tied#1"]
+    assert scopes_of(places) == [
+        (),
+        ("s0", "n"),
+        ("s1", "n"),
+        ("m",),
+        ("m",),
+        (),
+        (),
+    ]
+    assert random_names_of(places) == ["a", "b", "b#1", "b#2", "a#1", "tied", "tied#1"]
 
 
 class Task(base_layer.BaseLayer):
