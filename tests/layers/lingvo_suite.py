@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import gc
 import importlib
+import importlib.machinery
 import importlib.util
 import json
 import os
@@ -76,6 +76,19 @@ def replace_modules() -> None:
         module = StandIn(f"lingvo.core.{name}", source)
         sys.modules[module.__name__] = module
         setattr(core, name, module)
+
+
+class Checkout:
+    """Finds modules of lingvo that the wheel lacks, which tests import."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._path = path
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if not name.startswith("lingvo."):
+            return None
+        folder = self._path.joinpath(*name.split(".")[:-1])
+        return importlib.machinery.PathFinder.find_spec(name, [str(folder)], target)
 
 
 class Recorder(unittest.TestResult):
@@ -145,11 +158,7 @@ def run_file(
     from lingvo.core import py_utils
 
     name = "lingvo." + file.removesuffix(".py").replace("/", ".")
-    for package in ("lingvo", *(".".join(name.split(".")[:n]) for n in (2, 3, 4))):
-        # Helpers of tests that the wheel lacks.
-        with contextlib.suppress(ImportError, AttributeError):
-            module = importlib.import_module(package)
-            module.__path__.append(str(checkout.joinpath(*package.split("."))))
+    sys.meta_path.append(Checkout(checkout))
     spec = importlib.util.spec_from_file_location(name, checkout / "lingvo" / file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
