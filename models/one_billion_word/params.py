@@ -17,7 +17,7 @@ from pipemesh.layers.partition_layers import layer_flops, named_layers, stage_pa
 from pipemesh.partition import Partition
 
 
-class _LanguageModelParams(base_model_params.SingleTaskModelParams):
+class LanguageModelParams(base_model_params.SingleTaskModelParams):
     """A decoder-only Transformer over packed sentences.
 
     Attributes may be changed on an instance before its methods are called.
@@ -57,6 +57,9 @@ class _LanguageModelParams(base_model_params.SingleTaskModelParams):
     def Test(self) -> Any:
         return self._input("Test", heldout=True)
 
+    def Heldout(self) -> Any:
+        return self._input("Heldout", heldout=True)
+
     def _input(self, name: str, heldout: bool) -> Any:
         return OneBillionWordInput.Params().Set(
             name=name,
@@ -74,7 +77,7 @@ class _LanguageModelParams(base_model_params.SingleTaskModelParams):
     def Task(self) -> Any:
         p = LanguageModel.Params().Set(name="language_model")
         p.stack = PipeliningLayer.Params().Set(
-            cell_tpl=self.Stages(),
+            cell_tpl=stages_of(self),
             num_micro_batches=self.NUM_MICRO_BATCHES,
             schedule=self.SCHEDULE,
             loss_inside=True,
@@ -95,40 +98,47 @@ class _LanguageModelParams(base_model_params.SingleTaskModelParams):
         p.random_seed = self.SEED
         return p
 
-    def Layers(self) -> list[Any]:
-        """Params of all layers of the stack, first to last."""
-        block = Block.Params().Set(
-            model_dim=self.MODEL_DIM,
-            hidden_dim=self.HIDDEN_DIM,
-            num_heads=self.NUM_HEADS,
-            dropout_prob=self.DROPOUT_PROB,
-        )
-        embedding = Embedding.Params().Set(
-            vocab_size=self.VOCAB_SIZE, model_dim=self.MODEL_DIM, dropout_prob=self.DROPOUT_PROB
-        )
-        softmax = Softmax.Params().Set(vocab_size=self.VOCAB_SIZE, model_dim=self.MODEL_DIM)
-        return [embedding, *(block.Copy() for _ in range(self.NUM_LAYERS)), softmax]
 
-    def InputShapes(self) -> tuple[Any, ...]:
-        """Shapes of the five inputs of the stack, for one microbatch."""
-        size = self.BATCH_SIZE // self.NUM_MICRO_BATCHES
-        return (tshape.Shape([size, self.SEQUENCE_LENGTH]),) * 5
+# Functions of a configuration: its public methods would be data sets of lingvo.
 
-    def Stages(self) -> list[Any]:
-        """Params of the stages."""
-        if self.BLOCKS_PER_STAGE is None:
-            return PartitionSequentialLayers(self.Layers(), self.NUM_STAGES, *self.InputShapes())
-        layers = named_layers(self.Layers())
-        # The embedding goes with the first blocks, the softmax with the last ones.
-        ends = [1 + end for end in itertools.accumulate(self.BLOCKS_PER_STAGE)]
-        boundaries = (0, *ends[:-1], len(layers))
-        flops = layer_flops(layers, *self.InputShapes())
-        costs = tuple(sum(flops[a:b]) for a, b in itertools.pairwise(boundaries))
-        return stage_params(layers, Partition(boundaries, costs))
+
+def layers_of(config: LanguageModelParams) -> list[Any]:
+    """Params of all layers of the stack, first to last."""
+    block = Block.Params().Set(
+        model_dim=config.MODEL_DIM,
+        hidden_dim=config.HIDDEN_DIM,
+        num_heads=config.NUM_HEADS,
+        dropout_prob=config.DROPOUT_PROB,
+    )
+    embedding = Embedding.Params().Set(
+        vocab_size=config.VOCAB_SIZE, model_dim=config.MODEL_DIM, dropout_prob=config.DROPOUT_PROB
+    )
+    softmax = Softmax.Params().Set(vocab_size=config.VOCAB_SIZE, model_dim=config.MODEL_DIM)
+    return [embedding, *(block.Copy() for _ in range(config.NUM_LAYERS)), softmax]
+
+
+def input_shapes_of(config: LanguageModelParams) -> tuple[Any, ...]:
+    """Shapes of the five inputs of the stack, for one microbatch."""
+    size = config.BATCH_SIZE // config.NUM_MICRO_BATCHES
+    return (tshape.Shape([size, config.SEQUENCE_LENGTH]),) * 5
+
+
+def stages_of(config: LanguageModelParams) -> list[Any]:
+    """Params of the stages."""
+    shapes = input_shapes_of(config)
+    if config.BLOCKS_PER_STAGE is None:
+        return PartitionSequentialLayers(layers_of(config), config.NUM_STAGES, *shapes)
+    layers = named_layers(layers_of(config))
+    # The embedding goes with the first blocks, the softmax with the last ones.
+    ends = [1 + end for end in itertools.accumulate(config.BLOCKS_PER_STAGE)]
+    boundaries = (0, *ends[:-1], len(layers))
+    flops = layer_flops(layers, *shapes)
+    costs = tuple(sum(flops[a:b]) for a, b in itertools.pairwise(boundaries))
+    return stage_params(layers, Partition(boundaries, costs))
 
 
 @model_registry.RegisterSingleTaskModel
-class OneBillionWordTiny(_LanguageModelParams):
+class OneBillionWordTiny(LanguageModelParams):
     """Trains on a laptop's CPU in minutes, on the embedded text."""
 
     VOCAB_SIZE = 2048
@@ -144,7 +154,7 @@ class OneBillionWordTiny(_LanguageModelParams):
 
 
 @model_registry.RegisterSingleTaskModel
-class OneBillionWordBase(_LanguageModelParams):
+class OneBillionWordBase(LanguageModelParams):
     """The size of the base Transformer, for one machine with a few GPUs."""
 
     VOCAB_SIZE = 32_000
@@ -159,7 +169,7 @@ class OneBillionWordBase(_LanguageModelParams):
 
 
 @model_registry.RegisterSingleTaskModel
-class OneBillionWordGPipe32(_LanguageModelParams):
+class OneBillionWordGPipe32(LanguageModelParams):
     """32 layers in 4 stages of 8, trained with 32 microbatches."""
 
     VOCAB_SIZE = 32_000

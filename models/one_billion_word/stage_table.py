@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from models.one_billion_word.params import input_shapes_of, stages_of
 from pipemesh.layers.partition_layers import layer_flops
 
 
@@ -15,8 +16,8 @@ def stage_table(config: Any, task: Any, devices: list[str]) -> str:
         task: the instantiated task.
         devices: the device of each stage.
     """
-    cells = config.Stages()
-    shapes = config.InputShapes()
+    cells = stages_of(config)
+    shapes = input_shapes_of(config)
     flops = layer_flops([layer for cell in cells for layer in cell.sub], *shapes)
     total, begin = sum(flops), 0
     rows = [("stage", "layers", "flops", "parameters", "device")]

@@ -53,3 +53,33 @@ class LanguageModel(base_model.BaseTask):
             loss=(loss, num_tokens), num_tokens=(num_tokens, tf.constant(1.0))
         )
         return metrics, py_utils.NestedMap(xent=predictions.xent)
+
+    def Inference(self):
+        """What `lingvo.trainer --mode=write_inference_graph` exports: it scores packed rows.
+
+        Feeds are what `ComputePredictions` takes, of any number of rows; fetches what it returns,
+        so that `xent` is minus the log probability of every label.
+        """
+        shape = [None, self.params.input.sequence_length if self.params.input else None]
+        with tf.name_scope("inference"):
+            feeds = py_utils.NestedMap(
+                {
+                    name: tf.compat.v1.placeholder(dtype, shape, name)
+                    for name, dtype in (
+                        ("ids", tf.int32),
+                        ("labels", tf.int32),
+                        ("weights", tf.float32),
+                        ("segment_ids", tf.int32),
+                        ("segment_pos", tf.int32),
+                    )
+                }
+            )
+            return {"default": (self.ComputePredictions(self.theta, feeds), feeds)}
+
+    def Decode(self, input_batch):
+        """Refuses: there is no cache of keys and values yet."""
+        raise NotImplementedError(
+            "LanguageModel does not generate text yet, so it has no decoder; use "
+            "--job=evaler_heldout for the loss, or --mode=write_inference_graph for a graph that "
+            "scores text"
+        )

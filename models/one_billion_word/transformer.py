@@ -132,7 +132,7 @@ class Block(base_layer.BaseLayer):
             theta.attention,
             hidden,
             None,
-            tf.zeros(segment_ids.shape, hidden.dtype),
+            tf.zeros_like(segment_ids, hidden.dtype),
             segment_mask=causal_segment_mask(segment_ids, hidden.dtype),
         )
         hidden = self.feed_forward.FProp(theta.feed_forward, hidden, None)

@@ -15,6 +15,7 @@ Example:
 from pipemesh.layers import lingvo_loader as lingvo_loader  # isort: skip
 
 from pipemesh.layers.feature_extraction import FeatureExtractionLayer
+from pipemesh.layers.lingvo_checkpoint import lingvo_checkpoint_rules, lingvo_names
 from pipemesh.layers.mesh_cluster import mesh_cluster
 from pipemesh.layers.partition_layers import PartitionSequentialLayers
 from pipemesh.layers.pipelining import PipeliningLayer
@@ -33,5 +34,7 @@ __all__ = [
     "PipeliningLayer",
     "SeqLayer",
     "SetOverWriteGlobalStep",
+    "lingvo_checkpoint_rules",
+    "lingvo_names",
     "mesh_cluster",
 ]

@@ -11,6 +11,7 @@ from lingvo.core import base_layer, py_utils
 
 from pipemesh.errors import PipelineError, PipemeshError
 from pipemesh.layers.check_params import check_layers, check_whole, with_article
+from pipemesh.layers.layer_names import places_of, random_names_of, scopes_of
 from pipemesh.layers.step_seed import step_of_call, whole_batch_randomness
 from pipemesh.lowering import random
 
@@ -50,6 +51,11 @@ class FeatureExtractionLayer(base_layer.BaseLayer):
     through and, after them, the activations of this stage's `act_fetch_layers` are appended to
     the outputs.
 
+    The name of a stage is no part of the names of variables, so that weights survive another
+    partition, unless two layers of a stack have the same name: `stage0/block/w` and
+    `stage1/block/w` then, as in lingvo. `child_variable_scope_override` of a stage says otherwise:
+    with `{"block": []}` in both, the layers are tied.
+
     Example:
         >>> from lingvo.core import layers
         >>> stage = FeatureExtractionLayer.Params().Set(
@@ -66,6 +72,12 @@ class FeatureExtractionLayer(base_layer.BaseLayer):
         p.Define("num_act_inputs", 0, "Number of activation inputs.")
         p.Define("num_act_outputs", 0, "Number of activation outputs.")
         p.Define("act_fetch_layers", [], "Names of fetch layers whose activations are appended.")
+        p.Define(
+            "stage_scopes",
+            {},
+            "Set by the enclosing layer: what precedes the names of layers in those of variables.",
+        )
+        p.Define("random_names", {}, "Set by the enclosing layer: what random numbers go by.")
         return p
 
     def __init__(self, params: Any) -> None:
@@ -87,6 +99,9 @@ class FeatureExtractionLayer(base_layer.BaseLayer):
                 f"num_act_inputs and {len(p.act_fetch_layers)} act_fetch_layers it must be "
                 f"{expected}"
             )
+        if not p.stage_scopes:
+            (p,), _ = with_distinct_names([p])
+            self._params = p
         self._names = []
         for sub in p.sub:
             sub.name = p.variable_name_prefix + sub.name
@@ -100,9 +115,7 @@ class FeatureExtractionLayer(base_layer.BaseLayer):
             )
 
     def _child_variable_scope_override(self) -> dict[str, list[Any]]:
-        # Variables do not bear the name of the stage: weights survive another partition.
-        names = [sub.name for sub in self.params.sub]
-        return {**super()._child_variable_scope_override(), **{name: [] for name in names}}
+        return {**self.params.stage_scopes, **super()._child_variable_scope_override()}
 
     def FProp(self, theta: Any, *args: Any) -> Any:
         """Runs the layers.
@@ -116,7 +129,7 @@ class FeatureExtractionLayer(base_layer.BaseLayer):
         """
         p = self.params
         outputs, fetched = self._split_activations(p, args)
-        with whole_batch_randomness(step_of_call(self)):
+        with whole_batch_randomness(step_of_call(self)), random.layer_aliases(p.random_names):
             for name in self._names:
                 child = self.children[name]
                 given = to_tuple(outputs)
@@ -163,3 +176,42 @@ class FeatureExtractionLayer(base_layer.BaseLayer):
             shapes = meta.out_shapes
         fetched += tuple(fetched_shapes[name] for name in p.act_fetch_layers or ())
         return py_utils.NestedMap(flops=flops, out_shapes=tuple(shapes) + fetched)
+
+
+def is_stage(params: Any) -> bool:
+    """Whether params are those of a `FeatureExtractionLayer`."""
+    return issubclass(params.cls, FeatureExtractionLayer)
+
+
+def with_distinct_names(params: list[Any]) -> tuple[list[Any], list[str]]:
+    """What tells all layers of a stack apart, in its variables and its random numbers.
+
+    Args:
+        params: params of stages and of bare layers.
+
+    Returns:
+        Copies in which the stages name their layers; what random numbers of each go by, which
+        matters for bare layers.
+    """
+    places = places_of(params, is_stage)
+    names = iter(zip(scopes_of(places), random_names_of(places), strict=True))
+
+    def visit(p: Any) -> tuple[Any, str]:
+        p = p.Copy()
+        if not is_stage(p):
+            return p, next(names)[1]
+        p.stage_scopes, p.random_names, subs = {}, {}, []
+        for sub in p.sub:
+            name = p.variable_name_prefix + sub.name
+            if is_stage(sub):
+                p.stage_scopes[name] = []
+                subs.append(visit(sub)[0])
+                continue
+            scope, p.random_names[name] = next(names)
+            p.stage_scopes[name] = [py_utils.SanitizeScopeKey(stage) for stage in scope]
+            subs.append(sub)
+        p.sub = subs
+        return p, p.name
+
+    copies, random_names = zip(*map(visit, params), strict=True) if params else ((), ())
+    return list(copies), list(random_names)

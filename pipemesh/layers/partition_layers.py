@@ -20,12 +20,13 @@ _META = (
 def PartitionSequentialLayers(params: Any, num_partitions: int, *shapes: Any) -> list[Any]:
     """Cuts sequential layers into stages whose largest cost in flops is as small as possible.
 
-    Nested `SequentialLayer`s, with their repetitions, and `FeatureExtractionLayer`s are flattened
-    first; the layers are named `cell_000`, `cell_001`, ... in order, whatever the number of
-    stages, and so are their variables.
+    A `SequentialLayer` is flattened first, with all in it and its repetitions. In a list every
+    layer is one that is not cut, be it a `SequentialLayer`: so it is in lingvo, and so weights have
+    lingvo's names. The layers are named `cell_000`, `cell_001`, ... in order, whatever the number
+    of stages, and so are their variables.
 
     Args:
-        params: params of a layer, or a list of them.
+        params: params of a `SequentialLayer`, or a list of layers' params.
         num_partitions: the number of stages.
         *shapes: `tshape.Shape` of each input of the first layer; None for an input that is None.
 
@@ -45,26 +46,39 @@ def PartitionSequentialLayers(params: Any, num_partitions: int, *shapes: Any) ->
         [['cell_000', 'cell_001'], ['cell_002', 'cell_003']]
     """
     layers = named_layers(params)
+    if num_partitions > len(layers):
+        raise PartitionError(
+            f"{len(layers)} layers cannot be cut into {num_partitions} stages; give more layers or "
+            "ask for fewer stages. A SequentialLayer in a list is one layer: to have it cut, give "
+            "a SequentialLayer of them all"
+        )
     plan = partition(layer_flops(layers, *shapes), num_partitions)
     return stage_params(layers, plan)
 
 
 def named_layers(params: Any) -> list[Any]:
-    """The layers of `flatten_layers`, named by their place in the stack."""
-    layers = flatten_layers(params)
+    """Copies of the params of all layers of a sequence, named by their place in it."""
+    if isinstance(params, (list, tuple)):
+        for p in params:
+            _check(p)
+        layers = [p.Copy() for p in params]
+    else:
+        layers = _flatten(params)
     for number, layer in enumerate(layers):
         layer.name = f"cell_{number:03d}"
     return layers
 
 
-def flatten_layers(params: Any) -> list[Any]:
-    """Copies of the params of all layers of a sequence, nested sequences taken apart."""
-    if isinstance(params, (list, tuple)):
-        return [layer for p in params for layer in flatten_layers(p)]
+def _check(params: Any) -> None:
     try:
         check_layer("what is to be cut", params)
     except PipelineError as error:
         raise PartitionError(str(error)) from error
+
+
+def _flatten(params: Any) -> list[Any]:
+    """Copies of the params of all layers of a sequence, nested sequences taken apart."""
+    _check(params)
     if params.cls not in (builder_layers.SequentialLayer, FeatureExtractionLayer):
         return [params.Copy()]
     if params.cls is FeatureExtractionLayer and (params.num_act_outputs or params.num_act_inputs):
@@ -72,8 +86,9 @@ def flatten_layers(params: Any) -> list[Any]:
             f"{params.name!r} fetches or forwards activations between its stages; such a layer "
             "cannot be cut again: write the stages by hand"
         )
-    repeat = params.repeat if params.cls is builder_layers.SequentialLayer else 1
-    return [layer for _ in range(repeat) for sub in params.sub for layer in flatten_layers(sub)]
+    # As the layer itself has it: once at least.
+    repeat = max(params.repeat, 1) if params.cls is builder_layers.SequentialLayer else 1
+    return [layer for _ in range(repeat) for sub in params.sub for layer in _flatten(sub)]
 
 
 def layer_flops(layers: list[Any], *shapes: Any) -> list[float]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import collections
 from typing import Any
 
 import lingvo.compat as tf
 from lingvo.core import base_layer, py_utils
 
 from pipemesh.layers.check_params import check_distinct, check_layers
-from pipemesh.layers.feature_extraction import FeatureExtractionLayer, noted, to_tuple
+from pipemesh.layers.feature_extraction import (
+    FeatureExtractionLayer,
+    noted,
+    to_tuple,
+    with_distinct_names,
+)
+from pipemesh.layers.layer_names import check_weights_are_its_own
 from pipemesh.layers.mesh_cluster import stage_devices
 from pipemesh.layers.step_seed import name_in_task, step_of_call, whole_batch_randomness
 from pipemesh.lowering import random
@@ -18,7 +23,8 @@ from pipemesh.lowering import random
 class SeqLayer(base_layer.BaseLayer):
     """Runs `before_tpl`, then the stages of `cell_tpl` one after the other on their devices.
 
-    Variable names do not contain the names of the stages, so weights survive another partition.
+    The name of a stage is part of the name of a variable only where layers of two stages have the
+    same name, so weights survive another partition.
 
     Random numbers are keyed by the global step, by the place of this layer in its model (the name
     of a model itself does not count), by the layer inside, and by how often `FProp` was called
@@ -49,17 +55,16 @@ class SeqLayer(base_layer.BaseLayer):
         if py_utils.use_tpu() or py_utils.IsEagerMode():
             # A TF1 trainer places variables itself; here they lie with the stage that uses them.
             devices = self.StageDevices()
-        self._before_names = []
-        for tpl in p.before_tpl:
-            with tf.device(devices[0]):
-                self.CreateChild(tpl.name, tpl)
-            self._before_names.append(tpl.name)
-        self._cell_names = []
-        for tpl, device in zip(p.cell_tpl, devices, strict=False):
+        tpls, random_names = with_distinct_names([*p.before_tpl, *p.cell_tpl])
+        names = [tpl.name for tpl in tpls]
+        num_before = len(p.before_tpl)
+        self._before_names, self._cell_names = names[:num_before], names[num_before:]
+        self._random_names = dict(zip(names, random_names, strict=True))
+        places = [devices[0]] * num_before + devices[: len(p.cell_tpl)]
+        for tpl, device in zip(tpls, places, strict=True):
             with tf.device(device):
                 self.CreateChild(tpl.name, tpl)
-            self._cell_names.append(tpl.name)
-        self._layer_aliases = _unique_names(p.cell_tpl)
+        self._weights_are_its_own = False
 
     def StageDevices(self) -> list[str]:
         """The device of each stage."""
@@ -91,37 +96,33 @@ class SeqLayer(base_layer.BaseLayer):
 
     def _fprop_before(self, theta: Any, *args: Any) -> Any:
         """Runs the layers before the stages inside randomness."""
+        if py_utils.IsEagerMode() and not self._weights_are_its_own:
+            # A graph refuses a second variable of one name by itself.
+            check_weights_are_its_own(self, _is_transparent)
+            self._weights_are_its_own = True
         with random.layer_aliases({}, name_in_task(self)):
             for name in self._before_names:
                 given = to_tuple(args)
-                with random.layer_scope(name), noted(self.params.name, name, given):
+                with (
+                    random.layer_scope(self._random_names[name]),
+                    noted(self.params.name, name, given),
+                ):
                     args = self.children[name].FProp(theta[name], *given)
         return args
 
     def _fprop_cell(self, theta: Any, name: str, *args: Any) -> Any:
         """Runs one stage inside randomness."""
-        with random.layer_aliases(self._layer_aliases[name], name_in_task(self)):
+        with random.layer_aliases({}, name_in_task(self)):
             cell = self.children[name]
             if isinstance(cell, FeatureExtractionLayer):
                 return cell.FProp(theta, *args)
-            with random.layer_scope(name), noted(self.params.name, name, args):
+            with (
+                random.layer_scope(self._random_names[name]),
+                noted(self.params.name, name, args),
+            ):
                 return cell.FProp(theta, *args)
 
 
-def _unique_names(cells: list[Any]) -> dict[str, dict[str, str]]:
-    """Names for random numbers: layers of different stages may have the same name."""
-    seen: collections.Counter[str] = collections.Counter()
-    aliases: dict[str, dict[str, str]] = {}
-
-    def name_layers(params: Any, names: dict[str, str]) -> None:
-        subs = params.sub if params.cls is FeatureExtractionLayer else [params]
-        for sub in subs:
-            if sub.cls is FeatureExtractionLayer:
-                name_layers(sub, names)
-                continue
-            names[sub.name] = f"{sub.name}#{seen[sub.name]}" if seen[sub.name] else sub.name
-            seen[sub.name] += 1
-
-    for cell in cells:
-        name_layers(cell, aliases.setdefault(cell.name, {}))
-    return aliases
+def _is_transparent(layer: Any) -> bool:
+    """Whether a layer's name is no part of the names of its children's variables."""
+    return isinstance(layer, (SeqLayer, FeatureExtractionLayer))

@@ -161,16 +161,17 @@ def refuse_slicewise(operation: str) -> None:
 
 
 @contextlib.contextmanager
-def layer_aliases(aliases: Mapping[str, str], stack: str = "") -> Iterator[None]:
+def layer_aliases(aliases: Mapping[str, str], stack: str | None = None) -> Iterator[None]:
     """Gives layers inside other names, where two layers of a stack share one.
 
     Args:
         aliases: the names.
-        stack: name of the stack itself, which tells layers of one name in two stacks apart.
+        stack: name of the stack itself, which tells layers of one name in two stacks apart; None
+            leaves it as it is.
     """
     scope = scopes.stack[-1]
     saved = scope.aliases, scope.stack
-    scope.aliases, scope.stack = aliases, stack
+    scope.aliases, scope.stack = aliases, scope.stack if stack is None else stack
     try:
         yield
     finally:

@@ -153,8 +153,11 @@ class Quiet(Block):
 
 
 def tied_stack(names):
-    layers = [Quiet.Params().Set(name=name) for name in names]
-    return pipelined(layers, [0, 1, 2, 3])
+    params = pipelined([Quiet.Params().Set(name=name) for name in names], [0, 1, 2, 3])
+    for cell in params.cell_tpl:
+        # Else layers of one name have weights of their own.
+        cell.child_variable_scope_override = {"tied": []}
+    return params
 
 
 def unpipelined(params):

@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 from lingvo.core import py_utils
 
-from models.one_billion_word.params import OneBillionWordTiny
+from models.one_billion_word.params import OneBillionWordTiny, layers_of
 from pipemesh.layers import FeatureExtractionLayer
 from pipemesh.layers.partition_layers import named_layers
 from tests.layers.harness import cluster
@@ -67,7 +67,7 @@ def pipelined(config):
 def plain(config):
     """The same model without a pipeline."""
     p = pipelined(config)
-    p.stack = FeatureExtractionLayer.Params().Set(sub=named_layers(config.Layers()))
+    p.stack = FeatureExtractionLayer.Params().Set(sub=named_layers(layers_of(config)))
     return p
 
 

@@ -7,8 +7,14 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+import tensorflow as tf
+from lingvo import datasets
+from lingvo.core import py_utils
 
+from models.one_billion_word.params import OneBillionWordTiny
+from tests.layers.harness import cluster
 from tests.models.one_billion_word.language_model import (
     SMALL,
     pipelined,
@@ -68,31 +74,107 @@ from models.one_billion_word.params import OneBillionWordTiny
 
 for name, value in json.loads(sys.argv.pop(1)).items():
     setattr(OneBillionWordTiny, name, value)
-runpy.run_module("lingvo.trainer", run_name="__main__", alter_sys=True)
+runpy.run_module("pipemesh.layers.lingvo_trainer", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.mark.slow
-def test_the_registered_model_trains_under_lingvos_trainer(cache_dir, tmp_path):
-    sizes = {**SMALL, "VOCAB_SIZE": 600, "NUM_MICRO_BATCHES": 2, "CACHE_DIR": cache_dir}
-    program = [sys.executable, "-c", TRAINER, json.dumps(sizes)]
-    flags = [
-        "--run_locally=cpu",
-        "--mode=sync",
-        "--model=models.one_billion_word.params.OneBillionWordTiny",
-        f"--logdir={tmp_path}",
-        "--model_params_override=train.max_steps:3",
-    ]
-    done = subprocess.run(
-        program + flags,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=150,
+@pytest.fixture(scope="module")
+def lingvos_trainer(cache_dir, tmp_path_factory):
+    """Runs lingvo's trainer in a process of its own, always with one log directory."""
+    logdir = tmp_path_factory.mktemp("lingvo")
+
+    def run(*flags):
+        sizes = {**SMALL, "VOCAB_SIZE": 600, "NUM_MICRO_BATCHES": 2, "CACHE_DIR": cache_dir}
+        common = [
+            "--run_locally=cpu",
+            "--model=models.one_billion_word.params.OneBillionWordTiny",
+            f"--logdir={logdir}",
+            "--model_params_override=train.max_steps:3",
+        ]
+        program = [sys.executable, "-c", TRAINER, json.dumps(sizes)]
+        done = subprocess.run(
+            [*program, *common, *flags], cwd=ROOT, capture_output=True, text=True, timeout=280
+        )
+        return done, logdir
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(lingvos_trainer):
+    """Three steps with a stage on each of two CPU devices."""
+    return lingvos_trainer(
+        "--mode=sync", "--job=controller,trainer_client", "--worker_split_size=2"
     )
+
+
+@pytest.mark.slow
+def test_the_registered_model_trains_under_lingvos_trainer_on_two_devices(trained):
+    """lingvo gives a local worker one CPU device, and ends in an AssertionError with two stages."""
+    done, logdir = trained
     assert done.returncode == 0, done.stderr[-3000:]
-    assert (tmp_path / "train" / "ckpt-00000003.index").exists()
+    assert (logdir / "train" / "ckpt-00000003.index").exists()
     steps = re.findall(r"step: +(\d+), .* loss:(\S+)", done.stderr)
     assert [int(step) for step, _ in steps] == [1, 2, 3]
     # The logarithm of 600 pieces is what a model that knows nothing pays.
     assert all(abs(float(loss) - math.log(600)) < 1 for _, loss in steps)
+    assert re.search(r"InitDevices .*device:CPU:0'.*device:CPU:1'\]", done.stderr)
+
+
+@pytest.mark.slow
+def test_lingvos_evaler_finds_the_held_out_text(trained, lingvos_trainer):
+    assert trained[0].returncode == 0
+    done, logdir = lingvos_trainer("--mode=sync", "--job=evaler_heldout", "--worker_split_size=2")
+    assert done.returncode == 0, done.stderr[-3000:]
+    (scores,) = (logdir / "eval_heldout").glob("score-*.txt")
+    assert re.search(r"loss: \d", scores.read_text())
+    graph = (logdir / "eval_heldout" / "eval_heldout.pbtxt").read_text()
+    graph = graph[: graph.index("library {")]
+    actions = [node for node in graph.split("node {") if 'op: "PartitionedCall"' in node]
+    devices = [re.findall(r'device: "[^"]*(CPU:\d)"', node)[-1] for node in actions]
+    assert sorted(devices) == ["CPU:0"] * 2 + ["CPU:1"] * 2, "two stages, two microbatches"
+
+
+@pytest.mark.slow
+def test_lingvos_decoder_says_why_it_does_not_work(trained, lingvos_trainer):
+    """It ran, and wrote nothing."""
+    assert trained[0].returncode == 0
+    done, _ = lingvos_trainer("--mode=sync", "--job=decoder_heldout")
+    assert done.returncode != 0
+    assert "LanguageModel does not generate text yet" in done.stderr.splitlines()[-1]
+
+
+def test_only_texts_are_data_sets_of_lingvo():
+    assert datasets.GetDatasets(OneBillionWordTiny) == ["Dev", "Heldout", "Test", "Train"]
+
+
+def test_the_inference_graph_scores_any_number_of_rows():
+    """It was empty, without a word."""
+    config = small()
+    py_utils.SetEagerMode(False, test_mode=True)
+    rows = {name: values[:3] for name, values in BATCH.items()}
+    with tf.Graph().as_default(), cluster(1, do_eval=True):
+        py_utils.GetOrCreateGlobalStepVar()
+        p = pipelined(config)
+        p.input = config.Heldout()
+        task = p.Instantiate()
+        fetches, feeds = task.Inference()["default"]
+        expected = task.ComputePredictions(
+            task.theta, py_utils.NestedMap({k: tf.constant(v) for k, v in rows.items()})
+        )
+        with tf.compat.v1.Session() as session:
+            session.run(tf.compat.v1.global_variables_initializer())
+            found, expected = session.run(
+                [fetches, expected], {feeds[name]: values for name, values in rows.items()}
+            )
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
+    assert found.xent.shape == rows["ids"].shape
+
+
+@pytest.mark.slow
+def test_lingvos_trainer_writes_the_inference_graph(lingvos_trainer):
+    done, logdir = lingvos_trainer("--mode=write_inference_graph")
+    assert done.returncode == 0, done.stderr[-3000:]
+    text = (logdir / "inference_graphs" / "inference.pbtxt").read_text()
+    assert all(f'"{name}"' in text for name in ("xent", "loss", *BATCH))

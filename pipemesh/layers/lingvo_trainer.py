@@ -1,0 +1,75 @@
+"""Runs `lingvo.trainer` where it does not run by itself.
+
+    python -m pipemesh.layers.lingvo_trainer --run_locally=cpu --mode=sync --logdir=... --model=...
+
+takes all its flags. `python -m lingvo.trainer` needs glibc 2.38, which lingvo's native ops were
+built for; this works on every system (`lingvo_loader`). And with `--run_locally=cpu` a
+`--worker_split_size` of more than 1 has as many CPU devices, on which the stages of a
+`PipeliningLayer` lie; lingvo itself gives a local worker one and ends in an AssertionError.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import runpy
+import sys
+from collections.abc import Iterator
+from unittest import mock
+
+import tensorflow as tf
+from lingvo.core import cluster_factory
+
+
+def num_cpu_devices(arguments: list[str]) -> int:
+    """How many CPU devices the worker needs, by the trainer's flags.
+
+    Args:
+        arguments: of the command line, without the program.
+
+    Example:
+        >>> num_cpu_devices(["--run_locally=cpu", "--worker_split_size=2", "--mode=sync"])
+        2
+        >>> num_cpu_devices(["--run_locally=gpu", "--worker_split_size=2"])
+        1
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name, kind, default in (("run_locally", str, ""), ("worker_split_size", int, 1)):
+        parser.add_argument(f"--{name}", f"-{name}", type=kind, default=default)
+    flags, _ = parser.parse_known_args(arguments)
+    return max(flags.worker_split_size, 1) if flags.run_locally == "cpu" else 1
+
+
+@contextlib.contextmanager
+def local_cpu_devices(number: int) -> Iterator[None]:
+    """Inside, lingvo's local server and its workers have a number of CPU devices."""
+    if number == 1:
+        yield
+        return
+    server = tf.distribute.Server.create_local_server
+    config = tf.compat.v1.ConfigProto(device_count={"CPU": number})
+    params = cluster_factory.Current().params.Copy()
+    for job in (params.controller, params.worker, params.ps, params.evaler, params.decoder):
+        # They are all this process.
+        job.cpus_per_replica = number
+    for job in (params.evaler, params.decoder):
+        # Those of the worker are set by the flag.
+        job.devices_per_split = number
+    with (
+        mock.patch.object(
+            tf.distribute.Server, "create_local_server", functools.partial(server, config=config)
+        ),
+        cluster_factory.Cluster(params),
+    ):
+        yield
+
+
+def main() -> None:
+    """Runs the trainer with the flags of the command line."""
+    with local_cpu_devices(num_cpu_devices(sys.argv[1:])):
+        runpy.run_module("lingvo.trainer", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
