@@ -1,9 +1,19 @@
-"""Example models. Importing the package makes lingvo loadable for everything in it."""
+"""Example models. Importing the package loads neither TensorFlow nor lingvo, but prepares both.
+
+A command line answers within a second as long as nothing heavy is loaded. So what has to happen
+around the first import of TensorFlow (its announcements are held back) and before that of lingvo
+(see `pipemesh.layers.lingvo_loader`) waits for that import, whichever module makes it.
+"""
 
 import contextlib
+import importlib.abc
+import importlib.machinery
 import os
+import sys
 import tempfile
-from collections.abc import Iterator
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 # Errors reach Python as exceptions; set it to 0 to hear all that TensorFlow logs.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -15,7 +25,12 @@ def _quiet_native_code() -> Iterator[None]:
 
     TensorFlow announces itself while it is loaded, whatever its log level.
     """
-    stderr = os.dup(2)
+    try:
+        stderr = os.dup(2)
+    except OSError:
+        # Standard error is closed: nobody can be disturbed.
+        yield
+        return
     with tempfile.TemporaryFile() as held:
         os.dup2(held.fileno(), 2)
         try:
@@ -29,7 +44,39 @@ def _quiet_native_code() -> Iterator[None]:
             os.close(stderr)
 
 
-with contextlib.ExitStack() as _stack:
-    if os.environ["TF_CPP_MIN_LOG_LEVEL"] != "0":
-        _stack.enter_context(_quiet_native_code())
-    from pipemesh.layers import lingvo_loader as lingvo_loader
+class _Prepared(importlib.abc.Loader):
+    """Loads a module as another loader does, with what it needs around or before it."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        # The module is to know its own loader, as if nothing had stood in between.
+        module.__spec__.loader = module.__loader__ = self._loader
+        with contextlib.ExitStack() as stack:
+            if os.environ.get("TF_CPP_MIN_LOG_LEVEL") != "0":
+                stack.enter_context(_quiet_native_code())
+            if module.__name__ == "lingvo":
+                from pipemesh.layers import lingvo_loader as lingvo_loader
+            self._loader.exec_module(module)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds TensorFlow and lingvo where the other finders do."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in ("tensorflow", "lingvo"):
+            return None
+        for finder in sys.meta_path:
+            if not isinstance(finder, _Finder) and (spec := finder.find_spec(fullname, path)):
+                spec.loader = _Prepared(spec.loader)
+                return spec
+        return None
+
+
+sys.meta_path.insert(0, _Finder())

@@ -1,36 +1,20 @@
-"""Saved training: weights, optimizer, step and position in the data, as one."""
+"""Saved training: weights, optimizer, step and position in the text, as one."""
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
-import re
 from typing import Any
 
 import tensorflow as tf
 
+from models.one_billion_word.about import About, CheckpointError
+from models.one_billion_word.logdir import latest_checkpoint, remove_leftovers
 from pipemesh.errors import PipemeshError
 
-_IDENTITY_FILE = "model.json"
-_INDEX = re.compile(r"ckpt-(\d+)\.index", re.ASCII)
 
-
-class CheckpointError(PipemeshError, ValueError):
-    """A log directory holds something else than what is to be trained, or a damaged checkpoint."""
-
-
-def identity(config: Any) -> dict[str, Any]:
-    """What a checkpoint's weights depend on: not the plan, nor the speed of learning."""
-    names = ("VOCAB_SIZE", "MODEL_DIM", "HIDDEN_DIM", "NUM_LAYERS", "NUM_HEADS", "SEQUENCE_LENGTH")
-    return {
-        "model": type(config).__name__,
-        **{name.lower(): getattr(config, name) for name in names},
-        "batch_size": config.BATCH_SIZE,
-        "seed": config.SEED,
-        "data_dir": config.DATA_DIR,
-        "train_pattern": config.TRAIN_PATTERN,
-        "heldout_pattern": config.HELDOUT_PATTERN,
-    }
+class SaveError(PipemeshError, OSError):
+    """A checkpoint cannot be written: the disk is full, or the directory cannot be written to."""
 
 
 class Checkpoints:
@@ -41,18 +25,13 @@ class Checkpoints:
     names of the variables and says nothing of stages or devices.
 
     Args:
-        logdir: the directory; made if it does not exist.
-        config: the model's configuration.
-        tracked: objects to save under their names.
+        logdir: the directory; it exists.
         keep: how many checkpoints to keep.
-
-    Raises:
-        CheckpointError: the directory holds another model's checkpoints, or is no directory.
+        **tracked: objects to save under their names.
     """
 
-    def __init__(self, logdir: str, config: Any, keep: int = 3, **tracked: Any) -> None:
-        check_identity(logdir, config)
-        self._logdir, self._config = logdir, config
+    def __init__(self, logdir: str, keep: int = 3, **tracked: Any) -> None:
+        self._logdir, self._tracked = logdir, tracked
         self._checkpoint = tf.train.Checkpoint(**tracked)
         self._manager = tf.train.CheckpointManager(self._checkpoint, logdir, max_to_keep=keep)
 
@@ -61,70 +40,51 @@ class Checkpoints:
         """Path of the newest complete checkpoint."""
         return latest_checkpoint(self._logdir)
 
-    def restore(self) -> bool:
-        """Restores the newest checkpoint; returns whether there was one.
+    def track(self, **tracked: Any) -> None:
+        """Saves these objects too from now on, or instead of those of the same names."""
+        self._tracked |= tracked
+        for name, value in tracked.items():
+            setattr(self._checkpoint, name, value)
+
+    def restore(self, path: str, *names: str) -> None:
+        """Restores what is tracked under these names.
 
         Raises:
             CheckpointError: the checkpoint cannot be read.
         """
-        if self.latest is None:
-            return False
+        # Not by the one that saves: TensorFlow restores what that one will track later, too.
+        part = tf.train.Checkpoint(**{name: self._tracked[name] for name in names})
         try:
-            self._checkpoint.restore(self.latest).assert_existing_objects_matched()
+            part.read(path).assert_existing_objects_matched().expect_partial()
         except Exception as error:
             # Any: the reader of a damaged file raises what its damage makes it stumble over.
-            reason = str(error).strip().splitlines()[0]
             raise CheckpointError(
-                f"{self.latest} cannot be restored ({reason}); remove {self.latest}.* to go back "
+                f"{path} cannot be restored ({reason(error)}); remove {path}.* to go back "
                 "to the checkpoint before, or give another --logdir"
             ) from error
-        return True
 
-    def save(self, step: int) -> str:
-        """Saves everything; returns the path."""
-        # First: a checkpoint is never there without a note of whose it is.
-        temporary = os.path.join(self._logdir, f".{_IDENTITY_FILE}.{os.getpid()}")
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(identity(self._config), file, indent=1)
-        os.replace(temporary, os.path.join(self._logdir, _IDENTITY_FILE))
-        return self._manager.save(checkpoint_number=step)
+    def save(self, step: int, about: About) -> str:
+        """Saves everything; returns the path.
 
-
-def latest_checkpoint(logdir: str) -> str | None:
-    """Path of the newest complete checkpoint of a directory; None if there is none.
-
-    The index is written last. TensorFlow's own list of checkpoints is written after that, so a
-    process killed in between leaves a complete checkpoint that is not listed; and the list still
-    names those that someone removed.
-    """
-    names = os.listdir(logdir) if os.path.isdir(logdir) else []
-    steps = [int(match[1]) for name in names if (match := _INDEX.fullmatch(name))]
-    return os.path.join(logdir, f"ckpt-{max(steps)}") if steps else None
+        Raises:
+            SaveError: it cannot be written; nothing is left of it, and older ones stay.
+        """
+        path = os.path.join(self._logdir, f"ckpt-{step}")
+        try:
+            # First: a checkpoint is never there without a note of whose it is.
+            about.write(path)
+            self._manager.save(checkpoint_number=step)
+        except (OSError, tf.errors.OpError) as error:
+            with contextlib.suppress(OSError):
+                remove_leftovers(self._logdir)
+            raise SaveError(f"{path} cannot be written ({reason(error)})") from error
+        # Of the checkpoints that the manager has just let go.
+        remove_leftovers(self._logdir)
+        return path
 
 
-def check_identity(logdir: str, config: Any) -> None:
-    """Checks that a log directory may be used: it holds no checkpoint, or one of this model.
-
-    Raises:
-        CheckpointError: something else was trained there, or it is no directory.
-    """
-    if os.path.exists(logdir) and not os.path.isdir(logdir):
-        raise CheckpointError(f"--logdir={logdir!r} is a file; give a directory")
-    if latest_checkpoint(logdir) is None:
-        return
-    mine = identity(config)
-    try:
-        with open(os.path.join(logdir, _IDENTITY_FILE), encoding="utf-8") as file:
-            theirs = dict(json.load(file))
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"--logdir={logdir!r} holds checkpoints of another program, or lost its "
-            f"{_IDENTITY_FILE}; give another directory"
-        ) from error
-    differing = [key for key in mine if theirs.get(key) != mine[key]]
-    if differing:
-        told = ", ".join(f"{key} {theirs.get(key)} there, {mine[key]} now" for key in differing)
-        raise CheckpointError(
-            f"--logdir={logdir!r} holds a checkpoint of another model or other data ({told}); give "
-            "another --logdir, or the settings it was trained with"
-        )
+def reason(error: Exception) -> str:
+    """What happened, in one line, without what TensorFlow was doing."""
+    text = error.message if isinstance(error, tf.errors.OpError) else str(error)
+    first = (text.strip().splitlines() or [type(error).__name__])[0]
+    return first.split("}} ")[-1].split(" [Op:")[0]

@@ -2,9 +2,10 @@
 
 A sentence is one line of text. Wherever it comes from, it is read the same way: bytes that are
 not UTF-8 become U+FFFD, U+2581 (which SentencePiece uses for the space) becomes a space, carriage
-returns go, ASCII whitespace at both ends goes, and a line that is empty then is no sentence.
-`clean` does that in Python; `models.one_billion_word.input` does the same inside `tf.data`, whose
-line reader takes every carriage return out.
+returns go, a byte-order mark at the line's head goes, ASCII whitespace at both ends goes, and a
+line that is empty then is no sentence. `clean` does that in Python;
+`models.one_billion_word.input` does the same inside `tf.data`, whose line reader takes every
+carriage return out.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ from __future__ import annotations
 import dataclasses
 import glob
 import hashlib
+import io
 import itertools
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
-from models.one_billion_word import prose
-from pipemesh.errors import PipemeshError
+from models.one_billion_word import prose, text_file
+from models.one_billion_word.text_file import CorpusError
 
 SPACE_MARK = "\u2581"
+BYTE_ORDER_MARK = "\ufeff"
 WHITESPACE = " \t\n\v\f"
 
 # The file layout of the one-billion-word benchmark below its unpacked folder.
@@ -28,11 +32,6 @@ HELDOUT_PATTERN = "heldout-monolingual.tokenized.shuffled/news.en.heldout-?????-
 
 # One embedded sentence in so many is held out.
 _HELDOUT_ONE_IN = 12
-_DIGEST_HEAD = 1 << 16
-
-
-class CorpusError(PipemeshError, ValueError):
-    """The text that was asked for does not exist or cannot serve."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +47,9 @@ class Sentences:
     def __iter__(self) -> Iterator[str]:
         return (sentence for line in self.lines if (sentence := clean(line)))
 
-    def sample(self, limit: int) -> Iterator[str]:
-        """The first `limit` sentences."""
-        return itertools.islice(self, limit)
+    def sample(self, limit: int, characters: int | None = None) -> Iterator[str]:
+        """The first `limit` sentences, cut short where they exceed so many characters."""
+        return _head(iter(self), limit, characters)
 
     def digest(self) -> str:
         """A hexadecimal digest of the text."""
@@ -70,24 +69,28 @@ class TextFiles:
     def __iter__(self) -> Iterator[str]:
         return itertools.chain.from_iterable(_file_sentences(path) for path in self.paths)
 
-    def sample(self, limit: int) -> Iterator[str]:
-        """At most `limit` sentences, as many from the head of each file as it takes."""
+    def sample(self, limit: int, characters: int | None = None) -> Iterator[str]:
+        """At most `limit` sentences and so many characters, a share from the head of each file."""
         share, extra = divmod(limit, len(self.paths))
+        share_of_characters = characters and characters // len(self.paths)
         for position, path in enumerate(self.paths):
-            yield from itertools.islice(_file_sentences(path), share + (position < extra))
+            yield from _head(_file_sentences(path), share + (position < extra), share_of_characters)
 
     def digest(self) -> str:
-        """A hexadecimal digest of every file's name, size and first 64 KiB.
+        """A hexadecimal digest of what the files say, in their order; all is read for it.
 
-        The folder is left out, so that a copy of the data has the same digest on every host.
+        Neither names nor folders nor packing take part: a copy has the same digest on every host.
+
+        Raises:
+            CorpusError: as `text_file.digest`.
         """
-        digest = hashlib.sha256()
-        for path in self.paths:
-            with open(path, "rb") as file:
-                head = file.read(_DIGEST_HEAD)
-            digest.update(f"{os.path.basename(path)} {os.path.getsize(path)}\n".encode())
-            digest.update(head)
-        return digest.hexdigest()
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            digests = pool.map(text_file.digest, self.paths)
+        return hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+    def compressions(self) -> list[str]:
+        """How each of the files is packed, as `tf.data` calls it."""
+        return [text_file.compression(path) for path in self.paths]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +110,8 @@ class Corpus:
 
 def clean(line: str) -> str:
     """The sentence that a line of text holds, or "" when it holds none."""
-    return line.replace("\r", "").replace(SPACE_MARK, " ").strip(WHITESPACE)
+    line = line.replace("\r", "").removeprefix(BYTE_ORDER_MARK)
+    return line.replace(SPACE_MARK, " ").strip(WHITESPACE)
 
 
 def load_corpus(
@@ -165,7 +169,7 @@ def corpus_from_folder(
 
     Raises:
         CorpusError: the folder is missing or empty, a pattern matches no file or only files
-            without text, or a file is matched by both patterns.
+            without text, a file is no UTF-8, or is matched by both patterns.
     """
     if not os.path.isdir(data_dir):
         state = "is a file" if os.path.exists(data_dir) else "does not exist"
@@ -198,6 +202,8 @@ def _matching(part: str, data_dir: str, pattern: str | None, default: str) -> Te
             f"{flag} matches no file in --data_dir={data_dir!r}; "
             "give a pattern relative to the folder, for example '*.txt'"
         )
+    for path in files:
+        text_file.check_head(path)
     # A file without text adds nothing, but a reader whose share is only such files would search
     # for a sentence for ever.
     texts = [path for path in files if any(True for _ in _file_sentences(path))]
@@ -209,10 +215,24 @@ def _matching(part: str, data_dir: str, pattern: str | None, default: str) -> Te
     return TextFiles(tuple(texts))
 
 
+def _head(sentences: Iterator[str], limit: int, characters: int | None) -> Iterator[str]:
+    for sentence in itertools.islice(sentences, limit):
+        if characters is None:
+            yield sentence
+            continue
+        if sentence := sentence[:characters]:
+            yield sentence
+        if not (characters := characters - len(sentence)):
+            return
+
+
 def _file_sentences(path: str) -> Iterator[str]:
     # Lines end at "\n" alone, as `tf.data.TextLineDataset` has it.
-    with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
-        for line in file:
+    with (
+        text_file.open_text(path) as file,
+        io.TextIOWrapper(file, encoding="utf-8", errors="replace", newline="\n") as lines,
+    ):
+        for line in lines:
             if sentence := clean(line):
                 yield sentence
 

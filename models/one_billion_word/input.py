@@ -20,7 +20,14 @@ import tensorflow as tf
 import tensorflow_text
 
 from models.one_billion_word import packing
-from models.one_billion_word.corpus import SPACE_MARK, WHITESPACE, Corpus, Sentences, TextFiles
+from models.one_billion_word.corpus import (
+    BYTE_ORDER_MARK,
+    SPACE_MARK,
+    WHITESPACE,
+    Corpus,
+    Sentences,
+    TextFiles,
+)
 from models.one_billion_word.vocabulary import Vocabulary
 from pipemesh.errors import PipemeshError
 
@@ -30,8 +37,9 @@ BLOCK_LINES = 4096
 _FILES_AT_ONCE = 16
 # Lines that are tokenized in one call.
 _GROUP_LINES = 64
-_PREFETCHED_BATCHES = 2
-_BLANKS = rf"\r|\A[{WHITESPACE}\r]+|[{WHITESPACE}\r]+\z"
+# Read ahead; a saved iterator holds them, and an error among them.
+PREFETCHED_BATCHES = 2
+_BLANKS = rf"\A\r*{BYTE_ORDER_MARK}[{WHITESPACE}\r]*|\A[{WHITESPACE}\r]+|\r|[{WHITESPACE}\r]+\z"
 
 
 class InputError(PipemeshError, ValueError):
@@ -47,6 +55,7 @@ def train_dataset(
     seed: int,
     num_shards: int = 1,
     shard: int = 0,
+    first_epoch: int = 0,
 ) -> tf.data.Dataset:
     """Batches to train on, without end, in another order each epoch.
 
@@ -59,6 +68,7 @@ def train_dataset(
         num_shards: number of readers that share the text. In each epoch every sentence is read
             by exactly one of them.
         shard: which of the readers this is, from 0.
+        first_epoch: number of the first epoch; each has an order of its own.
 
     Returns:
         Batches as `packing.pack` describes them, without padding.
@@ -79,7 +89,7 @@ def train_dataset(
 
         return lines.enumerate().map(shuffle)
 
-    blocks = tf.data.Dataset.counter().flat_map(epoch_lines)
+    blocks = tf.data.Dataset.counter(first_epoch).flat_map(epoch_lines)
     return _batches(blocks, vocabulary, batch_size, sequence_length)
 
 
@@ -89,7 +99,6 @@ def heldout_dataset(
     *,
     batch_size: int,
     sequence_length: int,
-    max_batches: int | None = None,
 ) -> tf.data.Dataset:
     """Batches of the held-out text, once and in order.
 
@@ -98,7 +107,6 @@ def heldout_dataset(
         vocabulary: cuts it into pieces.
         batch_size: rows of a batch, B; the last batch is padded to it.
         sequence_length: positions of a row, T.
-        max_batches: ends the dataset early.
 
     Returns:
         Batches as `packing.pack` describes them.
@@ -108,8 +116,7 @@ def heldout_dataset(
     """
     _check_sizes(batch_size, sequence_length)
     blocks = _lines(corpus.heldout).batch(_GROUP_LINES)
-    batches = _batches(blocks, vocabulary, batch_size, sequence_length)
-    return batches if max_batches is None else batches.take(max_batches)
+    return _batches(blocks, vocabulary, batch_size, sequence_length)
 
 
 def sentences(lines: tf.Tensor) -> tf.Tensor:
@@ -144,7 +151,7 @@ def _batches(
         sequence_length=sequence_length,
         bos_id=vocabulary.bos_id,
     )
-    return batches.prefetch(_PREFETCHED_BATCHES).with_options(_options())
+    return batches.prefetch(PREFETCHED_BATCHES).with_options(_options())
 
 
 def _options() -> tf.data.Options:
@@ -163,7 +170,21 @@ def _options() -> tf.data.Options:
 def _lines(text: Sentences | TextFiles) -> tf.data.Dataset:
     if isinstance(text, Sentences):
         return tf.data.Dataset.from_tensor_slices(tf.constant(text.lines, tf.string))
-    return tf.data.TextLineDataset(tf.constant(text.paths, tf.string))
+    return tf.data.Dataset.range(len(text.paths)).flat_map(_reader(text))
+
+
+def _reader(text: TextFiles) -> Callable[[tf.Tensor], tf.data.Dataset]:
+    """Gives the lines of the file with a number.
+
+    A number and not a path, because a saved iterator holds it: the same files may lie elsewhere
+    when it is restored.
+    """
+    paths, packed = tf.constant(text.paths), tf.constant(text.compressions())
+
+    def read(number: tf.Tensor) -> tf.data.Dataset:
+        return tf.data.TextLineDataset(tf.gather(paths, number), tf.gather(packed, number))
+
+    return read
 
 
 def _shuffled_lines(
@@ -173,10 +194,12 @@ def _shuffled_lines(
     if isinstance(text, Sentences):
         return _take_turns(_lines(text), num_shards, shard)
     by_file = len(text.paths) >= num_shards
-    paths = text.paths[shard::num_shards] if by_file else text.paths
-    order = tf.random.experimental.stateless_shuffle(tf.constant(paths, tf.string), key)
+    numbers = list(range(len(text.paths)))
+    if by_file:
+        numbers = numbers[shard::num_shards]
+    order = tf.random.experimental.stateless_shuffle(tf.constant(numbers, tf.int64), key)
     lines = tf.data.Dataset.from_tensor_slices(order).interleave(
-        tf.data.TextLineDataset, cycle_length=min(len(paths), _FILES_AT_ONCE)
+        _reader(text), cycle_length=min(len(numbers), _FILES_AT_ONCE)
     )
     # All shards have the same key, so those that share files see the same order.
     return lines if by_file else _take_turns(lines, num_shards, shard)

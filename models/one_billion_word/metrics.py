@@ -78,9 +78,14 @@ def score(
     )
 
 
+def ratio(amount: float, count: float) -> float:
+    """`amount` for each of `count`; not a number for none."""
+    return amount / count if count else math.nan
+
+
 def bits_per_byte(nats: float, num_bytes: float) -> float:
     """Bits per byte of `nats` spent on `num_bytes` bytes; not a number for no bytes."""
-    return nats / math.log(2) / num_bytes if num_bytes else math.nan
+    return ratio(nats / math.log(2), num_bytes)
 
 
 def perplexity(nats: float, count: float) -> float:

@@ -9,6 +9,7 @@ import tensorflow as tf
 from lingvo import model_registry
 from lingvo.core import base_model_params, learner, optimizer, schedule, tshape
 
+from models.one_billion_word import sizes
 from models.one_billion_word.lingvo_input import OneBillionWordInput
 from models.one_billion_word.task import LanguageModel
 from models.one_billion_word.transformer import Block, Embedding, Softmax
@@ -17,36 +18,11 @@ from pipemesh.layers.partition_layers import layer_flops, named_layers, stage_pa
 from pipemesh.partition import Partition
 
 
-class LanguageModelParams(base_model_params.SingleTaskModelParams):
+class LanguageModelParams(sizes.Settings, base_model_params.SingleTaskModelParams):
     """A decoder-only Transformer over packed sentences.
 
     Attributes may be changed on an instance before its methods are called.
     """
-
-    VOCAB_SIZE: int
-    MODEL_DIM: int
-    HIDDEN_DIM: int
-    NUM_LAYERS: int
-    NUM_HEADS: int
-    SEQUENCE_LENGTH: int
-    BATCH_SIZE: int
-    NUM_STAGES = 2
-    # How many of the blocks each stage has; None lets the partitioner cut by flops.
-    BLOCKS_PER_STAGE: tuple[int, ...] | None = None
-    NUM_MICRO_BATCHES = 8
-    DROPOUT_PROB = 0.1
-    LEARNING_RATE = 1.0
-    WARMUP_STEPS = 4000
-    CLIP_GRADIENT_NORM = 0.0
-    SCHEDULE = "1f1b"
-    REMAT = "full"
-    COMPUTE_DTYPE: str | None = None
-    STRICT_DEVICES = False
-    DATA_DIR: str | None = None
-    TRAIN_PATTERN: str | None = None
-    HELDOUT_PATTERN: str | None = None
-    CACHE_DIR: str | None = None
-    SEED = 0
 
     def Train(self) -> Any:
         return self._input("Train", heldout=False)
@@ -138,52 +114,18 @@ def stages_of(config: LanguageModelParams) -> list[Any]:
 
 
 @model_registry.RegisterSingleTaskModel
-class OneBillionWordTiny(LanguageModelParams):
+class OneBillionWordTiny(sizes.Tiny, LanguageModelParams):
     """Trains on a laptop's CPU in minutes, on the embedded text."""
 
-    VOCAB_SIZE = 2048
-    MODEL_DIM = 192
-    HIDDEN_DIM = 768
-    NUM_LAYERS = 5
-    NUM_HEADS = 4
-    SEQUENCE_LENGTH = 128
-    BATCH_SIZE = 16
-    WARMUP_STEPS = 100
-    LEARNING_RATE = 0.4
-    CLIP_GRADIENT_NORM = 1.0
-
 
 @model_registry.RegisterSingleTaskModel
-class OneBillionWordBase(LanguageModelParams):
+class OneBillionWordBase(sizes.Base, LanguageModelParams):
     """The size of the base Transformer, for one machine with a few GPUs."""
 
-    VOCAB_SIZE = 32_000
-    MODEL_DIM = 512
-    HIDDEN_DIM = 2048
-    NUM_LAYERS = 6
-    NUM_HEADS = 8
-    SEQUENCE_LENGTH = 256
-    BATCH_SIZE = 64
-    WARMUP_STEPS = 4000
-    CLIP_GRADIENT_NORM = 1.0
-
 
 @model_registry.RegisterSingleTaskModel
-class OneBillionWordGPipe32(LanguageModelParams):
+class OneBillionWordGPipe32(sizes.GPipe32, LanguageModelParams):
     """32 layers in 4 stages of 8, trained with 32 microbatches."""
-
-    VOCAB_SIZE = 32_000
-    MODEL_DIM = 2048
-    HIDDEN_DIM = 8192
-    NUM_LAYERS = 32
-    NUM_HEADS = 16
-    SEQUENCE_LENGTH = 1024
-    BATCH_SIZE = 32
-    NUM_STAGES = 4
-    SCHEDULE = "gpipe"
-    BLOCKS_PER_STAGE = (8, 8, 8, 8)
-    NUM_MICRO_BATCHES = 32
-    WARMUP_STEPS = 40_000
 
 
 CONFIGURATIONS = {

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import numpy as np
 import tensorflow as tf
 from lingvo.core import py_utils
 
-from models.one_billion_word import metrics
-from models.one_billion_word.checkpoint import Checkpoints
+from models.one_billion_word import heldout, metrics
+from models.one_billion_word.about import About
+from models.one_billion_word.checkpoint import Checkpoints, reason
 from models.one_billion_word.corpus import Corpus
-from models.one_billion_word.input import heldout_dataset, train_dataset
+from models.one_billion_word.input import PREFETCHED_BATCHES, heldout_dataset, train_dataset
 from models.one_billion_word.vocabulary import Vocabulary
 from pipemesh.errors import PipemeshError
 from pipemesh.layers import mesh_cluster
@@ -27,6 +29,10 @@ class TrainingError(PipemeshError, RuntimeError):
     """Training cannot go on."""
 
 
+class TextError(PipemeshError, OSError):
+    """The text cannot be read any more."""
+
+
 class Trainer:
     """A model, its data and its checkpoints.
 
@@ -36,14 +42,19 @@ class Trainer:
         vocabulary: its vocabulary.
         mesh: the devices; its axis `layers` has one for each stage.
         device_type: `CPU` or `GPU`.
-        logdir: where checkpoints and summaries go.
-        eval_batches: how many held-out batches to judge by; None for all.
+        logdir: where checkpoints and summaries go; it exists.
+        about: what is noted beside checkpoints.
+        eval_batches: how many held-out batches the sample has.
+        restore: path of the checkpoint to go on from.
+        skip: how many batches after the place in the text that this checkpoint holds to go on;
+            None to go on from the text's beginning.
 
     Attributes:
         task: the lingvo task.
         step: the number of finished steps.
-        restored: whether it goes on from a checkpoint.
         devices: the device of each stage.
+        sample: the held-out batches to judge by while training.
+        whole: the dataset of all held-out batches.
     """
 
     def __init__(
@@ -54,7 +65,10 @@ class Trainer:
         mesh: Mesh,
         device_type: str,
         logdir: str,
-        eval_batches: int | None = None,
+        about: About,
+        eval_batches: int,
+        restore: str | None = None,
+        skip: int | None = None,
     ) -> None:
         self._mesh, self._device_type = mesh, device_type
         tf.random.set_seed(config.SEED)
@@ -63,24 +77,37 @@ class Trainer:
             self._step.assign(0)
             self.task = config.Task().Instantiate()
             self.devices = self.task.stack.StageDevices()
-        # After the model: its initializers set TensorFlow's seed, and every new seed makes
-        # TensorFlow forget the state of operations, that of tokenizers included.
-        sizes = {"batch_size": config.BATCH_SIZE, "sequence_length": config.SEQUENCE_LENGTH}
-        dataset = train_dataset(corpus, vocabulary, seed=config.SEED, **sizes)
-        self.heldout = heldout_dataset(corpus, vocabulary, max_batches=eval_batches, **sizes)
         self._vocabulary = vocabulary
-        self._batches = iter(dataset)
         self._learner = self.task.learners[0]
         self._prepare_optimizer()
+        self._about = about
         self._checkpoints = Checkpoints(
             logdir,
-            config,
             step=self._step,
             weights=_ByName(self.task.vars.Flatten()),
             optimizer=_ByName(self._optimizer_variables()),
-            batches=self._batches,
         )
-        self.restored = self._checkpoints.restore()
+        if restore:
+            self._checkpoints.restore(restore, "step", "weights", "optimizer")
+        # After the model: its initializers set TensorFlow's seed, and every new seed makes
+        # TensorFlow forget the state of operations, that of tokenizers included.
+        sizes = {"batch_size": config.BATCH_SIZE, "sequence_length": config.SEQUENCE_LENGTH}
+        # A text that is begun again has other epochs than those that are done.
+        self._dataset = train_dataset(
+            corpus, vocabulary, seed=config.SEED, first_epoch=self.step, **sizes
+        )
+        self.sample = heldout.draw(corpus, vocabulary, batches=eval_batches, **sizes)
+        self.whole = heldout_dataset(corpus, vocabulary, **sizes)
+        self._batches = iter(self._dataset)
+        # Checkpoints that know a place in the text (None knows its beginning), the newest last,
+        # and how many batches were read since.
+        self._places: dict[str | None, int] = {None: 0}
+        self._checkpoints.track(batches=self._batches)
+        if restore and skip is not None:
+            self._checkpoints.restore(restore, "batches")
+            self._places = {restore: 0}
+            for _ in range(skip):
+                self._next_batch()
         self._train = tf.function(self._train_step, autograph=False)
         self._evaluate = tf.function(self._evaluate_batch, autograph=False)
         # Graphs are placed when they run for the first time.
@@ -105,10 +132,11 @@ class Trainer:
             `loss` (nats a token), `learning_rate`, and the batch's `score`.
 
         Raises:
+            TextError: there is no next batch; everything can be saved.
             TrainingError: the loss or a gradient is not finite, or an operation of a stage failed.
             DeviceError: with strict devices, a stage ran elsewhere.
         """
-        batch = next(self._batches)
+        batch = self._next_batch()
         step = self.step + 1
         try:
             with self._cluster(), contextlib.ExitStack() as stack:
@@ -131,6 +159,28 @@ class Trainer:
             xent.numpy(), batch["labels"].numpy(), batch["weights"].numpy(), self._vocabulary
         )
         return {"loss": loss, "learning_rate": float(learning_rate), "score": score}
+
+    def _next_batch(self) -> Any:
+        try:
+            batch = next(self._batches)
+        except tf.errors.OpError as error:
+            # An iterator that failed fails for ever, and is saved as failed; so is one that has
+            # read ahead and failed. So what is saved from now on is an iterator from before that,
+            # and how many batches were read since.
+            places = list(self._places.items())
+            certain = [place for place in places if place[1] >= PREFETCHED_BATCHES]
+            path, read = (certain or places[:1])[-1]
+            before = iter(self._dataset)
+            if path:
+                tf.train.Checkpoint(batches=before).read(path).expect_partial()
+            self._checkpoints.track(batches=before)
+            self._about = dataclasses.replace(self._about, skip=read)
+            raise TextError(
+                f"the text to train on cannot be read any more ({reason(error)})"
+            ) from error
+        for path in self._places:
+            self._places[path] += 1
+        return batch
 
     def _locate(self, batch: Any) -> PipemeshError | None:
         """Runs a step that failed once more, to learn where a value ceased to be finite.
@@ -169,36 +219,58 @@ class Trainer:
         stack.clock = None
         return simulate(stack.schedule, measured.costs), measured
 
-    def evaluate(self, stopped: Callable[[], bool] = lambda: False) -> metrics.Score | None:
-        """Scores the held-out text; dropout is off.
+    def evaluate(
+        self, batches: Iterable[Any], stopped: Callable[[], bool] = lambda: False
+    ) -> metrics.Score | None:
+        """Scores held-out batches; dropout is off.
 
         Args:
+            batches: `sample.batches`, or `whole`.
             stopped: asked before each batch whether to give up.
 
         Returns:
             The score; None if it gave up.
+
+        Raises:
+            TextError: the held-out text cannot be read any more.
+            TrainingError: an operation of a stage failed.
         """
         total = metrics.Score()
-        for batch in self.heldout:
-            if stopped():
-                return None
+        iterator = iter(batches)
+        while not stopped():
+            try:
+                batch = next(iterator, None)
+            except tf.errors.OpError as error:
+                raise TextError(
+                    f"the held-out text cannot be read any more ({reason(error)})"
+                ) from error
+            if batch is None:
+                return total
             total += self._score(batch)
-        return total
+        return None
 
     def save(self) -> str:
         """Saves a checkpoint of everything; returns its path.
 
         Raises:
+            SaveError: it cannot be written.
             TrainingError: with these weights the held-out loss is not finite; nothing is saved.
         """
         if self.saved and os.path.basename(self.saved) == f"ckpt-{self.step}":
             return self.saved
         # The loss of a step is that of the weights before it, so these are not yet known to be
         # good.
-        loss = self._score(next(iter(self.heldout))).nats
+        loss = self._score(self.sample.batches[0]).nats
         if not np.isfinite(loss):
             self._fail(f"the held-out loss is {loss}", self.step)
-        return self._checkpoints.save(self.step)
+        path = self._checkpoints.save(self.step, self._about)
+        self._places = {
+            known: read
+            for known, read in self._places.items()
+            if known is None or os.path.exists(f"{known}.index")
+        }
+        self._places[path] = 0
+        return path
 
     def _fail(self, what: str, step: int, error: Exception | None = None) -> NoReturn:
         kept = f"{self.saved} is kept" if self.saved else "none was written yet"

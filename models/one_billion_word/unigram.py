@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from models.one_billion_word import metrics
 from models.one_billion_word.corpus import Sentences, TextFiles
@@ -32,15 +33,16 @@ class Unigram:
     vocabulary: Vocabulary
     nats: np.ndarray
 
-    def score(self, dataset: tf.data.Dataset) -> metrics.Score:
-        """Scores the labels of a finite dataset, padding left out.
+    def score(self, batches: Iterable[Any]) -> metrics.Score:
+        """Scores the labels of batches, padding left out.
 
         Args:
-            dataset: batches with `labels` int [B, T] and `weights` float [B, T].
+            batches: a finite dataset or a list, with `labels` int [B, T] and `weights` float
+                [B, T].
         """
         total = metrics.Score()
-        for batch in dataset.as_numpy_iterator():
-            labels, weights = batch["labels"], batch["weights"]
+        for batch in batches:
+            labels, weights = np.asarray(batch["labels"]), np.asarray(batch["weights"])
             total += metrics.score(self.nats[labels], labels, weights, self.vocabulary)
         return total
 

@@ -11,26 +11,33 @@ Words are counted as the one-billion-word benchmark does: what spaces separate, 
 from __future__ import annotations
 
 import functools
+import glob
 import hashlib
 import io
+import itertools
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import sentencepiece
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from models.one_billion_word.corpus import SPACE_MARK, Corpus, Sentences, TextFiles
+from models.one_billion_word.whole_file import write_whole
 from pipemesh.errors import PipemeshError
 
-# Pieces are learned from at most so many sentences; more change little and cost minutes.
+# Pieces are learned from at most so many sentences and characters; more change little, and cost
+# minutes and gigabytes.
 SAMPLE_LIMIT = 200_000
-# Longer lines (in bytes) do not take part in learning pieces.
-_LONGEST_LINE = 1 << 16
+SAMPLE_CHARACTERS = 1 << 24
+# Longer sentences take part in learning in parts of so many characters: SentencePiece skips a
+# line beyond its limit, which a text of one line does not survive.
+_LONGEST_PART = 1 << 12
+_BYTES_A_CHARACTER = 4
 # Goes into the name of the cached file: raise it when `train_vocabulary` learns otherwise.
-_RECIPE = 1
+_RECIPE = 2
 _QUIET = 2
 _TOO_SMALL = re.compile(r"smaller than required_chars\. -?\d+ vs (\d+)")
 _TOO_LARGE = re.compile(r"set it to a value <= (\d+)")
@@ -48,6 +55,7 @@ class Vocabulary:
 
     Attributes:
         model: the serialized model, bytes.
+        digest: a hexadecimal digest of `model`.
         size: number of pieces, with the special ones.
         bos_id, eos_id: ids of the pieces that begin and end a sentence; `encode` gives neither.
         piece_bytes: int32 [size], bytes of text that a piece stands for; a sentence's pieces sum
@@ -65,6 +73,7 @@ class Vocabulary:
         except RuntimeError as error:
             raise VocabularyError(f"not a SentencePiece model: {error}") from error
         self.model = model
+        self.digest = hashlib.sha256(model).hexdigest()
         self.size = self._processor.get_piece_size()
         self.bos_id = self._processor.bos_id()
         self.eos_id = self._processor.eos_id()
@@ -112,37 +121,43 @@ class Vocabulary:
 def load_vocabulary(corpus: Corpus, size: int, cache_dir: str) -> Vocabulary:
     """The vocabulary of a corpus, learned on first use and read from `cache_dir` after that.
 
-    The file is `vocab-<size>-<digest of the training text>.model`. It is written under another
-    name and renamed, so that a process that is killed, or two that race, leave a whole file.
+    The file is `vocab-<size>-<digest of the training text>-<digest of the file>.model`. It is
+    written under another name and renamed, so that a process that is killed, or two that race,
+    leave a whole file; its own digest finds bits that flipped since.
 
     Raises:
+        CorpusError: the text cannot be read.
         VocabularyError: as `train_vocabulary`, or the cached file is damaged.
     """
     identity = hashlib.sha256(f"{_RECIPE} {corpus.train.digest()}".encode()).hexdigest()
-    path = os.path.join(cache_dir, f"vocab-{size}-{identity[:12]}.model")
-    if not os.path.exists(path):
-        _write_whole(path, train_vocabulary(corpus.train, size).model)
+    name = f"vocab-{size}-{identity[:12]}"
+    found = sorted(glob.glob(f"{name}-*.model", root_dir=cache_dir or "."))
+    if not found:
+        vocabulary = train_vocabulary(corpus.train, size)
+        path = os.path.join(cache_dir, f"{name}-{vocabulary.digest[:12]}.model")
+        write_whole(path, vocabulary.model)
+        return vocabulary
+    path = os.path.join(cache_dir, found[0])
     with open(path, "rb") as file:
         model = file.read()
-    try:
-        vocabulary = Vocabulary(model)
-    except VocabularyError as error:
-        raise VocabularyError(f"{path!r} is damaged; delete it and run again ({error})") from error
-    if vocabulary.size != size:
+    if found[0] != f"{name}-{hashlib.sha256(model).hexdigest()[:12]}.model":
         raise VocabularyError(
-            f"{path!r} holds {vocabulary.size} pieces instead of {size}; delete it and run again"
+            f"{path!r} is damaged: it is not what was written; delete it and run again"
         )
-    return vocabulary
+    return Vocabulary(model)
 
 
 def train_vocabulary(text: Sentences | TextFiles, size: int) -> Vocabulary:
-    """Learns a unigram vocabulary from at most `SAMPLE_LIMIT` sentences of a text.
+    """Learns a unigram vocabulary from a sample of a text.
 
-    The same text and size give the same pieces: one thread learns, from a fixed sample.
+    At most `SAMPLE_LIMIT` sentences and `SAMPLE_CHARACTERS` characters take part, as many from the
+    head of each file as it takes; a long sentence takes part in several parts. The same text and
+    size give the same pieces: one thread learns, from a fixed sample.
 
     Raises:
         VocabularyError: the text supports only larger or only smaller vocabularies.
     """
+    sample = text.sample(SAMPLE_LIMIT, SAMPLE_CHARACTERS)
     model = io.BytesIO()
     with tempfile.NamedTemporaryFile("w", suffix=".tsv") as rules:
         # The one rule is what SentencePiece does anyway. Without any rule the processors print
@@ -151,7 +166,7 @@ def train_vocabulary(text: Sentences | TextFiles, size: int) -> Vocabulary:
         rules.flush()
         try:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=text.sample(SAMPLE_LIMIT),
+                sentence_iterator=itertools.chain.from_iterable(map(_parts, sample)),
                 model_writer=model,
                 model_type="unigram",
                 # SentencePiece says how many pieces are too few from 3, the special ones, on.
@@ -159,7 +174,7 @@ def train_vocabulary(text: Sentences | TextFiles, size: int) -> Vocabulary:
                 byte_fallback=True,
                 normalization_rule_tsv=rules.name,
                 remove_extra_whitespaces=False,
-                max_sentence_length=_LONGEST_LINE,
+                max_sentence_length=_LONGEST_PART * _BYTES_A_CHARACTER,
                 unk_id=0,
                 bos_id=1,
                 eos_id=2,
@@ -170,6 +185,19 @@ def train_vocabulary(text: Sentences | TextFiles, size: int) -> Vocabulary:
         except RuntimeError as error:
             raise VocabularyError(_explain(size, str(error))) from error
     return Vocabulary(_without_rules_path(model.getvalue()))
+
+
+def _parts(sentence: str) -> Iterator[str]:
+    """Cuts a long sentence, at spaces as far as there are any."""
+    begin = 0
+    while len(sentence) - begin > _LONGEST_PART:
+        longest = begin + _LONGEST_PART
+        end = sentence.rfind(" ", begin + 1, longest)
+        # Without a space the part that follows seems to begin a word, as every sentence does.
+        end, following = (end, end + 1) if end > 0 else (longest, longest)
+        yield sentence[begin:end]
+        begin = following
+    yield sentence[begin:]
 
 
 def _without_rules_path(model: bytes) -> bytes:
@@ -209,17 +237,3 @@ def _explain(size: int, message: str) -> str:
             f"characters of the training text need at least {match[1]} pieces"
         )
     return f"--vocab_size={size}: no vocabulary can be learned from the training text: {message}"
-
-
-def _write_whole(path: str, content: bytes) -> None:
-    folder = os.path.dirname(path)
-    os.makedirs(folder or ".", exist_ok=True)
-    # Not a file of `tempfile`'s, which only its owner may read: log directories are shared.
-    temporary = os.path.join(folder, f".{os.path.basename(path)}.{os.getpid()}")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

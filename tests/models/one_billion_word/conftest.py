@@ -3,7 +3,9 @@
 import itertools
 
 import pytest
+from lingvo.core import py_utils
 
+from models.one_billion_word import train as program
 from models.one_billion_word.corpus import embedded_corpus
 from models.one_billion_word.vocabulary import load_vocabulary
 
@@ -34,3 +36,14 @@ def folder(corpus, tmp_path_factory):
     for number, part in enumerate((corpus.heldout.lines[:20], corpus.heldout.lines[20:30])):
         (folder / f"heldout-{number}.txt").write_text("\n".join(part), encoding="utf-8")
     return str(folder)
+
+
+@pytest.fixture
+def train(monkeypatch):
+    """The program after its command line: takes a request, returns the exit code."""
+    monkeypatch.setattr(program, "_start_devices", lambda _: None)
+    py_utils.SetEagerMode(True, test_mode=True)
+    monkeypatch.setattr(py_utils, "SetEagerMode", lambda _: None)
+    yield program.run
+    monkeypatch.undo()
+    py_utils.SetEagerMode(False, test_mode=True)

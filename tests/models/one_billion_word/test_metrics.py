@@ -24,6 +24,7 @@ def test_parts_add_up():
 
 def test_the_ends_of_the_scale():
     assert math.isnan(metrics.bits_per_byte(0.0, 0))
+    assert math.isnan(metrics.ratio(1.0, 0.0))
     assert math.isnan(metrics.perplexity(1.0, 0))
     assert metrics.perplexity(1e6, 1) == math.inf
     assert math.isnan(metrics.perplexity(math.nan, 1))

@@ -5,53 +5,13 @@ import os
 import pathlib
 import shutil
 import signal
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.core.util import event_pb2
 
-ROOT = pathlib.Path(__file__).parents[3]
-# Small in what costs time: the graph grows with stages and microbatches.
-SMALL = [
-    "--vocab_size=400",
-    "--sequence_length=32",
-    "--batch_size=4",
-    "--num_microbatches=2",
-    "--eval_batches=2",
-    "--save_every=3",
-    "--eval_every=1000",
-]
-
-
-def start(*flags):
-    return subprocess.Popen(
-        [sys.executable, "-m", "models.one_billion_word.train", *SMALL, *flags],
-        cwd=ROOT,
-        # As from a shell, not with the log level of the tests.
-        env={k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(process):
-    """The process's exit code, and what it wrote to stdout and stderr."""
-    try:
-        out, err = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    return process.returncode, out, err
-
-
-def run(*flags):
-    code, out, err = finish(start(*flags))
-    assert code == 0, err
-    return out
+from tests.models.one_billion_word.program import finish, refused, run, start, wait_for
 
 
 def checkpoint(logdir, step):
@@ -83,14 +43,6 @@ def assert_same(logdir, other, step, **tolerance):
         np.testing.assert_allclose(value, theirs[name], err_msg=name, **tolerance)
 
 
-def wait_for(path, process):
-    end = time.monotonic() + 90
-    while not path.exists():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """Six steps without interruption: the log directory and what was printed."""
@@ -104,6 +56,10 @@ def test_what_it_prints_and_writes(whole):
     assert "layers:2, 2 microbatches of 2 x 32 tokens" in out
     assert "0      Embedding + 3 Block" in out
     assert "CPU:1" in out
+    assert (
+        "evaluation while training: 2 batches of sentences drawn evenly from all 196 held-out ones"
+        in out
+    )
     assert "held out at step 6: " in out
     assert "smoothed unigram model, same tokens: " in out
     assert f"checkpoint: {logdir}/ckpt-6" in out
@@ -177,15 +133,6 @@ def trained(whole, tmp_path):
     return pathlib.Path(shutil.copytree(whole[0], tmp_path / "trained"))
 
 
-def refused(*flags):
-    """The one line that says why."""
-    code, _, err = finish(start(*flags))
-    assert code == 2, err
-    assert err.count("\n") == 1, err
-    assert err.startswith("error: ")
-    return err
-
-
 BAD_INPUT = [
     (["--model=OneBillionWordTin"], "--model='OneBillionWordTin'", "OneBillionWordTiny?"),
     (["--mesh_shape=layers:x"], "--mesh_shape='layers:x'", "'layers:2'"),
@@ -198,6 +145,11 @@ BAD_INPUT = [
     (["--train_pattern=*.txt"], "--train_pattern='*.txt'", "--data_dir"),
     (["--vocab_size=1000000"], "--vocab_size=1000000", "at most"),
     (["--learning_rate=nan"], "--learning_rate=nan", "above 0"),
+    (["--learning_rate=inf"], "--learning_rate=inf", "finite"),
+    (["--learning_rate=1e39"], "--learning_rate=1e+39", "at most 3.4e+38"),
+    (["--batch_size=99999999999"], "--batch_size=99999999999", "at most 2147483647"),
+    (["--seed=9223372036854775808"], "--seed=9223372036854775808", "64 bits"),
+    (["--data_dir="], "--data_dir='' is empty", "leave the flag out"),
     (["trash"], "'trash'", "--"),
     (["--step=3"], "'step'", "steps"),
     (["--save_every=0"], "save_every", "positive"),

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import os
+import random
 import re
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from models.one_billion_word import vocabulary as vocabulary_module
-from models.one_billion_word.corpus import SPACE_MARK, Sentences
+from models.one_billion_word.corpus import SPACE_MARK, Sentences, TextFiles
 from models.one_billion_word.vocabulary import (
     Vocabulary,
     VocabularyError,
@@ -73,7 +74,7 @@ def test_it_is_learned_once(corpus, tmp_path, monkeypatch):
     cache_dir = str(tmp_path / "made" / "on the way")
     learned = load_vocabulary(corpus, 400, cache_dir)
     (name,) = os.listdir(cache_dir)
-    assert re.fullmatch(r"vocab-400-[0-9a-f]{12}\.model", name)
+    assert re.fullmatch(r"vocab-400-[0-9a-f]{12}-[0-9a-f]{12}\.model", name)
     monkeypatch.setattr(vocabulary_module, "train_vocabulary", None)
     assert load_vocabulary(corpus, 400, cache_dir).model == learned.model
 
@@ -100,16 +101,42 @@ def test_a_kill_leaves_no_half_file(corpus, tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_damaged_file_is_named(corpus, tmp_path):
+def test_no_flipped_bit_of_the_file_passes(corpus, tmp_path):
+    """Of 300 flipped bits 133 gave another vocabulary once, without a word."""
     load_vocabulary(corpus, 400, str(tmp_path))
     (path,) = tmp_path.iterdir()
-    model = path.read_bytes()
-    path.write_bytes(model[: len(model) // 2])
-    with pytest.raises(VocabularyError, match=r"vocab-400-.*\.model' is damaged; delete it"):
+    good = path.read_bytes()
+    rng = random.Random(0)
+    flips = [(rng.randrange(len(good)), 1 << rng.randrange(8)) for _ in range(300)]
+    for position, bit in flips:
+        bad = bytearray(good)
+        bad[position] ^= bit
+        path.write_bytes(bad)
+        with pytest.raises(VocabularyError, match=r"vocab-400-.*\.model' is damaged: .* delete it"):
+            load_vocabulary(corpus, 400, str(tmp_path))
+    path.write_bytes(good[: len(good) // 2])
+    with pytest.raises(VocabularyError, match="is damaged"):
         load_vocabulary(corpus, 400, str(tmp_path))
-    path.write_bytes(train_vocabulary(corpus.train, 401).model)
-    with pytest.raises(VocabularyError, match=r"holds 401 pieces instead of 400; delete it"):
-        load_vocabulary(corpus, 400, str(tmp_path))
+    path.write_bytes(good)
+    assert load_vocabulary(corpus, 400, str(tmp_path)).model == good
+
+
+@pytest.mark.parametrize("gap", [" ", ""])
+def test_a_line_of_a_megabyte_is_learned_from(corpus, gap):
+    """SentencePiece skips long lines, and of a text of nothing else it said nothing of use."""
+    line = gap.join(corpus.train.lines[:500]).replace(" ", gap)
+    line = (line * (1_000_000 // len(line) + 1))[:1_000_000]
+    learned = train_vocabulary(Sentences((line,)), 400)
+    assert learned.size == 400
+    assert learned.decode(learned.encode(line[:9999])) == line[:9999]
+
+
+def test_a_sample_is_limited_by_characters_too(tmp_path):
+    for name in "ab":
+        (tmp_path / name).write_text(f"{name * 9}\n" * 9)
+    files = TextFiles(tuple(str(tmp_path / name) for name in "ab"))
+    assert list(files.sample(99, 24)) == ["a" * 9, "a" * 3, "b" * 9, "b" * 3]
+    assert list(Sentences(("abc", "def")).sample(99, 3)) == ["abc"]
 
 
 def test_a_model_without_bos_and_eos_is_refused(corpus):

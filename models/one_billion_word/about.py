@@ -1,0 +1,175 @@
+"""What a checkpoint's weights were made of: model, settings, text and vocabulary.
+
+It lies beside a checkpoint as `ckpt-<step>.about`, written first, and is read without TensorFlow.
+The vocabulary is in it as a whole: weights are worth nothing under another one, and the text that
+it was learned from may be gone.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from models.one_billion_word.corpus import Corpus
+from models.one_billion_word.sizes import Settings
+from models.one_billion_word.vocabulary import Vocabulary
+from models.one_billion_word.whole_file import write_whole
+from pipemesh.errors import PipemeshError
+
+# What weights depend on, and the seed, on which the order of the text depends.
+_MODEL = (
+    "VOCAB_SIZE",
+    "MODEL_DIM",
+    "HIDDEN_DIM",
+    "NUM_LAYERS",
+    "NUM_HEADS",
+    "SEQUENCE_LENGTH",
+    "SEED",
+)
+# What may change when training goes on, and is said then.
+_SETTINGS = (
+    "BATCH_SIZE",
+    "NUM_MICRO_BATCHES",
+    "SCHEDULE",
+    "REMAT",
+    "COMPUTE_DTYPE",
+    "LEARNING_RATE",
+    "WARMUP_STEPS",
+    "CLIP_GRADIENT_NORM",
+    "DROPOUT_PROB",
+)
+
+
+class CheckpointError(PipemeshError, ValueError):
+    """A log directory holds something else than what is to be trained, or a damaged checkpoint."""
+
+
+@dataclasses.dataclass(frozen=True)
+class About:
+    """What a checkpoint's weights were made of.
+
+    Attributes:
+        model: what must be the same to go on.
+        settings: what may differ.
+        data: digests of the text to train on and of the text to judge by.
+        vocabulary: the serialized vocabulary.
+        skip: how many batches were read since the position in the text that is saved.
+    """
+
+    model: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    data: Mapping[str, str]
+    vocabulary: bytes
+    skip: int = 0
+
+    @classmethod
+    def of(
+        cls, model: str, settings: Settings, mesh: str, data: Mapping[str, str], words: Vocabulary
+    ) -> About:
+        """What is to be trained now.
+
+        Args:
+            model: name of the configuration.
+            settings: its settings.
+            mesh: what it runs on.
+            data: as `digests`.
+            words: the vocabulary.
+        """
+        return cls(
+            model={"model": model, **_values(settings, _MODEL)},
+            settings={"mesh": mesh, **_values(settings, _SETTINGS)},
+            data=data,
+            vocabulary=words.model,
+        )
+
+    @classmethod
+    def read(cls, checkpoint: str) -> About:
+        """Reads what lies beside a checkpoint.
+
+        Args:
+            checkpoint: path of the checkpoint.
+
+        Raises:
+            CheckpointError: nothing does, or it is damaged.
+        """
+        path = f"{checkpoint}.about"
+        try:
+            with open(path, "rb") as file:
+                digest, _, content = file.read().partition(b"\n")
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{checkpoint} is a checkpoint of another program, or lost {path}; give another "
+                "--logdir"
+            ) from error
+        if hashlib.sha256(content).hexdigest().encode() != digest:
+            raise CheckpointError(
+                f"{path} is damaged: it is not what was written; remove {checkpoint}.* to go back "
+                "to the checkpoint before, or give another --logdir"
+            )
+        values = json.loads(content)
+        return cls(**values | {"vocabulary": base64.b64decode(values["vocabulary"])})
+
+    def write(self, checkpoint: str) -> None:
+        """Writes it beside a checkpoint."""
+        values = dataclasses.asdict(self)
+        values["vocabulary"] = base64.b64encode(self.vocabulary).decode()
+        content = json.dumps(values, indent=1).encode()
+        digest = hashlib.sha256(content).hexdigest().encode()
+        write_whole(f"{checkpoint}.about", digest + b"\n" + content)
+
+    def check_model(self, model: str, settings: Settings, logdir: str) -> None:
+        """Checks that a model can go on from this checkpoint.
+
+        Args:
+            model: name of the configuration.
+            settings: its settings.
+            logdir: where the checkpoint lies.
+
+        Raises:
+            CheckpointError: it is another model's.
+        """
+        mine = {"model": model, **_values(settings, _MODEL)}
+        if told := changes(self.model, mine):
+            raise CheckpointError(
+                f"--logdir={logdir!r} holds a checkpoint of another model ({told}); give another "
+                "--logdir, or the settings it was trained with"
+            )
+
+    def check_data(self, data: Mapping[str, str], logdir: str) -> None:
+        """Checks that the text is the one of this checkpoint, wherever it lies now.
+
+        Raises:
+            CheckpointError: it is other text.
+        """
+        if data != self.data:
+            raise CheckpointError(
+                f"--logdir={logdir!r} holds a checkpoint that was trained on other text "
+                f"({changes(self.data, data)}); give that text, or another --logdir, or "
+                "--other_text to go on from these weights and their vocabulary with this text"
+            )
+
+
+def digests(corpus: Corpus) -> dict[str, str]:
+    """Digests of all that will be read, of the text to train on and of the text to judge by.
+
+    Raises:
+        CorpusError: the text cannot be read.
+    """
+    return {part: getattr(corpus, part).digest()[:16] for part in ("train", "heldout")}
+
+
+def changes(there: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Lists what differs, as `batch_size 4 there, 8 now`; "" where nothing does."""
+    return ", ".join(
+        f"{key} {there.get(key)} there, {value} now"
+        for key, value in now.items()
+        if there.get(key) != value
+    )
+
+
+def _values(settings: Settings, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name.lower(): getattr(settings, name) for name in names}

@@ -1,0 +1,210 @@
+"""The flags, and what they ask for: checked as far as it can be without TensorFlow."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import sys
+
+from absl import flags
+
+from models.one_billion_word.request import EVAL_BATCHES, Request
+from models.one_billion_word.sizes import SIZES, Settings
+from pipemesh.errors import PipemeshError
+from pipemesh.mesh import Mesh
+from pipemesh.schedule import ScheduleSpec
+from pipemesh.schedule_names import listing
+
+FLAGS = flags.FLAGS
+
+flags.DEFINE_string("model", "OneBillionWordTiny", "Name of the configuration.", short_name="m")
+flags.DEFINE_string("mesh_shape", "layers:2", "Mesh of devices; its axis `layers` has stages.")
+flags.DEFINE_enum("device_type", "CPU", ["CPU", "GPU"], "What the devices are.")
+flags.DEFINE_integer("num_microbatches", None, "Microbatches a batch; default: the model's.")
+flags.DEFINE_integer("batch_size", None, "Rows a batch; default: the model's.")
+flags.DEFINE_integer("vocab_size", None, "SentencePiece pieces; default: the model's.")
+flags.DEFINE_integer("sequence_length", None, "Tokens a row; default: the model's.")
+flags.DEFINE_string(
+    "schedule",
+    None,
+    f"The pipeline schedule: {listing()}; default: the model's.",
+)
+flags.DEFINE_enum(
+    "remat", None, ["full", "none", "except_last"], "What the backward pass computes again."
+)
+flags.DEFINE_enum(
+    "compute_dtype",
+    None,
+    ["float32", "bfloat16", "float16"],
+    "What stages compute in; weights are float32 in any case.",
+)
+flags.DEFINE_boolean(
+    "strict_devices", False, "Whether an operation that leaves its stage's device is an error."
+)
+flags.DEFINE_float("learning_rate", None, "Factor of the learning rate; default: the model's.")
+flags.DEFINE_integer("steps", 300, "Train up to this step.", lower_bound=0)
+flags.DEFINE_string("logdir", None, "Folder of checkpoints, summaries and vocabulary.")
+flags.DEFINE_string("data_dir", None, "Folder of text; default: text that comes with Python.")
+flags.DEFINE_string("train_pattern", None, "Glob below --data_dir of the text to train on.")
+flags.DEFINE_string("heldout_pattern", None, "Glob below --data_dir of the text to judge by.")
+flags.DEFINE_bool(
+    "other_text",
+    False,
+    "Go on from a checkpoint with other text than it was trained on, under its vocabulary.",
+)
+flags.DEFINE_bool(
+    "trace_schedule",
+    False,
+    "After training, two more steps that time every action; writes schedule.html and "
+    "schedule_trace.json (chrome://tracing) into --logdir, predicted beside measured.",
+)
+flags.DEFINE_integer("seed", 0, "Seed of weights, data order and dropout.")
+flags.DEFINE_integer("eval_every", 100, "Evaluate every so many steps.", lower_bound=1)
+flags.DEFINE_integer(
+    "eval_batches",
+    None,
+    "Held-out batches to judge by, drawn evenly from all; default: "
+    f"{EVAL_BATCHES} while training, and all at the end.",
+    lower_bound=1,
+)
+flags.DEFINE_integer("save_every", 100, "Save every so many steps.", lower_bound=1)
+
+_HELP = {"-h", "-?", "--?"} | {
+    dashes + name for dashes in ("-", "--") for name in ("help", "helpshort", "helpfull")
+}
+_SEEDS = range(-(2**63), 2**63)
+# What tensors of int32 and float32 hold.
+_LARGEST = {int: 2**31 - 1, float: 3.4e38}
+# The flag that changes each of the settings.
+_OF_SETTINGS = {
+    "num_microbatches": "NUM_MICRO_BATCHES",
+    "batch_size": "BATCH_SIZE",
+    "vocab_size": "VOCAB_SIZE",
+    "sequence_length": "SEQUENCE_LENGTH",
+    "schedule": "SCHEDULE",
+    "remat": "REMAT",
+    "compute_dtype": "COMPUTE_DTYPE",
+    "learning_rate": "LEARNING_RATE",
+}
+
+
+_OF_REQUEST = (
+    "steps",
+    "save_every",
+    "eval_every",
+    "eval_batches",
+    "other_text",
+    "trace_schedule",
+)
+
+
+class FlagError(PipemeshError, ValueError):
+    """A flag has a value that cannot be had."""
+
+
+def parse(argv: list[str], about: str) -> None:
+    """Parses the command line; shows help and ends the program where that is asked for.
+
+    Args:
+        argv: the program and its arguments.
+        about: what help begins with.
+
+    Raises:
+        FlagError: a flag is unknown or malformed, or an argument is none.
+    """
+    asked = argv[1 : argv.index("--") if "--" in argv else None]
+    if _HELP & set(asked):
+        print(f"{about}\n{FLAGS.module_help(sys.modules[__name__])}")
+        sys.exit(0)
+    try:
+        rest = FLAGS(argv)
+    except flags.Error as error:
+        raise FlagError(str(error)) from error
+    if len(rest) > 1:
+        raise FlagError(f"{rest[1]!r} is no flag; flags begin with --")
+
+
+def request() -> Request:
+    """What the flags ask for.
+
+    Raises:
+        PipemeshError: a value cannot be had, or does not go with another.
+    """
+    mesh = _mesh()
+    if FLAGS.model not in SIZES:
+        near = difflib.get_close_matches(FLAGS.model, SIZES, n=1)
+        hint = f"; did you mean {near[0]}?" if near else "."
+        raise FlagError(f"--model={FLAGS.model!r} is unknown{hint} Models are {', '.join(SIZES)}")
+    for flag in ("logdir", "data_dir", "train_pattern", "heldout_pattern"):
+        if FLAGS[flag].value == "":
+            raise FlagError(f"--{flag}='' is empty; give a value, or leave the flag out")
+    if FLAGS.seed not in _SEEDS:
+        raise FlagError(f"--seed={FLAGS.seed}: it must fit into 64 bits, from -2**63 to 2**63 - 1")
+    settings = SIZES[FLAGS.model]()
+    for flag, attribute in _OF_SETTINGS.items():
+        value = FLAGS[flag].value
+        if value is not None:
+            if not isinstance(value, str):
+                _check_number(flag, value)
+            setattr(settings, attribute, value)
+    settings.DATA_DIR = FLAGS.data_dir
+    settings.TRAIN_PATTERN, settings.HELDOUT_PATTERN = FLAGS.train_pattern, FLAGS.heldout_pattern
+    settings.SEED = FLAGS.seed
+    settings.STRICT_DEVICES = FLAGS.strict_devices
+    _set_stages(settings, mesh)
+    if settings.BATCH_SIZE % settings.NUM_MICRO_BATCHES:
+        size = settings.BATCH_SIZE
+        divisors = [n for n in range(1, size + 1) if size % n == 0]
+        raise FlagError(
+            f"--num_microbatches={settings.NUM_MICRO_BATCHES} does not divide the batch of "
+            f"{size} (--batch_size); it may be {', '.join(map(str, divisors))}"
+        )
+    logdir = os.path.join("runs", FLAGS.model) if FLAGS.logdir is None else FLAGS.logdir
+    return Request(
+        FLAGS.model,
+        settings,
+        mesh,
+        FLAGS.device_type,
+        logdir,
+        **{name: FLAGS[name].value for name in _OF_REQUEST},
+    )
+
+
+def _mesh() -> Mesh:
+    try:
+        mesh = Mesh.from_text(FLAGS.mesh_shape)
+    except PipemeshError as error:
+        raise FlagError(f"--mesh_shape={FLAGS.mesh_shape!r}: {error}") from error
+    other = [name for name, size in mesh.axes if name != "layers" and size > 1]
+    if other:
+        raise FlagError(
+            f"--mesh_shape={FLAGS.mesh_shape!r}: axis {other[0]!r} is not supported by this model; "
+            "use the axis 'layers' alone, for example 'layers:2'"
+        )
+    return mesh
+
+
+def _check_number(flag: str, value: float) -> None:
+    largest = _LARGEST[type(value)]
+    if not value > 0:
+        raise FlagError(f"--{flag}={value}: it must be above 0")
+    if not (math.isfinite(value) and value <= largest):
+        raise FlagError(f"--{flag}={value}: it must be finite, at most {largest}")
+
+
+def _set_stages(settings: Settings, mesh: Mesh) -> None:
+    try:
+        spec = ScheduleSpec.from_text(settings.SCHEDULE)
+        stages = spec.build(mesh.size("layers"), settings.NUM_MICRO_BATCHES).num_stages
+    except PipemeshError as error:
+        raise FlagError(f"--schedule={settings.SCHEDULE}: {error}") from error
+    if settings.BLOCKS_PER_STAGE is not None and len(settings.BLOCKS_PER_STAGE) != stages:
+        settings.BLOCKS_PER_STAGE = None
+    settings.NUM_STAGES = stages
+    most = settings.NUM_LAYERS + 2
+    if stages > most:
+        raise FlagError(
+            f"--mesh_shape={FLAGS.mesh_shape!r} and --schedule={settings.SCHEDULE!r} ask for "
+            f"{stages} stages, but {FLAGS.model} has {most} layers; use at most {most} stages"
+        )

@@ -1,0 +1,68 @@
+"""What a model is judged by while it trains: a fixed sample of the whole held-out text."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import random
+from typing import Any
+
+from models.one_billion_word.corpus import Corpus, Sentences
+from models.one_billion_word.input import heldout_dataset
+from models.one_billion_word.vocabulary import Vocabulary
+
+# The sample depends on the text alone: not on a flag, so that runs can be compared.
+_SEED = 20131211
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldoutSample:
+    """Batches in memory: a file that vanishes takes no evaluation with it.
+
+    Attributes:
+        batches: as `packing.pack` describes them.
+        whole: whether they are all of the held-out text.
+        sentences: how many sentences all of the text has; 0 if not known.
+    """
+
+    batches: list[dict[str, Any]]
+    whole: bool
+    sentences: int
+
+    def __str__(self) -> str:
+        number = len(self.batches)
+        if self.whole:
+            return f"all of the held-out text, {number} batches"
+        return (
+            f"{number} batches of sentences drawn evenly from all {self.sentences:,} held-out ones"
+        )
+
+
+def draw(
+    corpus: Corpus, vocabulary: Vocabulary, *, batch_size: int, sequence_length: int, batches: int
+) -> HeldoutSample:
+    """Draws a sample: every sentence is as likely to be in it as any other.
+
+    The same text gives the same sample, whoever draws it. Where all of the text fits, it is taken
+    as it is, in order.
+
+    Args:
+        corpus: whose held-out text to sample.
+        vocabulary: cuts it into pieces.
+        batch_size: rows of a batch, B.
+        sequence_length: positions of a row, T.
+        batches: at most so many batches, at least 1.
+    """
+    sizes = {"batch_size": batch_size, "sequence_length": sequence_length}
+    found = list(itertools.islice(heldout_dataset(corpus, vocabulary, **sizes), batches + 1))
+    if len(found) <= batches:
+        return HeldoutSample(found, whole=True, sentences=0)
+    rng = random.Random(_SEED)
+    counter = itertools.count()
+    keyed = ((rng.random(), next(counter), sentence) for sentence in corpus.heldout)
+    # A sentence has at least one piece and an end, so these fill the batches.
+    enough = batches * batch_size * sequence_length // 2 + 1
+    drawn = Sentences(tuple(sentence for _, _, sentence in heapq.nsmallest(enough, keyed)))
+    dataset = heldout_dataset(Corpus(corpus.name, corpus.train, drawn), vocabulary, **sizes)
+    return HeldoutSample(list(dataset.take(batches)), whole=False, sentences=next(counter))

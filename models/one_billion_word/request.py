@@ -1,0 +1,43 @@
+"""What a training is asked for, as plain values."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from models.one_billion_word.sizes import Settings
+from pipemesh.mesh import Mesh
+
+# How many held-out batches are evaluated while training, unless a number is asked for.
+EVAL_BATCHES = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a training is asked for.
+
+    Attributes:
+        model: name of the configuration.
+        settings: its settings, with all that is asked for otherwise.
+        mesh: the devices.
+        device_type: `CPU` or `GPU`.
+        logdir: the log directory.
+        steps: the step to train up to.
+        save_every: steps between checkpoints.
+        eval_every: steps between evaluations.
+        eval_batches: held-out batches of every evaluation; None for `EVAL_BATCHES` while training
+            and all at the end.
+        other_text: whether to go on from a checkpoint with other text than it was trained on.
+        trace_schedule: whether to time the actions of a step at the end.
+    """
+
+    model: str
+    settings: Settings
+    mesh: Mesh
+    device_type: str
+    logdir: str
+    steps: int
+    save_every: int = 100
+    eval_every: int = 100
+    eval_batches: int | None = None
+    other_text: bool = False
+    trace_schedule: bool = False

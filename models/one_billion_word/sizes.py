@@ -1,0 +1,89 @@
+"""The settings of the named configurations: plain numbers and names, known without TensorFlow."""
+
+from __future__ import annotations
+
+
+class Settings:
+    """What a language model and its training are made of.
+
+    Attributes may be changed on an instance before it is used.
+    """
+
+    VOCAB_SIZE: int
+    MODEL_DIM: int
+    HIDDEN_DIM: int
+    NUM_LAYERS: int
+    NUM_HEADS: int
+    SEQUENCE_LENGTH: int
+    BATCH_SIZE: int
+    NUM_STAGES = 2
+    # How many of the blocks each stage has; None lets the partitioner cut by flops.
+    BLOCKS_PER_STAGE: tuple[int, ...] | None = None
+    NUM_MICRO_BATCHES = 8
+    DROPOUT_PROB = 0.1
+    LEARNING_RATE = 1.0
+    WARMUP_STEPS = 4000
+    CLIP_GRADIENT_NORM = 0.0
+    SCHEDULE = "1f1b"
+    REMAT = "full"
+    COMPUTE_DTYPE: str | None = None
+    STRICT_DEVICES = False
+    DATA_DIR: str | None = None
+    TRAIN_PATTERN: str | None = None
+    HELDOUT_PATTERN: str | None = None
+    CACHE_DIR: str | None = None
+    SEED = 0
+
+
+class Tiny(Settings):
+    """Trains on a laptop's CPU in minutes, on the embedded text."""
+
+    VOCAB_SIZE = 2048
+    MODEL_DIM = 192
+    HIDDEN_DIM = 768
+    NUM_LAYERS = 5
+    NUM_HEADS = 4
+    SEQUENCE_LENGTH = 128
+    BATCH_SIZE = 16
+    WARMUP_STEPS = 100
+    LEARNING_RATE = 0.4
+    CLIP_GRADIENT_NORM = 1.0
+
+
+class Base(Settings):
+    """The size of the base Transformer, for one machine with a few GPUs."""
+
+    VOCAB_SIZE = 32_000
+    MODEL_DIM = 512
+    HIDDEN_DIM = 2048
+    NUM_LAYERS = 6
+    NUM_HEADS = 8
+    SEQUENCE_LENGTH = 256
+    BATCH_SIZE = 64
+    WARMUP_STEPS = 4000
+    CLIP_GRADIENT_NORM = 1.0
+
+
+class GPipe32(Settings):
+    """32 layers in 4 stages of 8, trained with 32 microbatches."""
+
+    VOCAB_SIZE = 32_000
+    MODEL_DIM = 2048
+    HIDDEN_DIM = 8192
+    NUM_LAYERS = 32
+    NUM_HEADS = 16
+    SEQUENCE_LENGTH = 1024
+    BATCH_SIZE = 32
+    NUM_STAGES = 4
+    SCHEDULE = "gpipe"
+    BLOCKS_PER_STAGE = (8, 8, 8, 8)
+    NUM_MICRO_BATCHES = 32
+    WARMUP_STEPS = 40_000
+
+
+# By the name under which lingvo knows the configuration.
+SIZES: dict[str, type[Settings]] = {
+    "OneBillionWordTiny": Tiny,
+    "OneBillionWordBase": Base,
+    "OneBillionWordGPipe32": GPipe32,
+}

@@ -1,0 +1,50 @@
+"""The whole program with a small model, inside the test's process."""
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.util import event_pb2
+
+from models.one_billion_word.request import Request
+from pipemesh.mesh import Mesh
+from tests.models.one_billion_word.language_model import small
+
+
+def small_request(logdir, folder=None, *, steps=6, **changes):
+    """Asks for a model of one block on one device, and for text from files of a folder.
+
+    Capitals change settings, what is small changes the request.
+    """
+    settings = small(
+        **{"VOCAB_SIZE": 420, "NUM_STAGES": 1, "NUM_MICRO_BATCHES": 2, "NUM_LAYERS": 1}
+        | {name: changes.pop(name) for name in list(changes) if name.isupper()}
+    )
+    if folder is not None:
+        settings.DATA_DIR = str(folder)
+        settings.TRAIN_PATTERN, settings.HELDOUT_PATTERN = "train*", "heldout*"
+    values = {"save_every": 3, "eval_every": 1000, "eval_batches": 2} | changes
+    mesh = Mesh.from_text("layers:1")
+    return Request("OneBillionWordTiny", settings, mesh, "CPU", str(logdir), steps, **values)
+
+
+def scalars(logdir, tag, part="train"):
+    """The values of a scalar in the order in which they were written."""
+    return [
+        float(tf.make_ndarray(value.tensor))
+        for path in sorted((logdir / part).iterdir(), key=lambda path: path.stat().st_mtime)
+        for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator()
+        for value in event_pb2.Event.FromString(record).summary.value
+        if value.tag == tag
+    ]
+
+
+def weights(logdir, step):
+    """What is saved of a step but the position in the text, by name."""
+    reader = tf.train.load_checkpoint(str(logdir / f"ckpt-{step}"))
+    names = [n for n in reader.get_variable_to_shape_map() if n.startswith(("weights", "optim"))]
+    return {name: reader.get_tensor(name) for name in names}
+
+
+def assert_same_weights(one, two):
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        np.testing.assert_array_equal(value, two[name], err_msg=name)

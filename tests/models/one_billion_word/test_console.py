@@ -1,0 +1,120 @@
+"""Streams that nobody reads, progress, and signals while native code runs."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from models.one_billion_word import console
+
+
+def program(code, **streams):
+    return subprocess.Popen(
+        [sys.executable, "-c", "from models.one_billion_word import console\n" + code],
+        text=True,
+        **streams,
+    )
+
+
+def test_a_closed_pipe_is_told_on_the_other_stream_and_ends_nothing():
+    read, write = os.pipe()
+    os.close(read)
+    code = """
+import os, sys
+console.stand_in()
+for _ in range(3):
+    print("x" * 100_000, flush=True)
+os.write(1, b"native code writes too")
+sys.exit(7)
+"""
+    process = program(code, stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (7, "standard output is closed (Broken pipe); going on\n")
+
+
+def test_both_pipes_may_be_closed():
+    read, write = os.pipe()
+    os.close(read)
+    code = """
+import sys
+console.stand_in()
+for stream in (sys.stdout, sys.stderr):
+    print("x" * 100_000, file=stream, flush=True)
+sys.exit(7)
+"""
+    process = program(code, stdout=write, stderr=write)
+    os.close(write)
+    assert process.wait(timeout=60) == 7
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_behind_the_log_ends_nothing():
+    code = "console.stand_in(); print('x' * 10**6, flush=True); print('y', flush=True)"
+    with open("/dev/full", "w") as full:
+        process = program(code, stdout=full, stderr=subprocess.PIPE)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert err == "standard output is closed (No space left on device); going on\n"
+
+
+def test_no_file_gets_the_number_of_a_stream_that_was_closed_from_the_beginning(tmp_path):
+    code = f"""
+import os
+os.close(1); os.close(2)
+console.stand_in()
+with open({str(tmp_path / "file")!r}, "w") as file:
+    file.write("mine")
+    file.flush()
+    os.write(1, b"not mine")
+    os.write(2, b"not mine")
+"""
+    assert program(code).wait(timeout=60) == 0
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_progress_is_shown_once_it_takes_long(monkeypatch, capsys):
+    monkeypatch.setattr(console, "_PATIENCE", {False: 0.05, True: 0.05})
+    monkeypatch.setattr(console, "SECONDS_A_REFRESH", {False: 0.05, True: 0.05})
+    with console.waiting("quick work"):
+        pass
+    assert capsys.readouterr().err == ""
+    with console.waiting("long work"):
+        time.sleep(0.5)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 1 and set(lines) == {"long work, 0 s"}
+
+
+def test_work_aside_returns_and_raises():
+    assert console.aside(lambda: threading.current_thread()) is not threading.main_thread()
+    with pytest.raises(ZeroDivisionError):
+        console.aside(lambda: 1 // 0)
+
+
+def test_a_signal_is_answered_while_a_vocabulary_is_learned():
+    # SentencePiece runs for many seconds here, without a look at signals.
+    code = """
+import random, signal
+from models.one_billion_word import train, vocabulary
+from models.one_billion_word.corpus import Sentences
+signal.signal(signal.SIGINT, train._leave)
+rng = random.Random(0)
+text = Sentences(tuple("".join(rng.choices("ACDEFGHIKLMNPQRSTVWY", k=900)) for _ in range(3000)))
+print("begins", flush=True)
+console.aside(lambda: vocabulary.train_vocabulary(text, 900))
+"""
+    process = program(code, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        assert process.stdout.readline() == "begins\n"
+        time.sleep(3)
+        begin = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert (process.returncode, err) == (130, "interrupted\n")
+        assert time.monotonic() - begin < 10
+    finally:
+        process.kill()

@@ -1,0 +1,112 @@
+"""What a checkpoint knows of its text, its vocabulary and its settings when training goes on."""
+
+import gzip
+import os
+import shutil
+
+import pytest
+
+from models.one_billion_word.about import About, CheckpointError
+from tests.models.one_billion_word.small_training import (
+    assert_same_weights,
+    small_request,
+    weights,
+)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def text(corpus, tmp_path):
+    """A folder with two files to train on and one to judge by."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for name, lines in (
+        ("train-1", corpus.train.lines[:150]),
+        ("train-2", corpus.train.lines[150:250]),
+        ("heldout", corpus.heldout.lines[:60]),
+    ):
+        (folder / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return folder
+
+
+def test_one_line_more_is_other_text_and_never_another_vocabulary(text, tmp_path, train, capsys):
+    """The vocabulary was learned again once, under weights that knew the old one: held-out went
+    from 2.56 to 3.98 bits a byte, without a word."""
+    logdir = tmp_path / "run"
+    train(small_request(logdir, text, steps=3))
+    before = About.read(str(logdir / "ckpt-3"))
+    with open(text / "train-1", "a") as file:
+        file.write("One line more, with words that nobody knows: zyx, wvu.\n")
+    with pytest.raises(CheckpointError, match=r"other text \(train \w+ there, \w+ now\)"):
+        train(small_request(logdir, text, steps=6))
+    capsys.readouterr()
+    assert train(small_request(logdir, text, steps=6, other_text=True)) == 0
+    out = capsys.readouterr().out
+    assert "other text, under the vocabulary of the checkpoint: train " in out
+    assert "the text is read from its beginning" in out
+    after = About.read(str(logdir / "ckpt-6"))
+    assert after.vocabulary == before.vocabulary
+    assert after.data["train"] != before.data["train"]
+    # From now on this is the text.
+    assert train(small_request(logdir, text, steps=7)) == 0
+    assert "other text" not in capsys.readouterr().out
+
+
+def test_a_copy_elsewhere_is_the_same_text_and_goes_on_bit_for_bit(text, tmp_path, train):
+    train(small_request(tmp_path / "whole", text, steps=6))
+    logdir = tmp_path / "run"
+    train(small_request(logdir, text, steps=3))
+    other = tmp_path / "elsewhere"
+    other.mkdir()
+    for path in text.iterdir():
+        (other / path.name).write_bytes(gzip.compress(path.read_bytes()))
+    shutil.rmtree(text)
+    # Nor is the file of the vocabulary needed: the checkpoint has it.
+    shutil.rmtree(logdir / "vocabulary")
+    assert train(small_request(logdir, other, steps=6)) == 0
+    assert_same_weights(weights(logdir, 6), weights(tmp_path / "whole", 6))
+
+
+def test_other_text_to_judge_by_needs_the_flag_too_and_keeps_the_place(
+    text, tmp_path, train, capsys
+):
+    train(small_request(tmp_path / "whole", text, steps=6))
+    logdir = tmp_path / "run"
+    train(small_request(logdir, text, steps=3))
+    (text / "heldout").write_text("Some other text to judge by, rather short.\n" * 9)
+    with pytest.raises(CheckpointError, match=r"other text \(heldout "):
+        train(small_request(logdir, text, steps=6))
+    capsys.readouterr()
+    train(small_request(logdir, text, steps=6, other_text=True))
+    out = capsys.readouterr().out
+    assert "checkpoint: heldout " in out and "from its beginning" not in out
+    assert_same_weights(weights(logdir, 6), weights(tmp_path / "whole", 6))
+
+
+def test_settings_that_changed_are_listed(text, tmp_path, train, capsys):
+    logdir = tmp_path / "run"
+    train(small_request(logdir, text, steps=3))
+    capsys.readouterr()
+    changes = {"LEARNING_RATE": 0.25, "BATCH_SIZE": 4, "COMPUTE_DTYPE": "bfloat16"}
+    assert train(small_request(logdir, text, steps=6, **changes)) == 0
+    out = capsys.readouterr().out
+    assert (
+        "settings that changed: batch_size 8 there, 4 now, compute_dtype None there, bfloat16 now, "
+        "learning_rate 0.4 there, 0.25 now\n"
+    ) in out
+    assert "the text is read from its beginning, in the order of epochs to come" in out
+    train(small_request(logdir, text, steps=7, **changes))
+    assert "settings that changed" not in capsys.readouterr().out
+
+
+def test_a_vocabulary_whose_bits_flipped_is_found_before_a_step(text, tmp_path, train):
+    logdir = tmp_path / "run"
+    train(small_request(logdir, text, steps=3))
+    (path,) = logdir.glob("ckpt-3.about")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"ckpt-3\.about is damaged"):
+        train(small_request(logdir, text, steps=6))
+    assert os.path.exists(logdir / "ckpt-3.index")

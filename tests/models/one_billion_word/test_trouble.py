@@ -1,0 +1,179 @@
+"""Trouble from outside: what ends a training saves it first, what need not end it does not."""
+
+import os
+import signal
+
+import pytest
+
+from models.one_billion_word import loop
+from models.one_billion_word.logdir import Logdir
+from models.one_billion_word.trainer import TextError, Trainer
+from tests.models.one_billion_word.program import finish, refused, start
+from tests.models.one_billion_word.small_training import (
+    assert_same_weights,
+    scalars,
+    small_request,
+    weights,
+)
+
+
+@pytest.fixture
+def text(corpus, tmp_path):
+    """So little to train on that an epoch is a few steps."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in (1, 2):
+        lines = corpus.train.lines[number * 12 : number * 12 + 12]
+        (folder / f"train-{number}").write_text("\n".join(lines), encoding="utf-8")
+    (folder / "heldout").write_text("\n".join(corpus.heldout.lines[:9]), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def after(monkeypatch):
+    """Calls a function when a step is done, once."""
+    actions = {}
+    real = Trainer.train_step
+
+    def train_step(self):
+        result = real(self)
+        actions.pop(self.step, lambda: None)()
+        return result
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    return actions.__setitem__
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_saves(text, tmp_path, train, after, capsys, number):
+    logdir = tmp_path / "run"
+    after(2, lambda: os.kill(os.getpid(), number))
+    assert train(small_request(logdir, text, save_every=100)) == 128 + number
+    assert f"{signal.Signals(number).name}: saved {logdir}/ckpt-2;" in capsys.readouterr().out
+    assert (logdir / "ckpt-2.index").exists()
+
+
+def test_who_ignores_sighup_has_it_ignored(text, tmp_path, train, after):
+    old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        after(2, lambda: os.kill(os.getpid(), signal.SIGHUP))
+        assert train(small_request(tmp_path / "run", text, steps=3)) == 0
+    finally:
+        signal.signal(signal.SIGHUP, old)
+
+
+def test_text_that_vanishes_saves_and_goes_on_bit_for_bit_when_it_is_back(
+    text, tmp_path, train, after
+):
+    train(small_request(tmp_path / "whole", text, steps=60, save_every=60))
+    for run, save_every in (("run", 4), ("none saved before", 1000)):
+        logdir = tmp_path / run
+        after(6, lambda: (text / "train-1").rename(tmp_path / "gone"))
+        gone = r"^step \d+: the text to train on cannot be read any more \(.*/train-1; No such file"
+        with pytest.raises(TextError, match=rf"{gone}.*\); saved .*/ckpt-\d+: put the text back"):
+            train(small_request(logdir, text, steps=60, save_every=save_every))
+        (tmp_path / "gone").rename(text / "train-1")
+        steps = [int(path.stem.removeprefix("ckpt-")) for path in logdir.glob("ckpt-*.index")]
+        assert 6 < max(steps) < 60, "what was read ahead was trained on"
+        assert train(small_request(logdir, text, steps=60, save_every=1000)) == 0
+        assert_same_weights(weights(logdir, 60), weights(tmp_path / "whole", 60))
+
+
+def test_held_out_text_that_vanishes_is_not_missed_while_training(text, tmp_path, train, after):
+    after(1, (text / "heldout").unlink)
+    logdir = tmp_path / "run"
+    assert train(small_request(logdir, text, eval_every=2)) == 0
+    assert len(scalars(logdir, "loss", "heldout")) == 3
+    # All of it is asked for at the end.
+    (text / "heldout").write_text("Some text to judge by.\n" * 9)
+    after(7, (text / "heldout").unlink)
+    with pytest.raises(TextError, match="the held-out text cannot be read any more"):
+        train(small_request(logdir, text, steps=9, eval_batches=None, other_text=True))
+    assert (logdir / "ckpt-9.index").exists()
+
+
+# A limit on the size of files stands for a full disk. In a process of its own: it holds for all
+# files, those that tests report to as well.
+FULL_DISK = """
+import resource, sys
+from models.one_billion_word import train, trainer
+
+real, unlimited = trainer.Trainer.train_step, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+def train_step(self):
+    result = real(self)
+    # Too small for a summary, then for the weights.
+    limits = {4: 10, 5: 100_000, 7: unlimited[0], 10: 100_000}
+    if self.step in limits:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limits[self.step], unlimited[1]))
+    return result
+
+trainer.Trainer.train_step = train_step
+train.main(["train", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_no_training_and_what_was_saved_stays(tmp_path):
+    flags = [f"--logdir={tmp_path}", "--mesh_shape=layers:1", "--steps=11"]
+    code, _, err = finish(start(*flags, code=FULL_DISK))
+    assert code == 2, err
+    assert f"{tmp_path}/ckpt-6 cannot be written (" in err
+    assert f"training goes on, and {tmp_path}/ckpt-3 is kept" in err
+    assert err.count("summaries of step 4 cannot be written (") == 1
+    # At the end there is no later attempt.
+    last = err.splitlines()[-1]
+    assert last.startswith(f"error: {tmp_path}/ckpt-11 cannot be written (")
+    assert last.endswith(f"of the checkpoints before, {tmp_path}/ckpt-9 is kept")
+    names = {path.name for path in tmp_path.glob("ckpt-*")}
+    assert {"ckpt-3.index", "ckpt-9.index"} <= names
+    assert not [name for name in names if "-6" in name or "-11" in name], "no half checkpoint"
+
+
+def test_a_log_directory_that_cannot_be_written_to_ends_no_training(
+    text, tmp_path, train, after, capsys
+):
+    logdir = tmp_path / "run"
+
+    def take_away():
+        logdir.rename(tmp_path / "away")
+        logdir.write_text("a file stands in its place")
+
+    def bring_back():
+        logdir.unlink()
+        (tmp_path / "away").rename(logdir)
+
+    after(3, take_away)
+    after(5, bring_back)
+    assert train(small_request(logdir, text, save_every=2)) == 0
+    err = capsys.readouterr().err
+    assert err.count("ckpt-4 cannot be written") == 1
+    assert (logdir / "ckpt-6.index").exists()
+
+
+def test_a_second_training_in_the_same_directory_is_refused(tmp_path):
+    with Logdir(str(tmp_path)):
+        line = refused(f"--logdir={tmp_path}")
+    assert "is in use: another training writes to it" in line
+
+
+@pytest.mark.slow
+def test_a_reader_of_the_output_that_leaves_ends_no_training(tmp_path):
+    process = start(f"--logdir={tmp_path}", "--steps=3")
+    # As `| head -1` does.
+    assert process.stdout.readline().startswith("OneBillionWordTiny on ")
+    process.stdout.close()
+    process.stdout = None
+    code, _, err = finish(process)
+    assert code == 0, err
+    assert err.count("standard output is closed (Broken pipe); going on") == 1
+    assert "Error" not in err
+    assert (tmp_path / "ckpt-3.index").exists()
+
+
+def test_no_figure_that_is_only_reported_ends_a_run(text, tmp_path, train, monkeypatch):
+    monkeypatch.setattr(loop.Score, "word_perplexity", 1e200)
+    monkeypatch.setattr(loop.Score, "bits_per_byte", 0.0)
+    logdir = tmp_path / "run"
+    assert train(small_request(logdir, text, steps=2)) == 0
+    assert scalars(logdir, "word_perplexity") == [float("inf")] * 2
