@@ -121,6 +121,23 @@ class About:
         digest = hashlib.sha256(content).hexdigest().encode()
         write_whole(f"{checkpoint}.about", digest + b"\n" + content)
 
+    def keep_choice(self, now: About, settings: Settings) -> tuple[str, ...]:
+        """Goes on with what was chosen, if what it was chosen for is the same.
+
+        Args:
+            now: what is to be trained now.
+            settings: its settings; what was chosen is set in them.
+
+        Returns:
+            What is still to be chosen.
+        """
+        asked = ("mesh", "batch_size", "schedule", "compute_dtype")
+        if any(self.settings[name] != now.settings[name] for name in asked):
+            return settings.CHOSEN
+        for name in settings.CHOSEN:
+            setattr(settings, name, self.settings[name.lower()])
+        return ()
+
     def check_model(self, model: str, settings: Settings, logdir: str) -> None:
         """Checks that a model can go on from this checkpoint.
 

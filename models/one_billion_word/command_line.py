@@ -21,17 +21,25 @@ FLAGS = flags.FLAGS
 flags.DEFINE_string("model", "OneBillionWordTiny", "Name of the configuration.", short_name="m")
 flags.DEFINE_string("mesh_shape", "layers:2", "Mesh of devices; its axis `layers` has stages.")
 flags.DEFINE_enum("device_type", "CPU", ["CPU", "GPU"], "What the devices are.")
-flags.DEFINE_integer("num_microbatches", None, "Microbatches a batch; default: the model's.")
+flags.DEFINE_integer(
+    "num_microbatches",
+    None,
+    "Microbatches a batch; default: the fastest, by the schedule and the memory there is.",
+)
 flags.DEFINE_integer("batch_size", None, "Rows a batch; default: the model's.")
 flags.DEFINE_integer("vocab_size", None, "SentencePiece pieces; default: the model's.")
 flags.DEFINE_integer("sequence_length", None, "Tokens a row; default: the model's.")
+flags.DEFINE_boolean("plain", False, "Train without a pipeline, on one device, for comparison.")
 flags.DEFINE_string(
     "schedule",
     None,
     f"The pipeline schedule: {listing()}; default: the model's.",
 )
 flags.DEFINE_enum(
-    "remat", None, ["full", "none", "except_last"], "What the backward pass computes again."
+    "remat",
+    None,
+    ["full", "none", "except_last"],
+    "What the backward pass computes again; default: nothing, if memory is known to suffice.",
 )
 flags.DEFINE_enum(
     "compute_dtype",
@@ -148,12 +156,16 @@ def request() -> Request:
             if not isinstance(value, str):
                 _check_number(flag, value)
             setattr(settings, attribute, value)
+            settings.CHOSEN = tuple(name for name in settings.CHOSEN if name != attribute)
+    if FLAGS.plain:
+        _set_plain(settings, mesh)
     settings.DATA_DIR = FLAGS.data_dir
     settings.TRAIN_PATTERN, settings.HELDOUT_PATTERN = FLAGS.train_pattern, FLAGS.heldout_pattern
     settings.SEED = FLAGS.seed
     settings.STRICT_DEVICES = FLAGS.strict_devices
     _set_stages(settings, mesh)
-    if settings.BATCH_SIZE % settings.NUM_MICRO_BATCHES:
+    chosen = "NUM_MICRO_BATCHES" in settings.CHOSEN
+    if not chosen and settings.BATCH_SIZE % settings.NUM_MICRO_BATCHES:
         size = settings.BATCH_SIZE
         divisors = [n for n in range(1, size + 1) if size % n == 0]
         raise FlagError(
@@ -169,6 +181,30 @@ def request() -> Request:
         logdir,
         **{name: FLAGS[name].value for name in _OF_REQUEST},
     )
+
+
+def _set_plain(settings: Settings, mesh: Mesh) -> None:
+    """Without a pipeline there is nothing to cut, to order, to recompute or to time."""
+    given = [
+        name
+        for name in ("num_microbatches", "schedule", "remat", "trace_schedule")
+        if FLAGS[name].present
+    ]
+    if given:
+        raise FlagError(
+            f"--plain has no pipeline, for which --{given[0]} is; leave one of them out"
+        )
+    if mesh.num_devices > 1:
+        raise FlagError(
+            f"--plain computes on one device, but --mesh_shape={FLAGS.mesh_shape!r} has "
+            f"{mesh.num_devices}; use --mesh_shape=layers:1"
+        )
+    if settings.COMPUTE_DTYPE == "float16":
+        raise FlagError(
+            "--plain does not scale the loss, which float16 needs; use --compute_dtype=bfloat16"
+        )
+    settings.PIPELINED, settings.NUM_MICRO_BATCHES = False, 1
+    settings.REMAT, settings.CHOSEN = "none", ()
 
 
 def _mesh() -> Mesh:

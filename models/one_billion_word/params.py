@@ -60,6 +60,7 @@ class LanguageModelParams(sizes.Settings, base_model_params.SingleTaskModelParam
             remat=self.REMAT,
             fprop_dtype=self.COMPUTE_DTYPE and tf.as_dtype(self.COMPUTE_DTYPE),
             strict_devices=self.STRICT_DEVICES,
+            pipelined=self.PIPELINED,
         )
         p.train.learner = learner.Learner.Params().Set(
             name="loss",
@@ -111,6 +112,18 @@ def stages_of(config: LanguageModelParams) -> list[Any]:
     flops = layer_flops(layers, *shapes)
     costs = tuple(sum(flops[a:b]) for a, b in itertools.pairwise(boundaries))
     return stage_params(layers, Partition(boundaries, costs))
+
+
+def stage_flops_of(config: LanguageModelParams) -> list[float]:
+    """The flops of the forward pass of each stage, for the whole batch."""
+    shape = tshape.Shape([config.BATCH_SIZE, config.SEQUENCE_LENGTH])
+    flops = []
+    shapes: tuple[Any, ...] = (shape,) * 5
+    for stage in stages_of(config):
+        meta = stage.cls.FPropMeta(stage, *shapes)
+        flops.append(float(meta.flops))
+        shapes = tuple(meta.out_shapes)
+    return flops
 
 
 @model_registry.RegisterSingleTaskModel

@@ -26,6 +26,10 @@ class Settings:
     CLIP_GRADIENT_NORM = 0.0
     SCHEDULE = "1f1b"
     REMAT = "full"
+    # Without a pipeline the stages compute the whole batch one after the other.
+    PIPELINED = True
+    # What the trainer chooses by itself, where no flag says it.
+    CHOSEN: tuple[str, ...] = ("NUM_MICRO_BATCHES", "REMAT")
     COMPUTE_DTYPE: str | None = None
     STRICT_DEVICES = False
     DATA_DIR: str | None = None
@@ -78,6 +82,7 @@ class GPipe32(Settings):
     SCHEDULE = "gpipe"
     BLOCKS_PER_STAGE = (8, 8, 8, 8)
     NUM_MICRO_BATCHES = 32
+    CHOSEN = ()
     WARMUP_STEPS = 40_000
 
 

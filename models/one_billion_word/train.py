@@ -11,7 +11,8 @@ import contextlib
 import os
 import signal
 import sys
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
 
 # What a shell reports of a program that was interrupted.
 _INTERRUPTED = 130
@@ -45,88 +46,153 @@ def main(argv: list[str]) -> NoReturn:
 
 def run(request: Any) -> int:
     """Trains as it is asked for; returns the exit code."""
+    from models.one_billion_word import about
+    from models.one_billion_word.logdir import Logdir
+
+    with Logdir(request.logdir):
+        text = read_text(request)
+        trainer, choice = make_trainer(request, text)
+        config, there, now = request.settings, text.there, trainer.about
+        if config.PIPELINED:
+            how = (
+                f"{config.NUM_MICRO_BATCHES} microbatches of "
+                f"{config.BATCH_SIZE // config.NUM_MICRO_BATCHES}"
+            )
+        else:
+            how = f"no pipeline, {config.BATCH_SIZE}"
+        print(
+            f"{request.model} on {text.corpus.name}: {request.mesh}, {how} x "
+            f"{config.SEQUENCE_LENGTH} tokens"
+        )
+        if choice:
+            print(f"chosen: {choice}")
+        print(trainer.stage_table())
+        print(f"evaluation while training: {trainer.sample}")
+        if there:
+            print(f"going on from {text.found}")
+            if told := about.changes(there.settings, now.settings):
+                print(f"settings that changed: {told}")
+            if told := about.changes(there.data, now.data):
+                print(f"other text, under the vocabulary of the checkpoint: {told}")
+            if not _keeps_place(there, now):
+                print("the text is read from its beginning, in the order of epochs to come")
+        sys.stdout.flush()
+        from models.one_billion_word.loop import Loop
+
+        return Loop(request, trainer, text.corpus, text.vocabulary).run()
+
+
+class Text(NamedTuple):
+    """What is trained on, and the checkpoint to go on from.
+
+    Attributes:
+        corpus: the text.
+        data: its digests.
+        vocabulary: its vocabulary, or that of the checkpoint.
+        found: path of the checkpoint; None to begin.
+        there: what is noted beside it.
+    """
+
+    corpus: Any
+    data: Any
+    vocabulary: Any
+    found: str | None
+    there: Any
+
+
+def read_text(request: Any) -> Text:
+    """Finds the text and its vocabulary, without TensorFlow."""
     from models.one_billion_word import about, console
     from models.one_billion_word.corpus import load_corpus
-    from models.one_billion_word.logdir import Logdir, latest_checkpoint
+    from models.one_billion_word.logdir import latest_checkpoint
     from models.one_billion_word.vocabulary import Vocabulary, load_vocabulary
 
     settings = request.settings
     corpus = load_corpus(settings.DATA_DIR, settings.TRAIN_PATTERN, settings.HELDOUT_PATTERN)
-    with Logdir(request.logdir):
-        found = latest_checkpoint(request.logdir)
-        there = about.About.read(found) if found else None
-        if there:
-            there.check_model(request.model, settings, request.logdir)
-        with console.waiting("reading the text"):
-            data = console.aside(lambda: about.digests(corpus))
-        if there:
-            if not request.other_text:
-                there.check_data(data, request.logdir)
-            vocabulary = Vocabulary(there.vocabulary)
-        else:
-            folder = os.path.join(request.logdir, "vocabulary")
-            with console.waiting(f"learning a vocabulary of {settings.VOCAB_SIZE:,} pieces"):
-                vocabulary = console.aside(
-                    lambda: load_vocabulary(corpus, settings.VOCAB_SIZE, folder)
-                )
-        mesh = f"{request.mesh} {request.device_type}"
-        now = about.About.of(request.model, settings, mesh, data, vocabulary)
-        return _train(request, corpus, vocabulary, now, found, there)
+    found = latest_checkpoint(request.logdir)
+    there = about.About.read(found) if found else None
+    if there:
+        there.check_model(request.model, settings, request.logdir)
+    with console.waiting("reading the text"):
+        data = console.aside(lambda: about.digests(corpus))
+    if there:
+        if not request.other_text:
+            there.check_data(data, request.logdir)
+        vocabulary = Vocabulary(there.vocabulary)
+    else:
+        folder = os.path.join(request.logdir, "vocabulary")
+        with console.waiting(f"learning a vocabulary of {settings.VOCAB_SIZE:,} pieces"):
+            vocabulary = console.aside(lambda: load_vocabulary(corpus, settings.VOCAB_SIZE, folder))
+    return Text(corpus, data, vocabulary, found, there)
 
 
-def _train(
-    request: Any, corpus: Any, vocabulary: Any, now: Any, found: str | None, there: Any
-) -> int:
+def make_trainer(request: Any, text: Text) -> tuple[Any, Any]:
+    """Starts TensorFlow and makes the model.
+
+    Args:
+        request: what is asked for; its settings get what is chosen.
+        text: what is trained on.
+
+    Returns:
+        The trainer, and the choice that was made; None if there was nothing to choose.
+    """
     from models.one_billion_word import about, console
     from models.one_billion_word.request import EVAL_BATCHES
 
+    settings, there = request.settings, text.there
+    mesh = f"{request.mesh} {request.device_type}"
     with console.waiting("loading TensorFlow"):
         _start_devices(request)
         # Only now: TensorFlow reads the number of devices and threads when it starts.
         from lingvo.core import py_utils
 
-        from models.one_billion_word.loop import Loop
-        from models.one_billion_word.params import CONFIGURATIONS
-        from models.one_billion_word.stage_table import stage_table
+        from models.one_billion_word.params import CONFIGURATIONS, stage_flops_of
         from models.one_billion_word.trainer import Trainer
 
         config = CONFIGURATIONS[request.model]()
-        vars(config).update(vars(request.settings))
+        vars(config).update(vars(settings))
+    choice = None
+    if there and settings.CHOSEN:
+        # Bit for bit only what is computed in the same way goes on.
+        now = about.About.of(request.model, settings, mesh, text.data, text.vocabulary)
+        settings.CHOSEN = there.keep_choice(now, settings)
+        vars(config).update(vars(settings))
+    if settings.CHOSEN:
+        choice = _choose(request, stage_flops_of(config))
+        settings.NUM_MICRO_BATCHES, settings.REMAT = choice.num_microbatches, choice.remat
+        vars(config).update(vars(settings))
+    now = about.About.of(request.model, settings, mesh, text.data, text.vocabulary)
     py_utils.SetEagerMode(True)
-    keeps_place = there is None or (
-        there.data["train"] == now.data["train"]
-        and there.settings["batch_size"] == now.settings["batch_size"]
-    )
     with console.waiting("making the model"):
         trainer = Trainer(
             config,
-            corpus,
-            vocabulary,
+            text.corpus,
+            text.vocabulary,
             request.mesh,
             request.device_type,
             request.logdir,
             now,
             request.eval_batches or EVAL_BATCHES,
-            restore=found,
-            skip=there.skip if there and keeps_place else None,
+            restore=text.found,
+            skip=there.skip if there and _keeps_place(there, now) else None,
         )
-    print(
-        f"{request.model} on {corpus.name}: {request.mesh}, {config.NUM_MICRO_BATCHES} "
-        f"microbatches of {config.BATCH_SIZE // config.NUM_MICRO_BATCHES} x "
-        f"{config.SEQUENCE_LENGTH} tokens"
+    return trainer, choice
+
+
+def _keeps_place(there: Any, now: Any) -> bool:
+    return (
+        there.data["train"] == now.data["train"]
+        and there.settings["batch_size"] == now.settings["batch_size"]
     )
-    print(stage_table(config, trainer.task, trainer.devices))
-    print(f"evaluation while training: {trainer.sample}")
-    if there:
-        print(f"going on from {found}")
-        if told := about.changes(there.settings, now.settings):
-            print(f"settings that changed: {told}")
-        if told := about.changes(there.data, now.data):
-            print(f"other text, under the vocabulary of the checkpoint: {told}")
-        if not keeps_place:
-            print("the text is read from its beginning, in the order of epochs to come")
-    sys.stdout.flush()
-    return Loop(request, trainer, corpus, vocabulary).run()
+
+
+def _choose(request: Any, stage_flops: Sequence[float]) -> Any:
+    from models.one_billion_word.choice import choose, memory_of_cpu_device
+
+    available = None
+    if request.device_type == "CPU":
+        available = memory_of_cpu_device(request.mesh.num_devices)
+    return choose(request.settings, stage_flops, request.device_type, available)
 
 
 def _start_devices(request: Any) -> None:

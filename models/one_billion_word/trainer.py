@@ -17,6 +17,7 @@ from models.one_billion_word.about import About
 from models.one_billion_word.checkpoint import Checkpoints, reason
 from models.one_billion_word.corpus import Corpus
 from models.one_billion_word.input import PREFETCHED_BATCHES, heldout_dataset, train_dataset
+from models.one_billion_word.stage_table import stage_table
 from models.one_billion_word.vocabulary import Vocabulary
 from pipemesh.errors import PipemeshError
 from pipemesh.layers import mesh_cluster
@@ -53,6 +54,7 @@ class Trainer:
         task: the lingvo task.
         step: the number of finished steps.
         devices: the device of each stage.
+        about: what is noted beside checkpoints.
         sample: the held-out batches to judge by while training.
         whole: the dataset of all held-out batches.
     """
@@ -70,7 +72,7 @@ class Trainer:
         restore: str | None = None,
         skip: int | None = None,
     ) -> None:
-        self._mesh, self._device_type = mesh, device_type
+        self._config, self._mesh, self._device_type = config, mesh, device_type
         tf.random.set_seed(config.SEED)
         with self._cluster():
             self._step = py_utils.GetOrCreateGlobalStepVar()
@@ -80,7 +82,7 @@ class Trainer:
         self._vocabulary = vocabulary
         self._learner = self.task.learners[0]
         self._prepare_optimizer()
-        self._about = about
+        self.about = about
         self._checkpoints = Checkpoints(
             logdir,
             step=self._step,
@@ -115,6 +117,10 @@ class Trainer:
 
     def _cluster(self, do_eval: bool = False) -> Any:
         return mesh_cluster(self._mesh, self._device_type, do_eval=do_eval)
+
+    def stage_table(self) -> str:
+        """Which layers each stage has, and where."""
+        return stage_table(self._config, self.task, self.devices)
 
     @property
     def step(self) -> int:
@@ -174,7 +180,7 @@ class Trainer:
             if path:
                 tf.train.Checkpoint(batches=before).read(path).expect_partial()
             self._checkpoints.track(batches=before)
-            self._about = dataclasses.replace(self._about, skip=read)
+            self.about = dataclasses.replace(self.about, skip=read)
             raise TextError(
                 f"the text to train on cannot be read any more ({reason(error)})"
             ) from error
@@ -263,7 +269,7 @@ class Trainer:
         loss = self._score(self.sample.batches[0]).nats
         if not np.isfinite(loss):
             self._fail(f"the held-out loss is {loss}", self.step)
-        path = self._checkpoints.save(self.step, self._about)
+        path = self._checkpoints.save(self.step, self.about)
         self._places = {
             known: read
             for known, read in self._places.items()

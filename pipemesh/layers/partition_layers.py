@@ -46,13 +46,16 @@ def PartitionSequentialLayers(params: Any, num_partitions: int, *shapes: Any) ->
         [['cell_000', 'cell_001'], ['cell_002', 'cell_003']]
     """
     layers = named_layers(params)
-    if num_partitions > len(layers):
+    flops = layer_flops(layers, *shapes)
+    try:
+        plan = partition(flops, num_partitions)
+    except PartitionError as error:
+        if not any(layer.cls is builder_layers.SequentialLayer for layer in layers):
+            raise
         raise PartitionError(
-            f"{len(layers)} layers cannot be cut into {num_partitions} stages; give more layers or "
-            "ask for fewer stages. A SequentialLayer in a list is one layer: to have it cut, give "
-            "a SequentialLayer of them all"
-        )
-    plan = partition(layer_flops(layers, *shapes), num_partitions)
+            f"{error}. A SequentialLayer in a list is one layer: to have it cut, give a "
+            "SequentialLayer of them all"
+        ) from error
     return stage_params(layers, plan)
 
 

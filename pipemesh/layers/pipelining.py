@@ -121,6 +121,12 @@ class PipeliningLayer(SeqLayer):
             "float16, else 'results'; where FProp is called eagerly, 'forward' or 'all'.",
         )
         p.Define(
+            "pipelined",
+            True,
+            "False runs the whole batch through one stage after the other, as SeqLayer does, for "
+            "comparison.",
+        )
+        p.Define(
             "strict_devices",
             False,
             "Whether an operation of a stage that is pinned to another device, or has no kernel "
@@ -202,7 +208,7 @@ class PipeliningLayer(SeqLayer):
             ScheduleError: the schedule needs the loss inside the pipeline.
         """
         p = self.params
-        if self.do_eval and self.cluster.num_devices_per_split == 1:
+        if not p.pipelined or (self.do_eval and self.cluster.num_devices_per_split == 1):
             return super().FProp(self._cast_theta(theta), *self._cast_first(args))
         schedule = self.schedule
         if self.do_eval and p.loss_inside:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import tensorflow as tf
+
 from pipemesh.errors import PipelineError, PipemeshError, ScheduleError
 from pipemesh.layers.check_params import check_batch_dim, check_flags, check_floating, check_whole
 from pipemesh.recurrent.fit import check_phases
@@ -26,12 +28,19 @@ def schedule_of(p: Any) -> Schedule:
     if p.micro_batch_size is not None:
         check_whole(p.name, "micro_batch_size", p.micro_batch_size, 1)
     check_batch_dim(p)
-    check_flags(p, ("loss_inside", "nested_map_fprop", "strict_devices"), or_none=("rolled",))
+    check_flags(
+        p, ("loss_inside", "nested_map_fprop", "pipelined", "strict_devices"), or_none=("rolled",)
+    )
     check_floating(p.name, "state_dtype", p.state_dtype)
     if p.loss_inside and p.nested_map_fprop:
         raise PipelineError(
             f"{p.name}: with loss_inside the last layer returns scalars and tensors, not one "
             "NestedMap; leave nested_map_fprop unset"
+        )
+    if not p.pipelined and p.fprop_dtype == tf.float16:
+        raise PipelineError(
+            f"{p.name}: without a pipeline the loss is not scaled, which float16 needs; set "
+            "pipelined=True or another fprop_dtype"
         )
     schedule = p.schedule if isinstance(p.schedule, Schedule) else _named(p)
     num_stages = len(p.cell_tpl)

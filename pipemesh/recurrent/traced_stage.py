@@ -105,7 +105,7 @@ class WholeBatch:
 
 def output_specs(stage: Stage, inputs: Specs, has_step: bool) -> Specs:
     """Shapes and dtypes of what a stage returns for given inputs, without its gradient."""
-    outputs, _ = _trace(stage, inputs, None, has_step, []).graph.structured_outputs
+    outputs, _ = _trace(stage, inputs, None, has_step, {}).graph.structured_outputs
     return specs_of(outputs)
 
 

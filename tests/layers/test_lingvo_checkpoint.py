@@ -159,9 +159,7 @@ def test_a_sequence_in_a_list_is_one_layer_as_in_lingvo():
         [sub.sub[0].name for sub in stage.sub]
         for stage in ours.PartitionSequentialLayers(params, 2, SHAPE)
     ] == [["a"], ["c"]]
-    with pytest.raises(
-        PartitionError, match=r"2 layers cannot be cut into 4 stages.*SequentialLay"
-    ):
+    with pytest.raises(PartitionError, match=r"num_stages is 4, but 2 layers.*SequentialLay"):
         ours.PartitionSequentialLayers(params, 4, SHAPE)
     whole = builder_layers.SequentialLayer.Params().Set(name="whole", sub=params)
     stages = ours.PartitionSequentialLayers(whole, 4, SHAPE)

@@ -86,7 +86,8 @@ def test_stages_that_the_places_cannot_share_evenly_are_an_error(eagerly, cls):
 
 def test_a_schedule_with_two_stages_a_device_needs_half_the_places(eagerly):
     with mesh_cluster(Mesh.from_text("layers:2")):
-        layer = stack(PipeliningLayer, 4, num_micro_batches=2, schedule="zb_v").Instantiate()
+        params = stack(PipeliningLayer, 4, num_micro_batches=2, schedule="zb_v", loss_inside=True)
+        layer = params.Instantiate()
         assert [device[-1] for device in layer.StageDevices()] == ["0", "1", "1", "0"]
 
 

@@ -1,0 +1,138 @@
+"""How a batch is cut, and what is computed again, where nobody says: the fastest that fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Sequence
+
+from models.one_billion_word.sizes import Settings
+from pipemesh.schedule import Costs, ScheduleSpec, simulate
+
+# What a core of a CPU and a GPU compute in a second, and what an action costs besides. Only their
+# ratio matters, and only where microbatches are small.
+_FLOPS = {"CPU": 3e10, "GPU": 3e13}
+_SECONDS_AN_ACTION = 2e-3
+# The share of a machine's memory that is planned with.
+_SHARE = 0.5
+# A weight, its gradient, two moments of Adam, and its cast or the gradient of one stage more.
+_COPIES = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """How training runs.
+
+    Attributes:
+        num_microbatches: of a batch.
+        remat: what the backward pass computes again.
+        bubble: the share of the time that devices are expected to idle.
+        memory: bytes that are expected on the fullest device.
+        available: bytes that a device has; None if that is not known.
+    """
+
+    num_microbatches: int
+    remat: str
+    bubble: float
+    memory: int
+    available: int | None
+
+    def __str__(self) -> str:
+        known = "" if self.available is None else f" of {_gigabytes(self.available)}"
+        return (
+            f"{self.num_microbatches} microbatches, remat {self.remat}: bubble {self.bubble:.0%}, "
+            f"about {_gigabytes(self.memory)}{known} GB a device"
+        )
+
+
+def choose(
+    settings: Settings, stage_flops: Sequence[float], device_type: str, available: int | None
+) -> Choice:
+    """The fastest way to run a step that fits into memory.
+
+    Args:
+        settings: of the model; `CHOSEN` names what is free.
+        stage_flops: of the forward pass of each stage, for the whole batch.
+        device_type: `CPU` or `GPU`.
+        available: bytes of memory a device; None if that is not known.
+
+    Returns:
+        The choice; if nothing fits, what needs least memory.
+    """
+    batch = settings.BATCH_SIZE
+    free = set(settings.CHOSEN)
+    numbers = [settings.NUM_MICRO_BATCHES]
+    if "NUM_MICRO_BATCHES" in free:
+        numbers = [n for n in range(1, batch + 1) if batch % n == 0]
+    policies = ["none", "full"] if "REMAT" in free and available is not None else [settings.REMAT]
+    rated = [
+        _rated(settings, stage_flops, device_type, available, number, remat)
+        for remat in policies
+        for number in numbers
+    ]
+    fitting = [r for r in rated if available is None or r[1].memory <= available]
+    if not fitting:
+        return min((choice for _, choice in rated), key=lambda choice: choice.memory)
+    return min(fitting, key=lambda pair: pair[0])[1]
+
+
+def _rated(
+    settings: Settings,
+    stage_flops: Sequence[float],
+    device_type: str,
+    available: int | None,
+    number: int,
+    remat: str,
+) -> tuple[float, Choice]:
+    """How long a step would take in seconds, and the choice."""
+    devices = len(stage_flops) // ScheduleSpec.from_text(settings.SCHEDULE).stages_a_device
+    schedule = ScheduleSpec.from_text(settings.SCHEDULE).build(devices, number)
+    speed = _FLOPS[device_type]
+    if device_type == "CPU":
+        # Its cores are all that its logical devices have.
+        speed *= (os.cpu_count() or 1) / min(devices, os.cpu_count() or 1)
+    forward = [flops / number / speed + _SECONDS_AN_ACTION for flops in stage_flops]
+    again = remat == "full"
+    input_grad = [(1 + again) * seconds for seconds in forward]
+    timeline = simulate(schedule, Costs(forward, input_grad=input_grad, weight_grad=forward))
+    stages = len(stage_flops) / devices
+    in_flight = max(timeline.peak_activations) / stages
+    memory = _memory(settings, number, in_flight, again, devices)
+    bubble = timeline.bubble_ratio
+    return timeline.makespan, Choice(number, remat, bubble, memory, available)
+
+
+def _memory(settings: Settings, number: int, in_flight: float, again: bool, devices: int) -> int:
+    """Bytes on the device that holds most.
+
+    The activations of a block are those of Korthikanti et al., "Reducing Activation Recomputation
+    in Large Transformer Models", 2022, equation 1, in 32 bits: 2 s b h (34 + 5 a s / h) bytes.
+    """
+    rows = settings.BATCH_SIZE // number
+    length, dim = settings.SEQUENCE_LENGTH, settings.MODEL_DIM
+    tokens = rows * length
+    block = 2 * tokens * dim * (34 + 5 * settings.NUM_HEADS * length / dim)
+    blocks = settings.NUM_LAYERS / devices
+    softmax = 3 * 4 * tokens * settings.VOCAB_SIZE
+    stage = blocks * block + softmax
+    held = in_flight * 4 * tokens * dim + stage if again else in_flight * stage
+    weights = blocks * (4 * dim**2 + 2 * dim * settings.HIDDEN_DIM) + settings.VOCAB_SIZE * dim
+    return int(held + _COPIES * 4 * weights)
+
+
+def memory_of_cpu_device(devices: int) -> int:
+    """Bytes that each of some logical CPU devices may take of this machine's memory.
+
+    Args:
+        devices: how many share it.
+    """
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = pathlib.Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text(encoding="ascii").strip()).isdigit():
+        total = min(total, int(text))
+    return int(_SHARE * total / devices)
+
+
+def _gigabytes(number: int) -> str:
+    return f"{number / 1e9:.1f}"
