@@ -280,7 +280,9 @@ class Trainer:
 
     def _fail(self, what: str, step: int, error: Exception | None = None) -> NoReturn:
         kept = f"{self.saved} is kept" if self.saved else "none was written yet"
-        hint = "; give a lower --learning_rate" if "finite" in what or "nan" in what else ""
+        told = what.lower()
+        diverged = any(word in told for word in ("finite", "nan", "had inf", "had -inf"))
+        hint = "; give a lower --learning_rate" if diverged else ""
         raise TrainingError(f"step {step}: {what}; of good checkpoints, {kept}{hint}") from error
 
     def _score(self, batch: Any) -> metrics.Score:

@@ -12,7 +12,7 @@ from lingvo.core import base_layer, py_utils
 from pipemesh.errors import PipelineError, PipemeshError
 from pipemesh.layers.check_params import check_layers, check_whole, with_article
 from pipemesh.layers.layer_names import places_of, random_names_of, scopes_of
-from pipemesh.layers.step_seed import step_of_call, whole_batch_randomness
+from pipemesh.layers.step_seed import name_in_task, step_of_call, whole_batch_randomness
 from pipemesh.lowering import random
 
 
@@ -129,7 +129,12 @@ class FeatureExtractionLayer(base_layer.BaseLayer):
         """
         p = self.params
         outputs, fetched = self._split_activations(p, args)
-        with whole_batch_randomness(step_of_call(self)), random.layer_aliases(p.random_names):
+        # By itself it is a stack, too.
+        stack = None if random.is_active() else name_in_task(self)
+        with (
+            whole_batch_randomness(step_of_call(self)),
+            random.layer_aliases(p.random_names, stack),
+        ):
             for name in self._names:
                 child = self.children[name]
                 given = to_tuple(outputs)

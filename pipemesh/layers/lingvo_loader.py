@@ -100,15 +100,28 @@ def assert_shape_match(x: tf.Tensor, y: tf.Tensor, msg: str = "", name: str | No
         The assertion as an op; None when executing eagerly.
     """
     x, y = tf.convert_to_tensor(x, tf.int32), tf.convert_to_tensor(y, tf.int32)
+    known = tf.get_static_value(x), tf.get_static_value(y)
+    if all(value is not None for value in known) and _match(*known):
+        # Most are: then there is nothing to compute at each step.
+        return None if tf.executing_eagerly() else tf.no_op(name)
     with tf.name_scope(name or "assert_shape_match"):
         same_rank = tf.equal(tf.size(x), tf.size(y))
         common = tf.minimum(tf.size(x), tf.size(y))
         a, b = x[:common], y[:common]
         # Not `==`, which compares objects where TF1 behaviour is on.
         same_sizes = tf.reduce_all(tf.equal(a, b) | tf.equal(a, -1) | tf.equal(b, -1))
-        return tf.debugging.Assert(
-            same_rank & same_sizes, [f"{msg} shapes do not match:", x, y], summarize=16
+        # Not `tf.debugging.Assert`, which complains if nobody uses what it returns.
+        return tf.raw_ops.Assert(
+            condition=same_rank & same_sizes,
+            data=[f"{msg} shapes do not match:", x, y],
+            summarize=16,
         )
+
+
+def _match(a: Any, b: Any) -> bool:
+    return len(a) == len(b) and all(
+        m == n or -1 in (m, n) for m, n in zip(a.tolist(), b.tolist(), strict=True)
+    )
 
 
 def assert_same_dim0(xs: list[tf.Tensor], msg: str = "", name: str | None = None) -> Any:
@@ -124,9 +137,9 @@ def assert_same_dim0(xs: list[tf.Tensor], msg: str = "", name: str | None = None
     """
     with tf.name_scope(name or "assert_same_dim0"):
         sizes = tf.stack([tf.shape(x)[0] for x in xs]) if xs else tf.zeros([0], tf.int32)
-        return tf.debugging.Assert(
-            tf.reduce_all(tf.equal(sizes, sizes[:1])),
-            [f"{msg} first dims differ:", sizes],
+        return tf.raw_ops.Assert(
+            condition=tf.reduce_all(tf.equal(sizes, sizes[:1])),
+            data=[f"{msg} first dims differ:", sizes],
             summarize=64,
         )
 

@@ -14,6 +14,8 @@ from pipemesh.errors import PipelineError
 EFFECTS = frozenset(
     (
         *("Assert", "CheckNumerics", "CheckNumericsV2"),
+        # lingvo's own.
+        *("AssertShapeMatch", "AssertSameDim0"),
         *("Print", "PrintV2"),
         *("WriteSummary", "WriteScalarSummary", "WriteHistogramSummary"),
         *("WriteImageSummary", "WriteAudioSummary", "WriteRawProtoSummary"),
@@ -89,7 +91,7 @@ def check_pure(graph_def: Any, what: str, why: str, effects: bool = True) -> Non
     Raises:
         PipelineError: something has.
     """
-    checks = frozenset(op for op in EFFECTS if op == "Assert" or op.startswith("CheckNumerics"))
+    checks = frozenset(op for op in EFFECTS if op.startswith(("Assert", "CheckNumerics")))
     allowed = _READS | _CALLS | (EFFECTS if effects else checks)
     for node in Bodies(graph_def).within(graph_def.node):
         if node.op not in allowed and is_stateful(node.op):

@@ -15,8 +15,9 @@ def small_request(logdir, folder=None, *, steps=6, **changes):
     Capitals change settings, what is small changes the request.
     """
     settings = small(
+        CHOSEN=(),
         **{"VOCAB_SIZE": 420, "NUM_STAGES": 1, "NUM_MICRO_BATCHES": 2, "NUM_LAYERS": 1}
-        | {name: changes.pop(name) for name in list(changes) if name.isupper()}
+        | {name: changes.pop(name) for name in list(changes) if name.isupper()},
     )
     if folder is not None:
         settings.DATA_DIR = str(folder)

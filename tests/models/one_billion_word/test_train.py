@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import os
+import re
 import pathlib
 import shutil
 import signal
@@ -122,7 +123,9 @@ def test_an_interrupt_saves_and_the_loss_that_is_no_number_keeps_what_is_saved(w
         assert code == 2
         last = err.strip().splitlines()[-1]
         assert last.startswith(expected)
-        assert "not finite" in last
+        # The pipeline's own check, or one of lingvo's inside of a layer.
+        assert re.search(r"not finite|had (NaN|Inf|-Inf)", last), last
+        assert "give a lower --learning_rate" in last
         assert f"{tmp_path}/ckpt-{step} is kept" in last
         assert sorted(tmp_path.glob("ckpt-*.index")) == saved
 
@@ -162,8 +165,8 @@ def refusals(tmp_path_factory):
     logdir = tmp_path_factory.mktemp("bad")
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         lines = list(pool.map(lambda case: refused(f"--logdir={logdir}", *case[0]), BAD_INPUT))
-    # Nothing that stands in the way of the next attempt.
-    assert not list(logdir.rglob("*.*"))
+    # Nothing that stands in the way of the next attempt; a vocabulary serves it.
+    assert not [path for path in logdir.rglob("*.*") if path.parent.name != "vocabulary"]
     return lines
 
 
