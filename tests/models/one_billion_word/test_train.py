@@ -2,8 +2,8 @@
 
 import concurrent.futures
 import os
-import re
 import pathlib
+import re
 import shutil
 import signal
 
@@ -164,7 +164,12 @@ def refusals(tmp_path_factory):
     """What the program says to each of BAD_INPUT; two processes at a time."""
     logdir = tmp_path_factory.mktemp("bad")
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        lines = list(pool.map(lambda case: refused(f"--logdir={logdir}", *case[0]), BAD_INPUT))
+        lines = list(
+            pool.map(
+                lambda case: refused(f"--logdir={logdir / str(case[0])}", *case[1][0]),
+                enumerate(BAD_INPUT),
+            )
+        )
     # Nothing that stands in the way of the next attempt; a vocabulary serves it.
     assert not [path for path in logdir.rglob("*.*") if path.parent.name != "vocabulary"]
     return lines
