@@ -70,6 +70,8 @@ def choices(draw, layers, stages, rounds=1):
         if rounds > 1:
             names = ["gpipe", "looped_bfs", "interleaved_one_f_one_b"]
         options["schedule"] = draw(st.sampled_from(names))
+        # Without a number it means two stages a device.
+        options["num_virtual_stages"] = rounds
     if draw(st.booleans()):
         options["num_microbatches"] = draw(st.integers(1, 6))
         if draw(st.booleans()):

@@ -55,6 +55,7 @@ def test_a_chunk_keeps_its_inputs_and_the_states_that_are_read(
             False,
             lambda: WholeDraws({}, lambda name, dim, folded: 1),
         )
+        traced.differentiate(range(len(traced.outputs)))
         kept = Passes(traced, lambda node: recomputes, [tf.float32], [], []).kept_specs()
         # Scalars that say which time steps were computed do not count.
         large = {
