@@ -33,6 +33,7 @@ from pipemesh.recurrent import (
     pipeline_loss,
     predict_memory,
 )
+from pipemesh.recurrent.captures import check_fresh
 from pipemesh.recurrent.fit import microbatch_size
 from pipemesh.recurrent.precision import INITIAL_SCALE, cast_floating
 from pipemesh.recurrent.run import with_loss
@@ -243,6 +244,7 @@ class PipeliningLayer(SeqLayer):
                 self._eager_runs[key] = (run, structures)
             run, structures = self._eager_runs[key]
             thetas = [[tf.convert_to_tensor(t) for t in theta] for theta in thetas]
+            check_fresh(p.name, run.get_concrete_function(thetas, inputs, carries, step))
             try:
                 outputs, carries = run(thetas, inputs, carries, step)
             except tf.errors.OpError as error:

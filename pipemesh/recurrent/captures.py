@@ -118,6 +118,26 @@ def check_batch(
             )
 
 
+def check_fresh(what: str, function: Any) -> None:
+    """Checks that a function, which eager calls use again and again, holds no eager tensor.
+
+    Args:
+        what: names it in errors.
+        function: a concrete function.
+
+    Raises:
+        PipelineError: it does: a later call would find the value of the first one.
+    """
+    for tensor in function.captured_inputs:
+        if tensor.dtype not in (tf.resource, tf.variant):
+            raise PipelineError(
+                f"{what}: a layer uses an eager tensor of shape {tensor.shape} that it was not "
+                "given, and would use its present value in later steps as well; pass it in as an "
+                "input, make it a tf.Variable or a NumPy array, or call the pipeline inside of a "
+                "tf.function"
+            )
+
+
 def is_constant(tensor: Any) -> bool:
     """Whether a tensor was computed from constants alone, so that nothing has its gradient."""
     return all(op.type in ("Const", "StopGradient") for op in _leaves(tensor))

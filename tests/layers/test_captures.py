@@ -60,6 +60,25 @@ def test_a_weight_trains_however_a_layer_reaches_it(run, way):
     assert len(got.grads) == (2 if way == "tied" else 4)
 
 
+class Scaled(Dense):
+    """Multiplies by an eager tensor, which whoever calls the model sets for every step."""
+
+    def FProp(self, theta, x):
+        return super().FProp(theta, x) * tf.reduce_mean(SCALE[0])
+
+
+SCALE: list[tf.Tensor] = []
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_an_eager_tensor_that_would_keep_its_first_value_is_refused(size):
+    params = stack(PipeliningLayer, "theta", num_micro_batches=4)
+    params.cell_tpl[1].sub[0].cls = Scaled
+    SCALE[:] = [tf.fill([size], 2.0)]
+    with pytest.raises(PipelineError, match=r"uses an eager tensor of shape .*tf\.Variable"):
+        run_eagerly(params, [X], num_devices=2, loss=None)
+
+
 class Averaging(Dense):
     """Keeps an average in a variable, as batch normalization of Keras and lingvo does it."""
 
