@@ -1,0 +1,60 @@
+"""Layers of lingvo that compute something again by themselves, inside of a pipeline."""
+
+import numpy as np
+import pytest
+from lingvo.core import base_layer, layers, py_utils, rnn_cell, rnn_layers
+
+from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, SeqLayer
+from tests.layers.harness import run_tf1, run_tf2
+
+TIME, BATCH, WIDTH = 3, 4, 5
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=[TIME, BATCH, WIDTH]).astype(np.float32)
+PADDINGS = (RNG.uniform(size=[TIME, BATCH, 1]) < 0.2).astype(np.float32)
+
+
+class Recurrent(base_layer.BaseLayer):
+    """An LSTM over time, dropout between layers, and paddings that pass through."""
+
+    @classmethod
+    def Params(cls):
+        p = super().Params()
+        p.Define("noise", False, "Whether the weights have variational noise.")
+        return p
+
+    def __init__(self, params):
+        super().__init__(params)
+        cell = rnn_cell.LSTMCellSimple.Params().Set(
+            name="cell", num_input_nodes=WIDTH, num_output_nodes=WIDTH
+        )
+        if self.params.noise:
+            cell.vn = py_utils.VariationalNoiseParams(
+                scale=0.1, global_vn=True, deterministic=True, seed=3
+            )
+        self.CreateChild("rnn", rnn_layers.FRNN.Params().Set(name="rnn", cell=cell))
+        dropout = layers.DeterministicDropoutLayer.Params().Set(name="dropout", keep_prob=0.7)
+        self.CreateChild("dropout", dropout)
+
+    def FProp(self, theta, x, paddings):
+        y, _ = self.rnn.FProp(theta.rnn, x, paddings)
+        # What lingvo gives for time steps that are padding depends on the longest example.
+        y *= 1 - paddings
+        return self.dropout.FProp(theta.dropout, y) + x, paddings
+
+
+def stack(cls, layer, noise, **kwargs):
+    sub = [layer.Params().Set(name=f"layer{i}", noise=noise) for i in range(2)]
+    cells = [FeatureExtractionLayer.Params().Set(name=f"s{i}", sub=[sub[i]]) for i in range(2)]
+    return cls.Params().Set(name="stack", cell_tpl=cells, **kwargs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [run_tf1, run_tf2])
+@pytest.mark.parametrize("noise", [False, True])
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
+def test_a_recurrent_layer_of_lingvo_equals_the_plain_model(run, noise, num_micro_batches):
+    wanted = run(stack(SeqLayer, Recurrent, noise), [X, PADDINGS])
+    params = stack(
+        PipeliningLayer, Recurrent, noise, num_micro_batches=num_micro_batches, batch_dim=1
+    )
+    run(params, [X, PADDINGS], num_devices=2).assert_close(wanted, rtol=1e-4, atol=1e-5)
