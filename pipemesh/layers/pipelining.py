@@ -21,7 +21,12 @@ from pipemesh.layers.step_seed import (
     whole_batch_randomness,
 )
 from pipemesh.layers.structure import Structure
-from pipemesh.layers.weight_dtypes import compute_dtypes, uncast_theta
+from pipemesh.layers.weight_dtypes import (
+    cast_first,
+    cast_theta,
+    compute_dtypes,
+    uncast_theta,
+)
 from pipemesh.recurrent import (
     ActionClock,
     DeviceMemory,
@@ -35,7 +40,7 @@ from pipemesh.recurrent import (
 )
 from pipemesh.recurrent.captures import check_fresh
 from pipemesh.recurrent.fit import microbatch_size
-from pipemesh.recurrent.precision import INITIAL_SCALE, cast_floating
+from pipemesh.recurrent.precision import INITIAL_SCALE
 from pipemesh.recurrent.run import with_loss
 from pipemesh.schedule import Schedule
 from pipemesh.schedule_names import listing
@@ -210,7 +215,7 @@ class PipeliningLayer(SeqLayer):
         """
         p = self.params
         if not p.pipelined or (self.do_eval and self.cluster.num_devices_per_split == 1):
-            return super().FProp(self._cast_theta(theta), *self._cast_first(args))
+            return super().FProp(cast_theta(self, theta, self._cell_names), *cast_first(p, args))
         schedule = self.schedule
         if self.do_eval and p.loss_inside:
             # With the loss outside, what is backward is made only if a gradient is asked for.
@@ -359,23 +364,6 @@ class PipeliningLayer(SeqLayer):
         if chosen == "off" or not (self.locates_errors or (eagerly and chosen is None)):
             return chosen
         return "all" if self.loss_scale is None else "forward"
-
-    def _cast_theta(self, theta: Any) -> Any:
-        """The weights of all stages in the dtypes that their layers compute with."""
-        cast = {
-            name: py_utils.Transform(
-                cast_floating, theta[name], compute_dtypes(self.children[name])
-            )
-            for name in self._cell_names
-        }
-        return py_utils.NestedMap({**theta, **cast})
-
-    def _cast_first(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The first argument in the dtype that the stages compute in."""
-        if not args or args[0] is None or self.params.nested_map_fprop:
-            return args
-        first = tf.convert_to_tensor(args[0])
-        return cast_floating(first, self.params.fprop_dtype), *args[1:]
 
     def _with_total_weight(self, loss: tf.Tensor, others: list[tf.Tensor]) -> list[tf.Tensor]:
         """Loss, weight and metrics of the whole batch; the weight still has one a microbatch."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 from lingvo.core import py_utils
+
+from pipemesh.recurrent.precision import cast_floating
 
 
 def uncast_theta(layer: Any) -> Any:
@@ -37,6 +40,33 @@ def compute_dtypes(layer: Any) -> Any:
 
     dtypes.update(py_utils.Transform(of, _private(layer)))
     return dtypes
+
+
+def cast_theta(stack: Any, theta: Any, names: Sequence[str]) -> Any:
+    """Weights as the layers of a stack compute with them, for where no pipeline casts them.
+
+    Args:
+        stack: the layer that holds the stages.
+        theta: its weights.
+        names: of the stages.
+    """
+    cast = {
+        name: py_utils.Transform(cast_floating, theta[name], compute_dtypes(stack.children[name]))
+        for name in names
+    }
+    return py_utils.NestedMap({**theta, **cast})
+
+
+def cast_first(p: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments, the first of them in the dtype that the stages compute in.
+
+    Args:
+        p: params of the pipeline.
+        args: of its `FProp`.
+    """
+    if not args or args[0] is None or p.nested_map_fprop:
+        return args
+    return cast_floating(tf.convert_to_tensor(args[0]), p.fprop_dtype), *args[1:]
 
 
 def _private(layer: Any) -> Any:

@@ -101,6 +101,8 @@ class Run:
         check_joined(self._machine.traced[-1], cutting, step is not None)
         if options.strict_devices:
             check_devices(self._machine.traced)
+        for traced in self._machine.traced:
+            traced.check_pure()
         self.checks = Checks(
             options.check_numerics, self._machine.traced, self._machine.probes, cutting
         )

@@ -265,11 +265,14 @@ class TracedStage:
             {inner.name: outer for outer, inner in graph.captures},
             lambda nodes: redirect(nodes, self._captured),
         )
+        self.effects = self.cut.effects(self._num_forward)
+
+    def check_pure(self) -> None:
+        """Raises if anything in the graph has side effects or state; see `purity`."""
         self.cut.check_pure(
             f"stage {self.stage.name!r}",
             "a stage is computed microbatch by microbatch, and again in the backward pass",
         )
-        self.effects = self.cut.effects(self._num_forward)
 
     def spec(self, name: str) -> tf.TensorSpec:
         """Shape and dtype of a tensor of the graph."""
