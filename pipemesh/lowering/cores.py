@@ -15,7 +15,7 @@ from tensorflow.python.eager import context as tf_context
 
 from pipemesh.errors import DeviceError, LayoutError, ShapeError
 from pipemesh.lowering.devices import check_devices_exist
-from pipemesh.lowering.lowering import check_mesh, check_rules
+from pipemesh.lowering.given import check_mesh, check_rules
 from pipemesh.lowering.partners import Agreement, Partners
 from pipemesh.lowering.simd import SimdLowering
 from pipemesh.lowering.tf_collectives import GroupKeys, TfCollectives, eager_instance_keys

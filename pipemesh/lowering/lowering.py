@@ -7,12 +7,12 @@ import contextlib
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.errors import LayoutError, ShapeError
+from pipemesh.errors import LayoutError
 from pipemesh.lowering.costs import CommunicationCosts
+from pipemesh.lowering.given import check_mesh, check_rules
 from pipemesh.lowering.random_scope import slicewise
 from pipemesh.mesh import LayoutRules, Mesh, Shape, TensorLayout
 from pipemesh.mesh.nearest import almost_equal
@@ -22,45 +22,6 @@ from pipemesh.mesh.nearest import almost_equal
 Slices = tuple[tf.Tensor, ...]
 # Reductions; only the sum has a gradient.
 REDUCTIONS = ("sum", "max", "min")
-
-
-def check_mesh(mesh: Any) -> None:
-    """Raises a LayoutError unless it is a mesh."""
-    if not isinstance(mesh, Mesh):
-        raise LayoutError(f"the mesh is {mesh!r}; write Mesh.from_text('data:2;model:2')")
-
-
-def check_rules(rules: Any) -> None:
-    """Raises a LayoutError unless they are layout rules."""
-    if not isinstance(rules, LayoutRules):
-        raise LayoutError(
-            f"the layout rules are {rules!r}; write LayoutRules.from_text('batch:data'), or "
-            "LayoutRules() for none"
-        )
-
-
-def whole_tensor(tensor: Any, layout: TensorLayout) -> tf.Tensor:
-    """A tensor that is to be cut, of the sizes that its layout says.
-
-    Slices of a batch whose size is only known when the program runs would otherwise leave out the
-    rows behind the last slice.
-
-    Args:
-        tensor: a tensor or array; sizes that are not known yet are checked when they are.
-        layout: of the whole tensor.
-
-    Raises:
-        ShapeError: it has other sizes.
-    """
-    tensor = tf.convert_to_tensor(tensor)
-    shape = layout.shape
-    if not tensor.shape.is_compatible_with(shape.sizes):
-        raise ShapeError(f"a tensor of sizes {tensor.shape} cannot have the shape '{shape}'")
-    if tensor.shape.is_fully_defined():
-        return tensor
-    # TensorFlow's error shows the name.
-    sizes = ".".join(f"{dim.name}_{dim.size}" for dim in shape)
-    return tf.ensure_shape(tensor, shape.sizes, name=f"import_tensor_{sizes}")
 
 
 class Lowering(abc.ABC):

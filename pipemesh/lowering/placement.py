@@ -15,7 +15,8 @@ from pipemesh.errors import DeviceError
 from pipemesh.lowering import nccl
 from pipemesh.lowering.attach_gradient import attach_gradient, local_gradient
 from pipemesh.lowering.devices import check_devices_exist
-from pipemesh.lowering.lowering import Lowering, Slices, whole_tensor
+from pipemesh.lowering.given import whole_tensor
+from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.mesh import LayoutRules, Mesh, TensorLayout
 
 _PAIRWISE: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {

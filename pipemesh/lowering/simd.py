@@ -9,7 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.lowering.captures import call_local
-from pipemesh.lowering.lowering import Lowering, Slices, whole_tensor
+from pipemesh.lowering.given import whole_tensor
+from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.mesh import LayoutRules, Mesh, TensorLayout
 
 

@@ -13,7 +13,8 @@ from pipemesh.errors import GradientError, LayoutError, PipelineError
 from pipemesh.lowering.arguments import as_shape, as_tensor, described
 from pipemesh.lowering.attach_gradient import attach_gradient
 from pipemesh.lowering.captures import lost_in_layer
-from pipemesh.lowering.lowering import Lowering, Slices, check_mesh
+from pipemesh.lowering.given import check_mesh
+from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.lowering.tick_loop import LayerFunction, LoopWeight, TickLoop
 from pipemesh.lowering.ticks import TickPlan
