@@ -130,7 +130,8 @@ def test_lingvos_evaler_finds_the_held_out_text(trained, lingvos_trainer):
     assert re.search(r"loss: \d", scores.read_text())
     graph = (logdir / "eval_heldout" / "eval_heldout.pbtxt").read_text()
     graph = graph[: graph.index("library {")]
-    actions = [node for node in graph.split("node {") if 'PartitionedCall"' in node]
+    call = re.compile(r'name: "[^"]*action_\d+F\d+/(Stateful)?PartitionedCall"')
+    actions = [node for node in graph.split("node {") if call.search(node)]
     devices = [re.findall(r'device: "[^"]*(CPU:\d)"', node)[-1] for node in actions]
     assert sorted(devices) == ["CPU:0"] * 2 + ["CPU:1"] * 2, "two stages, two microbatches"
 
