@@ -243,13 +243,16 @@ class PipeliningLayer(SeqLayer):
             key = (structure.key(), self.do_eval, tuple(devices), self.clock, self.locates_errors)
             if key not in self._eager_runs:
                 structures: list[Structure] = []
-                run = tf.function(
-                    lambda *tensors: build(*tensors, structures=structures), autograph=False
-                )
+
+                def traced(*tensors: Any) -> Any:
+                    results = build(*tensors, structures=structures)
+                    check_fresh(p.name, tf.get_default_graph())
+                    return results
+
+                run = tf.function(traced, autograph=False)
                 self._eager_runs[key] = (run, structures)
             run, structures = self._eager_runs[key]
             thetas = [[tf.convert_to_tensor(t) for t in theta] for theta in thetas]
-            check_fresh(p.name, run.get_concrete_function(thetas, inputs, carries, step))
             try:
                 outputs, carries = run(thetas, inputs, carries, step)
             except tf.errors.OpError as error:

@@ -15,7 +15,6 @@ from pipemesh.errors import PipelineError
 from pipemesh.recurrent.graph_cut import tensor_name
 from pipemesh.recurrent.structure import is_differentiable
 
-_SAME = frozenset(("Identity", "IdentityN", "Cast", "EnsureShape", "Reshape", "StopGradient"))
 _VARIABLES = frozenset(("VarHandleOp", "VariableV2", "Variable"))
 
 
@@ -118,17 +117,17 @@ def check_batch(
             )
 
 
-def check_fresh(what: str, function: Any) -> None:
+def check_fresh(what: str, graph: Any) -> None:
     """Checks that a function, which eager calls use again and again, holds no eager tensor.
 
     Args:
         what: names it in errors.
-        function: a concrete function.
+        graph: of the function, while it is traced: what it computes is in it.
 
     Raises:
         PipelineError: it does: a later call would find the value of the first one.
     """
-    for tensor in function.captured_inputs:
+    for tensor, _ in graph.captures:
         if tensor.dtype not in (tf.resource, tf.variant):
             raise PipelineError(
                 f"{what}: a layer uses an eager tensor of shape {tensor.shape} that it was not "
@@ -168,17 +167,19 @@ def _leaves(tensor: Any) -> Iterator[Any]:
         if id(op) in seen:
             continue
         seen.add(id(op))
-        inside = {id(inner): outer for outer, inner in getattr(op.graph, "captures", ())}
-        if id(current) in inside:
-            outer = inside[id(current)]
-            if outer.dtype == tf.resource:
+        if op.type == "StopGradient":
+            yield op
+        elif op.inputs:
+            todo.extend(op.inputs)
+        else:
+            captures = getattr(op.graph, "captures", ())
+            outer = next((outer for outer, inner in captures if inner is current), None)
+            if outer is None:
+                yield op
+            elif outer.dtype == tf.resource:
                 yield _Leaf("VarHandleOp")
             else:
                 todo.append(outer)
-        elif op.type == "StopGradient" or not op.inputs:
-            yield op
-        else:
-            todo.extend(op.inputs)
 
 
 def name_of(tensor: Any, variables: Mapping[int, str] | None = None) -> str:
