@@ -131,6 +131,25 @@ def waiting(what: str) -> Iterator[None]:
             sys.stderr.flush()
 
 
+@contextlib.contextmanager
+def meanwhile(work: Callable[[], object]) -> Iterator[None]:
+    """Calls `work` on another thread while the block runs, and waits for both to end.
+
+    What `work` raises is dropped: it is for what is done again, or is only faster for it.
+    """
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            work()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
 def aside(work: Callable[[], T]) -> T:
     """Calls `work` on another thread, so that a signal is answered at once meanwhile.
 

@@ -79,10 +79,13 @@ def train_dataset(
     _check_sizes(batch_size, sequence_length)
     _check_shards(corpus, num_shards, shard)
 
+    # As they are: AutoGraph would take longer to read them than TensorFlow to run them.
+    @tf.autograph.experimental.do_not_convert
     def epoch_lines(epoch: tf.Tensor) -> tf.data.Dataset:
         key = tf.random.experimental.stateless_fold_in(tf.constant([seed, 0], tf.int64), epoch)
         lines = _shuffled_lines(corpus.train, key, num_shards, shard).batch(BLOCK_LINES)
 
+        @tf.autograph.experimental.do_not_convert
         def shuffle(block: tf.Tensor, lines: tf.Tensor) -> tf.Tensor:
             block_key = tf.random.experimental.stateless_fold_in(key, block + 1)
             return tf.random.experimental.stateless_shuffle(lines, block_key)
@@ -119,6 +122,7 @@ def heldout_dataset(
     return _batches(blocks, vocabulary, batch_size, sequence_length)
 
 
+@tf.autograph.experimental.do_not_convert
 def sentences(lines: tf.Tensor) -> tf.Tensor:
     """What `corpus.clean` does, for lines in a string tensor [any]: string [at most as many]."""
     lines = tf.strings.unicode_transcode(
@@ -181,6 +185,7 @@ def _reader(text: TextFiles) -> Callable[[tf.Tensor], tf.data.Dataset]:
     """
     paths, packed = tf.constant(text.paths), tf.constant(text.compressions())
 
+    @tf.autograph.experimental.do_not_convert
     def read(number: tf.Tensor) -> tf.data.Dataset:
         return tf.data.TextLineDataset(tf.gather(paths, number), tf.gather(packed, number))
 

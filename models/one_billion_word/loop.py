@@ -6,6 +6,7 @@ text that is gone, ends it after a checkpoint was saved.
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import signal
@@ -73,6 +74,7 @@ class Loop:
         finally:
             for number, handler in old.items():
                 signal.signal(number, handler)
+        gc.enable()
         self._conclude()
         if self._request.trace_schedule:
             self._trace_schedule()
@@ -95,6 +97,7 @@ class Loop:
                     period = SECONDS_A_REFRESH[terminal]
                     with ticking(lambda _: bar.refresh(), period, period):
                         self._one_step(bar)
+                    gc.enable()
                 else:
                     self._one_step(bar)
                 done = trainer.step

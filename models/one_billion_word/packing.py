@@ -38,6 +38,8 @@ def token_stream(
         Pairs of int32 tensors (ids, labels) [any number of positions].
     """
 
+    # As they are: AutoGraph would take longer to read them than TensorFlow to run them.
+    @tf.autograph.experimental.do_not_convert
     def positions(group: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         pieces = tokenize(group)
         column = tf.ones_like(pieces.row_lengths()[:, tf.newaxis], pieces.dtype)
@@ -71,6 +73,7 @@ def pack(
         missing = batch_size * sequence_length - tf.size(values)
         return tf.reshape(tf.pad(values, [[0, missing]]), [batch_size, sequence_length])
 
+    @tf.autograph.experimental.do_not_convert
     def batch(ids: tf.Tensor, labels: tf.Tensor) -> dict[str, tf.Tensor]:
         real = rows(tf.ones_like(ids))
         ids = rows(ids)

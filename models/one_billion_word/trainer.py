@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from lingvo.core import py_utils
 
-from models.one_billion_word import heldout, metrics
+from models.one_billion_word import console, heldout, metrics
 from models.one_billion_word.about import About
 from models.one_billion_word.checkpoint import Checkpoints, reason
 from models.one_billion_word.corpus import Corpus
@@ -112,6 +112,7 @@ class Trainer:
                 self._next_batch()
         self._train = tf.function(self._train_step, autograph=False)
         self._evaluate = tf.function(self._evaluate_batch, autograph=False)
+        self._is_first = True
         # Graphs are placed when they run for the first time.
         self._check_placement = config.STRICT_DEVICES
 
@@ -148,6 +149,11 @@ class Trainer:
             with self._cluster(), contextlib.ExitStack() as stack:
                 if self._check_placement:
                     graphs = stack.enter_context(record_placement())
+                if self._is_first:
+                    # Python is idle while TensorFlow prepares a graph to run for the first time.
+                    self._train.get_concrete_function(batch)
+                    stack.enter_context(console.meanwhile(self._prepare_evaluation))
+                    self._is_first = False
                 loss, learning_rate, xent = self._train(batch)
         except tf.errors.OpError as error:
             explained = self.task.stack.Explain(error)
@@ -165,6 +171,9 @@ class Trainer:
             xent.numpy(), batch["labels"].numpy(), batch["weights"].numpy(), self._vocabulary
         )
         return {"loss": loss, "learning_rate": float(learning_rate), "score": score}
+
+    def _prepare_evaluation(self) -> None:
+        self._score(self.sample.batches[0])
 
     def _next_batch(self) -> Any:
         try:

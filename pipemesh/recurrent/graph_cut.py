@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from pipemesh.recurrent.common_nodes import use_first
 from pipemesh.recurrent.purity import Bodies, check_pure
 
 
@@ -20,13 +21,17 @@ class GraphCut:
         graph: the graph.
         captures: for each placeholder that stands for a tensor of another graph that tensor.
         prepare: changes the nodes before anything else is done with them.
+        layer_of: for each node that belongs to a layer the layer.
+        asked_for: the tensors that parts may be asked for.
     """
 
     def __init__(
         self,
         graph: tf.Graph,
         captures: Mapping[str, tf.Tensor],
-        prepare: Callable[[Sequence[Any]], None] = lambda _: None,
+        prepare: Callable[[Sequence[Any]], None],
+        layer_of: Mapping[str, str],
+        asked_for: Iterable[str],
     ) -> None:
         graph_def = graph.as_graph_def()
         prepare(graph_def.node)
@@ -44,6 +49,8 @@ class GraphCut:
             # in errors, instead of the one it gets when the function is inlined, which begins
             # with the action.
             node.experimental_debug_info.SetInParent()
+        kept = set(map(node_of, asked_for))
+        use_first(graph_def.node, Bodies(graph_def), layer_of, kept)
 
     def ancestors(self, tensors: Iterable[str], cuts: Iterable[str] = ()) -> set[str]:
         """Names of all nodes that `tensors` need when the tensors `cuts` are given."""

@@ -98,6 +98,7 @@ class Machine:
         accumulator_dtypes: for each stage the dtypes of the sums of its weights' gradients.
         check_numerics: what is checked to be finite; see `health`.
         clock: notes when actions run; None to note nothing.
+        is_forward_only: whether no gradient is ever asked for.
 
     Attributes:
         traced: the stages' graphs.
@@ -115,14 +116,15 @@ class Machine:
         remat: Remat,
         accumulator_dtypes: Sequence[Sequence[tf.DType]],
         check_numerics: str,
-        clock: ActionClock | None = None,
+        clock: ActionClock | None,
+        is_forward_only: bool,
     ) -> None:
         self.stage_devices = stage_devices
         self._step = tf.constant(0, tf.int64) if step is None else tf.cast(step, tf.int64)
         self._remat = remat
         self._clock = clock
         self._stamp: Callable[[bool], tf.Operation] | None = None
-        self.traced = self._trace(stages, inputs, cutting, step is not None)
+        self.traced = self._trace(stages, inputs, cutting, step is not None, is_forward_only)
         self._stages = self.stages = [traced.stage for traced in self.traced]
         self._dtypes = [
             [*dtypes, *(sum_dtype(t.dtype) for t in traced.captured)]
@@ -149,6 +151,7 @@ class Machine:
         inputs: Sequence[tf.Tensor],
         cutting: Cutting,
         has_step: bool,
+        is_forward_only: bool,
     ) -> list[TracedStage]:
         """Traces the stages one after the other, each with the output shapes of the last."""
         whole = specs_of(inputs)
@@ -167,7 +170,7 @@ class Machine:
             traced.append(TracedStage(stage, specs, cutting, has_step, draws))
             specs = traced[-1].output_specs
         # Where no gradient arrives there is none, not one of zeros.
-        live: Sequence[int] = range(len(specs))
+        live: Sequence[int] = range(0 if is_forward_only else len(specs))
         for found in reversed(traced):
             found.differentiate(live)
             live = [i for i, grad in enumerate(found.gradients.of_inputs) if grad is not None]

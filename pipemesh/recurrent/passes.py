@@ -12,7 +12,8 @@ from pipemesh.recurrent.graph_cut import node_of
 from pipemesh.recurrent.health import write_note
 from pipemesh.recurrent.operations import Call
 from pipemesh.recurrent.probes import Probe
-from pipemesh.recurrent.traced_stage import Specs, TracedStage, flat_names
+from pipemesh.recurrent.stage_gradients import flat_names
+from pipemesh.recurrent.traced_stage import Specs, TracedStage
 
 Tensors = list[tf.Tensor]
 Grads = list[tf.Tensor | None]

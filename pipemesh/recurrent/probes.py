@@ -42,6 +42,7 @@ class StageProbes:
         outputs: the outputs of the stage, each an identity.
 
     Attributes:
+        names: of the tensors that are looked at going forward.
         sources: tensors whose gradients `backward` wants to know.
         theta_layers: for each weight the layers that use it.
         input_layers: for each input the layers that use it.
@@ -78,6 +79,7 @@ class StageProbes:
         self._groups = [(users, tensors) for users, tensors in [*inner, entry] if tensors]
         self.sources = [t for _, tensors in self._groups for t in tensors]
         self._num_inner = sum(bool(tensors) for _, tensors in inner)
+        self.names = [name for probe in self._forward for name in probe.tensors]
 
     def forward(self, is_computed: Callable[[str], bool]) -> list[Probe]:
         """The probes of the forward pass, first layer first.

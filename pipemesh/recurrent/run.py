@@ -29,10 +29,9 @@ from pipemesh.recurrent.wrong_kernels import check_kernels
 from pipemesh.schedule import Action, Schedule, execution_order
 from pipemesh.schedule.repeats import Loop, find_loops
 
-# Tables of more actions become loops by themselves, if that makes them at most half as large: what
-# an action costs before the first step grows with their number, from 0.1 s of CPU time where there
-# are 64 to 0.2 s where there are 256.
-ROLL_ABOVE = 100
+# Tables that would put more nodes into the graph become loops by themselves, if that makes them at
+# most half as large. Before the first step, TensorFlow needs 0.2 to 0.3 ms of CPU time for each.
+ROLL_ABOVE = 4_000
 
 
 class Run:
@@ -84,6 +83,7 @@ class Run:
             [[sum_dtype(tf.convert_to_tensor(t).dtype) for t in stage.theta] for stage in stages],
             options.check_numerics,
             options.clock,
+            schedule.is_forward_only,
         )
         self._stages = self._machine.stages
         captured = [traced.captured for traced in self._machine.traced]
@@ -111,7 +111,8 @@ class Run:
         arguments = (self._machine, state, self._stages, held, cutting, mode_of)
         order = execution_order(schedule)
         self.items: Sequence[Action | Loop] = order
-        if options.rolled or (options.rolled is None and len(order) > ROLL_ABOVE):
+        num_nodes = schedule.num_microbatches * sum(t.num_nodes() for t in self._machine.traced)
+        if options.rolled or (options.rolled is None and num_nodes > ROLL_ABOVE):
             loops = find_loops(order, lambda action: mode_of[action.stage, action.microbatch])
             if options.rolled or 2 * _size(loops) <= len(order):
                 self.items = loops

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -29,12 +29,11 @@ from pipemesh.recurrent.captures import Captured, captured_weights, check_batch,
 from pipemesh.recurrent.graph_cut import GraphCut, node_of
 from pipemesh.recurrent.probes import Probe, StageProbes
 from pipemesh.recurrent.stage import Stage
+from pipemesh.recurrent.stage_gradients import differentiate, flat_names
 from pipemesh.recurrent.structure import is_differentiable
 from pipemesh.recurrent.summaries import Summaries
 
 Specs = list[tf.TensorSpec]
-# A gradient's tensor; values and row indices if it is sparse; None if there is none.
-GradName = str | tuple[str, str] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,27 +111,6 @@ def output_specs(stage: Stage, inputs: Specs, has_step: bool) -> Specs:
 def specs_of(tensors: Sequence[tf.Tensor]) -> Specs:
     """Shape and dtype of each tensor."""
     return [tf.TensorSpec(t.shape, t.dtype) for t in tensors]
-
-
-@dataclasses.dataclass(frozen=True)
-class StageGradients:
-    """Names of the gradients in a traced graph.
-
-    Attributes:
-        of_outputs: placeholder for the gradient of each floating output, by its index.
-        of_carry_out: the same for the carry that the stage hands on; empty if it has no gradient.
-        of_theta: the gradient of each theta.
-        of_inputs: the gradient of each input, None if there is none.
-        of_carry: the gradient of each carry that the stage takes, None if there is none.
-        of_probes: the gradient of each tensor that the probes want to know.
-    """
-
-    of_outputs: dict[int, str]
-    of_carry_out: dict[int, str]
-    of_theta: list[GradName]
-    of_inputs: list[str | None]
-    of_carry: list[str | None]
-    of_probes: list[str | None]
 
 
 class TracedStage:
@@ -251,7 +229,7 @@ class TracedStage:
             self._replay.enter(self._replay.tensors),
             gradient_scope(),
         ):
-            self.gradients = _differentiate(
+            self.gradients = differentiate(
                 self.stage,
                 theta,
                 carry,
@@ -264,6 +242,8 @@ class TracedStage:
             graph,
             {inner.name: outer for outer, inner in graph.captures},
             lambda nodes: redirect(nodes, self._captured),
+            self.layers,
+            [*self.outputs, *self.carry_out, *self._gradient_names(), *self.probes.names],
         )
         self.effects = self.cut.effects(self._num_forward)
 
@@ -283,12 +263,16 @@ class TracedStage:
 
     def nodes(self) -> Iterator[Any]:
         """All nodes of the forward and the backward pass."""
+        return self.cut.nodes([*self.outputs, *self.carry_out, *self._gradient_names()])
+
+    def num_nodes(self) -> int:
+        """How many operations a microbatch has, forward and backward, if nothing is recomputed."""
+        return len(self.cut.ancestors([*self.outputs, *self.carry_out, *self._gradient_names()]))
+
+    def _gradient_names(self) -> list[str]:
         grads = self.gradients
-        of_theta = flat_names(grads.of_theta)
-        given = [
-            name for name in [*of_theta, *grads.of_inputs, *grads.of_carry] if name is not None
-        ]
-        return self.cut.nodes([*self.outputs, *self.carry_out, *given])
+        names = [*flat_names(grads.of_theta), *grads.of_inputs, *grads.of_carry, *grads.of_probes]
+        return [name for name in names if name is not None]
 
     def forward_probes(self) -> list[Probe]:
         """Where the forward pass is looked at."""
@@ -348,68 +332,3 @@ def _trace(
     return function.get_concrete_function(
         specs_of(stage.theta), specs_of(stage.carry), inputs, scalar, scalar
     )
-
-
-def _differentiate(
-    stage: Stage,
-    theta: list[tf.Tensor],
-    carry: list[tf.Tensor],
-    inputs: list[tf.Tensor],
-    outputs: dict[int, tf.Tensor],
-    carry_out: list[tf.Tensor],
-    probed: list[tf.Tensor],
-) -> StageGradients:
-    """Adds the gradient of a traced stage to its graph."""
-    of_outputs = _grad_placeholders(outputs)
-    of_carry_out = _grad_placeholders(dict(enumerate(carry_out))) if stage.recurrent else {}
-    results = [outputs[i] for i in of_outputs] + [carry_out[i] for i in of_carry_out]
-    states = carry if stage.recurrent else []
-    sources = [*theta, *inputs, *states, *probed]
-    grads = _gradients(results, sources, [*of_outputs.values(), *of_carry_out.values()])
-    dense = [
-        None if grad is None else tf.convert_to_tensor(grad).name for grad in grads[len(theta) :]
-    ]
-    return StageGradients(
-        of_outputs={i: t.name for i, t in of_outputs.items()},
-        of_carry_out={i: t.name for i, t in of_carry_out.items()},
-        of_theta=[_grad_name(grad) for grad in grads[: len(theta)]],
-        of_inputs=dense[: len(inputs)],
-        of_carry=dense[len(inputs) :][: len(states)] if states else [None] * len(carry),
-        of_probes=dense[len(inputs) + len(states) :],
-    )
-
-
-def _grad_placeholders(tensors: Mapping[int, tf.Tensor]) -> dict[int, tf.Tensor]:
-    return {
-        i: tf.compat.v1.placeholder(t.dtype, t.shape)
-        for i, t in tensors.items()
-        if is_differentiable(t)
-    }
-
-
-def _gradients(
-    results: list[tf.Tensor], sources: list[tf.Tensor], result_grads: list[tf.Tensor]
-) -> list[Any]:
-    # A handle stands for its variable.
-    floating = [i for i, t in enumerate(sources) if is_differentiable(t) or t.dtype == tf.resource]
-    grads: list[Any] = [None] * len(sources)
-    if results and floating:
-        found = tf.gradients(results, [sources[i] for i in floating], result_grads)
-        for i, grad in zip(floating, found, strict=True):
-            grads[i] = grad
-    return grads
-
-
-def _grad_name(grad: Any) -> GradName:
-    if isinstance(grad, tf.IndexedSlices):
-        return grad.values.name, grad.indices.name
-    return None if grad is None else grad.name
-
-
-def flat_names(names: Iterable[GradName]) -> list[str]:
-    """All tensors' names; a sparse gradient has two, one that does not exist none."""
-    flat: list[str] = []
-    for name in names:
-        if name is not None:
-            flat.extend([name] if isinstance(name, str) else name)
-    return flat
