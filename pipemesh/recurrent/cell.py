@@ -105,6 +105,7 @@ class TracedCell:
         self.extras_specs = [tf.TensorSpec(x.shape, x.dtype) for x in extras]
         self.captures = self._step.captures
         self._check_captures(keyed_by)
+        self._check_draws()
 
     def step(self, t: tf.Tensor, given: Arguments, captures: Sequence[tf.Tensor]) -> Step:
         """Computes one time step.
@@ -164,22 +165,47 @@ class TracedCell:
         return template.tensors_like(template.tensors(like), extras, "what the cell has as extras")
 
     def _check_captures(self, keyed_by: list[tf.Tensor]) -> None:
-        refused = [
-            f"{self._step.name_of(tensor)} (shape {tensor.shape})"
-            for tensor in self.captures
-            if not any(tensor is key for key in keyed_by) and not self.cell.may_capture(tensor)
-        ]
-        if refused:
-            alternative = (
-                "allow_implicit_capture is only for cells without a cell_grad"
-                if self.cell.gradient
-                else "or allow it with allow_implicit_capture or allowed_tensor_captures"
-            )
-            raise PipelineError(
-                f"the cell {self.cell.name!r} uses tensors that it was not given: "
-                f"{', '.join(refused)}; pass them in theta (or in the inputs, if they differ from "
-                f"step to step); {alternative}"
-            )
+        refused = [x for x in self.captures if not self._is_allowed(x, keyed_by)]
+        if not refused:
+            return
+        names = ", ".join(f"{self._step.name_of(x)} (shape {x.shape})" for x in refused)
+        alternative = (
+            "allow_implicit_capture is only for cells without a cell_grad"
+            if self.cell.gradient
+            else "or allow it with allow_implicit_capture or allowed_tensor_captures"
+        )
+        raise PipelineError(
+            f"the cell {self.cell.name!r} uses tensors or variables that it was not given: "
+            f"{names}; pass them in theta (or in the inputs, if they differ from step to step); "
+            f"{alternative}"
+        )
+
+    def _is_allowed(self, tensor: tf.Tensor, keyed_by: list[tf.Tensor]) -> bool:
+        if any(tensor is key for key in keyed_by):
+            return True
+        # Such as the global step: it has no gradient to lose.
+        if self._step.is_variable(tensor) and not is_differentiable(tensor):
+            return True
+        return self.cell.may_capture(tensor)
+
+    def _check_draws(self) -> None:
+        """Checks that no draw that a variable is the key of is the same at every time step."""
+        count = 1 + len(_flat(self.specs))
+        variables = {
+            count + number: capture
+            for number, capture in enumerate(self.captures)
+            if self._step.is_variable(capture)
+        }
+        of_weights = range(1, 1 + len(self.specs.theta))
+        for used in self._step.draws():
+            keys = [self._step.name_of(variables[n]) for n in used if n in variables]
+            if keys and not any(n < count and n not in of_weights for n in used):
+                raise PipelineError(
+                    f"the cell {self.cell.name!r} draws random numbers that depend on the variable "
+                    f"{keys[0]!r}, but not on the time step: they would be the same at every step; "
+                    "if it is the step that random numbers are keyed by, enter "
+                    "pipemesh.lowering.random.plan_free_randomness(step) around Recurrent"
+                )
 
 
 class StepGradient:

@@ -10,6 +10,8 @@ import tensorflow as tf
 from pipemesh.recurrent.common_nodes import use_first
 from pipemesh.recurrent.purity import Bodies, check_pure
 
+_CHECK_AND_HAND_ON = frozenset(("CheckNumerics", "CheckNumericsV2"))
+
 
 class GraphCut:
     """A traced graph, addressed by tensor names, that parts can be taken out of.
@@ -144,6 +146,7 @@ class GraphCut:
         values: Mapping[str, tf.Tensor],
         fetches: Sequence[str],
         effects: Sequence[str] = (),
+        checked: Container[str] = (),
     ) -> tuple[list[tf.Tensor], list[tf.Operation]]:
         """Rebuilds in the current graph what computes `fetches` from `values`.
 
@@ -151,6 +154,8 @@ class GraphCut:
             values: for tensor names of the graph the tensors to use instead.
             fetches: names of the tensors wanted; they may be among `values`.
             effects: names of nodes that are to be there, too.
+            checked: names of nodes that were computed before: values that they check are not
+                checked again.
 
         Returns:
             The fetches, and the operations of the effects.
@@ -165,6 +170,10 @@ class GraphCut:
         part.library.CopyFrom(self._graph_def.library)
         nodes = [node for node in self._graph_def.node if node.name in keep]
         part.node.extend(nodes)
+        for node in part.node:
+            if node.op in _CHECK_AND_HAND_ON and node.name in checked:
+                node.op = "Identity"
+                node.attr.pop("message", None)
         used = {tensor_name(s) for node in nodes for s in node.input} & given.keys()
         pasted = tf.graph_util.import_graph_def(
             part,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import tensorflow as tf
 
@@ -12,6 +12,7 @@ from pipemesh.recurrent.graph_cut import node_of
 from pipemesh.recurrent.health import write_note
 from pipemesh.recurrent.operations import Call
 from pipemesh.recurrent.probes import Probe
+from pipemesh.recurrent.purity import has_effects
 from pipemesh.recurrent.stage_gradients import flat_names
 from pipemesh.recurrent.traced_stage import Specs, TracedStage
 
@@ -82,11 +83,14 @@ class Passes:
         )
 
     @functools.cached_property
+    def _computed(self) -> set[str]:
+        """Nodes of the forward pass."""
+        return self._traced.cut.ancestors([*self._traced.outputs, *self._traced.carry_out])
+
+    @functools.cached_property
     def _again(self) -> set[str]:
         """Nodes of the forward pass that are computed again."""
-        traced = self._traced
-        known = traced.cut.ancestors([*traced.outputs, *traced.carry_out]) & self._per_microbatch
-        return {node for node in known if self._recomputed(node)}
+        return {node for node in self._computed & self._per_microbatch if self._recomputed(node)}
 
     @property
     def recomputes(self) -> bool:
@@ -97,9 +101,7 @@ class Passes:
     def kept(self) -> list[str]:
         """Names of what the forward pass leaves for the backward pass."""
         traced = self._traced
-        known = traced.cut.ancestors([*traced.outputs, *traced.carry_out])
-        known &= self._per_microbatch
-        known -= self._again
+        known = (self._computed & self._per_microbatch) - self._again
         # Placeholders cannot be computed again.
         known |= {node_of(name) for name in [*traced.carry, *traced.inputs]}
         known -= {node_of(name) for name in traced.scalars}
@@ -291,7 +293,12 @@ class Passes:
     def _backward_function(self, adds: bool) -> Callable[[Tensors], Tensors]:
         arguments = [*self.kept, *self._grad_placeholders]
         return self._function(
-            arguments, self._upstream_names, gradients=True, adds=adds, probes=self._backward_probes
+            arguments,
+            self._upstream_names,
+            gradients=True,
+            adds=adds,
+            probes=self._backward_probes,
+            checked=self._computed,
         )
 
     @functools.cached_property
@@ -300,7 +307,9 @@ class Passes:
         given = set(arguments)
         pending = [name for name in self._pending if name not in given]
         fetches = [*self._upstream_names, *pending]
-        return self._function(arguments, fetches, probes=self._input_grad_probes)
+        return self._function(
+            arguments, fetches, probes=self._input_grad_probes, checked=self._computed
+        )
 
     @functools.cached_property
     def _input_grad_probes(self) -> list[Probe]:
@@ -315,11 +324,11 @@ class Passes:
 
     @functools.cached_property
     def _weight_grad(self) -> Callable[[Tensors], Tensors]:
-        return self._function(self._pending, [], gradients=True)
+        return self._function(self._pending, [], gradients=True, checked=self._computed)
 
     @functools.cached_property
     def _weight_grad_and_add(self) -> Callable[[Tensors], Tensors]:
-        return self._function(self._pending, [], gradients=True, adds=True)
+        return self._function(self._pending, [], gradients=True, adds=True, checked=self._computed)
 
     @functools.cached_property
     def accumulator_specs(self) -> Specs:
@@ -339,11 +348,13 @@ class Passes:
         adds: bool = False,
         probes: Sequence[Probe] = (),
         effects: Sequence[str] = (),
+        checked: Container[str] = (),
     ) -> Callable[[Tensors], Tensors]:
         """A function of theta, `arguments`, the scalars, the accumulators if it adds, and the note.
 
         It returns the weights' gradients, or the accumulators with them added, `fetches`, and the
-        note. Without probes there is no note. What it returns waits for the `effects`.
+        note. Without probes there is no note. What it returns waits for the `effects`. What was
+        computed before, in `checked`, is not checked again.
         """
         traced = self._traced
         probed = flat_names([probe.tensors for probe in probes])
@@ -363,7 +374,9 @@ class Passes:
         def run(*tensors: tf.Tensor) -> Tensors:
             values = dict(zip(names, tensors[: len(names)], strict=True))
             with tf.device(traced.stage.device):
-                pasted, told = traced.cut.paste(values, [*wanted, *fetches, *probed], effects)
+                pasted, told = traced.cut.paste(
+                    values, [*wanted, *fetches, *probed], effects, checked
+                )
                 end = len(wanted) + len(fetches)
                 # An argument that is returned as it is would make the call an alias of it.
                 with tf.control_dependencies(told):
@@ -379,7 +392,7 @@ class Passes:
                 return [*self._accumulate(totals, pasted[: len(wanted)]), *results]
 
         function = tf.function(run, autograph=False).get_concrete_function(*specs, *rest)
-        return Call(function, taken, bool(effects))
+        return Call(function, taken, has_effects(function.graph.as_graph_def()))
 
     def _accumulate(self, totals: Grads, flat: Tensors) -> Tensors:
         flat_grads = iter(flat)

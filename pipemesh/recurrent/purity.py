@@ -71,6 +71,11 @@ class Bodies:
         return any(inner.op in EFFECTS for inner in self.within([node]))
 
 
+def has_effects(graph_def: Any) -> bool:
+    """Whether anything in a graph, or in a function that it calls, checks or tells something."""
+    return any(node.op in EFFECTS for node in Bodies(graph_def).within(graph_def.node))
+
+
 def is_stateful(op: str) -> bool:
     """Whether TensorFlow says that operations of a type have state."""
     definition = op_def_registry.get(op)

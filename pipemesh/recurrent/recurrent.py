@@ -80,8 +80,9 @@ def Recurrent(
         check_stateful_ops: kept for callers of lingvo; operations with state are always errors.
         accumulator_layer: a layer with `GetAccumulatorValues` and `SetAccumulatorValues`. Its
             accumulators go from time step to time step, without gradient, and to the layer.
-        allow_implicit_capture: whether the cell may use tensors that it was not given. They get
-            their gradients. Not with a `cell_grad`. Variables must always be in theta.
+        allow_implicit_capture: whether the cell may use tensors and variables that it was not
+            given. They get their gradients. Not with a `cell_grad`. Variables without a gradient,
+            such as the global step, it may always read.
         allowed_tensor_captures: if there are any, only these may be used.
         return_acc_extras: whether to return the extras, too. With a `cell_grad` a gradient through
             them is an error (`tf.stop_gradient` says that it is not wanted).

@@ -96,8 +96,9 @@ def StackedRecurrent(
 
     Raises:
         PipelineError: lists differ in length, a shape is not static, a cell has side effects or
-            reads variables by itself, a cell with a cell_grad captures tensors, a cell reads the
-            state despite `unused_acc_state`, returns what does not fit, or there is no graph.
+            reads variables in a branch or a loop, a cell with a cell_grad captures tensors, a cell
+            reads the state despite `unused_acc_state`, returns what does not fit, or there is no
+            graph.
 
     Example:
         >>> import tensorflow as tf

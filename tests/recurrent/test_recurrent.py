@@ -459,13 +459,56 @@ def test_captured_tensors_are_errors_where_they_are_not_allowed(options, size):
         try_cell(cell_with(lambda m: m + outside[:WIDTH]), **options)
 
 
-@pytest.mark.parametrize("allow", [False, True])
-def test_variables_are_never_captured(run, allow):
+def test_variables_are_errors_where_they_are_not_allowed(run):
     def build(v):
-        cell = cell_with(lambda m: m + v["w"][0])
-        return try_cell(cell, allow_implicit_capture=allow)
+        return try_cell(cell_with(lambda m: m + v["w"][0]))
 
-    with pytest.raises(PipelineError, match=r"reads the variable .*(w|Variable).* part of theta"):
+    with pytest.raises(PipelineError, match=r"not given: .*(w|Variable).* pass them in theta"):
+        run(build, {"w": WEIGHTS["w"]})
+
+
+def test_variables_that_are_allowed_get_their_gradient(run):
+    def build(v, theta):
+        def cell(theta, state, inputs):
+            weight = theta.get("w", v["w"])
+            return {"m": tf.tanh(state["m"] * weight + inputs["x"])}, ()
+
+        given = {"x": tf.linspace([-1.0], [1.0], 5)}
+        _, final = Recurrent(
+            theta(v), {"m": tf.ones([1])}, given, cell, allow_implicit_capture=True
+        )
+        return {"final": final["m"]}
+
+    values = {"w": np.float32(0.7)}
+    captured = run(lambda v: build(v, lambda v: {}), values)
+    tf.nest.map_structure(
+        np.testing.assert_allclose,
+        captured,
+        run(lambda v: build(v, lambda v: {"w": v["w"]}), values),
+    )
+
+
+def test_a_cell_may_read_the_step_which_is_that_of_the_call_in_both_passes():
+    step, w = tf.Variable(3, dtype=tf.int64, trainable=False), tf.Variable(2.0)
+
+    def cell(theta, state, inputs):
+        return {"m": state["m"] * theta["w"] * tf.cast(step, tf.float32)}, ()
+
+    with tf.GradientTape() as tape:
+        _, final = Recurrent({"w": w}, {"m": 1.0}, {"x": tf.zeros([2])}, cell)
+    step.assign_add(1)
+    assert float(final["m"]) == 36.0
+    assert float(tape.gradient(final["m"], w)) == 36.0
+
+
+def test_a_variable_that_a_branch_reads_is_an_error(run):
+    def build(v):
+        return try_cell(
+            cell_with(lambda m: tf.cond(m[0, 0] > 0, lambda: m + v["w"][0], lambda: m)),
+            allow_implicit_capture=True,
+        )
+
+    with pytest.raises(PipelineError, match=r"reads the variable .* in a branch or a loop"):
         run(build, {"w": WEIGHTS["w"]})
 
 
