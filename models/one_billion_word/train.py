@@ -28,6 +28,13 @@ def _leave(_number: int, _frame: Any) -> NoReturn:
     os._exit(_INTERRUPTED)
 
 
+def _end(code: Any) -> NoReturn:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 1)
+
+
 def main(argv: list[str]) -> NoReturn:
     """Runs, and turns what users can mend into one line."""
     from models.one_billion_word import command_line, console
@@ -221,4 +228,8 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, _leave)
     # Until the first step little is garbage, and to look for it takes an eighth of the time.
     gc.disable()
-    main(sys.argv)
+    try:
+        main(sys.argv)
+    except SystemExit as end:
+        # The system frees all memory at once, which takes Python and TensorFlow seconds.
+        _end(end.code)

@@ -18,6 +18,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from pipemesh.errors import NativeOpError
@@ -100,7 +101,7 @@ def assert_shape_match(x: tf.Tensor, y: tf.Tensor, msg: str = "", name: str | No
         The assertion as an op; None when executing eagerly.
     """
     x, y = tf.convert_to_tensor(x, tf.int32), tf.convert_to_tensor(y, tf.int32)
-    known = tf.get_static_value(x), tf.get_static_value(y)
+    known = _static(x), _static(y)
     if all(value is not None for value in known) and _match(*known):
         # Most are: then there is nothing to compute at each step.
         return None if tf.executing_eagerly() else tf.no_op(name)
@@ -116,6 +117,16 @@ def assert_shape_match(x: tf.Tensor, y: tf.Tensor, msg: str = "", name: str | No
             data=[f"{msg} shapes do not match:", x, y],
             summarize=16,
         )
+
+
+def _static(shape: tf.Tensor) -> Any:
+    """The values of a shape vector, or None: also of one that was put together from others."""
+    value = tf.get_static_value(shape)
+    if value is None:
+        # TensorFlow infers shapes from more operations than it looks values up in.
+        inferred = tf.fill(shape, False).shape
+        value = np.array(inferred.as_list()) if inferred.is_fully_defined() else None
+    return value
 
 
 def _match(a: Any, b: Any) -> bool:

@@ -147,7 +147,7 @@ class GraphCut:
         fetches: Sequence[str],
         effects: Sequence[str] = (),
         checked: Container[str] = (),
-    ) -> tuple[list[tf.Tensor], list[tf.Operation]]:
+    ) -> list[tf.Tensor]:
         """Rebuilds in the current graph what computes `fetches` from `values`.
 
         Args:
@@ -158,7 +158,7 @@ class GraphCut:
                 checked again.
 
         Returns:
-            The fetches, and the operations of the effects.
+            The fetches.
         """
         # In a function that is built; it gets them as captures of its own.
         graph: Any = tf.compat.v1.get_default_graph()
@@ -178,15 +178,14 @@ class GraphCut:
         pasted = tf.graph_util.import_graph_def(
             part,
             input_map={name: given[name] for name in used},
-            return_elements=[*computed, *effects],
+            return_elements=computed,
             name="",
         )
-        result = dict(zip(computed, pasted, strict=False))
+        result = dict(zip(computed, pasted, strict=True))
         for name, tensor in result.items():
             # A shape that Python code has set is no part of a graph's definition.
             tensor.set_shape(self._graph.get_tensor_by_name(name).shape)
-        tensors = [given[name] if name in given else result[name] for name in fetches]
-        return tensors, list(pasted[len(computed) :])
+        return [given[name] if name in given else result[name] for name in fetches]
 
 
 def tensor_name(source: str) -> str:

@@ -374,13 +374,10 @@ class Passes:
         def run(*tensors: tf.Tensor) -> Tensors:
             values = dict(zip(names, tensors[: len(names)], strict=True))
             with tf.device(traced.stage.device):
-                pasted, told = traced.cut.paste(
-                    values, [*wanted, *fetches, *probed], effects, checked
-                )
+                # What a function returns gets an identity, which waits for all that checks or tells.
+                pasted = traced.cut.paste(values, [*wanted, *fetches, *probed], effects, checked)
                 end = len(wanted) + len(fetches)
-                # An argument that is returned as it is would make the call an alias of it.
-                with tf.control_dependencies(told):
-                    results = [tf.identity(t) for t in pasted[len(wanted) : end]]
+                results = pasted[len(wanted) : end]
                 if probes:
                     looked_at = iter(pasted[end:])
                     groups = [[next(looked_at) for _ in probe.tensors] for probe in probes]
@@ -403,7 +400,7 @@ class Passes:
                 grad = tf.cast(next(flat_grads), spec.dtype)
                 # Not `+`: the graph optimizer merges chains of additions into one at their end,
                 # also across the control dependencies that order actions, and so builds cycles.
-                new.append(tf.identity(grad) if total is None else tf.add_n([total, grad]))
+                new.append(grad if total is None else tf.add_n([total, grad]))
             else:
                 rows, indices = tf.cast(next(flat_grads), spec.dtype), next(flat_grads)
                 total = tf.zeros(spec.shape, spec.dtype) if total is None else total

@@ -26,7 +26,8 @@ class TracedFunction:
         results: what it returned, as symbolic tensors.
 
     Raises:
-        PipelineError: a branch or a loop in it reads variables, or it uses other resources.
+        PipelineError: a branch or a loop in it reads variables, or it writes them, or it uses other
+            resources.
     """
 
     def __init__(self, run: Callable[..., Any], specs: Sequence[tf.TensorSpec], what: str) -> None:
@@ -44,6 +45,8 @@ class TracedFunction:
         self.captures: list[tf.Tensor] = []
         for tensor in self._function.captured_inputs:
             if tensor.dtype == tf.resource:
+                # It may be written.
+                self.check_pure(what)
                 raise PipelineError(
                     f"{what} reads the variable or resource {name_of(tensor, names)!r} in a branch "
                     "or a loop; read it before that"

@@ -64,6 +64,16 @@ def test_assert_shape_match(x, y, match):
             lingvo_loader.assert_shape_match(x, y, msg="here")
 
 
+def test_shapes_that_are_known_are_compared_before_the_first_step():
+    with tf.Graph().as_default() as graph:
+        x = tf.compat.v1.placeholder(tf.float32, [2, 5, 7])
+        put_together = tf.stack([tf.shape(x)[-1], tf.shape(x)[0]])
+        lingvo_loader.assert_shape_match(put_together, [7, -1])
+        assert "Assert" not in {op.type for op in graph.get_operations()}
+        lingvo_loader.assert_shape_match(put_together, [7, 3])
+        assert "Assert" in {op.type for op in graph.get_operations()}
+
+
 def test_assert_same_dim0():
     lingvo_loader.assert_same_dim0([])
     lingvo_loader.assert_same_dim0([tf.zeros([2, 3]), tf.zeros([2])])

@@ -71,6 +71,30 @@ def test_an_assertion_in_a_stage_fires(run, body, options):
     assert [loss, grad] == pytest.approx([5.6, 2.8])
 
 
+def test_what_a_value_is_checked_for_is_not_checked_again_and_no_call_is_left_in_tf1():
+    def body(x):
+        # The gradient is checked as well, by an operation of its own.
+        return tf.tanh(tf.debugging.check_numerics(tf.exp(x), "bad"))
+
+    options = tf.compat.v1.RunOptions(output_partition_graphs=True)
+    metadata = tf.compat.v1.RunMetadata()
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        with tf.compat.v1.variable_scope("", use_resource=True):
+            x = tf.compat.v1.get_variable("x", initializer=tf.zeros([8]))
+
+        def first(theta, carry, inputs, microbatch, step):
+            return [body(inputs[0] * theta[0])], []
+
+        stage = Stage("s0", first, [tf.constant(2.0)], [], "CPU:0")
+        (y,), _ = pipeline([stage], [x], gpipe(1, 4), options=Options(remat="full"))
+        fetches = [y, *tf.gradients(y, [x])]
+        session.run(tf.compat.v1.global_variables_initializer())
+        session.run(fetches, options=options, run_metadata=metadata)
+    kinds = [node.op for graph in metadata.partition_graphs for node in graph.node]
+    assert not [kind for kind in kinds if kind.endswith("PartitionedCall")]
+    assert kinds.count("CheckNumerics") == 2 * 4
+
+
 def test_an_assertion_in_a_stage_fires_without_a_gradient():
     def build():
         stage = Stage("s0", lambda t, c, inputs, m, s: ([asserted(inputs[0])], []), [], [], "CPU:0")

@@ -512,6 +512,17 @@ def test_a_variable_that_a_branch_reads_is_an_error(run):
         run(build, {"w": WEIGHTS["w"]})
 
 
+def test_a_variable_that_the_cell_writes_is_an_error_that_says_so():
+    count = tf.Variable(0.0, trainable=False)
+
+    def body(m):
+        count.assign_add(1.0)
+        return m
+
+    with pytest.raises(PipelineError, match=r"AssignAddVariableOp operation.*accumulators"):
+        try_cell(cell_with(body), allow_implicit_capture=True)
+
+
 @pytest.mark.parametrize(
     ("body", "operation", "advice"),
     [
