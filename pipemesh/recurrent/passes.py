@@ -374,7 +374,7 @@ class Passes:
         def run(*tensors: tf.Tensor) -> Tensors:
             values = dict(zip(names, tensors[: len(names)], strict=True))
             with tf.device(traced.stage.device):
-                # What a function returns gets an identity, which waits for all that checks or tells.
+                # Results get an identity each, which waits for all that checks or tells.
                 pasted = traced.cut.paste(values, [*wanted, *fetches, *probed], effects, checked)
                 end = len(wanted) + len(fetches)
                 results = pasted[len(wanted) : end]
