@@ -7,7 +7,6 @@ docstring line is its help.
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import os
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 
 from pipemesh import __version__
 from pipemesh.errors import PipemeshError
+from pipemesh.text import did_you_mean
 
 COMMANDS = {
     "partition": "pipemesh.partition.command",
@@ -48,8 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
-        near = difflib.get_close_matches(words[0], COMMANDS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = did_you_mean(words[0], COMMANDS)
         print(
             f"pipemesh: error: unknown command {words[0]!r}; {hint}known are {', '.join(COMMANDS)}",
             file=sys.stderr,

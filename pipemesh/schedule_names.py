@@ -13,11 +13,11 @@ Example:
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from pipemesh.errors import ScheduleError
+from pipemesh.text import did_you_mean
 
 FILE = "file"
 SEARCHED = "list_schedule"
@@ -182,5 +182,4 @@ def _default(known: ScheduleName) -> str:
 
 def _did_you_mean(word: str) -> str:
     spellings = [*_CANONICAL, FILE, SEARCHED]
-    near = difflib.get_close_matches(word, spellings, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}? " if near else ""
+    return did_you_mean(word, spellings, cutoff=0.5)

@@ -17,6 +17,7 @@ PURE = [
     "pipemesh.partition",
     "pipemesh.schedule",
     "pipemesh.schedule_names",
+    "pipemesh.text",
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from models.named_dims.trainer import Trainer
 from pipemesh.mesh import LayoutRules, Mesh
+from pipemesh.text import columns
 
 
 def plan_report(trainer: Trainer, mesh: Mesh, rules: LayoutRules) -> str:
@@ -28,11 +29,4 @@ def weight_table(trainer: Trainer) -> str:
         rows.append((variable.name, str(variable.layout), f"{size:,}", f"{part:,}"))
         total, held = total + size, held + part
     rows.append(("total", "", f"{total:,}", f"{held:,}"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if position < 2 else cell.rjust(width)
-            for position, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
+    return "\n".join(columns(rows, left=range(2)))

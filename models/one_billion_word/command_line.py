@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import sys
@@ -15,6 +14,7 @@ from pipemesh.errors import PipemeshError
 from pipemesh.mesh import Mesh
 from pipemesh.schedule import ScheduleSpec
 from pipemesh.schedule_names import listing
+from pipemesh.text import nearest
 
 FLAGS = flags.FLAGS
 
@@ -141,8 +141,8 @@ def request() -> Request:
     """
     mesh = _mesh()
     if FLAGS.model not in SIZES:
-        near = difflib.get_close_matches(FLAGS.model, SIZES, n=1)
-        hint = f"; did you mean {near[0]}?" if near else "."
+        near = nearest(FLAGS.model, SIZES)
+        hint = f"; did you mean {near}?" if near else "."
         raise FlagError(f"--model={FLAGS.model!r} is unknown{hint} Models are {', '.join(SIZES)}")
     for flag in ("logdir", "data_dir", "train_pattern", "heldout_pattern"):
         if FLAGS[flag].value == "":

@@ -6,6 +6,7 @@ from typing import Any
 
 from models.one_billion_word.params import input_shapes_of, stages_of
 from pipemesh.layers.partition_layers import layer_flops
+from pipemesh.text import columns
 
 
 def stage_table(config: Any, task: Any, devices: list[str]) -> str:
@@ -34,14 +35,7 @@ def stage_table(config: Any, task: Any, devices: list[str]) -> str:
             )
         )
         begin = end
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells_ = [
-            text.rjust(width) if column in (2, 3) else text.ljust(width)
-            for column, (text, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells_).rstrip())
+    lines = columns(rows, left=(0, 1, 4))
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import tensorflow as tf
 
 from pipemesh.mesh import Mesh
+from pipemesh.text import columns
 
 
 @dataclasses.dataclass
@@ -133,15 +134,7 @@ class CommunicationCosts:
             table.append(("+".join(axes), primitive, direction, f"{calls:,}", f"{sent:,}"))
         total = sum(calls for calls, _ in self.rows.values())
         table.append(("total", "", "", f"{total:,}", f"{self.total_bytes:,}"))
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines: list[str] = []
-        for row in table:
-            cells = [
-                cell.ljust(width) if position < 3 else cell.rjust(width)
-                for position, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            lines.append("  ".join(cells).rstrip())
-        return "\n".join(lines)
+        return "\n".join(columns(table, left=range(3)))
 
 
 def usual_bytes(primitive: str, size: int, members: int) -> int:

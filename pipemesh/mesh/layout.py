@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from pipemesh.errors import LayoutError
 from pipemesh.mesh.checks import is_name, pairs_of, text_of
 from pipemesh.mesh.mesh import Mesh
-from pipemesh.mesh.nearest import nearest_text
 from pipemesh.mesh.shape import Shape
+from pipemesh.text import nearest_text
 
 _RULE = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]*)\s*:\s*([A-Za-z_][A-Za-z0-9_]*)\s*")
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from pipemesh.errors import MeshError
 from pipemesh.mesh.checks import is_name, pairs_of, text_of, whole_number
-from pipemesh.mesh.nearest import nearest_text
+from pipemesh.text import nearest_text
 
 LAYERS_AXIS = "layers"
 _AXIS = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]*)\s*:\s*([0-9]+)\s*")

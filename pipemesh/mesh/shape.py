@@ -10,7 +10,7 @@ from typing import Any, cast
 from pipemesh.errors import ShapeError
 from pipemesh.mesh.checks import text_of
 from pipemesh.mesh.dim import Dim
-from pipemesh.mesh.nearest import nearest_text
+from pipemesh.text import nearest_text
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
@@ -17,6 +16,7 @@ from pipemesh.partition.memory import (
     in_flight,
 )
 from pipemesh.schedule_names import agreed_stages, parse
+from pipemesh.text import nearest
 
 METHODS = ("exact", "lingvo", "uniform")
 
@@ -95,8 +95,8 @@ def choice(name: str, value: object, known: Sequence[str]) -> str:
     """
     if isinstance(value, str) and value in known:
         return value
-    near = difflib.get_close_matches(str(value), known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    near = nearest(str(value), known)
+    hint = f"; did you mean {near!r}?" if near else ""
     raise PartitionError(f"{name} is {value!r}, but must be one of {', '.join(known)}{hint}")
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import csv
-import difflib
 import io
 import json
 from typing import Any, cast
 
 from pipemesh.errors import PartitionError
 from pipemesh.partition.costs import NUMBERS, LayerCost, number_problem
+from pipemesh.text import nearest
 
 COLUMNS = (*NUMBERS, "name")
 
@@ -56,8 +56,8 @@ def _layer(fields: dict[str, Any], where: str) -> LayerCost:
 def _unknown(name: str) -> str:
     if any(mark in name for mark in ";\t "):
         return f"{name!r} is no column name; separate columns with commas, one layer a line"
-    near = difflib.get_close_matches(name, (*COLUMNS, "cost"), n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    near = nearest(name, (*COLUMNS, "cost"))
+    hint = f"; did you mean {near}?" if near else ""
     return f"{name!r} is no known column; known are cost, {', '.join(COLUMNS)}{hint}"
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from pipemesh.partition.result import Partition
+from pipemesh.text import columns
 
 _BAR_WIDTH = 30
 _MOST_ROWS = 64
@@ -82,17 +83,6 @@ def layers_text(layers: range) -> str:
     return str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
 
 
-def _columns(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
 def table(plan: Partition, block: str = "█") -> str:
     """Draws a partition as a table, one row a stage.
 
@@ -126,7 +116,7 @@ def table(plan: Partition, block: str = "█") -> str:
             row.append(bytes_text(plan.stage_memory[stage]))
         row.append(bar(plan.stage_costs[stage] / top, block))
         rows.append(row)
-    lines = _columns(rows, left=(2 if shared else 1, len(head) - 1))
+    lines = columns(rows, left=(2 if shared else 1, len(head) - 1))
     costs = plan.device_costs
     device = max(range(plan.num_devices), key=lambda index: costs[index])
     kind = "device" if shared else "stage"
@@ -180,7 +170,7 @@ def comparison(plans: Mapping[str, Partition | str]) -> str:
             summary[1] += ["", f"{over:+.1%}" if over else "0%"]
             summary[2] += ["", f"{plan.balance:.3f}"]
             summary[3] += ["", str(empty)]
-        lines = _columns([*rows, *summary], left=())
+        lines = columns([*rows, *summary], left=())
         lines.insert(len(rows), "-" * max(len(line) for line in lines))
     lines += [f"{name}: {plan}" for name, plan in plans.items() if isinstance(plan, str)]
     return "\n".join(lines)

@@ -11,6 +11,7 @@ from pipemesh.schedule.list_schedule import MemoryLimit, list_schedule
 from pipemesh.schedule.render.axis import number
 from pipemesh.schedule.simulate import simulate
 from pipemesh.schedule.timeline import Timeline
+from pipemesh.text import columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,12 +175,4 @@ def table(rows: list[Row]) -> str:
                 number(peak / row.virtual_stages),
             ]
         )
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    text = [
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    ]
-    return "\n".join(text + notes)
+    return "\n".join(columns(lines) + notes)

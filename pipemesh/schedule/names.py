@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 from pipemesh.errors import ScheduleError
+from pipemesh.text import did_you_mean
 
 
 def check_name(what: str, name: str, known: Iterable[str]) -> str:
@@ -26,6 +26,5 @@ def check_name(what: str, name: str, known: Iterable[str]) -> str:
     names = list(known)
     if name in names:
         return name
-    near = difflib.get_close_matches(str(name).lower().replace("-", "_"), names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    hint = did_you_mean(str(name).lower().replace("-", "_"), names, cutoff=0.5)
     raise ScheduleError(f"unknown {what} {name!r}; {hint}known are {', '.join(sorted(names))}")

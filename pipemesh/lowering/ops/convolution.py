@@ -14,7 +14,7 @@ from pipemesh.lowering.ops.windows import Windows, take_windows
 from pipemesh.lowering.registry import register
 from pipemesh.lowering.tensor import Tensor, check_same_dtype, check_same_lowering
 from pipemesh.mesh import Dim, Shape
-from pipemesh.mesh.nearest import nearest_text
+from pipemesh.text import nearest_text
 
 # "SAME" or "VALID".
 Padding = str

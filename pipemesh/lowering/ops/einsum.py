@@ -14,7 +14,7 @@ from pipemesh.errors import ShapeError
 from pipemesh.lowering.registry import register
 from pipemesh.lowering.tensor import Tensor, check_same_dtype, check_same_lowering, union_axes
 from pipemesh.mesh import Shape
-from pipemesh.mesh.nearest import almost_equal
+from pipemesh.text import almost_equal
 
 
 @register("einsum", "all_reduce")

@@ -1,0 +1,96 @@
+"""Text for people: column tables, and what somebody who misspelt a word may have meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Container, Iterable, Sequence
+
+# How alike two names are that only a slip of the pen tells apart: `bacth` and `batch`, not `dim_in`
+# and `dim_out`.
+_ALMOST_EQUAL = 0.75
+
+
+def columns(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> list[str]:
+    """Writes rows so that their columns stand below each other.
+
+    Args:
+        rows: of equal length, at least one.
+        left: the numbers of the columns that begin at one place; the others end at one place.
+
+    Returns:
+        A line of text a row.
+
+    Example:
+        >>> columns([["stage", "cost"], ["0", "12.5"]])
+        ['stage  cost', '0      12.5']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known word that is most like another; None if none is alike.
+
+    Args:
+        word: what was given.
+        known: what is allowed.
+        cutoff: how alike they are at least, from 0 to 1; see `difflib.get_close_matches`.
+
+    Example:
+        >>> nearest("gpip", ["gpipe", "zb_v"])
+        'gpipe'
+    """
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return found[0] if found else None
+
+
+def almost_equal(name: str, known: Iterable[str]) -> str | None:
+    """The one of the known names that a name was perhaps meant to be; None if none is so near.
+
+    Example:
+        >>> almost_equal("hiden", ["batch", "hidden"]), almost_equal("dim_in", ["dim_out"])
+        ('hidden', None)
+    """
+    return nearest(name, known, _ALMOST_EQUAL)
+
+
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """A part of an error message, with a blank after it; empty if nothing is alike.
+
+    Args:
+        word: what was given.
+        known: what is allowed.
+        cutoff: as for `nearest`.
+
+    Example:
+        >>> did_you_mean("gpip", ["gpipe"]), did_you_mean("x", ["gpipe"])
+        ("did you mean 'gpipe'? ", '')
+    """
+    near = nearest(word, known, cutoff)
+    return "" if near is None else f"did you mean {near!r}? "
+
+
+def nearest_text(name: str, known: Iterable[str]) -> str:
+    """Writes the end of an error message about an unknown name.
+
+    Args:
+        name: what was given.
+        known: what is allowed.
+
+    Example:
+        >>> nearest_text("modle", ["data", "model"])
+        "; did you mean 'model'? Known: 'data', 'model'"
+        >>> nearest_text("x", [])
+        '; there are none'
+    """
+    names = list(known)
+    if not names:
+        return "; there are none"
+    meant = did_you_mean(name, names)
+    return f"; {meant}{'Known' if meant else 'known'}: " + ", ".join(map(repr, names))

@@ -1,0 +1,42 @@
+"""Column tables, and what somebody who misspelt a word may have meant."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipemesh.text import almost_equal, columns, did_you_mean, nearest, nearest_text
+
+CELLS = st.text("abc1.", max_size=6)
+
+
+@given(st.integers(1, 4).flatmap(lambda n: st.lists(st.tuples(*[CELLS] * n), min_size=1)))
+def test_cells_of_a_column_begin_or_end_at_one_place(rows):
+    for left in (range(4), ()):
+        ends = set()
+        for row, line in zip(rows, columns(rows, left), strict=True):
+            assert line == line.rstrip()
+            width = max(len(other[0]) for other in rows)
+            cell = line[:width].ljust(width)
+            assert cell == (row[0].ljust(width) if left else row[0].rjust(width))
+            ends.add(len(line))
+        assert max(ends) <= sum(max(map(len, c)) + 2 for c in zip(*rows, strict=True))
+
+
+def test_rows_of_unequal_length_are_an_error():
+    with pytest.raises(ValueError, match="zip"):
+        columns([["a", "b"], ["c"]])
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"), [("gpip", "gpipe"), ("zb_w", "zb_v"), ("", None), ("entirely", None)]
+)
+def test_the_nearest_word(word, meant):
+    known = ("gpipe", "zb_v")
+    assert nearest(word, known) == meant
+    assert did_you_mean(word, known) == ("" if meant is None else f"did you mean {meant!r}? ")
+    assert nearest_text(word, known).endswith("nown: 'gpipe', 'zb_v'")
+
+
+def test_only_a_slip_of_the_pen_is_almost_equal():
+    assert almost_equal("bacth", ["batch"]) == "batch"
+    assert almost_equal("dim_in", ["dim_out"]) is None
