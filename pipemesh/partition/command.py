@@ -9,13 +9,13 @@ import sys
 from typing import Any
 
 from pipemesh.errors import PartitionError
+from pipemesh.partition.compare import comparison
 from pipemesh.partition.memory import REMAT_POLICIES, SCHEDULES
 from pipemesh.partition.options import METHODS
 from pipemesh.partition.plot import svg
 from pipemesh.partition.read import read_costs
-from pipemesh.partition.result import Partition
+from pipemesh.partition.result import Partition, table
 from pipemesh.partition.solve import partition
-from pipemesh.partition.text import comparison, table
 from pipemesh.schedule_names import help_text
 
 _BYTES = {

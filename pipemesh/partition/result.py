@@ -9,6 +9,8 @@ import math
 from typing import Any, cast
 
 from pipemesh.errors import PartitionError
+from pipemesh.partition.text import MOST_ROWS, bar, bytes_text, count_text, layers_text, number_text
+from pipemesh.text import columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +175,58 @@ class Partition:
         return cls(**values)
 
     def __str__(self) -> str:
-        from pipemesh.partition.text import table
-
         return table(self)
+
+
+def table(plan: Partition, block: str = "█") -> str:
+    """Draws a partition as a table, one row a stage.
+
+    Args:
+        plan: the partition. Of more than 64 stages, the first and last ones and the most
+            expensive one are shown.
+        block: what to draw bars with.
+
+    Returns:
+        Lines of text.
+    """
+    worst = max(range(plan.num_stages), key=lambda stage: plan.stage_costs[stage])
+    top = plan.stage_costs[worst] or 1.0
+    shared = plan.num_virtual_stages > 1
+    head = ["stage", *(["device"] if shared else []), "layers", "count", "cost"]
+    head += [*(["memory"] if plan.stage_memory is not None else []), ""]
+    rows = [head]
+    shown = set(range(plan.num_stages))
+    if plan.num_stages > MOST_ROWS:
+        half = MOST_ROWS // 2
+        shown = {*range(half), worst, *range(plan.num_stages - half, plan.num_stages)}
+    before = -1
+    for stage in sorted(shown):
+        if stage != before + 1:
+            rows.append(["...", *[""] * (len(head) - 1)])
+        before = stage
+        layers = plan.stages[stage]
+        row = [str(stage), *([str(stage % plan.num_devices)] if shared else [])]
+        row += [layers_text(layers), str(len(layers)), number_text(plan.stage_costs[stage])]
+        if plan.stage_memory is not None:
+            row.append(bytes_text(plan.stage_memory[stage]))
+        row.append(bar(plan.stage_costs[stage] / top, block))
+        rows.append(row)
+    lines = columns(rows, left=(2 if shared else 1, len(head) - 1))
+    costs = plan.device_costs
+    device = max(range(plan.num_devices), key=lambda index: costs[index])
+    kind = "device" if shared else "stage"
+    lines.append(
+        count_text(plan.num_stages, "stage")
+        + (f" on {count_text(plan.num_devices, 'device')}" if shared else "")
+        + f", bottleneck {number_text(plan.bottleneck)} ({kind} {device}), "
+        f"balance {plan.balance:.3f}, method {plan.method}"
+    )
+    if plan.device_memory is not None:
+        most = max(plan.device_memory)
+        of = f" of {bytes_text(plan.memory_limit)}" if plan.memory_limit is not None else ""
+        lines.append(f"most memory {bytes_text(most)}{of}")
+    if plan.binding:
+        lines.append(f"the bottleneck is bound by {', '.join(plan.binding)}")
+    elif plan.method == "exact" and plan.balance < 1:
+        lines.append("no option binds the bottleneck, only where layers end")
+    return "\n".join(lines)

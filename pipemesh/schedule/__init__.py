@@ -28,9 +28,8 @@ from pipemesh.schedule.builders import (
     zb_v,
 )
 from pipemesh.schedule.costs import Costs
-from pipemesh.schedule.csv_format import from_csv, to_csv
 from pipemesh.schedule.list_schedule import list_schedule
-from pipemesh.schedule.schedule import Schedule
+from pipemesh.schedule.schedule import Schedule, from_csv, to_csv
 from pipemesh.schedule.simulate import simulate
 from pipemesh.schedule.spec import ScheduleSpec
 from pipemesh.schedule.timeline import Timeline

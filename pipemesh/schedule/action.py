@@ -83,3 +83,20 @@ def misfit(text: str) -> int:
         if match is not None:
             return match.end()
     return 0
+
+
+def parse_cell(text: str, line: int, start: int) -> Action:
+    """Parses one action that begins at index `start` of line `line`.
+
+    Raises:
+        ScheduleError: with the line and the column, both from 1, of the first misfit.
+
+    Example:
+        >>> str(parse_cell("2F0", line=1, start=3))
+        '2F0'
+    """
+    try:
+        return Action.from_text(text)
+    except ScheduleError as error:
+        reason = str(error).partition(": ")[2]
+        raise ScheduleError(f"line {line}, column {start + misfit(text) + 1}: {reason}") from None

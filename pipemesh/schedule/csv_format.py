@@ -8,52 +8,25 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Sequence
 
 from pipemesh.errors import ScheduleError
-from pipemesh.schedule.action import Action
-from pipemesh.schedule.schedule import Schedule, from_rows, parse_cell
+from pipemesh.schedule.action import Action, parse_cell
 
 # PyTorch writes a forward and a backward that overlap as one cell: (0F1;3B0)OVERLAP_F_B.
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
 
-def to_csv(schedule: Schedule) -> str:
-    """Writes one line a device, its actions separated by commas.
-
-    Args:
-        schedule: any schedule.
-
-    Returns:
-        Text to be saved as a file; PyTorch's `_load_csv(file, format="compute_only")` reads it.
-
-    Example:
-        >>> from pipemesh.schedule import gpipe
-        >>> print(to_csv(gpipe(2, 1)), end="")
-        0F0,0B0
-        1F0,1B0
-    """
-    return "".join(",".join(map(str, row)) + "\n" for row in schedule.rows)
+def rows_to_csv(rows: Sequence[Sequence[Action]]) -> str:
+    """Writes one line a device, its actions separated by commas."""
+    return "".join(",".join(map(str, row)) + "\n" for row in rows)
 
 
-def from_csv(text: str) -> Schedule:
-    """Reads what `to_csv` and PyTorch's `_dump_csv` write.
-
-    PyTorch's cells for overlapped pairs, `(0F1;3B0)OVERLAP_F_B`, become two actions in turn.
-
-    Args:
-        text: the content of the file.
-
-    Returns:
-        The schedule, not yet validated; the device that first mentions a stage owns it.
+def rows_from_csv(text: str) -> list[tuple[Action, ...]]:
+    """Reads what `rows_to_csv` and PyTorch's `_dump_csv` write: the actions of each device.
 
     Raises:
-        ScheduleError: a cell is no action (with line and column), a stage is never mentioned,
-            or there is no action at all.
-
-    Example:
-        >>> print(from_csv("0F0,,0B0\\n,1F0,1B0\\n"))
-        0: 0F0 0B0
-        1: 1F0 1B0
+        ScheduleError: a cell is no action (with line and column).
     """
     rows: list[tuple[Action, ...]] = []
     for number, line in enumerate(io.StringIO(text.removeprefix("\ufeff")), start=1):
@@ -67,7 +40,7 @@ def from_csv(text: str) -> Schedule:
         rows.append(tuple(row))
     while rows and not rows[-1]:
         rows.pop()
-    return from_rows(rows)
+    return rows
 
 
 def _parse(cell: str, line: int, start: int) -> list[Action]:

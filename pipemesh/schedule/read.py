@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipemesh.errors import ScheduleError
-from pipemesh.schedule.csv_format import from_csv
-from pipemesh.schedule.schedule import Schedule
+from pipemesh.schedule.schedule import Schedule, from_csv
 from pipemesh.schedule.validate import validate
 
 

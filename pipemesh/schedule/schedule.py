@@ -7,7 +7,8 @@ import re
 from collections.abc import Sequence
 
 from pipemesh.errors import ScheduleError
-from pipemesh.schedule.action import Action, misfit
+from pipemesh.schedule.action import Action, parse_cell
+from pipemesh.schedule.csv_format import rows_from_csv, rows_to_csv
 
 _LABEL = re.compile(r"\s*(\d{1,9}):", re.ASCII)
 
@@ -129,8 +130,6 @@ class Schedule:
             >>> gpipe(1, 2).to_csv()
             '0F0,0F1,0B1,0B0\\n'
         """
-        from pipemesh.schedule.csv_format import to_csv  # It imports this module.
-
         return to_csv(self)
 
     @classmethod
@@ -150,8 +149,6 @@ class Schedule:
             >>> Schedule.from_csv("0F0,0B0").num_devices
             1
         """
-        from pipemesh.schedule.csv_format import from_csv  # It imports this module.
-
         return from_csv(text)
 
 
@@ -190,6 +187,47 @@ def from_rows(rows: Sequence[Sequence[Action]]) -> Schedule:
     return Schedule(tuple(map(tuple, rows)), stage_devices, num_microbatches)
 
 
+def to_csv(schedule: Schedule) -> str:
+    """Writes one line a device, its actions separated by commas.
+
+    Args:
+        schedule: any schedule.
+
+    Returns:
+        Text to be saved as a file; PyTorch's `_load_csv(file, format="compute_only")` reads it.
+
+    Example:
+        >>> from pipemesh.schedule import gpipe
+        >>> print(to_csv(gpipe(2, 1)), end="")
+        0F0,0B0
+        1F0,1B0
+    """
+    return rows_to_csv(schedule.rows)
+
+
+def from_csv(text: str) -> Schedule:
+    """Reads what `to_csv` and PyTorch's `_dump_csv` write.
+
+    PyTorch's cells for overlapped pairs, `(0F1;3B0)OVERLAP_F_B`, become two actions in turn.
+
+    Args:
+        text: the content of the file.
+
+    Returns:
+        The schedule, not yet validated; the device that first mentions a stage owns it.
+
+    Raises:
+        ScheduleError: a cell is no action (with line and column), a stage is never mentioned,
+            or there is no action at all.
+
+    Example:
+        >>> print(from_csv("0F0,,0B0\\n,1F0,1B0\\n"))
+        0: 0F0 0B0
+        1: 1F0 1B0
+    """
+    return from_rows(rows_from_csv(text))
+
+
 def _parse_row(line: str, number: int, device: int) -> tuple[Action, ...]:
     label = _LABEL.match(line)
     if label is not None and int(label[1]) != device:
@@ -203,20 +241,3 @@ def _parse_row(line: str, number: int, device: int) -> tuple[Action, ...]:
         if cell[0] != ".":
             row.append(parse_cell(cell[0], number, start))
     return tuple(row)
-
-
-def parse_cell(text: str, line: int, start: int) -> Action:
-    """Parses one action that begins at index `start` of line `line`.
-
-    Raises:
-        ScheduleError: with the line and the column, both from 1, of the first misfit.
-
-    Example:
-        >>> str(parse_cell("2F0", line=1, start=3))
-        '2F0'
-    """
-    try:
-        return Action.from_text(text)
-    except ScheduleError as error:
-        reason = str(error).partition(": ")[2]
-        raise ScheduleError(f"line {line}, column {start + misfit(text) + 1}: {reason}") from None

@@ -3,7 +3,8 @@
 import pytest
 
 from pipemesh.partition import LayerCost, partition
-from pipemesh.partition.text import bytes_text, comparison
+from pipemesh.partition.compare import comparison
+from pipemesh.partition.text import bytes_text
 
 
 def test_the_table_of_a_plain_partition():
