@@ -1,5 +1,6 @@
 """The rooms stand on their own."""
 
+import ast
 import importlib
 import pathlib
 import pkgutil
@@ -47,3 +48,30 @@ def test_modules_stay_small():
         for path in (root / folder).rglob("*.py"):
             lines = len(path.read_text(encoding="utf-8").splitlines())
             assert lines <= 420, f"{path.relative_to(root)} has {lines} lines; cut it in two"
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    root = pathlib.Path(pipemesh.__file__).parent
+    paths = {}
+    for path in root.rglob("*.py"):
+        name = ".".join(path.relative_to(root.parent).with_suffix("").parts)
+        paths[name.removesuffix(".__init__")] = path
+    imported = {name: _imported(path, paths.keys()) - {name} for name, path in paths.items()}
+    # Whatever imports nothing that is left is in no circle.
+    while free := {name for name, needed in imported.items() if not needed & imported.keys()}:
+        for name in free:
+            del imported[name]
+    assert not imported
+
+
+def _imported(path, modules):
+    """The modules that a module imports at any place, also where it is only for types."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            # Out of a package come modules and names.
+            both = [(f"{node.module}.{alias.name}", node.module) for alias in node.names]
+            found |= {module if module in modules else package for module, package in both}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found

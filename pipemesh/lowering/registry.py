@@ -1,39 +1,14 @@
-"""The list of all operations: tests and the table in the README are made of it."""
+"""How operations get into the list of all operations."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from pipemesh.lowering.checked import checked
+from pipemesh.lowering.op_list import OPS, Op
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-@dataclasses.dataclass(frozen=True)
-class Op:
-    """An operation on tensors with named dims.
-
-    Attributes:
-        name: of the function.
-        group: of operations that are alike, such as `"elementwise"`.
-        function: the public function.
-        communicates: the primitives that it may use, as one word each.
-    """
-
-    name: str
-    group: str
-    function: Callable[..., Any]
-    communicates: tuple[str, ...]
-
-    @property
-    def summary(self) -> str:
-        """The first line of its documentation."""
-        return (self.function.__doc__ or "").strip().splitlines()[0]
-
-
-OPS: dict[str, Op] = {}
 
 
 def register(group: str, *communicates: str) -> Callable[[F], F]:
@@ -59,21 +34,3 @@ def register(group: str, *communicates: str) -> Callable[[F], F]:
         return careful
 
     return add
-
-
-def op_table() -> str:
-    """All operations as a Markdown table, in the order of their registration."""
-    import pipemesh.lowering.ops  # noqa: F401  (registers them)
-
-    lines = ["| operation | group | communication | |", "|---|---|---|---|"]
-    for op in OPS.values():
-        sent = ", ".join(op.communicates) or "none"
-        lines.append(f"| `{op.name}` | {op.group} | {sent} | {op.summary} |")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    # The module that operations register in is another one than the one that is run.
-    from pipemesh.lowering import registry
-
-    print(registry.op_table())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from pipemesh.errors import ShapeError
 from pipemesh.lowering.lowering import Lowering, Slices
+from pipemesh.lowering.op_list import OPS
 from pipemesh.mesh import Shape, TensorLayout
 
 
@@ -154,34 +155,34 @@ class Tensor:
     __hash__ = object.__hash__
 
     def __eq__(self, other: Any) -> Any:
-        return _elementwise().equal(self, _comparable(other))
+        return _op("equal")(self, _comparable(other))
 
     def __ne__(self, other: Any) -> Any:
-        return _elementwise().not_equal(self, _comparable(other))
+        return _op("not_equal")(self, _comparable(other))
 
     def __add__(self, other: Any) -> Tensor:
-        return _elementwise().add(self, other)
+        return _op("add")(self, other)
 
     def __radd__(self, other: Any) -> Tensor:
-        return _elementwise().add(other, self)
+        return _op("add")(other, self)
 
     def __sub__(self, other: Any) -> Tensor:
-        return _elementwise().subtract(self, other)
+        return _op("subtract")(self, other)
 
     def __rsub__(self, other: Any) -> Tensor:
-        return _elementwise().subtract(other, self)
+        return _op("subtract")(other, self)
 
     def __mul__(self, other: Any) -> Tensor:
-        return _elementwise().multiply(self, other)
+        return _op("multiply")(self, other)
 
     def __rmul__(self, other: Any) -> Tensor:
-        return _elementwise().multiply(other, self)
+        return _op("multiply")(other, self)
 
     def __truediv__(self, other: Any) -> Tensor:
-        return _elementwise().divide(self, other)
+        return _op("divide")(self, other)
 
     def __rtruediv__(self, other: Any) -> Tensor:
-        return _elementwise().divide(other, self)
+        return _op("divide")(other, self)
 
     def __matmul__(self, other: Any) -> Tensor:
         raise TypeError(
@@ -192,31 +193,31 @@ class Tensor:
     __rmatmul__ = __matmul__
 
     def __pow__(self, other: Any) -> Tensor:
-        return _elementwise().power(self, other)
+        return _op("power")(self, other)
 
     def __neg__(self) -> Tensor:
-        return _elementwise().negative(self)
+        return _op("negative")(self)
 
     def __invert__(self) -> Tensor:
-        return _elementwise().logical_not(self)
+        return _op("logical_not")(self)
 
     def __and__(self, other: Any) -> Tensor:
-        return _elementwise().logical_and(self, other)
+        return _op("logical_and")(self, other)
 
     def __or__(self, other: Any) -> Tensor:
-        return _elementwise().logical_or(self, other)
+        return _op("logical_or")(self, other)
 
     def __lt__(self, other: Any) -> Tensor:
-        return _elementwise().less(self, other)
+        return _op("less")(self, other)
 
     def __le__(self, other: Any) -> Tensor:
-        return _elementwise().less_equal(self, other)
+        return _op("less_equal")(self, other)
 
     def __gt__(self, other: Any) -> Tensor:
-        return _elementwise().greater(self, other)
+        return _op("greater")(self, other)
 
     def __ge__(self, other: Any) -> Tensor:
-        return _elementwise().greater_equal(self, other)
+        return _op("greater_equal")(self, other)
 
 
 def _comparable(other: Any) -> Any:
@@ -229,11 +230,8 @@ def _comparable(other: Any) -> Any:
     return other
 
 
-def _elementwise() -> Any:
-    # The operations are made of tensors, so they are loaded after them.
-    from pipemesh.lowering.ops import elementwise
-
-    return elementwise
+def _op(name: str) -> Callable[..., Any]:
+    return OPS[name].function
 
 
 def union_axes(tensors: Sequence[Tensor]) -> tuple[str, ...]:
