@@ -118,3 +118,21 @@ console.aside(lambda: vocabulary.train_vocabulary(text, 900))
         assert time.monotonic() - begin < 10
     finally:
         process.kill()
+
+
+def test_what_is_done_meanwhile_ends_with_the_block_and_its_errors_are_dropped():
+    begun, may_end, done = threading.Event(), threading.Event(), []
+
+    def work():
+        begun.set()
+        may_end.wait()
+        done.append(True)
+        raise ValueError("dropped")
+
+    with console.meanwhile(work):
+        assert begun.wait(10)
+        assert not done
+        may_end.set()
+    assert done
+    with pytest.raises(KeyError), console.meanwhile(lambda: None):
+        raise KeyError("of the block")
