@@ -95,13 +95,11 @@ def ticking(tick: Callable[[float], None], patience: float, period: float) -> It
             tick(time.monotonic() - begin)
             pause = period
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+    with _beside(run):
+        try:
+            yield
+        finally:
+            done.set()
 
 
 @contextlib.contextmanager
@@ -142,6 +140,13 @@ def meanwhile(work: Callable[[], object]) -> Iterator[None]:
         with contextlib.suppress(Exception):
             work()
 
+    with _beside(run):
+        yield
+
+
+@contextlib.contextmanager
+def _beside(run: Callable[[], None]) -> Iterator[None]:
+    """Runs something on another thread while the block runs, and waits for it at its end."""
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
