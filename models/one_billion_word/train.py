@@ -209,11 +209,12 @@ def _start_devices(request: Any) -> None:
     from absl import flags, logging
 
     from models.one_billion_word.command_line import FlagError
-    from pipemesh.lowering.devices import start_cpu_devices
+    from pipemesh.lowering.devices import prepare_graphs_quickly, start_cpu_devices
 
     logging.use_absl_handler()
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.ERROR)
+    prepare_graphs_quickly()
     wanted = request.mesh.num_devices
     if request.device_type == "CPU":
         start_cpu_devices(wanted)

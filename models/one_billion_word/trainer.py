@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
@@ -56,7 +57,6 @@ class Trainer:
         devices: the device of each stage.
         about: what is noted beside checkpoints.
         sample: the held-out batches to judge by while training.
-        whole: the dataset of all held-out batches.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Trainer:
             corpus, vocabulary, seed=config.SEED, first_epoch=self.step, **sizes
         )
         self.sample = heldout.draw(corpus, vocabulary, batches=eval_batches, **sizes)
-        self.whole = heldout_dataset(corpus, vocabulary, **sizes)
+        self._heldout = functools.partial(heldout_dataset, corpus, vocabulary, **sizes)
         self._batches = iter(self._dataset)
         # Checkpoints that know a place in the text (None knows its beginning), the newest last,
         # and how many batches were read since.
@@ -126,6 +126,11 @@ class Trainer:
     @property
     def step(self) -> int:
         return int(self._step.numpy())
+
+    @functools.cached_property
+    def whole(self) -> tf.data.Dataset:
+        """The dataset of all held-out batches."""
+        return self._heldout()
 
     @property
     def saved(self) -> str | None:

@@ -30,6 +30,32 @@ def test_too_late_is_an_error():
         start_cpu_devices(3)
 
 
+def test_graphs_are_prepared_quickly_unless_tensorflow_has_started():
+    # A function that the optimizer's second pass would find to be a constant still runs right.
+    code = """
+import tensorflow as tf
+from pipemesh.errors import DeviceError
+from pipemesh.lowering.devices import prepare_graphs_quickly, start_cpu_devices
+prepare_graphs_quickly()
+start_cpu_devices(2)
+@tf.function(autograph=False)
+def f(x):
+    return tf.reduce_sum(x * 2.0 + tf.reshape(tf.transpose(tf.transpose(x)), x.shape))
+assert float(f(tf.ones([3, 4]))) == 36.0
+assert tf.executing_eagerly() and len(tf.config.list_logical_devices("CPU")) == 2
+from tensorflow.python.eager import context
+rewrites = context.context().config.graph_options.rewrite_options
+assert rewrites.meta_optimizer_iterations == rewrites.ONE
+try:
+    prepare_graphs_quickly()
+except DeviceError as error:
+    assert "already started" in str(error)
+else:
+    raise AssertionError("no error")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
 def test_too_few_threads_are_a_warning():
     check_threads(8)
     with pytest.warns(RuntimeWarning, match="9 devices share 8 inter-op threads"):
