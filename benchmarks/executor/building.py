@@ -28,7 +28,7 @@ def measure(devices: int, microbatches: int) -> Iterator[dict[str, Any]]:
     """For each table and form, one row of the result."""
     import tensorflow as tf
 
-    from pipemesh.lowering.devices import start_cpu_devices
+    from pipemesh.backend.devices import start_cpu_devices
 
     start_cpu_devices(devices)
     rng = np.random.default_rng(0)

@@ -23,8 +23,8 @@ LENGTH, ROUNDS, SLEEP = 40, 15, 2e-3
 def main() -> None:
     import tensorflow as tf
 
-    from pipemesh.lowering.devices import start_cpu_devices
-    from pipemesh.recurrent.operations import pin
+    from pipemesh.backend.devices import start_cpu_devices
+    from pipemesh.backend.operations import pin
 
     start_cpu_devices(8)
     times: list[tuple[float, float]] = []

@@ -234,7 +234,7 @@ def measure(rounds: int, devices: int, microbatches: int) -> Iterator[dict[str, 
     """For each table and form, one row of the result."""
     import tensorflow as tf
 
-    from pipemesh.lowering.devices import start_cpu_devices
+    from pipemesh.backend.devices import start_cpu_devices
 
     start_cpu_devices(devices)
     clock = Clock()

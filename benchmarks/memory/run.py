@@ -90,7 +90,7 @@ def make_step(name: str, stack: Stack, computes: bool):
         # The loss of each row inside, so that no contender returns the last block's output.
         return lingvo_step(stack, DEVICES, row_head_params(), _sum, computes)
     set_threads(inter_op=DEVICES, intra_op=1, num_devices=DEVICES)
-    from pipemesh.recurrent import run as executor
+    from pipemesh.recurrent.table import run as executor
 
     # By default the executor decides by the length of the table, which would put a step into the
     # curves. (`patch` because it fails where there is nothing of that name.)

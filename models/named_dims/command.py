@@ -138,7 +138,7 @@ def _rules(mesh: Mesh, network: Network) -> LayoutRules:
 def _start_devices(num_devices: int) -> None:
     import tensorflow as tf
 
-    from pipemesh.lowering.devices import start_cpu_devices
+    from pipemesh.backend.devices import start_cpu_devices
 
     given = f"--mesh_shape={FLAGS.mesh_shape!r} needs {num_devices} {FLAGS.device_type}s, but"
     if FLAGS.device_type == "GPU":

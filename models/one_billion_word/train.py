@@ -209,7 +209,7 @@ def _start_devices(request: Any) -> None:
     from absl import flags, logging
 
     from models.one_billion_word.command_line import FlagError
-    from pipemesh.lowering.devices import prepare_graphs_quickly, start_cpu_devices
+    from pipemesh.backend.devices import prepare_graphs_quickly, start_cpu_devices
 
     logging.use_absl_handler()
     if not flags.FLAGS["verbosity"].present:

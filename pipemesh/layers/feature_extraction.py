@@ -9,11 +9,11 @@ from typing import Any
 import tensorflow as tf
 from lingvo.core import base_layer, py_utils
 
+from pipemesh import randomness
 from pipemesh.errors import PipelineError, PipemeshError
 from pipemesh.layers.check_params import check_layers, check_whole, with_article
 from pipemesh.layers.layer_names import places_of, random_names_of, scopes_of
 from pipemesh.layers.step_seed import name_in_task, step_of_call, whole_batch_randomness
-from pipemesh.lowering import random
 
 
 def to_tuple(value: Any) -> tuple[Any, ...]:
@@ -130,10 +130,10 @@ class FeatureExtractionLayer(base_layer.BaseLayer):
         p = self.params
         outputs, fetched = self._split_activations(p, args)
         # By itself it is a stack, too.
-        stack = None if random.is_active() else name_in_task(self)
+        stack = None if randomness.is_active() else name_in_task(self)
         with (
             whole_batch_randomness(step_of_call(self)),
-            random.layer_aliases(p.random_names, stack),
+            randomness.layer_aliases(p.random_names, stack),
         ):
             for name in self._names:
                 child = self.children[name]
@@ -141,7 +141,7 @@ class FeatureExtractionLayer(base_layer.BaseLayer):
                 if isinstance(child, FeatureExtractionLayer):
                     outputs = child.FProp(theta[name], *given)
                 else:
-                    with random.layer_scope(name), noted(p.name, name, given):
+                    with randomness.layer_scope(name), noted(p.name, name, given):
                         outputs = child.FProp(theta[name], *given)
         for name in p.act_fetch_layers:
             fetched += to_tuple(self._activation(name))[:1]

@@ -33,15 +33,15 @@ from pipemesh.recurrent import (
     LossScale,
     Options,
     Stage,
-    explain,
     pipeline,
     pipeline_loss,
     predict_memory,
 )
-from pipemesh.recurrent.captures import check_fresh
-from pipemesh.recurrent.fit import microbatch_size
+from pipemesh.recurrent.passes.captures import check_fresh
 from pipemesh.recurrent.precision import INITIAL_SCALE
-from pipemesh.recurrent.run import with_loss
+from pipemesh.recurrent.table.fit import microbatch_size
+from pipemesh.recurrent.table.run import with_loss
+from pipemesh.recurrent.watch import explain
 from pipemesh.schedule import Schedule
 from pipemesh.schedule_names import listing
 

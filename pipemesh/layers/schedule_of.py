@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from pipemesh.errors import PipelineError, PipemeshError, ScheduleError
 from pipemesh.layers.check_params import check_batch_dim, check_flags, check_floating, check_whole
-from pipemesh.recurrent.fit import check_phases
+from pipemesh.recurrent.table.fit import check_phases
 from pipemesh.schedule import Schedule, ScheduleSpec
 
 

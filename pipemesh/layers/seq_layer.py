@@ -7,6 +7,7 @@ from typing import Any
 import lingvo.compat as tf
 from lingvo.core import base_layer, py_utils
 
+from pipemesh import randomness
 from pipemesh.layers.check_params import check_distinct, check_layers
 from pipemesh.layers.feature_extraction import (
     FeatureExtractionLayer,
@@ -17,7 +18,6 @@ from pipemesh.layers.feature_extraction import (
 from pipemesh.layers.layer_names import check_weights_are_its_own
 from pipemesh.layers.mesh_cluster import stage_devices
 from pipemesh.layers.step_seed import name_in_task, step_of_call, whole_batch_randomness
-from pipemesh.lowering import random
 
 
 class SeqLayer(base_layer.BaseLayer):
@@ -100,11 +100,11 @@ class SeqLayer(base_layer.BaseLayer):
             # A graph refuses a second variable of one name by itself.
             check_weights_are_its_own(self, _is_transparent)
             self._weights_are_its_own = True
-        with random.layer_aliases({}, name_in_task(self)):
+        with randomness.layer_aliases({}, name_in_task(self)):
             for name in self._before_names:
                 given = to_tuple(args)
                 with (
-                    random.layer_scope(self._random_names[name]),
+                    randomness.layer_scope(self._random_names[name]),
                     noted(self.params.name, name, given),
                 ):
                     args = self.children[name].FProp(theta[name], *given)
@@ -112,12 +112,12 @@ class SeqLayer(base_layer.BaseLayer):
 
     def _fprop_cell(self, theta: Any, name: str, *args: Any) -> Any:
         """Runs one stage inside randomness."""
-        with random.layer_aliases({}, name_in_task(self)):
+        with randomness.layer_aliases({}, name_in_task(self)):
             cell = self.children[name]
             if isinstance(cell, FeatureExtractionLayer):
                 return cell.FProp(theta, *args)
             with (
-                random.layer_scope(self._random_names[name]),
+                randomness.layer_scope(self._random_names[name]),
                 noted(self.params.name, name, args),
             ):
                 return cell.FProp(theta, *args)

@@ -9,8 +9,8 @@ from typing import Any
 import lingvo.compat as tf
 from lingvo.core import py_utils
 
+from pipemesh import randomness
 from pipemesh.layers.call_number import number_of_call, recorded_calls
-from pipemesh.lowering import random
 
 # Keys of random numbers hold the number of the call above the bits of the step.
 _STEP_BITS = 40
@@ -66,8 +66,8 @@ def GenerateStepSeedPair(p: Any, unused_global_step: Any = None, op_seed: Any = 
         return tf.raw_ops.RandomUniformInt(
             shape=[2], minval=tf.zeros([], dtype), maxval=tf.constant(dtype.max, dtype)
         )
-    if random.is_active():
-        seeds = tf.cast(random.draw_seed() % dtype.max, dtype)
+    if randomness.is_active():
+        seeds = tf.cast(randomness.draw_seed() % dtype.max, dtype)
     else:
         with tf.name_scope("op_seed") as scope:
             name_seed = py_utils.GenerateSeedFromName(scope)
@@ -97,7 +97,7 @@ def step_of_call(layer: Any) -> tf.Tensor | None:
         all draws of a layer are counted.
     """
     step = current_step()
-    if step is None or random.is_active():
+    if step is None or randomness.is_active():
         return step
     return step + (number_of_call(layer, step) << _STEP_BITS)
 
@@ -116,7 +116,7 @@ def _rematerialize(original: Any) -> Any:
     """Wraps `py_utils.RematerializeFn`: what is computed again draws the same numbers again."""
 
     def rematerialize(fn: Any, *xs: Any) -> Any:
-        replay, numbers = random.Replay(), []
+        replay, numbers = randomness.Replay(), []
 
         def call(*args: Any) -> Any:
             with replay.enter(args[len(xs) :]), recorded_calls(numbers):
@@ -157,8 +157,8 @@ def whole_batch_randomness(step: tf.Tensor | None = None) -> Iterator[None]:
         step: what they are keyed by, from `step_of_call`; by default the global step.
     """
     with contextlib.ExitStack() as stack:
-        if not random.is_active():
+        if not randomness.is_active():
             step = current_step() if step is None else step
-            stack.enter_context(random.plan_free_randomness(step))
+            stack.enter_context(randomness.plan_free_randomness(step))
             stack.enter_context(keyed_seeds())
         yield

@@ -8,9 +8,9 @@ from typing import Any
 import tensorflow as tf
 from lingvo.core import py_utils
 
+from pipemesh.backend.structure import Structure as Nesting
 from pipemesh.errors import PipelineError
 from pipemesh.layers.check_params import with_article
-from pipemesh.recurrent.structure import Structure as Nesting
 
 _WHAT_MAY = "what goes in and out of a stage are dense tensors and None, nested in NestedMaps, \
 dicts, lists and tuples"

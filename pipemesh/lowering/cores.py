@@ -13,8 +13,8 @@ import tensorflow as tf
 # Its door for those who wait in a collective that another will never call.
 from tensorflow.python.eager import context as tf_context
 
+from pipemesh.backend.devices import check_devices_exist
 from pipemesh.errors import DeviceError, LayoutError, ShapeError
-from pipemesh.lowering.devices import check_devices_exist
 from pipemesh.lowering.given import check_mesh, check_rules
 from pipemesh.lowering.partners import Agreement, Partners
 from pipemesh.lowering.simd import SimdLowering

@@ -11,10 +11,10 @@ from pipemesh.errors import PipelineError, ShapeError
 from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.lowering.ops import random
 from pipemesh.lowering.ops.transfer import as_shape
-from pipemesh.lowering.philox import RawDraw, draw_block
-from pipemesh.lowering.random_scope import scopes, slicewise
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import Dim, Shape
+from pipemesh.randomness.philox import RawDraw, draw_block
+from pipemesh.randomness.scope import scopes, slicewise
 
 # Odd, so that the seeds of all layers differ, and large, so that they do not meet seeds that a
 # caller counts up.

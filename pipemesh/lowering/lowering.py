@@ -13,8 +13,8 @@ import tensorflow as tf
 from pipemesh.errors import LayoutError
 from pipemesh.lowering.costs import CommunicationCosts
 from pipemesh.lowering.given import check_mesh, check_rules
-from pipemesh.lowering.random_scope import slicewise
 from pipemesh.mesh import LayoutRules, Mesh, Shape, TensorLayout
+from pipemesh.randomness.scope import slicewise
 from pipemesh.text import almost_equal
 
 # One tensor for each processor that this program computes for: all of them in placement, one in

@@ -11,10 +11,10 @@ import tensorflow as tf
 from tensorflow.python.eager import record
 from tensorflow.python.framework import ops
 
+from pipemesh.backend import nccl
+from pipemesh.backend.devices import check_devices_exist
 from pipemesh.errors import DeviceError
-from pipemesh.lowering import nccl
 from pipemesh.lowering.attach_gradient import attach_gradient, local_gradient
-from pipemesh.lowering.devices import check_devices_exist
 from pipemesh.lowering.given import whole_tensor
 from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.mesh import LayoutRules, Mesh, TensorLayout

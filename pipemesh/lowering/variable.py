@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from pipemesh.backend.devices import check_devices_exist
 from pipemesh.errors import DeviceError, LayoutError
-from pipemesh.lowering.devices import check_devices_exist
 from pipemesh.lowering.initializers import Initializer
 from pipemesh.lowering.lowering import Lowering
 from pipemesh.lowering.tensor import Tensor

@@ -24,17 +24,17 @@ Example:
     (48.0, [24.0, 16.0])
 """
 
-from pipemesh.recurrent.clock import ActionClock
 from pipemesh.recurrent.executor import pipeline, pipeline_loss
-from pipemesh.recurrent.explain import explain
 from pipemesh.recurrent.memory import DeviceMemory, predict_memory
 from pipemesh.recurrent.options import Options
-from pipemesh.recurrent.placement import Placement, record_placement
 from pipemesh.recurrent.precision import LossScale
-from pipemesh.recurrent.recurrent import Recurrent
 from pipemesh.recurrent.remat import REMAT_POLICIES, Selective
-from pipemesh.recurrent.stacked_recurrent import StackedRecurrent
 from pipemesh.recurrent.stage import Stage
+from pipemesh.recurrent.time.recurrent import Recurrent
+from pipemesh.recurrent.time.stacked_recurrent import StackedRecurrent
+from pipemesh.recurrent.watch.clock import ActionClock
+from pipemesh.recurrent.watch.explain import explain
+from pipemesh.recurrent.watch.placement import Placement, record_placement
 
 __all__ = [
     "REMAT_POLICIES",

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from pipemesh.backend.gradient import with_gradient
 from pipemesh.errors import PipelineError, ScheduleError
-from pipemesh.recurrent.gradient import with_gradient
 from pipemesh.recurrent.options import Options
-from pipemesh.recurrent.passes import Grads
-from pipemesh.recurrent.run import Run, with_loss
+from pipemesh.recurrent.passes.passes import Grads
 from pipemesh.recurrent.stage import Stage
+from pipemesh.recurrent.table.run import Run, with_loss
 from pipemesh.schedule import Schedule
 
 

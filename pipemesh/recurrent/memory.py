@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from pipemesh.recurrent.options import Options
-from pipemesh.recurrent.run import Run
 from pipemesh.recurrent.stage import Stage
+from pipemesh.recurrent.table.run import Run
 from pipemesh.schedule import Schedule
 
 

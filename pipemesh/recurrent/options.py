@@ -6,10 +6,10 @@ import dataclasses
 from typing import Any
 
 from pipemesh.errors import PipelineError
-from pipemesh.recurrent.clock import ActionClock
-from pipemesh.recurrent.health import OF_GRADIENTS, check_policy
 from pipemesh.recurrent.precision import LossScale, check_compute_dtype
 from pipemesh.recurrent.remat import Remat, check_remat
+from pipemesh.recurrent.watch.clock import ActionClock
+from pipemesh.recurrent.watch.health import OF_GRADIENTS, check_policy
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable
 
 from pipemesh.errors import PipelineError
-from pipemesh.recurrent.traced_stage import TracedStage
+from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.schedule import Action, Schedule
 
 REMAT_POLICIES = ("full", "none", "except_last")
@@ -18,7 +18,7 @@ class Selective:
     """Recompute the layers that a predicate picks, keep what the others computed.
 
     A run of picked layers is computed again from the input of its first one. Layers are what
-    `pipemesh.lowering.random.layer_scope` encloses; operations outside of any are kept.
+    `pipemesh.randomness.layer_scope` encloses; operations outside of any are kept.
 
     Attributes:
         predicate: of a layer's name; True if the layer is computed again.
@@ -91,7 +91,7 @@ def recomputed(mode: str, remat: Remat, traced: TracedStage) -> Callable[[str], 
     if not names:
         raise PipelineError(
             f"remat is selective, but stage {traced.stage.name!r} has no layers to select from; "
-            "enclose each layer in pipemesh.lowering.random.layer_scope(name)"
+            "enclose each layer in pipemesh.randomness.layer_scope(name)"
         )
     picked = {name for name in names if remat.predicate(name)}
     return lambda node: traced.layers.get(node) in picked

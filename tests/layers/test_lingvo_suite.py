@@ -16,7 +16,7 @@ class Test(test_utils.TestCase):
     def test_replaced(self):
         self.assertEqual(gpipe.SeqLayer.__module__.split(".")[0], "pipemesh")
         self.assertEqual(PipeliningLayer.__module__, "pipemesh.layers.pipelining")
-        self.assertEqual(recurrent.Recurrent.__module__, "pipemesh.recurrent.recurrent")
+        self.assertEqual(recurrent.Recurrent.__module__, "pipemesh.recurrent.time.recurrent")
 
     def test_only_lingvo_has_it(self):
         recurrent._SeqPaddingLength

@@ -15,9 +15,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import tensorflow as tf
 
+from pipemesh.backend.devices import start_cpu_devices
+from pipemesh.backend.processes import connect_processes
 from pipemesh.lowering.cores import Cores
-from pipemesh.lowering.devices import start_cpu_devices
-from pipemesh.lowering.processes import connect_processes
 from pipemesh.mesh import LayoutRules, Mesh
 
 SCALAR = tf.TensorSpec([], tf.float32)

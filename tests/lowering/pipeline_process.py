@@ -15,9 +15,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import numpy as np
 import tensorflow as tf
 
+from pipemesh.backend.devices import start_cpu_devices
+from pipemesh.backend.processes import connect_processes
 from pipemesh.lowering.cores import Cores
-from pipemesh.lowering.devices import start_cpu_devices
-from pipemesh.lowering.processes import connect_processes
 from pipemesh.lowering.simd_pipeline import SimdPipeline
 from pipemesh.mesh import Mesh
 from tests.lowering.pipelined import MODELS

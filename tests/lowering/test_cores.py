@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 from pipemesh.lowering import ops
 from pipemesh.lowering.cores import Cores
-from pipemesh.lowering.devices import start_cpu_devices
+from pipemesh.backend.devices import start_cpu_devices
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import LayoutRules, Mesh, Shape
 start_cpu_devices(8)

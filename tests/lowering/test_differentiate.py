@@ -187,7 +187,7 @@ import sys
 import numpy as np
 import tensorflow as tf
 from pipemesh.lowering import Cores, ops
-from pipemesh.lowering.devices import start_cpu_devices
+from pipemesh.backend.devices import start_cpu_devices
 from pipemesh.mesh import LayoutRules
 start_cpu_devices(4)
 from tests.lowering.test_differentiate import *

@@ -6,14 +6,14 @@ import tensorflow as tf
 
 from pipemesh.errors import PipelineError
 from pipemesh.lowering import PlacementLowering, ops
-from pipemesh.lowering.random import (
+from pipemesh.mesh import Dim, LayoutRules, Mesh, Shape
+from pipemesh.randomness import (
     NeedWholeDraws,
     Position,
     WholeDraw,
     WholeDraws,
     plan_free_randomness,
 )
-from pipemesh.mesh import Dim, LayoutRules, Mesh, Shape
 
 STEP = tf.constant(3, tf.int64)
 SEED = tf.constant([5, 6])

@@ -11,12 +11,13 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.eager import context
 
+from pipemesh.backend import nccl
 from pipemesh.errors import LayoutError
-from pipemesh.lowering import nccl, ops
+from pipemesh.lowering import ops
 from pipemesh.lowering.placement import PlacementLowering
-from pipemesh.lowering.random import plan_free_randomness
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import LayoutRules, Mesh, Shape
+from pipemesh.randomness import plan_free_randomness
 
 ROOT = pathlib.Path(__file__).parents[2]
 SHAPES = [Shape.from_text(t) for t in ("batch:4;io:6", "io:6;hidden:8", "hidden:8;out:2")]

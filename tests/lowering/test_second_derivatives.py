@@ -181,7 +181,7 @@ CORES = """
 import functools
 import tensorflow as tf
 from pipemesh.lowering import Cores
-from pipemesh.lowering.devices import start_cpu_devices
+from pipemesh.backend.devices import start_cpu_devices
 from pipemesh.mesh import LayoutRules
 start_cpu_devices(4)
 from tests.lowering.test_second_derivatives import *

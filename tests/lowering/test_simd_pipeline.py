@@ -12,10 +12,10 @@ from pipemesh.errors import LayoutError, PipelineError, ShapeError
 from pipemesh.lowering import ops
 from pipemesh.lowering.layer_position import layer_seed
 from pipemesh.lowering.placement import PlacementLowering
-from pipemesh.lowering.random import Position, WholeDraws, plan_free_randomness
 from pipemesh.lowering.simd_pipeline import SimdPipeline
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import LayoutRules, Mesh, Shape
+from pipemesh.randomness import Position, WholeDraws, plan_free_randomness
 from tests.lowering.pipelined import DEEP_MLP, MLP, TRANSFORMER
 from tests.lowering.pipelined.train import train_placement
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from pipemesh.backend.processes import connect_processes
 from pipemesh.errors import PipemeshError
 from pipemesh.lowering import Cores, PlacementLowering, ops
 from pipemesh.lowering.checked import COERCERS
 from pipemesh.lowering.initializers import Constant, Normal, Uniform
 from pipemesh.lowering.op_list import OPS
-from pipemesh.lowering.processes import connect_processes
 from pipemesh.lowering.simd_pipeline import SimdPipeline
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.lowering.variable import Variable

@@ -3,7 +3,7 @@
 import numpy as np
 import tensorflow as tf
 
-from pipemesh.lowering.random import layer_scope
+from pipemesh.randomness import layer_scope
 from pipemesh.recurrent import Options, Stage, pipeline_loss
 from pipemesh.schedule import zb_h1
 

@@ -3,7 +3,7 @@
 import numpy as np
 import tensorflow as tf
 
-from pipemesh.lowering.random import layer_scope, plan_free_randomness
+from pipemesh.randomness import layer_scope, plan_free_randomness
 from pipemesh.recurrent import Options, Stage, pipeline_loss
 
 BATCH, WIDTH, VOCAB, LAYERS = 12, 4, 7, 8

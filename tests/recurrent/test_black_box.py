@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.errors import PipelineError, ScheduleError
-from pipemesh.lowering.random import layer_scope, plan_free_randomness
+from pipemesh.randomness import layer_scope, plan_free_randomness
 from pipemesh.recurrent import Options, Stage, pipeline, pipeline_loss
 from pipemesh.schedule import Schedule, gpipe, one_f_one_b, zb_h1
 from tests.recurrent.stack import RUNNERS, pipelined

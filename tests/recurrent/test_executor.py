@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.errors import PipelineError, ScheduleError
-from pipemesh.lowering.random import layer_scope, plan_free_randomness
+from pipemesh.randomness import layer_scope, plan_free_randomness
 from pipemesh.recurrent import Options, Stage, pipeline
 from pipemesh.schedule import Action, Schedule, forward_only, gpipe, looped_bfs
 

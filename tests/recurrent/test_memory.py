@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.lowering.random import layer_scope
+from pipemesh.randomness import layer_scope
 from pipemesh.recurrent import Options, Selective, Stage, pipeline_loss, predict_memory
 from pipemesh.recurrent.memory import DeviceMemory
 from pipemesh.schedule import forward_only, gpipe, interleaved_one_f_one_b, one_f_one_b, zb_h1

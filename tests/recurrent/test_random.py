@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.errors import PipelineError
-from pipemesh.lowering.random import layer_scope, plan_free_randomness
+from pipemesh.randomness import layer_scope, plan_free_randomness
 from pipemesh.recurrent import Options, Stage, pipeline
 from pipemesh.schedule import gpipe
 

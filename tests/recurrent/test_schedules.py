@@ -84,9 +84,9 @@ def test_the_graph_of_a_loop_does_not_grow_with_the_number_of_microbatches():
 def test_large_tables_become_loops_by_themselves(monkeypatch):
     assert graph_size(one_f_one_b(2, 4)) == graph_size(one_f_one_b(2, 4), rolled=False)
     schedule = one_f_one_b(2, 12)
-    monkeypatch.setattr("pipemesh.recurrent.run.ROLL_ABOVE", 10_000)
+    monkeypatch.setattr("pipemesh.recurrent.table.run.ROLL_ABOVE", 10_000)
     assert graph_size(schedule) == graph_size(schedule, rolled=False)
-    monkeypatch.setattr("pipemesh.recurrent.run.ROLL_ABOVE", 40)
+    monkeypatch.setattr("pipemesh.recurrent.table.run.ROLL_ABOVE", 40)
     assert graph_size(schedule) == graph_size(schedule, rolled=True)
 
 

@@ -12,12 +12,12 @@ from pipemesh.errors import LayoutError, ShapeError
 from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.lowering.ops import elementwise
 from pipemesh.lowering.ops.transfer import as_shape
-from pipemesh.lowering.philox import RawDraw, draw_block
-from pipemesh.lowering.random import Share, WholeDraw, is_active, note_draw, share_of_draw
-from pipemesh.lowering.random_scope import scopes
 from pipemesh.lowering.registry import register
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import Shape
+from pipemesh.randomness import Share, WholeDraw, is_active, note_draw, share_of_draw
+from pipemesh.randomness.philox import RawDraw, draw_block
+from pipemesh.randomness.scope import scopes
 
 
 def _draw(

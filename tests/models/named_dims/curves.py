@@ -14,7 +14,7 @@ from models.mnist.digits import load_digits
 from models.mnist.network import MnistNetwork
 from models.named_dims.trainer import TRAINERS
 from models.toy import network as toy
-from pipemesh.lowering.devices import start_cpu_devices
+from pipemesh.backend.devices import start_cpu_devices
 from pipemesh.mesh import LayoutRules, Mesh
 
 STEPS = 6

@@ -1,0 +1,1 @@
+"""TensorFlow below its public surface: devices, processes, purity, gradients as a whole."""

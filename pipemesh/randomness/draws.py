@@ -1,0 +1,199 @@
+"""Draws the slice of the whole batch's random numbers that belongs to a microbatch."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2
+
+from pipemesh.errors import PipelineError
+from pipemesh.randomness.scope import (
+    NeedWholeDraws,
+    Position,
+    WholeDraw,
+    next_draw,
+    scopes,
+)
+
+# 32-bit values that one step of the Philox counter yields.
+_GROUP = 4
+# Says of an operation in a graph that the numbers it draws are those of the plan.
+KEYED = "_pipemesh_keyed"
+
+
+class Share(NamedTuple):
+    """Which part of the whole batch's draw a microbatch gets.
+
+    The microbatch's numbers, viewed as `[left, mine, right]`, are those of the whole batch, viewed
+    as `[left, num_microbatches * mine, right]`, from `mine * microbatch` on in the middle.
+
+    Attributes:
+        whole: the sizes of the whole batch's draw.
+        left: product of the sizes before the batch, those folded into its dim included.
+        mine: the examples of the microbatch.
+        right: product of the sizes behind.
+        position: of the microbatch.
+    """
+
+    whole: tuple[int, ...]
+    left: int
+    mine: int
+    right: int
+    position: Position
+
+
+def note_draw(sizes: tuple[int, ...]) -> str:
+    """Notes a draw in the scope, to be called once for each draw; returns its name."""
+    scope = scopes.stack[-1]
+    if scope.is_gradient and sizes:
+        raise PipelineError(
+            f"random numbers of shape {sizes} are drawn while gradients are computed. If a layer "
+            "computes its activations again (tf.recompute_grad), leave that to the pipeline "
+            "(remat): what is drawn again would not be what was drawn before. If its gradient is "
+            "random itself, draw the numbers before and pass them in"
+        )
+    name = next_draw(scope)
+    scope.drawn[name] = WholeDraw(sizes)
+    return name
+
+
+def share_of_draw(name: str, sizes: tuple[int, ...]) -> Share | None:
+    """Finds the part of the whole batch's draw that a draw is.
+
+    Args:
+        name: from `note_draw`.
+        sizes: of the draw.
+
+    Returns:
+        None if the draw is that of the whole batch.
+
+    Raises:
+        NeedWholeDraws: it is not known yet what the whole batch draws.
+        PipelineError: the draw cannot be cut into microbatches.
+    """
+    scope = scopes.stack[-1]
+    position = scope.position
+    if position is None or position.num_microbatches == 1 or not sizes:
+        return None
+    if position.whole is None:
+        raise NeedWholeDraws
+    if name not in position.whole.of:
+        raise PipelineError(
+            f"layer {scope.layer!r} draws more random tensors for a microbatch than for the whole "
+            "batch; the number of draws must not depend on the batch size"
+        )
+    whole = position.whole.of[name].sizes
+    if whole == sizes:
+        return None
+    dim = _batch_dim(sizes, whole, position, scope.layer)
+    size, mine = sizes[dim], position.microbatch_size
+    left, right = math.prod(sizes[:dim]), math.prod(sizes[dim + 1 :])
+    if mine % size == 0:
+        # An element for each example, or for several neighbours.
+        return Share(whole, left, size, right, position)
+    if size % mine:
+        raise _cannot_cut(sizes, whole, position, scope.layer)
+    folded = size // mine
+    before = position.whole.before(name, dim, folded)
+    return Share(whole, left * before, mine, folded // before * right, position)
+
+
+def _batch_dim(
+    sizes: tuple[int, ...], whole: tuple[int, ...], position: Position, layer: str
+) -> int:
+    differing = [dim for dim, (a, b) in enumerate(zip(sizes, whole, strict=False)) if a != b]
+    if (
+        len(sizes) != len(whole)
+        or len(differing) != 1
+        or sizes[differing[0]] * position.num_microbatches != whole[differing[0]]
+    ):
+        raise _cannot_cut(sizes, whole, position, layer)
+    return differing[0]
+
+
+def _cannot_cut(
+    sizes: tuple[int, ...], whole: tuple[int, ...], position: Position, layer: str
+) -> PipelineError:
+    return PipelineError(
+        f"layer {layer!r} draws a random tensor of shape {sizes} for a microbatch and {whole} for "
+        f"the whole batch; one dim may differ, by the factor {position.num_microbatches} (the "
+        f"number of microbatches), and is a multiple of the {position.microbatch_size} examples of "
+        "a microbatch or divides them"
+    )
+
+
+def draw(
+    shape: Any, key: Any, counter: Any, grouped: bool, call: Callable[[Any, Any, Any], Any]
+) -> tf.Tensor:
+    """Draws the slice of the whole batch's numbers that belongs to the scope.
+
+    Args:
+        shape: of the draw.
+        key: of the generator.
+        counter: of the generator, where the whole batch's draw begins.
+        grouped: whether each number takes one of the 32-bit values that the generator counts.
+        call: draws; it takes shape, key and counter.
+
+    Raises:
+        PipelineError: the draw cannot be cut into microbatches.
+    """
+    scope = scopes.stack[-1]
+    if scope.position is None:
+        # The whole batch: exactly what TensorFlow draws, dynamic shapes included. Static ones
+        # are noted for the microbatches to look up.
+        value = tf.get_static_value(shape)
+        sizes = () if value is None else tuple(int(size) for size in value)
+        name = note_draw(sizes)
+        numbers = keyed(call(shape, key, counter))
+        if scope.graph is not None:
+            scope.drawn[name] = WholeDraw(sizes, ((numbers, (0,) * len(sizes)),))
+        return numbers
+    micro = _static_shape(shape)
+    share = share_of_draw(note_draw(micro), micro)
+    if share is None:
+        return keyed(call(shape, key, counter))
+    whole, left, mine, right, position = share
+    block = mine * right
+    if left == 1 and grouped:
+        start = position.microbatch * block
+        counter = advance_counter(counter, start // _GROUP)
+        if block % _GROUP == 0:
+            return keyed(call(shape, key, counter))
+        numbers = keyed(call(tf.constant([block + _GROUP - 1]), key, counter))
+        return tf.reshape(tf.slice(numbers, [start % _GROUP], [block]), micro)
+    # The slice is not one run of elements: draw the whole batch's numbers and take it out.
+    numbers = keyed(call(tf.constant(whole), key, counter))
+    rows = tf.reshape(numbers, [left, position.num_microbatches, block])
+    return tf.reshape(tf.gather(rows, position.microbatch, axis=1), micro)
+
+
+def keyed(numbers: tf.Tensor) -> tf.Tensor:
+    """Marks the operation that draws as one whose numbers are those of the plan."""
+    if tf.is_symbolic_tensor(numbers):
+        numbers.op._set_attr(KEYED, attr_value_pb2.AttrValue(b=True))
+    return numbers
+
+
+def _static_shape(shape: Any) -> tuple[int, ...]:
+    value = tf.get_static_value(shape)
+    if value is None:
+        partial = tf.TensorShape(None)
+        with contextlib.suppress(TypeError, ValueError):
+            partial = tf.TensorShape(shape)
+        raise PipelineError(
+            f"layer {scopes.stack[-1].layer!r} draws random numbers of a shape that is not known "
+            f"before the step runs ({partial}); give the pipeline's inputs static shapes"
+        )
+    return tuple(int(size) for size in value)
+
+
+def advance_counter(counter: Any, steps: Any) -> tf.Tensor:
+    """The 128-bit counter `steps` (int64 scalar, not negative) further on."""
+    low, high = counter[0], counter[1]
+    moved = low + tf.cast(steps, tf.uint64)
+    carry = tf.cast(moved < low, tf.uint64)
+    return tf.stack([moved, high + carry])

@@ -1,0 +1,1 @@
+"""Whose the elements of a tensor are, found on a graph."""

@@ -1,0 +1,255 @@
+"""Follows the examples of a batch through a graph.
+
+A random tensor in one of whose dims others are folded into the batch (`[batch * heads, ...]`) does
+not say whether the examples come first. What it meets does: a mask is multiplied with activations,
+and each of these comes, by way of reshapes and products, from one example of the stage's inputs. So
+each order is tried: under a wrong one, numbers of one example would meet activations of another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from pipemesh.backend.called_functions import called_functions
+from pipemesh.randomness.examples.labels import (
+    SEVERAL,
+    Label,
+    UnknownLabelError,
+    compressed,
+    joined,
+    of_rank,
+)
+from pipemesh.randomness.examples.rules import apply_rule
+
+_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+_BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
+_LOOPS = ("While", "StatelessWhile")
+# How often a loop's body is followed until its state has a label that stays.
+_TURNS = 5
+
+
+class ConflictError(Exception):
+    """Elements of different examples meet."""
+
+
+@dataclasses.dataclass
+class _Flow:
+    """The labels of a graph's tensors, and the flows of the functions that its operations call."""
+
+    labels: dict[str, Label | None] = dataclasses.field(default_factory=dict)
+    inner: dict[str, list[_Flow]] = dataclasses.field(default_factory=dict)
+
+
+class _Node(NamedTuple):
+    """An operation as Python objects, which take longer to make than to look at.
+
+    Attributes:
+        operation: the operation.
+        inputs: names of its inputs.
+        outputs: its outputs.
+        functions: the graphs of the functions that it calls, if it is known how.
+        graphs: the identities of these and of all that are called from there.
+    """
+
+    operation: Any
+    inputs: tuple[str, ...]
+    outputs: list[tf.Tensor]
+    functions: list[Any]
+    graphs: frozenset[int]
+
+
+class _Nodes:
+    """The operations of graphs but their inputs, made once."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, list[_Node]] = {}
+
+    def __call__(self, graph: Any) -> list[_Node]:
+        if id(graph) not in self._of:
+            given = {tensor.op.name for tensor in graph.inputs}
+            operations = [op for op in graph.get_operations() if op.name not in given]
+            self._of[id(graph)] = [self._node(graph, operation) for operation in operations]
+        return self._of[id(graph)]
+
+    def _node(self, graph: Any, operation: Any) -> _Node:
+        known = operation.type in (*_CALLS, *_BRANCHES, *_LOOPS)
+        functions = list(called_functions(graph, operation)) if known else []
+        graphs: set[int] = set()
+        for function in functions:
+            graphs.add(id(function))
+            graphs.update(*(node.graphs for node in self(function)))
+        names = tuple(tensor.name for tensor in operation.inputs)
+        return _Node(operation, names, list(operation.outputs), functions, frozenset(graphs))
+
+
+class ExampleFlow:
+    """Whose the tensors of a graph are, if its inputs belong to known examples.
+
+    Args:
+        graph: of a function.
+        inputs: a label for each of its inputs; None if that is unknown.
+    """
+
+    def __init__(self, graph: Any, inputs: Sequence[Label | None]) -> None:
+        self._graph = graph
+        self._inputs = list(inputs)
+        self._flow = _Flow()
+        self._nodes = _Nodes()
+        _Follow([], self._nodes).run(graph, self._inputs, self._flow, None)
+
+    def label(self, tensor: tf.Tensor) -> Label | None:
+        """The label of a tensor of the graph."""
+        return self._flow.labels[tensor.name]
+
+    def obstacle(self, given: Sequence[tuple[tf.Tensor, Label]]) -> str | None:
+        """Of which kind the first operation is behind some tensors whose result is unknown."""
+        follow = _Follow(given, self._nodes)
+        try:
+            follow.run(self._graph, self._inputs, _Flow(), self._flow)
+        except ConflictError:
+            return None
+        return follow.unknown
+
+    def fits(self, given: Sequence[tuple[tf.Tensor, Label]]) -> bool:
+        """Whether all that some tensors meet belongs to the same examples.
+
+        Args:
+            given: the tensors, in the graph or in functions that it calls, and whose their elements
+                are, supposedly.
+        """
+        try:
+            _Follow(given, self._nodes).run(self._graph, self._inputs, _Flow(), self._flow)
+        except ConflictError:
+            return False
+        return True
+
+
+class _Follow:
+    """Goes through a graph, operation by operation.
+
+    Args:
+        given: tensors whose labels are given.
+        nodes: gives the operations of a graph.
+    """
+
+    def __init__(self, given: Sequence[tuple[tf.Tensor, Label]], nodes: _Nodes) -> None:
+        self._nodes = nodes
+        self._given: dict[int, dict[str, Label]] = {}
+        for tensor, label in given:
+            self._given.setdefault(id(tensor.graph), {})[tensor.name] = label
+        self.unknown: str | None = None
+
+    def run(
+        self, graph: Any, inputs: Sequence[Label | None], flow: _Flow, base: _Flow | None
+    ) -> list[Label | None]:
+        """Fills `flow` with the labels that differ from `base`; returns those of the outputs.
+
+        Raises:
+            ConflictError: what belongs to one example in `base` belongs to others as well.
+        """
+        for tensor, label in zip(graph.inputs, inputs, strict=True):
+            self._note(tensor, label, flow, base)
+        own = self._given.get(id(graph), {})
+        for node in self._nodes(graph):
+            if own and node.outputs and node.outputs[0].name in own:
+                flow.labels[node.outputs[0].name] = own[node.outputs[0].name]
+                continue
+            changed = base is None or any(name in flow.labels for name in node.inputs)
+            if not changed and self._given.keys().isdisjoint(node.graphs):
+                continue
+            given = [_of(name, flow, base) for name in node.inputs]
+            if node.functions:
+                results = self._call(node, given, flow, base)
+            else:
+                results = apply_rule(node.operation, given)
+                if self.unknown is None and base is not None and any(r is None for r in results):
+                    self.unknown = node.operation.type
+            for tensor, label in zip(node.outputs, results, strict=True):
+                self._note(tensor, label, flow, base)
+        return [_of(tensor.name, flow, base) for tensor in graph.outputs]
+
+    def _note(
+        self, tensor: tf.Tensor, label: Label | None, flow: _Flow, base: _Flow | None
+    ) -> None:
+        if base is None:
+            flow.labels[tensor.name] = label
+            return
+        before = base.labels[tensor.name]
+        if before is None:
+            return
+        if label is None:
+            flow.labels[tensor.name] = None
+            return
+        rank = max(before.ndim, label.ndim)
+        before, label = of_rank(before, rank), of_rank(label, rank)
+        if ((before >= 0) & (label != before)).any():
+            raise ConflictError
+        if not np.array_equal(*np.broadcast_arrays(before, label)):
+            flow.labels[tensor.name] = label
+
+    def _call(
+        self, node: _Node, given: list[Label | None], flow: _Flow, base: _Flow | None
+    ) -> list[Label | None]:
+        """Goes through the functions that an operation calls."""
+        name, kind = node.operation.name, node.operation.type
+        bases = [None] * len(node.functions) if base is None else base.inner[name]
+        flows = flow.inner[name] = [_Flow() for _ in node.functions]
+        if kind in _LOOPS:
+            return self._loop(node.functions, given, flows, bases)
+        arguments = given[1:] if kind in _BRANCHES else given
+        each = [
+            self.run(function, arguments, own, old)
+            for function, own, old in zip(node.functions, flows, bases, strict=True)
+        ]
+        return [_merged(labels) for labels in zip(*each, strict=True)]
+
+    def _loop(
+        self,
+        functions: list[Any],
+        state: list[Label | None],
+        flows: list[_Flow],
+        bases: Sequence[_Flow | None],
+    ) -> list[Label | None]:
+        """Follows the body until what goes round has labels that stay; unknown if they do not."""
+        for _ in range(_TURNS):
+            for number, function in enumerate(functions):
+                flows[number].labels.clear()
+                flows[number].inner.clear()
+                results = self.run(function, state, flows[number], bases[number])
+                if len(results) == len(state):
+                    after = [_merged(pair) for pair in zip(state, results, strict=True)]
+            if all(_same(a, b) for a, b in zip(state, after, strict=True)):
+                return after
+            state = after
+        return [None] * len(state)
+
+
+def _of(name: str, flow: _Flow, base: _Flow | None) -> Label | None:
+    if name in flow.labels or base is None:
+        return flow.labels[name]
+    return base.labels[name]
+
+
+def _merged(labels: Sequence[Label | None]) -> Label | None:
+    """The label of a tensor that is one or another."""
+    known = [label for label in labels if label is not None]
+    if len(known) < len(labels):
+        return None
+    try:
+        merged = compressed(joined(known))
+    except UnknownLabelError:
+        return None
+    return None if (merged == SEVERAL).any() else merged
+
+
+def _same(a: Label | None, b: Label | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    rank = max(a.ndim, b.ndim)
+    a, b = of_rank(a, rank), of_rank(b, rank)
+    return a.shape == b.shape and bool((a == b).all())

@@ -1,0 +1,158 @@
+"""Dispatchers in front of all random operations of TensorFlow.
+
+Stateless operations keep their key; only the counter moves to the slice's first element. Stateful
+ones become stateless. Outside of a scope nothing changes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+# All of TensorFlow's random functions end in these generated modules. They are not public, but
+# they are the one place that catches every caller; the TensorFlow version is pinned to 2.21.
+from tensorflow.python.framework import random_seed
+from tensorflow.python.ops import gen_random_ops, gen_stateless_random_ops
+from tensorflow.python.ops import gen_stateless_random_ops_v2 as gen_v2
+
+from pipemesh.errors import PipelineError
+from pipemesh.randomness.draws import draw
+from pipemesh.randomness.eager_loops import install_eager_loops
+from pipemesh.randomness.retracing import install_retracing
+from pipemesh.randomness.scope import draw_seed, refuse_slicewise, scopes
+
+_PHILOX = 1
+_AUTO = 3
+
+
+def _stateless(original: Callable[..., Any], grouped_dtypes: bool) -> Callable[..., Any]:
+    """Wraps `f(shape, key, counter, alg, *rest)`."""
+
+    def dispatch(shape: Any, key: Any, counter: Any, alg: Any, *rest: Any, **kwargs: Any) -> Any:
+        refuse_slicewise(original.__name__)
+        if not scopes.stack:
+            return original(shape, key, counter, alg, *rest, **kwargs)
+        # What "auto" picks may differ between devices; Philox exists on all of them.
+        algorithm = _PHILOX if isinstance(alg, int) and alg == _AUTO else alg
+        is_philox = isinstance(algorithm, int) and algorithm == _PHILOX
+        return draw(
+            shape,
+            key,
+            counter,
+            is_philox and grouped_dtypes and _is_32_bit(rest, kwargs),
+            lambda s, k, c: original(s, k, c, algorithm, *rest, **kwargs),
+        )
+
+    return dispatch
+
+
+def _is_32_bit(rest: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a generated number takes one 32-bit value; 64-bit types take two."""
+    dtype = kwargs.get("dtype", rest[0] if rest else None)
+    if dtype is None:
+        dtype = kwargs["minval"]
+    if not isinstance(dtype, (tf.DType, int, str)):
+        dtype = tf.convert_to_tensor(dtype).dtype
+    return tf.as_dtype(dtype).size <= 4
+
+
+def _stateful(original: Callable[..., Any], stateless: str) -> Callable[..., Any]:
+    """Wraps `f(shape, dtype or bounds, seed, seed2, name)` to the stateless operation."""
+
+    def dispatch(shape: Any, *rest: Any, seed: int = 0, seed2: int = 0, name: Any = None) -> Any:
+        refuse_slicewise(original.__name__)
+        if not scopes.stack:
+            return original(shape, *rest, seed=seed, seed2=seed2, name=name)
+        seeds = draw_seed() + tf.constant([seed or 0, seed2 or 0], tf.int64)
+        key, counter = gen_v2.stateless_random_get_key_counter(seeds)
+        return getattr(gen_v2, stateless)(shape, key, counter, _PHILOX, *rest, name=name)
+
+    return dispatch
+
+
+def _uncuttable(original: Callable[..., Any], stateful: bool) -> Callable[..., Any]:
+    """Wraps an operation whose numbers cannot be cut into microbatches."""
+
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        refuse_slicewise(original.__name__)
+        position = scopes.stack[-1].position if scopes.stack else None
+        if position is not None and (stateful or position.num_microbatches > 1):
+            raise PipelineError(
+                f"layer {scopes.stack[-1].layer!r} calls {original.__name__!r} inside a pipeline, "
+                "whose numbers would depend on the number of microbatches; use uniform or normal "
+                "numbers, or draw them before the pipeline and pass them in"
+            )
+        return original(*args, **kwargs)
+
+    return dispatch
+
+
+def _seeds_without_counting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `get_seed`, which else numbers unseeded operations by the order of tracing."""
+
+    def dispatch(op_seed: int | None) -> Any:
+        if not scopes.stack:
+            return original(op_seed)
+        # Seeded, so that nothing is counted; whether a seed was given stays in the second one.
+        graph_seed, _ = original(0 if op_seed is None else op_seed)
+        return graph_seed, op_seed or 0
+
+    return dispatch
+
+
+_STATELESS = {
+    "stateless_random_uniform_v2": True,
+    "stateless_random_normal_v2": True,
+    "stateless_random_uniform_int_v2": True,
+    # A rejected sample of a truncated normal makes the counter's use irregular.
+    "stateless_truncated_normal_v2": False,
+    "stateless_random_uniform_full_int_v2": True,
+}
+_STATEFUL = {
+    "random_uniform": "stateless_random_uniform_v2",
+    "random_uniform_int": "stateless_random_uniform_int_v2",
+    "random_standard_normal": "stateless_random_normal_v2",
+    "truncated_normal": "stateless_truncated_normal_v2",
+}
+_UNCUTTABLE = {
+    gen_random_ops: (
+        "multinomial",
+        "parameterized_truncated_normal",
+        "random_gamma",
+        "random_poisson_v2",
+        "random_shuffle",
+    ),
+    gen_stateless_random_ops: (
+        "stateless_multinomial",
+        "stateless_parameterized_truncated_normal",
+        "stateless_random_binomial",
+        "stateless_random_poisson",
+    ),
+    gen_v2: ("stateless_random_gamma_v3", "stateless_shuffle"),
+}
+_install_lock = threading.Lock()
+_installed = False
+
+
+def install() -> None:
+    """Puts the dispatchers in place, once; without a scope they change nothing."""
+    global _installed
+    with _install_lock:
+        if _installed:
+            return
+        for name, grouped in _STATELESS.items():
+            setattr(gen_v2, name, _stateless(getattr(gen_v2, name), grouped))
+        for name, stateless in _STATEFUL.items():
+            original = getattr(gen_random_ops, name)
+            setattr(gen_random_ops, name, _stateful(original, stateless))
+        for module, names in _UNCUTTABLE.items():
+            for name in names:
+                wrapped = _uncuttable(getattr(module, name), module is gen_random_ops)
+                setattr(module, name, wrapped)
+        random_seed.get_seed = _seeds_without_counting(random_seed.get_seed)
+        install_retracing()
+        install_eager_loops()
+        _installed = True

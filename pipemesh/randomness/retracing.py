@@ -1,0 +1,129 @@
+"""A `tf.function` draws as if its Python code stood where it is called.
+
+TensorFlow traces a function once and calls the trace ever after, whatever scope of random numbers
+it is called in. Inside of a scope it is therefore traced anew: for each call while a graph is
+built, in eager mode for each place that its draws can have among those of their layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+# Where TensorFlow looks for a trace, and what it compares; the version is pinned to 2.21.
+from tensorflow.python.eager.polymorphic_function import (
+    function_context,
+    polymorphic_function,
+    tracing_compilation,
+)
+
+from pipemesh.randomness.scope import Numbers, Scope, scopes
+
+_NUMBERS_AFTER = "_pipemesh_numbers_after"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A call of a `tf.function` inside of a scope.
+
+    Attributes:
+        function: the function.
+        scope: the scope; None where each processor computes with a slice of its own.
+        before: the numbers before the call.
+        key: what the trace is found by.
+        is_found_again: whether later calls may find it.
+    """
+
+    function: Any
+    scope: Scope | None
+    before: Numbers
+    key: Any
+    is_found_again: bool = False
+
+
+def install_retracing() -> None:
+    """Puts the scopes into the keys of traces; without a scope nothing changes."""
+    function = polymorphic_function.Function
+    function.__call__ = _in_scope(function.__call__, _call)
+    function.get_concrete_function = _in_scope(function.get_concrete_function, _new_trace)
+    find = tracing_compilation._maybe_define_function
+    tracing_compilation._maybe_define_function = _counted(find)
+    context = function_context.make_function_context
+    function_context.make_function_context = _keyed(context)
+
+
+def _in_scope(original: Callable[..., Any], make: Callable[[Any], _Call]) -> Callable[..., Any]:
+    """Wraps a method of `tf.function` that finds or makes a trace."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not scopes.stack and not scopes.slicewise:
+            return original(self, *args, **kwargs)
+        scopes.calls.append(make(self))
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            scopes.calls.pop()
+
+    call.__name__, call.__doc__ = original.__name__, original.__doc__
+    return call
+
+
+def _new_trace(function: Any) -> _Call:
+    if scopes.slicewise:
+        # Nothing is drawn inside, so all traces are alike.
+        return _Call(function, None, Numbers({}, {}), "slicewise")
+    return _Call(function, scopes.stack[-1], scopes.stack[-1].numbers.copied(), object())
+
+
+def _call(function: Any) -> _Call:
+    new = _new_trace(function)
+    scope = new.scope
+    if scope is None or not tf.executing_eagerly():
+        return new
+    if scope.position is not None or scope.iterations or scope.turns:
+        # What these tensors are now would be part of the trace.
+        return new
+    state = [tuple(sorted(numbers.items())) for numbers in new.before]
+    names = (scope.stack, scope.layer, tuple(sorted(scope.aliases.items())))
+    return dataclasses.replace(new, key=(*names, *state), is_found_again=True)
+
+
+def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps what finds or makes a trace: each begins with the numbers from before the call.
+
+    A trace that is found has drawn as often as when it was made.
+    """
+
+    def find(args: Any, kwargs: Any, options: Any) -> Any:
+        call = scopes.calls[-1] if scopes.calls else None
+        if (
+            call is None
+            or call.scope is None
+            or options.function_cache is not call.function._function_cache
+        ):
+            return original(args, kwargs, options)
+        call.scope.numbers = call.before.copied()
+        trace = original(args, kwargs, options)
+        after = getattr(trace, _NUMBERS_AFTER, None)
+        if after is None:
+            setattr(trace, _NUMBERS_AFTER, call.scope.numbers.copied())
+        else:
+            call.scope.numbers = after.copied()
+        return trace
+
+    return find
+
+
+def _keyed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps what TensorFlow compares to find a trace."""
+
+    def make(scope_type: Any = None) -> Any:
+        found = original(scope_type)
+        if not scopes.calls:
+            return found
+        return found._replace(context=(found.context, scopes.calls[-1].key))
+
+    return make

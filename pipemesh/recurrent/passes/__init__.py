@@ -1,0 +1,1 @@
+"""A stage, traced once and cut into its passes."""

@@ -1,0 +1,216 @@
+"""What a traced function uses besides its arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+# Shape and dtype of what a handle stands for are not public; the TensorFlow version is pinned.
+from tensorflow.python.ops import handle_data_util
+
+from pipemesh.backend.structure import is_differentiable
+from pipemesh.errors import PipelineError
+from pipemesh.recurrent.passes.graph_cut import tensor_name
+
+_VARIABLES = frozenset(("VarHandleOp", "VariableV2", "Variable"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Captured:
+    """A weight that a stage reaches otherwise than through its theta.
+
+    Attributes:
+        outer: its value outside, which gradients flow to.
+        name: of the tensor that stands for the value in the graph.
+        source: what the graph is differentiated by: that tensor, or the handle of a variable.
+        reads: names of other tensors of the graph that are the same.
+        handle: name of the variable's handle in the graph; None if a tensor was captured.
+    """
+
+    outer: tf.Tensor
+    name: str
+    source: tf.Tensor
+    reads: tuple[str, ...]
+    handle: str | None
+
+
+def captured_weights(graph: Any) -> list[Captured]:
+    """The floating tensors and variables that a traced function has captured.
+
+    Constants are none of them: they have no gradient to lose. To be called while the graph that
+    surrounds the function is built.
+
+    Args:
+        graph: of the function; it gets an operation for each captured variable.
+    """
+    found = []
+    for outer, inner in list(graph.captures):
+        if outer.dtype == tf.resource:
+            weight = _variable(graph, outer, inner)
+            if weight is not None:
+                found.append(weight)
+        elif is_differentiable(outer) and not is_constant(outer):
+            # A TF1 variable that is no resource is read here, once.
+            value = tf.identity(outer) if _is_ref(outer) else outer
+            found.append(Captured(value, inner.name, inner, (), None))
+    return found
+
+
+def _variable(graph: Any, outer: tf.Tensor, inner: tf.Tensor) -> Captured | None:
+    data = handle_data_util.get_resource_handle_data(inner)
+    if data is None or not data.is_set or not data.shape_and_type:
+        return None
+    dtype = tf.as_dtype(data.shape_and_type[0].dtype)
+    if not (dtype.is_floating or dtype.is_complex):
+        return None
+    reads = [
+        op.outputs[0].name
+        for op in graph.get_operations()
+        if op.type == "ReadVariableOp" and op.inputs[0] is inner
+    ]
+    with graph.as_default(), tf.control_dependencies(None):
+        value = tf.raw_ops.ReadVariableOp(resource=inner, dtype=dtype)
+    # The variable may lie elsewhere; where it is used is the stage's device.
+    with tf.device(None):
+        read = tf.raw_ops.ReadVariableOp(resource=outer, dtype=dtype)
+    return Captured(read, value.name, inner, tuple(reads), inner.name)
+
+
+def _is_ref(tensor: Any) -> bool:
+    return tensor.dtype != tensor.dtype.base_dtype
+
+
+def check_batch(
+    graph: Any, what: str, batch_dim: int, microbatch_size: int, num_microbatches: int
+) -> None:
+    """Checks that no tensor with a row for each example of the whole batch is captured.
+
+    A microbatch would meet all of its rows: an error in the best case, in the worst one every row
+    is paired with every other.
+
+    Args:
+        graph: of the function.
+        what: names it in errors.
+        batch_dim: of the pipeline.
+        microbatch_size: the examples of a microbatch.
+        num_microbatches: the number of microbatches.
+
+    Raises:
+        PipelineError: there is one.
+    """
+    if num_microbatches == 1:
+        return
+    batch = microbatch_size * num_microbatches
+    for outer, _ in graph.captures:
+        shape = outer.shape
+        if outer.dtype == tf.resource or shape.rank is None or shape.rank <= batch_dim:
+            continue
+        if shape[batch_dim] == batch and not _depends_on_weights_alone(outer):
+            raise PipelineError(
+                f"{what} uses the tensor {name_of(outer)!r} of shape {shape} without being given "
+                f"it; it has a row for each of the {batch} examples of the batch, of which a "
+                f"microbatch has {microbatch_size}. Pass it in as an input of the pipeline, "
+                "which is cut along the batch"
+            )
+
+
+def check_fresh(what: str, graph: Any) -> None:
+    """Checks that a function, which eager calls use again and again, holds no eager tensor.
+
+    Args:
+        what: names it in errors.
+        graph: of the function, while it is traced: what it computes is in it.
+
+    Raises:
+        PipelineError: it does: a later call would find the value of the first one.
+    """
+    for tensor, _ in graph.captures:
+        if tensor.dtype not in (tf.resource, tf.variant):
+            raise PipelineError(
+                f"{what}: a layer uses an eager tensor of shape {tensor.shape} that it was not "
+                "given, and would use its present value in later steps as well; pass it in as an "
+                "input, make it a tf.Variable or a NumPy array, or call the pipeline inside of a "
+                "tf.function"
+            )
+
+
+def is_constant(tensor: Any) -> bool:
+    """Whether a tensor was computed from constants alone, so that nothing has its gradient."""
+    return all(op.type in ("Const", "StopGradient") for op in _leaves(tensor))
+
+
+def _depends_on_weights_alone(tensor: Any) -> bool:
+    return all(op.type in _VARIABLES or op.type == "Const" for op in _leaves(tensor))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """Stands for the operation of a tensor that has none."""
+
+    type: str
+
+
+def _leaves(tensor: Any) -> Iterator[Any]:
+    """The operations without inputs that a tensor is computed from."""
+    seen: set[int] = set()
+    todo = [tensor]
+    while todo:
+        current = todo.pop()
+        if not hasattr(current, "graph"):
+            # An eager tensor: who knows what it was computed from.
+            yield _Leaf("EagerTensor")
+            continue
+        op = current.op
+        if id(op) in seen:
+            continue
+        seen.add(id(op))
+        if op.type == "StopGradient":
+            yield op
+        elif op.inputs:
+            todo.extend(op.inputs)
+        else:
+            captures = getattr(op.graph, "captures", ())
+            outer = next((outer for outer, inner in captures if inner is current), None)
+            if outer is None:
+                yield op
+            elif outer.dtype == tf.resource:
+                yield _Leaf("VarHandleOp")
+            else:
+                todo.append(outer)
+
+
+def name_of(tensor: Any, variables: Mapping[int, str] | None = None) -> str:
+    """A name for a captured tensor; eager ones have none of their own."""
+    known = (variables or {}).get(id(tensor))
+    return known or (tensor.name if hasattr(tensor, "graph") else "an eager tensor")
+
+
+def redirect(nodes: Sequence[Any], captured: Sequence[Captured]) -> None:
+    """Makes the nodes of a graph read each captured variable through one tensor.
+
+    Args:
+        nodes: changed in place.
+        captured: what the graph has captured.
+    """
+    same = {read: weight.name for weight in captured for read in weight.reads}
+    tables = {weight.handle: weight for weight in captured if weight.handle is not None}
+    for node in nodes:
+        if node.op == "ResourceGather" and tensor_name(node.input[0]) in tables:
+            weight = tables[tensor_name(node.input[0])]
+            if node.attr["batch_dims"].i == 0:
+                _as_gather(node, weight.name)
+        for number, source in enumerate(node.input):
+            if not source.startswith("^") and tensor_name(source) in same:
+                node.input[number] = same[tensor_name(source)]
+
+
+def _as_gather(node: Any, table: str) -> None:
+    """Looks up rows of a tensor instead of those of a variable, which may lie elsewhere."""
+    node.op = "Gather"
+    node.input[0] = table
+    node.attr["Tparams"].type = node.attr["dtype"].type
+    for name in ("dtype", "batch_dims"):
+        node.attr.pop(name, None)

@@ -1,0 +1,111 @@
+"""The gradient of a traced stage, added to its graph."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from pipemesh.backend.structure import is_differentiable
+from pipemesh.recurrent.stage import Stage
+
+# A gradient's tensor; values and row indices if it is sparse; None if there is none.
+GradName = str | tuple[str, str] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class StageGradients:
+    """Names of the gradients in a traced graph.
+
+    Attributes:
+        of_outputs: placeholder for the gradient of each floating output, by its index.
+        of_carry_out: the same for the carry that the stage hands on; empty if it has no gradient.
+        of_theta: the gradient of each theta.
+        of_inputs: the gradient of each input, None if there is none.
+        of_carry: the gradient of each carry that the stage takes, None if there is none.
+        of_probes: the gradient of each tensor that the probes want to know.
+    """
+
+    of_outputs: dict[int, str]
+    of_carry_out: dict[int, str]
+    of_theta: list[GradName]
+    of_inputs: list[str | None]
+    of_carry: list[str | None]
+    of_probes: list[str | None]
+
+
+def differentiate(
+    stage: Stage,
+    theta: list[tf.Tensor],
+    carry: list[tf.Tensor],
+    inputs: list[tf.Tensor],
+    outputs: dict[int, tf.Tensor],
+    carry_out: list[tf.Tensor],
+    probed: list[tf.Tensor],
+) -> StageGradients:
+    """Adds the gradient of a traced stage to its graph, which is being built.
+
+    Args:
+        stage: the stage.
+        theta: what stands for its weights.
+        carry: its placeholders of the carry.
+        inputs: its placeholders of the inputs.
+        outputs: those of its outputs that a gradient arrives at, by index.
+        carry_out: the carry that it hands on.
+        probed: other tensors whose gradient is wanted.
+    """
+    of_outputs = _grad_placeholders(outputs)
+    of_carry_out = _grad_placeholders(dict(enumerate(carry_out))) if stage.recurrent else {}
+    results = [outputs[i] for i in of_outputs] + [carry_out[i] for i in of_carry_out]
+    states = carry if stage.recurrent else []
+    sources = [*theta, *inputs, *states, *probed]
+    grads = _gradients(results, sources, [*of_outputs.values(), *of_carry_out.values()])
+    dense = [
+        None if grad is None else tf.convert_to_tensor(grad).name for grad in grads[len(theta) :]
+    ]
+    return StageGradients(
+        of_outputs={i: t.name for i, t in of_outputs.items()},
+        of_carry_out={i: t.name for i, t in of_carry_out.items()},
+        of_theta=[_grad_name(grad) for grad in grads[: len(theta)]],
+        of_inputs=dense[: len(inputs)],
+        of_carry=dense[len(inputs) :][: len(states)] if states else [None] * len(carry),
+        of_probes=dense[len(inputs) + len(states) :],
+    )
+
+
+def _grad_placeholders(tensors: Mapping[int, tf.Tensor]) -> dict[int, tf.Tensor]:
+    return {
+        i: tf.compat.v1.placeholder(t.dtype, t.shape)
+        for i, t in tensors.items()
+        if is_differentiable(t)
+    }
+
+
+def _gradients(
+    results: list[tf.Tensor], sources: list[tf.Tensor], result_grads: list[tf.Tensor]
+) -> list[Any]:
+    # A handle stands for its variable.
+    floating = [i for i, t in enumerate(sources) if is_differentiable(t) or t.dtype == tf.resource]
+    grads: list[Any] = [None] * len(sources)
+    if results and floating:
+        found = tf.gradients(results, [sources[i] for i in floating], result_grads)
+        for i, grad in zip(floating, found, strict=True):
+            grads[i] = grad
+    return grads
+
+
+def _grad_name(grad: Any) -> GradName:
+    if isinstance(grad, tf.IndexedSlices):
+        return grad.values.name, grad.indices.name
+    return None if grad is None else grad.name
+
+
+def flat_names(names: Iterable[GradName]) -> list[str]:
+    """All tensors' names; a sparse gradient has two, one that does not exist none."""
+    flat: list[str] = []
+    for name in names:
+        if name is not None:
+            flat.extend([name] if isinstance(name, str) else name)
+    return flat

@@ -1,0 +1,198 @@
+"""Cuts a traced graph into functions of chosen inputs and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from pipemesh.backend.purity import Bodies, check_pure
+from pipemesh.recurrent.passes.common_nodes import use_first
+
+_CHECK_AND_HAND_ON = frozenset(("CheckNumerics", "CheckNumericsV2"))
+
+
+class GraphCut:
+    """A traced graph, addressed by tensor names, that parts can be taken out of.
+
+    The graph computes a pure function, so only data counts: control dependencies are left out.
+    What hangs on them alone, such as assertions and prints, is pasted where it is asked for.
+
+    Args:
+        graph: the graph.
+        captures: for each placeholder that stands for a tensor of another graph that tensor.
+        prepare: changes the nodes before anything else is done with them.
+        layer_of: for each node that belongs to a layer the layer.
+        asked_for: the tensors that parts may be asked for.
+    """
+
+    def __init__(
+        self,
+        graph: tf.Graph,
+        captures: Mapping[str, tf.Tensor],
+        prepare: Callable[[Sequence[Any]], None],
+        layer_of: Mapping[str, str],
+        asked_for: Iterable[str],
+    ) -> None:
+        graph_def = graph.as_graph_def()
+        prepare(graph_def.node)
+        self._graph = graph
+        self._graph_def = graph_def
+        self._captures = dict(captures)
+        self._nodes = {node.name: node for node in graph_def.node}
+        for node in graph_def.node:
+            data = [source for source in node.input if not source.startswith("^")]
+            del node.input[:]
+            node.input.extend(data)
+            # The whole part lies on one device; groups would name nodes that are left out.
+            node.attr.pop("_class", None)
+            # Where this is missing, TensorFlow notes the name that the node has now and shows it
+            # in errors, instead of the one it gets when the function is inlined, which begins
+            # with the action.
+            node.experimental_debug_info.SetInParent()
+        kept = set(map(node_of, asked_for))
+        use_first(graph_def.node, Bodies(graph_def), layer_of, kept)
+
+    def ancestors(self, tensors: Iterable[str], cuts: Iterable[str] = ()) -> set[str]:
+        """Names of all nodes that `tensors` need when the tensors `cuts` are given."""
+        stop = set(cuts)
+        seen: set[str] = set()
+        todo = [node_of(name) for name in tensors if name not in stop]
+        while todo:
+            name = todo.pop()
+            if name in seen:
+                continue
+            seen.add(name)
+            todo.extend(
+                node_of(tensor_name(source))
+                for source in self._nodes[name].input
+                if tensor_name(source) not in stop
+            )
+        return seen
+
+    def used(self, tensors: Iterable[str], given: Iterable[str]) -> set[str]:
+        """Which of the tensors `given` are needed to compute `tensors` from all of them."""
+        stop = set(given)
+        found = stop & set(tensors)
+        for node in self.ancestors(tensors, stop):
+            found |= stop.intersection(map(tensor_name, self._nodes[node].input))
+        return found
+
+    def nodes(self, tensors: Iterable[str]) -> Iterator[Any]:
+        """All nodes that `tensors` need, those in the bodies of functions too."""
+        needed = self.ancestors(tensors)
+        yield from Bodies(self._graph_def).within(
+            [node for node in self._graph_def.node if node.name in needed]
+        )
+
+    def check_pure(self, what: str, why: str) -> None:
+        """Raises if anything in the graph has side effects or state; see `purity`."""
+        check_pure(self._graph_def, what, why)
+
+    def effects(self, before: int) -> list[str]:
+        """Names of the nodes that check or tell something.
+
+        Args:
+            before: the number of nodes, from the first on, that are looked at.
+        """
+        bodies = Bodies(self._graph_def)
+        nodes = list(self._graph_def.node)[:before]
+        return [node.name for node in nodes if bodies.has_effect(node)]
+
+    def descendants(self, tensors: Iterable[str]) -> set[str]:
+        """Names of all nodes that depend on any of `tensors`."""
+        reached = {node_of(name) for name in tensors}
+        consumers: dict[str, list[str]] = {}
+        for node in self._graph_def.node:
+            for source in node.input:
+                consumers.setdefault(node_of(tensor_name(source)), []).append(node.name)
+        todo = list(reached)
+        while todo:
+            for consumer in consumers.get(todo.pop(), ()):
+                if consumer not in reached:
+                    reached.add(consumer)
+                    todo.append(consumer)
+        return reached
+
+    def frontier(
+        self, tensors: Iterable[str], known: Container[str], cuts: Iterable[str] = ()
+    ) -> list[str]:
+        """The tensors of `known` nodes, in order, that `tensors` need first.
+
+        Args:
+            tensors: what is wanted; those of known nodes are among the result.
+            known: names of nodes.
+            cuts: tensors that are given, so that nothing before them is needed.
+        """
+        stop = set(cuts)
+        found: dict[str, None] = {}
+        seen: set[str] = set()
+        todo = list(tensors)
+        while todo:
+            tensor = todo.pop()
+            if tensor in stop:
+                continue
+            node = node_of(tensor)
+            if node in known:
+                found[tensor] = None
+            elif node not in seen:
+                seen.add(node)
+                todo.extend(tensor_name(source) for source in self._nodes[node].input)
+        return sorted(found)
+
+    def paste(
+        self,
+        values: Mapping[str, tf.Tensor],
+        fetches: Sequence[str],
+        effects: Sequence[str] = (),
+        checked: Container[str] = (),
+    ) -> list[tf.Tensor]:
+        """Rebuilds in the current graph what computes `fetches` from `values`.
+
+        Args:
+            values: for tensor names of the graph the tensors to use instead.
+            fetches: names of the tensors wanted; they may be among `values`.
+            effects: names of nodes that are to be there, too.
+            checked: names of nodes that were computed before: values that they check are not
+                checked again.
+
+        Returns:
+            The fetches.
+        """
+        # In a function that is built; it gets them as captures of its own.
+        graph: Any = tf.compat.v1.get_default_graph()
+        given = {name: graph.capture(tensor) for name, tensor in self._captures.items()}
+        given.update(values)
+        computed = [name for name in dict.fromkeys(fetches) if name not in given]
+        keep = self.ancestors([*computed, *(f"{name}:0" for name in effects)], cuts=given)
+        part = tf.compat.v1.GraphDef(versions=self._graph_def.versions)
+        part.library.CopyFrom(self._graph_def.library)
+        nodes = [node for node in self._graph_def.node if node.name in keep]
+        part.node.extend(nodes)
+        for node in part.node:
+            if node.op in _CHECK_AND_HAND_ON and node.name in checked:
+                node.op = "Identity"
+                node.attr.pop("message", None)
+        used = {tensor_name(s) for node in nodes for s in node.input} & given.keys()
+        pasted = tf.graph_util.import_graph_def(
+            part,
+            input_map={name: given[name] for name in used},
+            return_elements=computed,
+            name="",
+        )
+        result = dict(zip(computed, pasted, strict=True))
+        for name, tensor in result.items():
+            # A shape that Python code has set is no part of a graph's definition.
+            tensor.set_shape(self._graph.get_tensor_by_name(name).shape)
+        return [given[name] if name in given else result[name] for name in fetches]
+
+
+def tensor_name(source: str) -> str:
+    """The tensor name (`node:index`) of a node's input as graphs spell it."""
+    return source if ":" in source else f"{source}:0"
+
+
+def node_of(tensor: str) -> str:
+    """The name of the node that produces a tensor."""
+    return tensor.rsplit(":", 1)[0]

@@ -1,0 +1,1 @@
+"""Performs the actions of a schedule, one after the other."""

@@ -1,0 +1,182 @@
+"""Lets nothing leave a pipeline before its loss or its gradients are known to be finite."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import tensorflow as tf
+
+from pipemesh.backend.operations import pin_present
+from pipemesh.recurrent.passes.passes import Grads
+from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
+from pipemesh.recurrent.stage import Stage
+from pipemesh.recurrent.watch.health import (
+    MICROBATCH,
+    OF_GRADIENTS,
+    Finding,
+    all_finite,
+    empty_note,
+    raise_unless,
+    write_note,
+)
+from pipemesh.recurrent.watch.probes import Probe
+
+Notes = Sequence[tf.Tensor]
+
+
+class Checks:
+    """The checks of one run.
+
+    Args:
+        policy: one of `health.CHECKS`.
+        stages: the traced stages.
+        probes: for `forward` and `backward` the probes of each stage.
+        cutting: how the batch is cut.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        stages: Sequence[TracedStage],
+        probes: Mapping[str, Sequence[Sequence[Probe]]],
+        cutting: Cutting,
+    ) -> None:
+        self._policy = policy
+        self._traced = stages
+        self._probes = probes
+        self._cutting = cutting
+        self._forward: list[tf.Operation] = []
+        self._backward: list[tf.Operation] = []
+        self._both: list[tf.Operation] = []
+
+    def forward(self, results: Sequence[tf.Tensor], what: str, notes: Notes) -> None:
+        """From now on, what is passed through `after_forward` waits for a check.
+
+        Args:
+            results: the loss or the outputs, on the device of the last stage.
+            what: how to call them.
+            notes: of the stages.
+        """
+        if self._policy == "off":
+            return
+        last = self._traced[-1].stage
+        with tf.device(last.device):
+            is_finite = all_finite([t for t in results if t.dtype.is_floating])
+        found = [self._finding("forward", s, notes[s]) for s in range(len(self._traced))]
+        otherwise = place(last, (), f"forward: {what}")
+        self._forward = [raise_unless(is_finite, found, otherwise, last.device)]
+
+    def after_forward(self, tensors: Grads, device: str) -> Grads:
+        """The tensors, once the check has passed."""
+        return _after(self._forward, tensors, device)
+
+    def after_both(self, tensors: Grads, device: str) -> Grads:
+        """The tensors, once the forward pass and the gradients, if there are any, have passed.
+
+        Nothing that the gradients depend on may depend on these tensors.
+        """
+        if self._forward and not self._both:
+            with tf.control_dependencies(self._forward):
+                self._both = [tf.no_op()]
+        return _after(self._both, tensors, device)
+
+    def backward(self, grads: Sequence[Grads], notes: Notes) -> None:
+        """From now on, what is passed through `after_backward` waits for a check.
+
+        Args:
+            grads: for each stage the sums of its weights' gradients and, if it is recurrent, the
+                gradients of its state.
+            notes: of the stages.
+        """
+        # A function that is called eagerly has its gradient in another graph, which runs after it.
+        graph = tf.compat.v1.get_default_graph()
+        before = [op for op in self._forward if op.graph is graph]
+        if self._policy in OF_GRADIENTS:
+            order = range(len(self._traced) - 1, -1, -1)
+            totals = [self._total_finding(s, grads[s]) for s in order]
+            found = [self._finding("backward", s, notes[s]) for s in order] + totals
+            device = self._traced[0].stage.device
+            host = [total.note < 0 for total in totals]
+            is_finite = tf.reduce_all(tf.stack(host))
+            with tf.control_dependencies(before):
+                check = raise_unless(is_finite, found, "a gradient", device)
+            before = [check]
+            for guard in self._both:
+                if guard.graph is graph:
+                    guard._add_control_input(check)
+        with tf.control_dependencies(before):
+            self._backward = [tf.no_op()] if before else []
+
+    def after_backward(self, tensors: Grads, device: str) -> Grads:
+        """The tensors, once the check has passed."""
+        return _after(self._backward, tensors, device)
+
+    def input_grads(self, grads: Grads) -> Grads:
+        """The gradients of the pipeline's inputs, which somebody asks for, once they are checked.
+
+        The others wait for that, too. They were returned before it was known that somebody asks.
+        """
+        first = self._traced[0]
+        if self._policy in OF_GRADIENTS:
+            found = [
+                self._input_finding(number, grad)
+                for number, grad in enumerate(grads)
+                if grad is not None
+            ]
+            with tf.device(first.stage.device):
+                is_finite = tf.reduce_all(tf.stack([f.note < 0 for f in found]))
+            check = raise_unless(is_finite, found, "a gradient", first.stage.device)
+            (guard,) = self._backward
+            guard._add_control_input(check)
+        return self.after_backward(grads, first.stage.device)
+
+    def _finding(self, direction: str, number: int, note: tf.Tensor) -> Finding:
+        what = "its output" if direction == "forward" else "a gradient"
+        rest = f"microbatch {MICROBATCH}, {direction}: {what}"
+        probes = self._probes[direction][number]
+        return Finding(note, [place(self._traced[number].stage, p.layers, rest) for p in probes])
+
+    def _total_finding(self, number: int, grads: Grads) -> Finding:
+        traced = self._traced[number]
+        layers = traced.probes.theta_layers
+        users = [*layers, *([()] * (len(grads) - len(layers)))]
+        present = [(g, u) for g, u in zip(grads, users, strict=True) if g is not None]
+        with tf.device(traced.stage.device):
+            note = empty_note()
+            if present:
+                zero = tf.zeros([], tf.int64)
+                note = write_note(note, zero, [[grad] for grad, _ in present])
+        places = [
+            place(
+                traced.stage,
+                user,
+                f"backward: a gradient of shape {grad.shape}, summed over the microbatches,",
+            )
+            for grad, user in present
+        ]
+        return Finding(note, places)
+
+    def _input_finding(self, number: int, grad: tf.Tensor) -> Finding:
+        traced, cutting = self._traced[0], self._cutting
+        rest = [dim for dim in range(grad.shape.rank) if dim != cutting.batch_dim]
+        with tf.device(traced.stage.device):
+            real = tf.math.abs(grad) if grad.dtype.is_complex else grad
+            bad = tf.reduce_any(tf.logical_not(tf.math.is_finite(real)), axis=rest)
+            where = tf.argmax(tf.cast(bad, tf.int32)) // cutting.microbatch_size
+            note = tf.where(tf.reduce_any(bad), where, empty_note())
+        text = f"microbatch {MICROBATCH}, backward: the gradient of input {number}"
+        return Finding(note, [place(traced.stage, traced.probes.input_layers[number], text)])
+
+
+def place(stage: Stage, layers: Sequence[str], rest: str) -> str:
+    """Names stage, device and layers."""
+    device = f" ({stage.device})" if stage.device else ""
+    layer = f", layer {' or '.join(map(repr, layers))}" if layers else ""
+    return f"stage {stage.name!r}{device}{layer}, {rest}"
+
+
+def _after(checks: Sequence[tf.Operation], tensors: Grads, device: str) -> Grads:
+    if not checks:
+        return tensors
+    with tf.device(device), tf.control_dependencies(checks):
+        return pin_present(tensors)

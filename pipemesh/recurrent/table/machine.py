@@ -1,0 +1,347 @@
+"""Performs the actions of a schedule, one call a time, on the devices of their stages."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from pipemesh.backend.operations import pin, pin_present
+from pipemesh.recurrent.passes.passes import Grads, Passes, Tensors
+from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage, WholeBatch, specs_of
+from pipemesh.recurrent.precision import sum_dtype
+from pipemesh.recurrent.remat import Remat, recomputed
+from pipemesh.recurrent.stage import Stage
+from pipemesh.recurrent.watch.clock import ActionClock
+from pipemesh.recurrent.watch.health import LOCATING, empty_note
+
+# Operations whose results are known before anything runs.
+_CONSTANT = ("Const", "Fill")
+
+
+class Values(Protocol):
+    """Where actions find what others made.
+
+    What belongs to a microbatch is addressed by a kind and a stage, for the microbatch of the
+    action that is being performed: `outputs` of a stage (those of stage -1 are the pipeline's
+    inputs), `kept` for its backward pass, `grads` of its inputs, `pending` for its `W`.
+    What a stage or a device holds from action to action is in `state`.
+    """
+
+    state: State
+
+    def read(self, kind: str, stage: int) -> Any:
+        """What was written."""
+
+    def write(self, kind: str, stage: int, value: Any) -> None:
+        """Leaves something for a later action."""
+
+
+@dataclasses.dataclass
+class State:
+    """What stages and devices hold between their actions.
+
+    Attributes:
+        carries: of each stage, what it hands to its next microbatch.
+        carry_grads: of each stage, the gradient of what it handed on, if it is recurrent.
+        accumulators: of each stage, the sums of its weights' gradients; None before the first.
+        tokens: of each device, the operations that end its latest action.
+        notes: of each stage, forward and backward, where a value was not finite; see `health`.
+    """
+
+    carries: list[Tensors]
+    carry_grads: list[Grads]
+    accumulators: list[Tensors | None]
+    tokens: list[list[tf.Operation]]
+    notes: dict[str, list[tf.Tensor]]
+
+    @classmethod
+    def before(cls, stages: Sequence[Stage], num_devices: int) -> State:
+        """The state before the first action."""
+        return cls(
+            carries=[list(stage.carry) for stage in stages],
+            carry_grads=[[None] * len(stage.carry) for stage in stages],
+            accumulators=[None] * len(stages),
+            tokens=[[] for _ in range(num_devices)],
+            notes={d: [empty_note() for _ in stages] for d in ("forward", "backward")},
+        )
+
+    def values(self) -> list[Any]:
+        """All of it that are tensors; `with_values` takes it back."""
+        return [self.carries, self.carry_grads, self.accumulators, self.notes]
+
+    def with_values(self, values: list[Any], tokens: list[list[tf.Operation]]) -> State:
+        """The state that has other tensors and tokens."""
+        carries, carry_grads, accumulators, notes = values
+        return State(carries, carry_grads, accumulators, tokens, notes)
+
+    def forget_tokens_of_other_graphs(self) -> None:
+        """A function called eagerly has its gradient in another graph, which runs after it."""
+        graph = tf.compat.v1.get_default_graph()
+        self.tokens = [[op for op in token if op.graph is graph] for token in self.tokens]
+
+
+class Machine:
+    """The stages of a pipeline, ready to act.
+
+    Args:
+        stages: the stages.
+        stage_devices: for each stage the row of the schedule that runs it.
+        inputs: the pipeline's inputs, the whole batch.
+        cutting: how the batch is cut.
+        step: int64 scalar, or None if there is no global step.
+        remat: what is computed again.
+        accumulator_dtypes: for each stage the dtypes of the sums of its weights' gradients.
+        check_numerics: what is checked to be finite; see `health`.
+        clock: notes when actions run; None to note nothing.
+        is_forward_only: whether no gradient is ever asked for.
+
+    Attributes:
+        traced: the stages' graphs.
+        stages: the stages, with all weights that they use as theta.
+        stage_devices: as given.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        stage_devices: Sequence[int],
+        inputs: Sequence[tf.Tensor],
+        cutting: Cutting,
+        step: tf.Tensor | None,
+        remat: Remat,
+        accumulator_dtypes: Sequence[Sequence[tf.DType]],
+        check_numerics: str,
+        clock: ActionClock | None,
+        is_forward_only: bool,
+    ) -> None:
+        self.stage_devices = stage_devices
+        self._step = tf.constant(0, tf.int64) if step is None else tf.cast(step, tf.int64)
+        self._remat = remat
+        self._clock = clock
+        self._stamp: Callable[[bool], tf.Operation] | None = None
+        self.traced = self._trace(stages, inputs, cutting, step is not None, is_forward_only)
+        self._stages = self.stages = [traced.stage for traced in self.traced]
+        self._dtypes = [
+            [*dtypes, *(sum_dtype(t.dtype) for t in traced.captured)]
+            for dtypes, traced in zip(accumulator_dtypes, self.traced, strict=True)
+        ]
+        self.probes = {
+            "forward": [
+                t.forward_probes() if check_numerics in LOCATING["forward"] else []
+                for t in self.traced
+            ],
+            "backward": [
+                t.backward_probes(number == 0) if check_numerics in LOCATING["backward"] else []
+                for number, t in enumerate(self.traced)
+            ],
+        }
+        self._passes: dict[tuple[int, str], Passes] = {}
+        if tf.compat.v1.executing_eagerly_outside_functions():
+            # A function of TF2 goes with its last reference; a TF1 graph has copies of its own.
+            tf.compat.v1.get_default_graph().add_to_collection("pipemesh_functions", self)
+
+    def _trace(
+        self,
+        stages: Sequence[Stage],
+        inputs: Sequence[tf.Tensor],
+        cutting: Cutting,
+        has_step: bool,
+        is_forward_only: bool,
+    ) -> list[TracedStage]:
+        """Traces the stages one after the other, each with the output shapes of the last."""
+        whole = specs_of(inputs)
+        whole_batch = WholeBatch(stages, whole, has_step, cutting.batch_dim)
+        specs = []
+        for spec in whole:
+            shape = spec.shape.as_list()
+            shape[cutting.batch_dim] = cutting.microbatch_size
+            specs.append(tf.TensorSpec(shape, spec.dtype))
+        traced: list[TracedStage] = []
+        for number, stage in enumerate(stages):
+
+            def draws(number: int = number) -> Any:
+                return whole_batch.draws(number)
+
+            traced.append(TracedStage(stage, specs, cutting, has_step, draws))
+            specs = traced[-1].output_specs
+        # Where no gradient arrives there is none, not one of zeros.
+        live: Sequence[int] = range(0 if is_forward_only else len(specs))
+        for found in reversed(traced):
+            found.differentiate(live)
+            live = [i for i, grad in enumerate(found.gradients.of_inputs) if grad is not None]
+        return traced
+
+    def passes(self, stage: int, mode: str) -> Passes:
+        """The functions of a stage under a mode of remat."""
+        if (stage, mode) not in self._passes:
+            traced = self.traced[stage]
+            self._passes[stage, mode] = Passes(
+                traced,
+                recomputed(mode, self._remat, traced),
+                self._dtypes[stage],
+                self.probes["forward"][stage],
+                self.probes["backward"][stage],
+            )
+        return self._passes[stage, mode]
+
+    def act(self, kind: str, stage: int, mode: str, microbatch: tf.Tensor, values: Values) -> None:
+        """Performs one action.
+
+        Args:
+            kind: `F`, `B`, `I` or `W`.
+            stage: index of the stage.
+            mode: of remat.
+            microbatch: int64 scalar, the index of the microbatch.
+            values: where it reads and writes.
+        """
+        passes = self.passes(stage, mode)
+        scalars = [microbatch, self._step]
+        if self._clock is not None:
+            device = self._stages[stage].device
+            self._stamp = functools.partial(
+                self._clock.stamp, kind, stage, microbatch, device=device
+            )
+        if kind == "F":
+            self._forward(passes, stage, scalars, values)
+        elif kind == "W":
+            self._weight_grad(passes, stage, scalars, values)
+        else:
+            self._backward(kind, passes, stage, scalars, values)
+
+    @contextlib.contextmanager
+    def acting(self, name: str, stage: int) -> Iterator[None]:
+        """Operations made inside belong to an action and lie on its stage's device."""
+        with tf.name_scope(name), tf.device(self._stages[stage].device):
+            yield
+
+    def _theta(self, stage: int) -> Tensors:
+        return list(self._stages[stage].theta)
+
+    def _forward(self, passes: Passes, stage: int, scalars: Tensors, values: Values) -> None:
+        state = values.state
+        inputs = self._gate(stage, values.read("outputs", stage - 1), state)
+        notes = state.notes["forward"]
+        outputs, carry, kept, notes[stage] = passes.forward(
+            self._theta(stage), state.carries[stage], inputs, scalars, notes[stage]
+        )
+        outputs, state.carries[stage] = pin(outputs), pin(carry)
+        values.write("outputs", stage, outputs)
+        values.write("kept", stage, kept)
+        self._finish(stage, state, outputs, state.carries[stage])
+
+    def _backward(
+        self, kind: str, passes: Passes, stage: int, scalars: Tensors, values: Values
+    ) -> None:
+        state = values.state
+        kept, grads = self._gated(passes, stage, values)
+        arguments = self._theta(stage), kept, grads, scalars
+        notes = state.notes["backward"]
+        if kind == "B":
+            result = passes.backward(*arguments, state.accumulators[stage], notes[stage])
+            state.accumulators[stage] = pin(result.accumulators or [])
+            pending = state.accumulators[stage] or []
+        else:
+            result = passes.input_grad(*arguments, notes[stage])
+            pending = pin(result.pending)
+            values.write("pending", stage, pending)
+        notes[stage] = result.note
+        # Nothing waits for the gradients of the pipeline's inputs, so that TensorFlow leaves
+        # them out where nobody asks for them.
+        input_grads = pin_present(result.input_grads) if stage else result.input_grads
+        values.write("grads", stage, input_grads)
+        state.carry_grads[stage] = pin_present(self._filled(stage, result.carry_grads))
+        sent = [g for g in input_grads if g is not None] if stage else []
+        carried = [g for g in state.carry_grads[stage] if g is not None]
+        self._finish(stage, state, pending, sent, carried)
+
+    def _gated(self, passes: Passes, stage: int, values: Values) -> tuple[Tensors, Tensors]:
+        """What a backward action starts from: what is kept, and the gradients of the results.
+
+        There are two gates where something is computed again, which may be so while the gradient is
+        still on its way. Gradients that are constants go through the first one. What follows from
+        them alone TensorFlow would else compute beforehand, and keep for every microbatch.
+        """
+        kept, grads = values.read("kept", stage), self._result_grads(stage, values)
+        late = [passes.recomputes and g.op.type not in _CONSTANT for g in grads]
+        first = [*kept, *(g for g, is_late in zip(grads, late, strict=True) if not is_late)]
+        second = [g for g, is_late in zip(grads, late, strict=True) if is_late]
+        first = self._gate(stage, first, values.state)
+        second = iter(self._gate(stage, second, values.state))
+        with_kept = iter(first[len(kept) :])
+        return first[: len(kept)], [next(second if is_late else with_kept) for is_late in late]
+
+    def _weight_grad(self, passes: Passes, stage: int, scalars: Tensors, values: Values) -> None:
+        state = values.state
+        pending = self._gate(stage, values.read("pending", stage), state)
+        new = passes.weight_grad(self._theta(stage), pending, scalars, state.accumulators[stage])
+        state.accumulators[stage] = pin(new)
+        self._finish(stage, state, state.accumulators[stage] or [])
+
+    def _result_grads(self, stage: int, values: Values) -> Tensors:
+        """The gradients of all floating results of a stage; zeros where none has arrived."""
+        traced = self.traced[stage]
+        arrived = values.read("grads", stage + 1)
+        grads = []
+        for i in traced.gradients.of_outputs:
+            spec = traced.output_specs[i]
+            grads.append(tf.zeros(spec.shape, spec.dtype) if arrived[i] is None else arrived[i])
+        carried = self._filled(stage, values.state.carry_grads[stage])
+        return [*grads, *(carried[i] for i in traced.gradients.of_carry_out)]
+
+    def _filled(self, stage: int, carry_grads: Grads) -> Grads:
+        """With zeros where a state of a recurrent stage has no gradient."""
+        filled = list(carry_grads)
+        for i in self.traced[stage].gradients.of_carry_out:
+            if filled[i] is None:
+                filled[i] = tf.zeros_like(self._stages[stage].carry[i])
+        return filled
+
+    def _gate(self, stage: int, tensors: Tensors, state: State) -> Tensors:
+        """The tensors, once the device has finished its previous action."""
+        with tf.control_dependencies(state.tokens[self.stage_devices[stage]]):
+            tensors = pin(tensors)
+        if self._stamp is None or not tensors:
+            return tensors
+        with tf.control_dependencies([t.op for t in tensors]):
+            start = self._stamp(is_end=False)
+        with tf.control_dependencies([start]):
+            return pin(tensors)
+
+    def _finish(self, stage: int, state: State, *results: Tensors) -> None:
+        operations = {t.op.name: t.op for tensors in results for t in tensors}
+        if self._stamp is not None:
+            with tf.control_dependencies(list(operations.values())):
+                operations["end"] = self._stamp(is_end=True)
+        if operations:
+            state.tokens[self.stage_devices[stage]] = list(operations.values())
+
+    def begin(self, stage: int, state: State) -> None:
+        """Gives a stage that has not gone backward yet its zeros to start from."""
+        with tf.device(self._stages[stage].device):
+            if state.accumulators[stage] is None:
+                state.accumulators[stage] = self._any_passes(stage).zero_gradients()
+            state.carry_grads[stage] = self._filled(stage, state.carry_grads[stage])
+
+    def total_gradients(self, stage: int, state: State) -> Grads:
+        """The gradient of each theta of a stage, summed over the microbatches."""
+        return self._any_passes(stage).theta_gradients(state.accumulators[stage] or [])
+
+    def _any_passes(self, stage: int) -> Passes:
+        found = (passes for (s, _), passes in self._passes.items() if s == stage)
+        return next(found, None) or self.passes(stage, "full")
+
+    def specs(self, kind: str, stage: int, mode: str) -> list[tf.TensorSpec | None]:
+        """Shapes and dtypes of the values of a kind."""
+        if kind == "outputs":
+            return list(self.traced[stage].output_specs)
+        if kind == "grads":
+            traced = self.traced[stage]
+            named = zip(traced.inputs, traced.gradients.of_inputs, strict=True)
+            return [None if grad is None else traced.spec(name) for name, grad in named]
+        passes = self.passes(stage, mode)
+        return list(passes.kept_specs() if kind == "kept" else passes.pending_specs())

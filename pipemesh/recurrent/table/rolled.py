@@ -1,0 +1,328 @@
+"""A run whose repeating actions are a loop of the graph.
+
+A loop stands for many actions, so a value may be made in one repetition and used in another.
+Where both are in one loop, as in the steady state of 1F1B, the distance between them is the
+same for every microbatch, and the values on their way are loop variables that move up by one
+place a repetition. Where they are in different loops, as in GPipe, values of all microbatches
+exist at once, and they lie in a list by the number of their microbatch; an element is cleared
+when it was taken, so that its memory is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from pipemesh.recurrent.passes.passes import Grads
+from pipemesh.recurrent.passes.traced_stage import Cutting
+from pipemesh.recurrent.stage import Stage
+from pipemesh.recurrent.table.lists import Key, Lists
+from pipemesh.recurrent.table.machine import Machine, State
+from pipemesh.schedule import Action
+from pipemesh.schedule.repeats import Loop
+
+# What kind of value of which stage, and that of a certain microbatch.
+Channel = tuple[str, int]
+Slot = tuple[str, int, int]
+_PARALLEL_ITERATIONS = 32
+
+
+class Rolled:
+    """Performs actions and loops of actions.
+
+    Args:
+        machine: performs actions.
+        state: what stages hold.
+        stages: the stages.
+        inputs: of the pipeline, the whole batch.
+        cutting: how the batch is cut.
+        modes: of remat, for each stage and microbatch.
+        items: everything that will be performed, in order.
+
+    Attributes:
+        state: what stages hold.
+        lists: values that lie in lists.
+        found: other values that were made and not yet used up.
+        in_lists: the channels that lie in lists.
+        sources: for channels that no action makes a function of the microbatch.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        state: State,
+        stages: Sequence[Stage],
+        inputs: Sequence[tf.Tensor],
+        cutting: Cutting,
+        modes: Mapping[tuple[int, int], str],
+        items: Sequence[Action | Loop],
+    ) -> None:
+        self.state = state
+        self.lists = Lists(machine, stages, cutting.num_microbatches)
+        self.found: dict[Slot, Any] = {}
+        self.sources: dict[Channel, Callable[[tf.Tensor], list[Any]]] = {
+            ("outputs", -1): lambda m: [self._part(t, m) for t in inputs]
+        }
+        self._machine = machine
+        self._stages = stages
+        self._cutting = cutting
+        self._modes = modes
+        self._after_forward: dict[Key, Any] | None = None
+        # What comes out of the pipeline is taken by no action.
+        self.in_lists: set[Channel] = {("outputs", len(stages) - 1), ("grads", 0)}
+        for item in items:
+            if isinstance(item, Loop):
+                self.in_lists |= _unmatched(item, len(stages))
+
+    def perform(self, items: Sequence[Action | Loop]) -> None:
+        """Performs actions and loops in order."""
+        self.state.forget_tokens_of_other_graphs()
+        for item in items:
+            if isinstance(item, Loop):
+                self._loop(item)
+            else:
+                self._act(item, tf.constant(item.microbatch, tf.int64), self.found, str(item))
+
+    def _act(
+        self, action: Action, microbatch: tf.Tensor, found: dict[Slot, Any], name: str
+    ) -> None:
+        mode = self._modes[action.stage, action.microbatch]
+        values = _Values(self, found, action.microbatch, microbatch, mode)
+        with self._machine.acting(f"action_{name}", action.stage):
+            self._machine.act(action.kind, action.stage, mode, microbatch, values)
+
+    def _loop(self, loop: Loop) -> None:
+        for stage in {action.stage for action in loop.body if action.kind != "F"}:
+            self._machine.begin(stage, self.state)
+        variables = _Variables(self, loop, self._list_keys(loop))
+
+        def body(k: tf.Tensor, *flat: tf.Tensor) -> list[tf.Tensor]:
+            found = variables.enter(flat)
+            for action in loop.body:
+                name = f"{action}_and_every_{loop.shift}"
+                self._act(action, action.microbatch + loop.shift * k, found, name)
+            return [k + 1, *variables.leave(found)]
+
+        count = tf.constant(loop.count, tf.int64)
+        results = tf.while_loop(
+            lambda k, *_: k < count,
+            body,
+            [tf.constant(0, tf.int64), *variables.start()],
+            parallel_iterations=_PARALLEL_ITERATIONS,
+        )
+        variables.finish(results[1:])
+
+    def _list_keys(self, loop: Loop) -> list[Key]:
+        """The lists that a loop needs, all of which exist then."""
+        made, used = _slots(loop)
+        keys = {
+            Lists.key(kind, stage, self._modes[min(stage, len(self._stages) - 1), m])
+            for kind, stage, m in [*made, *used]
+            if (kind, stage) in self.in_lists
+        }
+        self.lists.reserve(sorted(keys))
+        return sorted(keys)
+
+    def seed(self, output_grads: Grads) -> None:
+        """Cuts the gradients of the outputs of the whole batch."""
+        self._begin_backward(
+            lambda m: [None if g is None else self._part(g, m) for g in output_grads]
+        )
+
+    def seed_all(self, grads: Grads) -> None:
+        """Gives the outputs of every microbatch the same gradients."""
+        self._begin_backward(lambda m: grads)
+
+    def _begin_backward(self, source: Callable[[tf.Tensor], list[Any]]) -> None:
+        self.sources["grads", len(self._stages)] = source
+        # A second backward pass takes the same values once more.
+        if self._after_forward is None:
+            self._after_forward = dict(self.lists.handles)
+        self.lists.handles = dict(self._after_forward)
+
+    def joined(self, kind: str, stage: int) -> Any:
+        """The values of all microbatches, as those of the whole batch."""
+        return self.lists.joined(Lists.key(kind, stage, ""), self._cutting.batch_dim)
+
+    def _part(self, tensor: tf.Tensor, microbatch: tf.Tensor) -> tf.Tensor:
+        """The part of a whole batch's tensor that is a microbatch's."""
+        dim, size = self._cutting.batch_dim, self._cutting.microbatch_size
+        shape = tensor.shape.as_list()
+        begin = tf.one_hot(dim, len(shape), microbatch * size, tf.constant(0, tf.int64))
+        shape[dim] = size
+        part = tf.slice(tensor, begin, tf.constant(shape, tf.int64))
+        part.set_shape(shape)
+        return part
+
+
+class _Values:
+    """What one action reads and writes."""
+
+    def __init__(
+        self,
+        rolled: Rolled,
+        found: dict[Slot, Any],
+        number: int,
+        microbatch: tf.Tensor,
+        mode: str,
+    ) -> None:
+        self._rolled = rolled
+        self._found = found
+        self._number = number
+        self._microbatch = microbatch
+        self._mode = mode
+
+    @property
+    def state(self) -> State:
+        return self._rolled.state
+
+    def read(self, kind: str, stage: int) -> Any:
+        rolled = self._rolled
+        if (kind, stage) in rolled.sources:
+            return rolled.sources[kind, stage](self._microbatch)
+        if (kind, stage) in rolled.in_lists:
+            return rolled.lists.take(Lists.key(kind, stage, self._mode), self._microbatch)
+        return self._found[kind, stage, self._number]
+
+    def write(self, kind: str, stage: int, value: Any) -> None:
+        rolled = self._rolled
+        if (kind, stage) in rolled.in_lists:
+            rolled.lists.put(Lists.key(kind, stage, self._mode), self._microbatch, value)
+        else:
+            self._found[kind, stage, self._number] = value
+
+
+class _Variables:
+    """The variables of a loop: state, lists, and values on their way to a later repetition."""
+
+    def __init__(self, rolled: Rolled, loop: Loop, keys: Sequence[Key]) -> None:
+        self._rolled = rolled
+        self._shift = loop.shift
+        self._count = loop.count
+        self._keys = keys
+        self._moving = [
+            (used, distance)
+            for _, used, distance in _matches(loop)
+            if distance and used[:2] not in rolled.in_lists
+        ]
+        self._structure: Any = None
+        self._outside: tuple[State, dict[Key, Any]] | None = None
+        devices = zip(rolled._machine.stage_devices, rolled._stages, strict=True)
+        self._devices = {device: stage.device for device, stage in devices}
+
+    def _collected(self, found: Mapping[Slot, Any], repetition: int) -> Any:
+        """All values that go into a repetition; those on their way in order of their arrival."""
+        moving = [
+            [found[kind, stage, m + (repetition + i) * self._shift] for i in range(distance)]
+            for (kind, stage, m), distance in self._moving
+        ]
+        lists = [self._rolled.lists.handles[key] for key in self._keys]
+        return [moving, self._rolled.state.values(), lists]
+
+    def _spread(self, moving: Any, repetition: int) -> dict[Slot, Any]:
+        """The values on their way, by the slots that they have in a repetition."""
+        return {
+            (kind, stage, m + (repetition + i) * self._shift): value
+            for ((kind, stage, m), _), values in zip(self._moving, moving, strict=True)
+            for i, value in enumerate(values)
+        }
+
+    def start(self) -> list[tf.Tensor]:
+        """Their values before the loop."""
+        rolled = self._rolled
+        self._outside = rolled.state, rolled.lists.handles
+        tokens = self._tokens({device: tf.zeros([]) for device in self._devices})
+        self._structure = [self._collected(rolled.found, 0), tokens]
+        return _flatten(self._structure)
+
+    def enter(self, flat: Sequence[tf.Tensor]) -> dict[Slot, Any]:
+        """Takes the variables for state and lists; returns the values that have arrived."""
+        moving, self._arrived_tokens = self._take(flat)
+        return self._spread(moving, 0)
+
+    def leave(self, found: Mapping[Slot, Any]) -> list[tf.Tensor]:
+        """Their values after a repetition: all on their way are one place closer."""
+        return _flatten([self._collected(found, 1), self._tokens(self._arrived_tokens)])
+
+    def finish(self, flat: Sequence[tf.Tensor]) -> None:
+        """Hands what the loop has left to what comes after it."""
+        assert self._outside is not None
+        self._rolled.state, self._rolled.lists.handles = self._outside
+        moving, _ = self._take(flat)
+        self._rolled.found.update(self._spread(moving, self._count))
+
+    def _take(self, flat: Sequence[tf.Tensor]) -> tuple[Any, dict[int, tf.Tensor]]:
+        rolled = self._rolled
+        (moving, values, lists), tokens = _pack(self._structure, flat)
+        pinned = {}
+        for device, token in tokens.items():
+            with tf.device(self._devices[device]):
+                # An operation of its own: a dependency on the loop would wait for all of it.
+                pinned[device] = tf.ensure_shape(token, [])
+        operations = [[pinned[device].op] for device in range(len(rolled.state.tokens))]
+        rolled.state = rolled.state.with_values(values, operations)
+        rolled.lists.handles = {
+            **rolled.lists.handles,
+            **dict(zip(self._keys, lists, strict=True)),
+        }
+        return moving, pinned
+
+    def _tokens(self, tensors: Mapping[int, tf.Tensor]) -> dict[int, tf.Tensor]:
+        """Scalars that exist once the devices have finished their latest actions."""
+        tokens = {}
+        for device, tensor in tensors.items():
+            operations = self._rolled.state.tokens[device]
+            with tf.control_dependencies(operations), tf.device(self._devices[device]):
+                tokens[device] = tf.ensure_shape(tensor, [])
+        return tokens
+
+
+def _slots(loop: Loop) -> tuple[list[Slot], list[Slot]]:
+    """The values that the first repetition makes and uses."""
+    made: list[Slot] = []
+    used: list[Slot] = []
+    for action in loop.body:
+        stage, m = action.stage, action.microbatch
+        if action.kind == "F":
+            used.append(("outputs", stage - 1, m))
+            made += [("outputs", stage, m), ("kept", stage, m)]
+        elif action.kind == "W":
+            used.append(("pending", stage, m))
+        else:
+            used += [("kept", stage, m), ("grads", stage + 1, m)]
+            made += [("grads", stage, m)]
+            made += [("pending", stage, m)] if action.kind == "I" else []
+    return made, used
+
+
+def _matches(loop: Loop) -> list[tuple[Slot, Slot, int]]:
+    """What is made, what it is used as, and how many repetitions later that is."""
+    made, used = _slots(loop)
+    matches = []
+    for slot in made:
+        for user in used:
+            repetitions, rest = divmod(slot[2] - user[2], loop.shift)
+            if slot[:2] == user[:2] and rest == 0 and repetitions >= 0:
+                matches.append((slot, user, repetitions))
+    return matches
+
+
+def _unmatched(loop: Loop, num_stages: int) -> set[Channel]:
+    """Channels whose values come into a loop or out of it, instead of going around in it."""
+    made, used = _slots(loop)
+    matches = _matches(loop)
+    lonely = {*made} - {slot for slot, _, _ in matches}
+    lonely |= {*used} - {user for _, user, _ in matches}
+    return {slot[:2] for slot in lonely} - {("outputs", -1), ("grads", num_stages)}
+
+
+def _flatten(structure: Any) -> list[tf.Tensor]:
+    return [t for t in tf.nest.flatten(structure) if t is not None]
+
+
+def _pack(structure: Any, flat: Sequence[tf.Tensor]) -> Any:
+    values = iter(flat)
+    packed = [None if t is None else next(values) for t in tf.nest.flatten(structure)]
+    return tf.nest.pack_sequence_as(structure, packed)

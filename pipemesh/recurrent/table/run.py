@@ -1,0 +1,286 @@
+"""One run of a schedule: its stages made ready, its actions performed, its gradients collected."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from pipemesh.backend.devices import check_threads
+from pipemesh.backend.gradient import Sources
+from pipemesh.backend.operations import pin_present
+from pipemesh.errors import PipelineError, ScheduleError
+from pipemesh.recurrent.options import Options
+from pipemesh.recurrent.passes.passes import Grads
+from pipemesh.recurrent.passes.traced_stage import Cutting, specs_of
+from pipemesh.recurrent.precision import cast_floating, sum_dtype
+from pipemesh.recurrent.remat import modes
+from pipemesh.recurrent.stage import Stage
+from pipemesh.recurrent.table.checks import Checks
+from pipemesh.recurrent.table.fit import (
+    check_descending,
+    check_joined,
+    check_phases,
+    microbatch_size,
+)
+from pipemesh.recurrent.table.machine import Machine, State
+from pipemesh.recurrent.table.rolled import Rolled
+from pipemesh.recurrent.table.unrolled import Unrolled
+from pipemesh.recurrent.watch.health import empty_note
+from pipemesh.recurrent.watch.strict_devices import check_devices
+from pipemesh.recurrent.watch.wrong_kernels import check_kernels
+from pipemesh.schedule import Action, Schedule, execution_order
+from pipemesh.schedule.repeats import Loop, find_loops
+
+# Tables that would put more nodes into the graph become loops by themselves, if that makes them at
+# most half as large. Before the first step, TensorFlow needs 0.2 to 0.3 ms of CPU time for each.
+ROLL_ABOVE = 4_000
+
+
+class Run:
+    """One run of a schedule.
+
+    Attributes:
+        items: everything there is to perform, in order.
+        sources: what gradients flow to: the inputs, each stage's theta, recurrent stages' states.
+        last_specs: of the last stage's outputs for one microbatch.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        inputs: Sequence[tf.Tensor],
+        schedule: Schedule,
+        step: tf.Tensor | None,
+        options: Options,
+    ) -> None:
+        if tf.executing_eagerly():
+            raise PipelineError("a pipeline is part of a graph; call it inside a tf.function")
+        if schedule.num_stages != len(stages):
+            raise ScheduleError(
+                f"the schedule has {schedule.num_stages} stages, but {len(stages)} were given"
+            )
+        check_threads(len({stage.device for stage in stages}))
+        inputs = [tf.convert_to_tensor(t) for t in inputs]
+        size = microbatch_size(inputs, schedule.num_microbatches, options.batch_dim)
+        cutting = Cutting(schedule.num_microbatches, size, options.batch_dim)
+        self._schedule = schedule
+        self._loss_scale = options.loss_scale
+        self._has_clock = options.clock is not None
+        if any(stage.recurrent for stage in stages):
+            check_descending(schedule)
+        with tf.device(stages[0].device):
+            held = [
+                tf.stop_gradient(
+                    t if i in options.uncast_inputs else cast_floating(t, options.compute_dtype)
+                )
+                for i, t in enumerate(inputs)
+            ]
+        self._machine = Machine(
+            [_frozen(stage, options.compute_dtype) for stage in stages],
+            schedule.stage_devices,
+            held,
+            cutting,
+            step,
+            options.remat,
+            [[sum_dtype(tf.convert_to_tensor(t).dtype) for t in stage.theta] for stage in stages],
+            options.check_numerics,
+            options.clock,
+            schedule.is_forward_only,
+        )
+        self._stages = self._machine.stages
+        captured = [traced.captured for traced in self._machine.traced]
+        self.sources = [
+            Sources(inputs, stages[0].device, lambda grads: self.checks.input_grads(grads)),
+            *(
+                Sources([*stage.theta, *weights], stage.device)
+                for stage, weights in zip(stages, captured, strict=True)
+            ),
+            *(Sources(stage.carry, stage.device) for stage in stages if stage.recurrent),
+        ]
+        for traced in self._machine.traced:
+            nodes = list(traced.nodes())
+            check_kernels(traced.stage.name, traced.stage.device, nodes)
+            if options.strict_devices:
+                check_devices(traced.stage.name, traced.stage.device, nodes)
+        self.last_specs = self._machine.traced[-1].output_specs
+        check_joined(self._machine.traced[-1], cutting, step is not None)
+        for traced in self._machine.traced:
+            traced.check_pure()
+        self.checks = Checks(
+            options.check_numerics, self._machine.traced, self._machine.probes, cutting
+        )
+        state = State.before(self._stages, schedule.num_devices)
+        mode_of = self._modes = modes(options.remat, schedule)
+        arguments = (self._machine, state, self._stages, held, cutting, mode_of)
+        order = execution_order(schedule)
+        self.items: Sequence[Action | Loop] = order
+        num_nodes = schedule.num_microbatches * sum(t.num_nodes() for t in self._machine.traced)
+        if options.rolled or (options.rolled is None and num_nodes > ROLL_ABOVE):
+            loops = find_loops(order, lambda action: mode_of[action.stage, action.microbatch])
+            if options.rolled or 2 * _size(loops) <= len(order):
+                self.items = loops
+        self._values: Unrolled | Rolled = (
+            Unrolled(*arguments) if self.items is order else Rolled(*arguments, self.items)
+        )
+
+    def phases(self) -> tuple[Sequence[Action | Loop], Sequence[Action | Loop]]:
+        """The forward and the backward part of the items.
+
+        Raises:
+            ScheduleError: on some device they cannot be told apart.
+        """
+        check_phases(self._schedule)
+        forwards = [item for item in self.items if _first(item).kind == "F"]
+        return forwards, self.items[len(forwards) :]
+
+    @property
+    def state(self) -> State:
+        """What stages hold."""
+        return self._values.state
+
+    def perform(self, items: Sequence[Action | Loop]) -> None:
+        """Performs actions and loops in order."""
+        self._values.perform(items)
+
+    def finish_carries(self, after: Callable[[Grads, str], Grads]) -> None:
+        """Lets what the stages return besides wait for checks, and collects their summaries."""
+        for number, traced in enumerate(self._machine.traced):
+            carry = after(self.state.carries[number], traced.stage.device)
+            if traced.summaries is not None:
+                traced.summaries.collect(carry.pop())
+            self.state.carries[number] = carry
+
+    def held_bytes(self, kind: str, stage: int, microbatch: int = 0) -> int:
+        """What a stage holds of `weights` or `grads`, or `kept` or `pending` a microbatch."""
+        if kind == "weights":
+            return num_bytes(specs_of(self._stages[stage].theta))
+        passes = self._machine.passes(stage, self._modes[stage, microbatch])
+        if kind == "grads":
+            return num_bytes(passes.accumulator_specs)
+        return num_bytes(passes.kept_specs() if kind == "kept" else passes.pending_specs())
+
+    def outputs(self) -> list[tf.Tensor]:
+        """The outputs of the last stage for the whole batch."""
+        outputs = self._values.joined("outputs", len(self._stages) - 1)
+        return self._after_clock(outputs, self._stages[-1].device)
+
+    def _after_clock(self, tensors: Grads, device: str) -> Grads:
+        """Nothing but what is returned is run, so the last notes of a clock hang on that."""
+        if not self._has_clock:
+            return tensors
+        tokens = [operation for token in self.state.tokens for operation in token]
+        with tf.control_dependencies(tokens), tf.device(device):
+            return pin_present(tensors)
+
+    def recurrent(self, values: Sequence[Any]) -> list[Any]:
+        """Of one value a stage those of the recurrent stages."""
+        return [v for v, stage in zip(values, self._stages, strict=True) if stage.recurrent]
+
+    def seed(self, output_grads: Grads, state_grads: Grads) -> None:
+        """Starts a backward pass; a run may have several, each with its own."""
+        if self._loss_scale is not None:
+            output_grads, state_grads = map(self._scaled, (output_grads, state_grads))
+        self._values.seed(output_grads)
+        self.state.notes["backward"] = [empty_note() for _ in self._stages]
+        given = iter(state_grads)
+        for number, stage in enumerate(self._stages):
+            self.state.accumulators[number] = None
+            # Summaries, which come last, have no gradient.
+            self.state.carry_grads[number] = [
+                next(given) if stage.recurrent and t.dtype != tf.string else None
+                for t in stage.carry
+            ]
+
+    def seed_loss(self) -> None:
+        """Gives every microbatch's loss the gradient 1, or the scale of the loss."""
+        with tf.device(self._stages[-1].device):
+            one = tf.ones([], self.last_specs[0].dtype)
+            if self._loss_scale is not None:
+                one = self._scaled([one])[0]
+        self._values.seed_all([one] + [None] * (len(self.last_specs) - 1))
+
+    def _scaled(self, grads: Grads) -> Grads:
+        assert self._loss_scale is not None
+        scale = self._loss_scale.value
+        return [
+            None if g is None else tf.cast(tf.cast(g, scale.dtype) * scale, g.dtype) for g in grads
+        ]
+
+    def gradients(self, factor: tf.Tensor | None = None) -> list[Grads]:
+        """The gradients of all sources, multiplied by `factor`, in the sources' dtypes."""
+        totals = [self._machine.total_gradients(s, self.state) for s in range(len(self._stages))]
+        states = [
+            grads if stage.recurrent else []
+            for stage, grads in zip(self._stages, self.state.carry_grads, strict=True)
+        ]
+        both = [[*of_theta, *of_state] for of_theta, of_state in zip(totals, states, strict=True)]
+        self.checks.backward(both, self.state.notes["backward"])
+        for number, stage in enumerate(self._stages):
+            checked = self.checks.after_backward(both[number], stage.device)
+            checked = self._after_clock(checked, stage.device)
+            count = len(stage.theta)
+            totals[number], states[number] = checked[:count], checked[count:]
+        of_inputs = self._values.joined("grads", 0)
+        of_inputs = self._after_clock(of_inputs, self._stages[0].device)
+        groups = [of_inputs, *totals, *self.recurrent(states)]
+        if self._loss_scale is not None:
+            scale = self._loss_scale.value
+            factor = 1 / scale if factor is None else tf.cast(factor, scale.dtype) / scale
+        finished = [
+            self._multiplied(group, source, factor)
+            for group, source in zip(groups, self.sources, strict=True)
+        ]
+        return finished if self._loss_scale is None else self._loss_scale.checked(finished)
+
+    @staticmethod
+    def _multiplied(grads: Grads, source: Sources, factor: tf.Tensor | None) -> Grads:
+        result: Grads = []
+        with tf.device(source.device):
+            for grad, tensor in zip(grads, source.tensors, strict=True):
+                if grad is not None:
+                    grad = tf.cast(grad, tensor.dtype)
+                    grad = grad if factor is None else grad * tf.cast(factor, grad.dtype)
+                result.append(grad)
+        return result
+
+
+def _frozen(stage: Stage, compute_dtype: tf.DType | None) -> Stage:
+    """The stage with tensors that carry no gradient themselves, in the dtype of computation."""
+    with tf.device(stage.device):
+        dtypes = stage.dtypes or [compute_dtype] * len(stage.theta)
+        theta = [
+            tf.stop_gradient(cast_floating(tf.convert_to_tensor(t), dtype))
+            for t, dtype in zip(stage.theta, dtypes, strict=True)
+        ]
+        carry = [tf.stop_gradient(tf.convert_to_tensor(t)) for t in stage.carry]
+    return dataclasses.replace(stage, theta=theta, carry=carry)
+
+
+def num_bytes(specs: Sequence[tf.TensorSpec]) -> int:
+    """How much memory tensors of these shapes and dtypes take."""
+    return sum(spec.shape.num_elements() * spec.dtype.size for spec in specs)
+
+
+def _size(items: Sequence[Action | Loop]) -> int:
+    """How many actions the graph has."""
+    return sum(len(item.body) if isinstance(item, Loop) else 1 for item in items)
+
+
+def _first(item: Action | Loop) -> Action:
+    return item.body[0] if isinstance(item, Loop) else item
+
+
+def with_loss(stage: Stage) -> Stage:
+    """The last stage with a gradient of its first output alone.
+
+    The others would be given a gradient of zeros, and zero times infinity is NaN.
+    """
+
+    def forward(*args: Any) -> Any:
+        outputs, carry = stage.forward(*args)
+        return [*outputs[:1], *map(tf.stop_gradient, outputs[1:])], carry
+
+    return dataclasses.replace(stage, forward=forward)

@@ -1,0 +1,106 @@
+"""The values of a run in which every action has operations of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from pipemesh.recurrent.passes.passes import Grads
+from pipemesh.recurrent.passes.traced_stage import Cutting
+from pipemesh.recurrent.stage import Stage
+from pipemesh.recurrent.table.machine import Machine, State
+from pipemesh.schedule import Action
+
+
+class Unrolled:
+    """Performs actions and keeps each value under the number of its microbatch.
+
+    Args:
+        machine: performs actions.
+        state: what stages hold.
+        stages: the stages.
+        inputs: of the pipeline, the whole batch.
+        cutting: how the batch is cut.
+        modes: of remat, for each stage and microbatch.
+
+    Attributes:
+        state: what stages hold.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        state: State,
+        stages: Sequence[Stage],
+        inputs: Sequence[tf.Tensor],
+        cutting: Cutting,
+        modes: Mapping[tuple[int, int], str],
+    ) -> None:
+        self.state = state
+        self._machine = machine
+        self._microbatch = 0
+        self._modes = modes
+        self._stages = stages
+        self._cutting = cutting
+        self._found: dict[tuple[str, int, int], Any] = {}
+        with tf.device(stages[0].device):
+            self._put("outputs", -1, [self._split(t) for t in inputs])
+
+    def perform(self, actions: Sequence[Action]) -> None:
+        """Performs actions in order."""
+        self.state.forget_tokens_of_other_graphs()
+        numbers: dict[tuple[int, str], tf.Tensor] = {}
+        for action in actions:
+            self._microbatch = action.microbatch
+            mode = self._modes[action.stage, action.microbatch]
+            with self._machine.acting(f"action_{action}", action.stage):
+                key = action.microbatch, self._stages[action.stage].device
+                if key not in numbers:
+                    numbers[key] = tf.constant(action.microbatch, tf.int64)
+                self._machine.act(action.kind, action.stage, mode, numbers[key], self)
+
+    def read(self, kind: str, stage: int) -> Any:
+        """What was written for the current microbatch."""
+        return self._found[kind, stage, self._microbatch]
+
+    def write(self, kind: str, stage: int, value: Any) -> None:
+        """Keeps a value for the current microbatch."""
+        self._found[kind, stage, self._microbatch] = value
+
+    def seed(self, output_grads: Grads) -> None:
+        """Cuts the gradients of the outputs of the whole batch."""
+        with tf.device(self._stages[-1].device):
+            none = [None] * self._cutting.num_microbatches
+            parts = [none if g is None else self._split(g) for g in output_grads]
+            self._put("grads", len(self._stages), parts)
+
+    def seed_all(self, grads: Grads) -> None:
+        """Gives the outputs of every microbatch the same gradients."""
+        for m in range(self._cutting.num_microbatches):
+            self._found["grads", len(self._stages), m] = grads
+
+    def joined(self, kind: str, stage: int) -> Any:
+        """The values of all microbatches, as those of the whole batch."""
+        num = self._cutting.num_microbatches
+        found = [self._found[kind, stage, m] for m in range(num)]
+        with tf.device(self._stages[stage].device):
+            return [
+                None if parts[0] is None else join(parts, self._cutting.batch_dim)
+                for parts in zip(*found, strict=True)
+            ]
+
+    def _put(self, kind: str, stage: int, parts: Sequence[Sequence[Any]]) -> None:
+        for m in range(self._cutting.num_microbatches):
+            self._found[kind, stage, m] = [part[m] for part in parts]
+
+    def _split(self, tensor: tf.Tensor) -> list[tf.Tensor]:
+        return tf.split(tensor, self._cutting.num_microbatches, axis=self._cutting.batch_dim)
+
+
+def join(parts: Sequence[tf.Tensor], batch_dim: int) -> tf.Tensor:
+    """What the microbatches have of a tensor as that of the whole batch."""
+    if parts[0].shape.rank == 0:
+        return tf.stack(parts)
+    return parts[0] if len(parts) == 1 else tf.concat(parts, axis=batch_dim)

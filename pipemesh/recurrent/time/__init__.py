@@ -1,0 +1,1 @@
+"""Cells along time: `Recurrent` and `StackedRecurrent`."""

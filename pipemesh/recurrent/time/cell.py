@@ -1,0 +1,339 @@
+"""A recurrent cell, traced once; its gradient is that of the very same graph."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from pipemesh.backend.structure import Structure, is_differentiable
+from pipemesh.errors import PipelineError
+from pipemesh.randomness import loop_scope
+from pipemesh.recurrent.time.traced_function import TracedFunction
+
+_TIME = tf.TensorSpec([], tf.int32)
+
+
+class Arguments(NamedTuple):
+    """What a cell takes, part by part: structures, or flat lists of tensors or their specs."""
+
+    theta: Any
+    state: Any
+    accumulators: Any
+    inputs: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """What the user says of a cell.
+
+    Attributes:
+        name: names the cell in errors.
+        forward: `(theta, state0, inputs) -> (state1, extras)`.
+        gradient: `(theta, state0, inputs, extras, dstate1) -> (dtheta, dstate0, dinputs)`, or None.
+        accumulator_layer: has GetAccumulatorValues and SetAccumulatorValues; or None.
+        extras_like: what extras look like, or None.
+        may_capture: whether a tensor from outside may be used.
+        device: where it is computed.
+    """
+
+    name: str
+    forward: Callable[[Any, Any, Any], tuple[Any, Any]]
+    gradient: Callable[..., Sequence[Any]] | None
+    accumulator_layer: Any
+    extras_like: Any
+    may_capture: Callable[[tf.Tensor], bool]
+    device: str
+
+
+class Step(NamedTuple):
+    """What a cell computes at one time step, as flat lists."""
+
+    state: list[tf.Tensor]
+    accumulators: list[tf.Tensor]
+    extras: list[tf.Tensor]
+
+
+class StepGradients(NamedTuple):
+    """Gradients of what a cell takes at one time step, as flat lists; None where there is none."""
+
+    theta: list[Any]
+    captures: list[Any]
+    state: list[Any]
+    inputs: list[Any]
+
+
+class TracedCell:
+    """A cell function that was called once, with symbolic tensors.
+
+    Args:
+        cell: the functions.
+        structures: of what it takes.
+        specs: shapes and dtypes of what it takes.
+
+    Attributes:
+        cell: as given.
+        structures: as given.
+        specs: as given.
+        extras: structure of the extras.
+        extras_specs: their shapes and dtypes.
+        captures: the tensors from outside that it uses.
+
+    Raises:
+        PipelineError: the cell has side effects, uses what it may not, or does not return a state
+            like the one it takes.
+    """
+
+    def __init__(self, cell: Cell, structures: Arguments, specs: Arguments) -> None:
+        self.cell, self.structures, self.specs = cell, structures, specs
+        self.extras = Structure((), "extras")
+        keyed_by: list[tf.Tensor] = []
+
+        def run(t: tf.Tensor, *flat: tf.Tensor) -> Step:
+            with tf.device(cell.device), loop_scope(tf.cast(t, tf.int64)) as outside:
+                keyed_by[:] = outside
+                step = self._call(Arguments(*groups(flat, specs)))
+                # An output that is an input gets a name of its own.
+                return Step(*([tf.identity(x) for x in part] for part in step))
+
+        what = f"the cell {cell.name!r}"
+        self._step = TracedFunction(run, [_TIME, *_flat(specs)], what)
+        self._step.check_pure(what)
+        extras = self._step.results.extras
+        self.extras_specs = [tf.TensorSpec(x.shape, x.dtype) for x in extras]
+        self.captures = self._step.captures
+        self._check_captures(keyed_by)
+        self._check_draws()
+
+    def step(self, t: tf.Tensor, given: Arguments, captures: Sequence[tf.Tensor]) -> Step:
+        """Computes one time step.
+
+        Args:
+            t: int32 scalar, the time.
+            given: flat lists of tensors.
+            captures: values of `captures`.
+        """
+        return self._step(t, *_flat(given), captures=captures)
+
+    def state_read(self) -> list[str]:
+        """Names of the state's tensors that anything the cell returns depends on."""
+        # The time comes first.
+        begin = 1 + len(self.specs.theta)
+        used = self._step.used_arguments()
+        names = enumerate(self.structures.state.leaf_names, begin)
+        return [name for number, name in names if number in used]
+
+    def _call(self, given: Arguments) -> Step:
+        """Calls the user's function and checks what it returns."""
+        theta, state, accumulators, inputs = (
+            structure.pack(part) for structure, part in zip(self.structures, given, strict=True)
+        )
+        layer = self.cell.accumulator_layer
+        if layer is None:
+            returned = self.cell.forward(theta, state, inputs)
+        else:
+            saved = layer.GetAccumulatorValues()
+            layer.SetAccumulatorValues(accumulators)
+            try:
+                returned = self.cell.forward(theta, state, inputs)
+                accumulators = layer.GetAccumulatorValues()
+            finally:
+                layer.SetAccumulatorValues(saved)
+        if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+            raise PipelineError(
+                f"the cell {self.cell.name!r} returned {type(returned).__name__}; it must return "
+                "a pair (state1, extras), where extras may be ()"
+            )
+        state1, extras = returned
+        return Step(
+            self.structures.state.tensors_like(self.specs.state, state1, "state1"),
+            self.structures.accumulators.tensors_like(
+                self.specs.accumulators, accumulators, "the accumulators afterwards"
+            ),
+            self._flat_extras(() if extras is None else extras),
+        )
+
+    def _flat_extras(self, extras: Any) -> list[tf.Tensor]:
+        self.extras = Structure(extras, "extras")
+        tensors = self.extras.tensors(extras)
+        like = self.cell.extras_like
+        if like is None or not (tensors or tf.nest.flatten(like)):
+            return tensors
+        template = Structure(like, "the argument extras")
+        return template.tensors_like(template.tensors(like), extras, "what the cell has as extras")
+
+    def _check_captures(self, keyed_by: list[tf.Tensor]) -> None:
+        refused = [x for x in self.captures if not self._is_allowed(x, keyed_by)]
+        if not refused:
+            return
+        names = ", ".join(f"{self._step.name_of(x)} (shape {x.shape})" for x in refused)
+        alternative = (
+            "allow_implicit_capture is only for cells without a cell_grad"
+            if self.cell.gradient
+            else "or allow it with allow_implicit_capture or allowed_tensor_captures"
+        )
+        raise PipelineError(
+            f"the cell {self.cell.name!r} uses tensors or variables that it was not given: "
+            f"{names}; pass them in theta (or in the inputs, if they differ from step to step); "
+            f"{alternative}"
+        )
+
+    def _is_allowed(self, tensor: tf.Tensor, keyed_by: list[tf.Tensor]) -> bool:
+        if any(tensor is key for key in keyed_by):
+            return True
+        # Such as the global step: it has no gradient to lose.
+        if self._step.is_variable(tensor) and not is_differentiable(tensor):
+            return True
+        return self.cell.may_capture(tensor)
+
+    def _check_draws(self) -> None:
+        """Checks that no draw that a variable is the key of is the same at every time step."""
+        count = 1 + len(_flat(self.specs))
+        variables = {
+            count + number: capture
+            for number, capture in enumerate(self.captures)
+            if self._step.is_variable(capture)
+        }
+        of_weights = range(1, 1 + len(self.specs.theta))
+        for used in self._step.draws():
+            keys = [self._step.name_of(variables[n]) for n in used if n in variables]
+            if keys and not any(n < count and n not in of_weights for n in used):
+                raise PipelineError(
+                    f"the cell {self.cell.name!r} draws random numbers that depend on the variable "
+                    f"{keys[0]!r}, but not on the time step: they would be the same at every step; "
+                    "if it is the step that random numbers are keyed by, enter "
+                    "pipemesh.randomness.plan_free_randomness(step) around Recurrent"
+                )
+
+
+class StepGradient:
+    """The gradient of one time step, for which the cell is computed again.
+
+    Args:
+        traced: the cell.
+        with_extras: whether a gradient of the extras is given.
+
+    Attributes:
+        found: symbolic gradients, which tell where there is none.
+
+    Raises:
+        PipelineError: what the user's gradient returns does not fit, or it has side effects.
+    """
+
+    def __init__(self, traced: TracedCell, with_extras: bool) -> None:
+        self._traced = traced
+        self._with_extras = with_extras
+        specs, cell = traced.specs, traced.cell
+        parts = [
+            *specs,
+            [tf.TensorSpec(x.shape, x.dtype) for x in traced.captures],
+            traced.extras_specs if cell.gradient else [],
+            [x for x in specs.state if is_differentiable(x)],
+            [x for x in traced.extras_specs if with_extras and is_differentiable(x)],
+        ]
+
+        def run(t: tf.Tensor, *flat: tf.Tensor) -> StepGradients:
+            *given, captures, extras, d_state, d_extras = groups(flat, parts)
+            arguments = Arguments(*given)
+            with tf.device(cell.device), loop_scope(tf.cast(t, tf.int64)):
+                if cell.gradient:
+                    grads = self._by_user(cell.gradient, arguments, extras, d_state)
+                else:
+                    grads = self._derived(t, arguments, captures, [*d_state, *d_extras])
+                state, inputs = (
+                    [None if g is None else tf.convert_to_tensor(g) for g in part]
+                    for part in (grads.state, grads.inputs)
+                )
+                return StepGradients(grads.theta, grads.captures, state, inputs)
+
+        what = f"the gradient of the cell {cell.name!r}"
+        self._function = TracedFunction(run, [_TIME, *(x for part in parts for x in part)], what)
+        self._function.check_pure(what)
+        self.found: StepGradients = self._function.results
+
+    def __call__(
+        self,
+        t: tf.Tensor,
+        given: Arguments,
+        captures: Sequence[tf.Tensor],
+        extras: Sequence[tf.Tensor],
+        d_state: Sequence[tf.Tensor],
+        d_extras: Sequence[tf.Tensor],
+    ) -> StepGradients:
+        """Computes the gradients of one time step.
+
+        Args:
+            t: int32 scalar, the time.
+            given: what the cell was given.
+            captures: values of the captured tensors.
+            extras: what the cell returned, if the user gave the gradient; else nothing.
+            d_state: gradients of the differentiable state tensors.
+            d_extras: gradients of the differentiable extras, if `with_extras`.
+        """
+        return self._function(t, *_flat(given), *captures, *extras, *d_state, *d_extras)
+
+    def _derived(
+        self, t: tf.Tensor, given: Arguments, captures: list[tf.Tensor], d_ys: list[tf.Tensor]
+    ) -> StepGradients:
+        outputs = self._traced.step(t, given, captures)
+        candidates = [*outputs.state, *(outputs.extras if self._with_extras else [])]
+        ys = [y for y in candidates if is_differentiable(y)]
+        sources = [given.theta, captures, given.state, given.inputs]
+        xs = [x for part in sources for x in part if is_differentiable(x)]
+        grads = iter(tf.gradients(ys, xs, d_ys) if ys and xs else [None] * len(xs))
+        return StepGradients(
+            *([next(grads) if is_differentiable(x) else None for x in part] for part in sources)
+        )
+
+    def _by_user(
+        self,
+        gradient: Callable[..., Sequence[Any]],
+        given: Arguments,
+        extras: list[tf.Tensor],
+        d_state: list[tf.Tensor],
+    ) -> StepGradients:
+        structures, specs, name = (
+            self._traced.structures,
+            self._traced.specs,
+            self._traced.cell.name,
+        )
+        d_values = iter(d_state)
+        d_state1 = [
+            next(d_values) if is_differentiable(x) else tf.zeros_like(x) for x in given.state
+        ]
+        returned = gradient(
+            structures.theta.pack(given.theta),
+            structures.state.pack(given.state),
+            structures.inputs.pack(given.inputs),
+            self._traced.extras.pack(extras),
+            structures.state.pack(d_state1),
+        )
+        if not isinstance(returned, (tuple, list)) or len(returned) not in (3, 4):
+            raise PipelineError(
+                f"the cell_grad of {name!r} must return (dtheta, dstate0, dinputs), or these and "
+                "None"
+            )
+        if any(leaf is not None for leaf in tf.nest.flatten(returned[3:])):
+            raise PipelineError(
+                f"the cell_grad of {name!r} returned gradients of captured tensors, but a cell "
+                "with a cell_grad cannot capture any; pass them in theta"
+            )
+        return StepGradients(
+            structures.theta.gradients(specs.theta, returned[0], "dtheta"),
+            [None for _ in self._traced.captures],
+            structures.state.gradients(specs.state, returned[1], "dstate0"),
+            structures.inputs.gradients(specs.inputs, returned[2], "dinputs"),
+        )
+
+
+def _flat(arguments: Arguments) -> list[Any]:
+    return [leaf for part in arguments for leaf in part]
+
+
+def groups(flat: Iterable[Any], like: Iterable[Sequence[Any]]) -> Iterator[list[Any]]:
+    """Cuts a flat list into lists of the lengths of the given ones."""
+    values = iter(flat)
+    for part in like:
+        yield [next(values) for _ in part]

@@ -1,0 +1,181 @@
+"""A recurrent net: one cell, applied along time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from pipemesh.backend.structure import Structure
+from pipemesh.errors import PipelineError
+from pipemesh.recurrent.time.cell import Arguments, Cell, TracedCell
+from pipemesh.recurrent.time.loop_gradient import run_loop
+from pipemesh.recurrent.time.stop_condition import StopCondition
+from pipemesh.recurrent.time.time_loop import (
+    Span,
+    TimeLoop,
+    extras_shapes,
+    keep_alive,
+    padding_bounds,
+    sequence_length,
+)
+
+Nested = Any
+
+
+def Recurrent(
+    theta: Nested,
+    state0: Nested,
+    inputs: Nested,
+    cell_fn: Callable[[Nested, Nested, Nested], tuple[Nested, Nested]],
+    cell_grad: Callable[[Nested, Nested, Nested, Nested, Nested], Sequence[Nested]] | None = None,
+    cell_type: str | None = None,
+    stop_fn: Callable[[tf.Tensor, Nested, Nested], tf.Tensor] | None = None,
+    extras: Nested = None,
+    check_stateful_ops: bool = False,
+    accumulator_layer: Any = None,
+    allow_implicit_capture: bool = False,
+    allowed_tensor_captures: Sequence[tf.Tensor] | None = None,
+    *,
+    return_acc_extras: bool = False,
+) -> tuple[Nested, ...]:
+    """Applies a cell along time and keeps its state, not its activations.
+
+    Equal to this loop, outputs and gradients::
+
+        state = state0
+        for t in range(length):
+            state, extras = cell_fn(theta, state, inputs[t])
+            acc_state[t] = state
+        return acc_state, state
+
+    The cell is traced once, the graph does not grow with the length, and the backward pass
+    computes each time step again from its stored state. Gradients of theta are summed in float32
+    where theta is of half precision. Usable in TF1 graphs, in a `tf.function` and eagerly (traced
+    at each call, so that a `tf.function` around it is faster). The signature is that of
+    `lingvo.core.recurrent.Recurrent`; what differs is in the README of this package.
+
+    All of theta, states, inputs and extras are nested structures: dicts, lists, tuples, lingvo's
+    NestedMap. None may stand in place of a tensor and stays where it is; integer and other tensors
+    have no gradient. A cell gets the containers that were given, with its own tensors.
+
+    Args:
+        theta: weights.
+        state0: the state before the first time step.
+        inputs: tensors whose dim 0 is time, at least one. If it is a dict with the key `padding`
+            (of shape [time, ...]; padding is what is True or not 0), time steps before the first
+            and after the last that is not padding for everybody are skipped: their states in
+            `acc_state` are zeros.
+        cell_fn: `(theta, state0, inputs) -> (state1, extras)` for one time step; state1 is like
+            state0 in nesting, dtypes and shapes. It must have no side effects.
+        cell_grad: `(theta, state0, inputs, extras, dstate1) -> (dtheta, dstate0, dinputs)`, with a
+            fourth result None at will, the gradient of one time step; by default it is derived.
+            Extras are kept for it. Where it returns None there is no gradient.
+        cell_type: names the cell in errors.
+        stop_fn: `(t, theta, state0) -> stop`, asked before each time step; int64 scalar `t`. Once
+            all of the bool tensor `stop` is true, that time step and all that follow are skipped.
+        extras: what extras look like; needed only if their shapes are not known before they are
+            computed and there may be no time step at all.
+        check_stateful_ops: kept for callers of lingvo; operations with state are always errors.
+        accumulator_layer: a layer with `GetAccumulatorValues` and `SetAccumulatorValues`. Its
+            accumulators go from time step to time step, without gradient, and to the layer.
+        allow_implicit_capture: whether the cell may use tensors and variables that it was not
+            given. They get their gradients. Not with a `cell_grad`. Variables without a gradient,
+            such as the global step, it may always read.
+        allowed_tensor_captures: if there are any, only these may be used.
+        return_acc_extras: whether to return the extras, too. With a `cell_grad` a gradient through
+            them is an error (`tf.stop_gradient` says that it is not wanted).
+
+    Returns:
+        The states over time (dim 0), and the final state, both nested as state0; and, if wanted,
+        the extras over time.
+
+    Raises:
+        PipelineError: the inputs' lengths differ, the cell has side effects, captures what it may
+            not, or returns what does not fit.
+        LookupError: a gradient is differentiated again, or extras besides a `cell_grad`.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> def cell(theta, state, inputs):
+        ...     return {"sum": theta["decay"] * state["sum"] + inputs["x"]}, ()
+        >>> decay = tf.Variable(0.5)
+        >>> with tf.GradientTape() as tape:
+        ...     over_time, final = Recurrent(
+        ...         {"decay": decay}, {"sum": 0.0}, {"x": tf.constant([4.0, 2.0, 1.0])}, cell
+        ...     )
+        >>> [float(x) for x in over_time["sum"]], float(final["sum"])
+        ([4.0, 4.0, 3.0], 3.0)
+        >>> float(tape.gradient(final["sum"], decay))
+        6.0
+    """
+    del check_stateful_ops
+    name = cell_type or getattr(cell_fn, "__name__", type(cell_fn).__name__)
+    accumulators0 = (
+        accumulator_layer.GetAccumulatorValues() if accumulator_layer is not None else ()
+    )
+    parts = Arguments(theta, state0, accumulators0, inputs)
+    structures = Arguments(
+        Structure(theta, "theta"),
+        Structure(state0, "state0"),
+        Structure(accumulators0, "the accumulators"),
+        Structure(inputs, "inputs"),
+    )
+    given = Arguments(*(s.tensors(part) for s, part in zip(structures, parts, strict=True)))
+    if not given.state:
+        raise PipelineError("state0 has no tensor in it, so that there is nothing to compute")
+    allowed = list(allowed_tensor_captures or ())
+
+    def may_capture(tensor: tf.Tensor) -> bool:
+        if cell_grad is not None:
+            return False
+        return any(tensor is x for x in allowed) if allowed else allow_implicit_capture
+
+    with tf.name_scope("recurrent"):
+        given = given._replace(inputs=_of_one_length(given.inputs, structures.inputs.leaf_names))
+        step_inputs = [tf.TensorSpec(x.shape[1:], x.dtype) for x in given.inputs]
+        specs = Arguments(*map(_specs, given[:3]), step_inputs)
+        device = tf.zeros([]).device
+        cell = Cell(name, cell_fn, cell_grad, accumulator_layer, extras, may_capture, device)
+        traced = TracedCell(cell, structures, specs)
+        stop = StopCondition(stop_fn, structures, specs) if stop_fn else None
+        loop = TimeLoop(traced, stop, return_acc_extras, extras_shapes(traced, extras))
+        keep_alive(loop)
+        packed = structures.inputs.pack(given.inputs)
+        bounds = padding_bounds(packed, sequence_length(given.inputs))
+        span = Span(tf.constant(0), *bounds)
+        acc_state, _, state, accumulators, acc_extras = run_loop(loop, given, loop.captures, span)
+    if accumulator_layer is not None:
+        accumulator_layer.SetAccumulatorValues(structures.accumulators.pack(accumulators))
+    results = structures.state.pack(acc_state), structures.state.pack(state)
+    return (*results, traced.extras.pack(acc_extras)) if return_acc_extras else results
+
+
+def _specs(tensors: Sequence[tf.Tensor]) -> list[tf.TensorSpec]:
+    return [tf.TensorSpec(x.shape, x.dtype) for x in tensors]
+
+
+def _of_one_length(inputs: list[tf.Tensor], names: list[str]) -> list[tf.Tensor]:
+    """The inputs, once it is clear that their dim 0 is the same."""
+    if not inputs:
+        raise PipelineError("the inputs have no tensor in them; dim 0 of the inputs is time")
+    for x, name in zip(inputs, names, strict=True):
+        if x.shape.rank is None or x.shape.rank == 0:
+            raise PipelineError(f"{name} has shape {x.shape}; it needs a dim 0, which is time")
+    known = {
+        name: x.shape[0] for x, name in zip(inputs, names, strict=True) if x.shape[0] is not None
+    }
+    if len(set(known.values())) > 1:
+        lengths = ", ".join(f"{name}: {length}" for name, length in known.items())
+        raise PipelineError(f"the inputs differ in dim 0, which is time: {lengths}")
+    if len(known) == len(inputs) or len(inputs) == 1:
+        return inputs
+    length = sequence_length(inputs)
+    checks = [
+        tf.debugging.assert_equal(tf.shape(x)[0], length, f"{name} has another length in time")
+        for x, name in zip(inputs, names, strict=True)
+        if x.shape[0] is None
+    ]
+    with tf.control_dependencies([check for check in checks if check is not None]):
+        return [tf.identity(x) for x in inputs]

@@ -1,0 +1,1 @@
+"""Looks at what runs: finite values, errors, the clock, devices."""

@@ -1,0 +1,130 @@
+"""Measures when the actions of a schedule really run."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from pipemesh.backend.operations import Call
+from pipemesh.errors import ScheduleError
+from pipemesh.schedule import Action, Costs, Schedule, Timeline
+
+_KINDS = "FBIW"
+
+
+class ActionClock:
+    """Notes when each action starts and ends, of the latest step that ran with it.
+
+    An action starts when everything that it needs is there and its device is free. Each note is a
+    call into Python, some dozens of microseconds, so a step with a clock is for looking at, not
+    for timing as a whole.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> from pipemesh.recurrent import ActionClock, Options, Stage, pipeline
+        >>> from pipemesh.schedule import forward_only
+        >>> def double(theta, carry, inputs, microbatch, step):
+        ...     return [2.0 * inputs[0]], []
+        >>> clock, schedule = ActionClock(), forward_only(1, 4)
+        >>> @tf.function
+        ... def run(x):
+        ...     stages = [Stage("double", double, [], [], "CPU:0")]
+        ...     return pipeline(stages, [x], schedule, options=Options(clock=clock))[0]
+        >>> _ = run(tf.ones([8]))
+        >>> [str(span.action) for span in clock.timeline(schedule).spans()]
+        ['0F0', '0F1', '0F2', '0F3']
+    """
+
+    def __init__(self) -> None:
+        self._times: dict[tuple[Action, bool], float] = {}
+        self._lock = threading.Lock()
+
+    def stamp(
+        self, kind: str, stage: int, microbatch: tf.Tensor, is_end: bool, device: str
+    ) -> tf.Operation:
+        """An operation that notes the time when it runs.
+
+        Args:
+            kind: `F`, `B`, `I` or `W`.
+            stage: index of the stage.
+            microbatch: int64 scalar.
+            is_end: whether the action ends.
+            device: of the stage; the operation lies on the CPU next to it.
+        """
+        host = tf.DeviceSpec.from_string(device)
+        if host.device_type != "CPU":
+            host = host.replace(device_type="CPU", device_index=0)
+        place = [_KINDS.index(kind), stage, is_end]
+
+        def note(number: tf.Tensor) -> tf.Tensor:
+            with tf.device(host.to_string()):
+                return tf.numpy_function(self._note, [place, number], tf.int64)
+
+        # Within a function of its own, because TensorFlow executes operations with state that it
+        # sees side by side one after the other; and without state it would leave this one out.
+        function = tf.function(note, autograph=False)
+        call = Call(function.get_concrete_function(tf.TensorSpec([], tf.int64)), [0])
+        return call([microbatch])[0].op
+
+    def _note(self, place: np.ndarray, microbatch: np.ndarray) -> np.int64:
+        now = time.perf_counter()
+        kind, stage, is_end = (int(number) for number in place)
+        key = (Action(stage, _KINDS[kind], int(microbatch)), bool(is_end))
+        with self._lock:
+            # Of several things that an action waits for the last one counts.
+            self._times[key] = now
+        return np.int64(0)
+
+    def timeline(self, schedule: Schedule, unit: float = 1.0) -> Timeline:
+        """What was noted of a step that ran `schedule`.
+
+        Args:
+            schedule: what ran.
+            unit: of the times, in seconds.
+
+        Returns:
+            When each action ran; its costs are medians over the microbatches.
+
+        Raises:
+            ScheduleError: an action was not noted, because no step has run with this clock, or one
+                with another schedule.
+        """
+        for row in schedule.rows:
+            for action in row:
+                if not {(action, False), (action, True)} <= self._times.keys():
+                    raise ScheduleError(
+                        f"action {action} was not timed; run a step of this schedule with "
+                        "Options(clock=...) first"
+                    )
+        begin = min(self._times[action, False] for row in schedule.rows for action in row)
+        starts, ends = (
+            tuple(
+                tuple((self._times[action, is_end] - begin) / unit for action in row)
+                for row in schedule.rows
+            )
+            for is_end in (False, True)
+        )
+        return Timeline(schedule, _median_costs(schedule, starts, ends), starts, ends)
+
+
+def _median_costs(
+    schedule: Schedule, starts: Sequence[Sequence[float]], ends: Sequence[Sequence[float]]
+) -> Costs:
+    """What an action of each kind took on each stage, as a median over the microbatches."""
+    taken: dict[tuple[str, int], list[float]] = {}
+    for row, row_starts, row_ends in zip(schedule.rows, starts, ends, strict=True):
+        for action, start, end in zip(row, row_starts, row_ends, strict=True):
+            taken.setdefault((action.kind, action.stage), []).append(end - start)
+
+    def of(kind: str) -> list[float] | None:
+        if not any(k == kind for k, _ in taken):
+            return None
+        # A stage that never does this kind of action costs nothing there.
+        return [statistics.median(taken.get((kind, s), [0.0])) for s in range(schedule.num_stages)]
+
+    return Costs(forward=of("F") or 0.0, backward=of("B"), input_grad=of("I"), weight_grad=of("W"))

@@ -1,0 +1,85 @@
+"""Says in one line in which stage, layer and microbatch a step failed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+import tensorflow as tf
+
+from pipemesh.backend.labels import labelled
+from pipemesh.errors import PipelineError
+
+_NODE = re.compile(r"\{\{node ([^}]+)\}\}")
+_ACTION = re.compile(r"(?:^|/)action_\d+([FBIW])(\d+)(?=/)")
+# What `health.raise_unless` says.
+_NOT_FINITE = re.compile(r"assertion failed: \[(stage .*? is not finite \(NaN or infinite\))\]")
+_PREAMBLE = re.compile(
+    r"Graph execution error|Detected at node|<stack traces|Node: |\d+ root error|\s*$"
+)
+_CODE = re.compile(r"^\s*(\(\d+\)\s*)?[A-Z_]+:\s+")
+
+
+def explain(
+    error: tf.errors.OpError, devices: Mapping[str, str] | None = None
+) -> PipelineError | None:
+    """Turns an error of TensorFlow into one line that says where in the pipeline it arose.
+
+    TensorFlow names the operation that failed. In its name stand the stage and the layer (as
+    given to `layer_scope`), and, in a function of TF2, the microbatch and the direction as well.
+    In a TF1 session the names of inlined functions have no microbatch, and operations inside of
+    loops and branches no stage either.
+
+    Args:
+        error: what was raised while the step ran.
+        devices: for the name of each stage its device, to be mentioned.
+
+    Returns:
+        The error to raise `from` the given one; None if it did not arise in a stage.
+
+    Example:
+        >>> node = "action_1F5/PartitionedCall/stage.first/layer.block3/GatherV2"
+        >>> message = "Out of range: 7\\n\\t [[{{node " + node + "}}]]"
+        >>> error = tf.errors.InvalidArgumentError(None, None, message)
+        >>> print(explain(error, {"first": "GPU:1"}))
+        stage 'first' (GPU:1), layer 'block3', microbatch 5, forward: Out of range: 7
+    """
+    message = error.message or ""
+    known = _NOT_FINITE.search(message)
+    if known is not None:
+        return PipelineError(_unescaped(known[1]))
+    for node in _NODE.findall(message):
+        stage = labelled("stage", node)
+        if stage is not None:
+            place = ", ".join(_place(node, stage, devices or {}))
+            return PipelineError(f"{place}: {_reason(message)}")
+    return None
+
+
+def _unescaped(text: str) -> str:
+    """What TensorFlow was given to print, of which it escapes quotes and all but ASCII."""
+    return text.encode().decode("unicode_escape").encode("latin-1").decode()
+
+
+def _place(node: str, stage: str, devices: Mapping[str, str]) -> Iterator[str]:
+    yield f"stage {stage!r}" + (f" ({devices[stage]})" if stage in devices else "")
+    layer = labelled("layer", node)
+    if layer is not None:
+        yield f"layer {layer!r}"
+    action = _ACTION.search(node)
+    if action is not None:
+        yield f"microbatch {action[2]}"
+    forward = action[1] == "F" if action is not None else "/gradients/" not in node
+    yield "forward" if forward else "backward"
+
+
+def _reason(message: str) -> str:
+    """What the first of the errors says, without traceback and names of nodes, on one line."""
+    lines: list[str] = []
+    for line in message.split("\n\t [[", 1)[0].splitlines():
+        if line.startswith("Traceback"):
+            break
+        # Indented lines are traceback of the node's making.
+        if not _PREAMBLE.match(line) and (not line.startswith("  ") or _CODE.match(line)):
+            lines.append(_CODE.sub("", line).strip())
+    return " ".join(lines)

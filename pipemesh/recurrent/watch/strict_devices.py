@@ -1,0 +1,83 @@
+"""Checks, before anything runs, that every operation of a stage can run on the stage's device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+# TensorFlow's registry of kernels is not public; its version is pinned.
+from tensorflow.python.framework import kernels
+
+from pipemesh.errors import DeviceError
+
+# These stand for tensors that are given; they are never executed.
+_GIVEN = frozenset(["Placeholder", "_Arg", "_Retval"])
+
+
+def check_devices(name: str, device: str, nodes: Iterable[Any]) -> None:
+    """Checks a stage.
+
+    Args:
+        name: of the stage.
+        device: of the stage.
+        nodes: all that it computes, forward and backward.
+
+    Raises:
+        DeviceError: an operation of the stage is pinned to another device by the code of the
+            stage, or TensorFlow has no kernel of it for the device's type, so that it would run on
+            the CPU; or the stage names no device.
+    """
+    wanted = tf.DeviceSpec.from_string(device)
+    if wanted.device_type is None:
+        raise DeviceError(
+            f"stage {name!r} has the device {device!r}, but strict_devices needs one with type "
+            "and number, such as CPU:0"
+        )
+    for node in nodes:
+        _check_node(node, name, device, wanted)
+
+
+def _check_node(node: Any, stage: str, device: str, wanted: tf.DeviceSpec) -> None:
+    what = f"operation {node.name!r} ({node.op}) of stage {stage!r}"
+    pinned = tf.DeviceSpec.from_string(node.device)
+    for part in ("job", "replica", "task", "device_type", "device_index"):
+        found, asked = getattr(pinned, part), getattr(wanted, part)
+        if found is not None and asked is not None and found != asked:
+            raise DeviceError(
+                f"strict_devices: {what} is pinned to {node.device}, but the stage is on {device}; "
+                "take tf.device out of the stage's code"
+            )
+    if node.op in _GIVEN or _has_kernel(node, wanted.device_type):
+        return
+    types = sorted({kernel.device_type for kernel in _kernels(node.op)} & {"CPU", "GPU", "TPU"})
+    elsewhere = f"it would run on {types[0]}" if types else "no device can run it"
+    raise DeviceError(
+        f"strict_devices: {what} has no kernel for {wanted.device_type} with these types, so "
+        f"{elsewhere}, but the stage is on {device}; use another operation or move it to a stage "
+        "of its own"
+    )
+
+
+def _has_kernel(node: Any, device_type: str) -> bool:
+    return any(
+        kernel.device_type in (device_type, "DEFAULT")
+        and all(_allows(constraint, node) for constraint in kernel.constraint)
+        for kernel in _kernels(node.op)
+    )
+
+
+def _allows(constraint: Any, node: Any) -> bool:
+    """Whether the type of a node is one that a kernel computes with."""
+    if constraint.name not in node.attr:
+        return True
+    value = node.attr[constraint.name]
+    types = value.list.type or [value.type]
+    return set(types) <= set(constraint.allowed_values.list.type)
+
+
+@functools.cache
+def _kernels(op: str) -> Sequence[Any]:
+    return list(kernels.get_registered_kernels_for_op(op).kernel)

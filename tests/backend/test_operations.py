@@ -1,0 +1,96 @@
+"""Operations that every action has: how many there are, and what they pass on."""
+
+import collections
+
+import pytest
+import tensorflow as tf
+
+from pipemesh.backend.operations import Call, pin, pin_present
+from pipemesh.recurrent import Options, Stage, pipeline_loss
+from pipemesh.schedule import one_f_one_b, zb_h1
+
+
+def test_what_is_pinned_has_its_values_shapes_and_an_operation_of_its_own():
+    @tf.function
+    def run(x):
+        two = tf.constant([1, 2])
+        (one,) = pin([x])
+        both = pin([x, two])
+        some = pin_present([None, x, None])
+        assert pin([]) == []
+        assert [t.shape for t in (one, *both)] == [[3], [3], [2]]
+        assert [t is None for t in some] == [True, False, True]
+        assert len({t.op.name for t in (x, two, one, both[0], some[1])}) == 5
+        assert both[0].op is both[1].op
+        return one, *both, some[1]
+
+    got = run(tf.constant([1.0, 2.0, 3.0]))
+    assert [t.numpy().tolist() for t in got] == [[1, 2, 3], [1, 2, 3], [1, 2], [1, 2, 3]]
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_call_takes_some_tensors_and_captures_in_any_graph(eager):
+    outside = tf.constant(10.0) if eager else None
+
+    def build():
+        captured = tf.constant(10.0) if outside is None else outside
+        function = tf.function(lambda a, b: [a - b + captured, a * b])
+        spec = tf.TensorSpec([])
+        return Call(function.get_concrete_function(spec, spec), [2, 0])
+
+    if eager:
+        call = build()
+
+        @tf.function
+        def run(*values):
+            inner = tf.while_loop(
+                lambda i, _: i < 2, lambda i, x: (i + 1, call([x, x, x])[0]), (0, values[0])
+            )
+            return [*call(list(values)), inner[1]]
+
+        got = [float(t) for t in run(*map(tf.constant, (1.0, 2.0, 3.0)))]
+        assert got == [12.0, 3.0, 10.0]
+        return
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        call = build()
+        got = session.run(call([tf.constant(value) for value in (1.0, 2.0, 3.0)]))
+    assert got == [12.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("build", "most"), [(one_f_one_b, {"F": 3, "B": 4}), (zb_h1, {"F": 3, "I": 4, "W": 3})]
+)
+def test_an_action_is_few_operations(build, most):
+    schedule = build(4, 8)
+    last = schedule.num_stages - 1
+
+    def dense(number):
+        def forward(theta, carry, inputs, microbatch, step):
+            y = tf.tanh(tf.matmul(inputs[0], theta[0]) + theta[1])
+            return [tf.reduce_sum(y) if number == last else y], []
+
+        return forward
+
+    @tf.function
+    def run(x):
+        with tf.GradientTape() as tape:
+            stages = [
+                Stage(f"s{i}", dense(i), [tf.eye(4), tf.zeros([4])], [], "CPU:0")
+                for i in range(schedule.num_stages)
+            ]
+            tape.watch([t for stage in stages for t in stage.theta])
+            loss, _, _ = pipeline_loss(stages, [x], schedule, options=Options(remat="none"))
+        return tape.gradient(loss, stages[0].theta[0])
+
+    graph = run.get_concrete_function(tf.TensorSpec([16, 4])).graph
+    count = collections.Counter()
+    for operation in graph.get_operations():
+        scope, _, name = operation.name.partition("/")
+        # The number of a microbatch is one constant for all actions of a device.
+        if scope.startswith("action_") and not name.startswith("Const"):
+            count[scope] += 1
+            if operation.type == "PartitionedCall" and "W" in scope:
+                assert {t.shape.rank for t in operation.inputs} <= {1, 2}, "no scalars, no weights"
+    assert len(count) == len(most) * 4 * 8
+    for scope, number in count.items():
+        assert number <= most[scope.removeprefix("action_")[1]], scope

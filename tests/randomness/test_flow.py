@@ -1,0 +1,133 @@
+"""Labels say whose the elements of a tensor are, as the operations themselves move them."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.randomness.examples.flow import ExampleFlow
+from pipemesh.randomness.examples.labels import NOBODY, NOBODYS, SEVERAL, along
+
+BATCH, TIME, WIDTH = 4, 3, 6
+# Those along the second dim, of [TIME, BATCH, WIDTH].
+LABEL = along(1, 3, np.arange(BATCH))
+WHOLE = np.broadcast_to(LABEL, [TIME, BATCH, WIDTH])
+
+
+def label_of(function, label=LABEL, sizes=(TIME, BATCH, WIDTH), dtype=tf.float32):
+    """The label of what the function makes of a tensor, in the sizes of the result."""
+    traced = tf.function(function, autograph=False).get_concrete_function(
+        tf.TensorSpec(sizes, dtype)
+    )
+    graph = traced.graph
+    labels = [label] + [NOBODYS] * (len(graph.inputs) - 1)
+    found = ExampleFlow(graph, labels).label(graph.outputs[0])
+    return None if found is None else np.broadcast_to(found, graph.outputs[0].shape)
+
+
+MOVES = {
+    "reshape joins": lambda x: tf.reshape(x, [TIME * BATCH, WIDTH]),
+    "reshape cuts": lambda x: tf.reshape(x, [TIME, BATCH, 2, 3]),
+    "reshape joins and cuts": lambda x: tf.reshape(x, [TIME, 2, 4 * WIDTH // 2]),
+    "reshape to one": lambda x: tf.reshape(x, [-1]),
+    "reshape and back": lambda x: tf.reshape(tf.reshape(x, [-1, 2]), x.shape),
+    "reshape with ones": lambda x: tf.reshape(x, [1, TIME, 1, BATCH, WIDTH, 1]),
+    "transpose": lambda x: tf.transpose(x, [2, 1, 0]),
+    "expand": lambda x: x[:, :, None],
+    "squeeze": lambda x: tf.squeeze(x[:1], 0),
+    "split and concat": lambda x: tf.concat(tf.split(x, 2, -1), 1),
+    "uneven split": lambda x: tf.concat(tf.split(x, [1, 3], 1)[::-1], 1),
+    "concat of parts": lambda x: tf.concat([x[:, :1], x[:, 2:]], 1),
+    "stack": lambda x: tf.stack([x, x], 1),
+    "unstack": lambda x: tf.stack(tf.unstack(x, axis=1)[::-1], 1),
+    "slice": lambda x: tf.slice(x, [1, 2, 0], [2, 2, 6]),
+    "strided slice": lambda x: x[::-1, 1::2, ..., 0],
+    "last": lambda x: x[..., -1, :],
+    "tile": lambda x: tf.tile(x, [1, 2, 1]),
+    "broadcast": lambda x: tf.broadcast_to(x, [2, TIME, BATCH, WIDTH]),
+    "pad": lambda x: tf.pad(x, [[0, 0], [1, 2], [0, 0]], constant_values=NOBODY),
+    "mirror pad": lambda x: tf.pad(x, [[0, 0], [2, 1], [0, 0]], "REFLECT"),
+    "reverse": lambda x: tf.reverse(x, [1]),
+    "gather": lambda x: tf.gather(x, [3, 0, 0], axis=1),
+    "cast": lambda x: tf.cast(tf.identity(x), tf.float64),
+    "a function": lambda x: tf.function(lambda y: tf.transpose(y, [1, 0, 2]))(x),
+    "a loop": lambda x: tf.while_loop(lambda i, _: i < 2, lambda i, y: (i + 1, 1 * y), (0, x))[1],
+    "a branch": lambda x: tf.cond(tf.size(x) > 0, lambda: x[:, ::-1], lambda: 1 * x[:, ::-1]),
+    "a custom gradient": lambda x: tf.custom_gradient(lambda y: (tf.identity(y), lambda g: g))(x),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_labels_move_as_elements_do(name):
+    moved = MOVES[name](tf.constant(WHOLE))
+    np.testing.assert_array_equal(label_of(MOVES[name], dtype=tf.int32), moved)
+
+
+def weights(*sizes):
+    return tf.ones(sizes)
+
+
+BY_EXAMPLE = np.arange(BATCH)
+KEEPS = {
+    "product": (lambda x: tf.matmul(x, weights(TIME, WIDTH, 5)), [TIME, BATCH, 5], 1),
+    "einsum": (lambda x: tf.einsum("tbi,ij->btj", x, weights(WIDTH, 5)), [BATCH, TIME, 5], 0),
+    "einsum of any rank": (lambda x: tf.einsum("...i,ij->...j", x, weights(WIDTH, 2)), None, 1),
+    "attention": (lambda x: tf.einsum("tbi,sbi->bts", x, x), [BATCH, TIME, TIME], 0),
+    "sum": (lambda x: tf.reduce_sum(x, [0, 2]), [BATCH], 0),
+    "kept sum": (lambda x: tf.reduce_max(x, -1, keepdims=True), [TIME, BATCH, 1], 1),
+    "softmax": (tf.nn.softmax, [TIME, BATCH, WIDTH], 1),
+    "cumulative": (lambda x: tf.cumsum(x, 2), [TIME, BATCH, WIDTH], 1),
+    "normalization": (lambda x: x - tf.reduce_mean(x, 1, keepdims=True), None, 1),
+    "lookup": (lambda x: tf.gather(weights(9, 5), tf.cast(x, tf.int32)), None, 1),
+    "one hot": (lambda x: tf.one_hot(tf.cast(x, tf.int32), 5), None, 1),
+    "convolution": (
+        lambda x: tf.nn.conv1d(tf.transpose(x, [1, 0, 2]), weights(2, WIDTH, 5), 1, "SAME"),
+        [BATCH, TIME, 5],
+        0,
+    ),
+    "rows of a list": (lambda x: tf.scan(lambda a, b: a + b, x), [TIME, BATCH, WIDTH], 1),
+    "cross entropy": (
+        lambda x: tf.nn.sparse_softmax_cross_entropy_with_logits(
+            tf.zeros([TIME, BATCH], tf.int32), x
+        ),
+        [TIME, BATCH],
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEEPS)
+def test_what_is_computed_from_one_example_is_its_own(name):
+    function, sizes, dim = KEEPS[name]
+    found = label_of(function)
+    assert sizes is None or list(found.shape) == sizes
+    want = along(dim, found.ndim, BY_EXAMPLE)
+    np.testing.assert_array_equal(found, np.broadcast_to(want, found.shape))
+
+
+def test_what_meets_of_two_examples_belongs_to_several():
+    pairs = label_of(lambda x: x[0, :, None, 0] * x[0, None, :, 0])
+    np.testing.assert_array_equal(pairs, np.where(np.eye(BATCH) > 0, BY_EXAMPLE, SEVERAL))
+
+
+def test_sums_over_the_batch_and_constants_are_nobodys():
+    assert (label_of(lambda x: tf.reduce_mean(x, 1)) == NOBODY).all()
+    assert (label_of(lambda x: tf.zeros_like(x)) == NOBODY).all()
+    assert (label_of(lambda x: tf.sort(weights(3))) == NOBODY).all()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: tf.roll(x, 1, 1),
+        lambda x: tf.gather(x, tf.cast(x[0, :, 0], tf.int32), axis=1),
+        lambda x: tf.function(lambda y: tf.roll(y, 1, 0))(x) + 1,
+        lambda x: tf.while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, y[:, ::-1]), (0, x))[1],
+    ],
+)
+def test_what_is_not_known_is_said_to_be_unknown(function):
+    assert label_of(function) is None
+
+
+def test_large_labels_are_not_looked_at():
+    sizes = (1 << 13, 1 << 13)
+    assert label_of(lambda x: tf.transpose(x) * x, along(0, 2, np.arange(sizes[0])), sizes) is None
