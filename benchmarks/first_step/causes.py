@@ -49,7 +49,7 @@ def main() -> None:
         importing = time.perf_counter()
         start(request)
         from models.one_billion_word import loop, trainer
-        from pipemesh.recurrent.passes.passes import traced_stage
+        from pipemesh.recurrent.passes import traced_stage
         from pipemesh.recurrent.table import machine, run
 
         SECONDS["imports"] = time.perf_counter() - importing

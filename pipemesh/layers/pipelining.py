@@ -33,6 +33,7 @@ from pipemesh.recurrent import (
     LossScale,
     Options,
     Stage,
+    explain,
     pipeline,
     pipeline_loss,
     predict_memory,
@@ -41,7 +42,6 @@ from pipemesh.recurrent.passes.captures import check_fresh
 from pipemesh.recurrent.precision import INITIAL_SCALE
 from pipemesh.recurrent.table.fit import microbatch_size
 from pipemesh.recurrent.table.run import with_loss
-from pipemesh.recurrent.watch import explain
 from pipemesh.schedule import Schedule
 from pipemesh.schedule_names import listing
 

@@ -9,7 +9,7 @@ from lingvo.core import bn_layers, py_utils
 
 from pipemesh.errors import DeviceError, PipelineError
 from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, SeqLayer
-from pipemesh.recurrent.watch import explain
+from pipemesh.recurrent import explain
 from tests.layers.blocks import WIDTH, Block, blocks
 from tests.layers.harness import cluster, initial_value, run_eagerly, run_tf1, run_tf2, squared_sum
 

@@ -77,8 +77,7 @@ def build(weights, at, layer_scope, Stage, pipeline_loss, schedule):
 def main(mode):
     start_devices()
     from pipemesh.randomness import layer_scope
-    from pipemesh.recurrent import Stage, pipeline_loss
-    from pipemesh.recurrent.watch import explain
+    from pipemesh.recurrent import Stage, explain, pipeline_loss
     from pipemesh.schedule import one_f_one_b
 
     tools = layer_scope, Stage, pipeline_loss, one_f_one_b(STAGES, MICROBATCHES)

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.errors import PipelineError
-from pipemesh.recurrent.watch import explain
+from pipemesh.recurrent import explain
 
 PYTHON = "ValueError: the cable is loose"
 RANGE = "indices[0] = 7 is not in [0, 2)"

@@ -6,8 +6,7 @@ import tensorflow as tf
 
 from pipemesh.errors import PipelineError
 from pipemesh.randomness import layer_scope
-from pipemesh.recurrent import Options, Stage, pipeline, pipeline_loss
-from pipemesh.recurrent.watch import explain
+from pipemesh.recurrent import Options, Stage, explain, pipeline, pipeline_loss
 from pipemesh.schedule import forward_only, gpipe, one_f_one_b
 from tests.recurrent.poisoned import LAYERS, MODES, nothing, poison
 
