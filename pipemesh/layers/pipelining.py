@@ -334,7 +334,7 @@ class PipeliningLayer(SeqLayer):
                 forward=self._stage_function(i, theta[name], structures),
                 theta=thetas[i],
                 carry=carries[i],
-                device=device,
+                home=device,
                 dtypes=compute_dtypes(self.children[name]).Flatten(),
             )
             for i, (name, device) in enumerate(

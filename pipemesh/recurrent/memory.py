@@ -56,7 +56,7 @@ def predict_memory(
         options: as for `pipeline`; remat and compute dtype matter.
 
     Returns:
-        One for each row of the schedule.
+        One for each device: those of the schedule's first row, of its second, and so on.
 
     Raises:
         PipelineError: see `pipeline`.
@@ -77,20 +77,25 @@ def predict_memory(
     """
     run = Run(stages, inputs, schedule, step, options or Options())
     found = []
-    for device, row in enumerate(schedule.rows):
-        held = peak = 0
-        for action in row:
-            stage, m = action.stage, action.microbatch
-            kept, pending = (run.held_bytes(kind, stage, m) for kind in ("kept", "pending"))
-            if action.kind == "F":
-                held += 0 if schedule.is_forward_only else kept
-            elif action.kind == "W":
-                held -= pending
-            else:
-                held += (pending if action.kind == "I" else 0) - kept
-            peak = max(peak, held)
-        own = [s for s, home in enumerate(schedule.stage_devices) if home == device]
-        weights = sum(run.held_bytes("weights", s) for s in own)
-        gradients = 0 if schedule.is_forward_only else sum(run.held_bytes("grads", s) for s in own)
-        found.append(DeviceMemory(weights, gradients, peak))
+    for home, row in enumerate(schedule.rows):
+        own = [s for s, owner in enumerate(schedule.stage_devices) if owner == home]
+        for replica in range(len(stages[0].devices)):
+            held = peak = 0
+            for action in row:
+                stage, m = action.stage, action.microbatch
+                kept, pending = (
+                    run.held_bytes(kind, stage, replica, m) for kind in ("kept", "pending")
+                )
+                if action.kind == "F":
+                    held += 0 if schedule.is_forward_only else kept
+                elif action.kind == "W":
+                    held -= pending
+                else:
+                    held += (pending if action.kind == "I" else 0) - kept
+                peak = max(peak, held)
+            weights = sum(run.held_bytes("weights", s, replica) for s in own)
+            gradients = 0
+            if not schedule.is_forward_only:
+                gradients = sum(run.held_bytes("grads", s, replica) for s in own)
+            found.append(DeviceMemory(weights, gradients, peak))
     return found

@@ -1,4 +1,4 @@
-"""A stage as the executor sees it: a function of flat lists of tensors, and its device."""
+"""A stage as the executor sees it: a function of flat lists of tensors, and its home."""
 
 from __future__ import annotations
 
@@ -7,22 +7,26 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
+from pipemesh.recurrent.home import Home
+
 Tensors = Sequence[tf.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """What runs as one unit on one device.
+    """What runs as one unit.
 
     Attributes:
         name: names the stage in errors and in the graph.
         forward: `forward(theta, carry, inputs, microbatch, step) -> (outputs, carry)`, all lists
             of tensors but the last two, which are int64 scalars: the index of the microbatch and
             the global step. It must be free of side effects and may be traced more than once.
-            `carry` goes from one microbatch of the stage to the next.
+            `carry` goes from one microbatch of the stage to the next. With several replicas it is
+            called for each, as if the parts of microbatches were microbatches themselves.
         theta: the weights; gradients flow to the floating ones.
         carry: its value before the first microbatch.
-        device: name of the TensorFlow device that all operations of the stage are placed on.
+        home: where it runs; a string is the name of a TensorFlow device that all operations of the
+            stage are placed on.
         dtypes: for each of `theta` the dtype that the stage computes with; by default the
             pipeline's `compute_dtype`.
         recurrent: whether gradients flow through the carry, from each microbatch back to the one
@@ -36,6 +40,16 @@ class Stage:
     ]
     theta: Tensors
     carry: Tensors
-    device: str
+    home: Home | str
     recurrent: bool = False
     dtypes: Sequence[tf.DType] | None = None
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The device of each replica."""
+        return Home.of(self.home).devices
+
+    @property
+    def device(self) -> str:
+        """The first of them."""
+        return self.devices[0]

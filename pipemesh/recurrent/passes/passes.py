@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Container, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -68,7 +69,7 @@ class Passes:
         self._forward_probes = forward_probes
         self._backward_probes = backward_probes
         self._recomputed = recomputed
-        self._dtypes = accumulator_dtypes
+        self._dtypes = [*accumulator_dtypes] * len(traced.replicas)
         grads = traced.gradients
         self._grad_placeholders = [*grads.of_outputs.values(), *grads.of_carry_out.values()]
 
@@ -252,22 +253,39 @@ class Passes:
 
     def zero_gradients(self) -> Tensors:
         """Accumulators before the first microbatch."""
-        return [tf.zeros(spec.shape, spec.dtype) for spec in self.accumulator_specs]
+        zeros = []
+        for spec, place in zip(self.accumulator_specs, self.accumulator_places, strict=True):
+            with tf.device(self._traced.replicas[place].device):
+                zeros.append(tf.zeros(spec.shape, spec.dtype))
+        return zeros
 
     def theta_gradients(self, accumulators: Tensors) -> Grads:
-        """The gradient of each theta, None if there is none."""
+        """The gradient of each theta, summed over the replicas; None if there is none."""
         values = iter(accumulators)
-        return [None if n is None else next(values) for n in self._traced.gradients.of_theta]
+        of_theta = self._traced.gradients.of_theta
+        grads = [None if name is None else next(values) for name in of_theta]
+        count = len(grads) // len(self._traced.replicas)
+        parts = [[g for g in grads[i::count] if g is not None] for i in range(count)]
+        # What is alike for all replicas is summed where the weight lies, once a step.
+        return [tf.add_n(part) if len(part) > 1 else (part or [None])[0] for part in parts]
 
-    # Sizes, for plans of memory.
+    # What others hold of a stage: names give shapes, dtypes and places.
 
-    def kept_specs(self) -> Specs:
-        """Shapes and dtypes of what `forward` leaves."""
-        return [self._traced.spec(name) for name in self.kept]
+    @property
+    def pending(self) -> list[str]:
+        """Names of what `input_grad` leaves."""
+        return self._pending
 
-    def pending_specs(self) -> Specs:
-        """Shapes and dtypes of what `input_grad` leaves."""
-        return [self._traced.spec(name) for name in self._pending]
+    @property
+    def grad_placeholders(self) -> list[str]:
+        """Names of the gradients that a backward pass starts from."""
+        return self._grad_placeholders
+
+    @functools.cached_property
+    def accumulator_places(self) -> list[int]:
+        """The replica of each sum of weight gradients."""
+        named = zip(self._traced.theta, self._traced.gradients.of_theta, strict=True)
+        return [self._traced.place(theta) for theta, name in named if name is not None]
 
     # The functions, made when they are first needed.
 
@@ -373,6 +391,8 @@ class Passes:
 
         def run(*tensors: tf.Tensor) -> Tensors:
             values = dict(zip(names, tensors[: len(names)], strict=True))
+            if len(traced.replicas) > 1:
+                results_stay.append(_results_stay_where_they_are())
             with tf.device(traced.stage.device):
                 # Results get an identity each, which waits for all that checks or tells.
                 pasted = traced.cut.paste(values, [*wanted, *fetches, *probed], effects, checked)
@@ -381,13 +401,16 @@ class Passes:
                 if probes:
                     looked_at = iter(pasted[end:])
                     groups = [[next(looked_at) for _ in probe.tensors] for probe in probes]
-                    results.append(write_note(tensors[-1], values[traced.scalars[0]], groups))
+                    where = [traced.replicas[probe.place].device for probe in probes]
+                    number = values[traced.scalars[0]]
+                    results.append(write_note(tensors[-1], number, groups, where))
                 if not gradients:
                     return results
                 count = len(self.accumulator_specs)
                 totals = list(tensors[len(names) :][:count]) if adds else [None] * count
                 return [*self._accumulate(totals, pasted[: len(wanted)]), *results]
 
+        results_stay: list[Any] = []
         function = tf.function(run, autograph=False).get_concrete_function(*specs, *rest)
         return Call(function, taken, has_effects(function.graph.as_graph_def()))
 
@@ -395,14 +418,33 @@ class Passes:
         flat_grads = iter(flat)
         names = [name for name in self._traced.gradients.of_theta if name is not None]
         new = []
-        for total, name, spec in zip(totals, names, self.accumulator_specs, strict=True):
-            if isinstance(name, str):
-                grad = tf.cast(next(flat_grads), spec.dtype)
-                # Not `+`: the graph optimizer merges chains of additions into one at their end,
-                # also across the control dependencies that order actions, and so builds cycles.
-                new.append(grad if total is None else tf.add_n([total, grad]))
-            else:
-                rows, indices = tf.cast(next(flat_grads), spec.dtype), next(flat_grads)
-                total = tf.zeros(spec.shape, spec.dtype) if total is None else total
-                new.append(tf.tensor_scatter_nd_add(total, indices[:, None], rows))
+        specs = zip(self.accumulator_specs, self.accumulator_places, strict=True)
+        for total, name, (spec, place) in zip(totals, names, specs, strict=True):
+            with tf.device(self._traced.replicas[place].device):
+                if isinstance(name, str):
+                    grad = tf.cast(next(flat_grads), spec.dtype)
+                    # Not `+`: the graph optimizer merges chains of additions into one at their
+                    # end, also across the control dependencies that order actions, and so builds
+                    # cycles.
+                    new.append(grad if total is None else tf.add_n([total, grad]))
+                else:
+                    rows, indices = tf.cast(next(flat_grads), spec.dtype), next(flat_grads)
+                    total = tf.zeros(spec.shape, spec.dtype) if total is None else total
+                    new.append(tf.tensor_scatter_nd_add(total, indices[:, None], rows))
         return new
+
+
+def _results_stay_where_they_are() -> Any:
+    """From now on, an identity in the function that is traced lies where its input lies.
+
+    TensorFlow gives each result of a function an identity when the function's code has ended, by
+    which time its own scopes of devices have ended, too. It would lie where the call lies.
+
+    Returns:
+        Keeps this so for as long as it lives.
+    """
+    scope = tf.compat.v1.device(
+        lambda node: node.inputs[0].device if node.type == "Identity" else node.device
+    )
+    scope.__enter__()
+    return scope

@@ -11,7 +11,6 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.backend.labels import label_scope
-from pipemesh.backend.structure import is_differentiable
 from pipemesh.backend.tagged import tagged
 from pipemesh.randomness import (
     LayerSpan,
@@ -20,15 +19,15 @@ from pipemesh.randomness import (
     Replay,
     WholeDraw,
     WholeDraws,
-    gradient_scope,
     layer_spans,
     plan_free_randomness,
 )
 from pipemesh.randomness.escaped_draws import check_no_draw_escaped
 from pipemesh.randomness.examples.whole_batch import DrawsOfStage, labels_of_batch
 from pipemesh.recurrent.passes.captures import Captured, captured_weights, check_batch, redirect
-from pipemesh.recurrent.passes.gradients import differentiate, flat_names
-from pipemesh.recurrent.passes.graph_cut import GraphCut, node_of
+from pipemesh.recurrent.passes.gradients import flat_names
+from pipemesh.recurrent.passes.graph_cut import GraphCut, node_of, tensor_name
+from pipemesh.recurrent.passes.replica import Replica, joined
 from pipemesh.recurrent.passes.summaries import Summaries
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.watch.probes import Probe, StageProbes
@@ -44,11 +43,23 @@ class Cutting:
         num_microbatches: how many there are.
         microbatch_size: how many examples each has.
         batch_dim: the dim of the pipeline's inputs along which they are cut.
+        replicas: into how many parts each microbatch is cut once more, one a replica.
     """
 
     num_microbatches: int
     microbatch_size: int
     batch_dim: int
+    replicas: int = 1
+
+    @property
+    def num_parts(self) -> int:
+        """How many parts the whole batch has: those of the first microbatch, of the second, ..."""
+        return self.num_microbatches * self.replicas
+
+    @property
+    def part_size(self) -> int:
+        """How many examples a part has."""
+        return self.microbatch_size // self.replicas
 
 
 class WholeBatch:
@@ -116,9 +127,12 @@ def specs_of(tensors: Sequence[tf.Tensor]) -> Specs:
 class TracedStage:
     """The graph of a stage's forward pass and its gradient, for one microbatch.
 
+    Where there are several replicas, all of them are in the graph. Then the weights, the inputs,
+    the outputs and the gradients are those of the first replica, of the second, and so on.
+
     Args:
         stage: the stage.
-        inputs: specs of one microbatch's inputs, with static shapes.
+        inputs: specs of the inputs that a replica gets of one microbatch, with static shapes.
         cutting: how the batch is cut.
         has_step: whether there is a global step.
         whole_draws: gives the stage's random draws for the whole batch.
@@ -137,9 +151,10 @@ class TracedStage:
         effects: names of the nodes that check or tell something.
         captured: what the stage reaches otherwise than through its theta: the last tensors of
             theta, as gradients flow to them.
-        output_specs: shapes and dtypes of the outputs.
+        output_specs: shapes and dtypes of the outputs of a replica.
         layers: for each node of the forward pass that belongs to a layer the layer's name.
-        probes: where values that are not finite are looked for.
+        theta_layers: for each weight the layers that use it.
+        input_layers: for each input the layers that use it.
         summaries: what the stage tells a TF1 graph; its last carry.
     """
 
@@ -152,29 +167,32 @@ class TracedStage:
         whole_draws: Callable[[], WholeDraws],
     ) -> None:
         self.stage = stage
-        found: dict[str, Any] = {}
+        num_replicas = cutting.replicas
 
         def trace(whole: WholeDraws | None) -> Any:
-            def position(microbatch: tf.Tensor) -> Position:
-                return Position(
-                    microbatch, cutting.num_microbatches, cutting.microbatch_size, whole
+            self.replicas: list[Replica] = []
+            self.summaries: Summaries | None = None
+
+            def position(part: tf.Tensor) -> Position:
+                return Position(part, cutting.num_parts, cutting.part_size, whole)
+
+            def finish(begin: int, *tensors: Any) -> None:
+                theta, carry, inputs, outputs, carry_out = tensors
+                if len(self.replicas) == num_replicas - 1:
+                    self.summaries = Summaries.found()
+                if self.summaries is not None:
+                    carry = [*carry, self.summaries.before]
+                    carry_out = [*carry_out, self.summaries.after]
+                spans = layer_spans()
+                replay, probes = Replay(), StageProbes(spans, theta, inputs, outputs)
+                end = len(tf.compat.v1.get_default_graph().get_operations())
+                device = stage.devices[len(self.replicas)]
+                tensors = (theta, carry, inputs, outputs, carry_out)
+                self.replicas.append(
+                    Replica(device, *tensors, spans, replay, probes, [(begin, end)])
                 )
 
-            def finish(spans: Any, theta: Any, carry: Any, inputs: Any, *results: Any) -> None:
-                outputs, carry_out = results
-                found["summaries"] = summaries = Summaries.found()
-                if summaries is not None:
-                    carry, carry_out = [*carry, summaries.before], [*carry_out, summaries.after]
-                # Their names, not those of what the traced function returns: that waits for
-                # everything stateful in the function, and so also for the gradient.
-                found["outputs"] = [t.name for t in outputs]
-                found["carry_out"] = [t.name for t in carry_out]
-                found["spans"] = spans
-                found["replay"] = Replay()
-                found["probes"] = StageProbes(spans, theta, inputs, outputs)
-                found["tensors"] = (theta, carry, inputs, outputs, carry_out)
-
-            return _trace(stage, inputs, position, has_step, {}, finish)
+            return _trace(stage, inputs, position, has_step, {}, finish, num_replicas)
 
         try:
             traced = trace(None)
@@ -185,27 +203,33 @@ class TracedStage:
         graph = traced.graph
         self._num_forward = len(graph.get_operations())
         what = f"stage {stage.name!r}"
-        check_batch(
-            graph, what, cutting.batch_dim, cutting.microbatch_size, cutting.num_microbatches
-        )
+        check_batch(graph, what, cutting.batch_dim, cutting.part_size, cutting.num_parts)
         self._captured: list[Captured] = captured_weights(graph)
-        self._tensors: tuple[list[tf.Tensor], ...] = found["tensors"]
-        check_no_draw_escaped(graph, stage.name, cutting.num_microbatches)
-        self._replay: Replay = found["replay"]
-        self.outputs: list[str] = found["outputs"]
-        self.carry_out: list[str] = found["carry_out"]
-        self.probes: StageProbes = found["probes"]
-        names = [t.name for t in graph.inputs[: len(graph.inputs) - len(graph.captures)]]
+        check_no_draw_escaped(graph, stage.name, cutting.num_parts)
+        replicas, first = self.replicas, self.replicas[0]
+        for replica in replicas[1:]:
+            replica.copy_captured(graph, self._captured)
+        # The tensors' own names, not those of what the traced function returns: that waits for
+        # everything stateful in the function, and so also for the gradient.
+        self.outputs = [t.name for replica in replicas for t in replica.outputs]
+        self.carry_out = [t.name for t in replicas[-1].carry_out]
         self._specs = {t.name: tf.TensorSpec(t.shape, t.dtype) for t in graph.inputs}
-        theta_end = len(stage.theta)
-        carry_end = theta_end + len(stage.carry)
-        self.theta = [*names[:theta_end], *(weight.name for weight in self._captured)]
-        self.summaries: Summaries | None = found["summaries"]
+        self.theta = [
+            name
+            for replica in replicas
+            for name in [
+                *(t.name for t in replica.theta),
+                *(replica.copies.get(weight.name, weight.name) for weight in self._captured),
+            ]
+        ]
         before = [] if self.summaries is None else [self.summaries.before]
-        self.carry = [*names[theta_end:carry_end], *(t.name for t in before)]
-        self.inputs, self.scalars = names[carry_end:-2], names[-2:]
-        self.output_specs = [self.spec(name) for name in self.outputs]
-        self.layers = _layers(graph, found["spans"])
+        self.carry = [*(t.name for t in first.carry[: len(stage.carry)]), *(t.name for t in before)]
+        self.inputs = [t.name for replica in replicas for t in replica.inputs]
+        end = len(graph.inputs) - len(graph.captures)
+        self.scalars = [t.name for t in graph.inputs[end - 2 : end]]
+        self.output_specs = specs_of(first.outputs)
+        self.layers = _layers(graph, [span for replica in replicas for span in replica.spans])
+        self.theta_layers, self.input_layers = first.probes.theta_layers, first.probes.input_layers
         self.captured = [weight.outer for weight in self._captured]
         with tf.device(stage.device):
             values = [tf.stop_gradient(tensor) for tensor in self.captured]
@@ -217,33 +241,25 @@ class TracedStage:
         """Adds the gradient to the graph; to be called once, before anything below.
 
         Args:
-            live: the outputs that a gradient arrives at.
+            live: those of a replica's outputs that a gradient arrives at.
         """
-        theta, carry, inputs, outputs, carry_out = self._tensors
-        theta = [*theta, *(weight.source for weight in self._captured)]
-        graph, device = self._traced.graph, self.stage.device
-        with (
-            graph.as_default(),
-            tf.device(device),
-            label_scope("stage", self.stage.name),
-            self._replay.enter(self._replay.tensors),
-            gradient_scope(),
-        ):
-            self.gradients = differentiate(
-                self.stage,
-                theta,
-                carry,
-                inputs,
-                {i: outputs[i] for i in live if is_differentiable(outputs[i])},
-                carry_out,
-                self.probes.sources,
-            )
+        graph, live = self._traced.graph, list(live)
+        self.gradients = joined(
+            [
+                replica.differentiate(
+                    graph, self.stage, self._captured, live, number * len(self.output_specs)
+                )
+                for number, replica in enumerate(self.replicas)
+            ]
+        )
+        self._places = self._find_places(graph)
+        probed = [name for replica in self.replicas for name in replica.probes.names]
         self.cut = GraphCut(
             graph,
             {inner.name: outer for outer, inner in graph.captures},
-            lambda nodes: redirect(nodes, self._captured),
+            self._prepare,
             self.layers,
-            [*self.outputs, *self.carry_out, *self._gradient_names(), *self.probes.names],
+            [*self.outputs, *self.carry_out, *self._gradient_names(), *probed],
         )
         self.effects = self.cut.effects(self._num_forward)
 
@@ -253,6 +269,33 @@ class TracedStage:
             f"stage {self.stage.name!r}",
             "a stage is computed microbatch by microbatch, and again in the backward pass",
         )
+
+    def _find_places(self, graph: Any) -> dict[str, int]:
+        """For the nodes of all replicas but the first the number of the replica."""
+        operations = graph.get_operations()
+        places: dict[str, int] = {}
+        num_outputs = len(self.output_specs)
+        for output, name in self.gradients.of_outputs.items():
+            places[node_of(name)] = output // num_outputs
+        for number, replica in enumerate(self.replicas):
+            for begin, end in replica.operations if number else ():
+                places.update((op.name, number) for op in operations[begin:end])
+            given = [*(t.name for t in [*replica.theta, *replica.inputs]), *replica.copies.values()]
+            places.update((node_of(name), number) for name in given)
+        return places
+
+    def _prepare(self, nodes: Sequence[Any]) -> None:
+        """Lets nodes use the tensor that stands for what was captured, each replica its own."""
+        redirect(nodes, self._captured)
+        for node in nodes:
+            copies = self.replicas[self._places.get(node.name, 0)].copies
+            for number, source in enumerate(node.input if copies else ()):
+                if not source.startswith("^") and tensor_name(source) in copies:
+                    node.input[number] = copies[tensor_name(source)]
+
+    def place(self, name: str) -> int:
+        """The number of the replica that a tensor belongs to; 0 for what belongs to none."""
+        return self._places.get(node_of(name), 0)
 
     def spec(self, name: str) -> tf.TensorSpec:
         """Shape and dtype of a tensor of the graph."""
@@ -277,7 +320,11 @@ class TracedStage:
     def forward_probes(self) -> list[Probe]:
         """Where the forward pass is looked at."""
         computed = self.cut.ancestors([*self.outputs, *self.carry_out])
-        return self.probes.forward(lambda name: node_of(name) in computed)
+        return [
+            dataclasses.replace(probe, place=number)
+            for number, replica in enumerate(self.replicas)
+            for probe in replica.probes.forward(lambda name: node_of(name) in computed)
+        ]
 
     def backward_probes(self, is_first: bool) -> list[Probe]:
         """Where the backward pass is looked at; `is_first` says whether this is the first stage."""
@@ -285,9 +332,17 @@ class TracedStage:
         upstream = [] if is_first else [*grads.of_inputs, *grads.of_carry]
         wanted = [name for name in [*upstream, *flat_names(grads.of_theta)] if name is not None]
         computed = self.cut.ancestors(wanted)
-        return self.probes.backward(
-            grads.of_probes, grads.of_inputs, is_first, lambda name: node_of(name) in computed
-        )
+        of_probes, of_inputs = iter(grads.of_probes), iter(grads.of_inputs)
+        return [
+            dataclasses.replace(probe, place=number)
+            for number, replica in enumerate(self.replicas)
+            for probe in replica.probes.backward(
+                [next(of_probes) for _ in replica.probes.sources],
+                [next(of_inputs) for _ in replica.inputs],
+                is_first,
+                lambda name: node_of(name) in computed,
+            )
+        ]
 
 
 def _layers(graph: tf.Graph, spans: Sequence[LayerSpan]) -> dict[str, str]:
@@ -306,29 +361,48 @@ def _trace(
     has_step: bool,
     drawn: dict[str, WholeDraw],
     finish: Callable[..., Any] | None = None,
+    num_replicas: int = 1,
 ) -> Any:
     """Traces one pass; `finish` may add to the graph while it is open."""
     scalar = tf.TensorSpec([], tf.int64)
 
-    def run(theta: Any, carry: Any, inputs: Any, microbatch: Any, step: Any) -> Any:
-        where = position(microbatch) if position else None
-        known_step = step if has_step else None
-        with tf.device(stage.device), label_scope("stage", stage.name):
-            with plan_free_randomness(known_step, where) as draws:
-                with contextlib.ExitStack() as tags:
-                    if where is not None and where.num_microbatches > 1:
-                        tags.enter_context(tagged(stage.name, microbatch))
-                    outputs, carry_out = stage.forward(theta, carry, inputs, microbatch, known_step)
-                drawn.update(draws)
-                spans = layer_spans()
-                # An output that is an input, or twice the same tensor, gets a name of its own.
-                outputs = [tf.identity(t) for t in outputs]
-                carry_out = [tf.identity(t) for t in carry_out]
-                if finish:
-                    finish(spans, theta, carry, inputs, outputs, carry_out)
+    def run_one(
+        replica: int, theta: Any, carry: Any, inputs: Any, microbatch: Any, step: Any
+    ) -> Any:
+        begin = len(tf.compat.v1.get_default_graph().get_operations())
+        name, part = stage.name, microbatch
+        if num_replicas > 1:
+            name, part = f"{name}/replica{replica}", microbatch * num_replicas + replica
+        where = position(part) if position else None
+        with plan_free_randomness(step, where) as draws:
+            with contextlib.ExitStack() as tags:
+                if where is not None and where.num_microbatches > 1:
+                    tags.enter_context(tagged(name, microbatch))
+                outputs, carry_out = stage.forward(theta, carry, inputs, part, step)
+            drawn.update(draws)
+            # An output that is an input, or twice the same tensor, gets a name of its own.
+            outputs = [tf.identity(t) for t in outputs]
+            carry_out = [tf.identity(t) for t in carry_out]
+            if finish:
+                finish(begin, theta, carry, inputs, outputs, carry_out)
         return outputs, carry_out
+
+    def run(thetas: Any, carry: Any, inputs: Any, microbatch: Any, step: Any) -> Any:
+        known_step = step if has_step else None
+        outputs = []
+        for replica, device in enumerate(stage.devices[:num_replicas]):
+            with tf.device(device), label_scope("stage", stage.name):
+                results, carry = run_one(
+                    replica, thetas[replica], carry, inputs[replica], microbatch, known_step
+                )
+            outputs.extend(results)
+        return outputs, carry
 
     function = tf.function(run, autograph=False)
     return function.get_concrete_function(
-        specs_of(stage.theta), specs_of(stage.carry), inputs, scalar, scalar
+        [specs_of(stage.theta)] * num_replicas,
+        specs_of(stage.carry),
+        [inputs] * num_replicas,
+        scalar,
+        scalar,
     )

@@ -133,19 +133,20 @@ class Checks:
     def _finding(self, direction: str, number: int, note: tf.Tensor) -> Finding:
         what = "its output" if direction == "forward" else "a gradient"
         rest = f"microbatch {MICROBATCH}, {direction}: {what}"
-        probes = self._probes[direction][number]
-        return Finding(note, [place(self._traced[number].stage, p.layers, rest) for p in probes])
+        stage, probes = self._traced[number].stage, self._probes[direction][number]
+        return Finding(note, [place(stage, p.layers, rest, p.place) for p in probes])
 
     def _total_finding(self, number: int, grads: Grads) -> Finding:
         traced = self._traced[number]
-        layers = traced.probes.theta_layers
+        layers = traced.theta_layers
         users = [*layers, *([()] * (len(grads) - len(layers)))]
         present = [(g, u) for g, u in zip(grads, users, strict=True) if g is not None]
         with tf.device(traced.stage.device):
             note = empty_note()
             if present:
                 zero = tf.zeros([], tf.int64)
-                note = write_note(note, zero, [[grad] for grad, _ in present])
+                device = traced.stage.device
+                note = write_note(note, zero, [[g] for g, _ in present], [device] * len(present))
         places = [
             place(
                 traced.stage,
@@ -165,12 +166,13 @@ class Checks:
             where = tf.argmax(tf.cast(bad, tf.int32)) // cutting.microbatch_size
             note = tf.where(tf.reduce_any(bad), where, empty_note())
         text = f"microbatch {MICROBATCH}, backward: the gradient of input {number}"
-        return Finding(note, [place(traced.stage, traced.probes.input_layers[number], text)])
+        return Finding(note, [place(traced.stage, traced.input_layers[number], text)])
 
 
-def place(stage: Stage, layers: Sequence[str], rest: str) -> str:
+def place(stage: Stage, layers: Sequence[str], rest: str, replica: int = 0) -> str:
     """Names stage, device and layers."""
-    device = f" ({stage.device})" if stage.device else ""
+    name = stage.devices[replica]
+    device = f" ({name})" if name else ""
     layer = f", layer {' or '.join(map(repr, layers))}" if layers else ""
     return f"stage {stage.name!r}{device}{layer}, {rest}"
 

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from pipemesh.errors import PipelineError, ScheduleError
+from pipemesh.recurrent.home import Home
 from pipemesh.recurrent.passes.graph_cut import node_of
 from pipemesh.recurrent.passes.traced_stage import Cutting, Specs, TracedStage, output_specs
+from pipemesh.recurrent.stage import Stage
 from pipemesh.schedule import Schedule
 
 
@@ -17,6 +19,7 @@ def microbatch_size(
     num_microbatches: int,
     batch_dim: int,
     names: Sequence[str] | None = None,
+    replicas: int = 1,
 ) -> int:
     """The number of examples in a microbatch.
 
@@ -25,6 +28,7 @@ def microbatch_size(
         num_microbatches: how many microbatches it is cut into.
         batch_dim: the dim along which it is cut.
         names: of the inputs, for errors.
+        replicas: into how many parts each microbatch is cut.
 
     Raises:
         PipelineError: there is no input, a shape is not static, batch sizes differ, or the batch
@@ -61,7 +65,39 @@ def microbatch_size(
             f"a batch of {batch} does not divide into {num_microbatches} microbatches; "
             f"num_micro_batches may be {', '.join(divisors)}"
         )
-    return batch // num_microbatches
+    size = batch // num_microbatches
+    if size % replicas:
+        raise PipelineError(
+            f"a microbatch of {size} examples does not divide among the {replicas} replicas of a "
+            f"stage; the batch, {batch}, must be a multiple of {num_microbatches * replicas} (the "
+            "microbatches times the replicas)"
+        )
+    return size
+
+
+def num_replicas(stages: Sequence[Stage]) -> int:
+    """How many replicas each stage has.
+
+    Raises:
+        PipelineError: not all have as many, or a recurrent stage has several.
+    """
+    if not stages:
+        return 1
+    first = stages[0]
+    for stage in stages:
+        if len(stage.devices) != len(first.devices):
+            raise PipelineError(
+                f"stage {first.name!r} has {len(first.devices)} devices ({Home.of(first.home)}), "
+                f"but stage {stage.name!r} has {len(stage.devices)} ({Home.of(stage.home)}); give "
+                "all stages of a pipeline homes of one size"
+            )
+        if stage.recurrent and len(stage.devices) > 1:
+            raise PipelineError(
+                f"stage {stage.name!r} is recurrent and has {len(stage.devices)} devices "
+                f"({Home.of(stage.home)}); its state goes from microbatch to microbatch, so that "
+                "replicas would wait for each other: give it one device"
+            )
+    return len(first.devices)
 
 
 def check_joined(traced: TracedStage, cutting: Cutting, has_step: bool) -> None:
@@ -75,9 +111,9 @@ def check_joined(traced: TracedStage, cutting: Cutting, has_step: bool) -> None:
     Raises:
         PipelineError: an output is not cut along the batch.
     """
-    if cutting.num_microbatches == 1 or traced.stage.recurrent:
+    if cutting.num_parts == 1 or traced.stage.recurrent:
         return
-    size, dim = cutting.microbatch_size, cutting.batch_dim
+    size, dim = cutting.part_size, cutting.batch_dim
     specs = traced.output_specs
     for number, spec in enumerate(specs):
         if spec.shape.rank is None or (spec.shape.rank > dim and spec.shape[dim] is None):
@@ -101,14 +137,14 @@ def check_joined(traced: TracedStage, cutting: Cutting, has_step: bool) -> None:
     whole = _whole_outputs(traced, cutting, has_step) if doubtful else None
     for number in doubtful if whole else []:
         shape = whole[number].shape
-        if shape.rank is not None and shape[dim] not in (None, size * cutting.num_microbatches):
+        if shape.rank is not None and shape[dim] not in (None, size * cutting.num_parts):
             found = f"has shape {specs[number].shape} and for the whole batch {shape}"
             raise PipelineError(_not_cut(traced, cutting, number, found))
 
 
 def _doubtful(traced: TracedStage, number: int, cutting: Cutting) -> bool:
     """Whether an output may have the size of a microbatch by chance."""
-    size, dim = cutting.microbatch_size, cutting.batch_dim
+    size, dim = cutting.part_size, cutting.batch_dim
     computed = traced.cut.ancestors([traced.outputs[number]])
     if not any(node_of(name) in computed for name in traced.inputs):
         return True
@@ -119,13 +155,13 @@ def _doubtful(traced: TracedStage, number: int, cutting: Cutting) -> bool:
 
 def _whole_outputs(traced: TracedStage, cutting: Cutting, has_step: bool) -> Specs | None:
     """What the last stage returns for the whole batch; None if that cannot be told."""
-    size, dim = cutting.microbatch_size, cutting.batch_dim
+    size, dim = cutting.part_size, cutting.batch_dim
     specs = []
-    for name in traced.inputs:
+    for name in traced.inputs[: len(traced.replicas[0].inputs)]:
         spec = traced.spec(name)
         shape = spec.shape.as_list()
         if len(shape) > dim and shape[dim] == size:
-            shape[dim] *= cutting.num_microbatches
+            shape[dim] *= cutting.num_parts
         specs.append(tf.TensorSpec(shape, spec.dtype))
     try:
         return output_specs(traced.given, specs, has_step)
@@ -137,7 +173,7 @@ def _whole_outputs(traced: TracedStage, cutting: Cutting, has_step: bool) -> Spe
 def _not_cut(traced: TracedStage, cutting: Cutting, number: int, found: str) -> str:
     return (
         f"output {number} of the last stage ({traced.stage.name!r}) {found}; microbatches have "
-        f"{cutting.microbatch_size} examples in dim {cutting.batch_dim} (batch_dim), so it is not "
+        f"{cutting.part_size} examples in dim {cutting.batch_dim} (batch_dim), so it is not "
         "cut along the batch, and joined it would not be what the whole batch gives; return it "
         "once for each example, or compute it after the pipeline, or return scalars with the loss "
         "inside the pipeline, which come back as one a microbatch"

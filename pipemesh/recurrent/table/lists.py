@@ -45,12 +45,19 @@ class Lists:
         for key in keys:
             if key not in self.handles:
                 self.handles[key] = [
-                    None if spec is None else self._empty(key[1], spec)
-                    for spec in self._machine.specs(*key)
+                    None if spec is None else self._empty(device, spec)
+                    for spec, device in zip(
+                        self._machine.specs(*key), self._devices(key), strict=True
+                    )
                 ]
 
-    def _empty(self, stage: int, spec: tf.TensorSpec) -> tf.Tensor:
-        with tf.device(self._stages[stage].device):
+    def _devices(self, key: Key) -> list[str]:
+        """Where the values of a channel lie."""
+        devices = self._stages[key[1]].devices
+        return [devices[place] for place in self._machine.places(*key)]
+
+    def _empty(self, device: str, spec: tf.TensorSpec) -> tf.Tensor:
+        with tf.device(device):
             # Of any shape, because cleared elements have another one.
             return tf.raw_ops.TensorListReserve(
                 element_shape=tf.constant(-1),
@@ -64,52 +71,70 @@ class Lists:
         self._set(key, microbatch, values)
 
     def _set(self, key: Key, microbatch: tf.Tensor, values: Sequence[tf.Tensor | None]) -> None:
-        with tf.device(self._stages[key[1]].device):
-            index = tf.cast(microbatch, tf.int32)
-            self.handles[key] = [
-                handle
-                if handle is None or value is None
-                else tf.raw_ops.TensorListSetItem(input_handle=handle, index=index, item=value)
-                for handle, value in zip(self.handles[key], values, strict=True)
-            ]
+        index = tf.cast(microbatch, tf.int32)
+        given = zip(self.handles[key], values, self._devices(key), strict=True)
+        self.handles[key] = [
+            handle if handle is None or value is None else _put(handle, index, value, device)
+            for handle, value, device in given
+        ]
 
     def take(self, key: Key, microbatch: tf.Tensor) -> list[tf.Tensor | None]:
         """Takes the values of a microbatch, so that the list no longer holds them."""
-        specs = self._machine.specs(*key)
-        with tf.device(self._stages[key[1]].device):
-            index = tf.cast(microbatch, tf.int32)
-            values = [
-                None if handle is None or spec is None else _get(handle, index, spec)
-                for handle, spec in zip(self.handles[key], specs, strict=True)
-            ]
-            cleared = [None if v is None else _nothing(v.dtype) for v in values]
+        index = tf.cast(microbatch, tf.int32)
+        known = zip(self.handles[key], self._machine.specs(*key), self._devices(key), strict=True)
+        values: list[tf.Tensor | None] = []
+        cleared: list[tf.Tensor | None] = []
+        for handle, spec, device in known:
+            with tf.device(device):
+                there = handle is not None and spec is not None
+                values.append(_get(handle, index, spec) if there else None)
+                cleared.append(_nothing(spec.dtype) if there else None)
         self._set(key, microbatch, cleared)
         return values
 
     def joined(self, key: Key, batch_dim: int) -> list[tf.Tensor | None]:
-        """The values of all microbatches, as those of the whole batch."""
-        specs = self._machine.specs(*key)
-        with tf.device(self._stages[key[1]].device):
-            return [
-                None if handle is None or spec is None else self._join(handle, spec, batch_dim)
-                for handle, spec in zip(self.handles[key], specs, strict=True)
+        """The values of all microbatches and replicas, as those of the whole batch."""
+        stage = self._stages[key[1]]
+        specs, handles = self._machine.specs(*key), self.handles[key]
+        count = len(specs) // len(stage.devices)
+        joined: list[tf.Tensor | None] = []
+        for i in range(count):
+            parts = [
+                self._stacked(handle, spec, device)
+                for handle, device in zip(handles[i::count], stage.devices, strict=True)
+                if handle is not None and (spec := specs[i]) is not None
             ]
+            with tf.device(stage.device):
+                joined.append(self._join(parts, batch_dim) if parts else None)
+        return joined
 
-    def _join(self, handle: tf.Tensor, spec: Any, batch_dim: int) -> tf.Tensor:
-        shape = spec.shape.as_list()
-        stacked = tf.raw_ops.TensorListStack(
-            input_handle=handle,
-            element_shape=tf.constant(shape, tf.int32),
-            element_dtype=spec.dtype,
-            num_elements=self._num_microbatches,
-        )
+    def _stacked(self, handle: tf.Tensor, spec: Any, device: str) -> tf.Tensor:
+        with tf.device(device):
+            return tf.raw_ops.TensorListStack(
+                input_handle=handle,
+                element_shape=tf.constant(spec.shape.as_list(), tf.int32),
+                element_dtype=spec.dtype,
+                num_elements=self._num_microbatches,
+            )
+
+    def _join(self, parts: Sequence[tf.Tensor], batch_dim: int) -> tf.Tensor:
+        shape = parts[0].shape.as_list()[1:]
+        num_parts = len(parts) * self._num_microbatches
+        stacked = parts[0]
+        if len(parts) > 1:
+            stacked = tf.reshape(tf.stack(parts, axis=1), [num_parts, *shape])
         if not shape:
-            return tf.ensure_shape(stacked, [self._num_microbatches])
+            return tf.ensure_shape(stacked, [num_parts])
         order = [*range(1, batch_dim + 1), 0, *range(batch_dim + 1, len(shape) + 1)]
         if batch_dim:
             stacked = tf.transpose(stacked, order)
-        shape[batch_dim] *= self._num_microbatches
+        shape[batch_dim] *= num_parts
         return tf.reshape(stacked, shape)
+
+
+def _put(handle: tf.Tensor, index: tf.Tensor, value: tf.Tensor, device: str) -> tf.Tensor:
+    with tf.device(device):
+        return tf.raw_ops.TensorListSetItem(input_handle=handle, index=index, item=value)
 
 
 def _get(handle: tf.Tensor, index: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:

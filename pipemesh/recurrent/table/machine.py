@@ -19,6 +19,7 @@ from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.watch.clock import ActionClock
 from pipemesh.recurrent.watch.health import LOCATING, empty_note
 
+Tokens = list[list[list[tf.Operation]]]
 # Operations whose results are known before anything runs.
 _CONSTANT = ("Const", "Fill")
 
@@ -28,7 +29,8 @@ class Values(Protocol):
 
     What belongs to a microbatch is addressed by a kind and a stage, for the microbatch of the
     action that is being performed: `outputs` of a stage (those of stage -1 are the pipeline's
-    inputs), `kept` for its backward pass, `grads` of its inputs, `pending` for its `W`.
+    inputs), `kept` for its backward pass, `grads` of its inputs, `pending` for its `W`. Where a
+    stage has several replicas, there come those of the first one, of the second one, and so on.
     What a stage or a device holds from action to action is in `state`.
     """
 
@@ -49,24 +51,24 @@ class State:
         carries: of each stage, what it hands to its next microbatch.
         carry_grads: of each stage, the gradient of what it handed on, if it is recurrent.
         accumulators: of each stage, the sums of its weights' gradients; None before the first.
-        tokens: of each device, the operations that end its latest action.
+        tokens: of each home, for each of its devices the operations that end its latest action.
         notes: of each stage, forward and backward, where a value was not finite; see `health`.
     """
 
     carries: list[Tensors]
     carry_grads: list[Grads]
     accumulators: list[Tensors | None]
-    tokens: list[list[tf.Operation]]
+    tokens: Tokens
     notes: dict[str, list[tf.Tensor]]
 
     @classmethod
-    def before(cls, stages: Sequence[Stage], num_devices: int) -> State:
+    def before(cls, stages: Sequence[Stage], num_homes: int) -> State:
         """The state before the first action."""
         return cls(
             carries=[list(stage.carry) for stage in stages],
             carry_grads=[[None] * len(stage.carry) for stage in stages],
             accumulators=[None] * len(stages),
-            tokens=[[] for _ in range(num_devices)],
+            tokens=[[[] for _ in stages[0].devices] for _ in range(num_homes)],
             notes={d: [empty_note() for _ in stages] for d in ("forward", "backward")},
         )
 
@@ -74,7 +76,7 @@ class State:
         """All of it that are tensors; `with_values` takes it back."""
         return [self.carries, self.carry_grads, self.accumulators, self.notes]
 
-    def with_values(self, values: list[Any], tokens: list[list[tf.Operation]]) -> State:
+    def with_values(self, values: list[Any], tokens: Tokens) -> State:
         """The state that has other tensors and tokens."""
         carries, carry_grads, accumulators, notes = values
         return State(carries, carry_grads, accumulators, tokens, notes)
@@ -82,7 +84,9 @@ class State:
     def forget_tokens_of_other_graphs(self) -> None:
         """A function called eagerly has its gradient in another graph, which runs after it."""
         graph = tf.compat.v1.get_default_graph()
-        self.tokens = [[op for op in token if op.graph is graph] for token in self.tokens]
+        self.tokens = [
+            [[op for op in token if op.graph is graph] for token in home] for home in self.tokens
+        ]
 
 
 class Machine:
@@ -140,6 +144,7 @@ class Machine:
                 for number, t in enumerate(self.traced)
             ],
         }
+        self._thetas = [_on_every_device(stage.theta, stage.devices) for stage in self._stages]
         self._passes: dict[tuple[int, str], Passes] = {}
         if tf.compat.v1.executing_eagerly_outside_functions():
             # A function of TF2 goes with its last reference; a TF1 graph has copies of its own.
@@ -159,7 +164,7 @@ class Machine:
         specs = []
         for spec in whole:
             shape = spec.shape.as_list()
-            shape[cutting.batch_dim] = cutting.microbatch_size
+            shape[cutting.batch_dim] = cutting.part_size
             specs.append(tf.TensorSpec(shape, spec.dtype))
         traced: list[TracedStage] = []
         for number, stage in enumerate(stages):
@@ -173,7 +178,8 @@ class Machine:
         live: Sequence[int] = range(0 if is_forward_only else len(specs))
         for found in reversed(traced):
             found.differentiate(live)
-            live = [i for i, grad in enumerate(found.gradients.of_inputs) if grad is not None]
+            of_inputs = found.gradients.of_inputs[: len(found.replicas[0].inputs)]
+            live = [i for i, grad in enumerate(of_inputs) if grad is not None]
         return traced
 
     def passes(self, stage: int, mode: str) -> Passes:
@@ -202,10 +208,7 @@ class Machine:
         passes = self.passes(stage, mode)
         scalars = [microbatch, self._step]
         if self._clock is not None:
-            device = self._stages[stage].device
-            self._stamp = functools.partial(
-                self._clock.stamp, kind, stage, microbatch, device=device
-            )
+            self._stamp = functools.partial(self._clock.stamp, kind, stage, microbatch)
         if kind == "F":
             self._forward(passes, stage, scalars, values)
         elif kind == "W":
@@ -215,49 +218,68 @@ class Machine:
 
     @contextlib.contextmanager
     def acting(self, name: str, stage: int) -> Iterator[None]:
-        """Operations made inside belong to an action and lie on its stage's device."""
+        """Operations made inside belong to an action and lie on its stage's first device."""
         with tf.name_scope(name), tf.device(self._stages[stage].device):
             yield
 
-    def _theta(self, stage: int) -> Tensors:
-        return list(self._stages[stage].theta)
+    def _pin(self, stage: int, tensors: Grads, places: Sequence[int]) -> Grads:
+        """Pins those that are not None, each on the device of its replica."""
+        devices = self._stages[stage].devices
+        if len(devices) == 1:
+            return pin_present(tensors)
+        result: Grads = list(tensors)
+        for number, device in enumerate(devices):
+            chosen = [i for i, place in enumerate(places) if place == number]
+            with tf.device(device):
+                pinned = pin_present([tensors[i] for i in chosen])
+            for i, tensor in zip(chosen, pinned, strict=True):
+                result[i] = tensor
+        return result
 
     def _forward(self, passes: Passes, stage: int, scalars: Tensors, values: Values) -> None:
-        state = values.state
-        inputs = self._gate(stage, values.read("outputs", stage - 1), state)
+        state, places = values.state, self.places
+        inputs = values.read("outputs", stage - 1)
+        inputs = self._gate(stage, inputs, places("inputs", stage), state)
         notes = state.notes["forward"]
         outputs, carry, kept, notes[stage] = passes.forward(
-            self._theta(stage), state.carries[stage], inputs, scalars, notes[stage]
+            self._thetas[stage], state.carries[stage], inputs, scalars, notes[stage]
         )
-        outputs, state.carries[stage] = pin(outputs), pin(carry)
+        outputs = self._pin(stage, outputs, where := places("outputs", stage))
+        carry = self._pin(stage, carry, [0] * len(carry))
+        state.carries[stage] = carry
         values.write("outputs", stage, outputs)
         values.write("kept", stage, kept)
-        self._finish(stage, state, outputs, state.carries[stage])
+        self._finish(stage, state, (outputs, where), (carry, [0] * len(carry)))
 
     def _backward(
         self, kind: str, passes: Passes, stage: int, scalars: Tensors, values: Values
     ) -> None:
         state = values.state
         kept, grads = self._gated(passes, stage, values)
-        arguments = self._theta(stage), kept, grads, scalars
+        arguments = self._thetas[stage], kept, grads, scalars
         notes = state.notes["backward"]
         if kind == "B":
             result = passes.backward(*arguments, state.accumulators[stage], notes[stage])
-            state.accumulators[stage] = pin(result.accumulators or [])
-            pending = state.accumulators[stage] or []
+            places = passes.accumulator_places
+            pending = self._pin(stage, result.accumulators or [], places)
+            state.accumulators[stage] = pending
         else:
             result = passes.input_grad(*arguments, notes[stage])
-            pending = pin(result.pending)
+            places = [*map(self.traced[stage].place, passes.pending)]
+            pending = self._pin(stage, result.pending, places)
             values.write("pending", stage, pending)
         notes[stage] = result.note
         # Nothing waits for the gradients of the pipeline's inputs, so that TensorFlow leaves
         # them out where nobody asks for them.
-        input_grads = pin_present(result.input_grads) if stage else result.input_grads
+        input_grads, where = result.input_grads, self.places("inputs", stage)
+        if stage:
+            input_grads = self._pin(stage, input_grads, where)
         values.write("grads", stage, input_grads)
-        state.carry_grads[stage] = pin_present(self._filled(stage, result.carry_grads))
-        sent = [g for g in input_grads if g is not None] if stage else []
-        carried = [g for g in state.carry_grads[stage] if g is not None]
-        self._finish(stage, state, pending, sent, carried)
+        carried = self._filled(stage, result.carry_grads)
+        carried = self._pin(stage, carried, [0] * len(carried))
+        state.carry_grads[stage] = carried
+        sent = (input_grads, where) if stage else ([], [])
+        self._finish(stage, state, (pending, places), sent, (carried, [0] * len(carried)))
 
     def _gated(self, passes: Passes, stage: int, values: Values) -> tuple[Tensors, Tensors]:
         """What a backward action starts from: what is kept, and the gradients of the results.
@@ -267,20 +289,26 @@ class Machine:
         them alone TensorFlow would else compute beforehand, and keep for every microbatch.
         """
         kept, grads = values.read("kept", stage), self._result_grads(stage, values)
+        place = self.traced[stage].place
         late = [passes.recomputes and g.op.type not in _CONSTANT for g in grads]
-        first = [*kept, *(g for g, is_late in zip(grads, late, strict=True) if not is_late)]
-        second = [g for g, is_late in zip(grads, late, strict=True) if is_late]
-        first = self._gate(stage, first, values.state)
-        second = iter(self._gate(stage, second, values.state))
+        of_grads = [*zip(grads, map(place, passes.grad_placeholders), late, strict=True)]
+        first = [*kept, *(g for g, _, is_late in of_grads if not is_late)]
+        places = [*map(place, passes.kept), *(p for _, p, is_late in of_grads if not is_late)]
+        first = self._gate(stage, first, places, values.state)
+        second = [g for g, _, is_late in of_grads if is_late]
+        places = [p for _, p, is_late in of_grads if is_late]
+        second = iter(self._gate(stage, second, places, values.state))
         with_kept = iter(first[len(kept) :])
         return first[: len(kept)], [next(second if is_late else with_kept) for is_late in late]
 
     def _weight_grad(self, passes: Passes, stage: int, scalars: Tensors, values: Values) -> None:
         state = values.state
-        pending = self._gate(stage, values.read("pending", stage), state)
-        new = passes.weight_grad(self._theta(stage), pending, scalars, state.accumulators[stage])
-        state.accumulators[stage] = pin(new)
-        self._finish(stage, state, state.accumulators[stage] or [])
+        places = [*map(self.traced[stage].place, passes.pending)]
+        pending = self._gate(stage, values.read("pending", stage), places, state)
+        new = passes.weight_grad(self._thetas[stage], pending, scalars, state.accumulators[stage])
+        new = self._pin(stage, new, passes.accumulator_places)
+        state.accumulators[stage] = new
+        self._finish(stage, state, (new, passes.accumulator_places))
 
     def _result_grads(self, stage: int, values: Values) -> Tensors:
         """The gradients of all floating results of a stage; zeros where none has arrived."""
@@ -288,7 +316,7 @@ class Machine:
         arrived = values.read("grads", stage + 1)
         grads = []
         for i in traced.gradients.of_outputs:
-            spec = traced.output_specs[i]
+            spec = traced.output_specs[i % len(traced.output_specs)]
             grads.append(tf.zeros(spec.shape, spec.dtype) if arrived[i] is None else arrived[i])
         carried = self._filled(stage, values.state.carry_grads[stage])
         return [*grads, *(carried[i] for i in traced.gradients.of_carry_out)]
@@ -301,24 +329,41 @@ class Machine:
                 filled[i] = tf.zeros_like(self._stages[stage].carry[i])
         return filled
 
-    def _gate(self, stage: int, tensors: Tensors, state: State) -> Tensors:
-        """The tensors, once the device has finished its previous action."""
-        with tf.control_dependencies(state.tokens[self.stage_devices[stage]]):
-            tensors = pin(tensors)
-        if self._stamp is None or not tensors:
-            return tensors
-        with tf.control_dependencies([t.op for t in tensors]):
-            start = self._stamp(is_end=False)
-        with tf.control_dependencies([start]):
-            return pin(tensors)
+    def _gate(self, stage: int, tensors: Tensors, places: Sequence[int], state: State) -> Tensors:
+        """The tensors on the devices of their replicas, once these have finished what they did."""
+        gated = list(tensors)
+        home = state.tokens[self.stage_devices[stage]]
+        for number, device in enumerate(self._stages[stage].devices):
+            chosen = [i for i, place in enumerate(places) if place == number]
+            if not chosen:
+                continue
+            with tf.device(device):
+                with tf.control_dependencies(home[number]):
+                    mine = pin([tensors[i] for i in chosen])
+                if self._stamp is not None:
+                    with tf.control_dependencies([t.op for t in mine]):
+                        start = self._stamp(is_end=False, device=device)
+                    with tf.control_dependencies([start]):
+                        mine = pin(mine)
+            for i, tensor in zip(chosen, mine, strict=True):
+                gated[i] = tensor
+        return gated
 
-    def _finish(self, stage: int, state: State, *results: Tensors) -> None:
-        operations = {t.op.name: t.op for tensors in results for t in tensors}
-        if self._stamp is not None:
-            with tf.control_dependencies(list(operations.values())):
-                operations["end"] = self._stamp(is_end=True)
-        if operations:
-            state.tokens[self.stage_devices[stage]] = list(operations.values())
+    def _finish(self, stage: int, state: State, *results: tuple[Grads, Sequence[int]]) -> None:
+        """From now on, each device of the home waits for its part of the results."""
+        home = state.tokens[self.stage_devices[stage]]
+        for number, device in enumerate(self._stages[stage].devices):
+            operations = {
+                t.op.name: t.op
+                for tensors, places in results
+                for t, place in zip(tensors, places, strict=True)
+                if place == number and t is not None
+            }
+            if self._stamp is not None:
+                with tf.control_dependencies(list(operations.values())), tf.device(device):
+                    operations["end"] = self._stamp(is_end=True, device=device)
+            if operations:
+                home[number] = list(operations.values())
 
     def begin(self, stage: int, state: State) -> None:
         """Gives a stage that has not gone backward yet its zeros to start from."""
@@ -328,8 +373,9 @@ class Machine:
             state.carry_grads[stage] = self._filled(stage, state.carry_grads[stage])
 
     def total_gradients(self, stage: int, state: State) -> Grads:
-        """The gradient of each theta of a stage, summed over the microbatches."""
-        return self._any_passes(stage).theta_gradients(state.accumulators[stage] or [])
+        """The gradient of each theta of a stage, summed over microbatches and replicas."""
+        with tf.device(self._stages[stage].device):
+            return self._any_passes(stage).theta_gradients(state.accumulators[stage] or [])
 
     def _any_passes(self, stage: int) -> Passes:
         found = (passes for (s, _), passes in self._passes.items() if s == stage)
@@ -337,11 +383,30 @@ class Machine:
 
     def specs(self, kind: str, stage: int, mode: str) -> list[tf.TensorSpec | None]:
         """Shapes and dtypes of the values of a kind."""
+        traced = self.traced[stage]
         if kind == "outputs":
-            return list(self.traced[stage].output_specs)
+            return [*traced.output_specs] * len(traced.replicas)
         if kind == "grads":
-            traced = self.traced[stage]
             named = zip(traced.inputs, traced.gradients.of_inputs, strict=True)
             return [None if grad is None else traced.spec(name) for name, grad in named]
         passes = self.passes(stage, mode)
-        return list(passes.kept_specs() if kind == "kept" else passes.pending_specs())
+        return [*map(traced.spec, passes.kept if kind == "kept" else passes.pending)]
+
+    def places(self, kind: str, stage: int, mode: str = "") -> list[int]:
+        """The replicas that the values of a kind belong to; `inputs` is a kind, too."""
+        traced = self.traced[stage]
+        if kind == "outputs":
+            return [*map(traced.place, traced.outputs)]
+        if kind in ("inputs", "grads"):
+            return [*map(traced.place, traced.inputs)]
+        passes = self.passes(stage, mode)
+        return [*map(traced.place, passes.kept if kind == "kept" else passes.pending)]
+
+
+def _on_every_device(tensors: Sequence[tf.Tensor], devices: Sequence[str]) -> Tensors:
+    """The tensors, then a copy of them on each device but the first, made once a step."""
+    copies = list(tensors)
+    for device in devices[1:]:
+        with tf.device(device):
+            copies += [tf.identity(tensor) for tensor in tensors]
+    return copies

@@ -26,6 +26,8 @@ from pipemesh.schedule.repeats import Loop
 # What kind of value of which stage, and that of a certain microbatch.
 Channel = tuple[str, int]
 Slot = tuple[str, int, int]
+# A home, and the number of a device in it.
+_Place = tuple[int, int]
 _PARALLEL_ITERATIONS = 32
 
 
@@ -63,7 +65,7 @@ class Rolled:
         self.lists = Lists(machine, stages, cutting.num_microbatches)
         self.found: dict[Slot, Any] = {}
         self.sources: dict[Channel, Callable[[tf.Tensor], list[Any]]] = {
-            ("outputs", -1): lambda m: [self._part(t, m) for t in inputs]
+            ("outputs", -1): lambda m: self._parts(inputs, m)
         }
         self._machine = machine
         self._stages = stages
@@ -127,13 +129,11 @@ class Rolled:
 
     def seed(self, output_grads: Grads) -> None:
         """Cuts the gradients of the outputs of the whole batch."""
-        self._begin_backward(
-            lambda m: [None if g is None else self._part(g, m) for g in output_grads]
-        )
+        self._begin_backward(lambda m: self._parts(output_grads, m))
 
     def seed_all(self, grads: Grads) -> None:
-        """Gives the outputs of every microbatch the same gradients."""
-        self._begin_backward(lambda m: grads)
+        """Gives the outputs of every part of the batch the same gradients."""
+        self._begin_backward(lambda m: grads * self._cutting.replicas)
 
     def _begin_backward(self, source: Callable[[tf.Tensor], list[Any]]) -> None:
         self.sources["grads", len(self._stages)] = source
@@ -146,11 +146,20 @@ class Rolled:
         """The values of all microbatches, as those of the whole batch."""
         return self.lists.joined(Lists.key(kind, stage, ""), self._cutting.batch_dim)
 
-    def _part(self, tensor: tf.Tensor, microbatch: tf.Tensor) -> tf.Tensor:
-        """The part of a whole batch's tensor that is a microbatch's."""
-        dim, size = self._cutting.batch_dim, self._cutting.microbatch_size
+    def _parts(
+        self, tensors: Sequence[tf.Tensor | None], microbatch: tf.Tensor
+    ) -> list[tf.Tensor | None]:
+        """The parts of a whole batch's tensors that are a microbatch's, replica by replica."""
+        replicas = self._cutting.replicas
+        numbers = [microbatch]
+        if replicas > 1:
+            numbers = [microbatch * replicas + replica for replica in range(replicas)]
+        return [None if t is None else self._part(t, n) for n in numbers for t in tensors]
+
+    def _part(self, tensor: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
+        dim, size = self._cutting.batch_dim, self._cutting.part_size
         shape = tensor.shape.as_list()
-        begin = tf.one_hot(dim, len(shape), microbatch * size, tf.constant(0, tf.int64))
+        begin = tf.one_hot(dim, len(shape), number * size, tf.constant(0, tf.int64))
         shape[dim] = size
         part = tf.slice(tensor, begin, tf.constant(shape, tf.int64))
         part.set_shape(shape)
@@ -209,8 +218,13 @@ class _Variables:
         ]
         self._structure: Any = None
         self._outside: tuple[State, dict[Key, Any]] | None = None
-        devices = zip(rolled._machine.stage_devices, rolled._stages, strict=True)
-        self._devices = {device: stage.device for device, stage in devices}
+        homes = zip(rolled._machine.stage_devices, rolled._stages, strict=True)
+        # By the number of the home, and that of the device in it.
+        self._devices = {
+            (home, number): device
+            for home, stage in homes
+            for number, device in enumerate(stage.devices)
+        }
 
     def _collected(self, found: Mapping[Slot, Any], repetition: int) -> Any:
         """All values that go into a repetition; those on their way in order of their arrival."""
@@ -253,7 +267,7 @@ class _Variables:
         moving, _ = self._take(flat)
         self._rolled.found.update(self._spread(moving, self._count))
 
-    def _take(self, flat: Sequence[tf.Tensor]) -> tuple[Any, dict[int, tf.Tensor]]:
+    def _take(self, flat: Sequence[tf.Tensor]) -> tuple[Any, dict[_Place, tf.Tensor]]:
         rolled = self._rolled
         (moving, values, lists), tokens = _pack(self._structure, flat)
         pinned = {}
@@ -261,7 +275,10 @@ class _Variables:
             with tf.device(self._devices[device]):
                 # An operation of its own: a dependency on the loop would wait for all of it.
                 pinned[device] = tf.ensure_shape(token, [])
-        operations = [[pinned[device].op] for device in range(len(rolled.state.tokens))]
+        operations = [
+            [[pinned[home, number].op] for number in range(len(devices))]
+            for home, devices in enumerate(rolled.state.tokens)
+        ]
         rolled.state = rolled.state.with_values(values, operations)
         rolled.lists.handles = {
             **rolled.lists.handles,
@@ -269,11 +286,12 @@ class _Variables:
         }
         return moving, pinned
 
-    def _tokens(self, tensors: Mapping[int, tf.Tensor]) -> dict[int, tf.Tensor]:
+    def _tokens(self, tensors: Mapping[_Place, tf.Tensor]) -> dict[_Place, tf.Tensor]:
         """Scalars that exist once the devices have finished their latest actions."""
         tokens = {}
         for device, tensor in tensors.items():
-            operations = self._rolled.state.tokens[device]
+            home, number = device
+            operations = self._rolled.state.tokens[home][number]
             with tf.control_dependencies(operations), tf.device(self._devices[device]):
                 tokens[device] = tf.ensure_shape(tensor, [])
         return tokens

@@ -24,6 +24,7 @@ from pipemesh.recurrent.table.fit import (
     check_joined,
     check_phases,
     microbatch_size,
+    num_replicas,
 )
 from pipemesh.recurrent.table.machine import Machine, State
 from pipemesh.recurrent.table.rolled import Rolled
@@ -62,10 +63,13 @@ class Run:
             raise ScheduleError(
                 f"the schedule has {schedule.num_stages} stages, but {len(stages)} were given"
             )
-        check_threads(len({stage.device for stage in stages}))
+        check_threads(len({device for stage in stages for device in stage.devices}))
         inputs = [tf.convert_to_tensor(t) for t in inputs]
-        size = microbatch_size(inputs, schedule.num_microbatches, options.batch_dim)
-        cutting = Cutting(schedule.num_microbatches, size, options.batch_dim)
+        replicas = num_replicas(stages)
+        size = microbatch_size(
+            inputs, schedule.num_microbatches, options.batch_dim, replicas=replicas
+        )
+        cutting = Cutting(schedule.num_microbatches, size, options.batch_dim, replicas)
         self._schedule = schedule
         self._loss_scale = options.loss_scale
         self._has_clock = options.clock is not None
@@ -104,7 +108,7 @@ class Run:
             nodes = list(traced.nodes())
             check_kernels(traced.stage.name, traced.stage.device, nodes)
             if options.strict_devices:
-                check_devices(traced.stage.name, traced.stage.device, nodes)
+                check_devices(traced.stage.name, traced.stage.devices, nodes)
         self.last_specs = self._machine.traced[-1].output_specs
         check_joined(self._machine.traced[-1], cutting, step is not None)
         for traced in self._machine.traced:
@@ -153,14 +157,19 @@ class Run:
                 traced.summaries.collect(carry.pop())
             self.state.carries[number] = carry
 
-    def held_bytes(self, kind: str, stage: int, microbatch: int = 0) -> int:
-        """What a stage holds of `weights` or `grads`, or `kept` or `pending` a microbatch."""
+    def held_bytes(self, kind: str, stage: int, replica: int, microbatch: int = 0) -> int:
+        """What a replica holds of `weights` or `grads`, or `kept` or `pending` a microbatch."""
         if kind == "weights":
             return num_bytes(specs_of(self._stages[stage].theta))
-        passes = self._machine.passes(stage, self._modes[stage, microbatch])
+        mode = self._modes[stage, microbatch]
         if kind == "grads":
-            return num_bytes(passes.accumulator_specs)
-        return num_bytes(passes.kept_specs() if kind == "kept" else passes.pending_specs())
+            passes = self._machine.passes(stage, mode)
+            specs, places = passes.accumulator_specs, passes.accumulator_places
+        else:
+            specs = self._machine.specs(kind, stage, mode)
+            places = self._machine.places(kind, stage, mode)
+        mine = zip(specs, places, strict=True)
+        return num_bytes([spec for spec, place in mine if place == replica and spec is not None])
 
     def outputs(self) -> list[tf.Tensor]:
         """The outputs of the last stage for the whole batch."""
@@ -171,7 +180,7 @@ class Run:
         """Nothing but what is returned is run, so the last notes of a clock hang on that."""
         if not self._has_clock:
             return tensors
-        tokens = [operation for token in self.state.tokens for operation in token]
+        tokens = [op for home in self.state.tokens for token in home for op in token]
         with tf.control_dependencies(tokens), tf.device(device):
             return pin_present(tensors)
 

@@ -45,8 +45,7 @@ class Unrolled:
         self._stages = stages
         self._cutting = cutting
         self._found: dict[tuple[str, int, int], Any] = {}
-        with tf.device(stages[0].device):
-            self._put("outputs", -1, [self._split(t) for t in inputs])
+        self._put("outputs", -1, [self._split(t, stages[0].device) for t in inputs])
 
     def perform(self, actions: Sequence[Action]) -> None:
         """Performs actions in order."""
@@ -71,32 +70,40 @@ class Unrolled:
 
     def seed(self, output_grads: Grads) -> None:
         """Cuts the gradients of the outputs of the whole batch."""
-        with tf.device(self._stages[-1].device):
-            none = [None] * self._cutting.num_microbatches
-            parts = [none if g is None else self._split(g) for g in output_grads]
-            self._put("grads", len(self._stages), parts)
+        none = [None] * self._cutting.num_parts
+        device = self._stages[-1].device
+        parts = [none if g is None else self._split(g, device) for g in output_grads]
+        self._put("grads", len(self._stages), parts)
 
     def seed_all(self, grads: Grads) -> None:
-        """Gives the outputs of every microbatch the same gradients."""
+        """Gives the outputs of every part of the batch the same gradients."""
         for m in range(self._cutting.num_microbatches):
-            self._found["grads", len(self._stages), m] = grads
+            self._found["grads", len(self._stages), m] = grads * self._cutting.replicas
 
     def joined(self, kind: str, stage: int) -> Any:
         """The values of all microbatches, as those of the whole batch."""
-        num = self._cutting.num_microbatches
-        found = [self._found[kind, stage, m] for m in range(num)]
+        replicas = self._cutting.replicas
+        found = []
+        for m in range(self._cutting.num_microbatches):
+            values = self._found[kind, stage, m]
+            count = len(values) // replicas
+            found += [values[replica * count :][:count] for replica in range(replicas)]
         with tf.device(self._stages[stage].device):
             return [
                 None if parts[0] is None else join(parts, self._cutting.batch_dim)
                 for parts in zip(*found, strict=True)
             ]
 
-    def _put(self, kind: str, stage: int, parts: Sequence[Sequence[Any]]) -> None:
+    def _put(self, kind: str, stage: int, tensors: Sequence[Sequence[Any]]) -> None:
+        """Gives each microbatch its parts of tensors: those of the first replica come first."""
+        replicas = self._cutting.replicas
         for m in range(self._cutting.num_microbatches):
-            self._found[kind, stage, m] = [part[m] for part in parts]
+            mine = range(m * replicas, (m + 1) * replicas)
+            self._found[kind, stage, m] = [parts[i] for i in mine for parts in tensors]
 
-    def _split(self, tensor: tf.Tensor) -> list[tf.Tensor]:
-        return tf.split(tensor, self._cutting.num_microbatches, axis=self._cutting.batch_dim)
+    def _split(self, tensor: tf.Tensor, device: str) -> list[tf.Tensor]:
+        with tf.device(device):
+            return tf.split(tensor, self._cutting.num_parts, axis=self._cutting.batch_dim)
 
 
 def join(parts: Sequence[tf.Tensor], batch_dim: int) -> tf.Tensor:

@@ -48,7 +48,10 @@ def empty_note() -> tf.Tensor:
 
 
 def write_note(
-    note: tf.Tensor, microbatch: tf.Tensor, groups: Sequence[Sequence[tf.Tensor]]
+    note: tf.Tensor,
+    microbatch: tf.Tensor,
+    groups: Sequence[Sequence[tf.Tensor]],
+    devices: Sequence[str],
 ) -> tf.Tensor:
     """The note after an action; the first one that found something stays.
 
@@ -56,11 +59,16 @@ def write_note(
         note: before the action.
         microbatch: int64 scalar, the index of the microbatch.
         groups: the tensors of each probe.
+        devices: where those of each probe lie.
 
     Returns:
         `microbatch * len(groups) + index` of the first probe that is not finite, int64.
     """
-    bad = tf.stack([tf.logical_not(all_finite(tensors)) for tensors in groups])
+    found = []
+    for tensors, device in zip(groups, devices, strict=True):
+        with tf.device(device):
+            found.append(tf.logical_not(all_finite(tensors)))
+    bad = tf.stack(found)
     place = microbatch * len(groups) + tf.argmax(tf.cast(bad, tf.int32))
     return tf.where(tf.reduce_any(bad) & (note < 0), place, note)
 
