@@ -47,7 +47,11 @@ class Choice:
 
 
 def choose(
-    settings: Settings, stage_flops: Sequence[float], device_type: str, available: int | None
+    settings: Settings,
+    stage_flops: Sequence[float],
+    device_type: str,
+    available: int | None,
+    replicas: int = 1,
 ) -> Choice:
     """The fastest way to run a step that fits into memory.
 
@@ -56,6 +60,7 @@ def choose(
         stage_flops: of the forward pass of each stage, for the whole batch.
         device_type: `CPU` or `GPU`.
         available: bytes of memory a device; None if that is not known.
+        replicas: of each stage; each computes its share of a microbatch.
 
     Returns:
         The choice; if nothing fits, what needs least memory.
@@ -64,10 +69,10 @@ def choose(
     free = set(settings.CHOSEN)
     numbers = [settings.NUM_MICRO_BATCHES]
     if "NUM_MICRO_BATCHES" in free:
-        numbers = [n for n in range(1, batch + 1) if batch % n == 0]
+        numbers = [n for n in range(1, batch + 1) if batch % (n * replicas) == 0]
     policies = ["none", "full"] if "REMAT" in free and available is not None else [settings.REMAT]
     rated = [
-        _rated(settings, stage_flops, device_type, available, number, remat)
+        _rated(settings, stage_flops, device_type, available, number, remat, replicas)
         for remat in policies
         for number in numbers
     ]
@@ -84,6 +89,7 @@ def _rated(
     available: int | None,
     number: int,
     remat: str,
+    replicas: int,
 ) -> tuple[float, Choice]:
     """How long a step would take in seconds, and the choice."""
     devices = len(stage_flops) // ScheduleSpec.from_text(settings.SCHEDULE).stages_a_device
@@ -91,20 +97,21 @@ def _rated(
     speed = _FLOPS[device_type]
     if device_type == "CPU":
         # Its cores are all that its logical devices have.
-        speed *= (os.cpu_count() or 1) / min(devices, os.cpu_count() or 1)
-    forward = [flops / number / speed + _SECONDS_AN_ACTION for flops in stage_flops]
+        cores = os.cpu_count() or 1
+        speed *= cores / min(devices * replicas, cores)
+    forward = [flops / (number * replicas) / speed + _SECONDS_AN_ACTION for flops in stage_flops]
     again = remat == "full"
     input_grad = [(1 + again) * seconds for seconds in forward]
     timeline = simulate(schedule, Costs(forward, input_grad=input_grad, weight_grad=forward))
     stages = len(stage_flops) / devices
     in_flight = max(timeline.peak_activations) / stages
-    memory = _memory(settings, number, in_flight, again, devices)
+    memory = _memory(settings, number * replicas, in_flight, again, devices)
     bubble = timeline.bubble_ratio
     return timeline.makespan, Choice(number, remat, bubble, memory, available)
 
 
 def _memory(settings: Settings, number: int, in_flight: float, again: bool, devices: int) -> int:
-    """Bytes on the device that holds most.
+    """Bytes on the device that holds most, where the batch is cut into a number of parts.
 
     The activations of a block are those of Korthikanti et al., "Reducing Activation Recomputation
     in Large Transformer Models", 2022, equation 1, in 32 bits: 2 s b h (34 + 5 a s / h) bytes.

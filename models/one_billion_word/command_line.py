@@ -8,10 +8,10 @@ import sys
 
 from absl import flags
 
-from models.one_billion_word.request import EVAL_BATCHES, Request
+from models.one_billion_word.request import EVAL_BATCHES, Request, replicas
 from models.one_billion_word.sizes import SIZES, Settings
 from pipemesh.errors import PipemeshError
-from pipemesh.mesh import Mesh
+from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.schedule import ScheduleSpec
 from pipemesh.schedule_names import listing
 from pipemesh.text import nearest
@@ -20,6 +20,12 @@ FLAGS = flags.FLAGS
 
 flags.DEFINE_string("model", "OneBillionWordTiny", "Name of the configuration.", short_name="m")
 flags.DEFINE_string("mesh_shape", "layers:2", "Mesh of devices; its axis `layers` has stages.")
+flags.DEFINE_string(
+    "layout",
+    "",
+    "What is split over the mesh's other axes: `batch:data` gives each stage a replica for each "
+    "place along the axis `data`.",
+)
 flags.DEFINE_enum("device_type", "CPU", ["CPU", "GPU"], "What the devices are.")
 flags.DEFINE_integer(
     "num_microbatches",
@@ -139,7 +145,7 @@ def request() -> Request:
     Raises:
         PipemeshError: a value cannot be had, or does not go with another.
     """
-    mesh = _mesh()
+    mesh, layout = _mesh()
     if FLAGS.model not in SIZES:
         near = nearest(FLAGS.model, SIZES)
         hint = f"; did you mean {near}?" if near else "."
@@ -164,23 +170,34 @@ def request() -> Request:
     settings.SEED = FLAGS.seed
     settings.STRICT_DEVICES = FLAGS.strict_devices
     _set_stages(settings, mesh)
-    chosen = "NUM_MICRO_BATCHES" in settings.CHOSEN
-    if not chosen and settings.BATCH_SIZE % settings.NUM_MICRO_BATCHES:
-        size = settings.BATCH_SIZE
-        divisors = [n for n in range(1, size + 1) if size % n == 0]
-        raise FlagError(
-            f"--num_microbatches={settings.NUM_MICRO_BATCHES} does not divide the batch of "
-            f"{size} (--batch_size); it may be {', '.join(map(str, divisors))}"
-        )
+    _check_batch(settings, replicas(mesh, layout))
     logdir = os.path.join("runs", FLAGS.model) if FLAGS.logdir is None else FLAGS.logdir
     return Request(
         FLAGS.model,
         settings,
         mesh,
+        layout,
         FLAGS.device_type,
         logdir,
         **{name: FLAGS[name].value for name in _OF_REQUEST},
     )
+
+
+def _check_batch(settings: Settings, replicas: int) -> None:
+    """Each microbatch has as many rows for each replica."""
+    size, number = settings.BATCH_SIZE, settings.NUM_MICRO_BATCHES
+    if size % replicas:
+        raise FlagError(
+            f"the batch of {size} (--batch_size) does not divide among the {replicas} replicas of "
+            f"--mesh_shape={FLAGS.mesh_shape!r} with --layout={FLAGS.layout!r}; use another size"
+        )
+    if "NUM_MICRO_BATCHES" not in settings.CHOSEN and size % (number * replicas):
+        divisors = [n for n in range(1, size + 1) if size % (n * replicas) == 0]
+        of = "" if replicas == 1 else f" among {replicas} replicas"
+        raise FlagError(
+            f"--num_microbatches={number} does not divide the batch of {size} (--batch_size){of}; "
+            f"it may be {', '.join(map(str, divisors))}"
+        )
 
 
 def _set_plain(settings: Settings, mesh: Mesh) -> None:
@@ -207,18 +224,30 @@ def _set_plain(settings: Settings, mesh: Mesh) -> None:
     settings.REMAT, settings.CHOSEN = "none", ()
 
 
-def _mesh() -> Mesh:
+def _mesh() -> tuple[Mesh, LayoutRules]:
     try:
         mesh = Mesh.from_text(FLAGS.mesh_shape)
     except PipemeshError as error:
         raise FlagError(f"--mesh_shape={FLAGS.mesh_shape!r}: {error}") from error
-    other = [name for name, size in mesh.axes if name != "layers" and size > 1]
-    if other:
+    try:
+        layout = LayoutRules.from_text(FLAGS.layout)
+        layout.check(mesh, ["batch"])
+    except PipemeshError as error:
+        raise FlagError(f"--layout={FLAGS.layout!r}: {error}") from error
+    if layout.axis("batch") == "layers":
         raise FlagError(
-            f"--mesh_shape={FLAGS.mesh_shape!r}: axis {other[0]!r} is not supported by this model; "
-            "use the axis 'layers' alone, for example 'layers:2'"
+            f"--layout={FLAGS.layout!r}: along the axis 'layers' lie the stages; split the batch "
+            "over another axis, for example --mesh_shape='layers:2;data:2' --layout=batch:data"
         )
-    return mesh
+    used = ("layers", layout.axis("batch"))
+    idle = [name for name, size in mesh.axes if name not in used and size > 1]
+    if idle:
+        hint = f"--layout=batch:{idle[0]}, or use" if layout.axis("batch") is None else "use"
+        raise FlagError(
+            f"--mesh_shape={FLAGS.mesh_shape!r}: nothing is split over the axis {idle[0]!r}, so "
+            f"its devices would idle; {hint} the axis 'layers' alone, for example 'layers:2'"
+        )
+    return mesh, layout
 
 
 def _check_number(flag: str, value: float) -> None:

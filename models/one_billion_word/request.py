@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from models.one_billion_word.sizes import Settings
-from pipemesh.mesh import Mesh
+from pipemesh.mesh import LayoutRules, Mesh
 
 # How many held-out batches are evaluated while training, unless a number is asked for.
 EVAL_BATCHES = 16
@@ -19,6 +19,7 @@ class Request:
         model: name of the configuration.
         settings: its settings, with all that is asked for otherwise.
         mesh: the devices.
+        layout: which axis of the mesh the batch is split over, if any.
         device_type: `CPU` or `GPU`.
         logdir: the log directory.
         steps: the step to train up to.
@@ -33,6 +34,7 @@ class Request:
     model: str
     settings: Settings
     mesh: Mesh
+    layout: LayoutRules
     device_type: str
     logdir: str
     steps: int
@@ -41,3 +43,20 @@ class Request:
     eval_batches: int | None = None
     other_text: bool = False
     trace_schedule: bool = False
+
+    @property
+    def devices(self) -> str:
+        """Mesh, layout and kind of devices in one line."""
+        layout = f" {self.layout}" if self.layout.rules else ""
+        return f"{self.mesh}{layout} {self.device_type}"
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas each stage has."""
+        return replicas(self.mesh, self.layout)
+
+
+def replicas(mesh: Mesh, layout: LayoutRules) -> int:
+    """How many replicas each stage has under a layout."""
+    axis = layout.axis("batch")
+    return 1 if axis is None else mesh.size(axis)

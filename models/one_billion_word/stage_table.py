@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from models.one_billion_word.params import input_shapes_of, stages_of
@@ -9,19 +10,20 @@ from pipemesh.layers.partition_layers import layer_flops
 from pipemesh.text import columns
 
 
-def stage_table(config: Any, task: Any, devices: list[str]) -> str:
-    """Which layers, what share of the flops, how many parameters and which device a stage has.
+def stage_table(config: Any, task: Any, devices: Sequence[Sequence[str]]) -> str:
+    """Which layers, what share of the flops, how many parameters and which devices a stage has.
 
     Args:
         config: the model's configuration.
         task: the instantiated task.
-        devices: the device of each stage.
+        devices: of each stage, one for each replica.
     """
     cells = stages_of(config)
     shapes = input_shapes_of(config)
     flops = layer_flops([layer for cell in cells for layer in cell.sub], *shapes)
     total, begin = sum(flops), 0
-    rows = [("stage", "layers", "flops", "parameters", "device")]
+    last = "device" if len(devices[0]) == 1 else "devices"
+    rows = [("stage", "layers", "flops", "parameters", last)]
     for number, cell in enumerate(cells):
         end = begin + len(cell.sub)
         variables = task.stack.children[cell.name].vars.Flatten()
@@ -31,7 +33,7 @@ def stage_table(config: Any, task: Any, devices: list[str]) -> str:
                 _summary([layer.cls.__name__ for layer in cell.sub]),
                 f"{100 * sum(flops[begin:end]) / total:.1f}%",
                 f"{sum(v.shape.num_elements() for v in variables):,}",
-                devices[number].split("/")[-1].removeprefix("device:"),
+                " ".join(name.split("/")[-1].removeprefix("device:") for name in devices[number]),
             )
         )
         begin = end

@@ -63,10 +63,10 @@ def run(request: Any) -> int:
         trainer, choice = make_trainer(request, text)
         config, there, now = request.settings, text.there, trainer.about
         if config.PIPELINED:
-            how = (
-                f"{config.NUM_MICRO_BATCHES} microbatches of "
-                f"{config.BATCH_SIZE // config.NUM_MICRO_BATCHES}"
-            )
+            size = config.BATCH_SIZE // config.NUM_MICRO_BATCHES
+            how = f"{config.NUM_MICRO_BATCHES} microbatches of {size}"
+            if request.replicas > 1:
+                how = f"{how} ({size // request.replicas} a replica)"
         else:
             how = f"no pipeline, {config.BATCH_SIZE}"
         print(
@@ -149,7 +149,7 @@ def make_trainer(request: Any, text: Text) -> tuple[Any, Any]:
     from models.one_billion_word.request import EVAL_BATCHES
 
     settings, there = request.settings, text.there
-    mesh = f"{request.mesh} {request.device_type}"
+    mesh = request.devices
     with console.waiting("loading TensorFlow"):
         _start_devices(request)
         # Only now: TensorFlow reads the number of devices and threads when it starts.
@@ -178,6 +178,7 @@ def make_trainer(request: Any, text: Text) -> tuple[Any, Any]:
             text.corpus,
             text.vocabulary,
             request.mesh,
+            request.layout,
             request.device_type,
             request.logdir,
             now,
@@ -201,7 +202,7 @@ def _choose(request: Any, stage_flops: Sequence[float]) -> Any:
     available = None
     if request.device_type == "CPU":
         available = memory_of_cpu_device(request.mesh.num_devices)
-    return choose(request.settings, stage_flops, request.device_type, available)
+    return choose(request.settings, stage_flops, request.device_type, available, request.replicas)
 
 
 def _start_devices(request: Any) -> None:

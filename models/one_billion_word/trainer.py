@@ -22,7 +22,7 @@ from models.one_billion_word.stage_table import stage_table
 from models.one_billion_word.vocabulary import Vocabulary
 from pipemesh.errors import PipemeshError
 from pipemesh.layers import mesh_cluster
-from pipemesh.mesh import Mesh
+from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.recurrent import ActionClock, Placement, record_placement
 from pipemesh.schedule import Timeline, simulate
 
@@ -42,7 +42,8 @@ class Trainer:
         config: the model's configuration.
         corpus: the text.
         vocabulary: its vocabulary.
-        mesh: the devices; its axis `layers` has one for each stage.
+        mesh: the devices; its axis `layers` has a place for each stage.
+        layout: which axis of the mesh the batch is split over, if any.
         device_type: `CPU` or `GPU`.
         logdir: where checkpoints and summaries go; it exists.
         about: what is noted beside checkpoints.
@@ -54,7 +55,7 @@ class Trainer:
     Attributes:
         task: the lingvo task.
         step: the number of finished steps.
-        devices: the device of each stage.
+        devices: the devices of each stage, one for each replica.
         about: what is noted beside checkpoints.
         sample: the held-out batches to judge by while training.
     """
@@ -65,6 +66,7 @@ class Trainer:
         corpus: Corpus,
         vocabulary: Vocabulary,
         mesh: Mesh,
+        layout: LayoutRules,
         device_type: str,
         logdir: str,
         about: About,
@@ -72,13 +74,14 @@ class Trainer:
         restore: str | None = None,
         skip: int | None = None,
     ) -> None:
-        self._config, self._mesh, self._device_type = config, mesh, device_type
+        self._config, self._mesh, self._layout = config, mesh, layout
+        self._device_type = device_type
         tf.random.set_seed(config.SEED)
         with self._cluster():
             self._step = py_utils.GetOrCreateGlobalStepVar()
             self._step.assign(0)
             self.task = config.Task().Instantiate()
-            self.devices = self.task.stack.StageDevices()
+            self.devices = [home.devices for home in self.task.stack.StageHomes()]
         self._vocabulary = vocabulary
         self._learner = self.task.learners[0]
         self._prepare_optimizer()
@@ -117,7 +120,7 @@ class Trainer:
         self._check_placement = config.STRICT_DEVICES
 
     def _cluster(self, do_eval: bool = False) -> Any:
-        return mesh_cluster(self._mesh, self._device_type, do_eval=do_eval)
+        return mesh_cluster(self._mesh, self._device_type, do_eval, self._layout)
 
     def stage_table(self) -> str:
         """Which layers each stage has, and where."""
@@ -129,8 +132,15 @@ class Trainer:
 
     @functools.cached_property
     def whole(self) -> tf.data.Dataset:
-        """The dataset of all held-out batches."""
-        return self._heldout()
+        """The dataset of all held-out batches.
+
+        Raises:
+            TextError: the held-out text cannot be read any more.
+        """
+        try:
+            return self._heldout()
+        except OSError as error:
+            raise _vanished(error) from error
 
     @property
     def saved(self) -> str | None:
@@ -261,9 +271,7 @@ class Trainer:
             try:
                 batch = next(iterator, None)
             except tf.errors.OpError as error:
-                raise TextError(
-                    f"the held-out text cannot be read any more ({reason(error)})"
-                ) from error
+                raise _vanished(error) from error
             if batch is None:
                 return total
             total += self._score(batch)
@@ -337,6 +345,10 @@ class Trainer:
 
     def _optimizer_variables(self) -> list[tf.Variable]:
         return self._learner.optimizer._optimizer.variables()
+
+
+def _vanished(error: Exception) -> TextError:
+    return TextError(f"the held-out text cannot be read any more ({reason(error)})")
 
 
 class _ByName(tf.Module):

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 from lingvo.core import cluster_factory
 
-from pipemesh.errors import DeviceError, MeshError, PipelineError
-from pipemesh.mesh import Mesh
+from pipemesh.errors import DeviceError, LayoutError, MeshError
+from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.mesh.mesh import LAYERS_AXIS
+
+# The one dim that layers of lingvo have for the layout.
+BATCH = "batch"
 
 
 class MeshCluster(cluster_factory.Cluster):
     """A cluster of one process whose devices are those of a mesh.
 
-    A layer of lingvo runs on one device, so a stage uses the first device of its home. What asks
-    for a device by number, as lingvo's layers do, gets the device of the stage of that number;
-    numbers start again after the last stage, as in any cluster of lingvo.
+    A layer of lingvo runs on one device, so a stage uses the first device of its home, or, where
+    the layout splits the batch, one for each replica. What asks for a device by number, as
+    lingvo's layers do, gets the first device of the stage of that number; numbers start again
+    after the last stage, as in any cluster of lingvo.
     """
 
     @classmethod
     def Params(cls) -> Any:
-        """Adds the mesh."""
+        """Adds the mesh and the layout."""
         p = super().Params()
         p.Define("mesh", None, "The mesh; its processors are the devices of the process, in order.")
+        p.Define("layout", LayoutRules(), "Which axis the batch is split over, if any.")
         return p
 
     @property
@@ -34,31 +38,46 @@ class MeshCluster(cluster_factory.Cluster):
         """The mesh."""
         return self.params.mesh
 
+    @property
+    def layout(self) -> LayoutRules:
+        """Which axis the batch is split over, if any."""
+        return self.params.layout
+
     def WorkerDeviceInModelSplit(self, device_index: int) -> str:
         """The first device of a stage.
 
         Args:
             device_index: the number of the stage.
         """
-        mesh = self.mesh
-        first = mesh.stage_processors(device_index % mesh.num_stages)[0]
-        return str(self.available_devices.reshape([-1])[first])
+        return self.device(self.mesh.stage_processors(device_index % self.mesh.num_stages)[0])
+
+    def device(self, processor: int) -> str:
+        """The device of a processor of the mesh."""
+        return str(self.available_devices.reshape([-1])[processor])
 
 
-def mesh_cluster(mesh: Mesh, device_type: str = "CPU", do_eval: bool = False) -> Any:
+def mesh_cluster(
+    mesh: Mesh,
+    device_type: str = "CPU",
+    do_eval: bool = False,
+    layout: LayoutRules | None = None,
+) -> Any:
     """The lingvo cluster of one process whose model split is the mesh.
 
     To be entered with `with`; `WorkerDeviceInModelSplit(i)` is then the first device of
-    `mesh.stage_processors(i)`. The other devices of a stage idle, which is a warning: layers of
-    lingvo are not split, so only the axis `layers` speeds them up.
+    `mesh.stage_processors(i)`. A layout `batch:data` gives each stage a replica for each place
+    along the axis `data`. Layers of lingvo are split in no other way: devices along other axes
+    idle, which is a warning.
 
     Args:
         mesh: the mesh; all its devices belong to this process.
         device_type: `CPU` or `GPU`.
         do_eval: whether layers run in evaluation mode.
+        layout: a rule for the dim `batch`, or none.
 
     Raises:
         DeviceError: there are fewer logical devices than the mesh has.
+        LayoutError: the layout has a rule for another dim, or names no axis of the mesh.
         MeshError: the mesh has several devices and no axis `layers`.
 
     Example:
@@ -68,6 +87,8 @@ def mesh_cluster(mesh: Mesh, device_type: str = "CPU", do_eval: bool = False) ->
     """
     if not isinstance(mesh, Mesh):
         raise MeshError(f"mesh {mesh!r} is no Mesh; write Mesh.from_text('layers:2')")
+    layout = LayoutRules() if layout is None else layout
+    check_layout(mesh, layout)
     if mesh.num_devices > 1 and LAYERS_AXIS not in mesh.axis_names:
         raise MeshError(
             f"mesh '{mesh}' has no axis 'layers', so all layers would run on its first device and "
@@ -80,20 +101,23 @@ def mesh_cluster(mesh: Mesh, device_type: str = "CPU", do_eval: bool = False) ->
             f"mesh {mesh} needs {mesh.num_devices} {device_type} devices, but {found} exist; use a "
             "smaller mesh or set up more logical devices before TensorFlow starts"
         )
-    used = [mesh.stage_processors(stage)[0] for stage in range(mesh.num_stages)]
+    used = [p for stage in range(mesh.num_stages) for p in replicas_of(mesh, layout, stage)]
     idle = [f"{device_type}:{i}" for i in range(mesh.num_devices) if i not in used]
     if idle:
+        axes = [name for name, size in mesh.stage_mesh.axes if size > 1]
+        axes = [name for name in axes if name != layout.axis(BATCH)]
         warnings.warn(
-            f"mesh '{mesh}' has {mesh.num_devices} devices, but a stage of lingvo layers runs on "
-            f"one: {', '.join(idle)} will idle. Use the mesh 'layers:{mesh.num_stages}', or cut "
-            f"the layers into {mesh.num_devices} stages on 'layers:{mesh.num_devices}'",
+            f"mesh '{mesh}' has {mesh.num_devices} devices, but layers of lingvo are not split "
+            f"along {', '.join(axes)}: {', '.join(idle)} will idle. Use the mesh "
+            f"'layers:{mesh.num_stages}', or split the batch with the layout 'batch:{axes[0]}', or "
+            f"cut the layers into {mesh.num_devices} stages on 'layers:{mesh.num_devices}'",
             stacklevel=2,
         )
     params = MeshCluster.Params()
     for name, value in cluster_factory.Current().params.Copy().IterParams():
         if name != "cls" and name in params:
             params.Set(**{name: value})
-    params.mesh = mesh
+    params.mesh, params.layout = mesh, layout
     params.mode = "sync"
     params.job = "trainer_client"
     params.do_eval = do_eval
@@ -106,33 +130,27 @@ def mesh_cluster(mesh: Mesh, device_type: str = "CPU", do_eval: bool = False) ->
     return MeshCluster(params)
 
 
-def stage_devices(cluster: Any, homes: Sequence[int], name: str) -> list[str]:
-    """The device of each stage of a stack.
-
-    Args:
-        cluster: the one that is entered, a mesh's or any of lingvo's.
-        homes: for each stage the number of its place along the axis `layers`.
-        name: of the stack.
+def check_layout(mesh: Mesh, layout: LayoutRules) -> None:
+    """Checks that a layout is one for layers of lingvo.
 
     Raises:
-        PipelineError: the places along the axis `layers` cannot have equally many of those in
-            `homes`. (A multiple shares them, place by place; clusters that are no mesh start
-            again with the first device in any case, as in lingvo.)
+        LayoutError: it has a rule for another dim than the batch, or names no axis of the mesh, or
+            the axis `layers`.
     """
-    if isinstance(cluster, MeshCluster):
-        needed, there = len(set(homes)), cluster.mesh.num_stages
-        if needed > there and needed % there:
-            raise PipelineError(
-                f"{name}: {len(homes)} stages need {needed} places along the axis 'layers', but "
-                f"mesh '{cluster.mesh}' has {there}, and {needed} is no multiple of it, so some "
-                f"devices would do more than others; cut the layers into {there} stages or a "
-                f"multiple, or use 'layers:{needed}'"
-            )
-        if there > needed:
-            warnings.warn(
-                f"{name}: mesh '{cluster.mesh}' has {there} places along the axis 'layers', but "
-                f"its {len(homes)} stages lie on {needed}: the other devices idle; cut the layers "
-                f"into {there} stages or use 'layers:{needed}'",
-                stacklevel=3,
-            )
-    return [cluster.WorkerDeviceInModelSplit(home) for home in homes]
+    if not isinstance(layout, LayoutRules):
+        raise LayoutError(
+            f"layout {layout!r} is no LayoutRules; write LayoutRules.from_text('batch:data')"
+        )
+    layout.check(mesh, [BATCH])
+    if layout.axis(BATCH) == LAYERS_AXIS:
+        raise LayoutError(
+            f"layout '{layout}' splits the batch over the axis 'layers', along which the stages "
+            "lie; name another axis of the mesh, for example 'batch:data' on 'layers:2;data:2'"
+        )
+
+
+def replicas_of(mesh: Mesh, layout: LayoutRules, stage: int) -> list[int]:
+    """The processors that run a stage of lingvo layers, one for each part of a microbatch."""
+    processors = mesh.stage_processors(stage)
+    others = [name for name in mesh.stage_mesh.axis_names if name != layout.axis(BATCH)]
+    return [p for p in processors if not any(mesh.coordinates(p)[name] for name in others)]

@@ -11,7 +11,7 @@ from lingvo.core import py_utils
 from pipemesh.errors import PipelineError
 from pipemesh.layers.feature_extraction import to_tuple
 from pipemesh.layers.head import check_head
-from pipemesh.layers.mesh_cluster import stage_devices
+from pipemesh.layers.homes import stage_homes
 from pipemesh.layers.schedule_of import schedule_of
 from pipemesh.layers.seq_layer import SeqLayer
 from pipemesh.layers.step_seed import (
@@ -23,13 +23,14 @@ from pipemesh.layers.step_seed import (
 from pipemesh.layers.structure import Structure
 from pipemesh.layers.weight_dtypes import (
     cast_first,
-    cast_theta,
     compute_dtypes,
+    plain_theta,
     uncast_theta,
 )
 from pipemesh.recurrent import (
     ActionClock,
     DeviceMemory,
+    Home,
     LossScale,
     Options,
     Stage,
@@ -173,9 +174,11 @@ class PipeliningLayer(SeqLayer):
             theta.update({name: uncast_theta(self.children[name]) for name in self._cell_names})
         return theta
 
-    def StageDevices(self) -> list[str]:
-        """The device of each stage, as the schedule places them."""
-        return stage_devices(self.cluster, self.schedule.stage_devices, self.params.name)
+    def StageHomes(self) -> list[Home]:
+        """The devices of each stage, as the schedule places them."""
+        p = self.params
+        places = self.schedule.stage_devices
+        return stage_homes(self.cluster, places, p.name, p.mesh_shape, p.layout)
 
     def Explain(self, error: tf.errors.OpError) -> PipelineError | None:
         """An error of TensorFlow as one line with stage, layer and microbatch.
@@ -186,7 +189,8 @@ class PipeliningLayer(SeqLayer):
         Returns:
             The error to raise `from` the given one; None if it did not arise in a stage.
         """
-        return explain(error, dict(zip(self._cell_names, self.StageDevices(), strict=True)))
+        homes = map(str, self.StageHomes())
+        return explain(error, dict(zip(self._cell_names, homes, strict=True)))
 
     @functools.cached_property
     def schedule(self) -> Schedule:
@@ -215,14 +219,14 @@ class PipeliningLayer(SeqLayer):
         """
         p = self.params
         if not p.pipelined or (self.do_eval and self.cluster.num_devices_per_split == 1):
-            return super().FProp(cast_theta(self, theta, self._cell_names), *cast_first(p, args))
+            return super().FProp(plain_theta(self, theta, self._cell_names), *cast_first(p, args))
         schedule = self.schedule
         if self.do_eval and p.loss_inside:
             # With the loss outside, what is backward is made only if a gradient is asked for.
             schedule = schedule.only_forward()
-        devices = self.StageDevices()
+        homes = self.StageHomes()
         step = step_of_call(self)
-        with tf.device(devices[0]), whole_batch_randomness(step):
+        with tf.device(homes[0].first), whole_batch_randomness(step):
             args = to_tuple(self._fprop_before(theta, *args))
         eagerly = tf.executing_eagerly()
         structure, inputs, thetas, carries = self._flat(theta, args)
@@ -240,7 +244,7 @@ class PipeliningLayer(SeqLayer):
             return self._with_total_weight(loss, others), carries
 
         if eagerly:
-            key = (structure.key(), self.do_eval, tuple(devices), self.clock, self.locates_errors)
+            key = (structure.key(), self.do_eval, tuple(homes), self.clock, self.locates_errors)
             if key not in self._eager_runs:
                 structures: list[Structure] = []
 
@@ -286,7 +290,7 @@ class PipeliningLayer(SeqLayer):
 
         def trace(flat: Any, args: Any) -> None:
             theta = whole.Pack(flat)
-            with tf.device(self.StageDevices()[0]):
+            with tf.device(self.StageHomes()[0].first):
                 with whole_batch_randomness():
                     args = to_tuple(self._fprop_before(theta, *args))
             structure, inputs, thetas, carries = self._flat(theta, args)
@@ -312,7 +316,9 @@ class PipeliningLayer(SeqLayer):
         p = self.params
         structure = Structure(args, p.nested_map_fprop, p.name, "args")
         inputs = structure.flatten(args)
-        microbatch_size(inputs, p.num_micro_batches, p.batch_dim, structure.leaf_names)
+        replicas = len(self.StageHomes()[0])
+        names = structure.leaf_names
+        microbatch_size(inputs, p.num_micro_batches, p.batch_dim, names, replicas)
         self._check_microbatches(inputs)
         thetas = [theta[name].Flatten() for name in self._cell_names]
         cells = [self.children[name] for name in self._cell_names]
@@ -334,12 +340,10 @@ class PipeliningLayer(SeqLayer):
                 forward=self._stage_function(i, theta[name], structures),
                 theta=thetas[i],
                 carry=carries[i],
-                home=device,
+                home=home,
                 dtypes=compute_dtypes(self.children[name]).Flatten(),
             )
-            for i, (name, device) in enumerate(
-                zip(self._cell_names, self.StageDevices(), strict=True)
-            )
+            for i, (name, home) in enumerate(zip(self._cell_names, self.StageHomes(), strict=True))
         ]
 
     def _uncast(self, args: tuple[Any, ...], inputs: list[tf.Tensor]) -> frozenset[int]:

@@ -15,9 +15,10 @@ from pipemesh.layers.feature_extraction import (
     to_tuple,
     with_distinct_names,
 )
+from pipemesh.layers.homes import stage_homes
 from pipemesh.layers.layer_names import check_weights_are_its_own
-from pipemesh.layers.mesh_cluster import stage_devices
 from pipemesh.layers.step_seed import name_in_task, step_of_call, whole_batch_randomness
+from pipemesh.recurrent import Home
 
 
 class SeqLayer(base_layer.BaseLayer):
@@ -43,6 +44,18 @@ class SeqLayer(base_layer.BaseLayer):
         p = super().Params()
         p.Define("before_tpl", [], "Params of layers that run on the whole batch, first.")
         p.Define("cell_tpl", [], "A list of FeatureExtractionLayer params: the stages.")
+        p.Define(
+            "mesh_shape",
+            None,
+            "A mesh, such as 'layers:2;data:2', whose processors are the devices of the cluster's "
+            "model split, in order; by default that of `mesh_cluster`, or one device a stage.",
+        )
+        p.Define(
+            "layout",
+            None,
+            "Which axis of the mesh the batch is split over, such as 'batch:data'; by default as "
+            "in `mesh_cluster`.",
+        )
         return p
 
     def __init__(self, params: Any) -> None:
@@ -66,10 +79,15 @@ class SeqLayer(base_layer.BaseLayer):
                 self.CreateChild(tpl.name, tpl)
         self._weights_are_its_own = False
 
+    def StageHomes(self) -> list[Home]:
+        """The devices of each stage."""
+        p = self.params
+        places = range(max(len(p.cell_tpl), 1))
+        return stage_homes(self.cluster, places, p.name, p.mesh_shape, p.layout)
+
     def StageDevices(self) -> list[str]:
-        """The device of each stage."""
-        num_stages = max(len(self.params.cell_tpl), 1)
-        return stage_devices(self.cluster, range(num_stages), self.params.name)
+        """The first device of each stage, where its weights lie."""
+        return [home.first for home in self.StageHomes()]
 
     def _child_variable_scope_override(self) -> dict[str, list[Any]]:
         p = self.params

@@ -42,19 +42,33 @@ def compute_dtypes(layer: Any) -> Any:
     return dtypes
 
 
-def cast_theta(stack: Any, theta: Any, names: Sequence[str]) -> Any:
-    """Weights as the layers of a stack compute with them, for where no pipeline casts them.
+def plain_theta(stack: Any, theta: Any, names: Sequence[str]) -> Any:
+    """Weights as the layers of a stack compute with them, for where no pipeline does it.
+
+    Their gradients are dense, as those of a pipeline are: of a sparse one in which a row occurs
+    twice, lingvo's clipping would take the wrong norm.
 
     Args:
         stack: the layer that holds the stages.
         theta: its weights.
         names: of the stages.
     """
-    cast = {
-        name: py_utils.Transform(cast_floating, theta[name], compute_dtypes(stack.children[name]))
+
+    def plain(weight: Any, dtype: tf.DType) -> Any:
+        if not stack.do_eval and weight.dtype.is_floating:
+            weight = _with_dense_gradient(weight)
+        return cast_floating(weight, dtype)
+
+    ready = {
+        name: py_utils.Transform(plain, theta[name], compute_dtypes(stack.children[name]))
         for name in names
     }
-    return py_utils.NestedMap({**theta, **cast})
+    return py_utils.NestedMap({**theta, **ready})
+
+
+@tf.custom_gradient
+def _with_dense_gradient(weight: tf.Tensor) -> Any:
+    return tf.identity(weight), tf.convert_to_tensor
 
 
 def cast_first(p: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -25,6 +25,7 @@ Example:
 """
 
 from pipemesh.recurrent.executor import pipeline, pipeline_loss
+from pipemesh.recurrent.home import Home
 from pipemesh.recurrent.memory import DeviceMemory, predict_memory
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.precision import LossScale
@@ -40,6 +41,7 @@ __all__ = [
     "REMAT_POLICIES",
     "ActionClock",
     "DeviceMemory",
+    "Home",
     "LossScale",
     "Options",
     "Placement",

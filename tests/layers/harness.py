@@ -9,7 +9,7 @@ import tensorflow as tf
 from lingvo.core import py_utils
 
 from pipemesh.layers import mesh_cluster
-from pipemesh.mesh import Mesh
+from pipemesh.mesh import LayoutRules, Mesh
 
 
 @dataclasses.dataclass
@@ -47,8 +47,12 @@ def flat_tensors(outputs):
 
 
 @contextlib.contextmanager
-def cluster(num_devices, do_eval=False):
-    with mesh_cluster(Mesh((("layers", num_devices),)), do_eval=do_eval) as entered:
+def cluster(devices, do_eval=False):
+    """So many devices along `layers`, or a mesh as text, whose axis `data` splits the batch."""
+    text = devices if isinstance(devices, str) else f"layers:{devices}"
+    mesh = Mesh.from_text(text)
+    layout = LayoutRules.from_text("batch:data" if "data" in mesh.axis_names else "")
+    with mesh_cluster(mesh, do_eval=do_eval, layout=layout) as entered:
         yield entered
 
 

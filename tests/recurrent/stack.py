@@ -4,7 +4,7 @@ import numpy as np
 import tensorflow as tf
 
 from pipemesh.randomness import layer_scope, plan_free_randomness
-from pipemesh.recurrent import Options, Stage, pipeline_loss
+from pipemesh.recurrent import Home, Options, Stage, pipeline_loss
 
 BATCH, WIDTH, VOCAB, LAYERS = 12, 4, 7, 8
 RNG = np.random.default_rng(0)
@@ -48,7 +48,7 @@ def plain(theta, dtype=tf.float32):
     return [tf.cast(loss, tf.float32), weight, each]
 
 
-def stages(theta, schedule):
+def stages(theta, schedule, replicas=1):
     """As many stages as the schedule has; the first embeds, the last ends in the loss."""
     num_stages = schedule.num_stages
     cuts = [LAYERS * s // num_stages for s in range(num_stages + 1)]
@@ -66,22 +66,22 @@ def stages(theta, schedule):
             return (head(h, labels) if number == num_stages - 1 else [h, labels]), carry
 
         own = [t for i in layers for t in (theta["weights"][i], theta["biases"][i])]
-        device = schedule.stage_devices[number]
+        first = schedule.stage_devices[number] * replicas
         return Stage(
             f"stage{number}",
             forward,
             own + [theta["embedding"]] * (number == 0),
             [tf.constant(0)],
-            f"CPU:{device}",
+            Home(tuple(f"CPU:{first + replica}" for replica in range(replicas))),
         )
 
     return [make(s) for s in range(num_stages)]
 
 
-def pipelined(theta, schedule, **options):
+def pipelined(theta, schedule, replicas=1, **options):
     """Loss, weight and contributions of the pipeline, and each stage's count of microbatches."""
     loss, (weights, each), carries = pipeline_loss(
-        stages(theta, schedule),
+        stages(theta, schedule, replicas),
         [tf.constant(IDS), tf.constant(LABELS)],
         schedule,
         step=tf.constant(STEP, tf.int64),

@@ -15,6 +15,7 @@ from pipemesh.backend.structure import is_differentiable
 from pipemesh.errors import PipelineError
 from pipemesh.recurrent.passes.graph_cut import tensor_name
 
+_READS = frozenset(("ReadVariableOp", "ResourceGather", "VariableShape"))
 _VARIABLES = frozenset(("VarHandleOp", "VariableV2", "Variable"))
 
 
@@ -117,6 +118,32 @@ def check_batch(
             )
 
 
+def check_no_handle(
+    operations: Sequence[tf.Operation], captured: Sequence[Captured], what: str, device: str
+) -> None:
+    """Checks that no branch or loop reads a variable, which may lie on another device.
+
+    Args:
+        operations: that lie on a certain device.
+        captured: what the stage has captured.
+        what: names the stage in errors.
+        device: the device.
+
+    Raises:
+        PipelineError: one does.
+    """
+    handles = {weight.handle: weight for weight in captured if weight.handle is not None}
+    for operation in operations:
+        for tensor in operation.inputs:
+            if tensor.name in handles and operation.type not in _READS:
+                raise PipelineError(
+                    f"{what} has replicas and reads the variable of shape "
+                    f"{handles[tensor.name].outer.shape} in a branch or a loop "
+                    f"({operation.name!r}), which {device} cannot reach from there; read it before "
+                    "that, as tf.convert_to_tensor(variable), or give the stage one device"
+                )
+
+
 def check_fresh(what: str, graph: Any) -> None:
     """Checks that a function, which eager calls use again and again, holds no eager tensor.
 
@@ -197,11 +224,15 @@ def redirect(nodes: Sequence[Any], captured: Sequence[Captured]) -> None:
     """
     same = {read: weight.name for weight in captured for read in weight.reads}
     tables = {weight.handle: weight for weight in captured if weight.handle is not None}
+    dtypes = {weight.name: weight.outer.dtype.as_datatype_enum for weight in captured}
     for node in nodes:
         if node.op == "ResourceGather" and tensor_name(node.input[0]) in tables:
             weight = tables[tensor_name(node.input[0])]
             if node.attr["batch_dims"].i == 0:
                 _as_gather(node, weight.name)
+        elif node.op == "VariableShape" and tensor_name(node.input[0]) in tables:
+            node.op, node.input[0] = "Shape", tables[tensor_name(node.input[0])].name
+            node.attr["T"].type = dtypes[node.input[0]]
         for number, source in enumerate(node.input):
             if not source.startswith("^") and tensor_name(source) in same:
                 node.input[number] = same[tensor_name(source)]

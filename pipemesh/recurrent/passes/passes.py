@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from pipemesh.backend.operations import Call
 from pipemesh.backend.purity import has_effects
+from pipemesh.recurrent.passes.cuts import Cuts
 from pipemesh.recurrent.passes.gradients import flat_names
 from pipemesh.recurrent.passes.graph_cut import node_of
 from pipemesh.recurrent.passes.traced_stage import Specs, TracedStage
@@ -55,6 +56,9 @@ class Passes:
         accumulator_dtypes: of the sum of each theta's gradients.
         forward_probes: what the forward pass looks at.
         backward_probes: what the backward pass looks at.
+
+    Attributes:
+        cuts: what is handed from one part to the next.
     """
 
     def __init__(
@@ -68,87 +72,8 @@ class Passes:
         self._traced = traced
         self._forward_probes = forward_probes
         self._backward_probes = backward_probes
-        self._recomputed = recomputed
+        self.cuts = Cuts(traced, recomputed)
         self._dtypes = [*accumulator_dtypes] * len(traced.replicas)
-        grads = traced.gradients
-        self._grad_placeholders = [*grads.of_outputs.values(), *grads.of_carry_out.values()]
-
-    # What is cut where.
-
-    @functools.cached_property
-    def _per_microbatch(self) -> set[str]:
-        """Nodes whose value is another for every microbatch."""
-        traced = self._traced
-        return traced.cut.descendants(
-            [*traced.carry, *traced.inputs, *traced.scalars, *self._grad_placeholders]
-        )
-
-    @functools.cached_property
-    def _computed(self) -> set[str]:
-        """Nodes of the forward pass."""
-        return self._traced.cut.ancestors([*self._traced.outputs, *self._traced.carry_out])
-
-    @functools.cached_property
-    def _again(self) -> set[str]:
-        """Nodes of the forward pass that are computed again."""
-        return {node for node in self._computed & self._per_microbatch if self._recomputed(node)}
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether the backward pass can start before the gradient of the outputs is there."""
-        return bool(self._again)
-
-    @functools.cached_property
-    def kept(self) -> list[str]:
-        """Names of what the forward pass leaves for the backward pass."""
-        traced = self._traced
-        known = (self._computed & self._per_microbatch) - self._again
-        # Placeholders cannot be computed again.
-        known |= {node_of(name) for name in [*traced.carry, *traced.inputs]}
-        known -= {node_of(name) for name in traced.scalars}
-        wanted = [*self._theta_names, *self._upstream_names]
-        return traced.cut.frontier(wanted, known)
-
-    @functools.cached_property
-    def _theta_names(self) -> list[str]:
-        return flat_names(self._traced.gradients.of_theta)
-
-    @functools.cached_property
-    def _upstream_names(self) -> list[str]:
-        """Gradients that other actions wait for: of the inputs and of the carry."""
-        grads = self._traced.gradients
-        return [name for name in [*grads.of_inputs, *grads.of_carry] if name is not None]
-
-    @functools.cached_property
-    def _input_grad_nodes(self) -> set[str]:
-        """What an `I` computes of the graph."""
-        cuts = [*self.kept, *self._grad_placeholders]
-        wanted = self._upstream_names or self._shared_names()
-        return self._traced.cut.ancestors(wanted, cuts) & self._per_microbatch
-
-    def _shared_names(self) -> list[str]:
-        """Tensors that several weights' gradients need.
-
-        They are what an `I` computes for a stage whose inputs have no gradient. Else its `W`
-        would have to do everything, and the schedule would reckon with the wrong durations.
-        """
-        cut = self._traced.cut
-        cuts = [*self.kept, *self._grad_placeholders]
-        count: dict[str, int] = {}
-        for name in self._traced.gradients.of_theta:
-            if name is not None:
-                for node in cut.ancestors(flat_names([name]), cuts):
-                    count[node] = count.get(node, 0) + 1
-        shared = {n for n, c in count.items() if c > 1} & self._per_microbatch
-        return cut.frontier(self._theta_names, shared, cuts)
-
-    @functools.cached_property
-    def _pending(self) -> list[str]:
-        """Names of what an `I` leaves for its `W`, beside what it was given itself."""
-        known = self._input_grad_nodes | {
-            node_of(name) for name in [*self.kept, *self._grad_placeholders]
-        }
-        return self._traced.cut.frontier(self._theta_names, known)
 
     # The passes.
 
@@ -176,7 +101,7 @@ class Passes:
         num_named = num_outputs + len(traced.carry_out)
         # What is kept and was given is not handed through the function.
         computed = iter(results[num_named:])
-        kept = [given[name] if name in given else next(computed) for name in self.kept]
+        kept = [given[name] if name in given else next(computed) for name in self.cuts.kept]
         return results[:num_outputs], results[num_outputs:num_named], kept, note
 
     def _noting(
@@ -225,10 +150,12 @@ class Passes:
         results, note = self._noting(
             self._input_grad, [*theta, *kept, *grads, *scalars], note, self._input_grad_probes
         )
-        count = len(self._upstream_names)
-        given = dict(zip([*self.kept, *self._grad_placeholders], [*kept, *grads], strict=True))
+        count = len(self.cuts.upstream_names)
+        given = dict(
+            zip([*self.cuts.kept, *self.cuts.grad_placeholders], [*kept, *grads], strict=True)
+        )
         computed = iter(results[count:])
-        pending = [given[name] if name in given else next(computed) for name in self._pending]
+        pending = [given[name] if name in given else next(computed) for name in self.cuts.pending]
         return self._result(None, results[:count], pending, note)
 
     def weight_grad(
@@ -269,18 +196,6 @@ class Passes:
         # What is alike for all replicas is summed where the weight lies, once a step.
         return [tf.add_n(part) if len(part) > 1 else (part or [None])[0] for part in parts]
 
-    # What others hold of a stage: names give shapes, dtypes and places.
-
-    @property
-    def pending(self) -> list[str]:
-        """Names of what `input_grad` leaves."""
-        return self._pending
-
-    @property
-    def grad_placeholders(self) -> list[str]:
-        """Names of the gradients that a backward pass starts from."""
-        return self._grad_placeholders
-
     @functools.cached_property
     def accumulator_places(self) -> list[int]:
         """The replica of each sum of weight gradients."""
@@ -293,7 +208,7 @@ class Passes:
     def _forward(self) -> Callable[[Tensors], Tensors]:
         traced = self._traced
         given = {*traced.carry, *traced.inputs}
-        kept = [name for name in self.kept if name not in given]
+        kept = [name for name in self.cuts.kept if name not in given]
         arguments = [*traced.carry, *traced.inputs]
         fetches = [*traced.outputs, *traced.carry_out, *kept]
         return self._function(
@@ -309,30 +224,30 @@ class Passes:
         return self._backward_function(adds=True)
 
     def _backward_function(self, adds: bool) -> Callable[[Tensors], Tensors]:
-        arguments = [*self.kept, *self._grad_placeholders]
+        arguments = [*self.cuts.kept, *self.cuts.grad_placeholders]
         return self._function(
             arguments,
-            self._upstream_names,
+            self.cuts.upstream_names,
             gradients=True,
             adds=adds,
             probes=self._backward_probes,
-            checked=self._computed,
+            checked=self.cuts.computed,
         )
 
     @functools.cached_property
     def _input_grad(self) -> Callable[[Tensors], Tensors]:
-        arguments = [*self.kept, *self._grad_placeholders]
+        arguments = [*self.cuts.kept, *self.cuts.grad_placeholders]
         given = set(arguments)
-        pending = [name for name in self._pending if name not in given]
-        fetches = [*self._upstream_names, *pending]
+        pending = [name for name in self.cuts.pending if name not in given]
+        fetches = [*self.cuts.upstream_names, *pending]
         return self._function(
-            arguments, fetches, probes=self._input_grad_probes, checked=self._computed
+            arguments, fetches, probes=self._input_grad_probes, checked=self.cuts.computed
         )
 
     @functools.cached_property
     def _input_grad_probes(self) -> list[Probe]:
         """Those of the backward pass, without what an `I` leaves to its `W`."""
-        computed = self._input_grad_nodes
+        computed = self.cuts.input_grad_nodes
         return [
             dataclasses.replace(
                 probe, tensors=tuple(t for t in probe.tensors if node_of(t) in computed)
@@ -342,11 +257,13 @@ class Passes:
 
     @functools.cached_property
     def _weight_grad(self) -> Callable[[Tensors], Tensors]:
-        return self._function(self._pending, [], gradients=True, checked=self._computed)
+        return self._function(self.cuts.pending, [], gradients=True, checked=self.cuts.computed)
 
     @functools.cached_property
     def _weight_grad_and_add(self) -> Callable[[Tensors], Tensors]:
-        return self._function(self._pending, [], gradients=True, adds=True, checked=self._computed)
+        return self._function(
+            self.cuts.pending, [], gradients=True, adds=True, checked=self.cuts.computed
+        )
 
     @functools.cached_property
     def accumulator_specs(self) -> Specs:
@@ -376,7 +293,7 @@ class Passes:
         """
         traced = self._traced
         probed = flat_names([probe.tensors for probe in probes])
-        wanted = self._theta_names if gradients else []
+        wanted = self.cuts.theta_names if gradients else []
         every = [*traced.theta, *arguments, *traced.scalars]
         nodes = [f"{name}:0" for name in effects]
         used = traced.cut.used([*wanted, *fetches, *probed, *nodes], every)

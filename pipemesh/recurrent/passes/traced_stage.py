@@ -24,7 +24,13 @@ from pipemesh.randomness import (
 )
 from pipemesh.randomness.escaped_draws import check_no_draw_escaped
 from pipemesh.randomness.examples.whole_batch import DrawsOfStage, labels_of_batch
-from pipemesh.recurrent.passes.captures import Captured, captured_weights, check_batch, redirect
+from pipemesh.recurrent.passes.captures import (
+    Captured,
+    captured_weights,
+    check_batch,
+    check_no_handle,
+    redirect,
+)
 from pipemesh.recurrent.passes.gradients import flat_names
 from pipemesh.recurrent.passes.graph_cut import GraphCut, node_of, tensor_name
 from pipemesh.recurrent.passes.replica import Replica, joined
@@ -208,6 +214,9 @@ class TracedStage:
         check_no_draw_escaped(graph, stage.name, cutting.num_parts)
         replicas, first = self.replicas, self.replicas[0]
         for replica in replicas[1:]:
+            begin, end = replica.operations[0]
+            own = graph.get_operations()[begin:end]
+            check_no_handle(own, self._captured, what, replica.device)
             replica.copy_captured(graph, self._captured)
         # The tensors' own names, not those of what the traced function returns: that waits for
         # everything stateful in the function, and so also for the gradient.

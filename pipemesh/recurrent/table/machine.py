@@ -265,7 +265,7 @@ class Machine:
             state.accumulators[stage] = pending
         else:
             result = passes.input_grad(*arguments, notes[stage])
-            places = [*map(self.traced[stage].place, passes.pending)]
+            places = [*map(self.traced[stage].place, passes.cuts.pending)]
             pending = self._pin(stage, result.pending, places)
             values.write("pending", stage, pending)
         notes[stage] = result.note
@@ -290,10 +290,10 @@ class Machine:
         """
         kept, grads = values.read("kept", stage), self._result_grads(stage, values)
         place = self.traced[stage].place
-        late = [passes.recomputes and g.op.type not in _CONSTANT for g in grads]
-        of_grads = [*zip(grads, map(place, passes.grad_placeholders), late, strict=True)]
+        late = [passes.cuts.recomputes and g.op.type not in _CONSTANT for g in grads]
+        of_grads = [*zip(grads, map(place, passes.cuts.grad_placeholders), late, strict=True)]
         first = [*kept, *(g for g, _, is_late in of_grads if not is_late)]
-        places = [*map(place, passes.kept), *(p for _, p, is_late in of_grads if not is_late)]
+        places = [*map(place, passes.cuts.kept), *(p for _, p, is_late in of_grads if not is_late)]
         first = self._gate(stage, first, places, values.state)
         second = [g for g, _, is_late in of_grads if is_late]
         places = [p for _, p, is_late in of_grads if is_late]
@@ -303,7 +303,7 @@ class Machine:
 
     def _weight_grad(self, passes: Passes, stage: int, scalars: Tensors, values: Values) -> None:
         state = values.state
-        places = [*map(self.traced[stage].place, passes.pending)]
+        places = [*map(self.traced[stage].place, passes.cuts.pending)]
         pending = self._gate(stage, values.read("pending", stage), places, state)
         new = passes.weight_grad(self._thetas[stage], pending, scalars, state.accumulators[stage])
         new = self._pin(stage, new, passes.accumulator_places)
@@ -390,7 +390,7 @@ class Machine:
             named = zip(traced.inputs, traced.gradients.of_inputs, strict=True)
             return [None if grad is None else traced.spec(name) for name, grad in named]
         passes = self.passes(stage, mode)
-        return [*map(traced.spec, passes.kept if kind == "kept" else passes.pending)]
+        return [*map(traced.spec, passes.cuts.kept if kind == "kept" else passes.cuts.pending)]
 
     def places(self, kind: str, stage: int, mode: str = "") -> list[int]:
         """The replicas that the values of a kind belong to; `inputs` is a kind, too."""
@@ -400,7 +400,7 @@ class Machine:
         if kind in ("inputs", "grads"):
             return [*map(traced.place, traced.inputs)]
         passes = self.passes(stage, mode)
-        return [*map(traced.place, passes.kept if kind == "kept" else passes.pending)]
+        return [*map(traced.place, passes.cuts.kept if kind == "kept" else passes.cuts.pending)]
 
 
 def _on_every_device(tensors: Sequence[tf.Tensor], devices: Sequence[str]) -> Tensors:

@@ -26,7 +26,7 @@ class Placement:
     """Where the operations of each stage ran.
 
     Attributes:
-        wanted: the device of each stage.
+        wanted: the devices of each stage, one a replica; those of one device may be its name.
         found: for each stage, how many operations of its actions ran on which device.
 
     Example:
@@ -39,22 +39,22 @@ class Placement:
         pipemesh.errors.DeviceError: 2 operations of stage 1 ran on CPU:0 instead of CPU:1
     """
 
-    wanted: tuple[str, ...]
+    wanted: tuple[str | tuple[str, ...], ...]
     found: tuple[Mapping[str, int], ...]
 
     @classmethod
-    def of(cls, metadata: Any, devices: Sequence[str]) -> Placement:
+    def of(cls, metadata: Any, devices: Sequence[str | Sequence[str]]) -> Placement:
         """The placement of a step.
 
         Args:
             metadata: a `RunMetadata` with partition graphs: that of `record_placement`, or of a TF1
                 session's `run` with `RunOptions(output_partition_graphs=True)`.
-            devices: the device of each stage, with type and number.
+            devices: the device of each stage, or those of its replicas, with type and number.
 
         Raises:
             DeviceError: the metadata holds no action of these stages.
         """
-        wanted = tuple(_short(device) for device in devices)
+        wanted = tuple(tuple(map(_short, _names(home))) for home in devices)
         found: list[collections.Counter[str]] = [collections.Counter() for _ in devices]
         for graph in metadata.partition_graphs:
             for node in graph.node:
@@ -70,23 +70,29 @@ class Placement:
         return cls(wanted, tuple(dict(counts) for counts in found))
 
     def check(self) -> None:
-        """Checks that every stage ran on its device alone.
+        """Checks that every stage ran on its devices alone, and on all of them.
 
         Raises:
-            DeviceError: an operation ran elsewhere.
+            DeviceError: an operation ran elsewhere, or a replica ran nowhere.
         """
         for stage, (wanted, counts) in enumerate(zip(self.wanted, self.found, strict=True)):
+            names = ", ".join(_names(wanted))
             for device, count in counts.items():
-                if device != wanted:
+                if device not in _names(wanted):
                     raise DeviceError(
-                        f"{count} operations of stage {stage} ran on {device} instead of {wanted}"
+                        f"{count} operations of stage {stage} ran on {device} instead of {names}"
                     )
+            for device in _names(wanted):
+                if device not in counts:
+                    raise DeviceError(f"no operation of stage {stage} ran on {device}")
 
     def __str__(self) -> str:
         lines = []
         for stage, (wanted, counts) in enumerate(zip(self.wanted, self.found, strict=True)):
-            line = f"stage {stage} on {wanted}: {counts.get(wanted, 0)} operations"
-            others = [f"{n} on {d}" for d, n in sorted(counts.items()) if d != wanted]
+            own = _names(wanted)
+            numbers = " + ".join(str(counts.get(device, 0)) for device in own)
+            line = f"stage {stage} on {', '.join(own)}: {numbers} operations"
+            others = [f"{n} on {d}" for d, n in sorted(counts.items()) if d not in own]
             lines.append(", and ".join([line, *others]))
         return "\n".join(lines)
 
@@ -112,6 +118,10 @@ def record_placement() -> Iterator[Any]:
         metadata.MergeFrom(eager.export_run_metadata())
     finally:
         eager.disable_graph_collection()
+
+
+def _names(home: str | Sequence[str]) -> Sequence[str]:
+    return (home,) if isinstance(home, str) else home
 
 
 def _short(device: str) -> str:

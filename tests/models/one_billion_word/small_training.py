@@ -5,11 +5,11 @@ import tensorflow as tf
 from tensorflow.core.util import event_pb2
 
 from models.one_billion_word.request import Request
-from pipemesh.mesh import Mesh
+from pipemesh.mesh import LayoutRules, Mesh
 from tests.models.one_billion_word.language_model import small
 
 
-def small_request(logdir, folder=None, *, steps=6, **changes):
+def small_request(logdir, folder=None, *, steps=6, mesh_shape="layers:1", layout="", **changes):
     """Asks for a model of one block on one device, and for text from files of a folder.
 
     Capitals change settings, what is small changes the request.
@@ -23,8 +23,8 @@ def small_request(logdir, folder=None, *, steps=6, **changes):
         settings.DATA_DIR = str(folder)
         settings.TRAIN_PATTERN, settings.HELDOUT_PATTERN = "train*", "heldout*"
     values = {"save_every": 3, "eval_every": 1000, "eval_batches": 2} | changes
-    mesh = Mesh.from_text("layers:1")
-    return Request("OneBillionWordTiny", settings, mesh, "CPU", str(logdir), steps, **values)
+    mesh, rules = Mesh.from_text(mesh_shape), LayoutRules.from_text(layout)
+    return Request("OneBillionWordTiny", settings, mesh, rules, "CPU", str(logdir), steps, **values)
 
 
 def scalars(logdir, tag, part="train"):

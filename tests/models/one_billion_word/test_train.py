@@ -139,7 +139,20 @@ def trained(whole, tmp_path):
 BAD_INPUT = [
     (["--model=OneBillionWordTin"], "--model='OneBillionWordTin'", "OneBillionWordTiny?"),
     (["--mesh_shape=layers:x"], "--mesh_shape='layers:x'", "'layers:2'"),
-    (["--mesh_shape=layers:2;model:2"], "'layers:2;model:2'", "'model' is not supported"),
+    (["--mesh_shape=layers:2;model:2"], "axis 'model'", "would idle; --layout=batch:model, or use"),
+    (["--mesh_shape=layers:2;data:2", "--layout=batch:dta"], "'batch:dta'", "did you mean 'data'?"),
+    (["--mesh_shape=layers:2;data:2", "--layout=heads:data"], "dim 'heads'", "known: 'batch'"),
+    (["--layout=batch:layers"], "'batch:layers'", "split the batch over another axis"),
+    (
+        ["--mesh_shape=layers:2;data:2", "--layout=batch:data", "--num_microbatches=16"],
+        "--num_microbatches=16 does not divide the batch of 16",
+        "among 2 replicas; it may be 1, 2, 4, 8",
+    ),
+    (
+        ["--mesh_shape=layers:2;data:3", "--layout=batch:data"],
+        "the batch of 16 (--batch_size) does not divide among the 3 replicas",
+        "use another size",
+    ),
     (["--mesh_shape=layers:8"], "--mesh_shape='layers:8'", "at most 7 stages"),
     (["--device_type=GPU"], "--mesh_shape='layers:2' needs 2 GPUs", "--device_type=CPU"),
     (["--num_microbatches=3"], "--num_microbatches=3", "1, 2, 4"),

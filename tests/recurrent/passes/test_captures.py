@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.errors import PipelineError
-from pipemesh.recurrent import Options, Stage, pipeline, pipeline_loss
+from pipemesh.recurrent import Home, Options, Stage, pipeline, pipeline_loss
 from pipemesh.schedule import gpipe, one_f_one_b, zb_h1
 
 RNG = np.random.default_rng(0)
@@ -46,7 +46,7 @@ def in_loop(x, weights):
     return tf.while_loop(lambda i, _: i < 2, body, [0, x], maximum_iterations=2)[1]
 
 
-def build(use, weights, schedule, **options):
+def build(use, weights, schedule, replicas=1, **options):
     """Loss of two stages that both use what they were not given; plain without a schedule."""
     weights = {**weights, "outside": tf.nn.tanh(weights["tied"])}
 
@@ -60,7 +60,8 @@ def build(use, weights, schedule, **options):
     if schedule is None:
         return last([], [], first(own, [], [tf.constant(X)], 0, None)[0], 0, None)[0][0]
     home = 0 if use in (in_branch, in_loop) else 1
-    stages = [Stage("s0", first, own, [], "CPU:0"), Stage("s1", last, [], [], f"CPU:{home}")]
+    homes = [Home(tuple(f"CPU:{h + 2 * r}" for r in range(replicas))) for h in (0, home)]
+    stages = [Stage("s0", first, own, [], homes[0]), Stage("s1", last, [], [], homes[1])]
     return pipeline_loss(stages, [tf.constant(X)], schedule, options=Options(**options))[0]
 
 
@@ -99,14 +100,20 @@ def run_tf2(*args, **options):
         (one_f_one_b(2, 4), {}),
         (one_f_one_b(2, 4), {"rolled": True, "remat": "none"}),
         (zb_h1(2, 4), {"remat": "none"}),
+        (one_f_one_b(2, 2), {"replicas": 2}),
+        (one_f_one_b(2, 4), {"replicas": 2, "rolled": True, "remat": "none"}),
     ],
-    ids=["1f1b", "rolled", "zb_h1"],
+    ids=["1f1b", "rolled", "zb_h1", "replicas", "rolled_replicas"],
 )
 @pytest.mark.parametrize("use", [read, computed, looked_up, in_branch, in_loop])
 def test_a_captured_weight_gets_its_gradient_summed_over_microbatches_and_stages(
     run, use, schedule, options
 ):
     wanted_loss, wanted = run(use, None)
+    if use in (in_branch, in_loop) and "replicas" in options:
+        with pytest.raises(PipelineError, match=r"'s0' has replicas and reads the variable of sh"):
+            run(use, schedule, **options)
+        return
     loss, grads = run(use, schedule, **options)
     np.testing.assert_allclose(loss, wanted_loss, rtol=1e-5)
     assert grads.keys() == wanted.keys()

@@ -5,7 +5,7 @@ import tensorflow as tf
 
 from pipemesh.backend.structure import Structure
 from pipemesh.randomness import WholeDraws
-from pipemesh.recurrent.passes.passes import Passes
+from pipemesh.recurrent.passes.cuts import Cuts
 from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
 from pipemesh.recurrent.time.layer_stage import LayerArguments, LayerStage
 
@@ -56,11 +56,11 @@ def test_a_chunk_keeps_its_inputs_and_the_states_that_are_read(
             lambda: WholeDraws({}, lambda name, dim, folded: 1),
         )
         traced.differentiate(range(len(traced.outputs)))
-        kept = Passes(traced, lambda node: recomputes, [tf.float32], [], []).kept_specs()
+        kept = Cuts(traced, lambda node: recomputes).kept
         # Scalars that say which time steps were computed do not count.
         large = {
             STATES if spec.dtype == tf.variant else tuple(spec.shape)
-            for spec in kept
+            for spec in map(traced.spec, kept)
             if spec.dtype != tf.int32
         }
     assert large == want

@@ -1,0 +1,102 @@
+"""Where the stages of a stack lie."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from pipemesh.errors import PipelineError, PipemeshError
+from pipemesh.layers.mesh_cluster import MeshCluster, check_layout, replicas_of
+from pipemesh.mesh import LayoutRules, Mesh
+from pipemesh.recurrent import Home
+
+
+def stage_homes(
+    cluster: Any,
+    places: Sequence[int],
+    name: str,
+    mesh_shape: str | None = None,
+    layout: str | None = None,
+) -> list[Home]:
+    """The home of each stage of a stack.
+
+    Args:
+        cluster: the one that is entered, a mesh's or any of lingvo's.
+        places: for each stage the number of its place along the axis `layers`.
+        name: of the stack.
+        mesh_shape: a mesh as text whose processors are the devices of the cluster's model split, in
+            order; None for that of the cluster. Without any, each place is one device.
+        layout: which axis the batch is split over, as text, `batch:data` for example; None for that
+            of the cluster.
+
+    Raises:
+        PipelineError: the places along the axis `layers` cannot have equally many of those in
+            `places`, or the cluster has another mesh. (A multiple shares them, place by place;
+            clusters that are no mesh start again with the first device in any case, as in lingvo.)
+        LayoutError: the layout fits neither the mesh nor layers of lingvo.
+        MeshError: `mesh_shape` is malformed.
+    """
+    mesh, rules = _mesh_of(cluster, mesh_shape, layout, name)
+    if mesh is None:
+        return [Home((cluster.WorkerDeviceInModelSplit(place),)) for place in places]
+    needed, there = len(set(places)), mesh.num_stages
+    if needed > there and needed % there:
+        raise PipelineError(
+            f"{name}: {len(places)} stages need {needed} places along the axis 'layers', but "
+            f"mesh '{mesh}' has {there}, and {needed} is no multiple of it, so some "
+            f"devices would do more than others; cut the layers into {there} stages or a "
+            f"multiple, or use 'layers:{needed}'"
+        )
+    if there > needed:
+        warnings.warn(
+            f"{name}: mesh '{mesh}' has {there} places along the axis 'layers', but "
+            f"its {len(places)} stages lie on {needed}: the other devices idle; cut the layers "
+            f"into {there} stages or use 'layers:{needed}'",
+            stacklevel=4,
+        )
+    if isinstance(cluster, MeshCluster):
+        device = cluster.device
+    else:
+        device = cluster.WorkerDeviceInModelSplit
+        if cluster.num_devices_per_split < mesh.num_devices:
+            raise PipelineError(
+                f"{name}: mesh_shape '{mesh}' has {mesh.num_devices} processors, but the cluster's "
+                f"model split has {cluster.num_devices_per_split} devices; use a smaller mesh, or "
+                "give the cluster more (worker.devices_per_split, --worker_split_size)"
+            )
+    return [
+        Home(tuple(device(p) for p in replicas_of(mesh, rules, place % there))) for place in places
+    ]
+
+
+def _mesh_of(
+    cluster: Any, mesh_shape: str | None, layout: str | None, name: str
+) -> tuple[Mesh | None, LayoutRules]:
+    mesh, rules = None, LayoutRules()
+    if isinstance(cluster, MeshCluster):
+        mesh, rules = cluster.mesh, cluster.layout
+    try:
+        asked = None if mesh_shape is None else Mesh.from_text(mesh_shape)
+        asked_rules = None if layout is None else LayoutRules.from_text(layout)
+        if mesh is not None and asked not in (None, mesh):
+            raise PipelineError(
+                f"mesh_shape is '{asked}', but the cluster that is entered has the mesh '{mesh}'; "
+                "give one of them"
+            )
+        if mesh is not None and asked_rules not in (None, rules):
+            raise PipelineError(
+                f"layout is '{asked_rules}', but the cluster that is entered has '{rules}'; give "
+                "one of them"
+            )
+        mesh, rules = asked or mesh, asked_rules or rules
+        if mesh is None and rules.rules:
+            raise PipelineError(
+                f"layout is '{rules}', but there is no mesh; set mesh_shape, for example to "
+                "'layers:2;data:2'"
+            )
+        if mesh is not None:
+            check_layout(mesh, rules)
+    except PipemeshError as error:
+        raise type(error)(f"{name}: {error}") from error
+    return mesh, rules

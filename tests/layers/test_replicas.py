@@ -1,0 +1,167 @@
+"""Stacks whose batch is split over an axis of the mesh equal the plain stack."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from lingvo.core import base_layer, cluster_factory, py_utils
+
+from pipemesh.errors import LayoutError, MeshError, PipelineError
+from pipemesh.layers import mesh_cluster
+from pipemesh.layers.homes import stage_homes
+from pipemesh.mesh import LayoutRules, Mesh
+from tests.layers.blocks import WIDTH, blocks
+from tests.layers.harness import run_tf1, run_tf2
+from tests.layers.test_pipelining import cut, pipelined, plain
+
+X = np.random.default_rng(0).normal(size=[8, 3, WIDTH]).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """The plain model's results, computed once for each mode."""
+    cache = {}
+
+    def get(run):
+        if run not in cache:
+            cache[run] = run(plain(blocks(4)), [X], steps=3)
+        return cache[run]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("mesh", "num_stages", "num_micro_batches", "kwargs"),
+    [
+        ("layers:2;data:2", 2, 2, {}),
+        ("data:4;layers:2", 2, 1, {"remat": "none"}),
+        ("layers:1;data:2", 1, 4, {"rolled": True}),
+        ("layers:2;data:2", 4, 4, {"schedule": "looped_bfs:2"}),
+    ],
+)
+def test_everything_equals_the_plain_model_with_dropout_on(
+    run, expected, mesh, num_stages, num_micro_batches, kwargs
+):
+    params = pipelined(cut(blocks(4), num_stages), num_micro_batches, **kwargs)
+    found = run(params, [X], steps=3, num_devices=mesh)
+    found.assert_close(expected(run), rtol=2e-4, atol=2e-5)
+    # What layers count is that of the whole batch.
+    np.testing.assert_allclose(found.accumulators, [8.0] * 4)
+
+
+def test_evaluation_runs_on_replicas_too():
+    params = pipelined(cut(blocks(4), 2), 2)
+    found = run_tf2(params, [X], num_devices="layers:2;data:2", do_eval=True)
+    wanted = run_tf2(plain(blocks(4)), [X], do_eval=True)
+    np.testing.assert_allclose(found.outputs[0], wanted.outputs[0], rtol=1e-5)
+
+
+def test_weights_lie_on_the_first_device_of_a_home():
+    py_utils.SetEagerMode(True, test_mode=True)
+    try:
+        layout = LayoutRules.from_text("batch:data")
+        with mesh_cluster(Mesh.from_text("layers:2;data:2"), layout=layout):
+            layer = pipelined(cut(blocks(2), 2), 2).Instantiate()
+            homes = [[name[-1] for name in home.devices] for home in layer.StageHomes()]
+            places = [layer.children[f"stage{i}"].vars.Flatten()[0].device[-1] for i in range(2)]
+    finally:
+        py_utils.SetEagerMode(False, test_mode=True)
+    assert homes == [["0", "1"], ["2", "3"]]
+    assert places == ["0", "2"]
+
+
+class Table(base_layer.BaseLayer):
+    """Looks rows up, the same ones again and again."""
+
+    def _CreateLayerVariables(self):
+        super()._CreateLayerVariables()
+        weights = py_utils.WeightParams([5, WIDTH], py_utils.WeightInit.Gaussian(0.3))
+        self.CreateVariable("table", weights)
+
+    def FProp(self, theta, ids):
+        return tf.nn.embedding_lookup(theta.table, ids)
+
+
+@pytest.mark.parametrize("pipelined_or_not", [True, False])
+def test_gradients_are_dense_with_and_without_a_pipeline(pipelined_or_not):
+    # Of rows that occur twice in a sparse one, lingvo's clipping would take the wrong norm.
+    py_utils.SetEagerMode(True, test_mode=True)
+    try:
+        with mesh_cluster(Mesh.from_text("layers:1")):
+            py_utils.GetOrCreateGlobalStepVar().assign(0)
+            cells = cut([Table.Params().Set(name="table")], 1)
+            layer = pipelined(cells, 2, pipelined=pipelined_or_not).Instantiate()
+
+            @tf.function(autograph=False)
+            def gradient(ids):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_sum(layer.FPropDefaultTheta(ids))
+                (grad,) = tape.gradient(loss, layer.vars.Flatten())
+                assert isinstance(grad, tf.Tensor)
+                return grad
+
+            grad = gradient(tf.constant([[1, 1, 1, 3]] * 4))
+    finally:
+        py_utils.SetEagerMode(False, test_mode=True)
+    np.testing.assert_array_equal(grad[:, 0], [0, 12, 0, 4, 0])
+
+
+def split_cluster(num_devices):
+    """A cluster of lingvo's own whose model split has several devices."""
+    p = cluster_factory.Current().params.Copy()
+    p.mode, p.job = "sync", "trainer_client"
+    p.worker.name, p.worker.replicas = "/job:localhost", 1
+    p.worker.gpus_per_replica = 0
+    p.worker.cpus_per_replica = num_devices
+    p.worker.devices_per_split = num_devices
+    return cluster_factory.Cluster(p)
+
+
+def test_params_give_a_mesh_to_a_cluster_of_lingvo():
+    with split_cluster(6) as cluster:
+        homes = stage_homes(cluster, [0, 1, 2], "stack", "layers:3;data:2", "batch:data")
+        assert [[name[-1] for name in home.devices] for home in homes] == [
+            ["0", "1"],
+            ["2", "3"],
+            ["4", "5"],
+        ]
+        # Without a mesh each stage has a device.
+        assert [len(home) for home in stage_homes(cluster, [0, 1, 2], "stack")] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "layout", "error", "text"),
+    [
+        ("layers:2;data", None, MeshError, "stack: .*layers:2"),
+        ("layers:2;data:2", "batch:dta", LayoutError, "stack: .*did you mean 'data'"),
+        ("layers:2;data:2", "heads:data", LayoutError, "names dim 'heads'.*known: 'batch'"),
+        ("layers:2", "batch:layers", LayoutError, "along which the stages lie"),
+        (None, "batch:data", PipelineError, "there is no mesh; set mesh_shape"),
+        ("layers:2;data:4", "batch:data", PipelineError, "8 processors, but .* has 6 devices"),
+        ("layers:3", None, PipelineError, None),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_an_error(mesh_shape, layout, error, text):
+    with split_cluster(6) as cluster:
+        if text is None:
+            with pytest.warns(UserWarning, match="its 2 stages lie on 2: the other devices idle"):
+                stage_homes(cluster, [0, 1], "stack", mesh_shape, layout)
+            return
+        with pytest.raises(error, match=text):
+            stage_homes(cluster, [0, 1], "stack", mesh_shape, layout)
+
+
+def test_params_and_the_cluster_must_agree():
+    layout = LayoutRules.from_text("batch:data")
+    with mesh_cluster(Mesh.from_text("layers:2;data:2"), layout=layout) as cluster:
+        with pytest.raises(PipelineError, match="mesh_shape is 'layers:4', but the cluster"):
+            stage_homes(cluster, [0, 1], "stack", "layers:4")
+        with pytest.raises(PipelineError, match="layout is '', but the cluster"):
+            stage_homes(cluster, [0, 1], "stack", None, "")
+        again = stage_homes(cluster, [0, 1], "stack", "layers:2;data:2", "batch:data")
+        assert again == stage_homes(cluster, [0, 1], "stack")
+
+
+def test_a_batch_that_does_not_divide_among_replicas_is_an_error():
+    params = pipelined(cut(blocks(2), 2), 4)
+    with pytest.raises(PipelineError, match=r"2 examples does not divide among the 4.*be a multip"):
+        run_tf1(params, [X], num_devices="layers:2;data:4")

@@ -1,0 +1,242 @@
+"""Stages on several devices, each with rows of its own, give what the plain model gives."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.errors import DeviceError, PipelineError
+from pipemesh.recurrent import (
+    ActionClock,
+    Home,
+    Options,
+    Placement,
+    Stage,
+    explain,
+    pipeline,
+    pipeline_loss,
+    predict_memory,
+    record_placement,
+)
+from pipemesh.schedule import gpipe, one_f_one_b
+from pipemesh.schedule.builders import build
+from tests.recurrent.stack import RUNNERS, pipelined, plain
+
+
+@pytest.fixture(scope="module", params=RUNNERS)
+def mode(request):
+    run = RUNNERS[request.param]
+    return run, run(lambda theta: plain(theta))
+
+
+def assert_equal(mode, schedule, replicas, **options):
+    run, expected = mode
+    found = run(lambda t: pipelined(t, schedule, replicas, **options))
+    loss, weight, grads, each, counts, values = found
+    plain_loss, plain_weight, plain_grads, plain_each, plain_values = expected
+    assert weight == plain_weight
+    results, wanted = [loss, each, *grads, *values], [plain_loss, plain_each, *plain_grads]
+    for got, want in zip(results, [*wanted, *plain_values], strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6 * max(1, np.abs(want).max()))
+    # What goes from microbatch to microbatch goes through all replicas.
+    num_parts = schedule.num_microbatches * replicas
+    assert [int(count) for count in counts] == [num_parts] * schedule.num_stages
+
+
+@pytest.mark.parametrize("rolled", [False, True], ids=["unrolled", "rolled"])
+@pytest.mark.parametrize(
+    ("name", "num_homes", "num_microbatches", "replicas", "remat"),
+    [
+        ("gpipe", 2, 6, 2, "full"),
+        ("1f1b", 3, 3, 2, "none"),
+        ("1f1b", 2, 4, 3, "except_last"),
+        ("interleaved:2", 2, 6, 2, "full"),
+        ("zb_h1", 3, 6, 2, "full"),
+        ("zb_v", 2, 6, 2, "none"),
+        ("zb_h1", 1, 1, 4, "none"),
+    ],
+)
+def test_replicas_equal_the_plain_model(
+    mode, name, num_homes, num_microbatches, replicas, remat, rolled
+):
+    schedule = build(name, num_homes, num_microbatches)
+    assert_equal(mode, schedule, replicas, remat=remat, rolled=rolled)
+
+
+def product(theta, carry, inputs, microbatch, step):
+    return [tf.matmul(inputs[0], theta[0])], []
+
+
+def squares(theta, carry, inputs, microbatch, step):
+    return [tf.reduce_sum(tf.matmul(inputs[0], theta[0]) ** 2)], []
+
+
+HOMES = [Home(("CPU:0", "CPU:1")), Home(("CPU:2", "CPU:3"))]
+X = np.random.default_rng(0).normal(size=[8, 4]).astype(np.float32)
+W = np.random.default_rng(1).normal(size=[4, 4]).astype(np.float32)
+
+
+def trained(schedule, homes=HOMES, x=X, forwards=(product, squares), **options):
+    """A function that gives the loss and the gradients of both weights, and the variables."""
+    variables = [tf.Variable(W), tf.Variable(W / 2)]
+
+    @tf.function(autograph=False)
+    def run():
+        with tf.GradientTape() as tape:
+            stages = [
+                Stage(f"s{i}", forward, [tf.convert_to_tensor(variables[i])], [], homes[i])
+                for i, forward in enumerate(forwards)
+            ]
+            loss, _, _ = pipeline_loss(
+                stages, [tf.constant(x)], schedule, options=Options(**options)
+            )
+        return [loss, *tape.gradient(loss, variables)]
+
+    return run
+
+
+def test_each_replica_runs_on_its_own_device():
+    with record_placement() as graphs:
+        trained(one_f_one_b(2, 2), strict_devices=True)()
+    placement = Placement.of(graphs, [home.devices for home in HOMES])
+    placement.check()
+    for counts in placement.found:
+        first, second = counts.values()
+        assert abs(first - second) <= 0.2 * first, str(placement)
+
+
+def transfers(run):
+    """What goes between devices in a step: for each tensor the shape and the devices' numbers."""
+    with record_placement() as graphs:
+        run()
+    found = []
+    for graph in graphs.partition_graphs:
+        shapes = {node.name: node for node in graph.node}
+        for node in graph.node:
+            if node.op == "_Send":
+                source = shapes[node.input[0].split(":")[0]]
+                devices = [node.attr[f"{end}_device"].s.decode()[-1] for end in ("send", "recv")]
+                found.append((source, *map(int, devices)))
+    return found
+
+
+def test_weights_go_out_once_and_their_gradients_come_back_once_a_step():
+    for num_microbatches in (2, 4):
+        sent = transfers(trained(one_f_one_b(2, num_microbatches), check_numerics="off"))
+        within = [(source.name, a, b) for source, a, b in sent if {a, b} in ({0, 1}, {2, 3})]
+        # A copy of the weight goes out, the sum of its gradients and the loss come back.
+        weights = [name for name, a, b in within if a < b]
+        back = [name for name, a, b in within if a > b]
+        assert len(weights) == 2
+        assert [name for name in back if "B" in name.split("/")[0]] == [
+            f"action_{stage}B{num_microbatches - 1}/{name}"
+            for stage, name in ((1, "EnsureShape_1"), (0, "EnsureShape_5"))
+        ]
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+@pytest.mark.parametrize("rolled", [False, True])
+def test_what_is_not_finite_is_found_with_its_replica(replica, rolled):
+    x = X.copy()
+    # Four microbatches of two examples, one for each replica.
+    x[2 * 2 + replica] = np.nan
+    run = trained(one_f_one_b(2, 4), x=x, check_numerics="all", rolled=rolled)
+    with pytest.raises(tf.errors.InvalidArgumentError) as error:
+        run()
+    found = f"stage 's0' (CPU:{replica}), microbatch 2, forward: its output is not finite"
+    assert str(explain(error.value)).startswith(found)
+
+
+def test_the_clock_sees_actions_of_all_replicas():
+    clock, schedule = ActionClock(), one_f_one_b(2, 4)
+    run = trained(schedule, clock=clock)
+    run()
+    timeline = clock.timeline(schedule)
+    assert len(list(timeline.spans())) == 16
+    np.testing.assert_allclose(run()[0], trained(schedule)()[0], rtol=1e-6)
+
+
+def test_memory_is_that_of_each_device():
+    with tf.Graph().as_default():
+        stages = [
+            Stage(f"s{i}", forward, [tf.constant(W)], [], HOMES[i])
+            for i, forward in enumerate((product, squares))
+        ]
+        found = predict_memory(stages, [tf.constant(X)], one_f_one_b(2, 2))
+    # Both microbatches of the first stage, one example of each on each device.
+    assert [(m.weights, m.gradients, m.kept) for m in found] == [
+        *[(64, 64, 2 * 2 * 16)] * 2,
+        *[(64, 64, 2 * 16)] * 2,
+    ]
+
+
+def test_outputs_come_back_in_the_order_of_the_batch():
+    @tf.function(autograph=False)
+    def run(x):
+        stages = [Stage("s", product, [tf.constant(W)], [], HOMES[0])]
+        return pipeline(stages, [x], gpipe(1, 2))[0][0]
+
+    np.testing.assert_allclose(run(tf.constant(X)), X @ W, rtol=1e-5)
+
+
+@pytest.mark.parametrize("batch_dim", [0, 1])
+@pytest.mark.parametrize("rolled", [False, True])
+def test_the_batch_may_be_any_dim(batch_dim, rolled):
+    x = np.random.default_rng(3).normal(size=[4, 12, 4] if batch_dim else [12, 4, 4])
+    x = x.astype(np.float32)
+    homes = [*HOMES, Home(("CPU:4", "CPU:5"))]
+
+    @tf.function(autograph=False)
+    def run(x):
+        stages = [Stage(f"s{i}", product, [tf.constant(W)], [], homes[i]) for i in range(3)]
+        options = Options(batch_dim=batch_dim, rolled=rolled)
+        y = pipeline(stages, [x], gpipe(3, 6), options=options)[0][0]
+        return y, tf.gradients(tf.reduce_sum(y * x), x)[0]
+
+    y, grad = run(tf.constant(x))
+    product_of_all = np.linalg.matrix_power(W, 3)
+    np.testing.assert_allclose(y, x @ product_of_all, rtol=1e-4, atol=1e-4)
+    wanted = x @ product_of_all + x @ product_of_all.T
+    np.testing.assert_allclose(grad, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_prints_say_which_replica(capfd):
+    def told(theta, carry, inputs, microbatch, step):
+        tf.print("saw", tf.shape(inputs[0])[0], output_stream="file:///dev/stdout")
+        return [inputs[0] * 2.0], []
+
+    @tf.function(autograph=False)
+    def run(x):
+        return pipeline([Stage("s", told, [], [], HOMES[0])], [x], gpipe(1, 2))[0][0]
+
+    run(tf.constant(X))
+    lines = sorted(capfd.readouterr().out.splitlines())
+    assert len(lines) == 4 and len(set(lines)) == 4, lines
+    assert all("replica" in line and line.endswith("saw 2") for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("homes", "text"),
+    [
+        ([HOMES[0], "CPU:2"], "stage 's0' has 2 devices .CPU:0, CPU:1., but stage 's1' has 1"),
+        ([Home(tuple(f"CPU:{i}" for i in range(3)))] * 2, "4 examples does not divide among the 3"),
+    ],
+)
+def test_homes_that_do_not_fit_are_errors(homes, text):
+    with pytest.raises(PipelineError, match=text):
+        trained(one_f_one_b(2, 2), homes)()
+
+
+def test_a_recurrent_stage_has_one_device():
+    @tf.function(autograph=False)
+    def run(x):
+        stage = Stage("s", product, [tf.constant(W)], [], HOMES[0], recurrent=True)
+        return pipeline([stage], [x], gpipe(1, 2))[0][0]
+
+    with pytest.raises(PipelineError, match="'s' is recurrent and has 2 devices"):
+        run(tf.constant(X))
+
+
+@pytest.mark.parametrize("devices", [(), ("CPU:0", 1)])
+def test_a_home_has_devices(devices):
+    with pytest.raises(DeviceError, match="give names of one or several"):
+        Home(devices)
