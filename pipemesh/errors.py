@@ -33,6 +33,10 @@ class LayoutError(PipemeshError, ValueError):
     """A layout rule is malformed, or a tensor cannot be split as the rules say."""
 
 
+class PlanError(PipemeshError, ValueError):
+    """A plan names what does not exist, or its parts do not go together."""
+
+
 class DeviceError(PipemeshError, RuntimeError):
     """The devices that a plan names do not exist or are set up too late."""
 

@@ -16,6 +16,7 @@ PURE = [
     "pipemesh.errors",
     "pipemesh.mesh",
     "pipemesh.partition",
+    "pipemesh.plan",
     "pipemesh.schedule",
     "pipemesh.schedule_names",
     "pipemesh.text",
@@ -29,6 +30,24 @@ import sys
 import {room}
 loaded = {{"tensorflow", "lingvo", "keras"}} & set(sys.modules)
 assert not loaded, loaded
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("room", ["backend", "randomness", "lowering", "recurrent", "layers"])
+@pytest.mark.parametrize("missing", ["tensorflow", "lingvo"])
+def test_other_rooms_say_in_one_line_what_is_missing(room, missing):
+    code = f"""
+import importlib.util
+real = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == {missing!r} else real(name, *rest)
+try:
+    import pipemesh.{room}
+except ImportError as error:
+    wanted = "this part of pipemesh needs {missing}, which is not installed: pip install 'pipemesh["
+    assert str(error).startswith(wanted), error
+else:
+    raise AssertionError("no error")
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

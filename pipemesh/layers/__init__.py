@@ -11,6 +11,9 @@ Example:
     >>> stack = PipeliningLayer.Params().Set(name="stack", cell_tpl=stages, num_micro_batches=4)
 """
 
+# First: it says what is missing.
+from pipemesh import needs_tensorflow as needs_tensorflow  # isort: skip
+
 # Nothing else may import lingvo before this module has run.
 from pipemesh.layers import lingvo_loader as lingvo_loader  # isort: skip
 

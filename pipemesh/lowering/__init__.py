@@ -18,6 +18,9 @@ Example:
     total                           1     12
 """
 
+# First: it says what is missing.
+from pipemesh import needs_tensorflow as needs_tensorflow  # isort: skip
+
 from pipemesh.lowering import ops as ops
 from pipemesh.lowering.cores import Cores
 from pipemesh.lowering.costs import CommunicationCosts

@@ -16,6 +16,9 @@ batch, and the dim whose size differs between the two traces is the batch dim.
 
 from __future__ import annotations
 
+# First: it says what is missing.
+from pipemesh import needs_tensorflow as needs_tensorflow  # isort: skip
+
 import contextlib
 from collections.abc import Iterator
 

@@ -24,6 +24,9 @@ Example:
     (48.0, [24.0, 16.0])
 """
 
+# First: it says what is missing.
+from pipemesh import needs_tensorflow as needs_tensorflow  # isort: skip
+
 from pipemesh.recurrent.executor import pipeline, pipeline_loss
 from pipemesh.recurrent.home import Home
 from pipemesh.recurrent.memory import DeviceMemory, predict_memory

@@ -1,0 +1,286 @@
+"""The plan: mesh, layout rules, schedule, microbatches, partition, remat, lowering, precision."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pipemesh.errors import PipemeshError, PlanError
+from pipemesh.mesh import LayoutRules, Mesh
+from pipemesh.mesh.checks import whole_number
+from pipemesh.mesh.mesh import LAYERS_AXIS
+from pipemesh.plan import text_form
+from pipemesh.schedule import Schedule, ScheduleSpec
+from pipemesh.text import nearest_text
+
+BATCH = "batch"
+REMAT = ("full", "none", "except_last")
+LOWERINGS = ("placement", "simd")
+DTYPES = ("float32", "bfloat16", "float16")
+_ONE_PLACE = Mesh(((LAYERS_AXIS, 1),))
+_NO_RULES = LayoutRules()
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a stack of layers is run: everything that changes speed and memory, and nothing else.
+
+    What is written as text may be given as text: `mesh="layers:2;data:2"`.
+
+    Attributes:
+        mesh: the devices; its axis `layers` has a place for each home.
+        layout: which dims are split over which of the other axes; the batch is the dim `batch`.
+        schedule: by name, as `pipemesh schedule --help` lists them, `file:x.csv`, or a table.
+        num_microbatches: how many microbatches a batch is cut into.
+        boundaries: where the layers are cut: S + 1 rising layer indices; None for stages of equal
+            flops.
+        remat: what the backward pass computes again: `full`, `none` or `except_last`.
+        lowering: `placement`, each device with operations of its own, or `simd`, one program for
+            all.
+        compute_dtype: what stages compute in, by name.
+        allow_idle: whether axes that nothing uses, and devices that idle, are allowed.
+
+    Raises:
+        PlanError: a value is none of those that are allowed, or two do not go together.
+        LayoutError: the layout is malformed, or names an axis that the mesh does not have.
+        MeshError: the mesh is malformed.
+        ScheduleError: the schedule is unknown, or cannot be built for so many homes and
+            microbatches.
+
+    Example:
+        >>> plan = Plan("layers:2;data:2", "batch:data", "zb_h1", num_microbatches=4)
+        >>> str(plan)
+        'mesh=layers:2;data:2 layout=batch:data schedule=zb_h1 num_microbatches=4'
+        >>> plan.check_batch(24)
+        >>> plan.check_batch(20)
+        Traceback (most recent call last):
+        pipemesh.errors.PlanError: a batch of 20 does not divide into 4 microbatches of 2 \
+replicas; it must be a multiple of 8
+    """
+
+    mesh: Mesh = _ONE_PLACE
+    layout: LayoutRules = _NO_RULES
+    schedule: str | Schedule = "1f1b"
+    num_microbatches: int = 1
+    boundaries: tuple[int, ...] | None = None
+    remat: str = "full"
+    lowering: str = "placement"
+    compute_dtype: str = "float32"
+    allow_idle: bool = False
+
+    def __post_init__(self) -> None:
+        given: dict[str, Any] = vars(self)
+        if isinstance(given["mesh"], str):
+            object.__setattr__(self, "mesh", Mesh.from_text(given["mesh"]))
+        if isinstance(given["layout"], str):
+            object.__setattr__(self, "layout", LayoutRules.from_text(given["layout"]))
+        self._check_types()
+        self.layout.check(self.mesh)
+        self._check_axes()
+        table = self.table
+        if self.boundaries is not None:
+            object.__setattr__(self, "boundaries", tuple(self.boundaries))
+            self._check_boundaries(table.num_stages)
+
+    def _check_types(self) -> None:
+        given: dict[str, Any] = vars(self)
+        for name, kind in (("mesh", Mesh), ("layout", LayoutRules)):
+            if not isinstance(given[name], kind):
+                raise PlanError(f"{name} is {given[name]!r}; give a {kind.__name__} or its text")
+        if not isinstance(given["schedule"], str | Schedule):
+            raise PlanError(f"schedule is {self.schedule!r}; give a name or a Schedule")
+        number = whole_number(self.num_microbatches)
+        if number is None or number < 1:
+            raise PlanError(
+                f"num_microbatches is {self.num_microbatches!r}; it must be a whole number from 1 "
+                "on"
+            )
+        object.__setattr__(self, "num_microbatches", number)
+        if not isinstance(given["allow_idle"], bool):
+            raise PlanError(f"allow_idle is {given['allow_idle']!r}; it must be True or False")
+        for name, allowed in (
+            ("remat", REMAT),
+            ("lowering", LOWERINGS),
+            ("compute_dtype", DTYPES),
+        ):
+            if given[name] not in allowed:
+                near = nearest_text(str(given[name]), allowed)
+                raise PlanError(f"{name} is {given[name]!r}{near}")
+
+    def _check_axes(self) -> None:
+        on_layers = [dim for dim, axis in self.layout.rules if axis == LAYERS_AXIS]
+        if BATCH in on_layers:
+            raise PlanError(
+                f"layout '{self.layout}' splits the batch over the axis 'layers', along which the "
+                "stages lie; name another axis of the mesh"
+            )
+        used = {axis for _, axis in self.layout.rules}
+        unused = [name for name, size in self.mesh.stage_mesh.axes if size > 1 and name not in used]
+        if unused and not self.allow_idle:
+            raise PlanError(
+                f"nothing is split over the axis {unused[0]!r} of mesh '{self.mesh}', so its "
+                f"devices would idle or compute the same; add a rule such as 'batch:{unused[0]}' "
+                "to the layout, leave the axis out, or set allow_idle"
+            )
+
+    def _check_boundaries(self, num_stages: int) -> None:
+        cuts = self.boundaries or ()
+        whole = [number for cut in cuts if (number := whole_number(cut)) is not None]
+        rising = len(whole) == len(cuts) and all(a < b for a, b in itertools.pairwise(whole))
+        if len(cuts) != num_stages + 1 or not rising or whole[0] != 0:
+            raise PlanError(
+                f"boundaries are {cuts}; {num_stages} stages have {num_stages + 1} layer indices, "
+                "which rise from 0 to the number of layers"
+            )
+
+    @functools.cached_property
+    def table(self) -> Schedule:
+        """The schedule's table, for the homes of the mesh.
+
+        Raises:
+            PlanError: a table was given that is for other counts.
+            ScheduleError: the schedule cannot be had.
+        """
+        homes, number = self.mesh.num_stages, self.num_microbatches
+        if isinstance(self.schedule, str):
+            return ScheduleSpec.from_text(self.schedule).build(homes, number)
+        found = self.schedule.num_devices, self.schedule.num_microbatches
+        if found != (homes, number):
+            raise PlanError(
+                f"the schedule has {found[0]} devices and {found[1]} microbatches, but the axis "
+                f"'layers' of mesh '{self.mesh}' has {homes} places and num_microbatches is "
+                f"{number}; make them equal"
+            )
+        return self.schedule
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are, virtual ones counted one by one."""
+        return self.table.num_stages
+
+    @property
+    def num_replicas(self) -> int:
+        """Over how many places the batch is split."""
+        axis = self.layout.axis(BATCH)
+        return 1 if axis is None else self.mesh.size(axis)
+
+    def home(self, stage: int) -> tuple[int, ...]:
+        """The processors that own a stage, in the order of their sub-mesh.
+
+        Raises:
+            PlanError: there is no such stage.
+        """
+        if not 0 <= stage < self.num_stages:
+            raise PlanError(f"there is no stage {stage}; the plan has 0 to {self.num_stages - 1}")
+        return self.mesh.stage_processors(self.table.stage_devices[stage])
+
+    def check_batch(self, size: int) -> None:
+        """Checks that every replica gets as many examples of every microbatch.
+
+        Raises:
+            PlanError: the batch does not divide.
+        """
+        parts = self.num_microbatches * self.num_replicas
+        if size % parts:
+            of = f" of {self.num_replicas} replicas" if self.num_replicas > 1 else ""
+            raise PlanError(
+                f"a batch of {size} does not divide into {self.num_microbatches} microbatches{of}; "
+                f"it must be a multiple of {parts}"
+            )
+
+    def check_dims(self, dims: Iterable[str]) -> None:
+        """Checks that every rule of the layout is for a dim that the model has.
+
+        Args:
+            dims: all names of dims that occur.
+
+        Raises:
+            LayoutError: a rule names another.
+        """
+        self.layout.check(self.mesh, dims)
+
+    def check_layers(self, count: int) -> None:
+        """Checks that so many layers can be cut as the plan says.
+
+        Raises:
+            PlanError: they cannot.
+        """
+        if count < self.num_stages:
+            raise PlanError(
+                f"the plan has {self.num_stages} stages, but there are {count} layers; use a "
+                "smaller axis 'layers', or fewer stages a device"
+            )
+        if self.boundaries is not None and self.boundaries[-1] != count:
+            raise PlanError(
+                f"boundaries end at {self.boundaries[-1]}, but there are {count} layers"
+            )
+
+    def changes(self, other: Plan) -> dict[str, tuple[str, str]]:
+        """What another plan has otherwise: its values here and there, as text, by name."""
+        mine, theirs = self._texts(), other._texts()
+        return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
+
+    def _texts(self) -> dict[str, str]:
+        return {
+            field.name: text_form.of_value(getattr(self, field.name))
+            for field in dataclasses.fields(self)
+        }
+
+    def __str__(self) -> str:
+        """The mesh, and whatever is not the default; `from_text` parses it."""
+        defaults = _default()._texts()
+        chosen = {
+            name: text
+            for name, text in self._texts().items()
+            if name == "mesh" or text != defaults[name]
+        }
+        return text_form.joined(chosen)
+
+    @classmethod
+    def from_text(cls, text: str) -> Plan:
+        """Parses `name=value` pairs that are joined by blanks; what is left out is the default.
+
+        Raises:
+            PipemeshError: see the class; or a name is unknown (suggests the nearest) or given
+                twice.
+        """
+        return cls.from_values(text_form.split(text))
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, str]) -> Plan:
+        """A plan of texts by name, such as flags.
+
+        Raises:
+            PipemeshError: as `from_text`.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        parsed: dict[str, Any] = {}
+        for name, text in values.items():
+            if name not in names:
+                raise PlanError(f"{name!r} is nothing that a plan has{nearest_text(name, names)}")
+            try:
+                parsed[name] = text_form.parse(name, text)
+            except PipemeshError as error:
+                raise type(error)(f"{name}={text!r}: {error}") from error
+        return cls(**parsed)
+
+    def to_json(self) -> str:
+        """All of it as a JSON object of texts, defaults too."""
+        return text_form.to_json(self._texts())
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Parses what `to_json` writes.
+
+        Raises:
+            PipemeshError: as `from_text`; or it is no JSON object of texts.
+        """
+        return cls.from_values(text_form.from_json(text))
+
+
+@functools.cache
+def _default() -> Plan:
+    return Plan()

@@ -1,0 +1,126 @@
+"""The texts of a plan's values, and how they are joined."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from typing import Any, cast
+
+from pipemesh.errors import PlanError
+from pipemesh.mesh import LayoutRules, Mesh
+from pipemesh.mesh.checks import text_of
+from pipemesh.schedule import Schedule
+
+# What begins the text of a schedule that is given as a table.
+_TABLE = "table:"
+
+
+def of_value(value: Any) -> str:
+    """The text of one of a plan's values.
+
+    Example:
+        >>> of_value((0, 3, 5)), of_value(True), of_value(None)
+        ('0,3,5', 'true', '')
+    """
+    if isinstance(value, Schedule):
+        return _TABLE + value.to_csv().strip()
+    if isinstance(value, tuple):
+        return ",".join(map(str, cast("tuple[int, ...]", value)))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "" if value is None else str(value)
+
+
+def parse(name: str, text: str) -> Any:
+    """The value that a text stands for.
+
+    Args:
+        name: of the value.
+        text: as `of_value` writes it.
+
+    Raises:
+        PipemeshError: it is malformed.
+    """
+    if name == "mesh":
+        return Mesh.from_text(text)
+    if name == "layout":
+        return LayoutRules.from_text(text)
+    if name == "schedule" and text.startswith(_TABLE):
+        return Schedule.from_csv(text.removeprefix(_TABLE))
+    if name == "num_microbatches":
+        return _whole(text)
+    if name == "boundaries":
+        return tuple(map(_whole, text.split(","))) if text else None
+    if name == "allow_idle":
+        if text not in ("true", "false"):
+            raise PlanError("it must be true or false")
+        return text == "true"
+    return text
+
+
+def _whole(text: str) -> int:
+    if not text.strip().isdecimal():
+        raise PlanError(f"{text!r} is no whole number")
+    return int(text)
+
+
+def joined(texts: Mapping[str, str]) -> str:
+    """Pairs of name and text, joined by blanks; texts with blanks are quoted as shells do."""
+    return " ".join(f"{name}={_quoted(text)}" for name, text in texts.items())
+
+
+def _quoted(text: str) -> str:
+    # Semicolons mean nothing here, and every mesh has some.
+    return (
+        text if shlex.quote(text.replace(";", "")) == text.replace(";", "") else shlex.quote(text)
+    )
+
+
+def split(text: str) -> dict[str, str]:
+    """Takes apart what `joined` joins.
+
+    Raises:
+        PlanError: a part is no pair, or a name is given twice.
+    """
+    text = text_of(text, PlanError, "mesh=layers:2 schedule=1f1b")
+    try:
+        parts = shlex.split(text)
+    except ValueError as error:
+        raise PlanError(f"plan {text!r} cannot be read: {error}") from error
+    values: dict[str, str] = {}
+    for part in parts:
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise PlanError(
+                f"{part!r} in plan {text!r} is not name=value; write for example "
+                "'mesh=layers:2;data:2 layout=batch:data num_microbatches=8'"
+            )
+        if name in values:
+            raise PlanError(f"{name!r} is given twice in plan {text!r}")
+        values[name] = value
+    return values
+
+
+def to_json(texts: Mapping[str, str]) -> str:
+    """A JSON object, one line a value."""
+    return json.dumps(texts, indent=1)
+
+
+def from_json(text: str) -> dict[str, str]:
+    """Reads what `to_json` writes.
+
+    Raises:
+        PlanError: it is no JSON object of texts.
+    """
+    try:
+        found: Any = json.loads(text)
+    except ValueError as error:
+        raise PlanError(f"the plan is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise PlanError(f"the plan is {found!r}; it must be a JSON object of texts")
+    values = cast("dict[str, Any]", found)
+    for name, value in values.items():
+        if not isinstance(value, str):
+            raise PlanError(f"{name!r} of the plan is {value!r}; it must be a text")
+    return cast("dict[str, str]", values)
