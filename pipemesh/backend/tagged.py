@@ -17,7 +17,7 @@ from tensorflow.python.ops import gen_logging_ops, gen_summary_ops
 
 class _Scopes(threading.local):
     def __init__(self) -> None:
-        self.stack: list[tuple[str, tf.Tensor]] = []
+        self.stack: list[tuple[str, tf.Tensor, int | None]] = []
 
 
 _scopes = _Scopes()
@@ -26,12 +26,13 @@ _installed = False
 
 
 @contextlib.contextmanager
-def tagged(stage: str, microbatch: tf.Tensor) -> Iterator[None]:
+def tagged(stage: str, microbatch: tf.Tensor, replica: int | None = None) -> Iterator[None]:
     """Inside, what is printed begins with stage and microbatch, and tags of summaries end in it.
 
     Args:
         stage: name of the stage.
         microbatch: int64 scalar, the index of the microbatch.
+        replica: the number of the replica, where a stage has several.
 
     Example:
         >>> import sys
@@ -39,7 +40,7 @@ def tagged(stage: str, microbatch: tf.Tensor) -> Iterator[None]:
         ...     tf.print("seen", output_stream="file:///dev/stdout")
     """
     _install()
-    _scopes.stack.append((stage, microbatch))
+    _scopes.stack.append((stage, microbatch, replica))
     try:
         yield
     finally:
@@ -47,10 +48,9 @@ def tagged(stage: str, microbatch: tf.Tensor) -> Iterator[None]:
 
 
 def _prefix() -> tf.Tensor:
-    stage, microbatch = _scopes.stack[-1]
-    return tf.strings.join(
-        [f"stage {stage!r}, microbatch ", tf.strings.as_string(microbatch), ": "]
-    )
+    stage, microbatch, replica = _scopes.stack[-1]
+    end = ": " if replica is None else f", replica {replica}: "
+    return tf.strings.join([f"stage {stage!r}, microbatch ", tf.strings.as_string(microbatch), end])
 
 
 def _print_v2(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,10 +78,11 @@ def _summary(original: Callable[..., Any], name: str, position: int) -> Callable
     def dispatch(*args: Any, **kwargs: Any) -> Any:
         if not _scopes.stack:
             return original(*args, **kwargs)
-        _, microbatch = _scopes.stack[-1]
+        _, microbatch, replica = _scopes.stack[-1]
 
         def with_microbatch(tag: Any) -> tf.Tensor:
-            return tf.strings.join([tag, "/microbatch_", tf.strings.as_string(microbatch)])
+            parts = [tag, "/microbatch_", tf.strings.as_string(microbatch)]
+            return tf.strings.join([*parts, *([] if replica is None else [f"/replica_{replica}"])])
 
         if name in kwargs:
             kwargs[name] = with_microbatch(kwargs[name])

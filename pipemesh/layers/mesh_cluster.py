@@ -89,7 +89,8 @@ def mesh_cluster(
         raise MeshError(f"mesh {mesh!r} is no Mesh; write Mesh.from_text('layers:2')")
     layout = LayoutRules() if layout is None else layout
     check_layout(mesh, layout)
-    if mesh.num_devices > 1 and LAYERS_AXIS not in mesh.axis_names:
+    used = [p for stage in range(mesh.num_stages) for p in replicas_of(mesh, layout, stage)]
+    if len(used) < mesh.num_devices and LAYERS_AXIS not in mesh.axis_names:
         raise MeshError(
             f"mesh '{mesh}' has no axis 'layers', so all layers would run on its first device and "
             f"{mesh.num_devices - 1} devices would idle; name an axis 'layers', for example "
@@ -101,7 +102,6 @@ def mesh_cluster(
             f"mesh {mesh} needs {mesh.num_devices} {device_type} devices, but {found} exist; use a "
             "smaller mesh or set up more logical devices before TensorFlow starts"
         )
-    used = [p for stage in range(mesh.num_stages) for p in replicas_of(mesh, layout, stage)]
     idle = [f"{device_type}:{i}" for i in range(mesh.num_devices) if i not in used]
     if idle:
         axes = [name for name, size in mesh.stage_mesh.axes if size > 1]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from pipemesh.errors import DeviceError
 
@@ -30,16 +32,24 @@ class Home:
     devices: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        if not self.devices or not all(isinstance(device, str) for device in self.devices):
+        given: Any = self.devices
+        devices = [given] if isinstance(given, str) else given
+        known = isinstance(devices, Iterable) and tuple(devices)
+        if not known or not all(isinstance(device, str) for device in known):
             raise DeviceError(
-                f"a home has the devices {self.devices!r}; give names of one or several, for "
+                f"a home has the devices {given!r}; give names of one or several, for "
                 "example ('GPU:0', 'GPU:1')"
             )
+        object.__setattr__(self, "devices", known)
 
     @classmethod
-    def of(cls, given: Home | str) -> Home:
-        """A home as it is, or that of one device."""
-        return cls((given,)) if isinstance(given, str) else given
+    def of(cls, given: Home | str | Sequence[str]) -> Home:
+        """A home as it is, or that of a device or several.
+
+        Raises:
+            DeviceError: these are no names of devices.
+        """
+        return given if isinstance(given, Home) else cls(given)  # type: ignore[arg-type]
 
     @property
     def first(self) -> str:

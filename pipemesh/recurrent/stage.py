@@ -25,8 +25,7 @@ class Stage:
             called for each, as if the parts of microbatches were microbatches themselves.
         theta: the weights; gradients flow to the floating ones.
         carry: its value before the first microbatch.
-        home: where it runs; a string is the name of a TensorFlow device that all operations of the
-            stage are placed on.
+        home: where it runs; names of TensorFlow devices, one or several, are a home, too.
         dtypes: for each of `theta` the dtype that the stage computes with; by default the
             pipeline's `compute_dtype`.
         recurrent: whether gradients flow through the carry, from each microbatch back to the one
@@ -40,9 +39,12 @@ class Stage:
     ]
     theta: Tensors
     carry: Tensors
-    home: Home | str
+    home: Home | str | Sequence[str]
     recurrent: bool = False
     dtypes: Sequence[tf.DType] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "home", Home.of(self.home))
 
     @property
     def devices(self) -> tuple[str, ...]:

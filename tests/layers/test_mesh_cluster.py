@@ -8,7 +8,7 @@ from lingvo.core import cluster_factory, layers, py_utils
 
 from pipemesh.errors import MeshError, PipelineError
 from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, SeqLayer, mesh_cluster
-from pipemesh.mesh import Mesh
+from pipemesh.mesh import LayoutRules, Mesh
 
 
 @pytest.fixture
@@ -70,6 +70,8 @@ def test_a_mesh_without_layers_is_an_error():
     with pytest.raises(MeshError, match=r"'data:2' has no axis 'layers'.*'layers:2'"):
         mesh_cluster(Mesh.from_text("data:2"))
     mesh_cluster(Mesh.from_text("data:1"))
+    # A single stage on all of them.
+    mesh_cluster(Mesh.from_text("data:2"), layout=LayoutRules.from_text("batch:data"))
 
 
 def test_what_is_no_mesh_is_an_error():

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.core.util import event_pb2
 
 from pipemesh.errors import DeviceError, PipelineError
 from pipemesh.recurrent import (
@@ -133,6 +134,77 @@ def test_weights_go_out_once_and_their_gradients_come_back_once_a_step():
         ]
 
 
+def checked(theta, carry, inputs, microbatch, step):
+    return [tf.debugging.check_numerics(tf.matmul(inputs[0], theta[0]), "product")], []
+
+
+def test_checks_inside_of_a_stage_keep_gradients_where_they_are():
+    run = trained(one_f_one_b(2, 4), forwards=(checked, squares), check_numerics="off")
+    sent = [source.name for source, a, b in transfers(run) if (a, b) == (1, 0)]
+    # Of a microbatch nothing comes back but what says that it was checked.
+    assert [name for name in sent if "AddN" in name] == []
+    assert len([name for name in sent if "EnsureShape" in name or "IdentityN" in name]) == 1
+
+
+@pytest.mark.parametrize("use", ["captured", "theta"])
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_no_gradient_flows_through_what_replicas_hand_on(use, replicas):
+    def gradient(num_microbatches, homes):
+        weight = tf.Variable(W)
+
+        def first(theta, carry, inputs, microbatch, step):
+            given = theta[0] if use == "theta" else tf.convert_to_tensor(weight)
+            h = tf.matmul(inputs[0], given) - carry[0]
+            return [h], [carry[0] + tf.reduce_mean(h, 0)]
+
+        def last(theta, carry, inputs, microbatch, step):
+            return [tf.reduce_sum(inputs[0] ** 2)], []
+
+        @tf.function(autograph=False)
+        def run():
+            with tf.GradientTape() as tape:
+                theta = [tf.convert_to_tensor(weight)] if use == "theta" else []
+                stages = [
+                    Stage("a", first, theta, [tf.zeros([4])], homes[0]),
+                    Stage("b", last, [], [], homes[1]),
+                ]
+                schedule = one_f_one_b(2, num_microbatches)
+                loss = pipeline_loss(stages, [tf.constant(X)], schedule)[0]
+            return loss, tape.gradient(loss, weight)
+
+        return run()
+
+    homes = [[f"CPU:{home * replicas + i}" for i in range(replicas)] for home in range(2)]
+    found, wanted = gradient(4 // replicas, homes), gradient(4, ["CPU:0", "CPU:1"])
+    for got, want in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_summaries_say_which_replica(tmp_path):
+    def told(theta, carry, inputs, microbatch, step):
+        tf.summary.scalar("mean", tf.reduce_mean(inputs[0]), step=0)
+        return [inputs[0] * 2.0], []
+
+    writer = tf.summary.create_file_writer(str(tmp_path))
+
+    @tf.function(autograph=False)
+    def run(x):
+        with writer.as_default():
+            return pipeline([Stage("s", told, [], [], HOMES[0])], [x], gpipe(1, 2))[0][0]
+
+    run(tf.constant(X))
+    writer.close()
+    (path,) = tmp_path.iterdir()
+    tags = {
+        value.tag.split("/", 1)[-1]
+        for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator()
+        for value in event_pb2.Event.FromString(record).summary.value
+    }
+    assert {tag[tag.index("microbatch") :] for tag in tags} == {
+        f"microbatch_{m}/replica_{r}" for m in range(2) for r in range(2)
+    }
+
+
 @pytest.mark.parametrize("replica", [0, 1])
 @pytest.mark.parametrize("rolled", [False, True])
 def test_what_is_not_finite_is_found_with_its_replica(replica, rolled):
@@ -236,7 +308,16 @@ def test_a_recurrent_stage_has_one_device():
         run(tf.constant(X))
 
 
-@pytest.mark.parametrize("devices", [(), ("CPU:0", 1)])
+@pytest.mark.parametrize("names", [["CPU:0", "CPU:1"], ("CPU:0", "CPU:1")])
+def test_names_of_devices_are_a_home(names):
+    home = Home(("CPU:0", "CPU:1"))
+    assert Home(names) == Home.of(names) == Home.of(home) == home
+    assert Home("CPU:0") == Home.of("CPU:0") == Home(("CPU:0",))
+    stage = Stage("s", product, [], [], names)
+    assert stage.home == home and stage.device == "CPU:0" and hash(stage.home) == hash(home)
+
+
+@pytest.mark.parametrize("devices", [(), ("CPU:0", 1), 5, None])
 def test_a_home_has_devices(devices):
     with pytest.raises(DeviceError, match="give names of one or several"):
         Home(devices)

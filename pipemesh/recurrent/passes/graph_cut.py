@@ -45,7 +45,7 @@ class GraphCut:
             data = [source for source in node.input if not source.startswith("^")]
             del node.input[:]
             node.input.extend(data)
-            # The whole part lies on one device; groups would name nodes that are left out.
+            # Every node has its device; groups would name nodes that are left out.
             node.attr.pop("_class", None)
             # Where this is missing, TensorFlow notes the name that the node has now and shows it
             # in errors, instead of the one it gets when the function is inlined, which begins

@@ -361,7 +361,7 @@ def _results_stay_where_they_are() -> Any:
         Keeps this so for as long as it lives.
     """
     scope = tf.compat.v1.device(
-        lambda node: node.inputs[0].device if node.type == "Identity" else node.device
+        lambda node: (node.type == "Identity" and node.inputs[0].device) or node.device
     )
     scope.__enter__()
     return scope

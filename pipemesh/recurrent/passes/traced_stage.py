@@ -379,14 +379,14 @@ def _trace(
         replica: int, theta: Any, carry: Any, inputs: Any, microbatch: Any, step: Any
     ) -> Any:
         begin = len(tf.compat.v1.get_default_graph().get_operations())
-        name, part = stage.name, microbatch
+        part, number = microbatch, None
         if num_replicas > 1:
-            name, part = f"{name}/replica{replica}", microbatch * num_replicas + replica
+            part, number = microbatch * num_replicas + replica, replica
         where = position(part) if position else None
         with plan_free_randomness(step, where) as draws:
             with contextlib.ExitStack() as tags:
                 if where is not None and where.num_microbatches > 1:
-                    tags.enter_context(tagged(name, microbatch))
+                    tags.enter_context(tagged(stage.name, microbatch, number))
                 outputs, carry_out = stage.forward(theta, carry, inputs, part, step)
             drawn.update(draws)
             # An output that is an input, or twice the same tensor, gets a name of its own.
@@ -405,6 +405,9 @@ def _trace(
                     replica, thetas[replica], carry, inputs[replica], microbatch, known_step
                 )
             outputs.extend(results)
+            if replica + 1 < num_replicas:
+                # As between microbatches, no gradient flows through it.
+                carry = [tf.stop_gradient(t) for t in carry]
         return outputs, carry
 
     function = tf.function(run, autograph=False)

@@ -249,7 +249,9 @@ class Machine:
         state.carries[stage] = carry
         values.write("outputs", stage, outputs)
         values.write("kept", stage, kept)
-        self._finish(stage, state, (outputs, where), (carry, [0] * len(carry)))
+        # What replicas hand to each other keeps none of them from going on.
+        handed_on = carry if len(self._stages[stage].devices) == 1 else []
+        self._finish(stage, state, (outputs, where), (handed_on, [0] * len(handed_on)))
 
     def _backward(
         self, kind: str, passes: Passes, stage: int, scalars: Tensors, values: Values
