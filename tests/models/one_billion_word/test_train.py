@@ -144,13 +144,13 @@ BAD_INPUT = [
     (["--mesh_shape=layers:2;data:2", "--layout=heads:data"], "dim 'heads'", "known: 'batch'"),
     (["--layout=batch:layers"], "'batch:layers'", "split the batch over another axis"),
     (
-        ["--mesh_shape=layers:2;data:2", "--layout=batch:data", "--num_microbatches=16"],
-        "--num_microbatches=16 does not divide the batch of 16",
-        "among 2 replicas; it may be 1, 2, 4, 8",
+        ["--mesh_shape=layers:2;data:2", "--layout=batch:data", "--num_microbatches=4"],
+        "--num_microbatches=4 does not divide the batch of 4",
+        "among 2 replicas; it may be 1, 2",
     ),
     (
         ["--mesh_shape=layers:2;data:3", "--layout=batch:data"],
-        "the batch of 16 (--batch_size) does not divide among the 3 replicas",
+        "the batch of 4 (--batch_size) does not divide among the 3 replicas",
         "use another size",
     ),
     (["--mesh_shape=layers:8"], "--mesh_shape='layers:8'", "at most 7 stages"),
