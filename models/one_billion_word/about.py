@@ -19,6 +19,7 @@ from models.one_billion_word.sizes import Settings
 from models.one_billion_word.vocabulary import Vocabulary
 from models.one_billion_word.whole_file import write_whole
 from pipemesh.errors import PipemeshError
+from pipemesh.plan import Plan
 
 # What weights depend on, and the seed, on which the order of the text depends.
 _MODEL = (
@@ -33,10 +34,6 @@ _MODEL = (
 # What may change when training goes on, and is said then.
 _SETTINGS = (
     "BATCH_SIZE",
-    "NUM_MICRO_BATCHES",
-    "SCHEDULE",
-    "REMAT",
-    "COMPUTE_DTYPE",
     "LEARNING_RATE",
     "WARMUP_STEPS",
     "CLIP_GRADIENT_NORM",
@@ -55,6 +52,7 @@ class About:
     Attributes:
         model: what must be the same to go on.
         settings: what may differ.
+        plan: how it is run, as texts by name (`Plan.to_values`); it may differ.
         data: digests of the text to train on and of the text to judge by.
         vocabulary: the serialized vocabulary.
         skip: how many batches were read since the position in the text that is saved.
@@ -62,26 +60,33 @@ class About:
 
     model: Mapping[str, Any]
     settings: Mapping[str, Any]
+    plan: Mapping[str, str]
     data: Mapping[str, str]
     vocabulary: bytes
     skip: int = 0
 
     @classmethod
     def of(
-        cls, model: str, settings: Settings, mesh: str, data: Mapping[str, str], words: Vocabulary
+        cls,
+        model: str,
+        settings: Settings,
+        device_type: str,
+        data: Mapping[str, str],
+        words: Vocabulary,
     ) -> About:
         """What is to be trained now.
 
         Args:
             model: name of the configuration.
             settings: its settings.
-            mesh: what it runs on.
+            device_type: what it runs on.
             data: as `digests`.
             words: the vocabulary.
         """
         return cls(
             model={"model": model, **_values(settings, _MODEL)},
-            settings={"mesh": mesh, **_values(settings, _SETTINGS)},
+            settings={"device_type": device_type, **_values(settings, _SETTINGS)},
+            plan=settings.PLAN.to_values(),
             data=data,
             vocabulary=words.model,
         )
@@ -111,6 +116,8 @@ class About:
                 "to the checkpoint before, or give another --logdir"
             )
         values = json.loads(content)
+        if "plan" not in values:
+            values |= _before_plans(values["settings"])
         return cls(**values | {"vocabulary": base64.b64decode(values["vocabulary"])})
 
     def write(self, checkpoint: str) -> None:
@@ -131,12 +138,16 @@ class About:
         Returns:
             What is still to be chosen.
         """
-        asked = ("mesh", "batch_size", "schedule", "compute_dtype")
-        if any(self.settings[name] != now.settings[name] for name in asked):
-            return settings.CHOSEN
-        for name in settings.CHOSEN:
-            setattr(settings, name, self.settings[name.lower()])
+        same = all(self.settings[n] == now.settings[n] for n in ("device_type", "batch_size"))
+        free = settings.CHOSEN
+        if not same or any(n not in free and self.plan[n] != text for n, text in now.plan.items()):
+            return free
+        settings.PLAN = Plan.from_values(self.plan)
         return ()
+
+    def changes(self, now: About) -> str:
+        """Lists which settings, and what of the plan, are otherwise now."""
+        return changes({**self.plan, **self.settings}, {**now.plan, **now.settings})
 
     def check_model(self, model: str, settings: Settings, logdir: str) -> None:
         """Checks that a model can go on from this checkpoint.
@@ -182,10 +193,30 @@ def digests(corpus: Corpus) -> dict[str, str]:
 def changes(there: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Lists what differs, as `batch_size 4 there, 8 now`; "" where nothing does."""
     return ", ".join(
-        f"{key} {there.get(key)} there, {value} now"
+        f"{key} {_told(there.get(key))} there, {_told(value)} now"
         for key, value in now.items()
         if there.get(key) != value
     )
+
+
+def _told(value: Any) -> Any:
+    return "none" if value == "" else value
+
+
+def _before_plans(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings and plan of what was written when settings named each value of the plan."""
+    mesh, *layout, device_type = settings["mesh"].split()
+    texts = {
+        "mesh": mesh,
+        "layout": "".join(layout),
+        "schedule": settings["schedule"],
+        "num_microbatches": str(settings["num_micro_batches"]),
+        "remat": settings["remat"],
+        "compute_dtype": settings["compute_dtype"] or "",
+    }
+    kept = {name.lower(): settings[name.lower()] for name in _SETTINGS}
+    plan = Plan().to_values() | texts
+    return {"settings": {"device_type": device_type, **kept}, "plan": plan}
 
 
 def _values(settings: Settings, names: tuple[str, ...]) -> dict[str, Any]:

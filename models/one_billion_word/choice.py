@@ -8,7 +8,9 @@ import pathlib
 from collections.abc import Sequence
 
 from models.one_billion_word.sizes import Settings
-from pipemesh.schedule import Costs, ScheduleSpec, simulate
+from pipemesh.errors import ScheduleError
+from pipemesh.plan import Plan
+from pipemesh.schedule import Costs, simulate
 
 # What a core of a CPU and a GPU compute in a second, and what an action costs besides. Only their
 # ratio matters, and only where microbatches are small.
@@ -25,15 +27,13 @@ class Choice:
     """How training runs.
 
     Attributes:
-        num_microbatches: of a batch.
-        remat: what the backward pass computes again.
+        plan: with the number of microbatches, and what the backward pass computes again.
         bubble: the share of the time that devices are expected to idle.
         memory: bytes that are expected on the fullest device.
         available: bytes that a device has; None if that is not known.
     """
 
-    num_microbatches: int
-    remat: str
+    plan: Plan
     bubble: float
     memory: int
     available: int | None
@@ -41,8 +41,8 @@ class Choice:
     def __str__(self) -> str:
         known = "" if self.available is None else f" of {_gigabytes(self.available)}"
         return (
-            f"{self.num_microbatches} microbatches, remat {self.remat}: bubble {self.bubble:.0%}, "
-            f"about {_gigabytes(self.memory)}{known} GB a device"
+            f"{self.plan.num_microbatches} microbatches, remat {self.plan.remat}: "
+            f"bubble {self.bubble:.0%}, about {_gigabytes(self.memory)}{known} GB a device"
         )
 
 
@@ -51,35 +51,38 @@ def choose(
     stage_flops: Sequence[float],
     device_type: str,
     available: int | None,
-    replicas: int = 1,
 ) -> Choice:
     """The fastest way to run a step that fits into memory.
 
     Args:
-        settings: of the model; `CHOSEN` names what is free.
+        settings: of the model; `CHOSEN` names what of its plan is free.
         stage_flops: of the forward pass of each stage, for the whole batch.
         device_type: `CPU` or `GPU`.
         available: bytes of memory a device; None if that is not known.
-        replicas: of each stage; each computes its share of a microbatch.
 
     Returns:
         The choice; if nothing fits, what needs least memory.
     """
-    batch = settings.BATCH_SIZE
-    free = set(settings.CHOSEN)
-    numbers = [settings.NUM_MICRO_BATCHES]
-    if "NUM_MICRO_BATCHES" in free:
-        numbers = [n for n in range(1, batch + 1) if batch % (n * replicas) == 0]
-    policies = ["none", "full"] if "REMAT" in free and available is not None else [settings.REMAT]
-    rated = [
-        _rated(settings, stage_flops, device_type, available, number, remat, replicas)
-        for remat in policies
-        for number in numbers
-    ]
+    batch, plan, free = settings.BATCH_SIZE, settings.PLAN, set(settings.CHOSEN)
+    plans = [plan]
+    if "num_microbatches" in free:
+        numbers = [n for n in range(1, batch + 1) if batch % (n * plan.num_replicas) == 0]
+        plans = [other for n in numbers if (other := _with_number(plan, n)) is not None]
+    if "remat" in free and available is not None:
+        plans = [dataclasses.replace(p, remat=remat) for remat in ("none", "full") for p in plans]
+    rated = [_rated(settings, stage_flops, device_type, available, plan) for plan in plans]
     fitting = [r for r in rated if available is None or r[1].memory <= available]
     if not fitting:
         return min((choice for _, choice in rated), key=lambda choice: choice.memory)
     return min(fitting, key=lambda pair: pair[0])[1]
+
+
+def _with_number(plan: Plan, number: int) -> Plan | None:
+    """The plan with so many microbatches; None if its schedule cannot be had for them."""
+    try:
+        return dataclasses.replace(plan, num_microbatches=number)
+    except ScheduleError:
+        return None
 
 
 def _rated(
@@ -87,27 +90,23 @@ def _rated(
     stage_flops: Sequence[float],
     device_type: str,
     available: int | None,
-    number: int,
-    remat: str,
-    replicas: int,
+    plan: Plan,
 ) -> tuple[float, Choice]:
     """How long a step would take in seconds, and the choice."""
-    devices = len(stage_flops) // ScheduleSpec.from_text(settings.SCHEDULE).stages_a_device
-    schedule = ScheduleSpec.from_text(settings.SCHEDULE).build(devices, number)
+    devices, parts = plan.mesh.num_stages, plan.num_microbatches * plan.num_replicas
     speed = _FLOPS[device_type]
     if device_type == "CPU":
         # Its cores are all that its logical devices have.
         cores = os.cpu_count() or 1
-        speed *= cores / min(devices * replicas, cores)
-    forward = [flops / (number * replicas) / speed + _SECONDS_AN_ACTION for flops in stage_flops]
-    again = remat == "full"
+        speed *= cores / min(devices * plan.num_replicas, cores)
+    forward = [flops / parts / speed + _SECONDS_AN_ACTION for flops in stage_flops]
+    again = plan.remat == "full"
     input_grad = [(1 + again) * seconds for seconds in forward]
-    timeline = simulate(schedule, Costs(forward, input_grad=input_grad, weight_grad=forward))
+    timeline = simulate(plan.table, Costs(forward, input_grad=input_grad, weight_grad=forward))
     stages = len(stage_flops) / devices
     in_flight = max(timeline.peak_activations) / stages
-    memory = _memory(settings, number * replicas, in_flight, again, devices)
-    bubble = timeline.bubble_ratio
-    return timeline.makespan, Choice(number, remat, bubble, memory, available)
+    memory = _memory(settings, parts, in_flight, again, devices)
+    return timeline.makespan, Choice(plan, timeline.bubble_ratio, memory, available)
 
 
 def _memory(settings: Settings, number: int, in_flight: float, again: bool, devices: int) -> int:

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import sys
 
 from absl import flags
 
-from models.one_billion_word.request import EVAL_BATCHES, Request, replicas
+from models.one_billion_word.request import EVAL_BATCHES, Request
 from models.one_billion_word.sizes import SIZES, Settings
-from pipemesh.errors import PipemeshError
-from pipemesh.mesh import LayoutRules, Mesh
-from pipemesh.schedule import ScheduleSpec
+from pipemesh.errors import LayoutError, PipemeshError, PlanError, ScheduleError
+from pipemesh.plan import Plan
 from pipemesh.schedule_names import listing
 from pipemesh.text import nearest
 
 FLAGS = flags.FLAGS
 
 flags.DEFINE_string("model", "OneBillionWordTiny", "Name of the configuration.", short_name="m")
-flags.DEFINE_string("mesh_shape", "layers:2", "Mesh of devices; its axis `layers` has stages.")
+flags.DEFINE_string(
+    "mesh_shape", None, "Mesh of devices; its axis `layers` has stages; default: the model's."
+)
 flags.DEFINE_string(
     "layout",
-    "",
+    None,
     "What is split over the mesh's other axes: `batch:data` gives each stage a replica for each "
     "place along the axis `data`.",
+)
+flags.DEFINE_boolean(
+    "allow_idle", None, "Whether devices may idle along axes that nothing is split over."
 )
 flags.DEFINE_enum("device_type", "CPU", ["CPU", "GPU"], "What the devices are.")
 flags.DEFINE_integer(
@@ -40,6 +45,11 @@ flags.DEFINE_string(
     "schedule",
     None,
     f"The pipeline schedule: {listing()}; default: the model's.",
+)
+flags.DEFINE_string(
+    "boundaries",
+    None,
+    "Where the layers are cut, such as 0,3,7; default: the model's, or stages of equal flops.",
 )
 flags.DEFINE_enum(
     "remat",
@@ -92,17 +102,22 @@ _SEEDS = range(-(2**63), 2**63)
 _LARGEST = {int: 2**31 - 1, float: 3.4e38}
 # The flag that changes each of the settings.
 _OF_SETTINGS = {
-    "num_microbatches": "NUM_MICRO_BATCHES",
     "batch_size": "BATCH_SIZE",
     "vocab_size": "VOCAB_SIZE",
     "sequence_length": "SEQUENCE_LENGTH",
-    "schedule": "SCHEDULE",
-    "remat": "REMAT",
-    "compute_dtype": "COMPUTE_DTYPE",
     "learning_rate": "LEARNING_RATE",
 }
-
-
+# The flag that changes each value of the plan.
+_OF_PLAN = {
+    "mesh_shape": "mesh",
+    "layout": "layout",
+    "schedule": "schedule",
+    "num_microbatches": "num_microbatches",
+    "boundaries": "boundaries",
+    "remat": "remat",
+    "compute_dtype": "compute_dtype",
+    "allow_idle": "allow_idle",
+}
 _OF_REQUEST = (
     "steps",
     "save_every",
@@ -145,7 +160,6 @@ def request() -> Request:
     Raises:
         PipemeshError: a value cannot be had, or does not go with another.
     """
-    mesh, layout = _mesh()
     if FLAGS.model not in SIZES:
         near = nearest(FLAGS.model, SIZES)
         hint = f"; did you mean {near}?" if near else "."
@@ -162,92 +176,100 @@ def request() -> Request:
             if not isinstance(value, str):
                 _check_number(flag, value)
             setattr(settings, attribute, value)
-            settings.CHOSEN = tuple(name for name in settings.CHOSEN if name != attribute)
+    settings.PLAN = _plan(settings)
+    settings.CHOSEN = tuple(name for name in settings.CHOSEN if not FLAGS[name].present)
     if FLAGS.plain:
-        _set_plain(settings, mesh)
+        _set_plain(settings)
     settings.DATA_DIR = FLAGS.data_dir
     settings.TRAIN_PATTERN, settings.HELDOUT_PATTERN = FLAGS.train_pattern, FLAGS.heldout_pattern
     settings.SEED = FLAGS.seed
     settings.STRICT_DEVICES = FLAGS.strict_devices
-    _set_stages(settings, mesh)
-    _check_batch(settings, replicas(mesh, layout))
+    _check_plan(settings)
     logdir = os.path.join("runs", FLAGS.model) if FLAGS.logdir is None else FLAGS.logdir
     return Request(
         FLAGS.model,
         settings,
-        mesh,
-        layout,
         FLAGS.device_type,
         logdir,
         **{name: FLAGS[name].value for name in _OF_REQUEST},
     )
 
 
-def _check_batch(settings: Settings, replicas: int) -> None:
-    """Each microbatch has as many rows for each replica."""
-    size, number = settings.BATCH_SIZE, settings.NUM_MICRO_BATCHES
-    if size % replicas:
-        raise FlagError(
-            f"the batch of {size} (--batch_size) does not divide among the {replicas} replicas of "
-            f"--mesh_shape={FLAGS.mesh_shape!r} with --layout={FLAGS.layout!r}; use another size"
-        )
-    if "NUM_MICRO_BATCHES" not in settings.CHOSEN and size % (number * replicas):
-        divisors = [n for n in range(1, size + 1) if size % (n * replicas) == 0]
-        of = "" if replicas == 1 else f" among {replicas} replicas"
-        raise FlagError(
-            f"--num_microbatches={number} does not divide the batch of {size} (--batch_size){of}; "
-            f"it may be {', '.join(map(str, divisors))}"
-        )
+def _plan(settings: Settings) -> Plan:
+    """The model's plan, with all that is asked for otherwise."""
+    given = {
+        name: str(FLAGS[flag].value).lower() if flag == "allow_idle" else str(FLAGS[flag].value)
+        for flag, name in _OF_PLAN.items()
+        if FLAGS[flag].value is not None
+    }
+    if FLAGS.num_microbatches is not None:
+        _check_number("num_microbatches", FLAGS.num_microbatches)
+    values = settings.PLAN.to_values() | given
+    if FLAGS.plain and "mesh" not in given:
+        values["mesh"] = "layers:1"
+    if settings.PLAN.boundaries is not None and "boundaries" not in given:
+        # They are for the model's own number of stages.
+        free = _made(values | {"boundaries": ""})
+        if free.num_stages != settings.PLAN.num_stages:
+            return free
+    return _made(values)
 
 
-def _set_plain(settings: Settings, mesh: Mesh) -> None:
+def _made(values: dict[str, str]) -> Plan:
+    try:
+        plan = Plan.from_values(values)
+        plan.check_dims(["batch"])
+        return plan
+    except PipemeshError as error:
+        told = str(error)
+        for flag, name in _OF_PLAN.items():
+            if told.startswith(f"{name}="):
+                raise FlagError(f"--{flag}{told.removeprefix(name)}") from error
+        flag = {LayoutError: "layout", ScheduleError: "schedule"}.get(type(error), "mesh_shape")
+        raise FlagError(f"--{flag}={values[_OF_PLAN[flag]]!r}: {told}") from error
+
+
+def _check_plan(settings: Settings) -> None:
+    """Whether the layers and the batch can be cut as the plan says."""
+    plan, layers = settings.PLAN, settings.NUM_LAYERS + 2
+    try:
+        plan.check_layers(layers)
+    except PlanError as error:
+        raise FlagError(f"--mesh_shape={str(plan.mesh)!r}: {FLAGS.model}: {error}") from error
+    size = settings.BATCH_SIZE
+    uneven = size % plan.num_replicas
+    if "num_microbatches" in settings.CHOSEN and not uneven:
+        return
+    try:
+        plan.check_batch(size)
+    except PlanError as error:
+        flag = f"batch_size={size}" if uneven else f"num_microbatches={plan.num_microbatches}"
+        raise FlagError(f"--{flag}: {error}") from error
+
+
+def _set_plain(settings: Settings) -> None:
     """Without a pipeline there is nothing to cut, to order, to recompute or to time."""
     given = [
         name
-        for name in ("num_microbatches", "schedule", "remat", "trace_schedule")
+        for name in ("num_microbatches", "schedule", "boundaries", "remat", "trace_schedule")
         if FLAGS[name].present
     ]
     if given:
         raise FlagError(
             f"--plain has no pipeline, for which --{given[0]} is; leave one of them out"
         )
-    if mesh.num_devices > 1:
+    plan = settings.PLAN
+    if plan.mesh.num_devices > 1:
         raise FlagError(
             f"--plain computes on one device, but --mesh_shape={FLAGS.mesh_shape!r} has "
-            f"{mesh.num_devices}; use --mesh_shape=layers:1"
+            f"{plan.mesh.num_devices}; use --mesh_shape=layers:1"
         )
-    if settings.COMPUTE_DTYPE == "float16":
+    if plan.compute_dtype == "float16":
         raise FlagError(
             "--plain does not scale the loss, which float16 needs; use --compute_dtype=bfloat16"
         )
-    settings.PIPELINED, settings.NUM_MICRO_BATCHES = False, 1
-    settings.REMAT, settings.CHOSEN = "none", ()
-
-
-def _mesh() -> tuple[Mesh, LayoutRules]:
-    try:
-        mesh = Mesh.from_text(FLAGS.mesh_shape)
-    except PipemeshError as error:
-        raise FlagError(f"--mesh_shape={FLAGS.mesh_shape!r}: {error}") from error
-    try:
-        layout = LayoutRules.from_text(FLAGS.layout)
-        layout.check(mesh, ["batch"])
-    except PipemeshError as error:
-        raise FlagError(f"--layout={FLAGS.layout!r}: {error}") from error
-    if layout.axis("batch") == "layers":
-        raise FlagError(
-            f"--layout={FLAGS.layout!r}: along the axis 'layers' lie the stages; split the batch "
-            "over another axis, for example --mesh_shape='layers:2;data:2' --layout=batch:data"
-        )
-    used = ("layers", layout.axis("batch"))
-    idle = [name for name, size in mesh.axes if name not in used and size > 1]
-    if idle:
-        hint = f"--layout=batch:{idle[0]}, or use" if layout.axis("batch") is None else "use"
-        raise FlagError(
-            f"--mesh_shape={FLAGS.mesh_shape!r}: nothing is split over the axis {idle[0]!r}, so "
-            f"its devices would idle; {hint} the axis 'layers' alone, for example 'layers:2'"
-        )
-    return mesh, layout
+    settings.PIPELINED, settings.CHOSEN = False, ()
+    settings.PLAN = dataclasses.replace(plan, num_microbatches=1, remat="none")
 
 
 def _check_number(flag: str, value: float) -> None:
@@ -256,20 +278,3 @@ def _check_number(flag: str, value: float) -> None:
         raise FlagError(f"--{flag}={value}: it must be above 0")
     if not (math.isfinite(value) and value <= largest):
         raise FlagError(f"--{flag}={value}: it must be finite, at most {largest}")
-
-
-def _set_stages(settings: Settings, mesh: Mesh) -> None:
-    try:
-        spec = ScheduleSpec.from_text(settings.SCHEDULE)
-        stages = spec.build(mesh.size("layers"), settings.NUM_MICRO_BATCHES).num_stages
-    except PipemeshError as error:
-        raise FlagError(f"--schedule={settings.SCHEDULE}: {error}") from error
-    if settings.BLOCKS_PER_STAGE is not None and len(settings.BLOCKS_PER_STAGE) != stages:
-        settings.BLOCKS_PER_STAGE = None
-    settings.NUM_STAGES = stages
-    most = settings.NUM_LAYERS + 2
-    if stages > most:
-        raise FlagError(
-            f"--mesh_shape={FLAGS.mesh_shape!r} and --schedule={settings.SCHEDULE!r} ask for "
-            f"{stages} stages, but {FLAGS.model} has {most} layers; use at most {most} stages"
-        )

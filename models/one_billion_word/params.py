@@ -51,14 +51,14 @@ class LanguageModelParams(sizes.Settings, base_model_params.SingleTaskModelParam
         )
 
     def Task(self) -> Any:
-        p = LanguageModel.Params().Set(name="language_model")
+        p, plan = LanguageModel.Params().Set(name="language_model"), self.PLAN
         p.stack = PipeliningLayer.Params().Set(
             cell_tpl=stages_of(self),
-            num_micro_batches=self.NUM_MICRO_BATCHES,
-            schedule=self.SCHEDULE,
+            num_micro_batches=plan.num_microbatches,
+            schedule=plan.schedule,
             loss_inside=True,
-            remat=self.REMAT,
-            fprop_dtype=self.COMPUTE_DTYPE and tf.as_dtype(self.COMPUTE_DTYPE),
+            remat=plan.remat,
+            fprop_dtype=plan.compute_dtype and tf.as_dtype(plan.compute_dtype),
             strict_devices=self.STRICT_DEVICES,
             pipelined=self.PIPELINED,
         )
@@ -96,19 +96,17 @@ def layers_of(config: LanguageModelParams) -> list[Any]:
 
 def input_shapes_of(config: LanguageModelParams) -> tuple[Any, ...]:
     """Shapes of the five inputs of the stack, for one microbatch."""
-    size = config.BATCH_SIZE // config.NUM_MICRO_BATCHES
+    size = config.BATCH_SIZE // config.PLAN.num_microbatches
     return (tshape.Shape([size, config.SEQUENCE_LENGTH]),) * 5
 
 
 def stages_of(config: LanguageModelParams) -> list[Any]:
     """Params of the stages."""
     shapes = input_shapes_of(config)
-    if config.BLOCKS_PER_STAGE is None:
-        return PartitionSequentialLayers(layers_of(config), config.NUM_STAGES, *shapes)
+    boundaries = config.PLAN.boundaries
+    if boundaries is None:
+        return PartitionSequentialLayers(layers_of(config), config.PLAN.num_stages, *shapes)
     layers = named_layers(layers_of(config))
-    # The embedding goes with the first blocks, the softmax with the last ones.
-    ends = [1 + end for end in itertools.accumulate(config.BLOCKS_PER_STAGE)]
-    boundaries = (0, *ends[:-1], len(layers))
     flops = layer_flops(layers, *shapes)
     costs = tuple(sum(flops[a:b]) for a, b in itertools.pairwise(boundaries))
     return stage_params(layers, Partition(boundaries, costs))

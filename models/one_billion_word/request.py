@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from models.one_billion_word.sizes import Settings
-from pipemesh.mesh import LayoutRules, Mesh
+from pipemesh.plan import Plan
 
 # How many held-out batches are evaluated while training, unless a number is asked for.
 EVAL_BATCHES = 16
@@ -18,8 +18,6 @@ class Request:
     Attributes:
         model: name of the configuration.
         settings: its settings, with all that is asked for otherwise.
-        mesh: the devices.
-        layout: which axis of the mesh the batch is split over, if any.
         device_type: `CPU` or `GPU`.
         logdir: the log directory.
         steps: the step to train up to.
@@ -33,8 +31,6 @@ class Request:
 
     model: str
     settings: Settings
-    mesh: Mesh
-    layout: LayoutRules
     device_type: str
     logdir: str
     steps: int
@@ -45,18 +41,6 @@ class Request:
     trace_schedule: bool = False
 
     @property
-    def devices(self) -> str:
-        """Mesh, layout and kind of devices in one line."""
-        layout = f" {self.layout}" if self.layout.rules else ""
-        return f"{self.mesh}{layout} {self.device_type}"
-
-    @property
-    def replicas(self) -> int:
-        """How many replicas each stage has."""
-        return replicas(self.mesh, self.layout)
-
-
-def replicas(mesh: Mesh, layout: LayoutRules) -> int:
-    """How many replicas each stage has under a layout."""
-    axis = layout.axis("batch")
-    return 1 if axis is None else mesh.size(axis)
+    def plan(self) -> Plan:
+        """How it is run, as far as it is chosen."""
+        return self.settings.PLAN

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pipemesh.plan import Plan
+
 
 class Settings:
     """What a language model and its training are made of.
@@ -16,21 +18,16 @@ class Settings:
     NUM_HEADS: int
     SEQUENCE_LENGTH: int
     BATCH_SIZE: int
-    NUM_STAGES = 2
-    # How many of the blocks each stage has; None lets the partitioner cut by flops.
-    BLOCKS_PER_STAGE: tuple[int, ...] | None = None
-    NUM_MICRO_BATCHES = 8
+    # How it is run; the layers that are cut are the embedding, the blocks and the softmax.
+    PLAN = Plan("layers:2", num_microbatches=8)
     DROPOUT_PROB = 0.1
     LEARNING_RATE = 1.0
     WARMUP_STEPS = 4000
     CLIP_GRADIENT_NORM = 0.0
-    SCHEDULE = "1f1b"
-    REMAT = "full"
     # Without a pipeline the stages compute the whole batch one after the other.
     PIPELINED = True
-    # What the trainer chooses by itself, where no flag says it.
-    CHOSEN: tuple[str, ...] = ("NUM_MICRO_BATCHES", "REMAT")
-    COMPUTE_DTYPE: str | None = None
+    # What of the plan the trainer chooses by itself, where no flag says it.
+    CHOSEN: tuple[str, ...] = ("num_microbatches", "remat")
     STRICT_DEVICES = False
     DATA_DIR: str | None = None
     TRAIN_PATTERN: str | None = None
@@ -78,10 +75,8 @@ class GPipe32(Settings):
     NUM_HEADS = 16
     SEQUENCE_LENGTH = 1024
     BATCH_SIZE = 32
-    NUM_STAGES = 4
-    SCHEDULE = "gpipe"
-    BLOCKS_PER_STAGE = (8, 8, 8, 8)
-    NUM_MICRO_BATCHES = 32
+    # The embedding goes with the first eight blocks, the softmax with the last ones.
+    PLAN = Plan("layers:4", schedule="gpipe", num_microbatches=32, boundaries=(0, 9, 17, 25, 34))
     CHOSEN = ()
     WARMUP_STEPS = 40_000
 

@@ -62,24 +62,26 @@ def run(request: Any) -> int:
         text = read_text(request)
         trainer, choice = make_trainer(request, text)
         config, there, now = request.settings, text.there, trainer.about
+        plan = config.PLAN
         if config.PIPELINED:
-            size = config.BATCH_SIZE // config.NUM_MICRO_BATCHES
-            how = f"{config.NUM_MICRO_BATCHES} microbatches of {size}"
-            if request.replicas > 1:
-                how = f"{how} ({size // request.replicas} a replica)"
+            size = config.BATCH_SIZE // plan.num_microbatches
+            how = f"{plan.num_microbatches} microbatches of {size}"
+            if plan.num_replicas > 1:
+                how = f"{how} ({size // plan.num_replicas} a replica)"
         else:
             how = f"no pipeline, {config.BATCH_SIZE}"
         print(
-            f"{request.model} on {text.corpus.name}: {request.mesh}, {how} x "
+            f"{request.model} on {text.corpus.name}: {plan.mesh}, {how} x "
             f"{config.SEQUENCE_LENGTH} tokens"
         )
         if choice:
             print(f"chosen: {choice}")
+        print(f"plan: {plan}")
         print(trainer.stage_table())
         print(f"evaluation while training: {trainer.sample}")
         if there:
             print(f"going on from {text.found}")
-            if told := about.changes(there.settings, now.settings):
+            if told := there.changes(now):
                 print(f"settings that changed: {told}")
             if told := about.changes(there.data, now.data):
                 print(f"other text, under the vocabulary of the checkpoint: {told}")
@@ -148,8 +150,11 @@ def make_trainer(request: Any, text: Text) -> tuple[Any, Any]:
     from models.one_billion_word import about, console
     from models.one_billion_word.request import EVAL_BATCHES
 
-    settings, there = request.settings, text.there
-    mesh = request.devices
+    settings, there, device_type = request.settings, text.there, request.device_type
+
+    def now() -> about.About:
+        return about.About.of(request.model, settings, device_type, text.data, text.vocabulary)
+
     with console.waiting("loading TensorFlow"):
         _start_devices(request)
         # Only now: TensorFlow reads the number of devices and threads when it starts.
@@ -163,28 +168,25 @@ def make_trainer(request: Any, text: Text) -> tuple[Any, Any]:
     choice = None
     if there and settings.CHOSEN:
         # Bit for bit only what is computed in the same way goes on.
-        now = about.About.of(request.model, settings, mesh, text.data, text.vocabulary)
-        settings.CHOSEN = there.keep_choice(now, settings)
+        settings.CHOSEN = there.keep_choice(now(), settings)
         vars(config).update(vars(settings))
     if settings.CHOSEN:
         choice = _choose(request, stage_flops_of(config))
-        settings.NUM_MICRO_BATCHES, settings.REMAT = choice.num_microbatches, choice.remat
+        settings.PLAN = choice.plan
         vars(config).update(vars(settings))
-    now = about.About.of(request.model, settings, mesh, text.data, text.vocabulary)
+    described = now()
     py_utils.SetEagerMode(True)
     with console.waiting("making the model"):
         trainer = Trainer(
             config,
             text.corpus,
             text.vocabulary,
-            request.mesh,
-            request.layout,
-            request.device_type,
+            device_type,
             request.logdir,
-            now,
+            described,
             request.eval_batches or EVAL_BATCHES,
             restore=text.found,
-            skip=there.skip if there and _keeps_place(there, now) else None,
+            skip=there.skip if there and _keeps_place(there, described) else None,
         )
     return trainer, choice
 
@@ -201,8 +203,8 @@ def _choose(request: Any, stage_flops: Sequence[float]) -> Any:
 
     available = None
     if request.device_type == "CPU":
-        available = memory_of_cpu_device(request.mesh.num_devices)
-    return choose(request.settings, stage_flops, request.device_type, available, request.replicas)
+        available = memory_of_cpu_device(request.plan.mesh.num_devices)
+    return choose(request.settings, stage_flops, request.device_type, available)
 
 
 def _start_devices(request: Any) -> None:
@@ -216,12 +218,13 @@ def _start_devices(request: Any) -> None:
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.ERROR)
     prepare_graphs_quickly()
-    wanted = request.mesh.num_devices
+    mesh = request.plan.mesh
+    wanted = mesh.num_devices
     if request.device_type == "CPU":
         start_cpu_devices(wanted)
     elif wanted > (found := len(tf.config.list_physical_devices("GPU"))):
         raise FlagError(
-            f"--mesh_shape={str(request.mesh)!r} needs {wanted} GPUs, but {found} exist; use a "
+            f"--mesh_shape={str(mesh)!r} needs {wanted} GPUs, but {found} exist; use a "
             "smaller mesh or --device_type=CPU"
         )
 

@@ -22,7 +22,6 @@ from models.one_billion_word.stage_table import stage_table
 from models.one_billion_word.vocabulary import Vocabulary
 from pipemesh.errors import PipemeshError
 from pipemesh.layers import mesh_cluster
-from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.recurrent import ActionClock, Placement, record_placement
 from pipemesh.schedule import Timeline, simulate
 
@@ -42,8 +41,6 @@ class Trainer:
         config: the model's configuration.
         corpus: the text.
         vocabulary: its vocabulary.
-        mesh: the devices; its axis `layers` has a place for each stage.
-        layout: which axis of the mesh the batch is split over, if any.
         device_type: `CPU` or `GPU`.
         logdir: where checkpoints and summaries go; it exists.
         about: what is noted beside checkpoints.
@@ -65,8 +62,6 @@ class Trainer:
         config: Any,
         corpus: Corpus,
         vocabulary: Vocabulary,
-        mesh: Mesh,
-        layout: LayoutRules,
         device_type: str,
         logdir: str,
         about: About,
@@ -74,8 +69,7 @@ class Trainer:
         restore: str | None = None,
         skip: int | None = None,
     ) -> None:
-        self._config, self._mesh, self._layout = config, mesh, layout
-        self._device_type = device_type
+        self._config, self._device_type = config, device_type
         tf.random.set_seed(config.SEED)
         with self._cluster():
             self._step = py_utils.GetOrCreateGlobalStepVar()
@@ -120,7 +114,8 @@ class Trainer:
         self._check_placement = config.STRICT_DEVICES
 
     def _cluster(self, do_eval: bool = False) -> Any:
-        return mesh_cluster(self._mesh, self._device_type, do_eval, self._layout)
+        plan = self._config.PLAN
+        return mesh_cluster(plan.mesh, self._device_type, do_eval, plan.layout)
 
     def stage_table(self) -> str:
         """Which layers each stage has, and where."""

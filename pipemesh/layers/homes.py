@@ -7,37 +7,28 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipemesh.errors import PipelineError, PipemeshError
-from pipemesh.layers.mesh_cluster import MeshCluster, check_layout, replicas_of
+from pipemesh.layers.mesh_cluster import MeshCluster, check_layout
 from pipemesh.mesh import LayoutRules, Mesh
+from pipemesh.plan.places import check_no_idle_axis, replicas_of
 from pipemesh.recurrent import Home
 
 
-def stage_homes(
-    cluster: Any,
-    places: Sequence[int],
-    name: str,
-    mesh_shape: str | None = None,
-    layout: str | None = None,
-) -> list[Home]:
+def stage_homes(cluster: Any, places: Sequence[int], p: Any) -> list[Home]:
     """The home of each stage of a stack.
 
     Args:
         cluster: the one that is entered, a mesh's or any of lingvo's.
         places: for each stage the number of its place along the axis `layers`.
-        name: of the stack.
-        mesh_shape: a mesh as text whose processors are the devices of the cluster's model split, in
-            order; None for that of the cluster. Without any, each place is one device.
-        layout: which axis the batch is split over, as text, `batch:data` for example; None for that
-            of the cluster.
+        p: params of the stack.
 
     Raises:
         PipelineError: the places along the axis `layers` cannot have equally many of those in
             `places`, or the cluster has another mesh. (A multiple shares them, place by place;
             clusters that are no mesh start again with the first device in any case, as in lingvo.)
-        LayoutError: the layout fits neither the mesh nor layers of lingvo.
-        MeshError: `mesh_shape` is malformed.
+        PipemeshError: as `mesh_of`.
     """
-    mesh, rules = _mesh_of(cluster, mesh_shape, layout, name)
+    name = p.name
+    mesh, rules = mesh_of(cluster, p)
     if mesh is None:
         return [Home((cluster.WorkerDeviceInModelSplit(place),)) for place in places]
     needed, there = len(set(places)), mesh.num_stages
@@ -70,10 +61,27 @@ def stage_homes(
     ]
 
 
-def _mesh_of(
-    cluster: Any, mesh_shape: str | None, layout: str | None, name: str
-) -> tuple[Mesh | None, LayoutRules]:
+def mesh_of(cluster: Any, p: Any) -> tuple[Mesh | None, LayoutRules]:
+    """The mesh that a stack lies on, and its rules.
+
+    Args:
+        cluster: the one that is entered.
+        p: params of the stack: `mesh_shape` is a mesh as text whose processors are the devices of
+            the cluster's model split, in order, and None for that of the cluster; `layout` says
+            which axis the batch is split over, and None stands for that of the cluster;
+            `allow_idle`, whether axes of `mesh_shape` may be there for nothing.
+
+    Returns:
+        None for the mesh if neither has one: then each place is one device.
+
+    Raises:
+        PipelineError: the cluster has another mesh, or there is a layout without a mesh.
+        LayoutError: the layout fits neither the mesh nor layers of lingvo.
+        MeshError: `mesh_shape` is malformed.
+        PlanError: devices would idle.
+    """
     mesh, rules = None, LayoutRules()
+    mesh_shape, layout = p.mesh_shape, p.layout
     if isinstance(cluster, MeshCluster):
         mesh, rules = cluster.mesh, cluster.layout
     try:
@@ -97,6 +105,9 @@ def _mesh_of(
             )
         if mesh is not None:
             check_layout(mesh, rules)
+        # A cluster's own mesh has told already what idles.
+        if asked is not None and not p.allow_idle and not isinstance(cluster, MeshCluster):
+            check_no_idle_axis(asked, rules)
     except PipemeshError as error:
-        raise type(error)(f"{name}: {error}") from error
+        raise type(error)(f"{p.name}: {error}") from error
     return mesh, rules

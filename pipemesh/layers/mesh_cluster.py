@@ -11,9 +11,7 @@ from lingvo.core import cluster_factory
 from pipemesh.errors import DeviceError, LayoutError, MeshError
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.mesh.mesh import LAYERS_AXIS
-
-# The one dim that layers of lingvo have for the layout.
-BATCH = "batch"
+from pipemesh.plan.places import BATCH, check_batch_axis, replicas_of, unused_axes, without
 
 
 class MeshCluster(cluster_factory.Cluster):
@@ -104,13 +102,14 @@ def mesh_cluster(
         )
     idle = [f"{device_type}:{i}" for i in range(mesh.num_devices) if i not in used]
     if idle:
-        axes = [name for name, size in mesh.stage_mesh.axes if size > 1]
-        axes = [name for name in axes if name != layout.axis(BATCH)]
+        axes = unused_axes(mesh, layout)
+        # The batch is split over one axis at most.
+        split = "" if layout.rules else f"split the batch with the layout 'batch:{axes[0]}', or "
         warnings.warn(
             f"mesh '{mesh}' has {mesh.num_devices} devices, but layers of lingvo are not split "
             f"along {', '.join(axes)}: {', '.join(idle)} will idle. Use the mesh "
-            f"'layers:{mesh.num_stages}', or split the batch with the layout 'batch:{axes[0]}', or "
-            f"cut the layers into {mesh.num_devices} stages on 'layers:{mesh.num_devices}'",
+            f"'{without(mesh, axes)}', or {split}cut the layers into "
+            f"{mesh.num_stages * mesh.num_devices // len(used)} stages",
             stacklevel=2,
         )
     params = MeshCluster.Params()
@@ -142,15 +141,4 @@ def check_layout(mesh: Mesh, layout: LayoutRules) -> None:
             f"layout {layout!r} is no LayoutRules; write LayoutRules.from_text('batch:data')"
         )
     layout.check(mesh, [BATCH])
-    if layout.axis(BATCH) == LAYERS_AXIS:
-        raise LayoutError(
-            f"layout '{layout}' splits the batch over the axis 'layers', along which the stages "
-            "lie; name another axis of the mesh, for example 'batch:data' on 'layers:2;data:2'"
-        )
-
-
-def replicas_of(mesh: Mesh, layout: LayoutRules, stage: int) -> list[int]:
-    """The processors that run a stage of lingvo layers, one for each part of a microbatch."""
-    processors = mesh.stage_processors(stage)
-    others = [name for name in mesh.stage_mesh.axis_names if name != layout.axis(BATCH)]
-    return [p for p in processors if not any(mesh.coordinates(p)[name] for name in others)]
+    check_batch_axis(layout)

@@ -12,6 +12,8 @@ from pipemesh.errors import PipelineError
 from pipemesh.layers.feature_extraction import to_tuple
 from pipemesh.layers.head import check_head
 from pipemesh.layers.homes import stage_homes
+from pipemesh.layers.pipelining_params import define_pipelining
+from pipemesh.layers.plan_of import plan_of
 from pipemesh.layers.schedule_of import schedule_of
 from pipemesh.layers.seq_layer import SeqLayer
 from pipemesh.layers.step_seed import (
@@ -27,6 +29,7 @@ from pipemesh.layers.weight_dtypes import (
     plain_theta,
     uncast_theta,
 )
+from pipemesh.plan import Plan
 from pipemesh.recurrent import (
     ActionClock,
     DeviceMemory,
@@ -44,7 +47,6 @@ from pipemesh.recurrent.precision import INITIAL_SCALE
 from pipemesh.recurrent.table.fit import microbatch_size
 from pipemesh.recurrent.table.run import with_loss
 from pipemesh.schedule import Schedule
-from pipemesh.schedule_names import listing
 
 
 class PipeliningLayer(SeqLayer):
@@ -77,74 +79,13 @@ class PipeliningLayer(SeqLayer):
     def Params(cls) -> Any:
         """Adds to `SeqLayer` how the batch is cut and what is kept for the backward pass."""
         p = super().Params()
-        p.Define("num_micro_batches", 1, "Number of microbatches; must divide the batch.")
-        p.Define("micro_batch_size", None, "Size of a microbatch; given or derived.")
-        p.Define("batch_dim", 0, "The batch dimension of all inputs and outputs.")
-        p.Define(
-            "state_dtype",
-            None,
-            "If set, floating tensors between stages and returned ones have this dtype.",
-        )
-        p.Define(
-            "nested_map_fprop", False, "Whether the stages take and return exactly one NestedMap."
-        )
-        p.Define(
-            "schedule",
-            "gpipe",
-            f"The order of actions on each device, by name: {listing()}; or a Schedule. All but "
-            "gpipe and looped_bfs need the loss inside the pipeline (loss_inside).",
-        )
-        p.Define(
-            "loss_inside",
-            False,
-            "Whether the last layer is a head, which returns the loss of its microbatch, summed "
-            "over examples or tokens; the summed weight; and metrics to look at, if any. FProp "
-            "then returns the same for the whole batch: metrics with a batch dim are joined, "
-            "scalar ones become a vector with one element a microbatch. Only the loss has a "
-            "gradient.",
-        )
-        p.Define(
-            "remat",
-            "full",
-            "What is computed again in the backward pass: 'full' keeps only the inputs of each "
-            "stage, 'none' keeps all that is needed, 'except_last' computes nothing again for a "
-            "microbatch whose backward pass follows its forward pass at once, and "
-            "Selective(predicate) computes the layers again whose name the predicate picks.",
-        )
-        p.Define(
-            "rolled",
-            None,
-            "Whether the repeating part of the schedule becomes a loop of the graph, which then "
-            "does not grow with the number of microbatches; by default if there are more than 100 "
-            "actions, and that leaves at most half of them in the graph.",
-        )
-        p.Define(
-            "check_numerics",
-            None,
-            "'results' makes it an error if the loss (without loss_inside, an output) or a "
-            "gradient is not finite, 'all' also says in which layer and microbatch that began; "
-            "'loss' and 'forward' are the same without gradients, as needed if the loss is scaled "
-            "until they overflow; 'off' checks nothing. By default 'loss' if the stages compute in "
-            "float16, else 'results'; where FProp is called eagerly, 'forward' or 'all'.",
-        )
-        p.Define(
-            "pipelined",
-            True,
-            "False runs the whole batch through one stage after the other, as SeqLayer does, for "
-            "comparison.",
-        )
-        p.Define(
-            "strict_devices",
-            False,
-            "Whether an operation of a stage that is pinned to another device, or has no kernel "
-            "for the device of its stage, is an error.",
-        )
+        define_pipelining(p)
         return p
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
         # What it raises, it shall raise before the first step.
-        self.schedule  # noqa: B018
+        self.plan if self.params.pipelined else self.schedule  # noqa: B018
         self._eager_runs: dict[Any, Any] = {}
         # Set it to an ActionClock before a graph is built to see when actions run in it.
         self.clock: ActionClock | None = None
@@ -176,9 +117,7 @@ class PipeliningLayer(SeqLayer):
 
     def StageHomes(self) -> list[Home]:
         """The devices of each stage, as the schedule places them."""
-        p = self.params
-        places = self.schedule.stage_devices
-        return stage_homes(self.cluster, places, p.name, p.mesh_shape, p.layout)
+        return stage_homes(self.cluster, self.schedule.stage_devices, self.params)
 
     def Explain(self, error: tf.errors.OpError) -> PipelineError | None:
         """An error of TensorFlow as one line with stage, layer and microbatch.
@@ -196,6 +135,11 @@ class PipeliningLayer(SeqLayer):
     def schedule(self) -> Schedule:
         """The table that training runs, checked against the stages."""
         return schedule_of(self.params)
+
+    @property
+    def plan(self) -> Plan:
+        """How the stack is run on the cluster that is entered: to print, to compare, to keep."""
+        return plan_of(self.params, self.schedule, self.cluster)
 
     def FProp(self, theta: Any, *args: Any) -> Any:
         """Runs the stack.
@@ -229,12 +173,12 @@ class PipeliningLayer(SeqLayer):
         with tf.device(homes[0].first), whole_batch_randomness(step):
             args = to_tuple(self._fprop_before(theta, *args))
         eagerly = tf.executing_eagerly()
-        structure, inputs, thetas, carries = self._flat(theta, args)
+        structure, inputs, thetas, carries = self._flat(theta, args, len(homes[0]))
 
         def build(
             thetas: Any, inputs: Any, carries: Any, step: Any, structures: list[Structure]
         ) -> Any:
-            stages = self._stages(theta, thetas, carries, structure, structures)
+            stages = self._stages(theta, homes, thetas, carries, structure, structures)
             options = self._options(eagerly, self._uncast(args, inputs))
             if not p.loss_inside:
                 return pipeline(stages, inputs, schedule, step=step, options=options)
@@ -290,11 +234,12 @@ class PipeliningLayer(SeqLayer):
 
         def trace(flat: Any, args: Any) -> None:
             theta = whole.Pack(flat)
-            with tf.device(self.StageHomes()[0].first):
+            homes = self.StageHomes()
+            with tf.device(homes[0].first):
                 with whole_batch_randomness():
                     args = to_tuple(self._fprop_before(theta, *args))
-            structure, inputs, thetas, carries = self._flat(theta, args)
-            stages = self._stages(theta, thetas, carries, structure, [])
+            structure, inputs, thetas, carries = self._flat(theta, args, len(homes[0]))
+            stages = self._stages(theta, homes, thetas, carries, structure, [])
             if self.params.loss_inside:
                 stages[-1] = with_loss(stages[-1])
             step, options = (
@@ -311,12 +256,13 @@ class PipeliningLayer(SeqLayer):
         tf.function(trace, autograph=False).get_concrete_function(*specs)
         return found
 
-    def _flat(self, theta: Any, args: tuple[Any, ...]) -> tuple[Structure, Any, Any, Any]:
+    def _flat(
+        self, theta: Any, args: tuple[Any, ...], replicas: int
+    ) -> tuple[Structure, Any, Any, Any]:
         """The structure of what goes in; inputs, weights and carries of each stage, as lists."""
         p = self.params
         structure = Structure(args, p.nested_map_fprop, p.name, "args")
         inputs = structure.flatten(args)
-        replicas = len(self.StageHomes()[0])
         names = structure.leaf_names
         microbatch_size(inputs, p.num_micro_batches, p.batch_dim, names, replicas)
         self._check_microbatches(inputs)
@@ -327,6 +273,7 @@ class PipeliningLayer(SeqLayer):
     def _stages(
         self,
         theta: Any,
+        homes: list[Home],
         thetas: list[Any],
         carries: list[Any],
         structure: Structure,
@@ -343,7 +290,7 @@ class PipeliningLayer(SeqLayer):
                 home=home,
                 dtypes=compute_dtypes(self.children[name]).Flatten(),
             )
-            for i, (name, home) in enumerate(zip(self._cell_names, self.StageHomes(), strict=True))
+            for i, (name, home) in enumerate(zip(self._cell_names, homes, strict=True))
         ]
 
     def _uncast(self, args: tuple[Any, ...], inputs: list[tf.Tensor]) -> frozenset[int]:

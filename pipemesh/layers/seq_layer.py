@@ -8,7 +8,7 @@ import lingvo.compat as tf
 from lingvo.core import base_layer, py_utils
 
 from pipemesh import randomness
-from pipemesh.layers.check_params import check_distinct, check_layers
+from pipemesh.layers.check_params import check_distinct, check_flags, check_layers
 from pipemesh.layers.feature_extraction import (
     FeatureExtractionLayer,
     noted,
@@ -56,11 +56,17 @@ class SeqLayer(base_layer.BaseLayer):
             "Which axis of the mesh the batch is split over, such as 'batch:data'; by default as "
             "in `mesh_cluster`.",
         )
+        p.Define(
+            "allow_idle",
+            False,
+            "Whether mesh_shape may have axes that nothing is split over, whose devices idle.",
+        )
         return p
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
         p = self.params
+        check_flags(p, ["allow_idle"])
         check_layers(p.name, "before_tpl", p.before_tpl)
         check_layers(p.name, "cell_tpl", p.cell_tpl)
         check_distinct(p.name, before_tpl=p.before_tpl, cell_tpl=p.cell_tpl)
@@ -81,9 +87,8 @@ class SeqLayer(base_layer.BaseLayer):
 
     def StageHomes(self) -> list[Home]:
         """The devices of each stage."""
-        p = self.params
-        places = range(max(len(p.cell_tpl), 1))
-        return stage_homes(self.cluster, places, p.name, p.mesh_shape, p.layout)
+        places = range(max(len(self.params.cell_tpl), 1))
+        return stage_homes(self.cluster, places, self.params)
 
     def StageDevices(self) -> list[str]:
         """The first device of each stage, where its weights lie."""

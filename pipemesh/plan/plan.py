@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,12 +13,11 @@ from pipemesh.errors import PipemeshError, PlanError
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.mesh.checks import whole_number
 from pipemesh.mesh.mesh import LAYERS_AXIS
-from pipemesh.plan import text_form
+from pipemesh.plan import places, text_form
 from pipemesh.schedule import Schedule, ScheduleSpec
 from pipemesh.text import nearest_text
 
-BATCH = "batch"
-REMAT = ("full", "none", "except_last")
+REMAT = ("full", "none", "except_last", "selective")
 LOWERINGS = ("placement", "simd")
 DTYPES = ("float32", "bfloat16", "float16")
 _ONE_PLACE = Mesh(((LAYERS_AXIS, 1),))
@@ -37,15 +37,17 @@ class Plan:
         num_microbatches: how many microbatches a batch is cut into.
         boundaries: where the layers are cut: S + 1 rising layer indices; None for stages of equal
             flops.
-        remat: what the backward pass computes again: `full`, `none` or `except_last`.
+        remat: what the backward pass computes again: `full`, `none`, `except_last`, or
+            `selective`, layers that a predicate picks, which the plan does not know.
         lowering: `placement`, each device with operations of its own, or `simd`, one program for
             all.
-        compute_dtype: what stages compute in, by name.
+        compute_dtype: what stages compute in, by name; None for the dtypes of weights and inputs.
         allow_idle: whether axes that nothing uses, and devices that idle, are allowed.
 
     Raises:
         PlanError: a value is none of those that are allowed, or two do not go together.
-        LayoutError: the layout is malformed, or names an axis that the mesh does not have.
+        LayoutError: the layout is malformed, names an axis that the mesh does not have, or splits
+            the batch over `layers`.
         MeshError: the mesh is malformed.
         ScheduleError: the schedule is unknown, or cannot be built for so many homes and
             microbatches.
@@ -58,7 +60,7 @@ class Plan:
         >>> plan.check_batch(20)
         Traceback (most recent call last):
         pipemesh.errors.PlanError: a batch of 20 does not divide into 4 microbatches of 2 \
-replicas; it must be a multiple of 8
+replicas; num_microbatches may be 1, 2, 5, 10
     """
 
     mesh: Mesh = _ONE_PLACE
@@ -68,7 +70,7 @@ replicas; it must be a multiple of 8
     boundaries: tuple[int, ...] | None = None
     remat: str = "full"
     lowering: str = "placement"
-    compute_dtype: str = "float32"
+    compute_dtype: str | None = None
     allow_idle: bool = False
 
     def __post_init__(self) -> None:
@@ -106,25 +108,14 @@ replicas; it must be a multiple of 8
             ("lowering", LOWERINGS),
             ("compute_dtype", DTYPES),
         ):
-            if given[name] not in allowed:
+            if given[name] not in allowed and (name, given[name]) != ("compute_dtype", None):
                 near = nearest_text(str(given[name]), allowed)
                 raise PlanError(f"{name} is {given[name]!r}{near}")
 
     def _check_axes(self) -> None:
-        on_layers = [dim for dim, axis in self.layout.rules if axis == LAYERS_AXIS]
-        if BATCH in on_layers:
-            raise PlanError(
-                f"layout '{self.layout}' splits the batch over the axis 'layers', along which the "
-                "stages lie; name another axis of the mesh"
-            )
-        used = {axis for _, axis in self.layout.rules}
-        unused = [name for name, size in self.mesh.stage_mesh.axes if size > 1 and name not in used]
-        if unused and not self.allow_idle:
-            raise PlanError(
-                f"nothing is split over the axis {unused[0]!r} of mesh '{self.mesh}', so its "
-                f"devices would idle or compute the same; add a rule such as 'batch:{unused[0]}' "
-                "to the layout, leave the axis out, or set allow_idle"
-            )
+        places.check_batch_axis(self.layout)
+        if not self.allow_idle:
+            places.check_no_idle_axis(self.mesh, self.layout)
 
     def _check_boundaries(self, num_stages: int) -> None:
         cuts = self.boundaries or ()
@@ -164,8 +155,7 @@ replicas; it must be a multiple of 8
     @property
     def num_replicas(self) -> int:
         """Over how many places the batch is split."""
-        axis = self.layout.axis(BATCH)
-        return 1 if axis is None else self.mesh.size(axis)
+        return places.num_replicas(self.mesh, self.layout)
 
     def home(self, stage: int) -> tuple[int, ...]:
         """The processors that own a stage, in the order of their sub-mesh.
@@ -183,12 +173,18 @@ replicas; it must be a multiple of 8
         Raises:
             PlanError: the batch does not divide.
         """
-        parts = self.num_microbatches * self.num_replicas
-        if size % parts:
-            of = f" of {self.num_replicas} replicas" if self.num_replicas > 1 else ""
+        number, replicas = self.num_microbatches, self.num_replicas
+        if size % replicas:
             raise PlanError(
-                f"a batch of {size} does not divide into {self.num_microbatches} microbatches{of}; "
-                f"it must be a multiple of {parts}"
+                f"a batch of {size} does not divide among the {replicas} replicas along the axis "
+                f"{self.layout.axis(places.BATCH)!r}; use another size of batch or axis"
+            )
+        if size % (number * replicas):
+            of = f" of {replicas} replicas" if replicas > 1 else ""
+            allowed = ", ".join(map(str, _divisors(size // replicas)))
+            raise PlanError(
+                f"a batch of {size} does not divide into {number} microbatches{of}; "
+                f"num_microbatches may be {allowed}"
             )
 
     def check_dims(self, dims: Iterable[str]) -> None:
@@ -210,8 +206,8 @@ replicas; it must be a multiple of 8
         """
         if count < self.num_stages:
             raise PlanError(
-                f"the plan has {self.num_stages} stages, but there are {count} layers; use a "
-                "smaller axis 'layers', or fewer stages a device"
+                f"mesh '{self.mesh}' and this schedule have {self.num_stages} stages, but there "
+                f"are {count} layers; use at most {count} stages"
             )
         if self.boundaries is not None and self.boundaries[-1] != count:
             raise PlanError(
@@ -220,10 +216,11 @@ replicas; it must be a multiple of 8
 
     def changes(self, other: Plan) -> dict[str, tuple[str, str]]:
         """What another plan has otherwise: its values here and there, as text, by name."""
-        mine, theirs = self._texts(), other._texts()
+        mine, theirs = self.to_values(), other.to_values()
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
 
-    def _texts(self) -> dict[str, str]:
+    def to_values(self) -> dict[str, str]:
+        """All of it as texts by name, defaults too; `from_values` parses them."""
         return {
             field.name: text_form.of_value(getattr(self, field.name))
             for field in dataclasses.fields(self)
@@ -231,10 +228,10 @@ replicas; it must be a multiple of 8
 
     def __str__(self) -> str:
         """The mesh, and whatever is not the default; `from_text` parses it."""
-        defaults = _default()._texts()
+        defaults = _default().to_values()
         chosen = {
             name: text
-            for name, text in self._texts().items()
+            for name, text in self.to_values().items()
             if name == "mesh" or text != defaults[name]
         }
         return text_form.joined(chosen)
@@ -269,7 +266,7 @@ replicas; it must be a multiple of 8
 
     def to_json(self) -> str:
         """All of it as a JSON object of texts, defaults too."""
-        return text_form.to_json(self._texts())
+        return text_form.to_json(self.to_values())
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -279,6 +276,11 @@ replicas; it must be a multiple of 8
             PipemeshError: as `from_text`; or it is no JSON object of texts.
         """
         return cls.from_values(text_form.from_json(text))
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 @functools.cache

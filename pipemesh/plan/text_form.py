@@ -52,6 +52,8 @@ def parse(name: str, text: str) -> Any:
         return _whole(text)
     if name == "boundaries":
         return tuple(map(_whole, text.split(","))) if text else None
+    if name == "compute_dtype":
+        return text or None
     if name == "allow_idle":
         if text not in ("true", "false"):
             raise PlanError("it must be true or false")

@@ -4,19 +4,11 @@ import warnings
 
 import pytest
 import tensorflow as tf
-from lingvo.core import cluster_factory, layers, py_utils
+from lingvo.core import cluster_factory, layers
 
 from pipemesh.errors import MeshError, PipelineError
 from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, SeqLayer, mesh_cluster
 from pipemesh.mesh import LayoutRules, Mesh
-
-
-@pytest.fixture
-def eagerly():
-    """Where a stack asks for its devices when it is made."""
-    py_utils.SetEagerMode(True, test_mode=True)
-    yield
-    py_utils.SetEagerMode(False, test_mode=True)
 
 
 def device_numbers(text, count):
@@ -62,8 +54,13 @@ def test_copies_that_lingvo_makes_of_the_cluster_know_the_mesh():
 
 
 def test_devices_that_idle_are_named():
-    with pytest.warns(UserWarning, match=r"CPU:1, CPU:3 will idle.*'layers:2'.*'layers:4'"):
+    with pytest.warns(
+        UserWarning, match=r"CPU:1, CPU:3 will idle.*'layers:2', or split.*'batch:model', .* 4 sta"
+    ):
         mesh_cluster(Mesh.from_text("layers:2;model:2"))
+    split = LayoutRules.from_text("batch:data")
+    with pytest.warns(UserWarning, match=r"CPU:1, CPU:3 will idle. Use .*;data:2', or cut .* 2 st"):
+        mesh_cluster(Mesh.from_text("layers:1;data:2;model:2"), layout=split)
 
 
 def test_a_mesh_without_layers_is_an_error():

@@ -5,8 +5,8 @@ import pytest
 import tensorflow as tf
 from lingvo.core import base_layer, cluster_factory, py_utils
 
-from pipemesh.errors import LayoutError, MeshError, PipelineError
-from pipemesh.layers import mesh_cluster
+from pipemesh.errors import LayoutError, MeshError, PipelineError, PlanError
+from pipemesh.layers import SeqLayer, mesh_cluster
 from pipemesh.layers.homes import stage_homes
 from pipemesh.mesh import LayoutRules, Mesh
 from tests.layers.blocks import WIDTH, blocks
@@ -116,16 +116,21 @@ def split_cluster(num_devices):
     return cluster_factory.Cluster(p)
 
 
+def stack(mesh_shape=None, layout=None, **values):
+    """Params of a stack without layers."""
+    return SeqLayer.Params().Set(name="stack", mesh_shape=mesh_shape, layout=layout, **values)
+
+
 def test_params_give_a_mesh_to_a_cluster_of_lingvo():
     with split_cluster(6) as cluster:
-        homes = stage_homes(cluster, [0, 1, 2], "stack", "layers:3;data:2", "batch:data")
+        homes = stage_homes(cluster, [0, 1, 2], stack("layers:3;data:2", "batch:data"))
         assert [[name[-1] for name in home.devices] for home in homes] == [
             ["0", "1"],
             ["2", "3"],
             ["4", "5"],
         ]
         # Without a mesh each stage has a device.
-        assert [len(home) for home in stage_homes(cluster, [0, 1, 2], "stack")] == [1, 1, 1]
+        assert [len(home) for home in stage_homes(cluster, [0, 1, 2], stack())] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -137,6 +142,7 @@ def test_params_give_a_mesh_to_a_cluster_of_lingvo():
         ("layers:2", "batch:layers", LayoutError, "along which the stages lie"),
         (None, "batch:data", PipelineError, "there is no mesh; set mesh_shape"),
         ("layers:2;data:4", "batch:data", PipelineError, "8 processors, but .* has 6 devices"),
+        ("layers:2;model:2", None, PlanError, "stack: nothing is split over the axis 'model'"),
         ("layers:3", None, PipelineError, None),
     ],
 )
@@ -144,21 +150,27 @@ def test_a_mesh_that_does_not_fit_is_an_error(mesh_shape, layout, error, text):
     with split_cluster(6) as cluster:
         if text is None:
             with pytest.warns(UserWarning, match="its 2 stages lie on 2: the other devices idle"):
-                stage_homes(cluster, [0, 1], "stack", mesh_shape, layout)
+                stage_homes(cluster, [0, 1], stack(mesh_shape, layout))
             return
         with pytest.raises(error, match=text):
-            stage_homes(cluster, [0, 1], "stack", mesh_shape, layout)
+            stage_homes(cluster, [0, 1], stack(mesh_shape, layout))
+
+
+def test_devices_of_params_may_idle_if_that_is_allowed():
+    with split_cluster(4) as cluster:
+        homes = stage_homes(cluster, [0, 1], stack("layers:2;model:2", allow_idle=True))
+        assert [home.first[-1] for home in homes] == ["0", "2"]
 
 
 def test_params_and_the_cluster_must_agree():
     layout = LayoutRules.from_text("batch:data")
     with mesh_cluster(Mesh.from_text("layers:2;data:2"), layout=layout) as cluster:
         with pytest.raises(PipelineError, match="mesh_shape is 'layers:4', but the cluster"):
-            stage_homes(cluster, [0, 1], "stack", "layers:4")
+            stage_homes(cluster, [0, 1], stack("layers:4"))
         with pytest.raises(PipelineError, match="layout is '', but the cluster"):
-            stage_homes(cluster, [0, 1], "stack", None, "")
-        again = stage_homes(cluster, [0, 1], "stack", "layers:2;data:2", "batch:data")
-        assert again == stage_homes(cluster, [0, 1], "stack")
+            stage_homes(cluster, [0, 1], stack(None, ""))
+        again = stage_homes(cluster, [0, 1], stack("layers:2;data:2", "batch:data"))
+        assert again == stage_homes(cluster, [0, 1], stack())
 
 
 def test_a_batch_that_does_not_divide_among_replicas_is_an_error():

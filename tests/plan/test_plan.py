@@ -34,7 +34,7 @@ def plans(draw):
         boundaries,
         draw(st.sampled_from(REMAT)),
         draw(st.sampled_from(LOWERINGS)),
-        draw(st.sampled_from(DTYPES)),
+        draw(st.sampled_from((None, *DTYPES))),
         draw(st.booleans()),
     )
 
@@ -84,7 +84,8 @@ def test_plans_are_compared_value_by_value():
 BAD = [
     (lambda: Plan("layers:2;data:2"), PlanError, "nothing is split over the axis 'data'.*allow"),
     (lambda: Plan("layers:2;data:2", "batch:dta"), LayoutError, "did you mean 'data'"),
-    (lambda: Plan("layers:2", "batch:layers"), PlanError, "along which the stages lie"),
+    (lambda: Plan("layers:2", "batch:layers"), LayoutError, "along which the stages lie"),
+    (lambda: Plan("layers:2;a:2;b:2", "batch:a"), PlanError, "axis 'b' .*same; leave the axis out"),
     (lambda: Plan("layers:x"), MeshError, "'layers:x'"),
     (lambda: Plan(schedule="gpip"), ScheduleError, "did you mean 'gpipe'"),
     (lambda: Plan(schedule=3), PlanError, "schedule is 3; give a name or a Schedule"),
@@ -99,7 +100,7 @@ BAD = [
     (lambda: Plan("layers:2", boundaries=(0, 3, 3)), PlanError, "which rise from 0"),
     (lambda: Plan("layers:2", boundaries=(1, 3, 5)), PlanError, "which rise from 0"),
     (lambda: Plan(allow_idle="yes"), PlanError, "allow_idle is 'yes'; it must be True or False"),
-    (lambda: Plan("layers:2").check_layers(1), PlanError, "2 stages, but there are 1 layers"),
+    (lambda: Plan("layers:2").check_layers(1), PlanError, "2 stages, but there are 1 lay"),
     (lambda: Plan(boundaries=(0, 5)).check_layers(6), PlanError, "end at 5, but there are 6"),
     (
         lambda: Plan("layers:1;m:2", "heads:m").check_dims(["batch"]),
@@ -143,5 +144,12 @@ def test_a_batch_divides_among_microbatches_and_replicas():
     plan.check_batch(16)
     with pytest.raises(PlanError, match="20 does not divide into 4 microbatches of 2 replicas"):
         plan.check_batch(20)
-    with pytest.raises(PlanError, match="9 does not divide into 2 microbatches; it must be a mul"):
+    with pytest.raises(
+        PlanError, match=r"9 does not divide into 2 microbatches; num_micro.* 1, 3, 9"
+    ):
         Plan(num_microbatches=2).check_batch(9)
+    with pytest.raises(PlanError, match=r"21 does not divide among the 2 replicas .* axis 'data'"):
+        plan.check_batch(21)
+    # At once, however large.
+    with pytest.raises(PlanError, match="may be 1, 2, 4, "):
+        Plan(num_microbatches=3).check_batch(2**40)

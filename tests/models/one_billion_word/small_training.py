@@ -5,26 +5,26 @@ import tensorflow as tf
 from tensorflow.core.util import event_pb2
 
 from models.one_billion_word.request import Request
-from pipemesh.mesh import LayoutRules, Mesh
+from pipemesh.plan import Plan
 from tests.models.one_billion_word.language_model import small
 
 
-def small_request(logdir, folder=None, *, steps=6, mesh_shape="layers:1", layout="", **changes):
+def small_request(logdir, folder=None, *, steps=6, plan=None, **changes):
     """Asks for a model of one block on one device, and for text from files of a folder.
 
     Capitals change settings, what is small changes the request.
     """
     settings = small(
         CHOSEN=(),
-        **{"VOCAB_SIZE": 420, "NUM_STAGES": 1, "NUM_MICRO_BATCHES": 2, "NUM_LAYERS": 1}
+        PLAN=plan or Plan(num_microbatches=2),
+        **{"VOCAB_SIZE": 420, "NUM_LAYERS": 1}
         | {name: changes.pop(name) for name in list(changes) if name.isupper()},
     )
     if folder is not None:
         settings.DATA_DIR = str(folder)
         settings.TRAIN_PATTERN, settings.HELDOUT_PATTERN = "train*", "heldout*"
     values = {"save_every": 3, "eval_every": 1000, "eval_batches": 2} | changes
-    mesh, rules = Mesh.from_text(mesh_shape), LayoutRules.from_text(layout)
-    return Request("OneBillionWordTiny", settings, mesh, rules, "CPU", str(logdir), steps, **values)
+    return Request("OneBillionWordTiny", settings, "CPU", str(logdir), steps, **values)
 
 
 def scalars(logdir, tag, part="train"):

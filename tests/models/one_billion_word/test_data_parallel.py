@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from pipemesh.plan import Plan
 from tests.models.one_billion_word.small_training import (
     assert_same_weights,
     scalars,
@@ -24,52 +25,50 @@ def plain(tmp_path_factory, folder):
 def plain_losses(plain, folder, train):
     """Trained once; what follows finds it finished."""
     if not (plain / f"ckpt-{STEPS}.index").exists():
-        settings = {**CALM, "PIPELINED": False, "NUM_MICRO_BATCHES": 1}
-        request = small_request(plain, folder, steps=STEPS, save_every=5, **settings)
+        settings = {**CALM, "PIPELINED": False}
+        request = small_request(plain, folder, steps=STEPS, save_every=5, plan=Plan(), **settings)
         assert train(request) == 0
     return scalars(plain, "loss")
 
 
 @pytest.mark.parametrize(
-    ("schedule", "mesh_shape", "num_stages", "num_microbatches"),
+    ("schedule", "mesh", "num_microbatches"),
     [
-        ("gpipe", "layers:2;data:2", 2, 2),
-        ("1f1b", "layers:2;data:2", 2, 4),
-        ("interleaved:2", "layers:2;data:2", 4, 4),
-        ("zb_h1", "layers:2;data:2", 2, 4),
-        ("zb_v", "layers:2;data:2", 4, 4),
-        ("1f1b", "data:2;layers:3", 3, 4),
-        ("zb_h1", "layers:1;data:4", 1, 2),
+        ("gpipe", "layers:2;data:2", 2),
+        ("1f1b", "layers:2;data:2", 4),
+        ("interleaved:2", "layers:2;data:2", 4),
+        ("zb_h1", "layers:2;data:2", 4),
+        ("zb_v", "layers:2;data:2", 4),
+        ("1f1b", "data:2;layers:3", 4),
+        ("zb_h1", "layers:1;data:4", 2),
     ],
 )
 @pytest.mark.slow
 def test_losses_are_those_of_the_plain_model(
-    plain_losses, train, folder, tmp_path, schedule, mesh_shape, num_stages, num_microbatches
+    plain_losses, train, folder, tmp_path, schedule, mesh, num_microbatches
 ):
-    request = small_request(
-        tmp_path,
-        folder,
-        steps=STEPS,
-        save_every=STEPS,
-        mesh_shape=mesh_shape,
-        layout="batch:data",
-        SCHEDULE=schedule,
-        NUM_STAGES=num_stages,
-        **{**CALM, "NUM_MICRO_BATCHES": num_microbatches, "STRICT_DEVICES": True},
-    )
+    plan = Plan(mesh, "batch:data", schedule, num_microbatches)
+    settings = {**CALM, "STRICT_DEVICES": True}
+    request = small_request(tmp_path, folder, steps=STEPS, save_every=STEPS, plan=plan, **settings)
     assert train(request) == 0
     np.testing.assert_allclose(scalars(tmp_path, "loss"), plain_losses, rtol=1e-5)
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_three_stages_goes_on_with_replicas_of_two(train, folder, tmp_path):
-    settings = {**CALM, "NUM_MICRO_BATCHES": 4}
+def test_a_checkpoint_of_three_stages_goes_on_with_replicas_of_two(train, folder, tmp_path, capsys):
     whole = tmp_path / "whole"
-    three = {"mesh_shape": "layers:3", "NUM_STAGES": 3, "save_every": 5}
-    assert train(small_request(whole, folder, steps=10, **three, **settings)) == 0
+    three = {"plan": Plan("layers:3", num_microbatches=4), "save_every": 5, **CALM}
+    assert train(small_request(whole, folder, steps=10, **three)) == 0
     logdir = tmp_path / "run"
-    assert train(small_request(logdir, folder, steps=5, **three, **settings)) == 0
+    assert train(small_request(logdir, folder, steps=5, **three)) == 0
     assert_same_weights(weights(logdir, 5), weights(whole, 5))
-    two = {"mesh_shape": "layers:2;data:2", "layout": "batch:data", "NUM_STAGES": 2}
-    assert train(small_request(logdir, folder, steps=10, **two, **settings)) == 0
+    two = Plan("layers:2;data:2", "batch:data", num_microbatches=4)
+    capsys.readouterr()
+    assert train(small_request(logdir, folder, steps=10, plan=two, **CALM)) == 0
+    out = capsys.readouterr().out
+    assert f"plan: {two}\n" in out
+    assert (
+        "settings that changed: mesh layers:3 there, layers:2;data:2 now, "
+        "layout none there, batch:data now\n"
+    ) in out
     np.testing.assert_allclose(scalars(logdir, "loss"), scalars(whole, "loss"), rtol=1e-5)

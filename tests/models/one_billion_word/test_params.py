@@ -22,7 +22,7 @@ def test_every_configuration_is_registered(name):
 def test_stages_hold_every_layer_once_and_in_order(name):
     config = CONFIGURATIONS[name]()
     stack = config.Task().stack
-    assert len(stack.cell_tpl) == config.NUM_STAGES
+    assert len(stack.cell_tpl) == config.PLAN.num_stages
     assert config.BATCH_SIZE % stack.num_micro_batches == 0
     layers = [layer for cell in stack.cell_tpl for layer in cell.sub]
     assert [layer.cls for layer in layers] == [Embedding, *[Block] * config.NUM_LAYERS, Softmax]

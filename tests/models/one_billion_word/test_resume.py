@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from models.one_billion_word.about import About, CheckpointError
+from pipemesh.plan import Plan
 from tests.models.one_billion_word.small_training import (
     assert_same_weights,
     small_request,
@@ -88,11 +89,15 @@ def test_settings_that_changed_are_listed(text, tmp_path, train, capsys):
     logdir = tmp_path / "run"
     train(small_request(logdir, text, steps=3))
     capsys.readouterr()
-    changes = {"LEARNING_RATE": 0.25, "BATCH_SIZE": 4, "COMPUTE_DTYPE": "bfloat16"}
+    changes = {
+        "LEARNING_RATE": 0.25,
+        "BATCH_SIZE": 4,
+        "plan": Plan(num_microbatches=2, compute_dtype="bfloat16"),
+    }
     assert train(small_request(logdir, text, steps=6, **changes)) == 0
     out = capsys.readouterr().out
     assert (
-        "settings that changed: batch_size 8 there, 4 now, compute_dtype None there, bfloat16 now, "
+        "settings that changed: compute_dtype none there, bfloat16 now, batch_size 8 there, 4 now, "
         "learning_rate 0.4 there, 0.25 now\n"
     ) in out
     assert "the text is read from its beginning, in the order of epochs to come" in out

@@ -14,6 +14,7 @@ from lingvo import datasets
 from lingvo.core import py_utils
 
 from models.one_billion_word.params import OneBillionWordTiny
+from pipemesh.plan import Plan
 from tests.layers.harness import cluster
 from tests.models.one_billion_word.language_model import (
     SMALL,
@@ -44,23 +45,22 @@ def expected():
     ("num_stages", "num_micro_batches"), [(1, 4), (2, 1), (2, 8), (4, 4), (4, 8)]
 )
 def test_loss_gradients_and_weights_equal_the_plain_model(expected, num_stages, num_micro_batches):
-    config = small(
-        NUM_STAGES=num_stages, NUM_MICRO_BATCHES=num_micro_batches, CLIP_GRADIENT_NORM=0.0
-    )
+    plan = Plan(f"layers:{num_stages}", schedule="gpipe", num_microbatches=num_micro_batches)
+    config = small(PLAN=plan, CLIP_GRADIENT_NORM=0.0)
     result = run_tf2(pipelined(config), BATCH, num_devices=num_stages)
     result.assert_close(expected)
     assert len(result.grads) == 37
 
 
 def test_everything_is_equal_in_a_session_too(expected):
-    config = small(NUM_STAGES=2, NUM_MICRO_BATCHES=4, CLIP_GRADIENT_NORM=0.0)
+    config = small(PLAN=Plan("layers:2", num_microbatches=4), CLIP_GRADIENT_NORM=0.0)
     weights = expected.initial
     result = run_tf1(pipelined(config), BATCH, weights=weights, num_devices=2)
     result.assert_close(run_tf1(plain(config), BATCH, weights=weights))
 
 
 def test_both_execution_modes_agree_without_dropout(expected):
-    config = small(NUM_STAGES=2, NUM_MICRO_BATCHES=2, DROPOUT_PROB=0.0)
+    config = small(PLAN=Plan("layers:2", num_microbatches=2), DROPOUT_PROB=0.0)
     eager = run_tf2(pipelined(config), BATCH, num_devices=2)
     session = run_tf1(pipelined(config), BATCH, weights=eager.initial, num_devices=2)
     session.assert_close(eager)
@@ -71,9 +71,10 @@ import json
 import runpy
 import sys
 from models.one_billion_word.params import OneBillionWordTiny
+from pipemesh.plan import Plan
 
 for name, value in json.loads(sys.argv.pop(1)).items():
-    setattr(OneBillionWordTiny, name, value)
+    setattr(OneBillionWordTiny, name, Plan.from_text(value) if name == "PLAN" else value)
 runpy.run_module("pipemesh.layers.lingvo_trainer", run_name="__main__", alter_sys=True)
 """
 
@@ -84,7 +85,12 @@ def lingvos_trainer(cache_dir, tmp_path_factory):
     logdir = tmp_path_factory.mktemp("lingvo")
 
     def run(*flags):
-        sizes = {**SMALL, "VOCAB_SIZE": 600, "NUM_MICRO_BATCHES": 2, "CACHE_DIR": cache_dir}
+        sizes = {
+            **SMALL,
+            "VOCAB_SIZE": 600,
+            "PLAN": "mesh=layers:2 num_microbatches=2",
+            "CACHE_DIR": cache_dir,
+        }
         common = [
             "--run_locally=cpu",
             "--model=models.one_billion_word.params.OneBillionWordTiny",

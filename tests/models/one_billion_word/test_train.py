@@ -139,18 +139,18 @@ def trained(whole, tmp_path):
 BAD_INPUT = [
     (["--model=OneBillionWordTin"], "--model='OneBillionWordTin'", "OneBillionWordTiny?"),
     (["--mesh_shape=layers:x"], "--mesh_shape='layers:x'", "'layers:2'"),
-    (["--mesh_shape=layers:2;model:2"], "axis 'model'", "would idle; --layout=batch:model, or use"),
+    (["--mesh_shape=layers:2;model:2"], "axis 'model'", "rule such as 'batch:model'"),
     (["--mesh_shape=layers:2;data:2", "--layout=batch:dta"], "'batch:dta'", "did you mean 'data'?"),
     (["--mesh_shape=layers:2;data:2", "--layout=heads:data"], "dim 'heads'", "known: 'batch'"),
     (["--layout=batch:layers"], "'batch:layers'", "split the batch over another axis"),
     (
         ["--mesh_shape=layers:2;data:2", "--layout=batch:data", "--num_microbatches=4"],
-        "--num_microbatches=4 does not divide the batch of 4",
-        "among 2 replicas; it may be 1, 2",
+        "--num_microbatches=4: a batch of 4 does not divide",
+        "of 2 replicas; num_microbatches may be 1, 2",
     ),
     (
         ["--mesh_shape=layers:2;data:3", "--layout=batch:data"],
-        "the batch of 4 (--batch_size) does not divide among the 3 replicas",
+        "--batch_size=4: a batch of 4 does not divide among the 3 replicas",
         "use another size",
     ),
     (["--mesh_shape=layers:8"], "--mesh_shape='layers:8'", "at most 7 stages"),

@@ -8,6 +8,7 @@ import tensorflow as tf
 from lingvo.core import py_utils, tshape
 
 from models.one_billion_word.transformer import Block, Embedding, Softmax, sinusoids
+from pipemesh.plan import Plan
 from tests.layers.harness import cluster
 from tests.models.one_billion_word.language_model import BATCH_SIZE, TIME, random_batch, small
 
@@ -27,7 +28,7 @@ def eager_mode(do_eval):
 def losses(request):
     """The nats of every token [batch, time], computed in two stages on two devices."""
     with eager_mode(do_eval=request.param == "dropout off"):
-        task = small(NUM_MICRO_BATCHES=4).Task().Instantiate()
+        task = small(PLAN=Plan("layers:2", num_microbatches=4)).Task().Instantiate()
 
         @tf.function(autograph=False)
         def xent(batch):

@@ -1,0 +1,68 @@
+"""The plan of a pipelined stack says how it is run."""
+
+import dataclasses
+
+import pytest
+from lingvo.core import layers, tshape
+
+from pipemesh.errors import PlanError
+from pipemesh.layers import PartitionSequentialLayers, PipeliningLayer, mesh_cluster
+from pipemesh.mesh import LayoutRules, Mesh
+from pipemesh.plan import Plan
+from pipemesh.recurrent import Selective
+from pipemesh.schedule import one_f_one_b
+
+
+def stack(num_stages, num_layers=6, **values):
+    dense = layers.FCLayer.Params().Set(input_dim=4, output_dim=4)
+    cells = PartitionSequentialLayers([dense] * num_layers, num_stages, tshape.Shape([8, 4]))
+    return PipeliningLayer.Params().Set(name="stack", cell_tpl=cells, **values)
+
+
+def plan_on(mesh, layout, params):
+    with mesh_cluster(Mesh.from_text(mesh), layout=LayoutRules.from_text(layout)):
+        return params.Instantiate().plan
+
+
+def test_it_has_the_mesh_of_the_cluster_and_the_rest_of_the_params(eagerly):
+    params = stack(2, schedule="zb_h1", num_micro_batches=4, loss_inside=True, remat="none").Set(
+        fprop_dtype="bfloat16"
+    )
+    plan = plan_on("layers:2;data:2", "batch:data", params)
+    assert str(plan) == (
+        "mesh=layers:2;data:2 layout=batch:data schedule=zb_h1 num_microbatches=4 "
+        "boundaries=0,3,6 remat=none compute_dtype=bfloat16"
+    )
+    assert Plan.from_text(str(plan)) == plan
+
+
+def test_params_and_cluster_give_the_same_plan(eagerly):
+    of_cluster = plan_on("layers:2;data:2", "batch:data", stack(2))
+    given = stack(2, mesh_shape="layers:2;data:2", layout="batch:data")
+    assert plan_on("layers:2;data:2", "batch:data", given) == of_cluster
+
+
+def test_without_a_mesh_each_device_of_the_schedule_is_a_place(eagerly):
+    layer = stack(4, schedule="looped_bfs:2", num_micro_batches=2).Instantiate()
+    assert str(layer.plan.mesh) == "layers:2" and layer.plan.num_stages == 4
+
+
+def test_what_only_python_knows_has_a_name(eagerly):
+    table = one_f_one_b(2, 4)
+    params = stack(2, schedule=table, num_micro_batches=4, loss_inside=True)
+    plan = plan_on("layers:2", "", params.Set(remat=Selective(lambda layer: True)))
+    assert plan.remat == "selective" and plan.schedule == table
+    assert Plan.from_text(str(plan)).table == table
+
+
+def test_a_place_may_be_shared_and_an_axis_may_idle(eagerly):
+    with pytest.warns(UserWarning, match="will idle"):
+        plan = plan_on("layers:1;model:2", "", stack(3))
+    assert str(plan.mesh) == "layers:3;model:2" and plan.allow_idle
+    with pytest.raises(PlanError, match="'model'"):
+        dataclasses.replace(plan, allow_idle=False)
+
+
+def test_a_policy_that_is_none_is_an_error_before_the_first_step(eagerly):
+    with pytest.raises(PlanError, match="stack: remat is 'ful'; did you mean 'full'"):
+        stack(2, remat="ful").Instantiate()
