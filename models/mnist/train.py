@@ -17,8 +17,6 @@ from pipemesh.errors import PipemeshError
 FLAGS = flags.FLAGS
 
 command.define_flags(batch_size=128, hidden_size=1024, learning_rate=0.1, eval_every=25)
-# `--help` shows them too.
-flags.adopt_module_key_flags(command)
 flags.DEFINE_integer("steps", None, "How many steps; default: as --epochs says.", lower_bound=1)
 flags.DEFINE_float("epochs", 20.0, "How often all digits are seen.")
 

@@ -8,8 +8,16 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, NoReturn
 
-from absl import app, flags
+from absl import flags
 
+from models.command import (
+    SECONDS_A_REFRESH,
+    FlagError,
+    define_devices,
+    exit_code,
+    parse,
+    start_devices,
+)
 from pipemesh.errors import LayoutError, PipemeshError
 from pipemesh.mesh import LayoutRules, Mesh
 
@@ -19,13 +27,8 @@ if TYPE_CHECKING:
 
 FLAGS = flags.FLAGS
 
-# What a shell reports of a program that was interrupted.
-_INTERRUPTED = 130
-_BAD_INPUT = 2
-# Each logical device has threads of its own; a larger mesh is a slip of the pen.
-_MOST_CPU_DEVICES = 64
-# Of the progress bar: in a log file every refresh is a line, on a terminal they are one.
-_SECONDS_A_REFRESH = {False: 30.0, True: 0.5}
+# Flags that are defined here belong to the program that asks for them.
+flags.disclaim_key_flags()
 
 
 def define_flags(**defaults: object) -> None:
@@ -34,9 +37,11 @@ def define_flags(**defaults: object) -> None:
     Args:
         **defaults: of `batch_size`, `hidden_size`, `learning_rate` and `eval_every`.
     """
-    flags.DEFINE_string("mesh_shape", "data:2", "Mesh of devices, such as 'data:2;model:2'.")
-    flags.DEFINE_string(
-        "layout", "batch:data", "Which dims are split over which axes: 'batch:data;hidden:model'."
+    define_devices(
+        "data:2",
+        "batch:data",
+        "Mesh of devices, such as 'data:2;model:2'.",
+        "Which dims are split over which axes: 'batch:data;hidden:model'.",
     )
     flags.DEFINE_enum(
         "lowering",
@@ -44,7 +49,6 @@ def define_flags(**defaults: object) -> None:
         ["placement", "simd"],
         "One graph for all devices, or the program of one device that all run.",
     )
-    flags.DEFINE_enum("device_type", "CPU", ["CPU", "GPU"], "What the devices are.")
     flags.DEFINE_integer("batch_size", defaults["batch_size"], "Examples a step.", lower_bound=1)
     flags.DEFINE_integer(
         "hidden_size", defaults["hidden_size"], "Units of the hidden layer.", lower_bound=1
@@ -60,29 +64,12 @@ def define_flags(**defaults: object) -> None:
 def run(train: Callable[[], None]) -> NoReturn:
     """Runs the program that `train` is, and turns what users can mend into one line."""
 
-    def main(arguments: list[str]) -> None:
-        if len(arguments) > 1:
-            _fail(f"{arguments[1]!r} is no flag; flags begin with --")
-        try:
-            train()
-        except KeyboardInterrupt:
-            sys.exit(_INTERRUPTED)
-        except (PipemeshError, OSError) as error:
-            _fail(str(error))
+    def program() -> int:
+        parse(sys.argv, sys.modules[train.__module__])
+        train()
+        return 0
 
-    def parse(argv: list[str]) -> list[str]:
-        try:
-            return FLAGS(argv)
-        except flags.Error as error:
-            _fail(str(error))
-
-    app.run(main, flags_parser=parse)
-    raise AssertionError("app.run ends the process")
-
-
-def _fail(message: str) -> NoReturn:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(_BAD_INPUT)
+    sys.exit(exit_code(program))
 
 
 def make_trainer(network: Network, size_flags: Mapping[str, str]) -> Trainer:
@@ -96,10 +83,10 @@ def make_trainer(network: Network, size_flags: Mapping[str, str]) -> Trainer:
         PipemeshError: flags that cannot be honoured.
     """
     if not (math.isfinite(FLAGS.learning_rate) and FLAGS.learning_rate > 0):
-        raise PipemeshError(f"--learning_rate={FLAGS.learning_rate}: it must be above 0")
+        raise FlagError(f"--learning_rate={FLAGS.learning_rate}: it must be above 0")
     mesh = _mesh()
     rules = _rules(mesh, network)
-    _start_devices(mesh.num_devices)
+    start_devices(mesh, FLAGS.device_type)
     from models.named_dims.report import plan_report
     from models.named_dims.trainer import TRAINERS
 
@@ -108,7 +95,7 @@ def make_trainer(network: Network, size_flags: Mapping[str, str]) -> Trainer:
         trainer = TRAINERS[FLAGS.lowering](network, mesh, rules, devices, FLAGS.learning_rate)
     except LayoutError as error:
         sizes = ", ".join(f"--{flag} is the size of {dim!r}" for dim, flag in size_flags.items())
-        raise PipemeshError(f"--layout={FLAGS.layout!r}: {error} ({sizes})") from error
+        raise FlagError(f"--layout={FLAGS.layout!r}: {error} ({sizes})") from error
     print(
         f"mesh {mesh}, layout '{rules}', {FLAGS.lowering} on {mesh.num_devices} x "
         f"{FLAGS.device_type}\n"
@@ -121,7 +108,7 @@ def _mesh() -> Mesh:
     try:
         return Mesh.from_text(FLAGS.mesh_shape)
     except PipemeshError as error:
-        raise PipemeshError(f"--mesh_shape={FLAGS.mesh_shape!r}: {error}") from error
+        raise FlagError(f"--mesh_shape={FLAGS.mesh_shape!r}: {error}") from error
 
 
 def _rules(mesh: Mesh, network: Network) -> LayoutRules:
@@ -131,26 +118,8 @@ def _rules(mesh: Mesh, network: Network) -> LayoutRules:
         rules = LayoutRules.from_text(FLAGS.layout)
         rules.check(mesh, dim_names(network))
     except PipemeshError as error:
-        raise PipemeshError(f"--layout={FLAGS.layout!r}: {error}") from error
+        raise FlagError(f"--layout={FLAGS.layout!r}: {error}") from error
     return rules
-
-
-def _start_devices(num_devices: int) -> None:
-    import tensorflow as tf
-
-    from pipemesh.backend.devices import start_cpu_devices
-
-    given = f"--mesh_shape={FLAGS.mesh_shape!r} needs {num_devices} {FLAGS.device_type}s, but"
-    if FLAGS.device_type == "GPU":
-        found = len(tf.config.list_physical_devices("GPU"))
-        if num_devices > found:
-            raise PipemeshError(f"{given} {found} exist; use a smaller mesh or --device_type=CPU")
-    elif num_devices > _MOST_CPU_DEVICES:
-        raise PipemeshError(
-            f"{given} at most {_MOST_CPU_DEVICES} logical ones are made; use a smaller mesh"
-        )
-    else:
-        start_cpu_devices(num_devices)
 
 
 def train(
@@ -175,14 +144,14 @@ def train(
         tqdm(
             total=steps,
             bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
-            mininterval=_SECONDS_A_REFRESH[sys.stderr.isatty()],
+            mininterval=SECONDS_A_REFRESH[sys.stderr.isatty()],
         ) as bar,
     ):
         bar.write(f"step 0: {evaluate()}")
         for step in range(1, steps + 1):
             loss = trainer.train_step(next(batches))
             if not math.isfinite(loss):
-                raise PipemeshError(
+                raise FlagError(
                     f"--learning_rate={FLAGS.learning_rate}: the loss is {loss} at step {step}; "
                     "give a lower one"
                 )
@@ -201,7 +170,7 @@ def _curve() -> Iterator[Callable[[str], object]]:
     try:
         file = open(FLAGS.curve, "w", encoding="utf-8")
     except OSError as error:
-        raise PipemeshError(f"--curve={FLAGS.curve!r}: {error.strerror}") from error
+        raise FlagError(f"--curve={FLAGS.curve!r}: {error.strerror}") from error
     with file:
         file.write("step,loss\n")
         yield file.write

@@ -9,6 +9,8 @@ import sys
 
 from absl import flags
 
+from models.command import FlagError, define_devices
+from models.command import parse as parse_flags
 from models.one_billion_word.request import EVAL_BATCHES, Request
 from models.one_billion_word.sizes import SIZES, Settings
 from pipemesh.errors import LayoutError, PipemeshError, PlanError, ScheduleError
@@ -19,19 +21,16 @@ from pipemesh.text import nearest
 FLAGS = flags.FLAGS
 
 flags.DEFINE_string("model", "OneBillionWordTiny", "Name of the configuration.", short_name="m")
-flags.DEFINE_string(
-    "mesh_shape", None, "Mesh of devices; its axis `layers` has stages; default: the model's."
-)
-flags.DEFINE_string(
-    "layout",
+define_devices(
     None,
+    None,
+    "Mesh of devices; its axis `layers` has stages; default: the model's.",
     "What is split over the mesh's other axes: `batch:data` gives each stage a replica for each "
     "place along the axis `data`.",
 )
 flags.DEFINE_boolean(
     "allow_idle", None, "Whether devices may idle along axes that nothing is split over."
 )
-flags.DEFINE_enum("device_type", "CPU", ["CPU", "GPU"], "What the devices are.")
 flags.DEFINE_integer(
     "num_microbatches",
     None,
@@ -94,9 +93,6 @@ flags.DEFINE_integer(
 )
 flags.DEFINE_integer("save_every", 100, "Save every so many steps.", lower_bound=1)
 
-_HELP = {"-h", "-?", "--?"} | {
-    dashes + name for dashes in ("-", "--") for name in ("help", "helpshort", "helpfull")
-}
 _SEEDS = range(-(2**63), 2**63)
 # What tensors of int32 and float32 hold.
 _LARGEST = {int: 2**31 - 1, float: 3.4e38}
@@ -128,12 +124,8 @@ _OF_REQUEST = (
 )
 
 
-class FlagError(PipemeshError, ValueError):
-    """A flag has a value that cannot be had."""
-
-
 def parse(argv: list[str], about: str) -> None:
-    """Parses the command line; shows help and ends the program where that is asked for.
+    """Parses the command line, as `models.command.parse`.
 
     Args:
         argv: the program and its arguments.
@@ -142,16 +134,7 @@ def parse(argv: list[str], about: str) -> None:
     Raises:
         FlagError: a flag is unknown or malformed, or an argument is none.
     """
-    asked = argv[1 : argv.index("--") if "--" in argv else None]
-    if _HELP & set(asked):
-        print(f"{about}\n{FLAGS.module_help(sys.modules[__name__])}")
-        sys.exit(0)
-    try:
-        rest = FLAGS(argv)
-    except flags.Error as error:
-        raise FlagError(str(error)) from error
-    if len(rest) > 1:
-        raise FlagError(f"{rest[1]!r} is no flag; flags begin with --")
+    parse_flags(argv, sys.modules[__name__], about)
 
 
 def request() -> Request:

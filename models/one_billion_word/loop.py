@@ -18,8 +18,9 @@ import numpy as np
 import tensorflow as tf
 from tqdm import tqdm
 
+from models.command import SECONDS_A_REFRESH
 from models.one_billion_word.checkpoint import SaveError, reason
-from models.one_billion_word.console import SECONDS_A_REFRESH, ticking, waiting
+from models.one_billion_word.console import ticking, waiting
 from models.one_billion_word.corpus import Corpus
 from models.one_billion_word.metrics import Score, ratio
 from models.one_billion_word.request import Request

@@ -15,9 +15,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
-# What a shell reports of a program that was interrupted.
+# As `models.command` has it, which takes time to import.
 _INTERRUPTED = 130
-_BAD_INPUT = 2
 
 
 def _leave(_number: int, _frame: Any) -> NoReturn:
@@ -38,19 +37,15 @@ def _end(code: int) -> NoReturn:
 
 def main(argv: list[str]) -> NoReturn:
     """Runs, and turns what users can mend into one line."""
+    from models import command
     from models.one_billion_word import command_line, console
-    from pipemesh.errors import PipemeshError
+
+    def program() -> int:
+        command_line.parse(argv, __doc__)
+        return run(command_line.request())
 
     console.stand_in()
-    try:
-        command_line.parse(argv, __doc__)
-        code = run(command_line.request())
-    except KeyboardInterrupt:
-        code = _INTERRUPTED
-    except (PipemeshError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        code = _BAD_INPUT
-    sys.exit(code)
+    sys.exit(command.exit_code(program))
 
 
 def run(request: Any) -> int:
@@ -208,25 +203,16 @@ def _choose(request: Any, stage_flops: Sequence[float]) -> Any:
 
 
 def _start_devices(request: Any) -> None:
-    import tensorflow as tf
     from absl import flags, logging
 
-    from models.one_billion_word.command_line import FlagError
-    from pipemesh.backend.devices import prepare_graphs_quickly, start_cpu_devices
+    from models.command import start_devices
+    from pipemesh.backend.devices import prepare_graphs_quickly
 
     logging.use_absl_handler()
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.ERROR)
     prepare_graphs_quickly()
-    mesh = request.plan.mesh
-    wanted = mesh.num_devices
-    if request.device_type == "CPU":
-        start_cpu_devices(wanted)
-    elif wanted > (found := len(tf.config.list_physical_devices("GPU"))):
-        raise FlagError(
-            f"--mesh_shape={str(mesh)!r} needs {wanted} GPUs, but {found} exist; use a "
-            "smaller mesh or --device_type=CPU"
-        )
+    start_devices(request.plan.mesh, request.device_type)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ from models.named_dims import command
 FLAGS = flags.FLAGS
 
 command.define_flags(batch_size=256, hidden_size=64, learning_rate=0.2, eval_every=50)
-# `--help` shows them too.
-flags.adopt_module_key_flags(command)
 flags.DEFINE_integer("io_size", 32, "Numbers a vector.", lower_bound=1)
 flags.DEFINE_integer("steps", 200, "How many steps.", lower_bound=1)
 flags.DEFINE_enum("activation", "none", ["none", "relu"], "Of the hidden layer.")
