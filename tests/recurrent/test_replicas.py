@@ -321,3 +321,84 @@ def test_names_of_devices_are_a_home(names):
 def test_a_home_has_devices(devices):
     with pytest.raises(DeviceError, match="give names of one or several"):
         Home(devices)
+
+
+class Keeps:
+    """A stage that keeps a tensor in Python from one call to the next."""
+
+    def __init__(self, of):
+        self.of = of
+        self.kept = None
+
+    def __call__(self, theta, carry, inputs, microbatch, step):
+        h = tf.matmul(inputs[0], theta[0])
+        if self.kept is None:
+            self.kept = self.of(theta, carry, inputs, microbatch)
+        return [h + tf.cast(self.kept, tf.float32)], [carry[0] + 1.0]
+
+
+def with_kept(of):
+    @tf.function(autograph=False)
+    def run():
+        stages = [
+            Stage("a", product, [tf.constant(W)], [], HOMES[0]),
+            Stage("keeps", Keeps(of), [tf.constant(W)], [tf.constant(0.0)], HOMES[1]),
+        ]
+        return pipeline(stages, [tf.constant(X)], gpipe(2, 2))[0][0]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda theta, carry, inputs, microbatch: inputs[0],
+        lambda theta, carry, inputs, microbatch: tf.reduce_sum(tf.square(inputs[0])),
+        lambda theta, carry, inputs, microbatch: tf.cast(theta[0], tf.float16)[0],
+        lambda theta, carry, inputs, microbatch: carry[0],
+        lambda theta, carry, inputs, microbatch: tf.cast(microbatch, tf.float32),
+        lambda theta, carry, inputs, microbatch: tf.cond(
+            carry[0] > 0, lambda: inputs[0], lambda: -inputs[0]
+        ),
+    ],
+    ids=["input", "computed", "weight", "carry", "microbatch", "branch"],
+)
+def test_a_replica_that_uses_a_tensor_of_another_one_is_an_error(of):
+    text = (
+        r"stage 'keeps' has replicas, and its operation '.*replica\.1.*' \(\w+\) of replica 1 use"
+    )
+    with pytest.raises(PipelineError, match=text):
+        with_kept(of)()
+
+
+def test_what_is_the_same_for_all_replicas_may_be_kept():
+    y = with_kept(lambda theta, carry, inputs, microbatch: tf.ones([4]) * 2)()
+    np.testing.assert_allclose(y, X @ W @ W + 2, rtol=1e-4)
+
+
+def test_a_gradient_that_uses_a_tensor_of_another_replica_is_an_error():
+    kept = []
+
+    @tf.custom_gradient
+    def squared(x):
+        kept[:] = [x]
+        return x * x, lambda dy: 2 * dy * kept[0]
+
+    def forward(theta, carry, inputs, microbatch, step):
+        return [squared(tf.matmul(inputs[0], theta[0]))], []
+
+    text = r"stage 's0' .*gradients.*\(Mul\) of replica 0 uses .*, which replica 1 has computed"
+    with pytest.raises(PipelineError, match=text):
+        trained(one_f_one_b(2, 2), forwards=(forward, squares))()
+
+
+def test_replicas_that_do_not_return_alike_are_an_error():
+    calls = []
+
+    def forward(theta, carry, inputs, microbatch, step):
+        calls.append(None)
+        return [inputs[0]] * len(calls), []
+
+    text = r"'s0' has replicas.* gives float32\(2, 4\) in replica 0, but float32\(2, 4\), float32"
+    with pytest.raises(PipelineError, match=text):
+        trained(one_f_one_b(2, 2), forwards=(forward, squares))()

@@ -14,7 +14,8 @@ from pipemesh.backend.purity import has_effects
 from pipemesh.recurrent.passes.cuts import Cuts
 from pipemesh.recurrent.passes.gradients import flat_names
 from pipemesh.recurrent.passes.graph_cut import node_of
-from pipemesh.recurrent.passes.traced_stage import Specs, TracedStage
+from pipemesh.recurrent.passes.traced_stage import TracedStage
+from pipemesh.recurrent.passes.tracing import Specs
 from pipemesh.recurrent.watch.health import write_note
 from pipemesh.recurrent.watch.probes import Probe
 

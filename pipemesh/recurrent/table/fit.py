@@ -9,7 +9,8 @@ import tensorflow as tf
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.recurrent.home import Home
 from pipemesh.recurrent.passes.graph_cut import node_of
-from pipemesh.recurrent.passes.traced_stage import Cutting, Specs, TracedStage, output_specs
+from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
+from pipemesh.recurrent.passes.tracing import Specs, output_specs
 from pipemesh.recurrent.stage import Stage
 from pipemesh.schedule import Schedule
 

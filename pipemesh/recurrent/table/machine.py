@@ -12,7 +12,8 @@ import tensorflow as tf
 
 from pipemesh.backend.operations import pin, pin_present
 from pipemesh.recurrent.passes.passes import Grads, Passes, Tensors
-from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage, WholeBatch, specs_of
+from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
+from pipemesh.recurrent.passes.tracing import WholeBatch, specs_of
 from pipemesh.recurrent.precision import sum_dtype
 from pipemesh.recurrent.remat import Remat, recomputed
 from pipemesh.recurrent.stage import Stage

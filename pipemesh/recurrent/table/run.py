@@ -14,7 +14,8 @@ from pipemesh.backend.operations import pin_present
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.passes.passes import Grads
-from pipemesh.recurrent.passes.traced_stage import Cutting, specs_of
+from pipemesh.recurrent.passes.traced_stage import Cutting
+from pipemesh.recurrent.passes.tracing import specs_of
 from pipemesh.recurrent.precision import cast_floating, sum_dtype
 from pipemesh.recurrent.remat import modes
 from pipemesh.recurrent.stage import Stage
