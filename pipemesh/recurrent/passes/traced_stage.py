@@ -194,10 +194,9 @@ class TracedStage:
         for number, replica in enumerate(self.replicas):
             for begin, end in replica.operations:
                 places.update((op.name, number) for op in operations[begin:end])
-            given = [*(t.name for t in [*replica.theta, *replica.inputs]), *replica.copies.values()]
-            places.update((node_of(name), number) for name in given)
-            # What a replica hands on lies there until it is taken.
-            places.update((t.op.name, max(number - 1, 0)) for t in replica.carry)
+            given = [*replica.theta, *replica.carry, *replica.inputs]
+            names = [*(t.name for t in given), *replica.copies.values()]
+            places.update((node_of(name), number) for name in names)
         return places
 
     def _prepare(self, nodes: Sequence[Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -17,10 +16,10 @@ from pipemesh.recurrent.passes.tracing import WholeBatch, specs_of
 from pipemesh.recurrent.precision import sum_dtype
 from pipemesh.recurrent.remat import Remat, recomputed
 from pipemesh.recurrent.stage import Stage
+from pipemesh.recurrent.table.state import State
 from pipemesh.recurrent.watch.clock import ActionClock
-from pipemesh.recurrent.watch.health import LOCATING, empty_note
+from pipemesh.recurrent.watch.health import LOCATING
 
-Tokens = list[list[list[tf.Operation]]]
 # Operations whose results are known before anything runs.
 _CONSTANT = ("Const", "Fill")
 
@@ -42,52 +41,6 @@ class Values(Protocol):
 
     def write(self, kind: str, stage: int, value: Any) -> None:
         """Leaves something for a later action."""
-
-
-@dataclasses.dataclass
-class State:
-    """What stages and devices hold between their actions.
-
-    Attributes:
-        carries: of each stage, what it hands to its next microbatch.
-        carry_grads: of each stage, the gradient of what it handed on, if it is recurrent.
-        accumulators: of each stage, the sums of its weights' gradients; None before the first.
-        tokens: of each home, for each of its devices the operations that end its latest action.
-        notes: of each stage, forward and backward, where a value was not finite; see `health`.
-    """
-
-    carries: list[Tensors]
-    carry_grads: list[Grads]
-    accumulators: list[Tensors | None]
-    tokens: Tokens
-    notes: dict[str, list[tf.Tensor]]
-
-    @classmethod
-    def before(cls, stages: Sequence[Stage], num_homes: int) -> State:
-        """The state before the first action."""
-        return cls(
-            carries=[list(stage.carry) for stage in stages],
-            carry_grads=[[None] * len(stage.carry) for stage in stages],
-            accumulators=[None] * len(stages),
-            tokens=[[[] for _ in stages[0].devices] for _ in range(num_homes)],
-            notes={d: [empty_note() for _ in stages] for d in ("forward", "backward")},
-        )
-
-    def values(self) -> list[Any]:
-        """All of it that are tensors; `with_values` takes it back."""
-        return [self.carries, self.carry_grads, self.accumulators, self.notes]
-
-    def with_values(self, values: list[Any], tokens: Tokens) -> State:
-        """The state that has other tensors and tokens."""
-        carries, carry_grads, accumulators, notes = values
-        return State(carries, carry_grads, accumulators, tokens, notes)
-
-    def forget_tokens_of_other_graphs(self) -> None:
-        """A function called eagerly has its gradient in another graph, which runs after it."""
-        graph = tf.compat.v1.get_default_graph()
-        self.tokens = [
-            [[op for op in token if op.graph is graph] for token in home] for home in self.tokens
-        ]
 
 
 class Machine:
@@ -271,7 +224,7 @@ class Machine:
             places = [*map(self.traced[stage].place, passes.cuts.pending)]
             pending = self._pin(stage, result.pending, places)
             values.write("pending", stage, pending)
-        notes[stage] = result.note
+        notes[stage] = result.notes
         # Nothing waits for the gradients of the pipeline's inputs, so that TensorFlow leaves
         # them out where nobody asks for them.
         input_grads, where = result.input_grads, self.places("inputs", stage)

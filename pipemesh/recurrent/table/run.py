@@ -27,10 +27,10 @@ from pipemesh.recurrent.table.fit import (
     microbatch_size,
     num_replicas,
 )
-from pipemesh.recurrent.table.machine import Machine, State
+from pipemesh.recurrent.table.machine import Machine
 from pipemesh.recurrent.table.rolled import Rolled
+from pipemesh.recurrent.table.state import State, empty_notes
 from pipemesh.recurrent.table.unrolled import Unrolled
-from pipemesh.recurrent.watch.health import empty_note
 from pipemesh.recurrent.watch.strict_devices import check_devices
 from pipemesh.recurrent.watch.wrong_kernels import check_kernels
 from pipemesh.schedule import Action, Schedule, execution_order
@@ -194,7 +194,7 @@ class Run:
         if self._loss_scale is not None:
             output_grads, state_grads = map(self._scaled, (output_grads, state_grads))
         self._values.seed(output_grads)
-        self.state.notes["backward"] = [empty_note() for _ in self._stages]
+        self.state.notes["backward"] = empty_notes(self._stages)
         given = iter(state_grads)
         for number, stage in enumerate(self._stages):
             self.state.accumulators[number] = None
