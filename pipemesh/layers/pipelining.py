@@ -100,8 +100,8 @@ class PipeliningLayer(SeqLayer):
             "Whether the last layer is a head, which returns the loss of its microbatch, summed "
             "over examples or tokens; the summed weight; and metrics to look at, if any. FProp "
             "then returns the same for the whole batch: metrics with a batch dim are joined, "
-            "scalar ones become a vector with one element a microbatch. Only the loss has a "
-            "gradient.",
+            "scalar ones become a vector with one element a microbatch (with replicas, one for "
+            "each replica's part of it). Only the loss has a gradient.",
         )
         p.Define(
             "remat",
@@ -189,8 +189,7 @@ class PipeliningLayer(SeqLayer):
         Returns:
             The error to raise `from` the given one; None if it did not arise in a stage.
         """
-        homes = map(str, self.StageHomes())
-        return explain(error, dict(zip(self._cell_names, homes, strict=True)))
+        return explain(error, dict(zip(self._cell_names, self.StageHomes(), strict=True)))
 
     @functools.cached_property
     def schedule(self) -> Schedule:
@@ -373,7 +372,7 @@ class PipeliningLayer(SeqLayer):
         return "all" if self.loss_scale is None else "forward"
 
     def _with_total_weight(self, loss: tf.Tensor, others: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Loss, weight and metrics of the whole batch; the weight still has one a microbatch."""
+        """Loss, weight and metrics of the whole batch; the weight still has one a part."""
         with tf.device(others[0].device):
             return [loss, tf.reduce_sum(tf.cast(others[0], loss.dtype)), *others[1:]]
 

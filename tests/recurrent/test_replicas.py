@@ -1,5 +1,7 @@
 """Stages on several devices, each with rows of its own, give what the plain model gives."""
 
+import time
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -18,7 +20,7 @@ from pipemesh.recurrent import (
     predict_memory,
     record_placement,
 )
-from pipemesh.schedule import gpipe, one_f_one_b
+from pipemesh.schedule import forward_only, gpipe, one_f_one_b
 from pipemesh.schedule.builders import build
 from tests.recurrent.stack import RUNNERS, pipelined, plain
 
@@ -285,6 +287,35 @@ def test_the_clock_sees_actions_of_all_replicas():
     np.testing.assert_allclose(run()[0], trained(schedule)()[0], rtol=1e-6)
 
 
+def test_an_action_runs_from_its_first_replicas_start_to_its_last_ones_end():
+    def slow(replica, seconds):
+        def wait(part, value):
+            time.sleep(seconds * (part % 2 == replica))
+            return value
+
+        def forward(theta, carry, inputs, part, step):
+            y = tf.numpy_function(wait, [part, inputs[0]], tf.float32, stateful=False)
+            return [tf.ensure_shape(y, inputs[0].shape)], []
+
+        return forward
+
+    clock, schedule = ActionClock(), forward_only(2, 1)
+
+    @tf.function(autograph=False)
+    def run(x):
+        stages = [
+            Stage("a", slow(1, 0.4), [], [], HOMES[0]),
+            Stage("b", slow(0, 0.1), [], [], HOMES[1]),
+        ]
+        return pipeline(stages, [x], schedule, options=Options(clock=clock))[0]
+
+    run(tf.constant(X))
+    first, second = sorted(clock.timeline(schedule).spans(), key=lambda span: span.action.stage)
+    # The first replica of the second stage has finished before the other one starts.
+    assert second.start < first.end - 0.2
+    assert second.end >= first.end
+
+
 def test_memory_is_that_of_each_device():
     with tf.Graph().as_default():
         stages = [
@@ -297,6 +328,98 @@ def test_memory_is_that_of_each_device():
         *[(64, 64, 2 * 2 * 16)] * 2,
         *[(64, 64, 2 * 16)] * 2,
     ]
+
+
+def test_a_device_that_a_home_names_twice_holds_what_both_replicas_hold():
+    with tf.Graph().as_default():
+        stages = [
+            Stage(f"s{i}", forward, [tf.constant(W)], [], home)
+            for i, (forward, home) in enumerate(
+                [(product, ("CPU:0", "CPU:0")), (squares, ("CPU:1", "CPU:2"))]
+            )
+        ]
+        found = predict_memory(stages, [tf.constant(X)], one_f_one_b(2, 2))
+    assert [(m.weights, m.gradients, m.kept) for m in found] == [
+        (64, 128, 2 * 2 * 2 * 16),
+        *[(64, 64, 2 * 16)] * 2,
+    ]
+
+
+@pytest.mark.parametrize("rolled", [False, True])
+def test_one_device_may_have_several_replicas(rolled):
+    homes = [Home(("CPU:0", "CPU:0")), Home(("CPU:1", "CPU:1"))]
+    found = trained(one_f_one_b(2, 2), homes, forwards=(checked, squares), rolled=rolled)()
+    wanted = trained(one_f_one_b(2, 4), ["CPU:0", "CPU:1"], forwards=(checked, squares))()
+    for got, want in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_strict_devices_wants_each_replica_on_its_own_device():
+    def pinned(theta, carry, inputs, microbatch, step):
+        with tf.device("CPU:0"):
+            return [tf.matmul(inputs[0], theta[0])], []
+
+    text = r"replica\.1/MatMul' .* of stage 's0' is pinned to .*CPU:0, but the stage is on CPU:1"
+    with pytest.raises(DeviceError, match=text):
+        trained(one_f_one_b(2, 2), forwards=(pinned, squares), strict_devices=True)()
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_a_gradient_of_the_inputs_that_is_not_finite_names_its_replica(replica):
+    @tf.custom_gradient
+    def bad_gradient(x):
+        return tf.identity(x), lambda dy: tf.where(x == 7.0, np.nan, dy)
+
+    def first(theta, carry, inputs, microbatch, step):
+        return [bad_gradient(inputs[0])], []
+
+    x = X.copy()
+    x[2 * 2 + replica] = 7.0
+
+    @tf.function(autograph=False)
+    def run(x):
+        stages = [
+            Stage("s0", first, [], [], HOMES[0]),
+            Stage("s1", squares, [tf.constant(W)], [], HOMES[1]),
+        ]
+        loss, _, _ = pipeline_loss(stages, [x], one_f_one_b(2, 4))
+        return tf.gradients(loss, x)
+
+    with pytest.raises(tf.errors.InvalidArgumentError) as error:
+        run(tf.constant(x))
+    found = f"stage 's0' (CPU:{replica}), microbatch 2, backward: the gradient of input 0"
+    assert str(explain(error.value)).startswith(found)
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_an_operation_that_fails_is_explained_with_its_replica(replica):
+    x = X.copy()
+    x[2 * 2 + replica] = np.nan
+    run = trained(one_f_one_b(2, 4), x=x, forwards=(checked, squares))
+    with pytest.raises(tf.errors.InvalidArgumentError) as error:
+        run()
+    found = str(explain(error.value, {"s0": HOMES[0]}))
+    where = f"stage 's0' (CPU:{replica}), microbatch 2, replica {replica}, forward: product"
+    assert found.startswith(where), found
+
+
+def test_texts_tell_a_replicas_part_from_a_microbatch():
+    def summed(theta, carry, inputs, microbatch, step):
+        return [tf.reduce_sum(inputs[0], 0, keepdims=True)], []
+
+    @tf.function(autograph=False)
+    def run(x, forward):
+        return pipeline([Stage("s", forward, [], [], HOMES[0])], [x], gpipe(1, 2))[0][0]
+
+    with pytest.raises(PipelineError, match="the replicas' parts of microbatches have 2 examples"):
+        run(tf.constant(X), summed)
+
+    @tf.function(autograph=False)
+    def with_whole(x):
+        return run(x, lambda theta, carry, inputs, m, step: ([tf.reduce_sum(x, 1)[:2]], []))
+
+    with pytest.raises(PipelineError, match="of which a replica's part of a microbatch has 2"):
+        with_whole(tf.constant(X))
 
 
 def test_outputs_come_back_in_the_order_of_the_batch():

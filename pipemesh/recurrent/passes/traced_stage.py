@@ -53,6 +53,16 @@ class Cutting:
         """How many examples a part has."""
         return self.microbatch_size // self.replicas
 
+    @property
+    def part(self) -> str:
+        """What to call a part in errors."""
+        return "a microbatch" if self.replicas == 1 else "a replica's part of a microbatch"
+
+    @property
+    def parts(self) -> str:
+        """What to call the parts in errors."""
+        return "microbatches" if self.replicas == 1 else "the replicas' parts of microbatches"
+
 
 class TracedStage:
     """The graph of a stage's forward pass and its gradient, for one microbatch.
@@ -112,7 +122,9 @@ class TracedStage:
         end = len(graph.inputs) - len(graph.captures)
         self.scalars = [t.name for t in graph.inputs[end - 2 : end]]
         self._check_apart()
-        check_batch(graph, what, cutting.batch_dim, cutting.part_size, cutting.num_parts)
+        check_batch(
+            graph, what, cutting.batch_dim, cutting.part_size, cutting.num_parts, cutting.part
+        )
         self._captured: list[Captured] = captured_weights(graph)
         check_no_draw_escaped(graph, stage.name, cutting.num_parts)
         replicas, first = self.replicas, self.replicas[0]
@@ -219,9 +231,10 @@ class TracedStage:
             self._specs[name] = tf.TensorSpec(tensor.shape, tensor.dtype)
         return self._specs[name]
 
-    def nodes(self) -> Iterator[Any]:
-        """All nodes of the forward and the backward pass."""
-        return self.cut.nodes([*self.outputs, *self.carry_out, *self._gradient_names()])
+    def nodes(self, replica: int) -> Iterator[Any]:
+        """All nodes of a replica's forward and backward pass."""
+        names = [*self.outputs, *self.carry_out, *self._gradient_names()]
+        return self.cut.nodes(names, lambda node: self._places.get(node, 0) == replica)
 
     def num_nodes(self) -> int:
         """How many operations a microbatch has, forward and backward, if nothing is recomputed."""

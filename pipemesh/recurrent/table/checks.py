@@ -166,10 +166,15 @@ class Checks:
         with tf.device(traced.stage.device):
             real = tf.math.abs(grad) if grad.dtype.is_complex else grad
             bad = tf.reduce_any(tf.logical_not(tf.math.is_finite(real)), axis=rest)
-            where = tf.argmax(tf.cast(bad, tf.int32)) // cutting.microbatch_size
+            # The number of the part; notes hold `microbatch * replicas + replica` as well.
+            where = tf.argmax(tf.cast(bad, tf.int32)) // cutting.part_size
             note = tf.where(tf.reduce_any(bad), where, empty_note())
         text = f"microbatch {MICROBATCH}, backward: the gradient of input {number}"
-        return Finding(note, [place(traced.stage, traced.input_layers[number], text)])
+        layers = traced.input_layers[number]
+        return Finding(
+            note,
+            [place(traced.stage, layers, text, replica) for replica in range(cutting.replicas)],
+        )
 
 
 def place(stage: Stage, layers: Sequence[str], rest: str, replica: int = 0) -> str:

@@ -81,7 +81,7 @@ class Machine:
         self._step = tf.constant(0, tf.int64) if step is None else tf.cast(step, tf.int64)
         self._remat = remat
         self._clock = clock
-        self._stamp: Callable[[bool], tf.Operation] | None = None
+        self._stamp: Callable[..., tf.Operation] | None = None
         self.traced = self._trace(stages, inputs, cutting, step is not None, is_forward_only)
         self._stages = self.stages = [traced.stage for traced in self.traced]
         self._dtypes = [
@@ -298,7 +298,7 @@ class Machine:
                     mine = pin([tensors[i] for i in chosen])
                 if self._stamp is not None:
                     with tf.control_dependencies([t.op for t in mine]):
-                        start = self._stamp(is_end=False, device=device)
+                        start = self._stamp(is_end=False, device=device, replica=number)
                     with tf.control_dependencies([start]):
                         mine = pin(mine)
             for i, tensor in zip(chosen, mine, strict=True):
@@ -317,7 +317,7 @@ class Machine:
             }
             if self._stamp is not None:
                 with tf.control_dependencies(list(operations.values())), tf.device(device):
-                    operations["end"] = self._stamp(is_end=True, device=device)
+                    operations["end"] = self._stamp(is_end=True, device=device, replica=number)
             if operations:
                 home[number] = list(operations.values())
 

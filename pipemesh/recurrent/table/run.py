@@ -106,10 +106,11 @@ class Run:
             *(Sources(stage.carry, stage.device) for stage in stages if stage.recurrent),
         ]
         for traced in self._machine.traced:
-            nodes = list(traced.nodes())
-            check_kernels(traced.stage.name, traced.stage.device, nodes)
-            if options.strict_devices:
-                check_devices(traced.stage.name, traced.stage.devices, nodes)
+            for replica, device in enumerate(traced.stage.devices):
+                nodes = list(traced.nodes(replica))
+                check_kernels(traced.stage.name, device, nodes)
+                if options.strict_devices:
+                    check_devices(traced.stage.name, device, nodes)
         self.last_specs = self._machine.traced[-1].output_specs
         check_joined(self._machine.traced[-1], cutting, step is not None)
         for traced in self._machine.traced:
