@@ -1,4 +1,4 @@
-"""Stages and layers in the names of a graph's nodes, where TensorFlow's errors show them.
+"""Stages, replicas and layers in the names of a graph's nodes, where TensorFlow's errors show them.
 
 Only a few characters may stand in the name of a node; the others are written as their code point
 in hexadecimal between two hyphens.
@@ -12,11 +12,11 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-KINDS = ("stage", "layer")
+KINDS = ("stage", "replica", "layer")
 
 
 def label(kind: str, name: str) -> str:
-    """The component of a node's name that says which stage or layer it belongs to.
+    """The component of a node's name that says which stage, replica or layer it belongs to.
 
     Example:
         >>> label("layer", "block#1")
@@ -26,7 +26,7 @@ def label(kind: str, name: str) -> str:
 
 
 def labelled(kind: str, node: str) -> str | None:
-    """The name of the innermost stage or layer that a node belongs to; None if it says none.
+    """The innermost stage, replica or layer that a node belongs to; None if it says none.
 
     Example:
         >>> labelled("layer", "stage.first/layer.block-23-1/MatMul")
@@ -44,7 +44,7 @@ def label_scope(kind: str, name: str) -> Iterator[None]:
 
     Args:
         kind: one of `KINDS`.
-        name: of the stage or layer, any text.
+        name: of the stage, replica or layer, any text.
     """
     if tf.executing_eagerly():
         yield

@@ -62,9 +62,6 @@ class Call:
         self._dtypes = [t.dtype for t in function.outputs]
         self._shapes = [t.shape for t in function.outputs]
         self._captures = function.captured_inputs
-        self._devices: dict[str, list[int]] = {}
-        for number, tensor in enumerate(function.outputs):
-            self._devices.setdefault(tensor.device, []).append(number)
         self._attributes = {
             "Tin": _types([t.dtype for t in function.inputs]),
             "Tout": _types(self._dtypes),
@@ -97,17 +94,7 @@ class Call:
         with tf.control_dependencies([results[0].op]):
             done = tf.no_op()
         with tf.control_dependencies([done]):
-            return self._pinned(results)
-
-    def _pinned(self, results: Tensors) -> Tensors:
-        """The results, each pinned on its device."""
-        if len(self._devices) == 1:
             return pin(results)
-        pinned: dict[int, tf.Tensor] = {}
-        for device, chosen in self._devices.items():
-            with tf.device(device):
-                pinned.update(zip(chosen, pin([results[i] for i in chosen]), strict=True))
-        return [pinned[i] for i in range(len(results))]
 
 
 def _make(kind: str, tensors: Tensors, dtypes: list[tf.DType], attributes: Any) -> Tensors:

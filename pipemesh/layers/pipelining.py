@@ -128,8 +128,7 @@ class PipeliningLayer(SeqLayer):
         Returns:
             The error to raise `from` the given one; None if it did not arise in a stage.
         """
-        homes = map(str, self.StageHomes())
-        return explain(error, dict(zip(self._cell_names, homes, strict=True)))
+        return explain(error, dict(zip(self._cell_names, self.StageHomes(), strict=True)))
 
     @functools.cached_property
     def schedule(self) -> Schedule:
@@ -320,7 +319,7 @@ class PipeliningLayer(SeqLayer):
         return "all" if self.loss_scale is None else "forward"
 
     def _with_total_weight(self, loss: tf.Tensor, others: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Loss, weight and metrics of the whole batch; the weight still has one a microbatch."""
+        """Loss, weight and metrics of the whole batch; the weight still has one a part."""
         with tf.device(others[0].device):
             return [loss, tf.reduce_sum(tf.cast(others[0], loss.dtype)), *others[1:]]
 

@@ -30,8 +30,8 @@ def define_pipelining(p: Any) -> None:
         "Whether the last layer is a head, which returns the loss of its microbatch, summed "
         "over examples or tokens; the summed weight; and metrics to look at, if any. FProp "
         "then returns the same for the whole batch: metrics with a batch dim are joined, "
-        "scalar ones become a vector with one element a microbatch. Only the loss has a "
-        "gradient.",
+        "scalar ones become a vector with one element a microbatch (with replicas, one for "
+        "each replica's part of it). Only the loss has a gradient.",
     )
     p.Define(
         "remat",

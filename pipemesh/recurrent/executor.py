@@ -115,8 +115,8 @@ def pipeline_loss(
 
     Args:
         stages: the stages, first to last. The last one's first output is a floating scalar: the
-            loss of the microbatch, *summed* over its examples. Its other outputs are for looking
-            at and have no gradient.
+            loss of the microbatch, or of a replica's part of it, *summed* over its examples. Its
+            other outputs are for looking at and have no gradient.
         inputs: tensors with static shapes; all are cut along `options.batch_dim`.
         schedule: any valid schedule; one without backward actions gives a loss without gradient.
         step: int64 scalar, the global step, that random numbers are keyed by.
@@ -124,8 +124,9 @@ def pipeline_loss(
 
     Returns:
         The loss summed over the batch, a scalar of at least 32 bits; the other outputs of the last
-        stage for the whole batch, where scalars become a vector with one element a microbatch; and
-        each stage's carry after the last microbatch.
+        stage for the whole batch, where scalars become a vector with one element a microbatch
+        (with replicas, one for each replica's part of it); and each stage's carry after the last
+        microbatch.
 
     Raises:
         PipelineError: the batch does not divide, shapes are not static, the first output of the

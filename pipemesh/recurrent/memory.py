@@ -56,7 +56,8 @@ def predict_memory(
         options: as for `pipeline`; remat and compute dtype matter.
 
     Returns:
-        One for each device: those of the schedule's first row, of its second, and so on.
+        One for each device: those of the schedule's first row, of its second, and so on. A device
+        that a home names several times holds what all of its replicas hold, and the weights once.
 
     Raises:
         PipelineError: see `pipeline`.
@@ -79,12 +80,15 @@ def predict_memory(
     found = []
     for home, row in enumerate(schedule.rows):
         own = [s for s, owner in enumerate(schedule.stage_devices) if owner == home]
-        for replica in range(len(stages[0].devices)):
+        devices = stages[own[0]].devices
+        for device in dict.fromkeys(devices):
+            replicas = [number for number, name in enumerate(devices) if name == device]
             held = peak = 0
             for action in row:
                 stage, m = action.stage, action.microbatch
                 kept, pending = (
-                    run.held_bytes(kind, stage, replica, m) for kind in ("kept", "pending")
+                    sum(run.held_bytes(kind, stage, replica, m) for replica in replicas)
+                    for kind in ("kept", "pending")
                 )
                 if action.kind == "F":
                     held += 0 if schedule.is_forward_only else kept
@@ -93,9 +97,9 @@ def predict_memory(
                 else:
                     held += (pending if action.kind == "I" else 0) - kept
                 peak = max(peak, held)
-            weights = sum(run.held_bytes("weights", s, replica) for s in own)
+            weights = sum(run.held_bytes("weights", s, replicas[0]) for s in own)
             gradients = 0
             if not schedule.is_forward_only:
-                gradients = sum(run.held_bytes("grads", s, replica) for s in own)
+                gradients = sum(run.held_bytes("grads", s, r) for s in own for r in replicas)
             found.append(DeviceMemory(weights, gradients, peak))
     return found

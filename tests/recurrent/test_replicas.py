@@ -1,5 +1,7 @@
 """Stages on several devices, each with rows of its own, give what the plain model gives."""
 
+import time
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -18,7 +20,7 @@ from pipemesh.recurrent import (
     predict_memory,
     record_placement,
 )
-from pipemesh.schedule import gpipe, one_f_one_b
+from pipemesh.schedule import forward_only, gpipe, one_f_one_b
 from pipemesh.schedule.builders import build
 from tests.recurrent.stack import RUNNERS, pipelined, plain
 
@@ -141,9 +143,67 @@ def checked(theta, carry, inputs, microbatch, step):
 def test_checks_inside_of_a_stage_keep_gradients_where_they_are():
     run = trained(one_f_one_b(2, 4), forwards=(checked, squares), check_numerics="off")
     sent = [source.name for source, a, b in transfers(run) if (a, b) == (1, 0)]
-    # Of a microbatch nothing comes back but what says that it was checked.
+    # Of a microbatch nothing comes back.
     assert [name for name in sent if "AddN" in name] == []
-    assert len([name for name in sent if "EnsureShape" in name or "IdentityN" in name]) == 1
+    assert [name for name in sent if "F" in name.split("/")[0]] == []
+
+
+def executed(mode, **options):
+    """The nodes, by name, that TensorFlow executes of a pipeline whose first stage checks."""
+
+    def build():
+        weights = [tf.constant(W), tf.constant(W / 2)]
+        stages = [
+            Stage("s0", checked, weights[:1], [], HOMES[0]),
+            Stage("s1", squares, weights[1:], [], HOMES[1]),
+        ]
+        x = tf.ensure_shape(tf.compat.v1.placeholder_with_default(X, None), X.shape)
+        options_ = Options(check_numerics="off", **options)
+        loss, _, _ = pipeline_loss(stages, [x], one_f_one_b(2, 2), options=options_)
+        return [loss, *tf.gradients(loss, weights)]
+
+    if mode == "tf1":
+        wanted = tf.compat.v1.RunOptions(output_partition_graphs=True)
+        graphs = tf.compat.v1.RunMetadata()
+        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+            session.run(build(), options=wanted, run_metadata=graphs)
+    else:
+        with record_placement() as graphs:
+            tf.function(build, autograph=False)()
+    return {node.name: node for graph in graphs.partition_graphs for node in graph.node}
+
+
+def ancestors(nodes, name):
+    """All that a node waits for, on other devices, too, with control dependencies."""
+    sends = {n.attr["tensor_name"].s: n.name for n in nodes.values() if n.op.endswith("Send")}
+    found, todo = set(), [name]
+    while todo:
+        name = todo.pop()
+        if name in found:
+            continue
+        found.add(name)
+        node = nodes[name]
+        todo += [source.lstrip("^").split(":")[0] for source in node.input]
+        if node.op.endswith("Recv"):
+            todo.append(sends[node.attr["tensor_name"].s])
+    return found
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+@pytest.mark.parametrize("mode", ["tf1", "tf2"])
+def test_no_replica_waits_for_what_another_one_checks(mode, remat):
+    nodes = executed(mode, remat=remat)
+    checks = {name: node.device[-1] for name, node in nodes.items() if node.op == "CheckNumerics"}
+    assert sorted(checks.values()) == ["0"] * 4 + ["1"] * 4
+    pairs = {("0", "2"), ("1", "3")}
+    waited = 0
+    for name, node in nodes.items():
+        if name.startswith("action_") and not node.op.endswith(("Send", "Recv")):
+            for check in ancestors(nodes, name) & checks.keys():
+                waited += 1
+                places = {checks[check], node.device[-1]}
+                assert any(places <= set(pair) for pair in pairs), (name, check)
+    assert waited > 8
 
 
 @pytest.mark.parametrize("use", ["captured", "theta"])
@@ -227,6 +287,35 @@ def test_the_clock_sees_actions_of_all_replicas():
     np.testing.assert_allclose(run()[0], trained(schedule)()[0], rtol=1e-6)
 
 
+def test_an_action_runs_from_its_first_replicas_start_to_its_last_ones_end():
+    def slow(replica, seconds):
+        def wait(part, value):
+            time.sleep(seconds * (part % 2 == replica))
+            return value
+
+        def forward(theta, carry, inputs, part, step):
+            y = tf.numpy_function(wait, [part, inputs[0]], tf.float32, stateful=False)
+            return [tf.ensure_shape(y, inputs[0].shape)], []
+
+        return forward
+
+    clock, schedule = ActionClock(), forward_only(2, 1)
+
+    @tf.function(autograph=False)
+    def run(x):
+        stages = [
+            Stage("a", slow(1, 0.4), [], [], HOMES[0]),
+            Stage("b", slow(0, 0.1), [], [], HOMES[1]),
+        ]
+        return pipeline(stages, [x], schedule, options=Options(clock=clock))[0]
+
+    run(tf.constant(X))
+    first, second = sorted(clock.timeline(schedule).spans(), key=lambda span: span.action.stage)
+    # The first replica of the second stage has finished before the other one starts.
+    assert second.start < first.end - 0.2
+    assert second.end >= first.end
+
+
 def test_memory_is_that_of_each_device():
     with tf.Graph().as_default():
         stages = [
@@ -239,6 +328,98 @@ def test_memory_is_that_of_each_device():
         *[(64, 64, 2 * 2 * 16)] * 2,
         *[(64, 64, 2 * 16)] * 2,
     ]
+
+
+def test_a_device_that_a_home_names_twice_holds_what_both_replicas_hold():
+    with tf.Graph().as_default():
+        stages = [
+            Stage(f"s{i}", forward, [tf.constant(W)], [], home)
+            for i, (forward, home) in enumerate(
+                [(product, ("CPU:0", "CPU:0")), (squares, ("CPU:1", "CPU:2"))]
+            )
+        ]
+        found = predict_memory(stages, [tf.constant(X)], one_f_one_b(2, 2))
+    assert [(m.weights, m.gradients, m.kept) for m in found] == [
+        (64, 128, 2 * 2 * 2 * 16),
+        *[(64, 64, 2 * 16)] * 2,
+    ]
+
+
+@pytest.mark.parametrize("rolled", [False, True])
+def test_one_device_may_have_several_replicas(rolled):
+    homes = [Home(("CPU:0", "CPU:0")), Home(("CPU:1", "CPU:1"))]
+    found = trained(one_f_one_b(2, 2), homes, forwards=(checked, squares), rolled=rolled)()
+    wanted = trained(one_f_one_b(2, 4), ["CPU:0", "CPU:1"], forwards=(checked, squares))()
+    for got, want in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_strict_devices_wants_each_replica_on_its_own_device():
+    def pinned(theta, carry, inputs, microbatch, step):
+        with tf.device("CPU:0"):
+            return [tf.matmul(inputs[0], theta[0])], []
+
+    text = r"replica\.1/MatMul' .* of stage 's0' is pinned to .*CPU:0, but the stage is on CPU:1"
+    with pytest.raises(DeviceError, match=text):
+        trained(one_f_one_b(2, 2), forwards=(pinned, squares), strict_devices=True)()
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_a_gradient_of_the_inputs_that_is_not_finite_names_its_replica(replica):
+    @tf.custom_gradient
+    def bad_gradient(x):
+        return tf.identity(x), lambda dy: tf.where(x == 7.0, np.nan, dy)
+
+    def first(theta, carry, inputs, microbatch, step):
+        return [bad_gradient(inputs[0])], []
+
+    x = X.copy()
+    x[2 * 2 + replica] = 7.0
+
+    @tf.function(autograph=False)
+    def run(x):
+        stages = [
+            Stage("s0", first, [], [], HOMES[0]),
+            Stage("s1", squares, [tf.constant(W)], [], HOMES[1]),
+        ]
+        loss, _, _ = pipeline_loss(stages, [x], one_f_one_b(2, 4))
+        return tf.gradients(loss, x)
+
+    with pytest.raises(tf.errors.InvalidArgumentError) as error:
+        run(tf.constant(x))
+    found = f"stage 's0' (CPU:{replica}), microbatch 2, backward: the gradient of input 0"
+    assert str(explain(error.value)).startswith(found)
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_an_operation_that_fails_is_explained_with_its_replica(replica):
+    x = X.copy()
+    x[2 * 2 + replica] = np.nan
+    run = trained(one_f_one_b(2, 4), x=x, forwards=(checked, squares))
+    with pytest.raises(tf.errors.InvalidArgumentError) as error:
+        run()
+    found = str(explain(error.value, {"s0": HOMES[0]}))
+    where = f"stage 's0' (CPU:{replica}), microbatch 2, replica {replica}, forward: product"
+    assert found.startswith(where), found
+
+
+def test_texts_tell_a_replicas_part_from_a_microbatch():
+    def summed(theta, carry, inputs, microbatch, step):
+        return [tf.reduce_sum(inputs[0], 0, keepdims=True)], []
+
+    @tf.function(autograph=False)
+    def run(x, forward):
+        return pipeline([Stage("s", forward, [], [], HOMES[0])], [x], gpipe(1, 2))[0][0]
+
+    with pytest.raises(PipelineError, match="the replicas' parts of microbatches have 2 examples"):
+        run(tf.constant(X), summed)
+
+    @tf.function(autograph=False)
+    def with_whole(x):
+        return run(x, lambda theta, carry, inputs, m, step: ([tf.reduce_sum(x, 1)[:2]], []))
+
+    with pytest.raises(PipelineError, match="of which a replica's part of a microbatch has 2"):
+        with_whole(tf.constant(X))
 
 
 def test_outputs_come_back_in_the_order_of_the_batch():
@@ -321,3 +502,84 @@ def test_names_of_devices_are_a_home(names):
 def test_a_home_has_devices(devices):
     with pytest.raises(DeviceError, match="give names of one or several"):
         Home(devices)
+
+
+class Keeps:
+    """A stage that keeps a tensor in Python from one call to the next."""
+
+    def __init__(self, of):
+        self.of = of
+        self.kept = None
+
+    def __call__(self, theta, carry, inputs, microbatch, step):
+        h = tf.matmul(inputs[0], theta[0])
+        if self.kept is None:
+            self.kept = self.of(theta, carry, inputs, microbatch)
+        return [h + tf.cast(self.kept, tf.float32)], [carry[0] + 1.0]
+
+
+def with_kept(of):
+    @tf.function(autograph=False)
+    def run():
+        stages = [
+            Stage("a", product, [tf.constant(W)], [], HOMES[0]),
+            Stage("keeps", Keeps(of), [tf.constant(W)], [tf.constant(0.0)], HOMES[1]),
+        ]
+        return pipeline(stages, [tf.constant(X)], gpipe(2, 2))[0][0]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda theta, carry, inputs, microbatch: inputs[0],
+        lambda theta, carry, inputs, microbatch: tf.reduce_sum(tf.square(inputs[0])),
+        lambda theta, carry, inputs, microbatch: tf.cast(theta[0], tf.float16)[0],
+        lambda theta, carry, inputs, microbatch: carry[0],
+        lambda theta, carry, inputs, microbatch: tf.cast(microbatch, tf.float32),
+        lambda theta, carry, inputs, microbatch: tf.cond(
+            carry[0] > 0, lambda: inputs[0], lambda: -inputs[0]
+        ),
+    ],
+    ids=["input", "computed", "weight", "carry", "microbatch", "branch"],
+)
+def test_a_replica_that_uses_a_tensor_of_another_one_is_an_error(of):
+    text = (
+        r"stage 'keeps' has replicas, and its operation '.*replica\.1.*' \(\w+\) of replica 1 use"
+    )
+    with pytest.raises(PipelineError, match=text):
+        with_kept(of)()
+
+
+def test_what_is_the_same_for_all_replicas_may_be_kept():
+    y = with_kept(lambda theta, carry, inputs, microbatch: tf.ones([4]) * 2)()
+    np.testing.assert_allclose(y, X @ W @ W + 2, rtol=1e-4)
+
+
+def test_a_gradient_that_uses_a_tensor_of_another_replica_is_an_error():
+    kept = []
+
+    @tf.custom_gradient
+    def squared(x):
+        kept[:] = [x]
+        return x * x, lambda dy: 2 * dy * kept[0]
+
+    def forward(theta, carry, inputs, microbatch, step):
+        return [squared(tf.matmul(inputs[0], theta[0]))], []
+
+    text = r"stage 's0' .*gradients.*\(Mul\) of replica 0 uses .*, which replica 1 has computed"
+    with pytest.raises(PipelineError, match=text):
+        trained(one_f_one_b(2, 2), forwards=(forward, squares))()
+
+
+def test_replicas_that_do_not_return_alike_are_an_error():
+    calls = []
+
+    def forward(theta, carry, inputs, microbatch, step):
+        calls.append(None)
+        return [inputs[0]] * len(calls), []
+
+    text = r"'s0' has replicas.* gives float32\(2, 4\) in replica 0, but float32\(2, 4\), float32"
+    with pytest.raises(PipelineError, match=text):
+        trained(one_f_one_b(2, 2), forwards=(forward, squares))()

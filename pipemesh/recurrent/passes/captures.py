@@ -85,26 +85,27 @@ def _is_ref(tensor: Any) -> bool:
 
 
 def check_batch(
-    graph: Any, what: str, batch_dim: int, microbatch_size: int, num_microbatches: int
+    graph: Any, what: str, batch_dim: int, part_size: int, num_parts: int, part: str
 ) -> None:
     """Checks that no tensor with a row for each example of the whole batch is captured.
 
-    A microbatch would meet all of its rows: an error in the best case, in the worst one every row
-    is paired with every other.
+    A part of the batch would meet all of its rows: an error in the best case, in the worst one
+    every row is paired with every other.
 
     Args:
         graph: of the function.
         what: names it in errors.
         batch_dim: of the pipeline.
-        microbatch_size: the examples of a microbatch.
-        num_microbatches: the number of microbatches.
+        part_size: the examples of a part of the batch.
+        num_parts: the number of parts.
+        part: what to call one of them.
 
     Raises:
         PipelineError: there is one.
     """
-    if num_microbatches == 1:
+    if num_parts == 1:
         return
-    batch = microbatch_size * num_microbatches
+    batch = part_size * num_parts
     for outer, _ in graph.captures:
         shape = outer.shape
         if outer.dtype == tf.resource or shape.rank is None or shape.rank <= batch_dim:
@@ -112,8 +113,8 @@ def check_batch(
         if shape[batch_dim] == batch and not _depends_on_weights_alone(outer):
             raise PipelineError(
                 f"{what} uses the tensor {name_of(outer)!r} of shape {shape} without being given "
-                f"it; it has a row for each of the {batch} examples of the batch, of which a "
-                f"microbatch has {microbatch_size}. Pass it in as an input of the pipeline, "
+                f"it; it has a row for each of the {batch} examples of the batch, of which "
+                f"{part} has {part_size}. Pass it in as an input of the pipeline, "
                 "which is cut along the batch"
             )
 

@@ -56,8 +56,9 @@ class Cuts:
         """Names of what the forward pass leaves for the backward pass."""
         traced = self._traced
         known = (self.computed & self.per_microbatch) - self.again
-        # Placeholders cannot be computed again.
-        known |= {node_of(name) for name in [*traced.carry, *traced.inputs]}
+        # Placeholders cannot be computed again; nor does a replica compute what another one did.
+        given = [*traced.carry, *traced.handed_on, *traced.inputs]
+        known |= {node_of(name) for name in given}
         known -= {node_of(name) for name in traced.scalars}
         wanted = [*self.theta_names, *self.upstream_names]
         return traced.cut.frontier(wanted, known)

@@ -79,11 +79,11 @@ class GraphCut:
             found |= stop.intersection(map(tensor_name, self._nodes[node].input))
         return found
 
-    def nodes(self, tensors: Iterable[str]) -> Iterator[Any]:
-        """All nodes that `tensors` need, those in the bodies of functions too."""
+    def nodes(self, tensors: Iterable[str], chosen: Callable[[str], bool]) -> Iterator[Any]:
+        """The chosen nodes that `tensors` need, and those in the bodies of their functions."""
         needed = self.ancestors(tensors)
         yield from Bodies(self._graph_def).within(
-            [node for node in self._graph_def.node if node.name in needed]
+            [node for node in self._graph_def.node if node.name in needed and chosen(node.name)]
         )
 
     def check_pure(self, what: str, why: str) -> None:

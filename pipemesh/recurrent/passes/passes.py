@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Container, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -14,7 +13,9 @@ from pipemesh.backend.purity import has_effects
 from pipemesh.recurrent.passes.cuts import Cuts
 from pipemesh.recurrent.passes.gradients import flat_names
 from pipemesh.recurrent.passes.graph_cut import node_of
-from pipemesh.recurrent.passes.traced_stage import Specs, TracedStage
+from pipemesh.recurrent.passes.part import Part, accumulated
+from pipemesh.recurrent.passes.traced_stage import TracedStage
+from pipemesh.recurrent.passes.tracing import Specs
 from pipemesh.recurrent.watch.health import write_note
 from pipemesh.recurrent.watch.probes import Probe
 
@@ -31,14 +32,14 @@ class BackwardResult:
         input_grads: the gradient of each input, None if there is none.
         carry_grads: the gradient of each carry, None if there is none.
         pending: after an `I`, what its `W` needs.
-        note: where something was not finite; see `health`.
+        notes: of each replica, where something was not finite; see `health`.
     """
 
     accumulators: Tensors | None
     input_grads: Grads
     carry_grads: Grads
     pending: Tensors
-    note: tf.Tensor
+    notes: Tensors
 
 
 class Passes:
@@ -75,11 +76,12 @@ class Passes:
         self.cuts = Cuts(traced, recomputed)
         self._dtypes = [*accumulator_dtypes] * len(traced.replicas)
 
-    # The passes.
+    # The passes. Each replica has functions of its own: a call is done when all that it checks or
+    # tells is done, and no replica is to wait for another one.
 
     def forward(
-        self, theta: Tensors, carry: Tensors, inputs: Tensors, scalars: Tensors, note: tf.Tensor
-    ) -> tuple[Tensors, Tensors, Tensors, tf.Tensor]:
+        self, theta: Tensors, carry: Tensors, inputs: Tensors, scalars: Tensors, notes: Tensors
+    ) -> tuple[Tensors, Tensors, Tensors, Tensors]:
         """Runs one microbatch.
 
         Args:
@@ -87,35 +89,27 @@ class Passes:
             carry: what the microbatch before handed on.
             inputs: of the stage.
             scalars: the microbatch's index and the global step, int64.
-            note: where something was not finite before; see `health`.
+            notes: of each replica, where something was not finite before; see `health`.
 
         Returns:
-            The outputs, the carry, what the backward pass needs, and the note.
+            The outputs, the carry, what the backward pass needs, and the notes.
         """
-        traced = self._traced
-        given = dict(zip([*traced.carry, *traced.inputs], [*carry, *inputs], strict=True))
-        results, note = self._noting(
-            self._forward, [*theta, *carry, *inputs, *scalars], note, self._forward_probes
-        )
-        num_outputs = len(traced.outputs)
-        num_named = num_outputs + len(traced.carry_out)
-        # What is kept and was given is not handed through the function.
-        computed = iter(results[num_named:])
-        kept = [given[name] if name in given else next(computed) for name in self.cuts.kept]
-        return results[:num_outputs], results[num_outputs:num_named], kept, note
-
-    def _noting(
-        self,
-        call: Callable[[Tensors], Tensors],
-        arguments: Tensors,
-        note: tf.Tensor,
-        probes: Sequence[Probe],
-    ) -> tuple[Tensors, tf.Tensor]:
-        """Calls a function that takes a note and returns it if there are probes."""
-        if not probes:
-            return call(arguments), note
-        *results, note = call([*arguments, note])
-        return results, note
+        outputs: Tensors = []
+        new_notes: Tensors = []
+        # What is kept and was given is not handed through a function.
+        known: dict[str, tf.Tensor] = {}
+        parts = zip(self._traced.replicas, self._forward, notes, strict=True)
+        for number, (replica, part, note) in enumerate(parts):
+            mine = inputs[number * len(replica.inputs) :][: len(replica.inputs)]
+            given = [t.name for t in [*replica.carry, *replica.inputs]]
+            known.update(zip(given, [*carry, *mine], strict=True))
+            results, note = part([*theta, *carry, *mine, *scalars], note)
+            count = len(replica.outputs)
+            outputs += results[:count]
+            carry, kept = results[count:][: len(carry)], results[count + len(carry) :]
+            known.update(zip(self._own(self.cuts.kept, number, self._given), kept, strict=True))
+            new_notes.append(note)
+        return outputs, carry, [known[name] for name in self.cuts.kept], new_notes
 
     def backward(
         self,
@@ -124,7 +118,7 @@ class Passes:
         grads: Tensors,
         scalars: Tensors,
         accumulators: Tensors | None,
-        note: tf.Tensor,
+        notes: Tensors,
     ) -> BackwardResult:
         """Runs the whole backward pass of one microbatch.
 
@@ -135,48 +129,59 @@ class Passes:
                 handed on if the stage is recurrent.
             scalars: the microbatch's index and the global step, int64.
             accumulators: sums of weight gradients so far; None for the first microbatch.
-            note: where something was not finite before; see `health`.
+            notes: of each replica, where something was not finite before; see `health`.
         """
-        call = self._backward if accumulators is None else self._backward_and_add
+        parts = self._backward if accumulators is None else self._backward_and_add
         arguments = [*theta, *kept, *grads, *scalars, *(accumulators or ())]
-        results, note = self._noting(call, arguments, note, self._backward_probes)
-        count = len(self.accumulator_specs)
-        return self._result(results[:count], results[count:], [], note)
+        sums: Tensors = []
+        upstream: Tensors = []
+        new_notes: Tensors = []
+        for number, (part, note) in enumerate(zip(parts, notes, strict=True)):
+            results, note = part(arguments, note)
+            count = self.accumulator_places.count(number)
+            sums += results[:count]
+            upstream += results[count:]
+            new_notes.append(note)
+        return self._result(sums, upstream, [], new_notes)
 
     def input_grad(
-        self, theta: Tensors, kept: Tensors, grads: Tensors, scalars: Tensors, note: tf.Tensor
+        self, theta: Tensors, kept: Tensors, grads: Tensors, scalars: Tensors, notes: Tensors
     ) -> BackwardResult:
         """Runs the half that other stages wait for; arguments as those of `backward`."""
-        results, note = self._noting(
-            self._input_grad, [*theta, *kept, *grads, *scalars], note, self._input_grad_probes
-        )
-        count = len(self.cuts.upstream_names)
-        given = dict(
-            zip([*self.cuts.kept, *self.cuts.grad_placeholders], [*kept, *grads], strict=True)
-        )
-        computed = iter(results[count:])
-        pending = [given[name] if name in given else next(computed) for name in self.cuts.pending]
-        return self._result(None, results[:count], pending, note)
+        given = [*self.cuts.kept, *self.cuts.grad_placeholders]
+        known = dict(zip(given, [*kept, *grads], strict=True))
+        upstream: Tensors = []
+        new_notes: Tensors = []
+        for number, (part, note) in enumerate(zip(self._input_grad, notes, strict=True)):
+            results, note = part([*theta, *kept, *grads, *scalars], note)
+            count = len(self._upstream_names(number))
+            upstream += results[:count]
+            pending = self._own(self.cuts.pending, number, given)
+            known.update(zip(pending, results[count:], strict=True))
+            new_notes.append(note)
+        pending = [known[name] for name in self.cuts.pending]
+        return self._result(None, upstream, pending, new_notes)
 
     def weight_grad(
         self, theta: Tensors, pending: Tensors, scalars: Tensors, accumulators: Tensors | None
     ) -> Tensors:
         """Runs the other half; returns the sums of weight gradients."""
-        call = self._weight_grad if accumulators is None else self._weight_grad_and_add
-        return call([*theta, *pending, *scalars, *(accumulators or ())])
+        parts = self._weight_grad if accumulators is None else self._weight_grad_and_add
+        arguments = [*theta, *pending, *scalars, *(accumulators or ())]
+        return [total for part in parts for total in part(arguments)[0]]
 
     def _result(
         self,
         accumulators: Tensors | None,
         upstream: Tensors,
         pending: Tensors,
-        note: tf.Tensor,
+        notes: Tensors,
     ) -> BackwardResult:
         grads = self._traced.gradients
         values = iter(upstream)
         of_inputs = [None if name is None else next(values) for name in grads.of_inputs]
         of_carry = [None if name is None else next(values) for name in grads.of_carry]
-        return BackwardResult(accumulators, of_inputs, of_carry, pending, note)
+        return BackwardResult(accumulators, of_inputs, of_carry, pending, notes)
 
     def zero_gradients(self) -> Tensors:
         """Accumulators before the first microbatch."""
@@ -202,68 +207,103 @@ class Passes:
         named = zip(self._traced.theta, self._traced.gradients.of_theta, strict=True)
         return [self._traced.place(theta) for theta, name in named if name is not None]
 
+    @functools.cached_property
+    def _given(self) -> set[str]:
+        """Names of what forward functions take and need not return."""
+        return {*self._traced.carry, *self._traced.handed_on, *self._traced.inputs}
+
+    def _own(self, names: Sequence[str], number: int, given: Container[str]) -> list[str]:
+        """Those of the names that a replica computes, because they are not given."""
+        place = self._traced.place
+        return [name for name in names if name not in given and place(name) == number]
+
+    def _upstream_names(self, number: int) -> list[str]:
+        """The gradients of a replica that other actions wait for."""
+        grads, count = self._traced.gradients, len(self._traced.replicas[number].inputs)
+        names = grads.of_inputs[number * count :][:count]
+        names = [*names, *grads.of_carry] if number == 0 else names
+        return [name for name in names if name is not None]
+
     # The functions, made when they are first needed.
 
     @functools.cached_property
-    def _forward(self) -> Callable[[Tensors], Tensors]:
-        traced = self._traced
-        given = {*traced.carry, *traced.inputs}
-        kept = [name for name in self.cuts.kept if name not in given]
-        arguments = [*traced.carry, *traced.inputs]
-        fetches = [*traced.outputs, *traced.carry_out, *kept]
-        return self._function(
-            arguments, fetches, probes=self._forward_probes, effects=traced.effects
-        )
+    def _forward(self) -> list[Part]:
+        parts = []
+        for number, replica in enumerate(self._traced.replicas):
+            kept = self._own(self.cuts.kept, number, self._given)
+            part = self._part(
+                number,
+                [t.name for t in [*replica.carry, *replica.inputs]],
+                [*(t.name for t in [*replica.outputs, *replica.carry_out]), *kept],
+                probes=self._forward_probes,
+                effects=[
+                    name
+                    for name in self._traced.effects
+                    if self._traced.place(f"{name}:0") == number
+                ],
+            )
+            parts.append(part)
+        return parts
 
     @functools.cached_property
-    def _backward(self) -> Callable[[Tensors], Tensors]:
-        return self._backward_function(adds=False)
+    def _backward(self) -> list[Part]:
+        return self._backward_parts(adds=False)
 
     @functools.cached_property
-    def _backward_and_add(self) -> Callable[[Tensors], Tensors]:
-        return self._backward_function(adds=True)
+    def _backward_and_add(self) -> list[Part]:
+        return self._backward_parts(adds=True)
 
-    def _backward_function(self, adds: bool) -> Callable[[Tensors], Tensors]:
+    def _backward_parts(self, adds: bool) -> list[Part]:
         arguments = [*self.cuts.kept, *self.cuts.grad_placeholders]
-        return self._function(
-            arguments,
-            self.cuts.upstream_names,
-            gradients=True,
-            adds=adds,
-            probes=self._backward_probes,
-            checked=self.cuts.computed,
-        )
-
-    @functools.cached_property
-    def _input_grad(self) -> Callable[[Tensors], Tensors]:
-        arguments = [*self.cuts.kept, *self.cuts.grad_placeholders]
-        given = set(arguments)
-        pending = [name for name in self.cuts.pending if name not in given]
-        fetches = [*self.cuts.upstream_names, *pending]
-        return self._function(
-            arguments, fetches, probes=self._input_grad_probes, checked=self.cuts.computed
-        )
-
-    @functools.cached_property
-    def _input_grad_probes(self) -> list[Probe]:
-        """Those of the backward pass, without what an `I` leaves to its `W`."""
-        computed = self.cuts.input_grad_nodes
         return [
+            self._part(
+                number,
+                arguments,
+                self._upstream_names(number),
+                gradients=True,
+                adds=adds,
+                probes=self._backward_probes,
+                checked=self.cuts.computed,
+            )
+            for number in range(len(self._traced.replicas))
+        ]
+
+    @functools.cached_property
+    def _input_grad(self) -> list[Part]:
+        arguments = [*self.cuts.kept, *self.cuts.grad_placeholders]
+        computed = self.cuts.input_grad_nodes
+        # Without what an `I` leaves to its `W`.
+        probes = [
             dataclasses.replace(
                 probe, tensors=tuple(t for t in probe.tensors if node_of(t) in computed)
             )
             for probe in self._backward_probes
         ]
+        return [
+            self._part(
+                number,
+                arguments,
+                [*self._upstream_names(number), *self._own(self.cuts.pending, number, arguments)],
+                probes=probes,
+                checked=self.cuts.computed,
+            )
+            for number in range(len(self._traced.replicas))
+        ]
 
     @functools.cached_property
-    def _weight_grad(self) -> Callable[[Tensors], Tensors]:
-        return self._function(self.cuts.pending, [], gradients=True, checked=self.cuts.computed)
+    def _weight_grad(self) -> list[Part]:
+        return self._weight_grad_parts(adds=False)
 
     @functools.cached_property
-    def _weight_grad_and_add(self) -> Callable[[Tensors], Tensors]:
-        return self._function(
-            self.cuts.pending, [], gradients=True, adds=True, checked=self.cuts.computed
-        )
+    def _weight_grad_and_add(self) -> list[Part]:
+        return self._weight_grad_parts(adds=True)
+
+    def _weight_grad_parts(self, adds: bool) -> list[Part]:
+        options = {"gradients": True, "adds": adds, "checked": self.cuts.computed}
+        return [
+            self._part(number, self.cuts.pending, [], **options)
+            for number in range(len(self._traced.replicas))
+        ]
 
     @functools.cached_property
     def accumulator_specs(self) -> Specs:
@@ -275,8 +315,9 @@ class Passes:
             if name is not None
         ]
 
-    def _function(
+    def _part(
         self,
+        number: int,
         arguments: list[str],
         fetches: list[str],
         gradients: bool = False,
@@ -284,16 +325,20 @@ class Passes:
         probes: Sequence[Probe] = (),
         effects: Sequence[str] = (),
         checked: Container[str] = (),
-    ) -> Callable[[Tensors], Tensors]:
+    ) -> Part:
         """A function of theta, `arguments`, the scalars, the accumulators if it adds, and the note.
 
-        It returns the weights' gradients, or the accumulators with them added, `fetches`, and the
-        note. Without probes there is no note. What it returns waits for the `effects`. What was
-        computed before, in `checked`, is not checked again.
+        It returns the gradients of the replica's weights, or its accumulators with them added,
+        `fetches`, and the note. Without probes of the replica there is no note. What it returns
+        waits for the `effects`. What was computed before, in `checked`, is not checked again.
         """
-        traced = self._traced
+        traced, device = self._traced, self._traced.replicas[number].device
+        probes = [probe for probe in probes if probe.place == number]
         probed = flat_names([probe.tensors for probe in probes])
-        wanted = self.cuts.theta_names if gradients else []
+        num_theta = len(traced.theta) // len(traced.replicas)
+        grads = traced.gradients.of_theta[number * num_theta :][:num_theta] if gradients else []
+        grads = [grad for grad in grads if grad is not None]
+        wanted = flat_names(grads)
         every = [*traced.theta, *arguments, *traced.scalars]
         nodes = [f"{name}:0" for name in effects]
         used = traced.cut.used([*wanted, *fetches, *probed, *nodes], every)
@@ -301,67 +346,30 @@ class Passes:
             used.add(traced.scalars[0])
         taken = [i for i, name in enumerate(every) if name in used]
         names = [every[i] for i in taken]
-        specs = [traced.spec(name) for name in names]
-        rest = list(self.accumulator_specs) if adds else []
-        rest += [tf.TensorSpec([], tf.int64)] if probes else []
-        taken += range(len(every), len(every) + len(rest))
+        sums = [i for i, place in enumerate(self.accumulator_places) if place == number]
+        totals = [self.accumulator_specs[i] for i in sums]
+        specs = [*map(traced.spec, names), *(totals if adds else ())]
+        end = len(every) + (len(self.accumulator_specs) if adds else 0)
+        if adds:
+            taken += [len(every) + i for i in sums]
+        if probes:
+            taken, specs = [*taken, end], [*specs, tf.TensorSpec([], tf.int64)]
 
         def run(*tensors: tf.Tensor) -> Tensors:
             values = dict(zip(names, tensors[: len(names)], strict=True))
-            if len(traced.replicas) > 1:
-                results_stay.append(_results_stay_where_they_are())
-            with tf.device(traced.stage.device):
+            before = tensors[len(names) :][: len(totals)] if adds else [None] * len(totals)
+            with tf.device(device):
                 # Results get an identity each, which waits for all that checks or tells.
-                pasted = traced.cut.paste(values, [*wanted, *fetches, *probed], effects, checked)
-                end = len(wanted) + len(fetches)
-                results = pasted[len(wanted) : end]
+                pasted = iter(
+                    traced.cut.paste(values, [*wanted, *fetches, *probed], effects, checked)
+                )
+                results = accumulated(before, grads, totals, pasted) if gradients else []
+                results += [next(pasted) for _ in fetches]
                 if probes:
-                    looked_at = iter(pasted[end:])
-                    groups = [[next(looked_at) for _ in probe.tensors] for probe in probes]
-                    where = [traced.replicas[probe.place].device for probe in probes]
-                    number = values[traced.scalars[0]]
-                    results.append(write_note(tensors[-1], number, groups, where))
-                if not gradients:
-                    return results
-                count = len(self.accumulator_specs)
-                totals = list(tensors[len(names) :][:count]) if adds else [None] * count
-                return [*self._accumulate(totals, pasted[: len(wanted)]), *results]
+                    groups = [[next(pasted) for _ in probe.tensors] for probe in probes]
+                    results.append(write_note(tensors[-1], values[traced.scalars[0]], groups))
+                return results
 
-        results_stay: list[Any] = []
-        function = tf.function(run, autograph=False).get_concrete_function(*specs, *rest)
-        return Call(function, taken, has_effects(function.graph.as_graph_def()))
-
-    def _accumulate(self, totals: Grads, flat: Tensors) -> Tensors:
-        flat_grads = iter(flat)
-        names = [name for name in self._traced.gradients.of_theta if name is not None]
-        new = []
-        specs = zip(self.accumulator_specs, self.accumulator_places, strict=True)
-        for total, name, (spec, place) in zip(totals, names, specs, strict=True):
-            with tf.device(self._traced.replicas[place].device):
-                if isinstance(name, str):
-                    grad = tf.cast(next(flat_grads), spec.dtype)
-                    # Not `+`: the graph optimizer merges chains of additions into one at their
-                    # end, also across the control dependencies that order actions, and so builds
-                    # cycles.
-                    new.append(grad if total is None else tf.add_n([total, grad]))
-                else:
-                    rows, indices = tf.cast(next(flat_grads), spec.dtype), next(flat_grads)
-                    total = tf.zeros(spec.shape, spec.dtype) if total is None else total
-                    new.append(tf.tensor_scatter_nd_add(total, indices[:, None], rows))
-        return new
-
-
-def _results_stay_where_they_are() -> Any:
-    """From now on, an identity in the function that is traced lies where its input lies.
-
-    TensorFlow gives each result of a function an identity when the function's code has ended, by
-    which time its own scopes of devices have ended, too. It would lie where the call lies.
-
-    Returns:
-        Keeps this so for as long as it lives.
-    """
-    scope = tf.compat.v1.device(
-        lambda node: (node.type == "Identity" and node.inputs[0].device) or node.device
-    )
-    scope.__enter__()
-    return scope
+        function = tf.function(run, autograph=False).get_concrete_function(*specs)
+        call = Call(function, taken, has_effects(function.graph.as_graph_def()))
+        return Part(device, call, bool(probes))

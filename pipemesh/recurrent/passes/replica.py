@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -13,6 +14,7 @@ from pipemesh.backend.structure import is_differentiable
 from pipemesh.randomness import LayerSpan, Replay, gradient_scope
 from pipemesh.recurrent.passes.captures import Captured
 from pipemesh.recurrent.passes.gradients import StageGradients, differentiate
+from pipemesh.recurrent.passes.summaries import Summaries
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.watch.probes import StageProbes
 
@@ -23,6 +25,7 @@ class Replica:
 
     Attributes:
         device: where it lies.
+        number: among the replicas of its stage; None if it is the only one.
         theta: what stands for the weights.
         carry: what it takes from the microbatch, or the replica, before.
         inputs: what stands for its rows.
@@ -31,11 +34,13 @@ class Replica:
         spans: the operations of its layers.
         replay: draws the random numbers of its forward pass again.
         probes: where values that are not finite are looked for.
+        summaries: what it tells a TF1 graph; the last one of its carry.
         operations: where in the graph its operations lie, from the first to before the last.
         copies: for the tensors that stand for captured weights its own; none in the first one.
     """
 
     device: str
+    number: int | None
     theta: list[tf.Tensor]
     carry: list[tf.Tensor]
     inputs: list[tf.Tensor]
@@ -44,6 +49,7 @@ class Replica:
     spans: Sequence[LayerSpan]
     replay: Replay
     probes: StageProbes
+    summaries: Summaries | None
     operations: list[tuple[int, int]]
     copies: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -75,8 +81,7 @@ class Replica:
         begin = len(graph.get_operations())
         with (
             graph.as_default(),
-            tf.device(self.device),
-            label_scope("stage", stage.name),
+            replica_scope(stage.name, self.device, self.number),
             self.replay.enter(self.replay.tensors),
             gradient_scope(),
         ):
@@ -95,6 +100,23 @@ class Replica:
             )
         self.operations.append((begin, len(graph.get_operations())))
         return found
+
+
+@contextlib.contextmanager
+def replica_scope(stage: str, device: str, number: int | None) -> Iterator[None]:
+    """Operations made inside lie on the device, and their names say stage and replica.
+
+    Args:
+        stage: name of the stage.
+        device: of the replica.
+        number: of the replica; None if it is the only one.
+    """
+    with contextlib.ExitStack() as scopes:
+        scopes.enter_context(tf.device(device))
+        scopes.enter_context(label_scope("stage", stage))
+        if number is not None:
+            scopes.enter_context(label_scope("replica", str(number)))
+        yield
 
 
 def joined(parts: Sequence[StageGradients]) -> StageGradients:

@@ -18,7 +18,7 @@ class Summaries:
     """The summaries of one stage; each microbatch adds its own to a serialized one.
 
     Attributes:
-        before: placeholder for what microbatches before have added.
+        before: what microbatches and replicas before have added; a placeholder in the first one.
         after: with those of this microbatch.
         collections: where the graph outside collects them.
     """
@@ -28,19 +28,26 @@ class Summaries:
     collections: Sequence[str]
 
     @classmethod
-    def found(cls) -> Summaries | None:
+    def found(cls, begin: int, earlier: Summaries | None) -> Summaries | None:
         """Those in the function that is being traced; None if there are none.
 
         Also None where no TF1 graph surrounds the function: there nobody collects them, in a
         plain model either.
+
+        Args:
+            begin: the number of operations that are not looked at.
+            earlier: those of the replica before.
         """
         graph: Any = tf.compat.v1.get_default_graph()
         if graph.outer_graph.building_function:
             return None
-        made = [op.outputs[0] for op in graph.get_operations() if op.type in _TYPES]
+        made = [op.outputs[0] for op in graph.get_operations()[begin:] if op.type in _TYPES]
         if not made:
             return None
-        before = tf.compat.v1.placeholder(tf.string, [])
+        if earlier is None:
+            before = tf.compat.v1.placeholder(tf.string, [])
+        else:
+            before = tf.identity(earlier.after)
         names = {tensor.name for tensor in made}
         collections = [
             key

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,20 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.backend.labels import label_scope
-from pipemesh.backend.tagged import tagged
-from pipemesh.randomness import (
-    LayerSpan,
-    NeedWholeDraws,
-    Position,
-    Replay,
-    WholeDraw,
-    WholeDraws,
-    layer_spans,
-    plan_free_randomness,
-)
+from pipemesh.randomness import LayerSpan, NeedWholeDraws, Position, WholeDraws
 from pipemesh.randomness.escaped_draws import check_no_draw_escaped
-from pipemesh.randomness.examples.whole_batch import DrawsOfStage, labels_of_batch
+from pipemesh.recurrent.passes.apart import check_apart
 from pipemesh.recurrent.passes.captures import (
     Captured,
     captured_weights,
@@ -33,12 +21,10 @@ from pipemesh.recurrent.passes.captures import (
 )
 from pipemesh.recurrent.passes.gradients import flat_names
 from pipemesh.recurrent.passes.graph_cut import GraphCut, node_of, tensor_name
-from pipemesh.recurrent.passes.replica import Replica, joined
-from pipemesh.recurrent.passes.summaries import Summaries
+from pipemesh.recurrent.passes.replica import joined
+from pipemesh.recurrent.passes.tracing import Specs, specs_of, trace
 from pipemesh.recurrent.stage import Stage
-from pipemesh.recurrent.watch.probes import Probe, StageProbes
-
-Specs = list[tf.TensorSpec]
+from pipemesh.recurrent.watch.probes import Probe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,67 +53,15 @@ class Cutting:
         """How many examples a part has."""
         return self.microbatch_size // self.replicas
 
+    @property
+    def part(self) -> str:
+        """What to call a part in errors."""
+        return "a microbatch" if self.replicas == 1 else "a replica's part of a microbatch"
 
-class WholeBatch:
-    """The stages traced with the whole batch, as far as anybody asks.
-
-    Only what is drawn is of interest, and where in it the batch lies.
-
-    Args:
-        stages: the stages.
-        inputs: specs of the whole batch's inputs.
-        has_step: whether there is a global step.
-        batch_dim: the dim along which the inputs are cut.
-    """
-
-    def __init__(
-        self, stages: Sequence[Stage], inputs: Specs, has_step: bool, batch_dim: int
-    ) -> None:
-        self._stages = stages
-        self._inputs = inputs
-        self._has_step = has_step
-        self._batch_dim = batch_dim
-        self._draws: list[DrawsOfStage] = []
-        self._traced: list[Any] = []
-
-    def draws(self, stage: int) -> WholeDraws:
-        """All random draws of a stage."""
-        while len(self._draws) <= stage:
-            number = len(self._draws)
-            if number == 0:
-                specs = self._inputs
-                labels = functools.partial(labels_of_batch, specs, self._batch_dim)
-            else:
-                results, _ = self._traced[-1].graph.structured_outputs
-                specs = specs_of(results)
-                labels = functools.partial(self._draws[-1].labels, results)
-            drawn: dict[str, WholeDraw] = {}
-            traced = _trace(self._stages[number], specs, None, self._has_step, drawn)
-            first = len(self._stages[number].theta) + len(self._stages[number].carry)
-            inputs = traced.graph.inputs[first : first + len(specs)]
-            self._traced.append(traced)
-            self._draws.append(
-                DrawsOfStage(
-                    traced.graph,
-                    drawn,
-                    lambda inputs=inputs, labels=labels: dict(
-                        zip([t.name for t in inputs], labels(), strict=True)
-                    ),
-                    self._inputs[0].shape[self._batch_dim],
-                )
-            )
-        return self._draws[stage].whole
-
-
-def output_specs(stage: Stage, inputs: Specs, has_step: bool) -> Specs:
-    """Shapes and dtypes of what a stage returns for given inputs, without its gradient."""
-    outputs, _ = _trace(stage, inputs, None, has_step, {}).graph.structured_outputs
-    return specs_of(outputs)
-
-
-def specs_of(tensors: Sequence[tf.Tensor]) -> Specs:
-    """Shape and dtype of each tensor."""
-    return [tf.TensorSpec(t.shape, t.dtype) for t in tensors]
+    @property
+    def parts(self) -> str:
+        """What to call the parts in errors."""
+        return "microbatches" if self.replicas == 1 else "the replicas' parts of microbatches"
 
 
 class TracedStage:
@@ -172,44 +106,25 @@ class TracedStage:
         has_step: bool,
         whole_draws: Callable[[], WholeDraws],
     ) -> None:
-        self.stage = stage
-        num_replicas = cutting.replicas
+        self.given = stage
+        what = f"stage {stage.name!r}"
 
-        def trace(whole: WholeDraws | None) -> Any:
-            self.replicas: list[Replica] = []
-            self.summaries: Summaries | None = None
-
-            def position(part: tf.Tensor) -> Position:
-                return Position(part, cutting.num_parts, cutting.part_size, whole)
-
-            def finish(begin: int, *tensors: Any) -> None:
-                theta, carry, inputs, outputs, carry_out = tensors
-                if len(self.replicas) == num_replicas - 1:
-                    self.summaries = Summaries.found()
-                if self.summaries is not None:
-                    carry = [*carry, self.summaries.before]
-                    carry_out = [*carry_out, self.summaries.after]
-                spans = layer_spans()
-                replay, probes = Replay(), StageProbes(spans, theta, inputs, outputs)
-                end = len(tf.compat.v1.get_default_graph().get_operations())
-                device = stage.devices[len(self.replicas)]
-                tensors = (theta, carry, inputs, outputs, carry_out)
-                self.replicas.append(
-                    Replica(device, *tensors, spans, replay, probes, [(begin, end)])
-                )
-
-            return _trace(stage, inputs, position, has_step, {}, finish, num_replicas)
+        def position(part: tf.Tensor, whole: WholeDraws | None = None) -> Position:
+            return Position(part, cutting.num_parts, cutting.part_size, whole)
 
         try:
-            traced = trace(None)
+            self._trace = trace(stage, inputs, has_step, cutting.replicas, position)
         except NeedWholeDraws:
-            traced = trace(whole_draws())
-        # Functions inside the graph (loops, branches) live as long as what was traced.
-        self._traced = traced
-        graph = traced.graph
+            known = functools.partial(position, whole=whole_draws())
+            self._trace = trace(stage, inputs, has_step, cutting.replicas, known)
+        graph, self.replicas = self._trace.graph, self._trace.replicas
         self._num_forward = len(graph.get_operations())
-        what = f"stage {stage.name!r}"
-        check_batch(graph, what, cutting.batch_dim, cutting.part_size, cutting.num_parts)
+        end = len(graph.inputs) - len(graph.captures)
+        self.scalars = [t.name for t in graph.inputs[end - 2 : end]]
+        self._check_apart()
+        check_batch(
+            graph, what, cutting.batch_dim, cutting.part_size, cutting.num_parts, cutting.part
+        )
         self._captured: list[Captured] = captured_weights(graph)
         check_no_draw_escaped(graph, stage.name, cutting.num_parts)
         replicas, first = self.replicas, self.replicas[0]
@@ -231,19 +146,16 @@ class TracedStage:
                 *(replica.copies.get(weight.name, weight.name) for weight in self._captured),
             ]
         ]
-        before = [] if self.summaries is None else [self.summaries.before]
-        self.carry = [*(t.name for t in first.carry[: len(stage.carry)]), *(t.name for t in before)]
+        self.summaries = replicas[-1].summaries
+        self.carry = [t.name for t in first.carry]
         self.inputs = [t.name for replica in replicas for t in replica.inputs]
-        end = len(graph.inputs) - len(graph.captures)
-        self.scalars = [t.name for t in graph.inputs[end - 2 : end]]
         self.output_specs = specs_of(first.outputs)
         self.layers = _layers(graph, [span for replica in replicas for span in replica.spans])
         self.theta_layers, self.input_layers = first.probes.theta_layers, first.probes.input_layers
         self.captured = [weight.outer for weight in self._captured]
         with tf.device(stage.device):
             values = [tf.stop_gradient(tensor) for tensor in self.captured]
-            carry = [*stage.carry, *(tf.constant("") for _ in before)]
-        self.given = stage
+            carry = [*stage.carry, *([] if self.summaries is None else [tf.constant("")])]
         self.stage = dataclasses.replace(stage, theta=[*stage.theta, *values], carry=carry)
 
     def differentiate(self, live: Iterable[int]) -> None:
@@ -252,7 +164,7 @@ class TracedStage:
         Args:
             live: those of a replica's outputs that a gradient arrives at.
         """
-        graph, live = self._traced.graph, list(live)
+        graph, live = self._trace.graph, list(live)
         self.gradients = joined(
             [
                 replica.differentiate(
@@ -261,6 +173,7 @@ class TracedStage:
                 for number, replica in enumerate(self.replicas)
             ]
         )
+        self._check_apart()
         self._places = self._find_places(graph)
         probed = [name for replica in self.replicas for name in replica.probes.names]
         self.cut = GraphCut(
@@ -268,9 +181,16 @@ class TracedStage:
             {inner.name: outer for outer, inner in graph.captures},
             self._prepare,
             self.layers,
-            [*self.outputs, *self.carry_out, *self._gradient_names(), *probed],
+            [*self.outputs, *self.carry_out, *self.handed_on, *self._gradient_names(), *probed],
         )
         self.effects = self.cut.effects(self._num_forward)
+
+    def _check_apart(self) -> None:
+        """Raises if a replica uses what another one has computed."""
+        if len(self.replicas) > 1:
+            graph = self._trace.graph
+            microbatch = graph.get_tensor_by_name(self.scalars[0])
+            check_apart(graph, self.replicas, microbatch, f"stage {self.given.name!r}")
 
     def check_pure(self) -> None:
         """Raises if anything in the graph has side effects or state; see `purity`."""
@@ -280,17 +200,15 @@ class TracedStage:
         )
 
     def _find_places(self, graph: Any) -> dict[str, int]:
-        """For the nodes of all replicas but the first the number of the replica."""
+        """For the nodes that belong to a replica, and what stands for its arguments, its number."""
         operations = graph.get_operations()
         places: dict[str, int] = {}
-        num_outputs = len(self.output_specs)
-        for output, name in self.gradients.of_outputs.items():
-            places[node_of(name)] = output // num_outputs
         for number, replica in enumerate(self.replicas):
-            for begin, end in replica.operations if number else ():
+            for begin, end in replica.operations:
                 places.update((op.name, number) for op in operations[begin:end])
-            given = [*(t.name for t in [*replica.theta, *replica.inputs]), *replica.copies.values()]
-            places.update((node_of(name), number) for name in given)
+            given = [*replica.theta, *replica.carry, *replica.inputs]
+            names = [*(t.name for t in given), *replica.copies.values()]
+            places.update((node_of(name), number) for name in names)
         return places
 
     def _prepare(self, nodes: Sequence[Any]) -> None:
@@ -309,17 +227,23 @@ class TracedStage:
     def spec(self, name: str) -> tf.TensorSpec:
         """Shape and dtype of a tensor of the graph."""
         if name not in self._specs:
-            tensor = self._traced.graph.get_tensor_by_name(name)
+            tensor = self._trace.graph.get_tensor_by_name(name)
             self._specs[name] = tf.TensorSpec(tensor.shape, tensor.dtype)
         return self._specs[name]
 
-    def nodes(self) -> Iterator[Any]:
-        """All nodes of the forward and the backward pass."""
-        return self.cut.nodes([*self.outputs, *self.carry_out, *self._gradient_names()])
+    def nodes(self, replica: int) -> Iterator[Any]:
+        """All nodes of a replica's forward and backward pass."""
+        names = [*self.outputs, *self.carry_out, *self._gradient_names()]
+        return self.cut.nodes(names, lambda node: self._places.get(node, 0) == replica)
 
     def num_nodes(self) -> int:
         """How many operations a microbatch has, forward and backward, if nothing is recomputed."""
         return len(self.cut.ancestors([*self.outputs, *self.carry_out, *self._gradient_names()]))
+
+    @property
+    def handed_on(self) -> list[str]:
+        """Names of the carry as replicas take it from those before."""
+        return [t.name for replica in self.replicas[1:] for t in replica.carry]
 
     def _gradient_names(self) -> list[str]:
         grads = self.gradients
@@ -361,60 +285,3 @@ def _layers(graph: tf.Graph, spans: Sequence[LayerSpan]) -> dict[str, str]:
         for span in spans
         for operation in operations[span.begin : span.end]
     }
-
-
-def _trace(
-    stage: Stage,
-    inputs: Specs,
-    position: Callable[[tf.Tensor], Position] | None,
-    has_step: bool,
-    drawn: dict[str, WholeDraw],
-    finish: Callable[..., Any] | None = None,
-    num_replicas: int = 1,
-) -> Any:
-    """Traces one pass; `finish` may add to the graph while it is open."""
-    scalar = tf.TensorSpec([], tf.int64)
-
-    def run_one(
-        replica: int, theta: Any, carry: Any, inputs: Any, microbatch: Any, step: Any
-    ) -> Any:
-        begin = len(tf.compat.v1.get_default_graph().get_operations())
-        part, number = microbatch, None
-        if num_replicas > 1:
-            part, number = microbatch * num_replicas + replica, replica
-        where = position(part) if position else None
-        with plan_free_randomness(step, where) as draws:
-            with contextlib.ExitStack() as tags:
-                if where is not None and where.num_microbatches > 1:
-                    tags.enter_context(tagged(stage.name, microbatch, number))
-                outputs, carry_out = stage.forward(theta, carry, inputs, part, step)
-            drawn.update(draws)
-            # An output that is an input, or twice the same tensor, gets a name of its own.
-            outputs = [tf.identity(t) for t in outputs]
-            carry_out = [tf.identity(t) for t in carry_out]
-            if finish:
-                finish(begin, theta, carry, inputs, outputs, carry_out)
-        return outputs, carry_out
-
-    def run(thetas: Any, carry: Any, inputs: Any, microbatch: Any, step: Any) -> Any:
-        known_step = step if has_step else None
-        outputs = []
-        for replica, device in enumerate(stage.devices[:num_replicas]):
-            with tf.device(device), label_scope("stage", stage.name):
-                results, carry = run_one(
-                    replica, thetas[replica], carry, inputs[replica], microbatch, known_step
-                )
-            outputs.extend(results)
-            if replica + 1 < num_replicas:
-                # As between microbatches, no gradient flows through it.
-                carry = [tf.stop_gradient(t) for t in carry]
-        return outputs, carry
-
-    function = tf.function(run, autograph=False)
-    return function.get_concrete_function(
-        [specs_of(stage.theta)] * num_replicas,
-        specs_of(stage.carry),
-        [inputs] * num_replicas,
-        scalar,
-        scalar,
-    )

@@ -21,7 +21,8 @@ from pipemesh.recurrent.watch.health import (
 )
 from pipemesh.recurrent.watch.probes import Probe
 
-Notes = Sequence[tf.Tensor]
+# For each stage those of its replicas.
+Notes = Sequence[Sequence[tf.Tensor]]
 
 
 class Checks:
@@ -62,7 +63,7 @@ class Checks:
         last = self._traced[-1].stage
         with tf.device(last.device):
             is_finite = all_finite([t for t in results if t.dtype.is_floating])
-        found = [self._finding("forward", s, notes[s]) for s in range(len(self._traced))]
+        found = [f for s in range(len(self._traced)) for f in self._findings("forward", s, notes)]
         otherwise = place(last, (), f"forward: {what}")
         self._forward = [raise_unless(is_finite, found, otherwise, last.device)]
 
@@ -94,7 +95,7 @@ class Checks:
         if self._policy in OF_GRADIENTS:
             order = range(len(self._traced) - 1, -1, -1)
             totals = [self._total_finding(s, grads[s]) for s in order]
-            found = [self._finding("backward", s, notes[s]) for s in order] + totals
+            found = [f for s in order for f in self._findings("backward", s, notes)] + totals
             device = self._traced[0].stage.device
             host = [total.note < 0 for total in totals]
             is_finite = tf.reduce_all(tf.stack(host))
@@ -130,11 +131,14 @@ class Checks:
             guard._add_control_input(check)
         return self.after_backward(grads, first.stage.device)
 
-    def _finding(self, direction: str, number: int, note: tf.Tensor) -> Finding:
+    def _findings(self, direction: str, number: int, notes: Notes) -> list[Finding]:
         what = "its output" if direction == "forward" else "a gradient"
         rest = f"microbatch {MICROBATCH}, {direction}: {what}"
         stage, probes = self._traced[number].stage, self._probes[direction][number]
-        return Finding(note, [place(stage, p.layers, rest, p.place) for p in probes])
+        return [
+            Finding(note, [place(stage, p.layers, rest, r) for p in probes if p.place == r])
+            for r, note in enumerate(notes[number])
+        ]
 
     def _total_finding(self, number: int, grads: Grads) -> Finding:
         traced = self._traced[number]
@@ -145,8 +149,7 @@ class Checks:
             note = empty_note()
             if present:
                 zero = tf.zeros([], tf.int64)
-                device = traced.stage.device
-                note = write_note(note, zero, [[g] for g, _ in present], [device] * len(present))
+                note = write_note(note, zero, [[g] for g, _ in present])
         places = [
             place(
                 traced.stage,
@@ -163,10 +166,15 @@ class Checks:
         with tf.device(traced.stage.device):
             real = tf.math.abs(grad) if grad.dtype.is_complex else grad
             bad = tf.reduce_any(tf.logical_not(tf.math.is_finite(real)), axis=rest)
-            where = tf.argmax(tf.cast(bad, tf.int32)) // cutting.microbatch_size
+            # The number of the part; notes hold `microbatch * replicas + replica` as well.
+            where = tf.argmax(tf.cast(bad, tf.int32)) // cutting.part_size
             note = tf.where(tf.reduce_any(bad), where, empty_note())
         text = f"microbatch {MICROBATCH}, backward: the gradient of input {number}"
-        return Finding(note, [place(traced.stage, traced.input_layers[number], text)])
+        layers = traced.input_layers[number]
+        return Finding(
+            note,
+            [place(traced.stage, layers, text, replica) for replica in range(cutting.replicas)],
+        )
 
 
 def place(stage: Stage, layers: Sequence[str], rest: str, replica: int = 0) -> str:

@@ -9,7 +9,8 @@ import tensorflow as tf
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.recurrent.home import Home
 from pipemesh.recurrent.passes.graph_cut import node_of
-from pipemesh.recurrent.passes.traced_stage import Cutting, Specs, TracedStage, output_specs
+from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
+from pipemesh.recurrent.passes.tracing import Specs, output_specs
 from pipemesh.recurrent.stage import Stage
 from pipemesh.schedule import Schedule
 
@@ -101,10 +102,10 @@ def num_replicas(stages: Sequence[Stage]) -> int:
 
 
 def check_joined(traced: TracedStage, cutting: Cutting, has_step: bool) -> None:
-    """Checks that the last stage's outputs for the microbatches make up those of the whole batch.
+    """Checks that the last stage's outputs for parts of the batch make up those of the whole.
 
-    That is so if each is cut along the batch dim, or a scalar, of which there is one a microbatch.
-    Where the microbatch size alone does not tell whether a dim is the batch, because another dim
+    That is so if each is cut along the batch dim, or a scalar, of which there is one a part.
+    Where the size of a part alone does not tell whether a dim is the batch, because another dim
     is as large, or the output is the same for any input, the stage is traced for the whole batch
     as well.
 
@@ -120,15 +121,15 @@ def check_joined(traced: TracedStage, cutting: Cutting, has_step: bool) -> None:
             raise PipelineError(
                 f"output {number} of the last stage ({traced.stage.name!r}) has shape "
                 f"{spec.shape}; its size in dim {dim} (batch_dim) must be known before it runs: if "
-                f"there is one for each of the {size} examples of a microbatch, set its shape with "
-                "tf.ensure_shape, or else pad it"
+                f"there is one for each of the {size} examples of {cutting.part}, set its shape "
+                "with tf.ensure_shape, or else pad it"
             )
         if spec.shape.rank > dim and spec.shape[dim] != size:
             raise PipelineError(_not_cut(traced, cutting, number, f"has shape {spec.shape}"))
         if 0 < spec.shape.rank <= dim:
             raise PipelineError(
                 f"output {number} of the last stage ({traced.stage.name!r}) has shape "
-                f"{spec.shape} and no dim {dim} (batch_dim) along which microbatches can be "
+                f"{spec.shape} and no dim {dim} (batch_dim) along which {cutting.parts} can be "
                 "joined; add the dim, or return a scalar with the loss inside the pipeline"
             )
     doubtful = [
@@ -143,7 +144,7 @@ def check_joined(traced: TracedStage, cutting: Cutting, has_step: bool) -> None:
 
 
 def _doubtful(traced: TracedStage, number: int, cutting: Cutting) -> bool:
-    """Whether an output may have the size of a microbatch by chance."""
+    """Whether an output may have the size of a part by chance."""
     size, dim = cutting.part_size, cutting.batch_dim
     computed = traced.cut.ancestors([traced.outputs[number]])
     if not any(node_of(name) in computed for name in traced.inputs):
@@ -172,11 +173,11 @@ def _whole_outputs(traced: TracedStage, cutting: Cutting, has_step: bool) -> Spe
 
 def _not_cut(traced: TracedStage, cutting: Cutting, number: int, found: str) -> str:
     return (
-        f"output {number} of the last stage ({traced.stage.name!r}) {found}; microbatches have "
+        f"output {number} of the last stage ({traced.stage.name!r}) {found}; {cutting.parts} have "
         f"{cutting.part_size} examples in dim {cutting.batch_dim} (batch_dim), so it is not "
         "cut along the batch, and joined it would not be what the whole batch gives; return it "
         "once for each example, or compute it after the pipeline, or return scalars with the loss "
-        "inside the pipeline, which come back as one a microbatch"
+        f"inside the pipeline, which come back as one for {cutting.part}"
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -12,14 +11,15 @@ import tensorflow as tf
 
 from pipemesh.backend.operations import pin, pin_present
 from pipemesh.recurrent.passes.passes import Grads, Passes, Tensors
-from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage, WholeBatch, specs_of
+from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
+from pipemesh.recurrent.passes.tracing import WholeBatch, specs_of
 from pipemesh.recurrent.precision import sum_dtype
 from pipemesh.recurrent.remat import Remat, recomputed
 from pipemesh.recurrent.stage import Stage
+from pipemesh.recurrent.table.state import State
 from pipemesh.recurrent.watch.clock import ActionClock
-from pipemesh.recurrent.watch.health import LOCATING, empty_note
+from pipemesh.recurrent.watch.health import LOCATING
 
-Tokens = list[list[list[tf.Operation]]]
 # Operations whose results are known before anything runs.
 _CONSTANT = ("Const", "Fill")
 
@@ -41,52 +41,6 @@ class Values(Protocol):
 
     def write(self, kind: str, stage: int, value: Any) -> None:
         """Leaves something for a later action."""
-
-
-@dataclasses.dataclass
-class State:
-    """What stages and devices hold between their actions.
-
-    Attributes:
-        carries: of each stage, what it hands to its next microbatch.
-        carry_grads: of each stage, the gradient of what it handed on, if it is recurrent.
-        accumulators: of each stage, the sums of its weights' gradients; None before the first.
-        tokens: of each home, for each of its devices the operations that end its latest action.
-        notes: of each stage, forward and backward, where a value was not finite; see `health`.
-    """
-
-    carries: list[Tensors]
-    carry_grads: list[Grads]
-    accumulators: list[Tensors | None]
-    tokens: Tokens
-    notes: dict[str, list[tf.Tensor]]
-
-    @classmethod
-    def before(cls, stages: Sequence[Stage], num_homes: int) -> State:
-        """The state before the first action."""
-        return cls(
-            carries=[list(stage.carry) for stage in stages],
-            carry_grads=[[None] * len(stage.carry) for stage in stages],
-            accumulators=[None] * len(stages),
-            tokens=[[[] for _ in stages[0].devices] for _ in range(num_homes)],
-            notes={d: [empty_note() for _ in stages] for d in ("forward", "backward")},
-        )
-
-    def values(self) -> list[Any]:
-        """All of it that are tensors; `with_values` takes it back."""
-        return [self.carries, self.carry_grads, self.accumulators, self.notes]
-
-    def with_values(self, values: list[Any], tokens: Tokens) -> State:
-        """The state that has other tensors and tokens."""
-        carries, carry_grads, accumulators, notes = values
-        return State(carries, carry_grads, accumulators, tokens, notes)
-
-    def forget_tokens_of_other_graphs(self) -> None:
-        """A function called eagerly has its gradient in another graph, which runs after it."""
-        graph = tf.compat.v1.get_default_graph()
-        self.tokens = [
-            [[op for op in token if op.graph is graph] for token in home] for home in self.tokens
-        ]
 
 
 class Machine:
@@ -127,7 +81,7 @@ class Machine:
         self._step = tf.constant(0, tf.int64) if step is None else tf.cast(step, tf.int64)
         self._remat = remat
         self._clock = clock
-        self._stamp: Callable[[bool], tf.Operation] | None = None
+        self._stamp: Callable[..., tf.Operation] | None = None
         self.traced = self._trace(stages, inputs, cutting, step is not None, is_forward_only)
         self._stages = self.stages = [traced.stage for traced in self.traced]
         self._dtypes = [
@@ -270,7 +224,7 @@ class Machine:
             places = [*map(self.traced[stage].place, passes.cuts.pending)]
             pending = self._pin(stage, result.pending, places)
             values.write("pending", stage, pending)
-        notes[stage] = result.note
+        notes[stage] = result.notes
         # Nothing waits for the gradients of the pipeline's inputs, so that TensorFlow leaves
         # them out where nobody asks for them.
         input_grads, where = result.input_grads, self.places("inputs", stage)
@@ -344,7 +298,7 @@ class Machine:
                     mine = pin([tensors[i] for i in chosen])
                 if self._stamp is not None:
                     with tf.control_dependencies([t.op for t in mine]):
-                        start = self._stamp(is_end=False, device=device)
+                        start = self._stamp(is_end=False, device=device, replica=number)
                     with tf.control_dependencies([start]):
                         mine = pin(mine)
             for i, tensor in zip(chosen, mine, strict=True):
@@ -363,7 +317,7 @@ class Machine:
             }
             if self._stamp is not None:
                 with tf.control_dependencies(list(operations.values())), tf.device(device):
-                    operations["end"] = self._stamp(is_end=True, device=device)
+                    operations["end"] = self._stamp(is_end=True, device=device, replica=number)
             if operations:
                 home[number] = list(operations.values())
 

@@ -19,7 +19,8 @@ from pipemesh.recurrent.passes.passes import Grads
 from pipemesh.recurrent.passes.traced_stage import Cutting
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.lists import Key, Lists
-from pipemesh.recurrent.table.machine import Machine, State
+from pipemesh.recurrent.table.machine import Machine
+from pipemesh.recurrent.table.state import State
 from pipemesh.schedule import Action
 from pipemesh.schedule.repeats import Loop
 

@@ -14,7 +14,8 @@ from pipemesh.backend.operations import pin_present
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.passes.passes import Grads
-from pipemesh.recurrent.passes.traced_stage import Cutting, specs_of
+from pipemesh.recurrent.passes.traced_stage import Cutting
+from pipemesh.recurrent.passes.tracing import specs_of
 from pipemesh.recurrent.precision import cast_floating, sum_dtype
 from pipemesh.recurrent.remat import modes
 from pipemesh.recurrent.stage import Stage
@@ -26,10 +27,10 @@ from pipemesh.recurrent.table.fit import (
     microbatch_size,
     num_replicas,
 )
-from pipemesh.recurrent.table.machine import Machine, State
+from pipemesh.recurrent.table.machine import Machine
 from pipemesh.recurrent.table.rolled import Rolled
+from pipemesh.recurrent.table.state import State, empty_notes
 from pipemesh.recurrent.table.unrolled import Unrolled
-from pipemesh.recurrent.watch.health import empty_note
 from pipemesh.recurrent.watch.strict_devices import check_devices
 from pipemesh.recurrent.watch.wrong_kernels import check_kernels
 from pipemesh.schedule import Action, Schedule, execution_order
@@ -105,10 +106,11 @@ class Run:
             *(Sources(stage.carry, stage.device) for stage in stages if stage.recurrent),
         ]
         for traced in self._machine.traced:
-            nodes = list(traced.nodes())
-            check_kernels(traced.stage.name, traced.stage.device, nodes)
-            if options.strict_devices:
-                check_devices(traced.stage.name, traced.stage.devices, nodes)
+            for replica, device in enumerate(traced.stage.devices):
+                nodes = list(traced.nodes(replica))
+                check_kernels(traced.stage.name, device, nodes)
+                if options.strict_devices:
+                    check_devices(traced.stage.name, device, nodes)
         self.last_specs = self._machine.traced[-1].output_specs
         check_joined(self._machine.traced[-1], cutting, step is not None)
         for traced in self._machine.traced:
@@ -193,7 +195,7 @@ class Run:
         if self._loss_scale is not None:
             output_grads, state_grads = map(self._scaled, (output_grads, state_grads))
         self._values.seed(output_grads)
-        self.state.notes["backward"] = [empty_note() for _ in self._stages]
+        self.state.notes["backward"] = empty_notes(self._stages)
         given = iter(state_grads)
         for number, stage in enumerate(self._stages):
             self.state.accumulators[number] = None

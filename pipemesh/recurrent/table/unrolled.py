@@ -10,7 +10,8 @@ import tensorflow as tf
 from pipemesh.recurrent.passes.passes import Grads
 from pipemesh.recurrent.passes.traced_stage import Cutting
 from pipemesh.recurrent.stage import Stage
-from pipemesh.recurrent.table.machine import Machine, State
+from pipemesh.recurrent.table.machine import Machine
+from pipemesh.recurrent.table.state import State
 from pipemesh.schedule import Action
 
 

@@ -20,9 +20,10 @@ _KINDS = "FBIW"
 class ActionClock:
     """Notes when each action starts and ends, of the latest step that ran with it.
 
-    An action starts when everything that it needs is there and its device is free. Each note is a
-    call into Python, some dozens of microseconds, so a step with a clock is for looking at, not
-    for timing as a whole.
+    An action starts when everything that it needs is there and its device is free; with replicas,
+    when the first of them starts, and it ends when the last one ends. Each note is a call into
+    Python, some dozens of microseconds, so a step with a clock is for looking at, not for timing as
+    a whole.
 
     Example:
         >>> import tensorflow as tf
@@ -41,11 +42,18 @@ class ActionClock:
     """
 
     def __init__(self) -> None:
-        self._times: dict[tuple[Action, bool], float] = {}
+        # For each replica; of a stage that has one, it has the number 0.
+        self._times: dict[tuple[Action, bool], dict[int, float]] = {}
         self._lock = threading.Lock()
 
     def stamp(
-        self, kind: str, stage: int, microbatch: tf.Tensor, is_end: bool, device: str
+        self,
+        kind: str,
+        stage: int,
+        microbatch: tf.Tensor,
+        is_end: bool,
+        device: str,
+        replica: int = 0,
     ) -> tf.Operation:
         """An operation that notes the time when it runs.
 
@@ -55,11 +63,12 @@ class ActionClock:
             microbatch: int64 scalar.
             is_end: whether the action ends.
             device: of the stage; the operation lies on the CPU next to it.
+            replica: the number of the replica.
         """
         host = tf.DeviceSpec.from_string(device)
         if host.device_type != "CPU":
             host = host.replace(device_type="CPU", device_index=0)
-        place = [_KINDS.index(kind), stage, is_end]
+        place = [_KINDS.index(kind), stage, is_end, replica]
 
         def note(number: tf.Tensor) -> tf.Tensor:
             with tf.device(host.to_string()):
@@ -73,11 +82,11 @@ class ActionClock:
 
     def _note(self, place: np.ndarray, microbatch: np.ndarray) -> np.int64:
         now = time.perf_counter()
-        kind, stage, is_end = (int(number) for number in place)
+        kind, stage, is_end, replica = (int(number) for number in place)
         key = (Action(stage, _KINDS[kind], int(microbatch)), bool(is_end))
         with self._lock:
-            # Of several things that an action waits for the last one counts.
-            self._times[key] = now
+            # Of several things that a replica waits for the last one counts.
+            self._times.setdefault(key, {})[replica] = now
         return np.int64(0)
 
     def timeline(self, schedule: Schedule, unit: float = 1.0) -> Timeline:
@@ -101,13 +110,17 @@ class ActionClock:
                         f"action {action} was not timed; run a step of this schedule with "
                         "Options(clock=...) first"
                     )
-        begin = min(self._times[action, False] for row in schedule.rows for action in row)
-        starts, ends = (
-            tuple(
-                tuple((self._times[action, is_end] - begin) / unit for action in row)
+        firsts, lasts = (
+            [
+                [pick(self._times[action, is_end].values()) for action in row]
                 for row in schedule.rows
-            )
-            for is_end in (False, True)
+            ]
+            for is_end, pick in ((False, min), (True, max))
+        )
+        begin = min(time for row in firsts for time in row)
+        starts, ends = (
+            tuple(tuple((time - begin) / unit for time in row) for row in times)
+            for times in (firsts, lasts)
         )
         return Timeline(schedule, _median_costs(schedule, starts, ends), starts, ends)
 

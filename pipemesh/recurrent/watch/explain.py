@@ -1,14 +1,16 @@
-"""Says in one line in which stage, layer and microbatch a step failed."""
+"""Says in one line in which stage, layer, microbatch and replica a step failed."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from pipemesh.backend.labels import labelled
 from pipemesh.errors import PipelineError
+from pipemesh.recurrent.home import Home
 
 _NODE = re.compile(r"\{\{node ([^}]+)\}\}")
 _ACTION = re.compile(r"(?:^|/)action_\d+([FBIW])(\d+)(?=/)")
@@ -21,18 +23,19 @@ _CODE = re.compile(r"^\s*(\(\d+\)\s*)?[A-Z_]+:\s+")
 
 
 def explain(
-    error: tf.errors.OpError, devices: Mapping[str, str] | None = None
+    error: tf.errors.OpError, devices: Mapping[str, Home | str | Sequence[str]] | None = None
 ) -> PipelineError | None:
     """Turns an error of TensorFlow into one line that says where in the pipeline it arose.
 
     TensorFlow names the operation that failed. In its name stand the stage and the layer (as
-    given to `layer_scope`), and, in a function of TF2, the microbatch and the direction as well.
+    given to `layer_scope`), the replica if there are several, and, in a function of TF2, the
+    microbatch and the direction as well.
     In a TF1 session the names of inlined functions have no microbatch, and operations inside of
     loops and branches no stage either.
 
     Args:
         error: what was raised while the step ran.
-        devices: for the name of each stage its device, to be mentioned.
+        devices: for the name of each stage its home or device; that of the replica is mentioned.
 
     Returns:
         The error to raise `from` the given one; None if it did not arise in a stage.
@@ -61,14 +64,20 @@ def _unescaped(text: str) -> str:
     return text.encode().decode("unicode_escape").encode("latin-1").decode()
 
 
-def _place(node: str, stage: str, devices: Mapping[str, str]) -> Iterator[str]:
-    yield f"stage {stage!r}" + (f" ({devices[stage]})" if stage in devices else "")
+def _place(node: str, stage: str, devices: Mapping[str, Any]) -> Iterator[str]:
+    replica, where = labelled("replica", node), ""
+    if stage in devices:
+        home = Home.of(devices[stage])
+        where = f" ({home if replica is None else home.devices[int(replica)]})"
+    yield f"stage {stage!r}{where}"
     layer = labelled("layer", node)
     if layer is not None:
         yield f"layer {layer!r}"
     action = _ACTION.search(node)
     if action is not None:
         yield f"microbatch {action[2]}"
+    if replica is not None:
+        yield f"replica {replica}"
     forward = action[1] == "F" if action is not None else "/gradients/" not in node
     yield "forward" if forward else "backward"
 

@@ -2,7 +2,7 @@
 
 Operations that raise have state, and TensorFlow executes those one after the other, across
 devices too. So a stage raises nothing. Each action looks at what its layers give (`probes.py`) and
-notes the first place that it finds in a number, its stage's note, which goes from action to
+notes the first place that it finds in a number, its replica's note, which goes from action to
 action. One operation outside of the stages reads the notes and raises, if the loss or a gradient
 is not finite; whatever the pipeline returns waits for it. A NaN that reaches neither is none of
 its business.
@@ -43,15 +43,12 @@ def check_policy(policy: str) -> str:
 
 
 def empty_note() -> tf.Tensor:
-    """The note of a stage that has found nothing."""
+    """The note of a replica that has found nothing."""
     return tf.constant(_NOTHING, tf.int64)
 
 
 def write_note(
-    note: tf.Tensor,
-    microbatch: tf.Tensor,
-    groups: Sequence[Sequence[tf.Tensor]],
-    devices: Sequence[str],
+    note: tf.Tensor, microbatch: tf.Tensor, groups: Sequence[Sequence[tf.Tensor]]
 ) -> tf.Tensor:
     """The note after an action; the first one that found something stays.
 
@@ -59,16 +56,11 @@ def write_note(
         note: before the action.
         microbatch: int64 scalar, the index of the microbatch.
         groups: the tensors of each probe.
-        devices: where those of each probe lie.
 
     Returns:
         `microbatch * len(groups) + index` of the first probe that is not finite, int64.
     """
-    found = []
-    for tensors, device in zip(groups, devices, strict=True):
-        with tf.device(device):
-            found.append(tf.logical_not(all_finite(tensors)))
-    bad = tf.stack(found)
+    bad = tf.stack([tf.logical_not(all_finite(tensors)) for tensors in groups])
     place = microbatch * len(groups) + tf.argmax(tf.cast(bad, tf.int32))
     return tf.where(tf.reduce_any(bad) & (note < 0), place, note)
 

@@ -17,12 +17,12 @@ from pipemesh.errors import DeviceError
 _GIVEN = frozenset(["Placeholder", "_Arg", "_Retval"])
 
 
-def check_devices(name: str, devices: Sequence[str], nodes: Iterable[Any]) -> None:
-    """Checks a stage.
+def check_devices(name: str, device: str, nodes: Iterable[Any]) -> None:
+    """Checks a replica of a stage.
 
     Args:
         name: of the stage.
-        devices: of the stage, one for each replica.
+        device: of the replica.
         nodes: all that it computes, forward and backward.
 
     Raises:
@@ -30,25 +30,24 @@ def check_devices(name: str, devices: Sequence[str], nodes: Iterable[Any]) -> No
             stage, or TensorFlow has no kernel of it for the device's type, so that it would run on
             the CPU; or the stage names no device.
     """
-    wanted = [tf.DeviceSpec.from_string(device) for device in devices]
-    for device, spec in zip(devices, wanted, strict=True):
-        if spec.device_type is None:
-            raise DeviceError(
-                f"stage {name!r} has the device {device!r}, but strict_devices needs one with type "
-                "and number, such as CPU:0"
-            )
+    wanted = tf.DeviceSpec.from_string(device)
+    if wanted.device_type is None:
+        raise DeviceError(
+            f"stage {name!r} has the device {device!r}, but strict_devices needs one with type "
+            "and number, such as CPU:0"
+        )
     for node in nodes:
-        _check_node(node, name, ", ".join(devices), wanted)
+        _check_node(node, name, device, wanted)
 
 
-def _check_node(node: Any, stage: str, device: str, wanted: Sequence[tf.DeviceSpec]) -> None:
+def _check_node(node: Any, stage: str, device: str, wanted: tf.DeviceSpec) -> None:
     what = f"operation {node.name!r} ({node.op}) of stage {stage!r}"
-    if not any(_fits(tf.DeviceSpec.from_string(node.device), spec) for spec in wanted):
+    if not _fits(tf.DeviceSpec.from_string(node.device), wanted):
         raise DeviceError(
             f"strict_devices: {what} is pinned to {node.device}, but the stage is on {device}; "
             "take tf.device out of the stage's code"
         )
-    device_type = str(wanted[0].device_type)
+    device_type = str(wanted.device_type)
     if node.op in _GIVEN or _has_kernel(node, device_type):
         return
     types = sorted({kernel.device_type for kernel in _kernels(node.op)} & {"CPU", "GPU", "TPU"})

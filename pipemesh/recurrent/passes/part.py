@@ -1,0 +1,64 @@
+"""A function that is cut out of the graph of a stage, for one of its replicas."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from pipemesh.backend.operations import Call
+from pipemesh.recurrent.passes.gradients import GradName
+
+Tensors = list[tf.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A function on the device of its replica.
+
+    Attributes:
+        device: of the replica.
+        call: of the function.
+        has_note: whether it takes a note, and returns it.
+    """
+
+    device: str
+    call: Call
+    has_note: bool
+
+    def __call__(self, arguments: Tensors, note: Any = None) -> tuple[Tensors, Any]:
+        """The results for the arguments, and the note; without one it is what was given."""
+        with tf.device(self.device):
+            if not self.has_note:
+                return self.call(arguments), note
+            *results, note = self.call([*arguments, note])
+            return results, note
+
+
+def accumulated(
+    totals: Sequence[tf.Tensor | None],
+    grads: Sequence[GradName],
+    specs: Sequence[tf.TensorSpec],
+    pasted: Iterator[tf.Tensor],
+) -> Tensors:
+    """The sums of weights' gradients after a microbatch.
+
+    Args:
+        totals: the sums before, None if there are none yet.
+        grads: names of the gradients; a sparse one has two.
+        specs: shapes and dtypes of the sums.
+        pasted: gives the tensors of the gradients.
+    """
+    new = []
+    for total, grad, spec in zip(totals, grads, specs, strict=True):
+        values = tf.cast(next(pasted), spec.dtype)
+        if isinstance(grad, str):
+            # Not `+`: the graph optimizer merges chains of additions into one at their end, also
+            # across the control dependencies that order actions, and so builds cycles.
+            new.append(values if total is None else tf.add_n([total, values]))
+        else:
+            total = tf.zeros(spec.shape, spec.dtype) if total is None else total
+            new.append(tf.tensor_scatter_nd_add(total, next(pasted)[:, None], values))
+    return new

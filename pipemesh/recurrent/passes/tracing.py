@@ -1,0 +1,209 @@
+"""Python's calls of a stage, whose operations become one graph."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from pipemesh.backend.tagged import tagged
+from pipemesh.errors import PipelineError
+from pipemesh.randomness import (
+    Position,
+    Replay,
+    WholeDraw,
+    WholeDraws,
+    layer_spans,
+    plan_free_randomness,
+)
+from pipemesh.randomness.examples.whole_batch import DrawsOfStage, labels_of_batch
+from pipemesh.recurrent.passes.replica import Replica, replica_scope
+from pipemesh.recurrent.passes.summaries import Summaries
+from pipemesh.recurrent.stage import Stage
+from pipemesh.recurrent.watch.probes import StageProbes
+
+Specs = list[tf.TensorSpec]
+
+
+def specs_of(tensors: Sequence[tf.Tensor]) -> Specs:
+    """Shape and dtype of each tensor."""
+    return [tf.TensorSpec(t.shape, t.dtype) for t in tensors]
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """What Python left behind.
+
+    Attributes:
+        function: the traced function; functions inside of its graph live as long as it does.
+        replicas: the parts of the graph, one for each call of the stage.
+        drawn: the random draws of the last call.
+    """
+
+    function: Any
+    replicas: list[Replica]
+    drawn: dict[str, WholeDraw]
+
+    @property
+    def graph(self) -> Any:
+        """The graph."""
+        return self.function.graph
+
+
+def trace(
+    stage: Stage,
+    inputs: Specs,
+    has_step: bool,
+    num_replicas: int = 1,
+    position: Callable[[tf.Tensor], Position] | None = None,
+) -> Trace:
+    """Traces the forward pass of a stage.
+
+    Args:
+        stage: the stage.
+        inputs: specs of what each call gets.
+        has_step: whether there is a global step.
+        num_replicas: how often the stage is called, each time on another one of its devices; the
+            carry goes from call to call.
+        position: where in the batch a call's rows lie, given their number; None if there is
+            nothing but the whole batch.
+
+    Raises:
+        PipelineError: the calls do not return alike.
+    """
+    replicas: list[Replica] = []
+    drawn: dict[str, WholeDraw] = {}
+    scalar = tf.TensorSpec([], tf.int64)
+
+    def call(
+        number: int | None, theta: Any, carry: Any, inputs: Any, microbatch: Any, step: Any
+    ) -> Replica:
+        begin = len(tf.compat.v1.get_default_graph().get_operations())
+        part = microbatch if number is None else microbatch * num_replicas + number
+        where = position(part) if position else None
+        with plan_free_randomness(step, where) as draws:
+            with contextlib.ExitStack() as tags:
+                if where is not None and where.num_microbatches > 1:
+                    tags.enter_context(tagged(stage.name, microbatch, number))
+                outputs, carry_out = stage.forward(theta, carry, inputs, part, step)
+            drawn.update(draws)
+            # An output that is an input, or twice the same tensor, gets a name of its own.
+            outputs = [tf.identity(t) for t in outputs]
+            carry_out = [tf.identity(t) for t in carry_out]
+            summaries = Summaries.found(begin, replicas[-1].summaries if replicas else None)
+            if summaries is not None:
+                carry, carry_out = [*carry, summaries.before], [*carry_out, summaries.after]
+            spans = layer_spans()
+            return Replica(
+                device=stage.devices[number or 0],
+                number=number,
+                theta=theta,
+                carry=carry,
+                inputs=inputs,
+                outputs=outputs,
+                carry_out=carry_out,
+                spans=spans,
+                replay=Replay(),
+                probes=StageProbes(spans, theta, inputs, outputs),
+                summaries=summaries,
+                operations=[(begin, len(tf.compat.v1.get_default_graph().get_operations()))],
+            )
+
+    def run(thetas: Any, carry: Any, inputs: Any, microbatch: Any, step: Any) -> Any:
+        known_step = step if has_step else None
+        for number, device in enumerate(stage.devices[:num_replicas]):
+            own = number if num_replicas > 1 else None
+            with replica_scope(stage.name, device, own):
+                arguments = thetas[number], carry, inputs[number], microbatch, known_step
+                replicas.append(call(own, *arguments))
+                # As between microbatches, no gradient flows through it.
+                carry = [tf.stop_gradient(t) for t in replicas[-1].carry_out[: len(stage.carry)]]
+        _check_alike(stage.name, replicas)
+        return [replica.outputs for replica in replicas], replicas[-1].carry_out
+
+    function = tf.function(run, autograph=False).get_concrete_function(
+        [specs_of(stage.theta)] * num_replicas,
+        specs_of(stage.carry),
+        [inputs] * num_replicas,
+        scalar,
+        scalar,
+    )
+    return Trace(function, replicas, drawn)
+
+
+def _check_alike(stage: str, replicas: Sequence[Replica]) -> None:
+    """Checks that all replicas return tensors of the same shapes and dtypes.
+
+    Raises:
+        PipelineError: they do not.
+    """
+    first, *others = [specs_of([*r.outputs, *r.carry_out]) for r in replicas]
+    for number, specs in enumerate(others, 1):
+        if specs != first:
+            raise PipelineError(
+                f"stage {stage!r} has replicas, which are calls of one function, and gives "
+                f"{_text(first)} in replica 0, but {_text(specs)} in replica {number}; it must not "
+                "depend on what it was called with before"
+            )
+
+
+def _text(specs: Specs) -> str:
+    return ", ".join(f"{spec.dtype.name}{spec.shape}" for spec in specs) or "nothing"
+
+
+def output_specs(stage: Stage, inputs: Specs, has_step: bool) -> Specs:
+    """Shapes and dtypes of what a stage returns for given inputs, without its gradient."""
+    return specs_of(trace(stage, inputs, has_step).replicas[0].outputs)
+
+
+class WholeBatch:
+    """The stages traced with the whole batch, as far as anybody asks.
+
+    Only what is drawn is of interest, and where in it the batch lies.
+
+    Args:
+        stages: the stages.
+        inputs: specs of the whole batch's inputs.
+        has_step: whether there is a global step.
+        batch_dim: the dim along which the inputs are cut.
+    """
+
+    def __init__(
+        self, stages: Sequence[Stage], inputs: Specs, has_step: bool, batch_dim: int
+    ) -> None:
+        self._stages = stages
+        self._inputs = inputs
+        self._has_step = has_step
+        self._batch_dim = batch_dim
+        self._draws: list[DrawsOfStage] = []
+        self._traces: list[Trace] = []
+
+    def draws(self, stage: int) -> WholeDraws:
+        """All random draws of a stage."""
+        while len(self._draws) <= stage:
+            number = len(self._draws)
+            if number == 0:
+                specs = self._inputs
+                labels = functools.partial(labels_of_batch, specs, self._batch_dim)
+            else:
+                results = self._traces[-1].replicas[0].outputs
+                specs = specs_of(results)
+                labels = functools.partial(self._draws[-1].labels, results)
+            found = trace(self._stages[number], specs, self._has_step)
+            inputs = found.replicas[0].inputs
+            self._traces.append(found)
+            self._draws.append(
+                DrawsOfStage(
+                    found.graph,
+                    found.drawn,
+                    lambda inputs=inputs, labels=labels: dict(
+                        zip([t.name for t in inputs], labels(), strict=True)
+                    ),
+                    self._inputs[0].shape[self._batch_dim],
+                )
+            )
+        return self._draws[stage].whole

@@ -1,0 +1,67 @@
+"""What stages and devices hold from one action to the next."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from pipemesh.recurrent.passes.passes import Grads, Tensors
+from pipemesh.recurrent.stage import Stage
+from pipemesh.recurrent.watch.health import empty_note
+
+Tokens = list[list[list[tf.Operation]]]
+
+
+@dataclasses.dataclass
+class State:
+    """What stages and devices hold between their actions.
+
+    Attributes:
+        carries: of each stage, what it hands to its next microbatch.
+        carry_grads: of each stage, the gradient of what it handed on, if it is recurrent.
+        accumulators: of each stage, the sums of its weights' gradients; None before the first.
+        tokens: of each home, for each of its devices the operations that end its latest action.
+        notes: of each stage, forward and backward, for each replica where a value was not finite;
+            see `health`.
+    """
+
+    carries: list[Tensors]
+    carry_grads: list[Grads]
+    accumulators: list[Tensors | None]
+    tokens: Tokens
+    notes: dict[str, list[Tensors]]
+
+    @classmethod
+    def before(cls, stages: Sequence[Stage], num_homes: int) -> State:
+        """The state before the first action."""
+        return cls(
+            carries=[list(stage.carry) for stage in stages],
+            carry_grads=[[None] * len(stage.carry) for stage in stages],
+            accumulators=[None] * len(stages),
+            tokens=[[[] for _ in stages[0].devices] for _ in range(num_homes)],
+            notes={d: empty_notes(stages) for d in ("forward", "backward")},
+        )
+
+    def values(self) -> list[Any]:
+        """All of it that are tensors; `with_values` takes it back."""
+        return [self.carries, self.carry_grads, self.accumulators, self.notes]
+
+    def with_values(self, values: list[Any], tokens: Tokens) -> State:
+        """The state that has other tensors and tokens."""
+        carries, carry_grads, accumulators, notes = values
+        return State(carries, carry_grads, accumulators, tokens, notes)
+
+    def forget_tokens_of_other_graphs(self) -> None:
+        """A function called eagerly has its gradient in another graph, which runs after it."""
+        graph = tf.compat.v1.get_default_graph()
+        self.tokens = [
+            [[op for op in token if op.graph is graph] for token in home] for home in self.tokens
+        ]
+
+
+def empty_notes(stages: Sequence[Stage]) -> list[Tensors]:
+    """The notes of stages whose replicas have found nothing."""
+    return [[empty_note() for _ in stage.devices] for stage in stages]
