@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import lingvo.compat as tf
@@ -37,10 +38,12 @@ from pipemesh.recurrent import (
     LossScale,
     Options,
     Stage,
+    Transfer,
     explain,
     pipeline,
     pipeline_loss,
     predict_memory,
+    predict_transfers,
 )
 from pipemesh.recurrent.passes.captures import check_fresh
 from pipemesh.recurrent.precision import INITIAL_SCALE
@@ -228,8 +231,28 @@ class PipeliningLayer(SeqLayer):
             PipelineError: see `FProp`.
             DeviceError: see `FProp`.
         """
+        return self._predicted(predict_memory, args)
+
+    def PredictTransfers(self, *args: Any) -> list[Transfer]:
+        """What a step would send from device to device, before anything runs.
+
+        Args:
+            *args: as for `PredictMemory`.
+
+        Returns:
+            One for each kind and pair of devices; `pipemesh.recurrent.predict_transfers` says what
+            is counted.
+
+        Raises:
+            PipelineError: see `FProp`.
+            DeviceError: see `FProp`.
+        """
+        return self._predicted(predict_transfers, args)
+
+    def _predicted(self, predict: Callable[..., list[Any]], args: Any) -> list[Any]:
+        """What is predicted of the stages with these arguments."""
         whole = self.theta
-        found: list[DeviceMemory] = []
+        found: list[Any] = []
 
         def trace(flat: Any, args: Any) -> None:
             theta = whole.Pack(flat)
@@ -246,7 +269,7 @@ class PipeliningLayer(SeqLayer):
                 self._options(False, self._uncast(args, inputs)),
             )
             schedule = self.schedule.only_forward() if self.do_eval else self.schedule
-            found[:] = predict_memory(stages, inputs, schedule, step=step, options=options)
+            found[:] = predict(stages, inputs, schedule, step=step, options=options)
 
         def spec(value: Any) -> tf.TensorSpec | None:
             return None if value is None else tf.TensorSpec(value.shape, value.dtype)

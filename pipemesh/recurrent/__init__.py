@@ -36,6 +36,7 @@ from pipemesh.recurrent.remat import REMAT_POLICIES, Selective
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.time.recurrent import Recurrent
 from pipemesh.recurrent.time.stacked_recurrent import StackedRecurrent
+from pipemesh.recurrent.transfers import Transfer, predict_transfers
 from pipemesh.recurrent.watch.clock import ActionClock
 from pipemesh.recurrent.watch.explain import explain
 from pipemesh.recurrent.watch.placement import Placement, record_placement
@@ -52,9 +53,11 @@ __all__ = [
     "Selective",
     "StackedRecurrent",
     "Stage",
+    "Transfer",
     "explain",
     "pipeline",
     "pipeline_loss",
     "predict_memory",
+    "predict_transfers",
     "record_placement",
 ]

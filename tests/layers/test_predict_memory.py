@@ -90,3 +90,13 @@ def test_nothing_is_made_in_the_callers_graph_and_bad_shapes_are_errors():
         assert len(tf.compat.v1.get_default_graph().get_operations()) == before
         with pytest.raises(PipelineError, match=r"9 .*4"):
             stack.PredictMemory(tf.TensorSpec([9, LENGTH, WIDTH]))
+
+
+def test_what_goes_between_devices_is_known_beforehand():
+    with eager_or_graph(True):
+        stack = layer()
+        found = {t.what: t for t in stack.PredictTransfers(X)}
+        # Each microbatch goes on once and its gradient comes back.
+        assert found.keys() == {"activations", "gradients"}
+        for transfer in found.values():
+            assert (transfer.times, transfer.bytes) == (4, 4 * BETWEEN)

@@ -170,8 +170,26 @@ class Run:
         else:
             specs = self._machine.specs(kind, stage, mode)
             places = self._machine.places(kind, stage, mode)
-        mine = zip(specs, places, strict=True)
-        return num_bytes([spec for spec, place in mine if place == replica and spec is not None])
+        return _of_replica(specs, places, replica)
+
+    def handed_bytes(self, kind: str, stage: int, replica: int) -> int:
+        """What a replica hands on of a microbatch.
+
+        Args:
+            kind: `outputs` (of stage -1: the pipeline's inputs), `grads` of the stage's inputs, or
+                the `carry`, which replicas hand to each other.
+            stage: its number.
+            replica: of the stage.
+        """
+        if kind == "carry":
+            return num_bytes(specs_of(self._stages[stage].carry))
+        machine = self._machine
+        if stage < 0:
+            first = machine.traced[0]
+            specs, places = [*map(first.spec, first.inputs)], machine.places("inputs", 0)
+        else:
+            specs, places = machine.specs(kind, stage, ""), machine.places(kind, stage)
+        return _of_replica(specs, places, replica)
 
     def outputs(self) -> list[tf.Tensor]:
         """The outputs of the last stage for the whole batch."""
@@ -273,6 +291,11 @@ def _frozen(stage: Stage, compute_dtype: tf.DType | None) -> Stage:
 def num_bytes(specs: Sequence[tf.TensorSpec]) -> int:
     """How much memory tensors of these shapes and dtypes take."""
     return sum(spec.shape.num_elements() * spec.dtype.size for spec in specs)
+
+
+def _of_replica(specs: Sequence[tf.TensorSpec | None], places: Sequence[int], replica: int) -> int:
+    mine = zip(specs, places, strict=True)
+    return num_bytes([spec for spec, place in mine if place == replica and spec is not None])
 
 
 def _size(items: Sequence[Action | Loop]) -> int:

@@ -1,0 +1,136 @@
+"""Predicts what goes from device to device in a step, before it runs."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import tensorflow as tf
+
+from pipemesh.recurrent.options import Options
+from pipemesh.recurrent.stage import Stage
+from pipemesh.recurrent.table.run import Run
+from pipemesh.schedule import Schedule
+from pipemesh.text import columns
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """What of one kind goes from one device to another in a step.
+
+    Attributes:
+        what: `inputs`, `activations` or their `gradients` from stage to stage, `outputs`;
+            `weights` to the other replicas of a stage, and `weight gradients` back; `accumulators`
+            from replica to replica.
+        source: the device that has it.
+        target: the device that gets it.
+        times: how often a step; several tensors that are ready at once count once.
+        bytes: in all.
+    """
+
+    what: str
+    source: str
+    target: str
+    times: int
+    bytes: int
+
+
+def predict_transfers(
+    stages: Sequence[Stage],
+    inputs: Sequence[tf.Tensor],
+    schedule: Schedule,
+    *,
+    step: tf.Tensor | None = None,
+    options: Options | None = None,
+) -> list[Transfer]:
+    """What `pipeline` or `pipeline_loss` with these arguments would send between devices.
+
+    Weights of a stage with several replicas go out once a step, and the sums of their gradients
+    come back once, however many microbatches there are. What goes to and from the callers of a
+    pipeline (the batch to the first stage's home, gradients of the batch) is not counted, nor are
+    scalars that say what was checked.
+
+    The stages are traced, and nothing is run. To be called while a graph is built.
+
+    Args:
+        stages: as for `pipeline`.
+        inputs: as for `pipeline`.
+        schedule: as for `pipeline`.
+        step: as for `pipeline`.
+        options: as for `pipeline`.
+
+    Returns:
+        One for each kind and pair of devices between which something goes.
+
+    Raises:
+        PipelineError: see `pipeline`.
+        ScheduleError: see `pipeline`.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> from pipemesh.recurrent import Home, Stage
+        >>> from pipemesh.schedule import one_f_one_b
+        >>> def scale(theta, carry, inputs, microbatch, step):
+        ...     return [inputs[0] * theta[0]], []
+        >>> homes = [Home(("CPU:0", "CPU:1")), Home(("CPU:2", "CPU:3"))]
+        >>> with tf.Graph().as_default():
+        ...     stages = [Stage(f"s{i}", scale, [tf.ones([10])], [], homes[i]) for i in range(2)]
+        ...     found = predict_transfers(stages, [tf.ones([8, 10])], one_f_one_b(2, 4))
+        >>> from pipemesh.recurrent.transfers import table
+        >>> print(table(found))
+        what              from   to     times  bytes
+        activations       CPU:0  CPU:2      4    160
+        activations       CPU:1  CPU:3      4    160
+        gradients         CPU:2  CPU:0      4    160
+        gradients         CPU:3  CPU:1      4    160
+        inputs            CPU:0  CPU:1      4    160
+        outputs           CPU:3  CPU:2      4    160
+        weight gradients  CPU:1  CPU:0      1     40
+        weight gradients  CPU:3  CPU:2      1     40
+        weights           CPU:0  CPU:1      1     40
+        weights           CPU:2  CPU:3      1     40
+    """
+    run = Run(stages, inputs, schedule, step, options or Options())
+    times: collections.Counter[tuple[str, str, str]] = collections.Counter()
+    sums: collections.Counter[tuple[str, str, str]] = collections.Counter()
+    for what, source, target, size in _each(run, stages, schedule):
+        if source != target and size:
+            times[what, source, target] += 1
+            sums[what, source, target] += size
+    return [Transfer(*key, times[key], sums[key]) for key in sorted(sums)]
+
+
+def table(transfers: Sequence[Transfer]) -> str:
+    """Transfers as a table, one line each."""
+    rows = [("what", "from", "to", "times", "bytes")]
+    rows += [(t.what, t.source, t.target, str(t.times), f"{t.bytes:,}") for t in transfers]
+    return "\n".join(columns(rows, left=(0, 1, 2)))
+
+
+def _each(
+    run: Run, stages: Sequence[Stage], schedule: Schedule
+) -> Iterator[tuple[str, str, str, int]]:
+    """What is handed on, with where from, where to and bytes; also where both are one device."""
+    last = len(stages) - 1
+    for stage, s in zip(stages, range(last + 1), strict=True):
+        first, *others = stage.devices
+        for replica, device in enumerate(others, 1):
+            yield "weights", first, device, run.held_bytes("weights", s, replica)
+            if not schedule.is_forward_only:
+                yield "weight gradients", device, first, run.held_bytes("grads", s, replica)
+    for action in (action for row in schedule.rows for action in row):
+        s = action.stage
+        devices = stages[s].devices
+        for replica, device in enumerate(devices):
+            if action.kind == "F":
+                before = stages[s - 1].devices[replica] if s else devices[0]
+                size = run.handed_bytes("outputs", s - 1, replica)
+                yield "activations" if s else "inputs", before, device, size
+                if s == last:
+                    yield "outputs", device, devices[0], run.handed_bytes("outputs", s, replica)
+                following = devices[(replica + 1) % len(devices)]
+                yield "accumulators", device, following, run.handed_bytes("carry", s, replica)
+            elif action.kind in "BI" and s:
+                size = run.handed_bytes("grads", s, replica)
+                yield "gradients", device, stages[s - 1].devices[replica], size
