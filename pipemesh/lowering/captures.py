@@ -15,14 +15,13 @@ from typing import Any, TypeVar
 import tensorflow as tf
 from tensorflow.python.eager import record
 
+from pipemesh.backend.operation_kinds import IDENTITIES, WITHOUT_GRADIENT
 from pipemesh.errors import GradientError, PipelineError
 from pipemesh.lowering.lowering import Lowering
 from pipemesh.mesh.mesh import LAYERS_AXIS
 
 T = TypeVar("T")
 
-_SAME = ("Identity", "IdentityN")
-_WITHOUT_GRADIENT = ("Const", "StopGradient")
 # What floating numbers, or the state that they are read from, may be handed on in.
 _CARRIERS = (tf.resource, tf.variant)
 
@@ -151,7 +150,7 @@ def _from_outside(
         # A tensor of an outer graph enters an inner one when it is used first.
         given = _captured(tensor)
         if given is None and tensor.op._id >= first:
-            if tensor.op.type not in _WITHOUT_GRADIENT:
+            if tensor.op.type not in WITHOUT_GRADIENT:
                 todo += [source for source in tensor.op.inputs if _carries_gradient(source)]
         elif tensor.dtype == tf.resource:
             variable = handles.get(_key(_origin(tensor)))
@@ -191,7 +190,7 @@ def _origin(tensor: Any) -> Any:
 def _is_constant(tensor: Any) -> bool:
     tensor = _origin(tensor)
     while hasattr(tensor, "op"):
-        if tensor.op.type not in _SAME:
-            return tensor.op.type in _WITHOUT_GRADIENT
+        if tensor.op.type not in IDENTITIES:
+            return tensor.op.type in WITHOUT_GRADIENT
         tensor = _origin(tensor.op.inputs[tensor.value_index])
     return False

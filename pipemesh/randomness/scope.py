@@ -17,6 +17,7 @@ from tensorflow.python.ops.control_flow_v2_func_graphs import (
     WhileCondFuncGraph,
 )
 
+from pipemesh.backend.functions import surrounding_graphs
 from pipemesh.backend.labels import label_scope
 from pipemesh.errors import LayoutError, PipelineError
 
@@ -319,13 +320,13 @@ def loop_counters() -> list[tf.Tensor]:
     if tf.executing_eagerly():
         return turns
     counters: list[tf.Tensor] = []
-    graph: Any = tf.compat.v1.get_default_graph()
-    while graph is not None and graph is not scope.graph:
+    for graph in surrounding_graphs(tf.compat.v1.get_default_graph()):
+        if graph is scope.graph:
+            break
         if isinstance(graph, (WhileBodyFuncGraph, WhileCondFuncGraph)):
             # TensorFlow counts the iterations in the first argument of both functions.
             counter = graph.get_operations()[0].outputs[0]
             counters.insert(0, tf.cast(counter, tf.int64))
-        graph = getattr(graph, "outer_graph", None)
     context = tf.compat.v1.get_default_graph()._get_control_flow_context()
     if context is not None and context.IsWhileContext():
         raise PipelineError(

@@ -11,12 +11,12 @@ import tensorflow as tf
 # Shape and dtype of what a handle stands for are not public; the TensorFlow version is pinned.
 from tensorflow.python.ops import handle_data_util
 
+from pipemesh.backend.operation_kinds import VARIABLES, WITHOUT_GRADIENT
 from pipemesh.backend.structure import is_differentiable
 from pipemesh.errors import PipelineError
 from pipemesh.recurrent.passes.graph_cut import tensor_name
 
 _READS = frozenset(("ReadVariableOp", "ResourceGather", "VariableShape"))
-_VARIABLES = frozenset(("VarHandleOp", "VariableV2", "Variable"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,11 +166,11 @@ def check_fresh(what: str, graph: Any) -> None:
 
 def is_constant(tensor: Any) -> bool:
     """Whether a tensor was computed from constants alone, so that nothing has its gradient."""
-    return all(op.type in ("Const", "StopGradient") for op in _leaves(tensor))
+    return all(op.type in WITHOUT_GRADIENT for op in _leaves(tensor))
 
 
 def _depends_on_weights_alone(tensor: Any) -> bool:
-    return all(op.type in _VARIABLES or op.type == "Const" for op in _leaves(tensor))
+    return all(op.type in VARIABLES or op.type == "Const" for op in _leaves(tensor))
 
 
 @dataclasses.dataclass(frozen=True)
