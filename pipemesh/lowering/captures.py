@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import tensorflow as tf
-from tensorflow.python.eager import record
 
 from pipemesh.backend.operation_kinds import IDENTITIES, WITHOUT_GRADIENT
+from pipemesh.backend.tapes import variables_read
 from pipemesh.errors import GradientError, PipelineError
 from pipemesh.lowering.lowering import Lowering
 from pipemesh.mesh.mesh import LAYERS_AXIS
@@ -71,7 +71,7 @@ def call_alone(
     """
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     first = 0 if graph is None else _next_id(graph)
-    with record.VariableWatcher() as watcher:
+    with variables_read() as watcher:
         result = function()
     read = watcher.watched_variables()
     if graph is None:
