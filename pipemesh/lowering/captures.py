@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from pipemesh.backend.operation_kinds import IDENTITIES, WITHOUT_GRADIENT
+from pipemesh.backend.operations import next_operation_number, operation_number
 from pipemesh.backend.tapes import variables_read
 from pipemesh.errors import GradientError, PipelineError
 from pipemesh.lowering.lowering import Lowering
@@ -70,7 +71,7 @@ def call_alone(
         Exception: `error`: it uses something else that would lose its gradient.
     """
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    first = 0 if graph is None else _next_id(graph)
+    first = 0 if graph is None else next_operation_number(graph)
     with variables_read() as watcher:
         result = function()
     read = watcher.watched_variables()
@@ -113,14 +114,9 @@ def _lost_in_map(what: str) -> Exception:
     )
 
 
-def _next_id(graph: Any) -> int:
-    """The number of the next operation; two nodes of a graph, its source and sink, have none."""
-    return graph.version + 2
-
-
 def _key(tensor: Any) -> Any:
     if hasattr(tensor, "op") and hasattr(tensor, "graph"):
-        return id(tensor.graph), tensor.op._id, tensor.value_index
+        return id(tensor.graph), operation_number(tensor.op), tensor.value_index
     return id(tensor)
 
 
@@ -149,7 +145,7 @@ def _from_outside(
         seen.add(key)
         # A tensor of an outer graph enters an inner one when it is used first.
         given = _captured(tensor)
-        if given is None and tensor.op._id >= first:
+        if given is None and operation_number(tensor.op) >= first:
             if tensor.op.type not in WITHOUT_GRADIENT:
                 todo += [source for source in tensor.op.inputs if _carries_gradient(source)]
         elif tensor.dtype == tf.resource:

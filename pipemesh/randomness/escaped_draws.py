@@ -6,6 +6,7 @@ from typing import Any
 
 from pipemesh.backend.functions import operations_within
 from pipemesh.backend.operation_kinds import DRAWS_WITH_STATE, DRAWS_WITHOUT_STATE
+from pipemesh.backend.operations import is_marked
 from pipemesh.errors import PipelineError
 from pipemesh.randomness.draws import KEYED
 
@@ -27,7 +28,7 @@ def check_no_draw_escaped(graph: Any, stage: str, num_microbatches: int) -> None
     """
     wanted = DRAWS_WITH_STATE | DRAWS_WITHOUT_STATE if num_microbatches > 1 else DRAWS_WITH_STATE
     for inside, operation in operations_within(graph):
-        if operation.type not in wanted or _is_keyed(operation):
+        if operation.type not in wanted or is_marked(operation, KEYED):
             continue
         if not inside:
             where, advice = "", "call the function of tf.random instead of tf.raw_ops"
@@ -46,10 +47,3 @@ def check_no_draw_escaped(graph: Any, stage: str, num_microbatches: int) -> None
             f"operation{where} of which the pipeline does not know: they {trouble}; {advice}, or "
             "pass the numbers in as an input"
         )
-
-
-def _is_keyed(operation: Any) -> bool:
-    try:
-        return operation.get_attr(KEYED)
-    except ValueError:
-        return False

@@ -11,14 +11,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-# What TensorFlow traces the functions of a `tf.while_loop` into; the version is pinned to 2.21.
-from tensorflow.python.ops.control_flow_v2_func_graphs import (
-    WhileBodyFuncGraph,
-    WhileCondFuncGraph,
-)
-
 from pipemesh.backend.functions import surrounding_graphs
 from pipemesh.backend.labels import label_scope
+from pipemesh.backend.tracing import is_in_old_loop, loop_counter
 from pipemesh.errors import LayoutError, PipelineError
 
 
@@ -323,12 +318,9 @@ def loop_counters() -> list[tf.Tensor]:
     for graph in surrounding_graphs(tf.compat.v1.get_default_graph()):
         if graph is scope.graph:
             break
-        if isinstance(graph, (WhileBodyFuncGraph, WhileCondFuncGraph)):
-            # TensorFlow counts the iterations in the first argument of both functions.
-            counter = graph.get_operations()[0].outputs[0]
+        if (counter := loop_counter(graph)) is not None:
             counters.insert(0, tf.cast(counter, tf.int64))
-    context = tf.compat.v1.get_default_graph()._get_control_flow_context()
-    if context is not None and context.IsWhileContext():
+    if is_in_old_loop():
         raise PipelineError(
             f"layer {scope.layer!r} draws random numbers in a tf.while_loop of TF1's old kind, of "
             "which all iterations would draw the same; call "

@@ -8,9 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-# Shape and dtype of what a handle stands for are not public; the TensorFlow version is pinned.
-from tensorflow.python.ops import handle_data_util
-
+from pipemesh.backend.handle_data import dtype_behind
 from pipemesh.backend.operation_kinds import VARIABLES, WITHOUT_GRADIENT
 from pipemesh.backend.structure import is_differentiable
 from pipemesh.errors import PipelineError
@@ -61,11 +59,8 @@ def captured_weights(graph: Any) -> list[Captured]:
 
 
 def _variable(graph: Any, outer: tf.Tensor, inner: tf.Tensor) -> Captured | None:
-    data = handle_data_util.get_resource_handle_data(inner)
-    if data is None or not data.is_set or not data.shape_and_type:
-        return None
-    dtype = tf.as_dtype(data.shape_and_type[0].dtype)
-    if not (dtype.is_floating or dtype.is_complex):
+    dtype = dtype_behind(inner)
+    if dtype is None or not (dtype.is_floating or dtype.is_complex):
         return None
     reads = [
         op.outputs[0].name
