@@ -83,6 +83,113 @@ def test_no_module_imports_itself_by_way_of_others():
     assert not imported
 
 
+# Underscored, but documented.
+_DOCUMENTED = {"_asdict", "_exit", "_fields", "_getframe", "_make", "_replace"}
+# What lingvo's layers are extended by.
+_LINGVO = {
+    "_CreateLayerVariables",
+    "_InternalGetTheta",
+    "_child_variable_scope_override",
+    "_extra_theta",
+    "_optimizer",
+    "_private_theta",
+    "_private_vars",
+    "_self_variable_scope",
+}
+
+
+def test_only_backend_touches_what_tensorflow_keeps_private():
+    root = pathlib.Path(__file__).parents[1]
+    found = []
+    for folder in ("pipemesh", "models"):
+        for path in sorted((root / folder).rglob("*.py")):
+            if path.is_relative_to(root / "pipemesh" / "backend"):
+                continue
+            knows_lingvo = folder == "models" or path.is_relative_to(root / "pipemesh" / "layers")
+            for line, what in _private(path.read_text(encoding="utf-8"), knows_lingvo):
+                found.append(f"{path.relative_to(root)}:{line} touches {what}")
+    # It is on its way to another room.
+    found = [each for each in found if "/simd_pipeline.py:" not in each]
+    assert not found, (
+        "what others keep private belongs into a small function in pipemesh/backend:\n"
+        + "\n".join(found)
+    )
+
+
+@pytest.mark.parametrize(
+    "code, what",
+    [
+        ("from tensorflow.python.eager import context", "tensorflow.python.eager"),
+        ("import tensorflow.core.framework", "tensorflow.core.framework"),
+        ("from tensorflow import python", "tensorflow.python"),
+        ("graph._get_function(1)", "_get_function"),
+        ("x = tensor.op._id", "_id"),
+        ("tf.__internal__.nest", "__internal__"),
+        ("getattr(graph, '_captures', None)", "_captures"),
+        ("layer._private_vars", "_private_vars"),
+        ("class A:\n  def __init__(self): self._b = self.c._d", "_d"),
+    ],
+)
+def test_what_is_private_is_seen(code, what):
+    assert [name for _, name in _private(code, knows_lingvo=False)] == [what]
+
+
+def test_what_is_ones_own_or_documented_is_not_private():
+    code = """
+class A:
+    _made = 0
+    def __init__(self, other):
+        self._b = other._b, other._made, other._f(), A.__name__, os._exit
+    def _f(self):
+        return self._inherited
+"""
+    assert not _private(code, knows_lingvo=False)
+    assert not _private("layer._private_vars", knows_lingvo=True)
+
+
+def _private(source, knows_lingvo):
+    """What a module touches of others' private things, with the lines."""
+    tree = ast.parse(source)
+    own = _DOCUMENTED | (_LINGVO if knows_lingvo else set())
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            own.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            own.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            own |= {node.attr} if _is_self(node.value) else set()
+    found = []
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if _is_private_module(alias.name)]
+        elif isinstance(node, ast.ImportFrom):
+            inside = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [node.module] if _is_private_module(str(node.module)) else []
+            names = names or [name for name in inside if _is_private_module(name)]
+        elif isinstance(node, ast.Attribute) and not _is_self(node.value):
+            names = [node.attr]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            is_access = node.func.id in ("getattr", "hasattr", "setattr", "delattr")
+            names = [a.value for a in node.args[1:2] if is_access and isinstance(a, ast.Constant)]
+        found += [
+            (node.lineno, name)
+            for name in names
+            if _is_private_module(name)
+            or name == "__internal__"
+            or (name.startswith("_") and not name.startswith("__") and name not in own)
+        ]
+    return found
+
+
+def _is_self(node):
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def _is_private_module(name):
+    return name.split(".")[:2] in (["tensorflow", "python"], ["tensorflow", "core"])
+
+
 def _imported(path, modules):
     """The modules that a module imports at any place, also where it is only for types."""
     found = set()

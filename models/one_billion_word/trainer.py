@@ -20,6 +20,7 @@ from models.one_billion_word.corpus import Corpus
 from models.one_billion_word.input import PREFETCHED_BATCHES, heldout_dataset, train_dataset
 from models.one_billion_word.stage_table import stage_table
 from models.one_billion_word.vocabulary import Vocabulary
+from pipemesh.backend.optimizers import create_slots
 from pipemesh.errors import PipemeshError
 from pipemesh.layers import mesh_cluster
 from pipemesh.recurrent import ActionClock, Placement, record_placement
@@ -335,7 +336,7 @@ class Trainer:
             slots = lingvo_optimizer.GetOptimizer(self._learner.LearningRate)
         variables = self.task.vars.Flatten()
         with tf.init_scope():
-            slots._create_slots(variables)
+            create_slots(slots, variables)
         lingvo_optimizer._optimizer = slots
 
     def _optimizer_variables(self) -> list[tf.Variable]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -58,7 +59,7 @@ def with_gradient(
         attached = [tf.identity(t) for t in tensors[: len(floating)]]
 
         def grad(*attached_grads: tf.Tensor) -> list[Any]:
-            with _without_colocation():
+            with without_colocation():
                 output_grads: Grads = [None] * len(outputs)
                 for i, value in zip(floating, attached_grads, strict=True):
                     output_grads[i] = value
@@ -76,8 +77,11 @@ def with_gradient(
     return result
 
 
-def _without_colocation() -> Any:
-    """Autodiff may ask for all operations to lie with the one that is differentiated."""
+def without_colocation() -> contextlib.AbstractContextManager[Any]:
+    """Inside, operations lie where `tf.device` says.
+
+    Autodiff may ask for all operations to lie with the one that is differentiated.
+    """
     return tf.compat.v1.get_default_graph().colocate_with(None, ignore_existing=True)
 
 
@@ -92,7 +96,7 @@ def _anchor(number: int, group: Sources, computed: dict[int, Grads]) -> tf.Tenso
         def grad(_: tf.Tensor) -> list[tf.Tensor | None]:
             grads = computed.pop(number)
             if group.checked is not None:
-                with _without_colocation():
+                with without_colocation():
                     grads = group.checked(grads)
             return [grads[i] for i in floating]
 

@@ -97,6 +97,40 @@ class Call:
             return pin(results)
 
 
+def mark(operation: Any, name: str) -> None:
+    """Gives an operation an attribute of ours, which is in its graph's definition too.
+
+    Args:
+        operation: in a graph.
+        name: of the attribute, which begins with an underscore.
+    """
+    operation._set_attr(name, _attribute(b=True))
+
+
+def is_marked(operation: Any, name: str) -> bool:
+    """Whether `mark` gave an operation an attribute."""
+    try:
+        return operation.get_attr(name)
+    except ValueError:
+        return False
+
+
+def wait_for(operation: tf.Operation, other: tf.Operation) -> None:
+    """Has an operation that is there already wait for another one of its graph."""
+    waiting: Any = operation
+    waiting._add_control_input(other)
+
+
+def operation_number(operation: Any) -> int:
+    """The number of an operation in its graph, in the order of their making."""
+    return operation._id
+
+
+def next_operation_number(graph: Any) -> int:
+    """The number of the next operation; two nodes of a graph, its source and sink, have none."""
+    return graph.version + 2
+
+
 def _make(kind: str, tensors: Tensors, dtypes: list[tf.DType], attributes: Any) -> Tensors:
     # The public `create_op` does the same after checks of its own, and says that it is deprecated.
     graph: Any = tf.compat.v1.get_default_graph()

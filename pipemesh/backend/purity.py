@@ -1,74 +1,37 @@
-"""What a function that is computed piece by piece, and again, may contain: the one list."""
+"""What a function that is computed piece by piece, and again, may contain."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 # The only place that knows which operations have state; the TensorFlow version is pinned to 2.21.
 from tensorflow.python.framework import op_def_registry
 
+from pipemesh.backend.functions import Bodies
+from pipemesh.backend.operation_kinds import (
+    BRANCHES,
+    CALLS,
+    CHECKS,
+    DRAWS_WITH_STATE,
+    EFFECTS,
+    LOOPS,
+    READS,
+    WRITES,
+)
 from pipemesh.errors import PipelineError
 
-# They check or tell, and change nothing.
-EFFECTS = frozenset(
-    (
-        *("Assert", "CheckNumerics", "CheckNumericsV2"),
-        # lingvo's own.
-        *("AssertShapeMatch", "AssertSameDim0"),
-        *("Print", "PrintV2"),
-        *("WriteSummary", "WriteScalarSummary", "WriteHistogramSummary"),
-        *("WriteImageSummary", "WriteAudioSummary", "WriteRawProtoSummary"),
-    )
-)
-# They have state as far as TensorFlow knows, but give the same whenever they are computed.
-_READS = frozenset(
-    (
-        *("VarHandleOp", "ReadVariableOp", "VariableShape", "VarIsInitializedOp"),
-        *("ResourceGather", "ResourceGatherNd", "VariableV2", "Variable"),
-        *("Empty", "StatelessRandomGetAlg"),
-        *("LookupTableFind", "LookupTableFindV2", "LookupTableSize", "LookupTableSizeV2"),
-    )
-)
 # Their functions are looked into themselves.
-_CALLS = frozenset(("Case", "If", "PartitionedCall", "StatefulPartitionedCall", "While"))
-_WRITES = ("Assign", "ResourceScatter", "ResourceApply", "Scatter", "ResourceStridedSliceAssign")
+_LOOKED_INTO = CALLS | BRANCHES | LOOPS
 
 
-class Bodies:
-    """A graph's nodes and the functions that they call.
+def has_effect(node: Any, bodies: Bodies) -> bool:
+    """Whether a node checks or tells something, or calls a function that does.
 
     Args:
-        graph_def: of the graph.
+        node: of a graph that is written down.
+        bodies: the functions of the graph.
     """
-
-    def __init__(self, graph_def: Any) -> None:
-        self._functions: Mapping[str, Sequence[Any]] = {
-            f.signature.name: f.node_def for f in graph_def.library.function
-        }
-
-    def called(self, node: Any) -> list[str]:
-        """Names of the functions that a node calls."""
-        values = node.attr.values()
-        names = [f.name for value in values for f in (value.func, *value.list.func)]
-        # A node may also be the call of a function of its own name.
-        return [name for name in [*names, node.op] if name in self._functions]
-
-    def within(self, nodes: Sequence[Any]) -> Iterator[Any]:
-        """The nodes, and those of all functions that they call, each function once."""
-        seen: set[str] = set()
-        todo: list[Sequence[Any]] = [nodes]
-        while todo:
-            for node in todo.pop():
-                yield node
-                for name in self.called(node):
-                    if name not in seen:
-                        seen.add(name)
-                        todo.append(self._functions[name])
-
-    def has_effect(self, node: Any) -> bool:
-        """Whether a node checks or tells something, or calls a function that does."""
-        return any(inner.op in EFFECTS for inner in self.within([node]))
+    return any(inner.op in EFFECTS for inner in bodies.within([node]))
 
 
 def has_effects(graph_def: Any) -> bool:
@@ -96,8 +59,7 @@ def check_pure(graph_def: Any, what: str, why: str, effects: bool = True) -> Non
     Raises:
         PipelineError: something has.
     """
-    checks = frozenset(op for op in EFFECTS if op.startswith(("Assert", "CheckNumerics")))
-    allowed = _READS | _CALLS | (EFFECTS if effects else checks)
+    allowed = READS | _LOOKED_INTO | (EFFECTS if effects else CHECKS)
     for node in Bodies(graph_def).within(graph_def.node):
         if node.op not in allowed and is_stateful(node.op):
             raise PipelineError(
@@ -109,13 +71,13 @@ def check_pure(graph_def: Any, what: str, why: str, effects: bool = True) -> Non
 def _advice(op: str) -> str:
     if op in ("PyFunc", "EagerPyFunc"):
         return "For Python functions there is tf.numpy_function(..., stateful=False)"
-    if op.startswith(_WRITES):
+    if op.startswith(WRITES):
         return (
             "What layers count or average belongs into accumulators "
             "(base_layer.Accumulator, as in lingvo's BatchNormLayerNoPadding), and the variable "
             "is updated after the step"
         )
-    if "Random" in op or op in ("Multinomial", "TruncatedNormal"):
+    if "Random" in op or op in DRAWS_WITH_STATE:
         return (
             "For random numbers use tf.random.stateless_* with a seed from the state or the "
             "inputs, or enter pipemesh.randomness.plan_free_randomness(step) around it"

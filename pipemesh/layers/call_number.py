@@ -12,9 +12,7 @@ from typing import Any
 
 import lingvo.compat as tf
 
-# TensorFlow does not tell which tapes record; the version is pinned to 2.21.
-from tensorflow.python.eager import backprop
-
+from pipemesh.backend.active_tapes import outermost_tape
 from pipemesh.errors import PipelineError
 
 # What TensorFlow's `recompute_grad` calls its function in for the second time.
@@ -23,35 +21,6 @@ _RECOMPUTES = ("custom_gradient.py", "inner_recompute_grad")
 # For each graph or tape how often each layer was called in it.
 _counts: Any = weakref.WeakKeyDictionary()
 _in_steps: Any = weakref.WeakKeyDictionary()
-
-
-class _Tapes(threading.local):
-    """The tapes that record in a thread, the outermost first."""
-
-    def __init__(self) -> None:
-        self.active: list[Any] = []
-
-
-_tapes = _Tapes()
-
-
-def _noting(push: Any, pop: Any) -> tuple[Any, Any]:
-    """Wraps the methods of a tape that begin and end recording."""
-
-    def noting_push(self: Any) -> Any:
-        _tapes.active.append(self)
-        return push(self)
-
-    def noting_pop(self: Any) -> Any:
-        _tapes.active[:] = [tape for tape in _tapes.active if tape is not self]
-        return pop(self)
-
-    return noting_push, noting_pop
-
-
-backprop.GradientTape._push_tape, backprop.GradientTape._pop_tape = _noting(
-    backprop.GradientTape._push_tape, backprop.GradientTape._pop_tape
-)
 
 
 class _Recording(threading.local):
@@ -103,8 +72,8 @@ def number_of_call(layer: Any, step: tf.Tensor) -> int:
     else:
         if not tf.executing_eagerly():
             number = _count_in(_graph_of_step(), layer)
-        elif _tapes.active:
-            number = _count_in(_tapes.active[0], layer)
+        elif (tape := outermost_tape()) is not None:
+            number = _count_in(tape, layer)
         else:
             number = _count_in_step(layer, int(step))
         if number and _is_recomputed():

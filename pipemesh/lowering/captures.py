@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import tensorflow as tf
-from tensorflow.python.eager import record
 
+from pipemesh.backend.operation_kinds import IDENTITIES, WITHOUT_GRADIENT
+from pipemesh.backend.operations import next_operation_number, operation_number
+from pipemesh.backend.tapes import variables_read
 from pipemesh.errors import GradientError, PipelineError
 from pipemesh.lowering.lowering import Lowering
 from pipemesh.mesh.mesh import LAYERS_AXIS
 
 T = TypeVar("T")
 
-_SAME = ("Identity", "IdentityN")
-_WITHOUT_GRADIENT = ("Const", "StopGradient")
 # What floating numbers, or the state that they are read from, may be handed on in.
 _CARRIERS = (tf.resource, tf.variant)
 
@@ -71,8 +71,8 @@ def call_alone(
         Exception: `error`: it uses something else that would lose its gradient.
     """
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    first = 0 if graph is None else _next_id(graph)
-    with record.VariableWatcher() as watcher:
+    first = 0 if graph is None else next_operation_number(graph)
+    with variables_read() as watcher:
         result = function()
     read = watcher.watched_variables()
     if graph is None:
@@ -114,14 +114,9 @@ def _lost_in_map(what: str) -> Exception:
     )
 
 
-def _next_id(graph: Any) -> int:
-    """The number of the next operation; two nodes of a graph, its source and sink, have none."""
-    return graph.version + 2
-
-
 def _key(tensor: Any) -> Any:
     if hasattr(tensor, "op") and hasattr(tensor, "graph"):
-        return id(tensor.graph), tensor.op._id, tensor.value_index
+        return id(tensor.graph), operation_number(tensor.op), tensor.value_index
     return id(tensor)
 
 
@@ -150,8 +145,8 @@ def _from_outside(
         seen.add(key)
         # A tensor of an outer graph enters an inner one when it is used first.
         given = _captured(tensor)
-        if given is None and tensor.op._id >= first:
-            if tensor.op.type not in _WITHOUT_GRADIENT:
+        if given is None and operation_number(tensor.op) >= first:
+            if tensor.op.type not in WITHOUT_GRADIENT:
                 todo += [source for source in tensor.op.inputs if _carries_gradient(source)]
         elif tensor.dtype == tf.resource:
             variable = handles.get(_key(_origin(tensor)))
@@ -191,7 +186,7 @@ def _origin(tensor: Any) -> Any:
 def _is_constant(tensor: Any) -> bool:
     tensor = _origin(tensor)
     while hasattr(tensor, "op"):
-        if tensor.op.type not in _SAME:
-            return tensor.op.type in _WITHOUT_GRADIENT
+        if tensor.op.type not in IDENTITIES:
+            return tensor.op.type in WITHOUT_GRADIENT
         tensor = _origin(tensor.op.inputs[tensor.value_index])
     return False

@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-# Its door for those who wait in a collective that another will never call.
-from tensorflow.python.eager import context as tf_context
-
+from pipemesh.backend import collectives
 from pipemesh.backend.devices import check_devices_exist
 from pipemesh.errors import DeviceError, LayoutError, ShapeError
 from pipemesh.lowering.given import check_mesh, check_rules
@@ -288,7 +286,7 @@ def _end(threads: Sequence[threading.Thread], why: str) -> None:
     """Has all threads end after a core has failed; one that computes on is left behind."""
     _join(threads)
     if any(thread.is_alive() for thread in threads):
-        tf_context.context().abort_collective_ops(tf.errors.ABORTED, why)
+        collectives.abort(why)
     _join(threads)
 
 

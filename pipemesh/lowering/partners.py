@@ -12,10 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import tensorflow as tf
 
-# Its doors to the servers of other processes and to collectives that nobody will finish.
-from tensorflow.python.eager import context as tf_context
-from tensorflow.python.ops import gen_collective_ops
-
+from pipemesh.backend import collectives
 from pipemesh.errors import DeviceError
 
 # A process that did not answer so often, one time after the other, is gone.
@@ -38,7 +35,7 @@ class Partners:
     """
 
     def __init__(self) -> None:
-        server = tf_context.context()._collective_ops_server_def
+        server = collectives.server()
         self.addresses: list[str] = []
         self.process = 0
         self._names: list[str] = []
@@ -76,12 +73,7 @@ class Partners:
         return [i for i, answers in zip(others, answers, strict=True) if not answers]
 
     def _answers(self, process: int) -> bool:
-        timeout = round(1000 * _ANSWER_SECONDS)
-        try:
-            tf_context.context().check_collective_ops_peer_health(self._names[process], timeout)
-        except tf.errors.OpError:
-            return False
-        return True
+        return collectives.answers(self._names[process], _ANSWER_SECONDS)
 
     def all_have_come(self) -> None:
         """Notes that all were there: from now on one that does not answer is gone."""
@@ -168,13 +160,10 @@ class Agreement:
         instance = next(self._instances)
 
         def gather(i: int) -> np.ndarray:
-            return gen_collective_ops.collective_gather_v2(
-                tf.constant(of_core(self._first_core + i))[None],
-                tf.constant(self._num_cores),
-                tf.constant(self._group),
-                tf.constant(instance),
-                [self._tokens[i].handle],
-            ).numpy()
+            row = tf.constant(of_core(self._first_core + i))[None]
+            token = self._tokens[i].handle
+            meeting = collectives.Meeting(self._num_cores, self._group, instance, token)
+            return collectives.gather(row, meeting).numpy()
 
         return on_all(gather)[0]
 

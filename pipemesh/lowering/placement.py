@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import record
-from tensorflow.python.framework import ops
 
 from pipemesh.backend import nccl
+from pipemesh.backend.attach_gradient import attach_gradient
 from pipemesh.backend.devices import check_devices_exist
+from pipemesh.backend.tapes import unrecorded
 from pipemesh.errors import DeviceError
-from pipemesh.lowering.attach_gradient import attach_gradient, local_gradient
+from pipemesh.lowering.attach_gradient import local_gradient
 from pipemesh.lowering.given import whole_tensor
 from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.mesh import LayoutRules, Mesh, TensorLayout
@@ -100,7 +100,7 @@ class PlacementLowering(Lowering):
         slices: Slices,
     ) -> Slices:
         """Computes `forward(slices)`, with the gradient that `backward` computes."""
-        with record.stop_recording():
+        with unrecorded():
             outputs = forward(slices)
         if not slices[0].dtype.is_floating:
             return outputs
@@ -120,7 +120,7 @@ class PlacementLowering(Lowering):
     # Each is the other's gradient. `name` and `backward` say where it counts as a cost.
 
     def _import(self, tensor: tf.Tensor, layout: TensorLayout, name: str, backward: bool) -> Slices:
-        with record.stop_recording():
+        with unrecorded():
             slices = self._scatter(tensor, layout, name, backward)
         if not tensor.dtype.is_floating:
             return tuple(slices)
@@ -131,7 +131,7 @@ class PlacementLowering(Lowering):
         return tuple(attach_gradient(slices, [tensor], back, True))
 
     def _export(self, slices: Slices, layout: TensorLayout, name: str, backward: bool) -> tf.Tensor:
-        with record.stop_recording():
+        with unrecorded():
             whole = self._join(slices, layout, name, backward)
         if not whole.dtype.is_floating:
             return whole
@@ -236,7 +236,8 @@ class PlacementLowering(Lowering):
 def _beside(tensor: tf.Tensor) -> contextlib.AbstractContextManager[Any]:
     """Where operations on a tensor are done on the device that it lies on."""
     if tf.is_symbolic_tensor(tensor):
-        return ops.colocate_with(tensor.op, ignore_existing=True)
+        graph = tf.compat.v1.get_default_graph()
+        return graph.colocate_with(tensor.op, ignore_existing=True)
     return tf.device(tensor.device)
 
 

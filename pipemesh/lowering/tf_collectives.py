@@ -8,8 +8,9 @@ import threading
 from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
-from tensorflow.python.ops import gen_collective_ops
 
+from pipemesh.backend import collectives
+from pipemesh.backend.collectives import Meeting
 from pipemesh.lowering.costs import usual_bytes
 from pipemesh.lowering.simd import Collectives
 from pipemesh.mesh import Mesh
@@ -99,10 +100,7 @@ class TfCollectives(Collectives):
         self._instance_keys = instance_keys
         self._calls = calls
 
-    def _group(
-        self, name: str, x: tf.Tensor, axes: Sequence[str]
-    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Size and key of the group, and the key of the operation."""
+    def _meeting(self, name: str, x: tf.Tensor, axes: Sequence[str]) -> Meeting:
         size = math.prod(self._mesh.size(axis) for axis in axes)
         ordered = tuple(axis for axis in self._mesh.axis_names if axis in axes)
         instance = next(self._instance_keys)
@@ -110,11 +108,7 @@ class TfCollectives(Collectives):
             self._calls.append(
                 f"collective {instance}, {name} over {'+'.join(ordered)} of {x.dtype.name}{x.shape}"
             )
-        return (
-            tf.constant(size, tf.int32),
-            self._keys.key(ordered, self._core),
-            tf.constant(instance, tf.int32),
-        )
+        return Meeting(size, self._keys.key(ordered, self._core), instance, self._token)
 
     def bytes_sent(self, primitive: str, axes: Sequence[str], x: tf.Tensor) -> int:
         """Counts the dtype that travels, and a permute as the all-gather that it is."""
@@ -127,21 +121,14 @@ class TfCollectives(Collectives):
         if x.shape.num_elements() == 0:
             return tf.identity(x)
         # bfloat16 is summed in float32, which is rounded once and not at every step.
-        result = gen_collective_ops.collective_reduce_v2(
-            _sendable(x),
-            *self._group(f"all_reduce ({op})", x, axes),
-            [self._token],
-            merge_op=_MERGE[op],
-            final_op="Id",
-        )
+        meeting = self._meeting(f"all_reduce ({op})", x, axes)
+        result = collectives.reduce(_sendable(x), meeting, _MERGE[op])
         return _received(result, x, x.shape)
 
     def _gather(self, x: tf.Tensor, axis: str) -> tf.Tensor:
         """All slices along an axis, stacked as the first dim."""
         size = self._mesh.size(axis)
-        result = gen_collective_ops.collective_gather_v2(
-            _sendable(x)[None], *self._group("all_gather", x, [axis]), [self._token]
-        )
+        result = collectives.gather(_sendable(x)[None], self._meeting("all_gather", x, [axis]))
         return _received(result, x, [size, *x.shape])
 
     def all_gather(self, x: tf.Tensor, axis: str, dim: int) -> tf.Tensor:
@@ -157,9 +144,8 @@ class TfCollectives(Collectives):
         pieces = tf.stack(tf.split(x, size, split_dim))
         if x.shape.num_elements() == 0:
             return gathered_to_dim(pieces, concat_dim)
-        result = gen_collective_ops.collective_all_to_all_v2(
-            _sendable(pieces), *self._group("all_to_all", x, [axis]), [self._token]
-        )
+        meeting = self._meeting("all_to_all", x, [axis])
+        result = collectives.all_to_all(_sendable(pieces), meeting)
         return gathered_to_dim(_received(result, x, pieces.shape), concat_dim)
 
     def permute(self, x: tf.Tensor, axis: str, pairs: Sequence[tuple[int, int]]) -> tf.Tensor:

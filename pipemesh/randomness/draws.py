@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import tensorflow as tf
-from tensorflow.core.framework import attr_value_pb2
 
+from pipemesh.backend.operations import mark
 from pipemesh.errors import PipelineError
 from pipemesh.randomness.scope import (
     NeedWholeDraws,
@@ -19,7 +19,8 @@ from pipemesh.randomness.scope import (
     scopes,
 )
 
-# 32-bit values that one step of the Philox counter yields.
+# TensorFlow's number for the generator, and the 32-bit values that one step of its counter yields.
+PHILOX = 1
 _GROUP = 4
 # Says of an operation in a graph that the numbers it draws are those of the plan.
 KEYED = "_pipemesh_keyed"
@@ -174,7 +175,7 @@ def draw(
 def keyed(numbers: tf.Tensor) -> tf.Tensor:
     """Marks the operation that draws as one whose numbers are those of the plan."""
     if tf.is_symbolic_tensor(numbers):
-        numbers.op._set_attr(KEYED, attr_value_pb2.AttrValue(b=True))
+        mark(numbers.op, KEYED)
     return numbers
 
 

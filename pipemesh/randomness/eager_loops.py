@@ -11,16 +11,16 @@ from typing import Any
 
 import tensorflow as tf
 
-# `tf.while_loop`, `tf.map_fn` and the like end here; the TensorFlow version is pinned to 2.21.
-from tensorflow.python.ops import while_loop
-
+from pipemesh.backend.patches import wrap_loops
 from pipemesh.randomness.scope import Numbers, Scope, scopes
 
 
 def install_eager_loops() -> None:
     """Puts the iterations of eager loops into the scope; without a scope nothing changes."""
-    original = while_loop.while_loop
+    wrap_loops(_counted)
 
+
+def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(cond: Any, body: Any, loop_vars: Any, *args: Any, **kwargs: Any) -> Any:
         if not scopes.stack or not tf.executing_eagerly():
             return original(cond, body, loop_vars, *args, **kwargs)
@@ -33,7 +33,7 @@ def install_eager_loops() -> None:
             scope.turns = scope.turns[:-1]
 
     call.__name__, call.__doc__ = original.__name__, original.__doc__
-    while_loop.while_loop = call
+    return call
 
 
 class _Once:

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from pipemesh.backend.called_functions import called_functions
+from pipemesh.backend.functions import operations_within
+from pipemesh.backend.operation_kinds import DRAWS_WITH_STATE, DRAWS_WITHOUT_STATE
+from pipemesh.backend.operations import is_marked
 from pipemesh.errors import PipelineError
 from pipemesh.randomness.draws import KEYED
-
-_STATEFUL = frozenset(
-    """
-    Multinomial ParameterizedTruncatedNormal RandomGamma RandomPoisson RandomPoissonV2 RandomShuffle
-    RandomStandardNormal RandomUniform RandomUniformInt TruncatedNormal
-    """.split()
-)
-_STATELESS = frozenset(
-    """
-    StatelessMultinomial StatelessParameterizedTruncatedNormal StatelessRandomBinomial
-    StatelessRandomGammaV2 StatelessRandomGammaV3 StatelessRandomNormal StatelessRandomNormalV2
-    StatelessRandomPoisson StatelessRandomUniform StatelessRandomUniformFullInt
-    StatelessRandomUniformFullIntV2 StatelessRandomUniformInt StatelessRandomUniformIntV2
-    StatelessRandomUniformV2 StatelessShuffle StatelessTruncatedNormal StatelessTruncatedNormalV2
-    """.split()
-)
 
 
 def check_no_draw_escaped(graph: Any, stage: str, num_microbatches: int) -> None:
@@ -41,9 +26,9 @@ def check_no_draw_escaped(graph: Any, stage: str, num_microbatches: int) -> None
         PipelineError: a draw has state, so that to compute it again would give other numbers; or
             it would give the same numbers to every microbatch.
     """
-    wanted = _STATEFUL | _STATELESS if num_microbatches > 1 else _STATEFUL
-    for inside, operation in _operations(graph, ()):
-        if operation.type not in wanted or _is_keyed(operation):
+    wanted = DRAWS_WITH_STATE | DRAWS_WITHOUT_STATE if num_microbatches > 1 else DRAWS_WITH_STATE
+    for inside, operation in operations_within(graph):
+        if operation.type not in wanted or is_marked(operation, KEYED):
             continue
         if not inside:
             where, advice = "", "call the function of tf.random instead of tf.raw_ops"
@@ -54,7 +39,7 @@ def check_no_draw_escaped(graph: Any, stage: str, num_microbatches: int) -> None
             )
         trouble = (
             "would be others when the stage is computed again"
-            if operation.type in _STATEFUL
+            if operation.type in DRAWS_WITH_STATE
             else "would be the same for every microbatch"
         )
         raise PipelineError(
@@ -62,20 +47,3 @@ def check_no_draw_escaped(graph: Any, stage: str, num_microbatches: int) -> None
             f"operation{where} of which the pipeline does not know: they {trouble}; {advice}, or "
             "pass the numbers in as an input"
         )
-
-
-def _operations(graph: Any, inside: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    seen: set[int] = set()
-    for operation in graph.get_operations():
-        yield inside, operation
-        for function in called_functions(graph, operation):
-            if id(function) not in seen:
-                seen.add(id(function))
-                yield from _operations(function, (*inside, function.name))
-
-
-def _is_keyed(operation: Any) -> bool:
-    try:
-        return operation.get_attr(KEYED)
-    except ValueError:
-        return False

@@ -6,25 +6,21 @@ ones become stateless. Outside of a scope nothing changes.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
 
-# All of TensorFlow's random functions end in these generated modules. They are not public, but
-# they are the one place that catches every caller; the TensorFlow version is pinned to 2.21.
-from tensorflow.python.framework import random_seed
-from tensorflow.python.ops import gen_random_ops, gen_stateless_random_ops
-from tensorflow.python.ops import gen_stateless_random_ops_v2 as gen_v2
-
+from pipemesh.backend.patches import operation, wrap_operation, wrap_seeds
 from pipemesh.errors import PipelineError
-from pipemesh.randomness.draws import draw
+from pipemesh.randomness.draws import PHILOX, draw
 from pipemesh.randomness.eager_loops import install_eager_loops
 from pipemesh.randomness.retracing import install_retracing
 from pipemesh.randomness.scope import draw_seed, refuse_slicewise, scopes
 
-_PHILOX = 1
+# What TensorFlow calls the algorithm that it chooses itself.
 _AUTO = 3
 
 
@@ -36,8 +32,8 @@ def _stateless(original: Callable[..., Any], grouped_dtypes: bool) -> Callable[.
         if not scopes.stack:
             return original(shape, key, counter, alg, *rest, **kwargs)
         # What "auto" picks may differ between devices; Philox exists on all of them.
-        algorithm = _PHILOX if isinstance(alg, int) and alg == _AUTO else alg
-        is_philox = isinstance(algorithm, int) and algorithm == _PHILOX
+        algorithm = PHILOX if isinstance(alg, int) and alg == _AUTO else alg
+        is_philox = isinstance(algorithm, int) and algorithm == PHILOX
         return draw(
             shape,
             key,
@@ -67,8 +63,8 @@ def _stateful(original: Callable[..., Any], stateless: str) -> Callable[..., Any
         if not scopes.stack:
             return original(shape, *rest, seed=seed, seed2=seed2, name=name)
         seeds = draw_seed() + tf.constant([seed or 0, seed2 or 0], tf.int64)
-        key, counter = gen_v2.stateless_random_get_key_counter(seeds)
-        return getattr(gen_v2, stateless)(shape, key, counter, _PHILOX, *rest, name=name)
+        key, counter = operation("stateless_random_get_key_counter")(seeds)
+        return operation(stateless)(shape, key, counter, PHILOX, *rest, name=name)
 
     return dispatch
 
@@ -117,22 +113,21 @@ _STATEFUL = {
     "random_standard_normal": "stateless_random_normal_v2",
     "truncated_normal": "stateless_truncated_normal_v2",
 }
-_UNCUTTABLE = {
-    gen_random_ops: (
-        "multinomial",
-        "parameterized_truncated_normal",
-        "random_gamma",
-        "random_poisson_v2",
-        "random_shuffle",
-    ),
-    gen_stateless_random_ops: (
-        "stateless_multinomial",
-        "stateless_parameterized_truncated_normal",
-        "stateless_random_binomial",
-        "stateless_random_poisson",
-    ),
-    gen_v2: ("stateless_random_gamma_v3", "stateless_shuffle"),
-}
+_UNCUTTABLE_STATEFUL = (
+    "multinomial",
+    "parameterized_truncated_normal",
+    "random_gamma",
+    "random_poisson_v2",
+    "random_shuffle",
+)
+_UNCUTTABLE_STATELESS = (
+    "stateless_multinomial",
+    "stateless_parameterized_truncated_normal",
+    "stateless_random_binomial",
+    "stateless_random_poisson",
+    "stateless_random_gamma_v3",
+    "stateless_shuffle",
+)
 _install_lock = threading.Lock()
 _installed = False
 
@@ -144,15 +139,14 @@ def install() -> None:
         if _installed:
             return
         for name, grouped in _STATELESS.items():
-            setattr(gen_v2, name, _stateless(getattr(gen_v2, name), grouped))
+            wrap_operation(name, functools.partial(_stateless, grouped_dtypes=grouped))
         for name, stateless in _STATEFUL.items():
-            original = getattr(gen_random_ops, name)
-            setattr(gen_random_ops, name, _stateful(original, stateless))
-        for module, names in _UNCUTTABLE.items():
-            for name in names:
-                wrapped = _uncuttable(getattr(module, name), module is gen_random_ops)
-                setattr(module, name, wrapped)
-        random_seed.get_seed = _seeds_without_counting(random_seed.get_seed)
+            wrap_operation(name, functools.partial(_stateful, stateless=stateless))
+        for name in _UNCUTTABLE_STATEFUL:
+            wrap_operation(name, functools.partial(_uncuttable, stateful=True))
+        for name in _UNCUTTABLE_STATELESS:
+            wrap_operation(name, functools.partial(_uncuttable, stateful=False))
+        wrap_seeds(_seeds_without_counting)
         install_retracing()
         install_eager_loops()
         _installed = True

@@ -8,9 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.randomness.draws import advance_counter, keyed
+from pipemesh.randomness.draws import PHILOX, advance_counter, keyed
 
-_PHILOX = 1
 # One of the generated operations `StatelessRandom...V2`, called with keywords.
 RawDraw = Callable[..., Any]
 
@@ -48,7 +47,7 @@ def draw_block(
                 shape=tf.constant(shape, tf.int32, shape=[len(shape)]),
                 key=key,
                 counter=first,
-                alg=_PHILOX,
+                alg=PHILOX,
                 dtype=dtype,
             )
         )

@@ -13,13 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-# Where TensorFlow looks for a trace, and what it compares; the version is pinned to 2.21.
-from tensorflow.python.eager.polymorphic_function import (
-    function_context,
-    polymorphic_function,
-    tracing_compilation,
-)
-
+from pipemesh.backend.patches import extend_trace_keys, wrap_functions, wrap_trace_lookup
 from pipemesh.randomness.scope import Numbers, Scope, scopes
 
 _NUMBERS_AFTER = "_pipemesh_numbers_after"
@@ -46,13 +40,9 @@ class _Call:
 
 def install_retracing() -> None:
     """Puts the scopes into the keys of traces; without a scope nothing changes."""
-    function = polymorphic_function.Function
-    function.__call__ = _in_scope(function.__call__, _call)
-    function.get_concrete_function = _in_scope(function.get_concrete_function, _new_trace)
-    find = tracing_compilation._maybe_define_function
-    tracing_compilation._maybe_define_function = _counted(find)
-    context = function_context.make_function_context
-    function_context.make_function_context = _keyed(context)
+    wrap_functions(lambda call: _in_scope(call, _call), lambda trace: _in_scope(trace, _new_trace))
+    wrap_trace_lookup(_counted)
+    extend_trace_keys(lambda: (scopes.calls[-1].key,) if scopes.calls else ())
 
 
 def _in_scope(original: Callable[..., Any], make: Callable[[Any], _Call]) -> Callable[..., Any]:
@@ -91,39 +81,23 @@ def _call(function: Any) -> _Call:
     return dataclasses.replace(new, key=(*names, *state), is_found_again=True)
 
 
-def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps what finds or makes a trace: each begins with the numbers from before the call.
+def _counted(find: Callable[[], Any], is_of: Callable[[Any], bool]) -> Any:
+    """Finds or makes a trace: each begins with the numbers from before the call.
 
     A trace that is found has drawn as often as when it was made.
+
+    Args:
+        find: finds or makes it.
+        is_of: whether it is one of a function.
     """
-
-    def find(args: Any, kwargs: Any, options: Any) -> Any:
-        call = scopes.calls[-1] if scopes.calls else None
-        if (
-            call is None
-            or call.scope is None
-            or options.function_cache is not call.function._function_cache
-        ):
-            return original(args, kwargs, options)
-        call.scope.numbers = call.before.copied()
-        trace = original(args, kwargs, options)
-        after = getattr(trace, _NUMBERS_AFTER, None)
-        if after is None:
-            setattr(trace, _NUMBERS_AFTER, call.scope.numbers.copied())
-        else:
-            call.scope.numbers = after.copied()
-        return trace
-
-    return find
-
-
-def _keyed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps what TensorFlow compares to find a trace."""
-
-    def make(scope_type: Any = None) -> Any:
-        found = original(scope_type)
-        if not scopes.calls:
-            return found
-        return found._replace(context=(found.context, scopes.calls[-1].key))
-
-    return make
+    call = scopes.calls[-1] if scopes.calls else None
+    if call is None or call.scope is None or not is_of(call.function):
+        return find()
+    call.scope.numbers = call.before.copied()
+    trace = find()
+    after = getattr(trace, _NUMBERS_AFTER, None)
+    if after is None:
+        setattr(trace, _NUMBERS_AFTER, call.scope.numbers.copied())
+    else:
+        call.scope.numbers = after.copied()
+    return trace

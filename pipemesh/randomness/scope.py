@@ -11,13 +11,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-# What TensorFlow traces the functions of a `tf.while_loop` into; the version is pinned to 2.21.
-from tensorflow.python.ops.control_flow_v2_func_graphs import (
-    WhileBodyFuncGraph,
-    WhileCondFuncGraph,
-)
-
+from pipemesh.backend.functions import surrounding_graphs
 from pipemesh.backend.labels import label_scope
+from pipemesh.backend.tracing import is_in_old_loop, loop_counter
 from pipemesh.errors import LayoutError, PipelineError
 
 
@@ -319,15 +315,12 @@ def loop_counters() -> list[tf.Tensor]:
     if tf.executing_eagerly():
         return turns
     counters: list[tf.Tensor] = []
-    graph: Any = tf.compat.v1.get_default_graph()
-    while graph is not None and graph is not scope.graph:
-        if isinstance(graph, (WhileBodyFuncGraph, WhileCondFuncGraph)):
-            # TensorFlow counts the iterations in the first argument of both functions.
-            counter = graph.get_operations()[0].outputs[0]
+    for graph in surrounding_graphs(tf.compat.v1.get_default_graph()):
+        if graph is scope.graph:
+            break
+        if (counter := loop_counter(graph)) is not None:
             counters.insert(0, tf.cast(counter, tf.int64))
-        graph = getattr(graph, "outer_graph", None)
-    context = tf.compat.v1.get_default_graph()._get_control_flow_context()
-    if context is not None and context.IsWhileContext():
+    if is_in_old_loop():
         raise PipelineError(
             f"layer {scope.layer!r} draws random numbers in a tf.while_loop of TF1's old kind, of "
             "which all iterations would draw the same; call "

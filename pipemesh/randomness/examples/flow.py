@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from pipemesh.backend.called_functions import called_functions
+from pipemesh.backend.functions import called_functions
+from pipemesh.backend.operation_kinds import BRANCHES, CALLS, LOOPS
 from pipemesh.randomness.examples.labels import (
     SEVERAL,
     Label,
@@ -26,9 +27,7 @@ from pipemesh.randomness.examples.labels import (
 )
 from pipemesh.randomness.examples.rules import apply_rule
 
-_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
-_BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
-_LOOPS = ("While", "StatelessWhile")
+_KNOWN = CALLS | BRANCHES | LOOPS
 # How often a loop's body is followed until its state has a label that stays.
 _TURNS = 5
 
@@ -77,7 +76,7 @@ class _Nodes:
         return self._of[id(graph)]
 
     def _node(self, graph: Any, operation: Any) -> _Node:
-        known = operation.type in (*_CALLS, *_BRANCHES, *_LOOPS)
+        known = operation.type in _KNOWN
         functions = list(called_functions(graph, operation)) if known else []
         graphs: set[int] = set()
         for function in functions:
@@ -199,9 +198,9 @@ class _Follow:
         name, kind = node.operation.name, node.operation.type
         bases = [None] * len(node.functions) if base is None else base.inner[name]
         flows = flow.inner[name] = [_Flow() for _ in node.functions]
-        if kind in _LOOPS:
+        if kind in LOOPS:
             return self._loop(node.functions, given, flows, bases)
-        arguments = given[1:] if kind in _BRANCHES else given
+        arguments = given[1:] if kind in BRANCHES else given
         each = [
             self.run(function, arguments, own, old)
             for function, own, old in zip(node.functions, flows, bases, strict=True)

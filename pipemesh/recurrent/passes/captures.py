@@ -8,15 +8,13 @@ from typing import Any
 
 import tensorflow as tf
 
-# Shape and dtype of what a handle stands for are not public; the TensorFlow version is pinned.
-from tensorflow.python.ops import handle_data_util
-
+from pipemesh.backend.handle_data import dtype_behind
+from pipemesh.backend.operation_kinds import VARIABLES, WITHOUT_GRADIENT
 from pipemesh.backend.structure import is_differentiable
 from pipemesh.errors import PipelineError
 from pipemesh.recurrent.passes.graph_cut import tensor_name
 
 _READS = frozenset(("ReadVariableOp", "ResourceGather", "VariableShape"))
-_VARIABLES = frozenset(("VarHandleOp", "VariableV2", "Variable"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,11 +59,8 @@ def captured_weights(graph: Any) -> list[Captured]:
 
 
 def _variable(graph: Any, outer: tf.Tensor, inner: tf.Tensor) -> Captured | None:
-    data = handle_data_util.get_resource_handle_data(inner)
-    if data is None or not data.is_set or not data.shape_and_type:
-        return None
-    dtype = tf.as_dtype(data.shape_and_type[0].dtype)
-    if not (dtype.is_floating or dtype.is_complex):
+    dtype = dtype_behind(inner)
+    if dtype is None or not (dtype.is_floating or dtype.is_complex):
         return None
     reads = [
         op.outputs[0].name
@@ -167,11 +162,11 @@ def check_fresh(what: str, graph: Any) -> None:
 
 def is_constant(tensor: Any) -> bool:
     """Whether a tensor was computed from constants alone, so that nothing has its gradient."""
-    return all(op.type in ("Const", "StopGradient") for op in _leaves(tensor))
+    return all(op.type in WITHOUT_GRADIENT for op in _leaves(tensor))
 
 
 def _depends_on_weights_alone(tensor: Any) -> bool:
-    return all(op.type in _VARIABLES or op.type == "Const" for op in _leaves(tensor))
+    return all(op.type in VARIABLES or op.type == "Const" for op in _leaves(tensor))
 
 
 @dataclasses.dataclass(frozen=True)

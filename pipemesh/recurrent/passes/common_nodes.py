@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Container, Hashable, Mapping, Sequence
 from typing import Any
 
-from pipemesh.backend.purity import Bodies, is_stateful
+from pipemesh.backend.functions import Bodies
+from pipemesh.backend.purity import has_effect, is_stateful
 
 # They hand on what they are given; nothing asks for a gradient any more.
 _HAND_ON = frozenset(("Identity", "StopGradient", "PreventGradient"))
@@ -56,7 +57,7 @@ def use_first(
             source = sources[0].partition(":")[0]
             if known[source].device == node.device and layer_of.get(source) == layer:
                 handed_on[name] = sources[0]
-        elif node.op != "Placeholder" and not is_stateful(node.op) and not bodies.has_effect(node):
+        elif node.op != "Placeholder" and not is_stateful(node.op) and not has_effect(node, bodies):
             key = (
                 *(node.op, node.device, tuple(sources), layer if sources else None),
                 *sorted((k, v.SerializeToString(deterministic=True)) for k, v in node.attr.items()),

@@ -7,10 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.backend.purity import Bodies, check_pure
+from pipemesh.backend.functions import Bodies
+from pipemesh.backend.operation_kinds import CHECK_AND_HAND_ON
+from pipemesh.backend.purity import check_pure, has_effect
 from pipemesh.recurrent.passes.common_nodes import use_first
-
-_CHECK_AND_HAND_ON = frozenset(("CheckNumerics", "CheckNumericsV2"))
 
 
 class GraphCut:
@@ -98,7 +98,7 @@ class GraphCut:
         """
         bodies = Bodies(self._graph_def)
         nodes = list(self._graph_def.node)[:before]
-        return [node.name for node in nodes if bodies.has_effect(node)]
+        return [node.name for node in nodes if has_effect(node, bodies)]
 
     def descendants(self, tensors: Iterable[str]) -> set[str]:
         """Names of all nodes that depend on any of `tensors`."""
@@ -171,7 +171,7 @@ class GraphCut:
         nodes = [node for node in self._graph_def.node if node.name in keep]
         part.node.extend(nodes)
         for node in part.node:
-            if node.op in _CHECK_AND_HAND_ON and node.name in checked:
+            if node.op in CHECK_AND_HAND_ON and node.name in checked:
                 node.op = "Identity"
                 node.attr.pop("message", None)
         used = {tensor_name(s) for node in nodes for s in node.input} & given.keys()

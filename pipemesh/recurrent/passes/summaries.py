@@ -8,9 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-_TYPES = frozenset(
-    ("AudioSummaryV2", "HistogramSummary", "ImageSummary", "ScalarSummary", "TensorSummaryV2")
-)
+from pipemesh.backend.operation_kinds import SUMMARIES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Summaries:
         graph: Any = tf.compat.v1.get_default_graph()
         if graph.outer_graph.building_function:
             return None
-        made = [op.outputs[0] for op in graph.get_operations()[begin:] if op.type in _TYPES]
+        made = [op.outputs[0] for op in graph.get_operations()[begin:] if op.type in SUMMARIES]
         if not made:
             return None
         if earlier is None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from pipemesh.backend.operations import pin_present
+from pipemesh.backend.operations import pin_present, wait_for
 from pipemesh.recurrent.passes.passes import Grads
 from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
 from pipemesh.recurrent.stage import Stage
@@ -104,7 +104,7 @@ class Checks:
             before = [check]
             for guard in self._both:
                 if guard.graph is graph:
-                    guard._add_control_input(check)
+                    wait_for(guard, check)
         with tf.control_dependencies(before):
             self._backward = [tf.no_op()] if before else []
 
@@ -128,7 +128,7 @@ class Checks:
                 is_finite = tf.reduce_all(tf.stack([f.note < 0 for f in found]))
             check = raise_unless(is_finite, found, "a gradient", first.stage.device)
             (guard,) = self._backward
-            guard._add_control_input(check)
+            wait_for(guard, check)
         return self.after_backward(grads, first.stage.device)
 
     def _findings(self, direction: str, number: int, notes: Notes) -> list[Finding]:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
+from pipemesh.backend.functions import keep_alive
 from pipemesh.backend.operations import pin, pin_present
 from pipemesh.recurrent.passes.passes import Grads, Passes, Tensors
 from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
@@ -100,9 +101,7 @@ class Machine:
         }
         self._thetas = [_on_every_device(stage.theta, stage.devices) for stage in self._stages]
         self._passes: dict[tuple[int, str], Passes] = {}
-        if tf.compat.v1.executing_eagerly_outside_functions():
-            # A function of TF2 goes with its last reference; a TF1 graph has copies of its own.
-            tf.compat.v1.get_default_graph().add_to_collection("pipemesh_functions", self)
+        keep_alive(self)
 
     def _trace(
         self,

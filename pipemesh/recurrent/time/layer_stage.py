@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from pipemesh.backend.functions import keep_alive
 from pipemesh.backend.structure import Structure
 from pipemesh.errors import PipelineError
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.time.cell import Arguments, Cell, TracedCell, groups
 from pipemesh.recurrent.time.cell_out import CellOut
 from pipemesh.recurrent.time.loop_gradient import run_loop
-from pipemesh.recurrent.time.time_loop import Captures, Span, TimeLoop, extras_shapes, keep_alive
+from pipemesh.recurrent.time.time_loop import Captures, Span, TimeLoop, extras_shapes
 
 
 class LayerArguments(NamedTuple):

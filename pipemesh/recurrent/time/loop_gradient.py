@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from pipemesh.backend.gradient import without_colocation
 from pipemesh.backend.structure import is_differentiable
 from pipemesh.recurrent.time.cell import Arguments, groups
 from pipemesh.recurrent.time.time_loop import Captures, ResultGradients, Span, TimeLoop
@@ -58,9 +59,7 @@ def run_loop(loop: TimeLoop, given: Arguments, captures: Captures, span: Span) -
         sizes[:] = [len(part) for part in results]
 
         def grad(*d_results: tf.Tensor) -> list[Any]:
-            graph = tf.compat.v1.get_default_graph()
-            # Autodiff may ask for all operations to lie with the one that is differentiated.
-            with graph.colocate_with(None, ignore_existing=True), tf.device(device):
+            with without_colocation(), tf.device(device):
                 given_grads = Results(*groups(d_results, results))
                 differentiable = Results(*map(_differentiable, given_grads, results))
                 grads = loop.backward(

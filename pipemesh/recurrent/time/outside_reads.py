@@ -13,6 +13,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from pipemesh.backend.tracing import drop_unused_captures, reads_replaced
+
 
 class OutsideReads:
     """Reads variables for a function that is traced inside of the place where this is made."""
@@ -29,33 +31,15 @@ class OutsideReads:
 
         In the graph itself: a branch or a loop inside of it has a graph of its own.
         """
-        # The method through which all operations are added has no public name.
-        graph: Any = tf.compat.v1.get_default_graph()
-        create = graph._create_op_internal
-
-        def create_or_capture(kind: str, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if kind == "ReadVariableOp":
-                # Handles of eager variables have been captured by now, those of graphs have not.
-                outer = next((o for o, inner in graph.captures if inner is inputs[0]), inputs[0])
-                if getattr(outer, "graph", None) is not graph:
-                    # A placeholder, which is the operation that has the value as its output.
-                    value = self._value(outer, kwargs["attrs"]["dtype"].type)
-                    return graph.capture(value).op
-            return create(kind, inputs, *args, **kwargs)
-
-        graph._create_op_internal = create_or_capture
-        try:
+        graph = tf.compat.v1.get_default_graph()
+        with reads_replaced(self._value):
             yield
-        finally:
-            del graph._create_op_internal
-        for outer, inner in list(graph.captures):
-            if id(outer) in self._values and not inner.consumers():
-                graph._function_captures.pop(id(outer))
+        drop_unused_captures(graph, self._values)
 
-    def _value(self, handle: Any, dtype: int) -> tf.Tensor:
+    def _value(self, handle: Any, dtype: tf.DType) -> tf.Tensor:
         if id(handle) not in self._values:
             with tf.init_scope() if self._place is None else self._place.as_default():
-                value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.as_dtype(dtype))
+                value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
             self._values[id(handle)] = handle, value
         return self._values[id(handle)][1]
 

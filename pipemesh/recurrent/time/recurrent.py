@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from pipemesh.backend.functions import keep_alive
 from pipemesh.backend.structure import Structure
 from pipemesh.errors import PipelineError
 from pipemesh.recurrent.time.cell import Arguments, Cell, TracedCell
@@ -16,7 +17,6 @@ from pipemesh.recurrent.time.time_loop import (
     Span,
     TimeLoop,
     extras_shapes,
-    keep_alive,
     padding_bounds,
     sequence_length,
 )

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from pipemesh.backend.functions import keep_alive
 from pipemesh.backend.structure import is_differentiable
 from pipemesh.recurrent.precision import sum_dtype
 from pipemesh.recurrent.time.cell import Arguments, StepGradient, StepGradients, TracedCell, groups
@@ -303,19 +304,6 @@ def sequence_length(inputs: Sequence[tf.Tensor]) -> tf.Tensor:
     """The size of dim 0 as int32 scalar; a constant if it is known while the graph is built."""
     known = [x.shape[0] for x in inputs if x.shape[0] is not None]
     return tf.constant(known[0]) if known else tf.shape(inputs[0])[0]
-
-
-def keep_alive(thing: Any) -> None:
-    """Holds an object with the graph that is built, and so the functions that it calls.
-
-    A function of TF2 goes with its last Python reference; a TF1 graph has copies of its own.
-    """
-    if tf.executing_eagerly() or not tf.compat.v1.executing_eagerly_outside_functions():
-        return
-    graph: Any = tf.compat.v1.get_default_graph()
-    while graph is not None:
-        graph.add_to_collection("pipemesh_functions", thing)
-        graph = getattr(graph, "outer_graph", None)
 
 
 def _write(rows: list[Rows], handles: Any, values: Any, t: tf.Tensor) -> list[tf.Tensor]:

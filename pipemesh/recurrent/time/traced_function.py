@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from pipemesh.backend.operation_kinds import REF_VARIABLES
 from pipemesh.backend.purity import check_pure
 from pipemesh.errors import PipelineError
 from pipemesh.recurrent.passes.captures import name_of
@@ -119,4 +120,4 @@ class TracedFunction:
 
 
 def _is_ref_variable(tensor: Any) -> bool:
-    return getattr(getattr(tensor, "op", None), "type", None) in ("Variable", "VariableV2")
+    return getattr(getattr(tensor, "op", None), "type", None) in REF_VARIABLES

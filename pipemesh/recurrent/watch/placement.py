@@ -11,9 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-# What collects graphs of TF2 functions is not public; TensorFlow's version is pinned.
-from tensorflow.python.eager import context
-
+from pipemesh.backend.executed_graphs import collected_graphs
 from pipemesh.errors import DeviceError
 
 _ACTION = re.compile(r"(?:^|/)action_(\d+)[FBIW]\d*(?:/|$)")
@@ -107,17 +105,8 @@ def record_placement() -> Iterator[Any]:
     Yields:
         A `RunMetadata`, which is filled when the context ends.
     """
-    metadata = tf.compat.v1.RunMetadata()
-    eager = context.context()
-    eager.ensure_initialized()
-    eager.enable_graph_collection()
-    # What was collected before is none of ours.
-    eager.export_run_metadata()
-    try:
+    with collected_graphs() as metadata:
         yield metadata
-        metadata.MergeFrom(eager.export_run_metadata())
-    finally:
-        eager.disable_graph_collection()
 
 
 def _names(home: str | Sequence[str]) -> Sequence[str]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
 
-# TensorFlow's registry of kernels is not public; its version is pinned.
-from tensorflow.python.framework import kernels
-
+from pipemesh.backend.executed_graphs import registered_kernels
 from pipemesh.errors import DeviceError
 
 # These stand for tensors that are given; they are never executed.
@@ -50,7 +47,9 @@ def _check_node(node: Any, stage: str, device: str, wanted: tf.DeviceSpec) -> No
     device_type = str(wanted.device_type)
     if node.op in _GIVEN or _has_kernel(node, device_type):
         return
-    types = sorted({kernel.device_type for kernel in _kernels(node.op)} & {"CPU", "GPU", "TPU"})
+    types = sorted(
+        {kernel.device_type for kernel in registered_kernels(node.op)} & {"CPU", "GPU", "TPU"}
+    )
     elsewhere = f"it would run on {types[0]}" if types else "no device can run it"
     raise DeviceError(
         f"strict_devices: {what} has no kernel for {device_type} with these types, so "
@@ -71,7 +70,7 @@ def _has_kernel(node: Any, device_type: str) -> bool:
     return any(
         kernel.device_type in (device_type, "DEFAULT")
         and all(_allows(constraint, node) for constraint in kernel.constraint)
-        for kernel in _kernels(node.op)
+        for kernel in registered_kernels(node.op)
     )
 
 
@@ -82,8 +81,3 @@ def _allows(constraint: Any, node: Any) -> bool:
     value = node.attr[constraint.name]
     types = value.list.type or [value.type]
     return set(types) <= set(constraint.allowed_values.list.type)
-
-
-@functools.cache
-def _kernels(op: str) -> Sequence[Any]:
-    return list(kernels.get_registered_kernels_for_op(op).kernel)

@@ -1,0 +1,91 @@
+"""Gives tensors a gradient of one's own, without moving them to another device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2
+from tensorflow.python.framework import ops
+from tensorflow.python.ops import array_ops, gen_functional_ops
+
+from pipemesh.backend.gradient import without_colocation
+from pipemesh.backend.tapes import record_call, unrecorded
+
+Grads = Sequence[Any]
+_numbers = itertools.count()
+
+
+@tf.function(autograph=False)
+def _pass_on(*tensors: tf.Tensor) -> list[tf.Tensor]:
+    return [tf.identity(tensor) for tensor in tensors]
+
+
+def attach_gradient(
+    outputs: Sequence[tf.Tensor],
+    inputs: Sequence[tf.Tensor],
+    backward: Callable[[Grads], Grads],
+    across_devices: bool,
+) -> list[tf.Tensor]:
+    """Returns `outputs`, through which gradients flow to `inputs` only as `backward` says.
+
+    `tf.custom_gradient` passes all that it differentiates through one `IdentityN`, which would
+    copy the tensors of all devices to one. A call of a function does not: it is inlined before
+    operations are placed, and each tensor stays where it is.
+
+    Args:
+        outputs: floating tensors.
+        inputs: floating tensors.
+        backward: takes one gradient for each output; returns one or None for each input. It is
+            called outside of any colocation and has to enter device scopes itself.
+        across_devices: whether the tensors lie on different devices.
+    """
+    number = len(outputs)
+    tensors = [*outputs, *inputs]
+
+    def input_grads(*grads: Any) -> list[Any]:
+        with without_colocation():
+            # Gradients of lookups are sparse; communication is dense.
+            return list(backward([tf.convert_to_tensor(grad) for grad in grads[:number]]))
+
+    if tf.executing_eagerly():
+        with unrecorded():
+            results = [_identity_in_place(tensor) for tensor in outputs]
+        record_call(results, inputs, input_grads)
+        return results
+
+    def all_grads(*grads: Any) -> list[Any]:
+        return [None] * number + input_grads(*grads)
+
+    name = f"PipemeshGradient{next(_numbers)}"
+    ops.RegisterGradient(name)(lambda _, *grads: all_grads(*grads))
+    graph = tf.compat.v1.get_default_graph()
+    kind = "PartitionedCall" if across_devices else "IdentityN"
+    with graph.gradient_override_map({kind: name}), unrecorded():
+        if across_devices:
+            results = _call_pass_on(graph, tensors)
+        else:
+            results = array_ops.identity_n(tensors)
+    record_call(results, tensors, all_grads)
+    return results[:number]
+
+
+def _identity_in_place(tensor: tf.Tensor) -> tf.Tensor:
+    with tf.device(tensor.device):
+        return tf.identity(tensor)
+
+
+def _call_pass_on(graph: Any, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    specs = [tf.TensorSpec(None, tensor.dtype) for tensor in tensors]
+    function = _pass_on.get_concrete_function(*specs)
+    function.add_to_graph(graph)
+    results = gen_functional_ops.partitioned_call(
+        tensors,
+        [tensor.dtype for tensor in tensors],
+        attr_value_pb2.NameAttrList(name=function.name),
+    )
+    for result, tensor in zip(results, tensors, strict=True):
+        result.set_shape(tensor.shape)
+    return list(results)

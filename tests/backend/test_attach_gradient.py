@@ -1,0 +1,78 @@
+"""Gradients of one's own, with and without tensors that stay on their devices."""
+
+import pytest
+import tensorflow as tf
+
+from pipemesh.backend.attach_gradient import attach_gradient
+from pipemesh.backend.gradient import Sources, with_gradient
+
+
+@pytest.mark.parametrize("across_devices", [False, True])
+@pytest.mark.parametrize("mode", ["eager", "tape", "tf.gradients"])
+def test_gradients_flow_only_as_backward_says(mode, across_devices):
+    def run(a, b):
+        outputs = [tf.stop_gradient(a + b), tf.stop_gradient(a * b)]
+
+        def backward(grads):
+            return [2 * grads[0] + 3 * grads[1], None]
+
+        if mode == "tf.gradients":
+            attached = attach_gradient(outputs, [a, b], backward, across_devices)
+            (grad,) = tf.gradients(attached[0] + 5 * attached[1], [a])
+            return [*attached, grad], None
+        with tf.GradientTape() as tape:
+            tape.watch([a, b])
+            attached = attach_gradient(outputs, [a, b], backward, across_devices)
+            loss = attached[0] + 5 * attached[1]
+        found, none = tape.gradient(loss, [a, b])
+        return [*attached, found], none
+
+    run = run if mode == "eager" else tf.function(run, autograph=False)
+    values, none = run(tf.constant(3.0), tf.constant(4.0))
+    assert [value.numpy() for value in values] == [7, 12, 17] and none is None
+
+
+def test_in_a_graph_each_tensor_stays_on_its_device():
+    devices = [d.name for d in tf.config.list_logical_devices("CPU")][:2]
+
+    @tf.function(autograph=False)
+    def run(x):
+        parts = []
+        for device in devices:
+            with tf.device(device):
+                parts.append(tf.stop_gradient(tf.sin(x)))
+        attached = attach_gradient(parts, [x], lambda grads: [tf.add_n(grads)], True)
+        (grad,) = tf.gradients(attached, [x])
+        return grad
+
+    graph = run.get_concrete_function(tf.TensorSpec([])).graph
+    (call,) = [op for op in graph.get_operations() if op.type == "PartitionedCall"]
+    assert len(call.outputs) == len(devices) + 1
+    assert "IdentityN" not in {op.type for op in graph.get_operations()}
+    assert run(tf.constant(0.0)).numpy() == len(devices)
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_all_gradients_are_computed_at_once_and_each_group_picks_up_its_own(in_graph):
+    calls = []
+
+    def run(a, b, whole):
+        with tf.GradientTape() as tape:
+            tape.watch([a, b])
+
+            def backward(grads):
+                calls.append(grads)
+                return [[2 * grads[0]], [3 * grads[0], None]]
+
+            def checked(grads):
+                return [None if grad is None else grad + 1 for grad in grads]
+
+            sources = [Sources([a], "CPU:0"), Sources([b, whole], "CPU:0", checked)]
+            output, number = with_gradient([a * b, whole], "CPU:0", sources, backward)
+            assert number is whole
+        return tape.gradient(output, [a, b])
+
+    run = tf.function(run, autograph=False) if in_graph else run
+    found = run(tf.constant(3.0), tf.constant(4.0), tf.constant(1))
+    assert [value.numpy() for value in found] == [2, 4]
+    assert len(calls) == 1 and calls[0][1] is None
