@@ -5,6 +5,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Processes that run tests; auto is one a core.
+PROCESSES ?= auto
 TRAIN_FLAGS ?= --model=OneBillionWordTiny --mesh_shape=layers:2 --num_microbatches=8 --steps=300
 LOGDIR ?= runs/OneBillionWordTiny
 
@@ -13,8 +15,10 @@ LOGDIR ?= runs/OneBillionWordTiny
 train: $(STAMP)
 	$(BIN)/python -m models.one_billion_word.train $(TRAIN_FLAGS) --logdir=$(LOGDIR)
 
+# A file stays in one process, which makes what its tests share once.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not serial" --numprocesses=$(PROCESSES) --dist=loadfile
+	$(BIN)/python -m pytest -m serial
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
