@@ -1,4 +1,4 @@
-# Two commands do everything, each by itself: `make train` and `make test`.
+# Two commands do everything, each by itself: `make train` and `make test`. To work on it: `make check`.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,15 +10,25 @@ PROCESSES ?= auto
 TRAIN_FLAGS ?= --model=OneBillionWordTiny --mesh_shape=layers:2 --num_microbatches=8 --steps=300
 LOGDIR ?= runs/OneBillionWordTiny
 
-.PHONY: train test lint clean
+.PHONY: train check test test-all lint clean
 
 train: $(STAMP)
 	$(BIN)/python -m models.one_billion_word.train $(TRAIN_FLAGS) --logdir=$(LOGDIR)
 
 # A file stays in one process, which makes what its tests share once.
+PYTEST := $(BIN)/python -m pytest
+TOGETHER := -m "not serial" --numprocesses=$(PROCESSES) --dist=loadfile
+
+check: lint
+	$(PYTEST) $(TOGETHER) --cases=few
+
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not serial" --numprocesses=$(PROCESSES) --dist=loadfile
-	$(BIN)/python -m pytest -m serial
+	$(PYTEST) $(TOGETHER)
+	$(PYTEST) -m serial
+
+test-all: $(STAMP)
+	$(PYTEST) $(TOGETHER) --cases=all
+	$(PYTEST) -m serial --cases=all
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
