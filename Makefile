@@ -10,7 +10,7 @@ PROCESSES ?= auto
 TRAIN_FLAGS ?= --model=OneBillionWordTiny --mesh_shape=layers:2 --num_microbatches=8 --steps=300
 LOGDIR ?= runs/OneBillionWordTiny
 
-.PHONY: train check test test-all lint clean
+.PHONY: train check test test-all lint wheel clean
 
 train: $(STAMP)
 	$(BIN)/python -m models.one_billion_word.train $(TRAIN_FLAGS) --logdir=$(LOGDIR)
@@ -35,6 +35,9 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/pyright
+
+wheel:
+	PYTHON=$(PYTHON) .ci/wheel
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13) and "pipemesh needs Python 3.10 to 3.13; choose one with: make PYTHON=python3.11")'
