@@ -1,26 +1,43 @@
-# Two commands do everything, each by itself: `make train` and `make test`.
+# Two commands do everything, each by itself: `make train` and `make test`. To work on it: `make check`.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Processes that run tests; auto is one a core.
+PROCESSES ?= auto
 TRAIN_FLAGS ?= --model=OneBillionWordTiny --mesh_shape=layers:2 --num_microbatches=8 --steps=300
 LOGDIR ?= runs/OneBillionWordTiny
 
-.PHONY: train test lint clean
+.PHONY: train check test test-all lint wheel clean
 
 train: $(STAMP)
 	$(BIN)/python -m models.one_billion_word.train $(TRAIN_FLAGS) --logdir=$(LOGDIR)
 
+# A file stays in one process, which makes what its tests share once.
+PYTEST := $(BIN)/python -m pytest
+TOGETHER := -m "not serial" --numprocesses=$(PROCESSES) --dist=loadfile
+
+check: lint
+	$(PYTEST) $(TOGETHER) --cases=few
+
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(PYTEST) $(TOGETHER)
+	$(PYTEST) -m serial
+
+test-all: $(STAMP)
+	$(PYTEST) $(TOGETHER) --cases=all
+	$(PYTEST) -m serial --cases=all
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/pyright
+
+wheel:
+	PYTHON=$(PYTHON) .ci/wheel
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13) and "pipemesh needs Python 3.10 to 3.13; choose one with: make PYTHON=python3.11")'

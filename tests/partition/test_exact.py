@@ -215,7 +215,7 @@ def test_the_algorithms_for_large_problems_agree_with_the_dense_one(seed, reques
     assert squares[0] == pytest.approx(squares[1], rel=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @settings(max_examples=8000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_combination_of_options_many_times(data):
@@ -224,7 +224,7 @@ def test_any_combination_of_options_many_times(data):
     check(layers, stages, data.draw(choices(layers, stages)))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @settings(max_examples=8000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_combination_of_options_in_large_problems_many_times(large, data):
@@ -233,7 +233,7 @@ def test_any_combination_of_options_in_large_problems_many_times(large, data):
     check(layers, stages, data.draw(choices(layers, stages)), rounded=True)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @settings(max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_combination_of_options_with_virtual_stages_many_times(data):

@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import sys, time
 begin = time.perf_counter()
@@ -16,6 +18,7 @@ print(json.dumps([seconds, heavy, plan.num_stages]))
 """
 
 
+@pytest.mark.serial
 def test_import_and_one_call_take_under_0_3_seconds_without_tensorflow_and_lingvo():
     best = 1e9
     for _ in range(5):

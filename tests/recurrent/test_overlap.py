@@ -11,6 +11,7 @@ import tensorflow as tf
 from pipemesh.recurrent import Options, Stage, pipeline
 from pipemesh.schedule import gpipe
 
+pytestmark = pytest.mark.serial
 WAIT = 0.02
 
 

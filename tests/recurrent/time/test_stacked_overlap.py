@@ -4,6 +4,9 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
+pytestmark = pytest.mark.serial
 # A pipeline that waits for itself would wait for ever, so it runs in a process of its own.
 PROGRAM = textwrap.dedent(
     """

@@ -11,6 +11,7 @@ from pipemesh.recurrent import ActionClock, Options, Stage, pipeline, pipeline_l
 from pipemesh.schedule import gpipe, one_f_one_b, simulate, zb_h1
 from pipemesh.schedule.render import to_html, to_trace
 
+pytestmark = pytest.mark.serial
 WAIT = 0.03
 
 
