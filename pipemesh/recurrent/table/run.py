@@ -262,8 +262,8 @@ def _held(tensor: tf.Tensor, compute_dtype: tf.DType | None) -> tf.Tensor:
     held = tf.stop_gradient(cast_floating(tensor, compute_dtype))
     if tf.compat.v1.executing_eagerly_outside_functions() or not is_constant(tensor):
         return held
-    # The optimizer of a TF1 session computes beforehand what becomes of a constant, and leaves nodes
-    # without some of their inputs where microbatches are joined. It takes this for no constant.
+    # The optimizer of a TF1 session computes beforehand what becomes of a constant, and leaves
+    # nodes without some of their inputs where microbatches are joined. This is no constant to it.
     return tf.compat.v1.placeholder_with_default(held, held.shape)
 
 
