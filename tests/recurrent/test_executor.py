@@ -342,3 +342,23 @@ def test_a_device_may_own_several_stages():
     loss, grads = run(tf.ones([8]))
     assert float(loss) == 8 * 24
     assert [float(g) for g in grads] == [8 * 24 / (i + 1) for i in range(4)]
+
+
+@pytest.mark.parametrize("use_resource", [True, False], ids=["resource", "ref"])
+@pytest.mark.parametrize("num_microbatches", [1, 4, 8])
+@pytest.mark.parametrize("homes", [["CPU:0"], ["CPU:0", "CPU:1"]], ids=["one", "two"])
+def test_constant_ids_that_are_passed_through_come_back_in_a_session(
+    use_resource, num_microbatches, homes
+):
+    ids = np.arange(16, dtype=np.int32)
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        with tf.compat.v1.variable_scope("", use_resource=use_resource):
+            table = tf.compat.v1.get_variable("table", initializer=tf.ones([16, 4]))
+
+        def look_up(theta, carry, inputs, microbatch, step):
+            return [tf.gather(theta[0], inputs[0]), inputs[0]], []
+
+        stage = Stage("s", look_up, [tf.convert_to_tensor(table)], [], homes)
+        outputs, _ = pipeline([stage], [tf.constant(ids)], gpipe(1, num_microbatches))
+        session.run(table.initializer)
+        np.testing.assert_array_equal(session.run(outputs)[1], ids)

@@ -136,6 +136,41 @@ def test_weights_go_out_once_and_their_gradients_come_back_once_a_step():
         ]
 
 
+@pytest.mark.parametrize("rolled", [False, True])
+@pytest.mark.parametrize("use", ["variable", "rows", "tensor"])
+def test_integers_that_are_captured_are_read_once_and_copied_once(use, rolled):
+    numbers = tf.Variable(np.arange(5, dtype=np.int64))
+
+    @tf.function(autograph=False)
+    def run():
+        outside = numbers + 1 if use == "tensor" else None
+
+        def forward(theta, carry, inputs, microbatch, step):
+            if use == "tensor":
+                first = outside[1]
+            else:
+                first = tf.gather(numbers, 2) if use == "rows" else numbers[2]
+            return [inputs[0] * tf.cast(first, tf.float32)], []
+
+        options = Options(check_numerics="off", rolled=rolled)
+        x = tf.constant(X)
+        y = pipeline([Stage("s", forward, [], [], HOMES[0])], [x], gpipe(1, 4), options=options)[0]
+        return y[0], tf.gradients(y, x)[0]
+
+    with record_placement() as graphs:
+        y, grad = run()
+    np.testing.assert_allclose(y, 2 * X)
+    np.testing.assert_allclose(grad, np.full_like(X, 2))
+    nodes = [node for graph in graphs.partition_graphs for node in graph.node]
+    reads = ("ReadVariableOp", "ResourceGather", "_ReadVariablesOp")
+    assert [node.op for node in nodes if node.op in reads] == ["ReadVariableOp"]
+    if not rolled:
+        # What holds the numbers goes to the other device once a step.
+        int64 = tf.int64.as_datatype_enum
+        sent = [node.attr["T"].type for node in nodes if node.op == "_Send"]
+        assert sent.count(int64) == 1
+
+
 def checked(theta, carry, inputs, microbatch, step):
     return [tf.debugging.check_numerics(tf.matmul(inputs[0], theta[0]), "product")], []
 

@@ -14,12 +14,14 @@ from pipemesh.backend.structure import is_differentiable
 from pipemesh.errors import PipelineError
 from pipemesh.recurrent.passes.graph_cut import tensor_name
 
-_READS = frozenset(("ReadVariableOp", "ResourceGather", "VariableShape"))
+_READS = frozenset(("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"))
+# What looks up rows of a variable, and of a tensor.
+_LOOKUPS = {"ResourceGather": "Gather", "ResourceGatherNd": "GatherNd"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """A weight that a stage reaches otherwise than through its theta.
+    """A weight, or other numbers, that a stage reaches otherwise than through its theta.
 
     Attributes:
         outer: its value outside, which gradients flow to.
@@ -37,10 +39,10 @@ class Captured:
 
 
 def captured_weights(graph: Any) -> list[Captured]:
-    """The floating tensors and variables that a traced function has captured.
+    """The tensors and variables of numbers that a traced function has captured.
 
-    Constants are none of them: they have no gradient to lose. To be called while the graph that
-    surrounds the function is built.
+    Constants are none of them: they have no gradient to lose, and need no copies. To be called
+    while the graph that surrounds the function is built.
 
     Args:
         graph: of the function; it gets an operation for each captured variable.
@@ -51,7 +53,7 @@ def captured_weights(graph: Any) -> list[Captured]:
             weight = _variable(graph, outer, inner)
             if weight is not None:
                 found.append(weight)
-        elif is_differentiable(outer) and not is_constant(outer):
+        elif _is_number(outer.dtype) and not is_constant(outer):
             # A TF1 variable that is no resource is read here, once.
             value = tf.identity(outer) if _is_ref(outer) else outer
             found.append(Captured(value, inner.name, inner, (), None))
@@ -60,7 +62,7 @@ def captured_weights(graph: Any) -> list[Captured]:
 
 def _variable(graph: Any, outer: tf.Tensor, inner: tf.Tensor) -> Captured | None:
     dtype = dtype_behind(inner)
-    if dtype is None or not (dtype.is_floating or dtype.is_complex):
+    if dtype is None or not _is_number(dtype):
         return None
     reads = [
         op.outputs[0].name
@@ -72,7 +74,13 @@ def _variable(graph: Any, outer: tf.Tensor, inner: tf.Tensor) -> Captured | None
     # The variable may lie elsewhere; where it is used is the stage's device.
     with tf.device(None):
         read = tf.raw_ops.ReadVariableOp(resource=outer, dtype=dtype)
-    return Captured(read, value.name, inner, tuple(reads), inner.name)
+    # Where there is no gradient, there is none of the handle, either.
+    source = inner if is_differentiable(value) else value
+    return Captured(read, value.name, source, tuple(reads), inner.name)
+
+
+def _is_number(dtype: tf.DType) -> bool:
+    return dtype.is_floating or dtype.is_complex or dtype.is_integer or dtype.is_bool
 
 
 def _is_ref(tensor: Any) -> bool:
@@ -117,7 +125,7 @@ def check_batch(
 def check_no_handle(
     operations: Sequence[tf.Operation], captured: Sequence[Captured], what: str, device: str
 ) -> None:
-    """Checks that no branch or loop reads a variable, which may lie on another device.
+    """Checks that no branch, loop or function reads a variable, which may lie on another device.
 
     Args:
         operations: that lie on a certain device.
@@ -128,16 +136,28 @@ def check_no_handle(
     Raises:
         PipelineError: one does.
     """
-    handles = {weight.handle: weight for weight in captured if weight.handle is not None}
+    handles = {
+        weight.handle: weight
+        for weight in captured
+        if weight.handle is not None and is_differentiable(weight.outer)
+    }
     for operation in operations:
         for tensor in operation.inputs:
-            if tensor.name in handles and operation.type not in _READS:
+            if tensor.name in handles and not _is_read(operation):
                 raise PipelineError(
                     f"{what} has replicas and reads the variable of shape "
-                    f"{handles[tensor.name].outer.shape} in a branch or a loop "
-                    f"({operation.name!r}), which {device} cannot reach from there; read it before "
-                    "that, as tf.convert_to_tensor(variable), or give the stage one device"
+                    f"{handles[tensor.name].outer.shape} in {operation.name!r} "
+                    f"({operation.type}), a branch, a loop or a function, which {device} cannot "
+                    "reach from there; read it before that, as tf.convert_to_tensor(variable), or "
+                    "give the stage one device"
                 )
+
+
+def _is_read(operation: tf.Operation) -> bool:
+    """Whether `redirect` lets an operation use the value of a variable."""
+    if operation.type == "ResourceGather" and operation.get_attr("batch_dims"):
+        return False
+    return operation.type in _READS
 
 
 def check_fresh(what: str, graph: Any) -> None:
@@ -222,10 +242,9 @@ def redirect(nodes: Sequence[Any], captured: Sequence[Captured]) -> None:
     tables = {weight.handle: weight for weight in captured if weight.handle is not None}
     dtypes = {weight.name: weight.outer.dtype.as_datatype_enum for weight in captured}
     for node in nodes:
-        if node.op == "ResourceGather" and tensor_name(node.input[0]) in tables:
-            weight = tables[tensor_name(node.input[0])]
+        if node.op in _LOOKUPS and tensor_name(node.input[0]) in tables:
             if node.attr["batch_dims"].i == 0:
-                _as_gather(node, weight.name)
+                _as_lookup(node, tables[tensor_name(node.input[0])].name)
         elif node.op == "VariableShape" and tensor_name(node.input[0]) in tables:
             node.op, node.input[0] = "Shape", tables[tensor_name(node.input[0])].name
             node.attr["T"].type = dtypes[node.input[0]]
@@ -234,9 +253,9 @@ def redirect(nodes: Sequence[Any], captured: Sequence[Captured]) -> None:
                 node.input[number] = same[tensor_name(source)]
 
 
-def _as_gather(node: Any, table: str) -> None:
+def _as_lookup(node: Any, table: str) -> None:
     """Looks up rows of a tensor instead of those of a variable, which may lie elsewhere."""
-    node.op = "Gather"
+    node.op = _LOOKUPS[node.op]
     node.input[0] = table
     node.attr["Tparams"].type = node.attr["dtype"].type
     for name in ("dtype", "batch_dims"):

@@ -13,6 +13,7 @@ from pipemesh.backend.gradient import Sources
 from pipemesh.backend.operations import pin_present
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.recurrent.options import Options
+from pipemesh.recurrent.passes.captures import is_constant
 from pipemesh.recurrent.passes.passes import Grads
 from pipemesh.recurrent.passes.traced_stage import Cutting
 from pipemesh.recurrent.passes.tracing import specs_of
@@ -78,9 +79,7 @@ class Run:
             check_descending(schedule)
         with tf.device(stages[0].device):
             held = [
-                tf.stop_gradient(
-                    t if i in options.uncast_inputs else cast_floating(t, options.compute_dtype)
-                )
+                _held(t, None if i in options.uncast_inputs else options.compute_dtype)
                 for i, t in enumerate(inputs)
             ]
         self._machine = Machine(
@@ -274,6 +273,16 @@ class Run:
                     grad = grad if factor is None else grad * tf.cast(factor, grad.dtype)
                 result.append(grad)
         return result
+
+
+def _held(tensor: tf.Tensor, compute_dtype: tf.DType | None) -> tf.Tensor:
+    """An input without a gradient, in the dtype of computation."""
+    held = tf.stop_gradient(cast_floating(tensor, compute_dtype))
+    if tf.compat.v1.executing_eagerly_outside_functions() or not is_constant(tensor):
+        return held
+    # The optimizer of a TF1 session computes beforehand what becomes of a constant, and leaves
+    # nodes without some of their inputs where microbatches are joined. This is no constant to it.
+    return tf.compat.v1.placeholder_with_default(held, held.shape)
 
 
 def _frozen(stage: Stage, compute_dtype: tf.DType | None) -> Stage:

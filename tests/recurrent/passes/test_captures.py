@@ -33,6 +33,18 @@ def looked_up(x, weights):
     return x + tf.nn.embedding_lookup(weights["table"], ids) + tf.gather(weights["table"], ids + 1)
 
 
+def looked_up_by_tuples(x, weights):
+    """Rows and single elements of a variable."""
+    ids = tf.cast(x[:, :1] > 0, tf.int32)
+    rows = tf.gather_nd(weights["table"], ids + 1)
+    return x + rows + tf.gather_nd(weights["table"], tf.concat([ids, ids + 2], 1))[:, None]
+
+
+def in_function(x, weights):
+    """A variable that only the body of a function reads."""
+    return tf.function(lambda: tf.matmul(x, weights["tied"]), autograph=False)()
+
+
 def in_branch(x, weights):
     """A variable that only the body of a branch reads."""
     right = tf.reduce_all(tf.math.is_finite(x))
@@ -44,6 +56,9 @@ def in_loop(x, weights):
         return i + 1, tf.nn.tanh(tf.matmul(y, weights["tied"]))
 
     return tf.while_loop(lambda i, _: i < 2, body, [0, x], maximum_iterations=2)[1]
+
+
+INSIDE = (in_branch, in_loop, in_function)
 
 
 def build(use, weights, schedule, replicas=1, **options):
@@ -59,7 +74,7 @@ def build(use, weights, schedule, replicas=1, **options):
     own = [tf.convert_to_tensor(weights["own"])]
     if schedule is None:
         return last([], [], first(own, [], [tf.constant(X)], 0, None)[0], 0, None)[0][0]
-    home = 0 if use in (in_branch, in_loop) else 1
+    home = 0 if use in INSIDE else 1
     homes = [Home(tuple(f"CPU:{h + 2 * r}" for r in range(replicas))) for h in (0, home)]
     stages = [Stage("s0", first, own, [], homes[0]), Stage("s1", last, [], [], homes[1])]
     return pipeline_loss(stages, [tf.constant(X)], schedule, options=Options(**options))[0]
@@ -105,12 +120,12 @@ def run_tf2(*args, **options):
     ],
     ids=["1f1b", "rolled", "zb_h1", "replicas", "rolled_replicas"],
 )
-@pytest.mark.parametrize("use", [read, computed, looked_up, in_branch, in_loop])
+@pytest.mark.parametrize("use", [read, computed, looked_up, looked_up_by_tuples, *INSIDE])
 def test_a_captured_weight_gets_its_gradient_summed_over_microbatches_and_stages(
     run, use, schedule, options
 ):
     wanted_loss, wanted = run(use, None)
-    if use in (in_branch, in_loop) and "replicas" in options:
+    if use in INSIDE and "replicas" in options:
         with pytest.raises(PipelineError, match=r"'s0' has replicas and reads the variable of sh"):
             run(use, schedule, **options)
         return
