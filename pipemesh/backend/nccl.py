@@ -1,11 +1,18 @@
-"""All-reduce between the GPUs of one host."""
+"""All-reduce between the GPUs of one host.
+
+Operations of one group find each other by a name that they share. Where a graph is computed several
+times in one step, each time needs a name of its own: else two of them would meet half and half.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.ops import nccl_ops
+
+from pipemesh.backend.operation_kinds import COLLECTIVES
 
 _REDUCE: dict[str, Callable[[list[tf.Tensor]], list[tf.Tensor]]] = {
     "sum": nccl_ops.all_sum,
@@ -40,3 +47,34 @@ def all_reduce(tensors: Sequence[tf.Tensor], devices: Sequence[str], op: str) ->
         with tf.device(device):
             placed.append(tf.identity(tensor))
     return list(_REDUCE[op](placed))
+
+
+def groups(nodes: Iterable[Any]) -> dict[str, list[str]]:
+    """The collective operations among nodes, each with those of its group, itself included.
+
+    Args:
+        nodes: `NodeDef`s.
+    """
+    found: dict[bytes, list[str]] = {}
+    of_node: dict[str, list[str]] = {}
+    for node in nodes:
+        if node.op in COLLECTIVES:
+            of_node[node.name] = found.setdefault(node.attr["shared_name"].s, [])
+            of_node[node.name].append(node.name)
+    return of_node
+
+
+def rename(nodes: Iterable[Any]) -> None:
+    """Gives each group of collective operations among nodes a name that no other group has.
+
+    Args:
+        nodes: `NodeDef`s, changed in place.
+    """
+    names: dict[bytes, bytes] = {}
+    for node in nodes:
+        if node.op in COLLECTIVES:
+            old = node.attr["shared_name"].s
+            if old not in names:
+                # TensorFlow's own names are numbered, too.
+                names[old] = b"%s/%s" % (old, nccl_ops._get_shared_name().encode())
+            node.attr["shared_name"].s = names[old]

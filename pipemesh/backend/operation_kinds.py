@@ -36,6 +36,8 @@ READS = VARIABLES | frozenset(
 # Their names begin like this.
 WRITES = ("Assign", "ResourceScatter", "ResourceApply", "Scatter", "ResourceStridedSliceAssign")
 
+# They meet those of their group, by a name that they share, and change nothing else.
+COLLECTIVES = frozenset(("NcclAllReduce",))
 CALLS = frozenset(("PartitionedCall", "StatefulPartitionedCall"))
 BRANCHES = frozenset(("If", "StatelessIf", "Case", "StatelessCase"))
 LOOPS = frozenset(("While", "StatelessWhile"))

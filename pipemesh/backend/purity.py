@@ -12,6 +12,7 @@ from pipemesh.backend.operation_kinds import (
     BRANCHES,
     CALLS,
     CHECKS,
+    COLLECTIVES,
     DRAWS_WITH_STATE,
     EFFECTS,
     LOOPS,
@@ -60,8 +61,10 @@ def check_pure(graph_def: Any, what: str, why: str, effects: bool = True) -> Non
         PipelineError: something has.
     """
     allowed = READS | _LOOKED_INTO | (EFFECTS if effects else CHECKS)
+    # Those in functions cannot be given a name of their own each time.
+    meeting = {node.name for node in graph_def.node if node.op in COLLECTIVES}
     for node in Bodies(graph_def).within(graph_def.node):
-        if node.op not in allowed and is_stateful(node.op):
+        if node.op not in allowed and node.name not in meeting and is_stateful(node.op):
             raise PipelineError(
                 f"{what} contains {node.name!r}, a {node.op} operation, which has side effects or "
                 f"state; {why}. {_advice(node.op)}"

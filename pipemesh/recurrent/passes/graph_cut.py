@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from pipemesh.backend import nccl
 from pipemesh.backend.functions import Bodies
 from pipemesh.backend.operation_kinds import CHECK_AND_HAND_ON
 from pipemesh.backend.purity import check_pure, has_effect
@@ -51,6 +52,7 @@ class GraphCut:
             # in errors, instead of the one it gets when the function is inlined, which begins
             # with the action.
             node.experimental_debug_info.SetInParent()
+        self._groups = nccl.groups(graph_def.node)
         kept = set(map(node_of, asked_for))
         use_first(graph_def.node, Bodies(graph_def), layer_of, kept)
 
@@ -64,12 +66,18 @@ class GraphCut:
             if name in seen:
                 continue
             seen.add(name)
-            todo.extend(
-                node_of(tensor_name(source))
-                for source in self._nodes[name].input
-                if tensor_name(source) not in stop
-            )
+            todo.extend(node_of(source) for source in self._sources(name) if source not in stop)
         return seen
+
+    def _sources(self, name: str) -> Iterator[str]:
+        """The tensors that a node needs; of collectives, also what they meet."""
+        yield from map(tensor_name, self._nodes[name].input)
+        yield from (f"{other}:0" for other in self._groups.get(name, ()))
+
+    @property
+    def has_collectives(self) -> bool:
+        """Whether operations meet each other, which two calls of one function would confuse."""
+        return bool(self._groups)
 
     def used(self, tensors: Iterable[str], given: Iterable[str]) -> set[str]:
         """Which of the tensors `given` are needed to compute `tensors` from all of them."""
@@ -138,7 +146,7 @@ class GraphCut:
                 found[tensor] = None
             elif node not in seen:
                 seen.add(node)
-                todo.extend(tensor_name(source) for source in self._nodes[node].input)
+                todo.extend(self._sources(node))
         return sorted(found)
 
     def paste(
@@ -170,6 +178,7 @@ class GraphCut:
         part.library.CopyFrom(self._graph_def.library)
         nodes = [node for node in self._graph_def.node if node.name in keep]
         part.node.extend(nodes)
+        nccl.rename(part.node)
         for node in part.node:
             if node.op in CHECK_AND_HAND_ON and node.name in checked:
                 node.op = "Identity"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -20,20 +20,20 @@ class Part:
 
     Attributes:
         device: of the replica.
-        call: of the function.
+        call: gives a call of the function; of one of its own each time, if it has collectives.
         has_note: whether it takes a note, and returns it.
     """
 
     device: str
-    call: Call
+    call: Callable[[], Call]
     has_note: bool
 
     def __call__(self, arguments: Tensors, note: Any = None) -> tuple[Tensors, Any]:
         """The results for the arguments, and the note; without one it is what was given."""
         with tf.device(self.device):
             if not self.has_note:
-                return self.call(arguments), note
-            *results, note = self.call([*arguments, note])
+                return self.call()(arguments), note
+            *results, note = self.call()([*arguments, note])
             return results, note
 
 

@@ -370,6 +370,11 @@ class Passes:
                     results.append(write_note(tensors[-1], values[traced.scalars[0]], groups))
                 return results
 
-        function = tf.function(run, autograph=False).get_concrete_function(*specs)
-        call = Call(function, taken, has_effects(function.graph.as_graph_def()))
-        return Part(device, call, bool(probes))
+        def make() -> Call:
+            function = tf.function(run, autograph=False).get_concrete_function(*specs)
+            return Call(function, taken, has_effects(function.graph.as_graph_def()))
+
+        if not traced.cut.has_collectives:
+            make = functools.cache(make)
+            make()
+        return Part(device, make, bool(probes))
