@@ -14,7 +14,7 @@ from pipemesh.backend.operations import pin_present
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.passes.passes import Grads
-from pipemesh.recurrent.passes.traced_stage import Cutting, specs_of
+from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage, specs_of
 from pipemesh.recurrent.precision import cast_floating, sum_dtype
 from pipemesh.recurrent.remat import modes
 from pipemesh.recurrent.stage import Stage
@@ -170,6 +170,11 @@ class Run:
             places = self._machine.places(kind, stage, mode)
         mine = zip(specs, places, strict=True)
         return num_bytes([spec for spec, place in mine if place == replica and spec is not None])
+
+    def kept_names(self, stage: int) -> tuple[TracedStage, list[str]]:
+        """A stage, and the tensors that its forward pass of the first microbatch leaves."""
+        passes = self._machine.passes(stage, self._modes[stage, 0])
+        return self._machine.traced[stage], passes.cuts.kept
 
     def outputs(self) -> list[tf.Tensor]:
         """The outputs of the last stage for the whole batch."""
