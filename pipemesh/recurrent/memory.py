@@ -129,7 +129,7 @@ def _of_stage(run: Run, stage: int, replica: int) -> StageMemory:
         kept=run.held_bytes("kept", stage, replica),
         kept_inputs=tuple(num_bytes([traced.spec(n)]) if n in names else 0 for n in inputs),
         kept_outputs=tuple(
-            traced.same_value(name) & names != set()
+            not names.isdisjoint(traced.cut.same_value(name))
             for name in traced.outputs[replica * own : (replica + 1) * own]
         ),
         outputs=tuple(traced.output_specs),

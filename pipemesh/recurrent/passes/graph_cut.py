@@ -79,6 +79,14 @@ class GraphCut:
             found |= stop.intersection(map(tensor_name, self._nodes[node].input))
         return found
 
+    def same_value(self, tensor: str) -> set[str]:
+        """A tensor, and those that become it unchanged."""
+        found = {tensor}
+        while (node := self._nodes[node_of(tensor)]).op == "Identity":
+            tensor = tensor_name(node.input[0])
+            found.add(tensor)
+        return found
+
     def nodes(self, tensors: Iterable[str]) -> Iterator[Any]:
         """All nodes that `tensors` need, those in the bodies of functions too."""
         needed = self.ancestors(tensors)

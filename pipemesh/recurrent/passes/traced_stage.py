@@ -313,15 +313,6 @@ class TracedStage:
             self._specs[name] = tf.TensorSpec(tensor.shape, tensor.dtype)
         return self._specs[name]
 
-    def same_value(self, name: str) -> set[str]:
-        """A tensor of the graph, and those that it hands on unchanged."""
-        tensor = self._traced.graph.get_tensor_by_name(name)
-        names = {name}
-        while tensor.op.type == "Identity":
-            tensor = tensor.op.inputs[0]
-            names.add(tensor.name)
-        return names
-
     def nodes(self) -> Iterator[Any]:
         """All nodes of the forward and the backward pass."""
         return self.cut.nodes([*self.outputs, *self.carry_out, *self._gradient_names()])
