@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             command.description = str(module.__doc__).strip()
             command.formatter_class = argparse.RawDescriptionHelpFormatter
             module.add_arguments(command)
-            command.set_defaults(run=module.run)
+            command.set_defaults(run=module.run, table_of=table_of)
     arguments = parser.parse_args(words)
     try:
         code = int(arguments.run(arguments))
@@ -80,6 +80,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader, `head` for example, has seen enough; nor may the interpreter write on exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def table_of(text: str, num_stages: int, num_microbatches: int) -> dict[str, Any]:
+    """What `pipemesh.partition.partition` takes of a schedule's table.
+
+    The rooms of partition and schedule do not know each other, so it is done here.
+
+    Args:
+        text: the schedule, as in `pipemesh.schedule_names`.
+        num_stages: how many stages the table is to have.
+        num_microbatches: and how many microbatches.
+
+    Raises:
+        ScheduleError: there is no such table.
+
+    Example:
+        >>> table_of("zb_v", 4, 4)["stage_devices"]
+        (0, 1, 1, 0)
+    """
+    from pipemesh.schedule import ScheduleSpec, simulate
+
+    table = ScheduleSpec.from_text(text).for_stages(num_stages, num_microbatches)
+    return simulate(table).for_partition()
 
 
 if __name__ == "__main__":

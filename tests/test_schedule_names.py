@@ -8,7 +8,7 @@ import pytest
 from pipemesh.cli import main
 from pipemesh.errors import PartitionError, ScheduleError
 from pipemesh.partition import partition
-from pipemesh.partition.memory import SCHEDULES
+from pipemesh.partition.flights import SCHEDULES
 from pipemesh.schedule import ScheduleSpec, build
 from pipemesh.schedule.builders import BUILDERS
 from pipemesh.schedule_names import NAMES, help_text, listing, parse

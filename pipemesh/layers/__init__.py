@@ -17,6 +17,7 @@ from pipemesh import needs_tensorflow as needs_tensorflow  # isort: skip
 # Nothing else may import lingvo before this module has run.
 from pipemesh.layers import lingvo_loader as lingvo_loader  # isort: skip
 
+from pipemesh.layers.costs import layer_costs
 from pipemesh.layers.feature_extraction import FeatureExtractionLayer
 from pipemesh.layers.lingvo_checkpoint import lingvo_checkpoint_rules, lingvo_names
 from pipemesh.layers.mesh_cluster import mesh_cluster
@@ -37,6 +38,7 @@ __all__ = [
     "PipeliningLayer",
     "SeqLayer",
     "SetOverWriteGlobalStep",
+    "layer_costs",
     "lingvo_checkpoint_rules",
     "lingvo_names",
     "mesh_cluster",

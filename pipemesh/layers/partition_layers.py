@@ -1,24 +1,39 @@
-"""Cuts a stack of layer params into stages of equal flops."""
+"""Cuts a stack of layer params into stages of equal cost."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
-from lingvo.core import builder_layers, py_utils, tshape
+from lingvo.core import builder_layers
 
-from pipemesh.errors import PartitionError, PipelineError
-from pipemesh.layers.check_params import check_layer, with_article
+from pipemesh.errors import PartitionError
+from pipemesh.layers.costs import layer_costs
 from pipemesh.layers.feature_extraction import FeatureExtractionLayer
-from pipemesh.partition import Partition, partition
+from pipemesh.layers.layer_list import named_layers
+from pipemesh.layers.meta import layer_flops
+from pipemesh.partition import LayerCost, Partition, partition
+from pipemesh.partition.flights import SCHEDULES
+from pipemesh.schedule import Schedule, ScheduleSpec, simulate
+from pipemesh.schedule_names import parse
+from pipemesh.text import did_you_mean
 
-_META = (
-    "define it as a classmethod FPropMeta(cls, p, *shapes) that returns "
-    "py_utils.NestedMap(flops=a number, out_shapes=a tuple of tshape.Shape)"
-)
+_OPTIONS = [
+    name
+    for name, parameter in inspect.signature(partition).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+]
 
 
-def PartitionSequentialLayers(params: Any, num_partitions: int, *shapes: Any) -> list[Any]:
-    """Cuts sequential layers into stages whose largest cost in flops is as small as possible.
+def PartitionSequentialLayers(
+    params: Any,
+    num_partitions: int,
+    *shapes: Any,
+    measured: bool = False,
+    fprop_dtype: Any = None,
+    **options: Any,
+) -> list[Any]:
+    """Cuts sequential layers into stages whose largest cost is as small as possible.
 
     A `SequentialLayer` is flattened first, with all in it and its repetitions. In a list every
     layer is one that is not cut, be it a `SequentialLayer`: so it is in lingvo, and so weights have
@@ -29,13 +44,26 @@ def PartitionSequentialLayers(params: Any, num_partitions: int, *shapes: Any) ->
         params: params of a `SequentialLayer`, or a list of layers' params.
         num_partitions: the number of stages.
         *shapes: `tshape.Shape` of each input of the first layer; None for an input that is None.
+            With `memory_limit` or `bandwidth` they must be those of one microbatch, and inputs
+            that are not floating a `tf.TensorSpec`.
+        measured: whether costs are seconds, measured by running each layer on this machine, and not
+            flops.
+        fprop_dtype: what the stages compute in, as in the params of the `PipeliningLayer`; it
+            matters for bytes and for what is measured.
+        **options: whatever `pipemesh.partition.partition` takes: `memory_limit`, `bandwidth`,
+            `speeds`, `remat`, `num_microbatches`, `num_virtual_stages`, `same_stage`, `fixed` and
+            so on. `schedule` may be any name, `file:x.csv`, or a `Schedule`. Bytes are counted
+            (see `layer_costs`) only if one of them asks for bytes. `bandwidth` is in bytes per
+            unit of cost: per second if costs are measured, else per flop.
 
     Returns:
         Params of one `FeatureExtractionLayer` a stage.
 
     Raises:
         PartitionError: `params` are not the params of layers, there are fewer layers than stages, a
-            shape is none, or a layer's `FPropMeta` is missing, fails or says no cost.
+            shape is none, a layer's `FPropMeta` is missing, fails or says no cost, an option is
+            unknown or wrong, or no cut satisfies them.
+        ScheduleError: the schedule has no table for so many stages and microbatches.
 
     Example:
         >>> from lingvo.core import layers, tshape
@@ -45,10 +73,23 @@ def PartitionSequentialLayers(params: Any, num_partitions: int, *shapes: Any) ->
         >>> [[layer.name for layer in stage.sub] for stage in stages]
         [['cell_000', 'cell_001'], ['cell_002', 'cell_003']]
     """
+    for name in options:
+        if name not in _OPTIONS:
+            hint = did_you_mean(name, _OPTIONS)
+            raise PartitionError(
+                f"{name!r} is no option; {hint}there are {', '.join([*_OPTIONS, 'measured'])}"
+            )
     layers = named_layers(params)
-    flops = layer_flops(layers, *shapes)
+    options |= _schedule(options.pop("schedule", None), num_partitions, options)
+    costs: list[float] | list[LayerCost]
+    if measured or any(options.get(name) is not None for name in ("memory_limit", "bandwidth")):
+        costs = layer_costs(layers, *shapes, measured=measured, fprop_dtype=fprop_dtype)
+    else:
+        costs = layer_flops(layers, *shapes)
+        if options.get("remat", "none") != "none":
+            costs = [LayerCost(flops) for flops in costs]
     try:
-        plan = partition(flops, num_partitions)
+        plan = partition(costs, num_partitions, **options)
     except PartitionError as error:
         if not any(layer.cls is builder_layers.SequentialLayer for layer in layers):
             raise
@@ -59,85 +100,33 @@ def PartitionSequentialLayers(params: Any, num_partitions: int, *shapes: Any) ->
     return stage_params(layers, plan)
 
 
-def named_layers(params: Any) -> list[Any]:
-    """Copies of the params of all layers of a sequence, named by their place in it."""
-    if isinstance(params, (list, tuple)):
-        for p in params:
-            _check(p)
-        layers = [p.Copy() for p in params]
-    else:
-        layers = _flatten(params)
-    for number, layer in enumerate(layers):
-        layer.name = f"cell_{number:03d}"
-    return layers
-
-
-def _check(params: Any) -> None:
-    try:
-        check_layer("what is to be cut", params)
-    except PipelineError as error:
-        raise PartitionError(str(error)) from error
-
-
-def _flatten(params: Any) -> list[Any]:
-    """Copies of the params of all layers of a sequence, nested sequences taken apart."""
-    _check(params)
-    if params.cls not in (builder_layers.SequentialLayer, FeatureExtractionLayer):
-        return [params.Copy()]
-    if params.cls is FeatureExtractionLayer and (params.num_act_outputs or params.num_act_inputs):
-        raise PartitionError(
-            f"{params.name!r} fetches or forwards activations between its stages; such a layer "
-            "cannot be cut again: write the stages by hand"
-        )
-    # As the layer itself has it: once at least.
-    repeat = max(params.repeat, 1) if params.cls is builder_layers.SequentialLayer else 1
-    return [layer for _ in range(repeat) for sub in params.sub for layer in _flatten(sub)]
-
-
-def layer_flops(layers: list[Any], *shapes: Any) -> list[float]:
-    """The flops of each layer by its `FPropMeta`, given the shapes of the first one's inputs.
-
-    Raises:
-        PartitionError: a shape is none, or a layer's `FPropMeta` is missing, fails or says no cost.
-    """
-    for number, shape in enumerate(shapes):
-        if not isinstance(shape, (tshape.Shape, py_utils.NestedMap, type(None))):
+def _schedule(schedule: Any, num_stages: int, options: dict[str, Any]) -> dict[str, Any]:
+    """What the partitioner takes of a schedule: its name where that is enough."""
+    if schedule is None:
+        return {}
+    if not isinstance(schedule, Schedule):
+        if parse(schedule).name in SCHEDULES:
+            return {"schedule": schedule}
+        if options.get("num_microbatches") is None:
             raise PartitionError(
-                f"the shape of input {number} is {shape!r}, {with_article(type(shape).__name__)}; "
-                "write "
-                "lingvo.core.tshape.Shape([...]), one for each input of the first layer, or None "
-                "for an input that is None"
+                f"schedule {schedule!r} is simulated to count what its stages hold; give "
+                "num_microbatches"
             )
-    flops = []
-    for layer in layers:
-        cost, shapes = _cost(layer, shapes)
-        flops.append(cost)
-    return flops
-
-
-def _cost(layer: Any, shapes: tuple[Any, ...]) -> tuple[float, tuple[Any, ...]]:
-    """Flops and output shapes of one layer."""
-    where = f"layer {layer.name!r} ({layer.cls.__name__})"
-    given = ", ".join(map(str, shapes)) or "no shapes"
-    try:
-        meta = layer.cls.FPropMeta(layer, *shapes)
-    except NotImplementedError as error:
+        spec = ScheduleSpec.from_text(schedule)
+        schedule = spec.for_stages(num_stages, options["num_microbatches"])
+    if schedule.num_stages != num_stages:
         raise PartitionError(
-            f"{where} has no FPropMeta, which says what it costs; {_META}, or cut the stack by "
-            "hand into a list of FeatureExtractionLayers"
-        ) from error
-    except Exception as error:
+            f"the schedule has {schedule.num_stages} stages, but num_partitions is {num_stages}; "
+            "make them equal"
+        )
+    facts = simulate(schedule).for_partition()
+    number = options.get("num_microbatches")
+    if number not in (None, schedule.num_microbatches):
         raise PartitionError(
-            f"{where}: FPropMeta, given {given}, failed with {type(error).__name__}: {error}; do "
-            "the shapes fit the inputs of the layer?"
-        ) from error
-    try:
-        flops, out_shapes = float(meta.flops), meta.out_shapes
-    except (AttributeError, TypeError, ValueError) as error:
-        raise PartitionError(f"{where}: FPropMeta returns {meta!r}; {_META}") from error
-    if isinstance(out_shapes, tshape.Shape) or not isinstance(out_shapes, (list, tuple)):
-        raise PartitionError(f"{where}: FPropMeta returns out_shapes {out_shapes!r}; {_META}")
-    return flops, tuple(out_shapes)
+            f"the schedule has {schedule.num_microbatches} microbatches, but num_microbatches is "
+            f"{number}; leave it out"
+        )
+    return facts
 
 
 def stage_params(layers: list[Any], plan: Partition) -> list[Any]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from pipemesh.partition.costs import Stack
 from pipemesh.partition.integers import Ints, decimal
-from pipemesh.partition.memory import MemoryModel, in_flight, memory_model, recomputed
+from pipemesh.partition.memory import MemoryModel, memory_model
 from pipemesh.partition.options import Options
 from pipemesh.partition.problem import ComputeTimes, Problem
 
@@ -46,16 +46,11 @@ def build_memory(
         exact: see `memory_model`.
 
     Returns:
-        The model, or `None` if the costs or the number of microbatches do not say enough.
+        The model, or `None` if the costs do not say enough, or nothing what is in flight.
     """
-    if not stack.detailed or options.num_microbatches is None:
+    flights = options.flights()
+    if not stack.detailed or flights is None:
         return None
-    flights = in_flight(
-        options.schedule,
-        options.num_microbatches,
-        options.num_stages,
-        options.num_virtual_stages,
-    )
     return memory_model(
         stack,
         positions,
@@ -85,9 +80,9 @@ def build_problem(stack: Stack, options: Options) -> Problem:
     else:
         exact = stages * max(size - stages + 1, 0) ** 2 <= EXACT_PAIRS
     speeds = options.speeds or (1.0,) * options.num_devices
-    again = recomputed(options.remat, options.schedule, options.num_microbatches, stages)
     wanted = [
-        (decimal(speeds[stage % options.num_devices]), again[stage]) for stage in range(stages)
+        (decimal(speeds[device]), again)
+        for device, again in zip(options.stage_devices, options.recomputed(), strict=True)
     ]
     kinds = tuple(dict.fromkeys(wanted))
     index = {kind: number for number, kind in enumerate(kinds)}
@@ -117,4 +112,5 @@ def build_problem(stack: Stack, options: Options) -> Problem:
             (stage, int(np.searchsorted(positions, layer))) for stage, layer in options.pinned
         ),
         num_virtual_stages=options.num_virtual_stages,
+        stage_devices=options.stage_devices,
     )

@@ -8,15 +8,16 @@ import pathlib
 import sys
 from typing import Any
 
-from pipemesh.errors import PartitionError
+from pipemesh.errors import PartitionError, ScheduleError
 from pipemesh.partition.compare import comparison
-from pipemesh.partition.memory import REMAT_POLICIES, SCHEDULES
+from pipemesh.partition.flights import SCHEDULES
+from pipemesh.partition.memory import REMAT_POLICIES
 from pipemesh.partition.options import METHODS
 from pipemesh.partition.plot import svg
 from pipemesh.partition.read import read_costs
 from pipemesh.partition.result import Partition, table
 from pipemesh.partition.solve import partition
-from pipemesh.schedule_names import help_text
+from pipemesh.schedule_names import help_text, parse
 
 _BYTES = {
     "": 1,
@@ -26,6 +27,22 @@ _BYTES = {
     },
     **{f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
 }
+
+# What `partition` calls the same.
+_OPTIONS = (
+    "speeds",
+    "bandwidth",
+    "overlap_transfers",
+    "memory_limit",
+    "num_microbatches",
+    "optimizer_bytes_per_parameter_byte",
+    "remat",
+    "num_virtual_stages",
+    "same_stage",
+    "min_layers",
+    "max_layers",
+    "fixed",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Cuts layers into contiguous stages with the smallest possible bottleneck. COSTS is a CSV "
         "file (one number a line, or a header with cost or forward, backward, parameter_bytes, "
-        "activation_bytes, boundary_bytes, name), a JSON list of numbers or of objects with these "
-        "fields, or - for standard input."
+        "activation_bytes, boundary_bytes, shared_bytes, name), a JSON list of numbers or of "
+        "objects with these fields, or - for standard input."
     )
     parser.epilog = f"schedules, in upper or lower case:\n{help_text()}"
     parser.add_argument("costs", metavar="COSTS", help="CSV or JSON file, or - for standard input")
@@ -56,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--virtual-stages",
+        dest="num_virtual_stages",
         type=int,
         metavar="V",
         help="stages of each device (default: the schedule's)",
@@ -64,13 +82,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--memory-limit", type=_bytes, metavar="BYTES", help="of a device, such as 16GiB or 80GB"
     )
-    group.add_argument("--microbatches", type=int, metavar="M", help="microbatches of a step")
     group.add_argument(
-        "--schedule", help=f"on which memory depends: {', '.join(SCHEDULES)}; spellings see below"
+        "--microbatches",
+        dest="num_microbatches",
+        type=int,
+        metavar="M",
+        help="microbatches of a step",
     )
+    group.add_argument("--schedule", help="on which memory depends; spellings see below")
     group.add_argument("--remat", default="none", help=", ".join(REMAT_POLICIES))
     group.add_argument(
         "--optimizer-bytes",
+        dest="optimizer_bytes_per_parameter_byte",
         type=float,
         default=2.0,
         metavar="X",
@@ -106,7 +129,8 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command.
 
     Args:
-        args: what `add_arguments` declared.
+        args: what `add_arguments` declared, and `table_of`: a function of a schedule's name and
+            the numbers of stages and microbatches, to what `partition` takes of its table.
 
     Returns:
         The exit code.
@@ -115,21 +139,8 @@ def run(args: argparse.Namespace) -> int:
         PartitionError: the costs or the options are wrong, or no cut satisfies them.
     """
     costs = read_costs(*_read(args.costs))
-    options: dict[str, Any] = {
-        "speeds": args.speeds,
-        "bandwidth": args.bandwidth,
-        "overlap_transfers": args.overlap_transfers,
-        "memory_limit": args.memory_limit,
-        "schedule": args.schedule,
-        "num_microbatches": args.microbatches,
-        "optimizer_bytes_per_parameter_byte": args.optimizer_bytes,
-        "remat": args.remat,
-        "num_virtual_stages": args.virtual_stages,
-        "same_stage": args.same_stage,
-        "min_layers": args.min_layers,
-        "max_layers": args.max_layers,
-        "fixed": args.fixed,
-    }
+    options = {name: value for name, value in vars(args).items() if name in _OPTIONS}
+    options |= _schedule(args)
     if args.compare and args.method != "exact":
         raise PartitionError("--compare shows all methods; leave --method out")
     plans: dict[str, Partition | str] = {}
@@ -154,6 +165,23 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(table(next(iter(found.values())), block=_block()))
     return 0
+
+
+def _schedule(args: argparse.Namespace) -> dict[str, Any]:
+    """The schedule by its name where that is enough, else what its table says."""
+    if args.schedule is None:
+        return {}
+    try:
+        if parse(args.schedule).name in SCHEDULES:
+            return {"schedule": args.schedule}
+        if args.num_microbatches is None:
+            raise PartitionError(
+                f"--schedule {args.schedule} is simulated to count what its stages hold; give "
+                "--microbatches"
+            )
+        return args.table_of(args.schedule, args.stages, args.num_microbatches)
+    except ScheduleError as error:
+        raise PartitionError(str(error)) from error
 
 
 def _json(plans: dict[str, Partition | str]) -> str:

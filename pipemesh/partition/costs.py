@@ -33,10 +33,13 @@ class LayerCost:
             its backward pass.
         boundary_bytes: bytes of the layer's output for one microbatch: what crosses to the next
             device if a stage ends here. The gradient that comes back has the same size.
+        shared_bytes: bytes among `activation_bytes` that the layer before keeps as well, such as
+            an input that is the other's output: kept once if both lie in one stage. Of the first
+            layer they do not count.
         name: what messages and tables call the layer; empty means its index.
 
     Raises:
-        PartitionError: a number is negative, infinite or not a number.
+        PartitionError: a number is negative, infinite or not a number, or more is shared than kept.
 
     Example:
         >>> LayerCost(forward=2.0).total
@@ -48,6 +51,7 @@ class LayerCost:
     parameter_bytes: float = 0
     activation_bytes: float = 0
     boundary_bytes: float = 0
+    shared_bytes: float = 0
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -59,6 +63,12 @@ class LayerCost:
             if problem:
                 label = f" of layer {self.name!r}" if self.name else ""
                 raise PartitionError(f"{field}{label} is {value!r}, {problem}")
+        if self.shared_bytes > self.activation_bytes:
+            label = f" of layer {self.name!r}" if self.name else ""
+            raise PartitionError(
+                f"shared_bytes{label} is {self.shared_bytes}, but must be among its "
+                f"activation_bytes, which are {self.activation_bytes}"
+            )
 
     @property
     def total(self) -> float:
@@ -71,7 +81,14 @@ class LayerCost:
         return 2.0 * self.forward if self.backward is None else float(self.backward)
 
 
-NUMBERS = ("forward", "backward", "parameter_bytes", "activation_bytes", "boundary_bytes")
+NUMBERS = (
+    "forward",
+    "backward",
+    "parameter_bytes",
+    "activation_bytes",
+    "boundary_bytes",
+    "shared_bytes",
+)
 
 
 def number_problem(value: object) -> str:
@@ -110,6 +127,7 @@ class Stack:
         parameter_bytes: bytes of parameters of each layer.
         activation_bytes: bytes of kept activations of each layer and one microbatch.
         boundary_bytes: bytes of the output of each layer and one microbatch.
+        shared_bytes: bytes of the activations of each layer that the one before keeps as well.
         names: what to call each layer; empty strings where no name was given.
         detailed: whether the user gave `LayerCost`s and not plain numbers.
     """
@@ -119,6 +137,7 @@ class Stack:
     parameter_bytes: Floats
     activation_bytes: Floats
     boundary_bytes: Floats
+    shared_bytes: Floats
     names: tuple[str, ...]
     detailed: bool
 
@@ -213,7 +232,7 @@ def _from_numbers(values: npt.NDArray[Any]) -> Stack:
         problem = number_problem(float(numbers[bad[0]]))
         raise PartitionError(f"costs[{bad[0]}] is {numbers[bad[0]]}, {problem}")
     zeros = np.zeros_like(numbers)
-    return Stack(numbers, zeros, zeros, zeros, zeros, names=(), detailed=False)
+    return Stack(numbers, zeros, zeros, zeros, zeros, zeros, names=(), detailed=False)
 
 
 def _from_layer_costs(costs: list[LayerCost]) -> Stack:
@@ -226,6 +245,8 @@ def _from_layer_costs(costs: list[LayerCost]) -> Stack:
         parameter_bytes=column([cost.parameter_bytes for cost in costs]),
         activation_bytes=column([cost.activation_bytes for cost in costs]),
         boundary_bytes=column([cost.boundary_bytes for cost in costs]),
+        # Nothing is in front of the first layer.
+        shared_bytes=column([0.0, *(cost.shared_bytes for cost in costs[1:])]),
         names=tuple(cost.name for cost in costs),
         detailed=True,
     )

@@ -97,7 +97,8 @@ def _nearest_stages(
     stack: Stack, options: Options, works: Callable[[Options], bool], downwards: bool
 ) -> int | None:
     """The number of stages nearest to the given one that allows a cut."""
-    if options.speeds is not None:
+    # What a table says is for its own number of stages.
+    if options.speeds is not None or options.schedule is None:
         return None
     step = options.num_virtual_stages
     count = growth = options.num_stages
@@ -125,10 +126,11 @@ def _explain_memory(
     works: Callable[..., bool],
     solve: Solver,
 ) -> str:
-    assert options.memory_limit is not None and options.num_microbatches is not None
+    flights = options.flights()
+    assert options.memory_limit is not None and flights is not None
     limit = options.memory_limit
     total = stack.parameter_bytes.sum() + stack.activation_bytes.sum() + stack.boundary_bytes.sum()
-    factor = 1 + options.optimizer_bytes_per_parameter_byte + options.num_microbatches
+    factor = 1 + options.optimizer_bytes_per_parameter_byte + max(flights)
     low, high = limit, limit
     while not works(dataclasses.replace(options, memory_limit=high)):
         low, high = high, high * 2
@@ -170,14 +172,15 @@ def _tightest(stack: Stack, enough: Options, solve: Solver, limit: float) -> str
     held = [0.0] * devices
     for stage, (begin, end) in enumerate(itertools.pairwise(cut)):
         units = memory.units(stage, np.asarray(begin), np.asarray(end))
-        held[stage % devices] += float(int(units) * memory.unit)
+        held[enough.stage_devices[stage]] += float(int(units) * memory.unit)
     worst = max(range(devices), key=lambda device: held[device])
     if enough.num_virtual_stages > 1:
         who = f"device {worst}"
     else:
-        begin, end = cut[worst], cut[worst + 1]
+        stage = enough.stage_devices.index(worst)
+        begin, end = cut[stage], cut[stage + 1]
         layers = stack.label(begin) if end == begin + 1 else f"layers {begin} to {end - 1}"
-        who = f"stage {worst} ({layers})"
+        who = f"stage {stage} ({layers})"
     return (
         f"memory_limit is too tight: even in the cut that needs least, {who} needs "
         f"{bytes_text(held[worst], up=True)}, limit is {bytes_text(limit)}"
@@ -187,7 +190,8 @@ def _tightest(stack: Stack, enough: Options, solve: Solver, limit: float) -> str
 def _nearest_microbatches(stack: Stack, options: Options, works: Callable[..., bool]) -> int | None:
     """The least number of microbatches, at the same batch, that allows a cut."""
     given = options.num_microbatches
-    assert given is not None
+    if given is None or options.schedule is None:
+        return None
 
     def enough(count: int) -> bool:
         # The same batch in more microbatches: each holds less.
@@ -195,6 +199,7 @@ def _nearest_microbatches(stack: Stack, options: Options, works: Callable[..., b
             stack,
             activation_bytes=stack.activation_bytes * (given / count),
             boundary_bytes=stack.boundary_bytes * (given / count),
+            shared_bytes=stack.shared_bytes * (given / count),
         )
         return works(dataclasses.replace(options, num_microbatches=count), scaled)
 

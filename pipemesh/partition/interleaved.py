@@ -1,15 +1,16 @@
-"""Exact cuts where each device owns several stages that are not neighbours.
+"""Exact cuts where devices own several stages that need not be neighbours.
 
-With V stages a device, stage s runs on device s mod D, and what counts is the device's sum. The
-stages of device d are the steps from boundary d to d + 1, from D + d to D + d + 1, and so on: one
-step of V walkers, of which walker v starts where walker v - 1 will end. So a state is where the V
-walkers stand and where they started, all walkers step together once a device, and the device's
-sum is the cost of that step. README.md has the complexity.
+What counts is the device's sum, so a program that goes along the layers would have to carry the
+sums of all devices. This one goes device by device: a step cuts all stages of one device. What the
+devices left need to know is where the boundaries lie between stages that are done and stages that
+are not, so that is a state. With V stages a device that go round, those are V walkers and where
+each of them started; in a V, two walkers that come from both ends. README.md has the complexity.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy as np
 from pipemesh.errors import PartitionError
 from pipemesh.partition.integers import Ints, search
 from pipemesh.partition.problem import Problem
+from pipemesh.partition.walk import Turn, Walk
 
 MOST_STATES = 8_000_000
 """States that one search may create before it gives up with an error."""
@@ -24,20 +26,16 @@ MOST_STATES = 8_000_000
 
 @dataclasses.dataclass
 class _States:
-    """Columns of states: walkers' places, where they end, and the value so far."""
+    """Columns of states: where boundaries lie, and the value so far."""
 
-    places: Ints  # V x N: where each walker stands.
-    ends: Ints  # V x N: where each walker has to end.
+    places: Ints  # A row for each open boundary, then for each closed one; a column a state.
     values: list[Ints]  # What is minimized, most important first.
     parents: Ints  # Indices into the states of the step before.
 
     def take(self, index: Ints) -> _States:
         """Some of the states, in the given order."""
         return _States(
-            self.places[:, index],
-            self.ends[:, index],
-            [value[index] for value in self.values],
-            self.parents[index],
+            self.places[:, index], [value[index] for value in self.values], self.parents[index]
         )
 
 
@@ -59,14 +57,12 @@ class _Search:
         self._most = most
         self._created = 0
         self._devices = problem.num_devices
-        self._rounds = problem.num_virtual_stages
+        self._walk = Walk.over(problem.stage_devices)
         self._first, self._last = problem.windows()
         # Loads that no device can beat, for the bound on what is left: as floats, and with a
         # margin, because they only ever rule states out.
         kinds = problem.times.kinds
-        speeds = np.asarray(
-            [float(kinds[problem.kind_of_stage[d]][0]) for d in range(self._devices)]
-        )
+        speeds = np.asarray(_device_speeds(problem))
         fastest = float(speeds.max())
         loads: Any = None
         self._shift = _shift(problem)
@@ -76,8 +72,8 @@ class _Search:
             loads = load if loads is None else np.minimum(loads, load)
         self._loads = np.concatenate([[0.0], np.cumsum(loads)])
         speeds /= fastest
-        most_of_one = float((bottleneck >> self._shift) + 1)
-        self._room = np.append(np.cumsum(speeds[::-1])[::-1], 0.0) * most_of_one
+        self._speeds = speeds * float((bottleneck >> self._shift) + 1)
+        self._room = np.append(np.cumsum(self._speeds[::-1])[::-1], 0.0)
         self._weight = np.append(np.cumsum((speeds**2)[::-1])[::-1], 0.0)
         self._slack = 1e-9 * float(self._loads[-1])
         # The same for memory: each layer held as few times as any stage does.
@@ -93,7 +89,7 @@ class _Search:
         )
 
     def run(self) -> tuple[list[int], list[Any]] | None:
-        """Steps all walkers over all devices.
+        """Steps over all devices.
 
         Returns:
             The boundaries and the values of the best cut, or `None` if there is none.
@@ -107,120 +103,170 @@ class _Search:
             history.append(states)
         if not states.places.shape[1]:
             return None
-        best = 0
         order = range(states.places.shape[1])
         best = min(order, key=lambda i: tuple(value[i] for value in states.values))
+        values = [value[best] for value in states.values]
         boundaries = [0] * (self._problem.num_stages + 1)
         boundaries[-1] = self._problem.size
         for step in reversed(range(self._devices + 1)):
-            if step < self._devices:
-                for round_ in range(self._rounds):
-                    place = int(history[step].places[round_, best])
-                    boundaries[round_ * self._devices + step] = place
-            else:
-                values = [value[best] for value in states.values]
+            rows = (*self._walk.open[step], *self._walk.closed[step])
+            for boundary, place in zip(rows, history[step].places[:, best], strict=True):
+                boundaries[boundary] = int(place)
             best = int(history[step].parents[best])
-        return boundaries, values  # pyright: ignore[reportPossiblyUnboundVariable]
+        return boundaries, values
 
     def _count(self, number: int) -> None:
         self._created += number
         if self._created > self._most_states:
             raise PartitionError(
                 f"no proven optimum for {self._problem.num_stages} stages of "
-                f"{self._problem.size} layers with num_virtual_stages={self._rounds}: the search "
+                f"{self._problem.size} layers with num_virtual_stages="
+                f"{self._problem.num_virtual_stages}: the search "
                 f"passed its limit of {self._most_states:,} states; narrow it with min_layers and "
                 "max_layers, keep layers together with same_stage, or use fewer virtual stages"
             )
 
     def _starts(self) -> _States:
-        """All ways to place the boundaries where one round ends and the next begins."""
-        problem, devices = self._problem, self._devices
-        turns = np.zeros((1, 1), dtype=np.int64)
-        for round_ in range(1, self._rounds):
-            boundary = round_ * devices
-            low = np.maximum(turns[-1] + devices, int(self._first[boundary]))
-            heaviest = self._loads[turns[-1]] + self._room[0] + self._slack
-            high: Ints = search(self._loads, heaviest, side="right") - 1
+        """All ways to place the boundaries that the first step has to know."""
+        problem = self._problem
+        places = np.zeros((0, 1), dtype=np.int64)
+        before, begin = 0, np.zeros(1, dtype=np.int64)
+        for boundary in self._walk.starts:
+            low = np.maximum(begin + (boundary - before), int(self._first[boundary]))
+            heaviest = self._loads[begin] + self._room_of(problem.stage_devices[before:boundary])
+            high: Ints = search(self._loads, heaviest + self._slack, side="right") - 1
             high = np.minimum(high, int(self._last[boundary]))
             owner, place = _expand(low, high)
             self._count(owner.size)
-            turns = np.concatenate([turns[:, owner], place[None]])
-        ends = np.concatenate([turns[1:], np.full((1, turns.shape[1]), problem.size)])
-        count = turns.shape[1]
+            places = np.concatenate([places[:, owner], place[None]])
+            before, begin = boundary, place
+        count = places.shape[1]
         keep = self._loads[-1] <= self._room[0] + self._slack
         keep = bool(keep) and not self.too_much_memory
         zero = np.zeros(count if keep else 0, dtype=problem.times.dtype)
         return _States(
-            turns[:, : zero.size],
-            ends[:, : zero.size],
+            places[:, : zero.size],
             [zero, zero] if self._squares else [zero],
             np.zeros(zero.size, dtype=np.int64),
         )
 
+    def _room_of(self, devices: Iterable[int]) -> float:
+        """The most load that devices can take, each counted once."""
+        return float(sum(self._speeds[device] for device in set(devices)))
+
     def _step(self, states: _States, device: int) -> _States:
-        problem, devices, bottleneck = self._problem, self._devices, self._bottleneck
+        problem, walk, bottleneck = self._problem, self._walk, self._bottleneck
         count = states.places.shape[1]
         owner: Ints = np.arange(int(count))
+        rows = {boundary: row for row, boundary in enumerate(walk.open[device])}
+        chosen: dict[int, Ints] = {}
+
+        def place_of(boundary: int) -> Ints:
+            if boundary in chosen:
+                return chosen[boundary]
+            if boundary in rows:
+                return states.places[rows[boundary], owner]
+            return np.full(owner.size, problem.size if boundary else 0, dtype=np.int64)
+
+        def left_of(step: int, sums: Ints) -> Ints:
+            """What a sum over all layers has in the stages that are not done."""
+            left = np.zeros(owner.size, dtype=sums.dtype)
+            for first, last in walk.gaps[step]:
+                left = left + sums[place_of(last)] - sums[place_of(first)]
+            return left
+
         spent = np.zeros(count, dtype=problem.times.dtype)
         held: Any = None if problem.memory is None else 0 * spent
         squares = np.zeros(count, dtype=problem.times.dtype)
-        loaded = np.zeros(count)
-        places = np.zeros((0, count), dtype=np.int64)
-        left = (self._loads[states.ends] - self._loads[states.places]).sum(axis=0)
-        needed = left - self._room[device + 1] - self._slack
-        for round_ in range(self._rounds):
-            stage = round_ * devices + device
-            begin: Ints = states.places[round_, owner]
-            goal: Ints = states.ends[round_, owner]
-            low = np.maximum(problem.first_end(begin), int(self._first[stage + 1]))
-            high = np.minimum(problem.last_end(stage, begin), int(self._last[stage + 1]))
-            # Every later device of this round takes a layer.
-            high = np.minimum(high, goal - (devices - 1 - device))
-            prefix = problem.prefix(stage)
-            reach = prefix[begin] + (bottleneck - spent)
-            high = np.minimum(high, search(prefix, reach, side="right") - 1)
-            if device == devices - 1:
-                low = np.maximum(low, goal)
-            if round_ == self._rounds - 1:
-                least = self._loads[begin] + needed[owner] - loaded
-                low = np.maximum(low, search(self._loads, least, side="left"))
-            else:
-                # The rest of this round needs the devices that are left.
-                least = self._loads[goal] - self._room[device + 1] - self._slack
-                low = np.maximum(low, search(self._loads, least, side="left"))
-            grown, place = _expand(low, high)
+        # What this device has to take, so that the devices left can take the rest.
+        needed = left_of(device, self._loads) - self._room[device + 1] - self._slack
+        for turn in walk.turns[device]:
+            is_last = turn is walk.turns[device][-1]
+            grown, begin, end = self._stages(turn, place_of, bottleneck - spent, is_last, needed)
             self._count(grown.size)
-            begin, chosen = begin[grown], owner[grown]
-            times = problem.stage_times(stage, begin, place)
+            times = problem.stage_times(turn.stage, begin, end)
             spent = spent[grown] + times
             keep = spent <= bottleneck
+            if turn.knows_end:
+                keep &= end >= problem.first_end(begin)
+                keep &= end <= problem.last_end(turn.stage, begin)
             if problem.memory is not None:
-                held = held[grown] + problem.memory.units(stage, begin, place)
+                held = held[grown] + problem.memory.units(turn.stage, begin, end)
                 keep &= held <= problem.memory.limit
                 held = held[keep]
-            spent, owner = spent[keep], chosen[keep]
+            begin, end, spent = begin[keep], end[keep], spent[keep]
+            grown = grown[keep]
+            owner = owner[grown]
             if self._squares:
-                squares = squares[grown][keep] + times[keep] * times[keep]
-            loaded = loaded[grown][keep] + self._loads[place[keep]] - self._loads[begin[keep]]
-            places = np.concatenate([places[:, grown][:, keep], place[keep][None]])
+                squares = squares[grown] + times[keep] * times[keep]
+            needed = needed[grown] - (self._loads[end] - self._loads[begin])
+            chosen = {boundary: place[grown] for boundary, place in chosen.items()}
+            if not turn.knows_begin:
+                chosen[turn.stage] = begin
+            if not turn.knows_end:
+                chosen[turn.stage + 1] = end
         values: list[Ints]
         if self._squares:
             values = [states.values[0][owner] + spent * spent, states.values[1][owner] + squares]
         else:
             values = [np.maximum(states.values[0][owner], spent)]
-        after = _States(places, states.ends[:, owner], values, owner)
+        keep = np.ones(owner.size, dtype=bool)
         if self._bytes is not None:
-            missing = (self._bytes[after.ends] - self._bytes[after.places]).sum(axis=0)
-            fits = np.flatnonzero(missing <= self._limit * (devices - 1 - device))
-            after, loaded = after.take(fits), loaded[fits]
-            owner, values = after.parents, after.values
-        if self._squares and self._most is not None and device + 1 < devices:
-            rest = np.maximum(left[owner] - loaded - self._slack, 0.0)
+            missing = left_of(device + 1, self._bytes)
+            keep &= np.asarray(missing <= self._limit * (self._devices - 1 - device), dtype=bool)
+        if self._squares and self._most is not None and device + 1 < self._devices:
+            rest = np.maximum(left_of(device + 1, self._loads) - self._slack, 0.0)
             so_far: Ints = np.asarray(values[0] >> 2 * self._shift, dtype=np.float64)
             bound: Ints = so_far + rest**2 / self._weight[device + 1]
-            most = float((self._most >> 2 * self._shift) + 1) * (1 + 1e-9)
-            after = after.take(np.flatnonzero(bound <= most))
-        return _best_of_each(after, problem.size + 1)
+            keep &= bound <= float((self._most >> 2 * self._shift) + 1) * (1 + 1e-9)
+        after_rows = [place_of(b) for b in (*walk.open[device + 1], *walk.closed[device + 1])]
+        places = np.stack(after_rows) if after_rows else np.zeros((0, owner.size), dtype=np.int64)
+        after = _States(places, values, owner).take(np.flatnonzero(keep))
+        return _best_of_each(after, len(walk.open[device + 1]), problem.size + 1)
+
+    def _stages(
+        self,
+        turn: Turn,
+        place_of: Callable[[int], Ints],
+        room: Ints,
+        is_last: bool,
+        needed: Ints,
+    ) -> tuple[Ints, Ints, Ints]:
+        """All ways to cut a stage, for each state: the state, where it begins and where it ends."""
+        problem, stage, loads = self._problem, turn.stage, self._loads
+        if turn.knows_begin and turn.knows_end:
+            begin, end = place_of(stage), place_of(stage + 1)
+            return np.arange(int(begin.size)), begin, end
+        prefix = problem.prefix(stage)
+        beyond = place_of(turn.beyond)
+        gap = self._room_of(turn.between) + self._slack
+        if turn.knows_begin:
+            begin = place_of(stage)
+            low = np.maximum(problem.first_end(begin), int(self._first[stage + 1]))
+            high = np.minimum(problem.last_end(stage, begin), int(self._last[stage + 1]))
+            # Every stage between takes a layer, and no more load than its device can take.
+            high = np.minimum(high, beyond - (turn.beyond - stage - 1))
+            high = np.minimum(high, search(prefix, prefix[begin] + room, side="right") - 1)
+            least = loads[begin] + needed if is_last else loads[beyond] - gap
+            low = np.maximum(low, search(loads, least, side="left"))
+            grown, end = _expand(low, high)
+            return grown, begin[grown], end
+        end = place_of(stage + 1)
+        low = np.maximum(beyond + (stage - turn.beyond), int(self._first[stage]))
+        low = np.maximum(low, search(prefix, prefix[end] - room, side="left"))
+        high = np.minimum(end - 1, int(self._last[stage]))
+        most = loads[end] - needed if is_last else loads[beyond] + gap
+        high = np.minimum(high, search(loads, most, side="right") - 1)
+        grown, begin = _expand(low, high)
+        return grown, begin, end[grown]
+
+
+def _device_speeds(problem: Problem) -> list[float]:
+    """The speed of each device, in the order of devices."""
+    speeds = [0.0] * problem.num_devices
+    for device, kind in zip(problem.stage_devices, problem.kind_of_stage, strict=True):
+        speeds[device] = float(problem.times.kinds[kind][0])
+    return speeds
 
 
 def _expand(low: Ints, high: Ints) -> tuple[Ints, Ints]:
@@ -231,15 +277,13 @@ def _expand(low: Ints, high: Ints) -> tuple[Ints, Ints]:
     return owner, np.arange(owner.size) - offsets[owner] + low[owner]
 
 
-def _best_of_each(states: _States, base: int) -> _States:
-    """Of states that stand and end at the same places, keeps one of least value."""
+def _best_of_each(states: _States, num_open: int, base: int) -> _States:
+    """Of states whose open boundaries lie at the same places, keeps one of least value."""
     count = states.places.shape[1]
     if count < 2:
         return states
-    # The last walker always ends at the last layer.
-    columns = (*states.places, *states.ends[:-1])
-    key = np.zeros(count, dtype=np.int64 if base ** len(columns) < 2**62 else object)
-    for column in columns:
+    key = np.zeros(count, dtype=np.int64 if base**num_open < 2**62 else object)
+    for column in states.places[:num_open]:
         key = key * base + column
     order = np.argsort(key, kind="stable")
     for value in states.values:
@@ -318,14 +362,13 @@ def interleaved_below(problem: Problem, bottleneck: int | None) -> bool:
 
 def _least_sum(problem: Problem) -> int:
     """Just below a sum that some device certainly reaches."""
-    speeds = [float(problem.times.kinds[kind][0]) for kind in problem.kind_of_stage]
     loads: list[float] = []
     shift = _shift(problem)
     for kind in sorted(set(problem.kind_of_stage)):
         # Every device at the speed of the fastest would share the load in proportion.
         speed = float(problem.times.kinds[kind][0])
         loads.append(float(problem.times.prefix(kind)[-1] >> shift) * speed)
-    least = min(loads) / sum(speeds[: problem.num_devices])
+    least = min(loads) / sum(_device_speeds(problem))
     if len(set(problem.kind_of_stage)) == 1:
         least = max(least, float(np.diff(problem.prefix(0)).max() >> shift))
     return max((int(least * (1 - 1e-9)) - 1) << shift, 0)
@@ -340,7 +383,7 @@ def _device_squares(problem: Problem, cut: list[int]) -> int:
     sums = [0] * problem.num_devices
     for stage in range(problem.num_stages):
         time = problem.stage_times(stage, np.asarray(cut[stage]), np.asarray(cut[stage + 1]))
-        sums[stage % problem.num_devices] += int(time)
+        sums[problem.stage_devices[stage]] += int(time)
     return sum(total * total for total in sums)
 
 

@@ -1,4 +1,4 @@
-"""How many bytes a stage holds, from the schedule and the remat policy."""
+"""How many bytes a stage holds, from the microbatches in flight and the remat policy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from fractions import Fraction
 
 import numpy as np
 
-from pipemesh.errors import PartitionError
 from pipemesh.partition.costs import Stack
 from pipemesh.partition.integers import (
     ROOM,
@@ -18,116 +17,7 @@ from pipemesh.partition.integers import (
     to_integers,
 )
 
-SCHEDULES = (
-    "gpipe",
-    "one_f_one_b",
-    "interleaved_one_f_one_b",
-    "looped_bfs",
-    "zb_h1",
-)
-"""Schedules whose activations in flight are known here; the names of `pipemesh.schedule`."""
-
 REMAT_POLICIES = ("none", "full", "except_last")
-
-
-def in_flight(
-    schedule: str, num_microbatches: int, num_stages: int, num_virtual_stages: int = 1
-) -> tuple[int, ...]:
-    """Counts the microbatches whose activations each stage holds at its peak.
-
-    * `gpipe` and `looped_bfs` run all forward passes first: every stage holds all M.
-    * `one_f_one_b`: stage s of S holds min(M, S - s); the last one turns around at once.
-    * `zb_h1` moves weight gradients into the bubble, which keeps activations longer on late
-      stages; no stage holds more than the first one does: min(M, S).
-    * `interleaved_one_f_one_b` on D devices with V stages each: device d runs
-      min(M V, 2 (D - d - 1) + (V - 1) D + 1) forward actions ahead of its first backward action;
-      each stage's own peak is counted by walking through the device's actions.
-
-    Args:
-        schedule: one of `SCHEDULES`.
-        num_microbatches: M, one or more.
-        num_stages: S, all stages, so D = S / V devices.
-        num_virtual_stages: V, the stages of each device.
-
-    Returns:
-        For each stage, the number of microbatches.
-
-    Raises:
-        PartitionError: the schedule is not known or does not fit the number of virtual stages.
-
-    Example:
-        >>> in_flight("one_f_one_b", num_microbatches=3, num_stages=4)
-        (3, 3, 2, 1)
-    """
-    stages, microbatches = num_stages, num_microbatches
-    if schedule not in SCHEDULES:
-        raise PartitionError(f"schedule {schedule!r} is not one of {', '.join(SCHEDULES)}")
-    if num_virtual_stages > 1 and schedule in ("one_f_one_b", "zb_h1"):
-        raise PartitionError(
-            f"schedule {schedule!r} runs one stage on each device, but num_virtual_stages is "
-            f"{num_virtual_stages}; use schedule 'interleaved_one_f_one_b' or 'looped_bfs', or "
-            "num_virtual_stages=1"
-        )
-    if schedule in ("gpipe", "looped_bfs"):
-        return (microbatches,) * stages
-    if schedule == "zb_h1":
-        return (min(microbatches, stages),) * stages
-    if num_virtual_stages == 1:
-        return tuple(min(microbatches, stages - stage) for stage in range(stages))
-    devices = stages // num_virtual_stages
-    counts = [0] * stages
-    for device in range(devices):
-        peaks = _interleaved_peaks(device, devices, num_virtual_stages, microbatches)
-        for round_, peak in enumerate(peaks):
-            counts[round_ * devices + device] = peak
-    return tuple(counts)
-
-
-def _interleaved_peaks(device: int, devices: int, rounds: int, microbatches: int) -> list[int]:
-    """The peak of each stage of one device, walking through its actions."""
-    # Groups of as many microbatches as devices go through all rounds before the next group.
-    forward = [
-        round_
-        for begin in range(0, microbatches, devices)
-        for round_ in range(rounds)
-        for _ in range(min(devices, microbatches - begin))
-    ]
-    backward = [rounds - 1 - round_ for round_ in forward]
-    warm_up = min(len(forward), 2 * (devices - device - 1) + (rounds - 1) * devices + 1)
-    held, peaks = [0] * rounds, [0] * rounds
-    for action, round_ in enumerate(forward):
-        held[round_] += 1
-        peaks[round_] = max(peaks[round_], held[round_])
-        if action + 1 >= warm_up:
-            held[backward[action + 1 - warm_up]] -= 1
-    return peaks
-
-
-def recomputed(
-    remat: str, schedule: str, num_microbatches: int | None, num_stages: int
-) -> tuple[Fraction, ...]:
-    """The share of forward passes that each stage runs a second time.
-
-    Args:
-        remat: one of `REMAT_POLICIES`. `except_last` spares the microbatch whose backward pass
-            follows its forward pass at once: on the last stage all of them under the schedules
-            that turn around at once, only the last one where all forward passes come first.
-        schedule: one of `SCHEDULES`.
-        num_microbatches: M, or `None` if not known (then large).
-        num_stages: S.
-
-    Returns:
-        For each stage, a share from 0 to 1.
-    """
-    if remat == "none":
-        return (Fraction(0),) * num_stages
-    shares = [Fraction(1)] * num_stages
-    if remat == "except_last":
-        if schedule not in ("gpipe", "looped_bfs"):
-            shares[-1] = Fraction(0)
-        elif num_microbatches is not None:
-            shares[-1] = 1 - Fraction(1, num_microbatches)
-    return tuple(shares)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -140,8 +30,9 @@ class MemoryModel:
 
     Attributes:
         parameters: prefix sums of parameter and optimizer bytes.
-        activations: prefix sums of activation bytes of one microbatch.
-        entry: bytes that enter at a boundary for one microbatch; zero at the first.
+        activations: prefix sums of activation bytes of one microbatch, each tensor once.
+        entry: bytes that a stage which begins at a boundary keeps besides for one microbatch: its
+            input, or of it what its first layer keeps.
         activation_weight: for each stage, how many sets of activations it holds.
         entry_weight: for each stage, how many stage inputs it holds.
         unit: bytes of one unit.
@@ -224,7 +115,9 @@ def memory_model(
     """
     layers = stack.num_layers
     factor = 1 + decimal(optimizer_bytes_per_parameter_byte)
-    columns = np.concatenate([stack.parameter_bytes, stack.activation_bytes, stack.boundary_bytes])
+    columns = np.concatenate(
+        [stack.parameter_bytes, stack.activation_bytes, stack.boundary_bytes, stack.shared_bytes]
+    )
     most = max(flights)
     total = float(factor) * columns[:layers].sum() + (most + 1) * columns[layers:].sum()
     found = to_integers(columns)
@@ -238,6 +131,8 @@ def memory_model(
         unit = Fraction(2) ** (int(np.ceil(np.log2(max(total, 1e-300)))) - 50)
         parameters = np.ceil(columns[:layers] * float(factor) / float(unit)).astype(np.int64)
         others = np.ceil(columns[layers:] / float(unit)).astype(np.int64)
+        # What counts is the difference, which must be rounded up as well.
+        others[:layers] += others[2 * layers :] > 0
     else:
         integers, unit = found
         if exact:
@@ -245,17 +140,22 @@ def memory_model(
         parameters = integers[:layers] * factor.numerator
         others = integers[layers:] * factor.denominator
         unit = unit / factor.denominator
-    entry = np.zeros(layers + 1, dtype=others.dtype)
-    # What enters at boundary i is the output of layer i - 1; the input of the whole stack
-    # belongs to the input pipeline, and the last output to the loss.
-    entry[1:layers] = others[layers : 2 * layers - 1]
+    kept, output, shared = others[:layers], others[layers : 2 * layers], others[2 * layers :]
     keeps_all = remat == "none"
+    entry = np.zeros(layers + 1, dtype=others.dtype)
+    if keeps_all:
+        entry[:layers] = shared
+    else:
+        # What enters at boundary i is the output of layer i - 1; the input of the whole stack
+        # belongs to the input pipeline, and the last output to the loss.
+        entry[1:layers] = output[:-1]
+    enters = flights if entry.any() else (0,) * len(flights)
     return MemoryModel(
         parameters=prefix_sums(parameters)[positions],
-        activations=prefix_sums(others[:layers])[positions],
+        activations=prefix_sums(kept - shared)[positions],
         entry=entry[positions],
         activation_weight=tuple(flight if keeps_all else 1 for flight in flights),
-        entry_weight=tuple(0 if keeps_all else flight for flight in flights),
+        entry_weight=enters,
         unit=unit,
         limit=None if limit is None else _whole_units(limit, unit, exact),
     )

@@ -75,7 +75,7 @@ def _panel(
     for stage, cost in enumerate(plan.stage_costs):
         tall = height * cost / ceiling
         x = left + stage * slot
-        color = "#c8442f" if stage % plan.num_devices in slowest else "#3b76af"
+        color = "#c8442f" if plan.stage_devices[stage] in slowest else "#3b76af"
         layers = layers_text(plan.stages[stage])
         lines.append(
             f'<rect x="{x + gap / 2:.2f}" y="{base - tall:.2f}" width="{slot - gap:.2f}" '

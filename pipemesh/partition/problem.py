@@ -207,7 +207,8 @@ class Problem:
         max_layers: most layers of a stage, or `None`.
         barriers: boundaries that no stage may span, rising.
         pinned: for some boundary indices, where they must be.
-        num_virtual_stages: V; stage s runs on device s mod (S / V).
+        num_virtual_stages: V, the most stages of a device.
+        stage_devices: for each stage its device.
     """
 
     positions: Ints
@@ -221,6 +222,7 @@ class Problem:
     barriers: tuple[int, ...] = ()
     pinned: tuple[tuple[int, int], ...] = ()
     num_virtual_stages: int = 1
+    stage_devices: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -230,7 +232,7 @@ class Problem:
     @property
     def num_devices(self) -> int:
         """How many devices the stages run on."""
-        return self.num_stages // self.num_virtual_stages
+        return max(self.stage_devices) + 1
 
     @property
     def monotone(self) -> bool:
@@ -332,7 +334,8 @@ class Problem:
         """Time of a stage, transfers included; arrays broadcast.
 
         A device sends and receives the activation of one boundary and the gradient of the
-        other, both directions at once, so both boundaries count once.
+        other, both directions at once, so both boundaries count once. Nothing is sent where the
+        neighbouring stage is on the same device.
 
         Args:
             stage: index of the stage.
@@ -346,8 +349,16 @@ class Problem:
         compute = prefix[end] - prefix[begin]
         if self.times.transfers is None:
             return compute
-        transfer = self.times.transfers[begin] + self.times.transfers[end]
+        transfer = self.times.transfers[begin] * self._crosses(stage)
+        transfer = transfer + self.times.transfers[end] * self._crosses(stage + 1)
         return np.maximum(compute, transfer) if self.overlapped else compute + transfer
+
+    def _crosses(self, boundary: int) -> bool:
+        """Whether there are two devices at a boundary; at both ends nothing is sent anyway."""
+        return (
+            self.stage_devices[boundary - 1 : boundary]
+            != (self.stage_devices[boundary : boundary + 1])
+        )
 
     def allowed(self, stage: int, begin: Ints, end: Ints) -> Ints:
         """Whether stages are allowed, time left aside.

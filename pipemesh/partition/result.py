@@ -6,9 +6,11 @@ import dataclasses
 import itertools
 import json
 import math
+from collections import Counter
 from typing import Any, cast
 
 from pipemesh.errors import PartitionError
+from pipemesh.partition.options import round_robin
 from pipemesh.partition.text import MOST_ROWS, bar, bytes_text, count_text, layers_text, number_text
 from pipemesh.text import columns
 
@@ -22,8 +24,9 @@ class Partition:
             `boundaries[s] : boundaries[s + 1]`.
         stage_costs: the time of each stage for one microbatch, in the unit of the costs: layers
             over the speed of the device, recomputation and transfers included.
-        num_virtual_stages: stages of each device; stage `s` of S runs on device
-            `s % (S / num_virtual_stages)`.
+        num_virtual_stages: stages of each device, or of the device that has most.
+        placement: for each stage its device; empty where stages go round the devices, so that
+            stage `s` of S runs on device `s % (S / num_virtual_stages)`.
         stage_memory: bytes that each stage holds at its peak, or `None` where the costs or the
             number of microbatches do not say.
         memory_limit: bytes of a device, or `None`.
@@ -41,6 +44,7 @@ class Partition:
     boundaries: tuple[int, ...]
     stage_costs: tuple[float, ...]
     num_virtual_stages: int = 1
+    placement: tuple[int, ...] = ()
     stage_memory: tuple[float, ...] | None = None
     memory_limit: float | None = None
     method: str = "exact"
@@ -58,7 +62,20 @@ class Partition:
             raise PartitionError(
                 f"boundaries are {self.boundaries}, but must rise from 0 to the number of layers"
             )
-        if self.num_virtual_stages < 1 or stages % self.num_virtual_stages:
+        if self.placement:
+            counts = Counter(self.placement)
+            most = max(counts.values())
+            if len(self.placement) != stages or set(counts) != set(range(len(counts))):
+                raise PartitionError(
+                    f"placement is {self.placement}, but must name a device for each of the "
+                    f"{stages} stages, from 0 without gaps"
+                )
+            if self.num_virtual_stages != most:
+                raise PartitionError(
+                    f"num_virtual_stages is {self.num_virtual_stages}, but placement has {most} "
+                    "stages on a device"
+                )
+        elif self.num_virtual_stages < 1 or stages % self.num_virtual_stages:
             raise PartitionError(
                 f"num_virtual_stages is {self.num_virtual_stages}, but must divide the "
                 f"{stages} stages"
@@ -70,9 +87,14 @@ class Partition:
         return len(self.stage_costs)
 
     @property
+    def stage_devices(self) -> tuple[int, ...]:
+        """For each stage its device."""
+        return self.placement or round_robin(self.num_stages, self.num_virtual_stages)
+
+    @property
     def num_devices(self) -> int:
         """How many devices the stages run on."""
-        return self.num_stages // self.num_virtual_stages
+        return max(self.stage_devices) + 1
 
     @property
     def stages(self) -> tuple[range, ...]:
@@ -82,16 +104,19 @@ class Partition:
     @property
     def device_costs(self) -> tuple[float, ...]:
         """The summed time of each device's stages."""
-        devices = self.num_devices
-        return tuple(math.fsum(self.stage_costs[device::devices]) for device in range(devices))
+        return self._on_devices(self.stage_costs)
 
     @property
     def device_memory(self) -> tuple[float, ...] | None:
         """The summed bytes of each device's stages, or `None` where not known."""
-        if self.stage_memory is None:
-            return None
-        devices = self.num_devices
-        return tuple(math.fsum(self.stage_memory[device::devices]) for device in range(devices))
+        return None if self.stage_memory is None else self._on_devices(self.stage_memory)
+
+    def _on_devices(self, values: tuple[float, ...]) -> tuple[float, ...]:
+        """Of one value a stage, the sum of each device."""
+        owned: list[list[float]] = [[] for _ in range(self.num_devices)]
+        for device, value in zip(self.stage_devices, values, strict=True):
+            owned[device].append(value)
+        return tuple(map(math.fsum, owned))
 
     @property
     def bottleneck(self) -> float:
@@ -160,6 +185,7 @@ class Partition:
             values[name] = tuple(cast("list[Any]", value)) if isinstance(value, list) else value
         numbers: dict[str, tuple[type, ...]] = {
             "boundaries": (int,),
+            "placement": (int,),
             "stage_costs": (int, float),
             "stage_memory": (int, float),
         }
@@ -205,7 +231,7 @@ def table(plan: Partition, block: str = "█") -> str:
             rows.append(["...", *[""] * (len(head) - 1)])
         before = stage
         layers = plan.stages[stage]
-        row = [str(stage), *([str(stage % plan.num_devices)] if shared else [])]
+        row = [str(stage), *([str(plan.stage_devices[stage])] if shared else [])]
         row += [layers_text(layers), str(len(layers)), number_text(plan.stage_costs[stage])]
         if plan.stage_memory is not None:
             row.append(bytes_text(plan.stage_memory[stage]))

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from pipemesh.errors import PartitionError
 from pipemesh.partition.build import EXACT_PAIRS, build_memory, build_problem
+from pipemesh.partition.check_options import check_options
 from pipemesh.partition.costs import LayerCost, Stack, as_stack
 from pipemesh.partition.cover import alive, cover_bottleneck
 from pipemesh.partition.dense import Candidates, least_bottleneck, pairs
@@ -20,8 +21,7 @@ from pipemesh.partition.greedy import UNDECIDED, Greedy, greedy_bottleneck, sing
 from pipemesh.partition.infeasible import explain, violation
 from pipemesh.partition.interleaved import interleaved_below, interleaved_cut
 from pipemesh.partition.lingvo_rule import lingvo_boundaries, uniform_boundaries
-from pipemesh.partition.memory import recomputed
-from pipemesh.partition.options import METHODS, Options, check_options, choice
+from pipemesh.partition.options import METHODS, Options, choice
 from pipemesh.partition.problem import Problem
 from pipemesh.partition.result import Partition
 from pipemesh.partition.squares import even_cut
@@ -36,6 +36,9 @@ def partition(
     overlap_transfers: bool = False,
     memory_limit: float | None = None,
     schedule: str | None = None,
+    in_flight: Sequence[int] | None = None,
+    stage_devices: Sequence[int] | None = None,
+    at_once: Sequence[int] | None = None,
     num_microbatches: int | None = None,
     optimizer_bytes_per_parameter_byte: float = 2.0,
     remat: str = "none",
@@ -63,17 +66,23 @@ def partition(
         memory_limit: bytes of a device, for parameters, optimizer state and activations.
         schedule: the name of the pipeline schedule, on which the activations in flight depend, as
             in `pipemesh.schedule_names`: `"gpipe"`, `"1f1b"` (default), `"interleaved:V"` (default
-            with virtual stages), `"looped_bfs:V"` or `"zb_h1"`.
-        num_microbatches: microbatches of a step; needed with `memory_limit`.
+            with virtual stages), `"looped_bfs:V"` or `"zb_h1"`. For any other, leave it out and
+            give `**pipemesh.schedule.simulate(table).for_partition()`, which are the next four.
+        in_flight: for each stage the most microbatches whose activations it holds at once.
+        stage_devices: for each stage its device, such as `(0, 1, 1, 0)`; by default they go round.
+        at_once: for each stage the number of microbatches whose backward pass follows their
+            forward pass at once, which `remat="except_last"` spares.
+        num_microbatches: microbatches of a step; needed with `memory_limit`, unless `in_flight`
+            is given.
         optimizer_bytes_per_parameter_byte: bytes kept beside each byte of parameters: 2 for
             Adam's moments, 3 with a gradient accumulator.
         remat: `"none"` keeps all activations; `"full"` keeps the stage's input and runs the
             forward pass again; `"except_last"` spares the microbatch whose backward pass follows
             its forward pass at once.
         num_virtual_stages: V stages a device, by default what the schedule's name says, or what
-            such a schedule has by default. Stage s runs on device s mod (num_stages / V), and
-            a device costs the sum of its stages. Exact, so only for moderate sizes: the search
-            ends in an error when it grows too large.
+            such a schedule has by default. Stage s runs on device s mod (num_stages / V), if
+            `stage_devices` does not say otherwise, and a device costs the sum of its stages.
+            Exact, so only for moderate sizes: the search ends in an error when it grows too large.
         same_stage: groups of layer indices that share a stage (tied weights), together with all
             layers between them.
         min_layers: the least number of layers of a stage.
@@ -97,24 +106,10 @@ def partition(
         >>> partition([3, 1, 1, 3], 2, speeds=[1, 3]).boundaries
         (0, 1, 4)
     """
+    # Exactly the arguments: nothing else is local yet.
+    asked = dict(locals())
     stack = as_stack(costs)
-    options = check_options(
-        stack,
-        num_stages,
-        speeds=speeds,
-        bandwidth=bandwidth,
-        overlap_transfers=overlap_transfers,
-        memory_limit=memory_limit,
-        schedule=schedule,
-        num_microbatches=num_microbatches,
-        optimizer_bytes_per_parameter_byte=optimizer_bytes_per_parameter_byte,
-        remat=remat,
-        num_virtual_stages=num_virtual_stages,
-        same_stage=same_stage,
-        min_layers=min_layers,
-        max_layers=max_layers,
-        fixed=fixed,
-    )
+    options = check_options(stack, num_stages, asked)
     if choice("method", method, METHODS) != "exact":
         if method == "lingvo":
             cut = lingvo_boundaries(stack.forward + stack.backward, options.num_stages)
@@ -248,21 +243,24 @@ def describe(stack: Stack, options: Options, cut: Sequence[int], method: str) ->
     Returns:
         The partition, without what binds.
     """
-    stages, devices, layers = options.num_stages, options.num_devices, stack.num_layers
-    again = recomputed(options.remat, options.schedule, options.num_microbatches, stages)
+    devices, layers = options.stage_devices, stack.num_layers
+    again = options.recomputed()
     costs: list[float] = []
 
-    def transfer(boundary: int) -> float:
-        if options.bandwidth is None or devices == 1 or not 0 < boundary < layers:
+    def transfer(stage: int) -> float:
+        """Time to cross the boundary in front of a stage."""
+        if options.bandwidth is None or devices[stage - 1 : stage] == devices[stage : stage + 1]:
             return 0.0
-        return float(stack.boundary_bytes[boundary - 1]) / options.bandwidth
+        if stage in (0, options.num_stages):
+            return 0.0
+        return float(stack.boundary_bytes[cut[stage] - 1]) / options.bandwidth
 
     for stage, (begin, end) in enumerate(itertools.pairwise(cut)):
         forward = stack.forward[begin:end] * (1 + float(again[stage]))
         compute = math.fsum([*forward.tolist(), *stack.backward[begin:end].tolist()])
         if options.speeds is not None:
-            compute /= options.speeds[stage % devices]
-        crossing = transfer(begin) + transfer(end)
+            compute /= options.speeds[devices[stage]]
+        crossing = transfer(stage) + transfer(stage + 1)
         overlapped = options.overlap_transfers
         costs.append(max(compute, crossing) if overlapped else compute + crossing)
     positions = np.arange(layers + 1)
@@ -277,6 +275,7 @@ def describe(stack: Stack, options: Options, cut: Sequence[int], method: str) ->
         boundaries=tuple(int(layer) for layer in cut),
         stage_costs=tuple(costs),
         num_virtual_stages=options.num_virtual_stages,
+        placement=options.placement,
         stage_memory=held,
         memory_limit=options.memory_limit,
         method=method,

@@ -9,8 +9,25 @@ import tensorflow as tf
 
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.stage import Stage
-from pipemesh.recurrent.table.run import Run
+from pipemesh.recurrent.table.run import Run, num_bytes
 from pipemesh.schedule import Schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class StageMemory:
+    """What a replica of a stage keeps of the first microbatch for its backward pass.
+
+    Attributes:
+        kept: bytes, all in all.
+        kept_inputs: for each input its bytes if it is among that, else 0.
+        kept_outputs: for each output whether it is among that.
+        outputs: shapes and dtypes of the outputs.
+    """
+
+    kept: int
+    kept_inputs: tuple[int, ...]
+    kept_outputs: tuple[bool, ...]
+    outputs: tuple[tf.TensorSpec, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,11 +41,13 @@ class DeviceMemory:
             between an `I` and its `W` what the `I` leaves. A tensor that two actions need, such
             as the input of a stage that is the output of another on the same device, counts for
             both.
+        stages: what each of its stages keeps of one microbatch. Left aside in comparisons.
     """
 
     weights: int
     gradients: int
     kept: int
+    stages: tuple[StageMemory, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     @property
     def total(self) -> int:
@@ -101,5 +120,21 @@ def predict_memory(
             gradients = 0
             if not schedule.is_forward_only:
                 gradients = sum(run.held_bytes("grads", s, r) for s in own for r in replicas)
-            found.append(DeviceMemory(weights, gradients, peak))
+            each = tuple(_of_stage(run, s, replicas[0]) for s in own)
+            found.append(DeviceMemory(weights, gradients, peak, each))
     return found
+
+
+def _of_stage(run: Run, stage: int, replica: int) -> StageMemory:
+    traced, kept = run.kept_names(stage)
+    own, names = len(traced.output_specs), set(kept)
+    inputs = [name for name in traced.inputs if traced.place(name) == replica]
+    return StageMemory(
+        kept=run.held_bytes("kept", stage, replica),
+        kept_inputs=tuple(num_bytes([traced.spec(n)]) if n in names else 0 for n in inputs),
+        kept_outputs=tuple(
+            not names.isdisjoint(traced.cut.same_value(name))
+            for name in traced.outputs[replica * own : (replica + 1) * own]
+        ),
+        outputs=tuple(traced.output_specs),
+    )

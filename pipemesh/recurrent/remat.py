@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable
 
 from pipemesh.errors import PipelineError
 from pipemesh.recurrent.passes.traced_stage import TracedStage
-from pipemesh.schedule import Action, Schedule
+from pipemesh.schedule import Schedule
 
 REMAT_POLICIES = ("full", "none", "except_last")
 
@@ -64,13 +63,8 @@ def modes(remat: Remat, schedule: Schedule) -> dict[tuple[int, int], str]:
         return dict.fromkeys(pairs, "selective")
     if remat != "except_last":
         return dict.fromkeys(pairs, remat)
-    result = dict.fromkeys(pairs, "full")
-    for row in schedule.rows:
-        for action, following in itertools.pairwise(row):
-            pair = (action.stage, action.microbatch)
-            if action.kind == "F" and following in (Action(pair[0], k, pair[1]) for k in "BI"):
-                result[pair] = "none"
-    return result
+    at_once = schedule.turns_at_once()
+    return {pair: "none" if pair in at_once else "full" for pair in pairs}
 
 
 def recomputed(mode: str, remat: Remat, traced: TracedStage) -> Callable[[str], bool]:

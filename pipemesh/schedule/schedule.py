@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -60,6 +61,21 @@ class Schedule:
     def is_forward_only(self) -> bool:
         """Whether no row holds a backward action: an inference schedule."""
         return not any(action.kind != "F" for row in self.rows for action in row)
+
+    def turns_at_once(self) -> frozenset[tuple[int, int]]:
+        """The (stage, microbatch) pairs whose backward pass follows their forward pass at once.
+
+        Example:
+            >>> from pipemesh.schedule import gpipe
+            >>> sorted(gpipe(2, 3).turns_at_once())
+            [(0, 2), (1, 2)]
+        """
+        return frozenset(
+            (first.stage, first.microbatch)
+            for row in self.rows
+            for first, second in itertools.pairwise(row)
+            if (first.kind, first.stage, first.microbatch) == ("F", second.stage, second.microbatch)
+        )
 
     def only_forward(self) -> Schedule:
         """The same stages on the same devices, for inference: the forward actions alone.

@@ -72,3 +72,27 @@ class ScheduleSpec:
                 "asked for; use the same counts"
             )
         return self.table
+
+    def for_stages(self, num_stages: int, num_microbatches: int) -> Schedule:
+        """The schedule for so many stages and microbatches.
+
+        Raises:
+            ScheduleError: a count is bad, the stages cannot be spread over devices, or the file's
+                table is for other counts.
+
+        Example:
+            >>> ScheduleSpec.from_text("zb_v").for_stages(4, 4).num_devices
+            2
+        """
+        if self.table is not None and self.table.num_stages == num_stages:
+            return self.build(self.table.num_devices, num_microbatches)
+        num_devices, rest = divmod(num_stages, self.stages_a_device)
+        if self.table is not None or rest or not num_devices:
+            raise ScheduleError(
+                f"the schedule has {self.stages_a_device} stages a device, but {num_stages} stages "
+                "are asked for, which is no multiple"
+                if self.table is None
+                else f"the schedule read from a file has {self.table.num_stages} stages, but "
+                f"{num_stages} stages are asked for; use the same number"
+            )
+        return self.build(num_devices, num_microbatches)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
+from typing import Any
 
 from pipemesh.schedule.action import Action
 from pipemesh.schedule.costs import Costs
@@ -107,6 +109,47 @@ class Timeline:
         if self.schedule.is_forward_only:
             return tuple(min(1, len(row)) for row in self.schedule.rows)
         return tuple(peak_of_row(row) for row in self.schedule.rows)
+
+    @cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        """For each stage the most microbatches whose activations it ever holds at once.
+
+        Counted as in `peak_activations`, but stage by stage: what a device holds at once is at
+        most the sum over its stages, whose peaks need not coincide.
+
+        Example:
+            >>> from pipemesh.schedule import simulate, zb_v
+            >>> simulate(zb_v(2, 4)).in_flight
+            (4, 3, 2, 1)
+        """
+        held, peaks = ([0] * self.schedule.num_stages for _ in range(2))
+        forward_only = self.schedule.is_forward_only
+        for row in self.schedule.rows:
+            for action in row:
+                stage = action.stage
+                if action.kind == "F":
+                    held[stage] += 1
+                    peaks[stage] = max(peaks[stage], held[stage])
+                if action.kind in "BW" or forward_only:
+                    held[stage] -= 1
+        return tuple(peaks)
+
+    def for_partition(self) -> dict[str, Any]:
+        """What `pipemesh.partition.partition` takes of a schedule, by the names of its arguments.
+
+        Example:
+            >>> from pipemesh.schedule import one_f_one_b, simulate
+            >>> simulate(one_f_one_b(2, 4)).for_partition()
+            {'num_microbatches': 4, 'in_flight': (2, 1), 'stage_devices': (0, 1), 'at_once': (0, 4)}
+        """
+        schedule = self.schedule
+        turns = Counter(stage for stage, _ in schedule.turns_at_once())
+        return {
+            "num_microbatches": schedule.num_microbatches,
+            "in_flight": self.in_flight,
+            "stage_devices": schedule.stage_devices,
+            "at_once": tuple(turns[stage] for stage in range(schedule.num_stages)),
+        }
 
     def spans(self) -> Iterator[Span]:
         """Every action with its time, device by device.

@@ -22,15 +22,29 @@ def flights(schedule, microbatches, stages):
     return [min(microbatches, stages - stage) for stage in range(stages)]
 
 
+def spared(options, stage, stages, devices):
+    """The share of microbatches whose forward pass `except_last` does not run again."""
+    if options.get("at_once") is not None:
+        return Fraction(options["at_once"][stage], options["num_microbatches"])
+    microbatches = options.get("num_microbatches")
+    if options.get("schedule") in ("gpipe", "looped_bfs"):
+        ends_here = stage >= stages - devices
+        return Fraction(1, microbatches) if ends_here and microbatches else Fraction(0)
+    turns = stage >= stages - devices if microbatches == 1 else stage == stages - 1
+    return Fraction(int(turns))
+
+
 def key_of(cut, layers, options, in_flight=None):
     stages = len(cut) - 1
     rounds = options.get("num_virtual_stages", 1)
-    devices = stages // rounds
+    homes = options.get("stage_devices") or [s % (stages // rounds) for s in range(stages)]
+    devices = max(homes) + 1
     speeds = [number(v) for v in options.get("speeds") or [1] * devices]
     bandwidth = options.get("bandwidth")
     remat = options.get("remat", "none")
     schedule = options.get("schedule", "one_f_one_b")
     microbatches = options.get("num_microbatches")
+    in_flight = options.get("in_flight", in_flight)
     if in_flight is None and microbatches is not None:
         in_flight = flights(schedule, microbatches, stages)
     times, memory = [], [0] * devices
@@ -40,23 +54,20 @@ def key_of(cut, layers, options, in_flight=None):
         if options.get("max_layers") is not None and end - begin > options["max_layers"]:
             return None
         again = Fraction(0) if remat == "none" else Fraction(1)
-        if remat == "except_last" and stage == stages - 1:
-            late = schedule in ("gpipe", "looped_bfs")
-            again = Fraction(0)
-            if late:
-                again = 1 - Fraction(1, microbatches) if microbatches else Fraction(1)
+        if remat == "except_last":
+            again = 1 - spared(options, stage, stages, devices)
         compute = (
             sum(
                 number(layer.forward) * (1 + again) + number(layer.backward)
                 for layer in layers[begin:end]
             )
-            / speeds[stage % devices]
+            / speeds[homes[stage]]
         )
         crossing = Fraction(0)
         if bandwidth is not None and devices > 1:
-            if begin > 0:
+            if begin > 0 and homes[stage - 1] != homes[stage]:
                 crossing += number(layers[begin - 1].boundary_bytes) / number(bandwidth)
-            if end < len(layers):
+            if end < len(layers) and homes[stage] != homes[stage + 1]:
                 crossing += number(layers[end - 1].boundary_bytes) / number(bandwidth)
         if options.get("overlap_transfers"):
             times.append(max(compute, crossing))
@@ -66,12 +77,14 @@ def key_of(cut, layers, options, in_flight=None):
             factor = 1 + number(options.get("optimizer_bytes_per_parameter_byte", 2.0))
             held = factor * sum(number(layer.parameter_bytes) for layer in layers[begin:end])
             kept = sum(number(layer.activation_bytes) for layer in layers[begin:end])
+            # What two layers of a stage share is kept once.
+            kept -= sum(number(layer.shared_bytes) for layer in layers[begin + 1 : end])
             if remat == "none":
                 held += in_flight[stage] * kept
             else:
                 entry = number(layers[begin - 1].boundary_bytes) if begin else 0
                 held += in_flight[stage] * entry + kept
-            memory[stage % devices] += held
+            memory[homes[stage]] += held
     if options.get("memory_limit") is not None and max(memory) > number(options["memory_limit"]):
         return None
     for group in options.get("same_stage", ()):
@@ -83,9 +96,9 @@ def key_of(cut, layers, options, in_flight=None):
             return None
     elif not set(fixed) <= set(cut):
         return None
-    sums = [sum(times[device::devices]) for device in range(devices)]
+    sums = [sum(t for t, d in zip(times, homes, strict=True) if d == n) for n in range(devices)]
     key = (max(sums), sum(total * total for total in sums))
-    return (*key, sum(time * time for time in times)) if rounds > 1 else key
+    return (*key, sum(time * time for time in times)) if devices < stages else key
 
 
 def best_key(layers, num_stages, options, in_flight=None):

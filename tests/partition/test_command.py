@@ -8,6 +8,7 @@ import pytest
 from pipemesh.cli import main
 from pipemesh.partition import Partition
 
+SIZE = ["--devices", "2", "--microbatches", "4"]
 LAYERS = """name,forward,parameter_bytes,activation_bytes,boundary_bytes
 a,1,1e9,2e9,1e6
 b,1,1e9,2e9,1e6
@@ -71,6 +72,24 @@ def test_a_rule_that_breaks_an_option_does_not_end_a_comparison(layers, capsys):
     assert main(["partition", layers, "--stages", "4", "--compare", "--max-layers", "2"]) == 0
     assert main(["partition", layers, "--stages", "2", "--compare", "--fixed", "2"]) == 0
     assert "uniform: the cut of method='uniform' breaks fixed" in capsys.readouterr().out
+
+
+def test_schedules_that_only_a_table_tells_of_are_simulated(layers, capsys, tmp_path):
+    words = ["--stages", "4", "--memory-limit", "30GB", "--microbatches", "4", "--json"]
+    assert main(["partition", layers, *words, "--schedule", "zb_v"]) == 0
+    plan = Partition.from_json(capsys.readouterr().out)
+    assert plan.stage_devices == (0, 1, 1, 0)
+    table = tmp_path / "table.csv"
+    assert main(["schedule", "--name", "zb_v", *SIZE, "--csv", str(table)]) == 0
+    capsys.readouterr()
+    assert main(["partition", layers, *words, "--schedule", f"file:{table}"]) == 0
+    assert Partition.from_json(capsys.readouterr().out) == plan
+    assert main(["partition", layers, *words, "--stages", "3", "--schedule", f"file:{table}"]) == 2
+    assert "has 4 stages, but 3 stages are asked for" in capsys.readouterr().err
+    assert main(["partition", layers, *words, "--stages", "3", "--schedule", "zb_v"]) == 2
+    assert "2 stages a device, but 3 stages are asked for" in capsys.readouterr().err
+    assert main(["partition", layers, "--stages", "4", "--schedule", "zb_v"]) == 2
+    assert "--schedule zb_v is simulated" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from pipemesh.errors import PartitionError
 from pipemesh.partition import LayerCost, in_flight, partition
+from pipemesh.schedule import Action, Schedule, ScheduleSpec, build, simulate, validate
 from tests.partition.brute_force import best_key, key_of, number
 
 CASES = settings(
@@ -35,7 +36,10 @@ def stacks(draw, most=10):
         "sevenths": st.integers(0, 30).map(lambda sevenths: sevenths / 7),
     }[kind]
     layer = st.builds(
-        LayerCost,
+        lambda shared, **bytes_: LayerCost(
+            shared_bytes=min(shared, bytes_["activation_bytes"]), **bytes_
+        ),
+        shared=st.one_of(st.just(0), sizes) if draw(st.booleans()) else st.just(0),
         forward=time,
         backward=time,
         parameter_bytes=sizes,
@@ -174,6 +178,60 @@ def test_any_combination_of_options_with_virtual_stages(data):
         schedule = options.get("schedule", "interleaved_one_f_one_b")
         held = in_flight(schedule, options["num_microbatches"], stages, rounds)
     check(layers, stages, options, held)
+
+
+FAMILIES = st.sampled_from(["zb_v", "dual_pipe_v", "interleaved", "looped_bfs", "zb_h2"])
+
+
+@st.composite
+def tables(draw, layers):
+    """A published table, or one action after the other with stages wherever they happen to lie."""
+    if draw(st.booleans()):
+        name = draw(FAMILIES)
+        spec = ScheduleSpec.from_text(name)
+        devices = draw(st.integers(1, max(min(6, layers) // spec.stages_a_device, 1)))
+        return spec.build(devices, devices * draw(st.integers(2, 3)))
+    stages = draw(st.integers(1, min(6, layers)))
+    drawn = draw(st.lists(st.integers(0, 3), min_size=stages, max_size=stages))
+    homes = [sorted(set(drawn)).index(home) for home in drawn]
+    actions = [(stage, "F") for stage in range(stages)]
+    actions += [(stage, "B") for stage in reversed(range(stages))]
+    rows = [[] for _ in range(max(homes) + 1)]
+    for stage, kind in actions:
+        rows[homes[stage]] += [Action(stage, kind, m) for m in range(2)]
+    return validate(Schedule(rows, homes, 2))
+
+
+@CASES
+@given(st.data())
+def test_what_any_table_says_with_any_combination_of_options(data):
+    layers = data.draw(stacks().filter(lambda layers: len(layers) >= 2))
+    table = data.draw(tables(len(layers)))
+    stages, devices = table.num_stages, table.num_devices
+    facts = simulate(table).for_partition()
+    options = data.draw(choices(layers, stages))
+    for name in ("schedule", "num_virtual_stages", "num_microbatches"):
+        options.pop(name, None)
+    if "speeds" in options:
+        options["speeds"] = data.draw(st.lists(speed, min_size=devices, max_size=devices))
+    if "memory_limit" not in options and data.draw(st.booleans()):
+        options["memory_limit"] = data.draw(st.sampled_from([20, 40, 80, 160, 300.5]))
+    check(layers, stages, {**options, **facts})
+
+
+@pytest.mark.parametrize("name", ["zb_v", "interleaved"])
+def test_a_memory_limit_moves_layers_between_the_stages_of_a_v_and_of_a_loop(name):
+    # Layers that keep much come first: in both tables the first stage holds them longest.
+    layers = [LayerCost(1, 2, 1, 8 - index, 1) for index in range(8)]
+    facts = simulate(build(name, 2, 4)).for_partition()
+    free = partition(layers, 4, **facts)
+    assert free.device_costs == (12.0, 12.0)
+    limit = max(free.device_memory) - 1
+    tight = partition(layers, 4, memory_limit=limit, **facts)
+    assert max(tight.device_memory) <= limit < max(free.device_memory)
+    assert tight.stage_devices == facts["stage_devices"]
+    options = {"memory_limit": limit, **facts}
+    assert key_of(tight.boundaries, layers, options) == best_key(layers, 4, options)
 
 
 def _stack_of(random, count):

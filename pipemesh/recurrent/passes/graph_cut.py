@@ -87,6 +87,14 @@ class GraphCut:
             found |= stop.intersection(map(tensor_name, self._nodes[node].input))
         return found
 
+    def same_value(self, tensor: str) -> set[str]:
+        """A tensor, and those that become it unchanged."""
+        found = {tensor}
+        while (node := self._nodes[node_of(tensor)]).op == "Identity":
+            tensor = tensor_name(node.input[0])
+            found.add(tensor)
+        return found
+
     def nodes(self, tensors: Iterable[str], chosen: Callable[[str], bool]) -> Iterator[Any]:
         """The chosen nodes that `tensors` need, and those in the bodies of their functions."""
         needed = self.ancestors(tensors)

@@ -15,7 +15,7 @@ from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.passes.captures import is_constant
 from pipemesh.recurrent.passes.passes import Grads
-from pipemesh.recurrent.passes.traced_stage import Cutting
+from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
 from pipemesh.recurrent.passes.tracing import specs_of
 from pipemesh.recurrent.precision import cast_floating, sum_dtype
 from pipemesh.recurrent.remat import modes
@@ -189,6 +189,11 @@ class Run:
         else:
             specs, places = machine.specs(kind, stage, ""), machine.places(kind, stage)
         return _of_replica(specs, places, replica)
+
+    def kept_names(self, stage: int) -> tuple[TracedStage, list[str]]:
+        """A stage, and the tensors that its forward pass of the first microbatch leaves."""
+        passes = self._machine.passes(stage, self._modes[stage, 0])
+        return self._machine.traced[stage], passes.cuts.kept
 
     def outputs(self) -> list[tf.Tensor]:
         """The outputs of the last stage for the whole batch."""

@@ -1,0 +1,46 @@
+"""The layers of a sequence, one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lingvo.core import builder_layers
+
+from pipemesh.errors import PartitionError, PipelineError
+from pipemesh.layers.check_params import check_layer
+from pipemesh.layers.feature_extraction import FeatureExtractionLayer
+
+
+def named_layers(params: Any) -> list[Any]:
+    """Copies of the params of all layers of a sequence, named by their place in it."""
+    if isinstance(params, (list, tuple)):
+        for p in params:
+            _check(p)
+        layers = [p.Copy() for p in params]
+    else:
+        layers = _flatten(params)
+    for number, layer in enumerate(layers):
+        layer.name = f"cell_{number:03d}"
+    return layers
+
+
+def _check(params: Any) -> None:
+    try:
+        check_layer("what is to be cut", params)
+    except PipelineError as error:
+        raise PartitionError(str(error)) from error
+
+
+def _flatten(params: Any) -> list[Any]:
+    """Copies of the params of all layers of a sequence, nested sequences taken apart."""
+    _check(params)
+    if params.cls not in (builder_layers.SequentialLayer, FeatureExtractionLayer):
+        return [params.Copy()]
+    if params.cls is FeatureExtractionLayer and (params.num_act_outputs or params.num_act_inputs):
+        raise PartitionError(
+            f"{params.name!r} fetches or forwards activations between its stages; such a layer "
+            "cannot be cut again: write the stages by hand"
+        )
+    # As the layer itself has it: once at least.
+    repeat = max(params.repeat, 1) if params.cls is builder_layers.SequentialLayer else 1
+    return [layer for _ in range(repeat) for sub in params.sub for layer in _flatten(sub)]

@@ -1,0 +1,109 @@
+"""What layers say of themselves in `FPropMeta`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import tensorflow as tf
+from lingvo.core import py_utils, tshape
+
+from pipemesh.errors import PartitionError
+from pipemesh.layers.check_params import with_article
+from pipemesh.partition.costs import number_problem
+
+_META = (
+    "define it as a classmethod FPropMeta(cls, p, *shapes) that returns "
+    "py_utils.NestedMap(flops=a number, out_shapes=a tuple of tshape.Shape)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Meta:
+    """What the `FPropMeta` of a layer says.
+
+    Attributes:
+        flops: of the forward pass.
+        out_shapes: a `tshape.Shape`, or None, for each output.
+        parameter_bytes: of all weights, or None if it does not say.
+        activation_bytes: what the layer keeps for its backward pass, or None.
+    """
+
+    flops: float
+    out_shapes: tuple[Any, ...]
+    parameter_bytes: float | None = None
+    activation_bytes: float | None = None
+
+
+def layer_flops(layers: list[Any], *shapes: Any) -> list[float]:
+    """The flops of each layer by its `FPropMeta`; see `layer_metas`."""
+    return [meta.flops for meta in layer_metas(layers, *shapes)]
+
+
+def layer_metas(layers: list[Any], *shapes: Any) -> list[Meta]:
+    """What the `FPropMeta` of each layer says.
+
+    Args:
+        layers: their params.
+        *shapes: of each input of the first one, a `tshape.Shape`, a `tf.TensorSpec`, a NestedMap of
+            such, or None.
+
+    Raises:
+        PartitionError: a shape is none, or a layer's `FPropMeta` is missing, fails or says no cost.
+    """
+    for number, shape in enumerate(shapes):
+        if not isinstance(shape, (tshape.Shape, tf.TensorSpec, py_utils.NestedMap, type(None))):
+            raise PartitionError(
+                f"the shape of input {number} is {shape!r}, {with_article(type(shape).__name__)}; "
+                "write "
+                "lingvo.core.tshape.Shape([...]), one for each input of the first layer, or None "
+                "for an input that is None"
+            )
+    found = []
+    given: tuple[Any, ...] = tuple(map(_as_shape, shapes))
+    for layer in layers:
+        found.append(_meta(layer, given))
+        given = found[-1].out_shapes
+    return found
+
+
+def described(layer: Any) -> str:
+    """A layer's name and class, for errors."""
+    return f"layer {layer.name!r} ({layer.cls.__name__})"
+
+
+def _as_shape(value: Any) -> Any:
+    if isinstance(value, py_utils.NestedMap):
+        return value.Transform(_as_shape)
+    return tshape.Shape(value.shape.as_list()) if isinstance(value, tf.TensorSpec) else value
+
+
+def _meta(layer: Any, shapes: tuple[Any, ...]) -> Meta:
+    where = described(layer)
+    given = ", ".join(map(str, shapes)) or "no shapes"
+    try:
+        meta = layer.cls.FPropMeta(layer, *shapes)
+    except NotImplementedError as error:
+        raise PartitionError(
+            f"{where} has no FPropMeta, which says what it costs; {_META}, or cut the stack by "
+            "hand into a list of FeatureExtractionLayers"
+        ) from error
+    except Exception as error:
+        raise PartitionError(
+            f"{where}: FPropMeta, given {given}, failed with {type(error).__name__}: {error}; do "
+            "the shapes fit the inputs of the layer?"
+        ) from error
+    try:
+        flops, out_shapes = float(meta.flops), meta.out_shapes
+    except (AttributeError, TypeError, ValueError) as error:
+        raise PartitionError(f"{where}: FPropMeta returns {meta!r}; {_META}") from error
+    if isinstance(out_shapes, tshape.Shape) or not isinstance(out_shapes, (list, tuple)):
+        raise PartitionError(f"{where}: FPropMeta returns out_shapes {out_shapes!r}; {_META}")
+    said = {name: getattr(meta, name, None) for name in ("parameter_bytes", "activation_bytes")}
+    for name, value in said.items():
+        if value is not None and number_problem(value):
+            raise PartitionError(
+                f"{where}: FPropMeta returns {name}={value!r}; it must be a number of bytes, zero "
+                "or more"
+            )
+    return Meta(flops, tuple(out_shapes), **said)
