@@ -10,6 +10,7 @@ from types import ModuleType
 from docutils import nodes
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
+from sphinx.domains.python import PyObject
 from sphinx.environment import BuildEnvironment
 
 import pipemesh.errors
@@ -83,5 +84,8 @@ def _is_lost(target: str) -> bool:
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Called by Sphinx."""
+    for field in PyObject.doc_field_types:
+        if field.name == "variable":
+            field.label = "Attributes"
     app.connect("missing-reference", resolve)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
