@@ -10,7 +10,7 @@ PROCESSES ?= auto
 TRAIN_FLAGS ?= --model=OneBillionWordTiny --mesh_shape=layers:2 --num_microbatches=8 --steps=300
 LOGDIR ?= runs/OneBillionWordTiny
 
-.PHONY: train check test test-all lint wheel clean
+.PHONY: train check test test-all lint docs wheel clean
 
 train: $(STAMP)
 	$(BIN)/python -m models.one_billion_word.train $(TRAIN_FLAGS) --logdir=$(LOGDIR)
@@ -36,6 +36,10 @@ lint: $(STAMP)
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/pyright
 
+# The first page is docs/_build/index.html.
+docs: $(STAMP)
+	TF_CPP_MIN_LOG_LEVEL=2 $(BIN)/python -m sphinx -b html -c docs -d docs/_build/.doctrees -W --keep-going -n -q . docs/_build
+
 wheel:
 	PYTHON=$(PYTHON) .ci/wheel
 
@@ -46,4 +50,4 @@ $(STAMP): pyproject.toml
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) docs/_build runs

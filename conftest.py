@@ -1,4 +1,4 @@
-"""Runs the snippets of README files as tests, and of the tests as many cases as are asked for."""
+"""Runs the snippets of README files and guides as tests, and of the tests as many cases as are asked for."""
 
 import pathlib
 import zlib
@@ -6,7 +6,9 @@ import zlib
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
 
-pytest_collect_file = Sybil(parsers=[PythonCodeBlockParser()], patterns=["README.md"]).pytest()
+pytest_collect_file = Sybil(
+    parsers=[PythonCodeBlockParser()], patterns=["README.md", "docs/guides/*.md"]
+).pytest()
 
 TESTS = pathlib.Path(__file__).parent / "tests"
 # Rooms whose tests are quick because they need no TensorFlow. Of all others, those that are new

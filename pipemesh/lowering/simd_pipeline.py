@@ -93,7 +93,7 @@ class SimdPipeline:
 
     @property
     def ticks(self) -> TickPlan:
-        """The clock: number of ticks, bubble."""
+        """The clock, with the number of ticks and the bubble."""
         return TickPlan(self.mesh.num_stages, self.num_microbatches, self.num_circles)
 
     @property

@@ -89,7 +89,7 @@ class Shape:
 
     @property
     def size(self) -> int:
-        """The number of elements: the product of the sizes."""
+        """The number of elements, the product of the sizes."""
         return math.prod(self.sizes)
 
     def __getitem__(self, name: str) -> Dim:

@@ -125,7 +125,7 @@ class Partition:
 
     @property
     def balance(self) -> float:
-        """Mean device cost over the bottleneck: 1.0 is perfectly even."""
+        """Mean device cost over the bottleneck, 1.0 if perfectly even."""
         if self.bottleneck == 0:
             return 1.0
         return math.fsum(self.device_costs) / self.num_devices / self.bottleneck

@@ -56,7 +56,7 @@ def partition(
     evenly. No stage is empty. All options can be combined.
 
     Args:
-        costs: one cost a layer: numbers, a flat array, or `LayerCost`s.
+        costs: one cost a layer: numbers, a flat array, or `LayerCost` values.
         num_stages: how many stages, 1 to `len(costs)`; with virtual stages, all of them.
         speeds: relative speed of each device, in stage order; a layer of cost c takes c / speed.
         bandwidth: bytes per unit of time between neighbouring devices. Each stage then takes

@@ -48,7 +48,14 @@ class Share(NamedTuple):
 
 
 def note_draw(sizes: tuple[int, ...]) -> str:
-    """Notes a draw in the scope, to be called once for each draw; returns its name."""
+    """Notes a draw in the scope; to be called once for each.
+
+    Args:
+        sizes: of the tensor that is drawn.
+
+    Returns:
+        Its name.
+    """
     scope = scopes.stack[-1]
     if scope.is_gradient and sizes:
         raise PipelineError(
@@ -193,7 +200,12 @@ def _static_shape(shape: Any) -> tuple[int, ...]:
 
 
 def advance_counter(counter: Any, steps: Any) -> tf.Tensor:
-    """The 128-bit counter `steps` (int64 scalar, not negative) further on."""
+    """A counter of Philox further on.
+
+    Args:
+        counter: the 128 bits, as two of 64.
+        steps: int64 scalar, not negative.
+    """
     low, high = counter[0], counter[1]
     moved = low + tf.cast(steps, tf.uint64)
     carry = tf.cast(moved < low, tf.uint64)

@@ -176,7 +176,20 @@ def layer_aliases(aliases: Mapping[str, str], stack: str | None = None) -> Itera
 
 @contextlib.contextmanager
 def layer_scope(name: str) -> Iterator[None]:
-    """Draws inside belong to layer `name`; scopes nest. Does nothing outside randomness."""
+    """Draws inside belong to a layer. Does nothing outside of `plan_free_randomness`.
+
+    Args:
+        name: of the layer; scopes nest, and their names are joined by `/`.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> from pipemesh.randomness import layer_scope, plan_free_randomness
+        >>> def drawn(name):
+        ...     with plan_free_randomness(tf.constant(7, tf.int64)), layer_scope(name):
+        ...         return float(tf.random.uniform([]))
+        >>> drawn("a") == drawn("a"), drawn("a") == drawn("b")
+        (True, False)
+    """
     if not scopes.stack:
         yield
         return
@@ -208,10 +221,15 @@ def _num_operations(scope: Scope) -> int | None:
 
 @contextlib.contextmanager
 def loop_scope(iteration: tf.Tensor) -> Iterator[list[tf.Tensor]]:
-    """Draws inside depend on the iteration (int64 scalar) of a loop, and on which loop it is.
+    """Draws inside depend on the iteration of a loop, and on which loop it is.
 
-    To be entered once, where the loop's body is traced; yields the tensors from outside of it that
-    draws depend on. Does nothing outside randomness.
+    To be entered once, where the loop's body is traced. Does nothing outside randomness.
+
+    Args:
+        iteration: int64 scalar.
+
+    Yields:
+        The tensors from outside of the body that draws depend on.
     """
     if not scopes.stack:
         yield []
@@ -300,7 +318,7 @@ def _with_tensors(scope: Scope, tensors: Sequence[tf.Tensor]) -> Scope:
 
 
 def is_active() -> bool:
-    """Whether a `plan_free_randomness` context is entered in this thread."""
+    """Whether `plan_free_randomness` is entered in this thread."""
     return bool(scopes.stack)
 
 

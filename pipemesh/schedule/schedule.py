@@ -59,7 +59,7 @@ class Schedule:
 
     @property
     def is_forward_only(self) -> bool:
-        """Whether no row holds a backward action: an inference schedule."""
+        """Whether no row holds a backward action, as in a schedule for inference."""
         return not any(action.kind != "F" for row in self.rows for action in row)
 
     def turns_at_once(self) -> frozenset[tuple[int, int]]:

@@ -21,15 +21,15 @@ def gradients(loss: Tensor, sources: Any, tape: tf.GradientTape | None = None) -
 
     Args:
         loss: a floating tensor; if it has dims, the sum of its elements is differentiated.
-        sources: a nest of tensors, `Variable`s, and tensors or variables of TensorFlow, such as
-            those that were imported, or slices.
+        sources: a nest of tensors, `Variable` objects, and tensors or variables of TensorFlow,
+            such as those that were imported, or slices.
         tape: what recorded the computation of the loss, and watched the sources. Graphs, of
             TensorFlow 1 or in a `tf.function`, do without one.
 
     Returns:
-        In the form of `sources`, for tensors and `Variable`s tensors of the same shape and layout;
-        for those of TensorFlow tensors of TensorFlow; None for what the loss does not depend on, or
-        the tape did not watch.
+        In the form of `sources`, for tensors and `Variable` objects tensors of the same shape and
+        layout; for those of TensorFlow tensors of TensorFlow; None for what the loss does not
+        depend on, or the tape did not watch.
 
     Raises:
         GradientError: there is neither tape nor graph, or something has no floating dtype.
