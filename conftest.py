@@ -1,4 +1,4 @@
-"""Runs the snippets of README files and guides as tests, and of the tests as many cases as are asked for."""
+"""Runs snippets of READMEs and guides as tests, and as many cases of tests as are asked for."""
 
 import pathlib
 import zlib

@@ -14,7 +14,7 @@ from pipemesh.mesh import Mesh
 from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.plan import Plan
 from pipemesh.plan.places import unused_axes
-from pipemesh.recurrent import Selective
+from pipemesh.recurrent import RematPolicy
 from pipemesh.schedule import Schedule
 
 
@@ -45,7 +45,7 @@ def plan_of(p: Any, schedule: Schedule, cluster: Any) -> Plan:
             p.schedule,
             p.num_micro_batches,
             boundaries=tuple(itertools.accumulate(sizes, initial=0)),
-            remat="selective" if isinstance(p.remat, Selective) else p.remat,
+            remat="custom" if isinstance(p.remat, RematPolicy) else p.remat,
             compute_dtype=None if p.fprop_dtype is None else tf.as_dtype(p.fprop_dtype).name,
             # Whoever asked for them was told.
             allow_idle=bool(unused_axes(mesh, layout)),

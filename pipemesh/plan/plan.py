@@ -17,7 +17,7 @@ from pipemesh.plan import places, text_form
 from pipemesh.schedule import Schedule, ScheduleSpec
 from pipemesh.text import nearest_text
 
-REMAT = ("full", "none", "except_last", "selective")
+REMAT = ("full", "none", "except_last", "custom")
 LOWERINGS = ("placement", "simd")
 DTYPES = ("float32", "bfloat16", "float16")
 _ONE_PLACE = Mesh(((LAYERS_AXIS, 1),))
@@ -38,7 +38,7 @@ class Plan:
         boundaries: where the layers are cut: S + 1 rising layer indices; None for stages of equal
             flops.
         remat: what the backward pass computes again: `full`, `none`, `except_last`, or
-            `selective`, layers that a predicate picks, which the plan does not know.
+            `custom`, a policy that Python knows and the plan does not.
         lowering: `placement`, each device with operations of its own, or `simd`, one program for
             all.
         compute_dtype: what stages compute in, by name; None for the dtypes of weights and inputs.

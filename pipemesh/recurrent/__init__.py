@@ -32,7 +32,7 @@ from pipemesh.recurrent.home import Home
 from pipemesh.recurrent.memory import DeviceMemory, predict_memory
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.precision import LossScale
-from pipemesh.recurrent.remat import REMAT_POLICIES, Selective
+from pipemesh.recurrent.remat import REMAT_POLICIES, RematPolicy, Selective
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.time.recurrent import Recurrent
 from pipemesh.recurrent.time.stacked_recurrent import StackedRecurrent
@@ -50,6 +50,7 @@ __all__ = [
     "Options",
     "Placement",
     "Recurrent",
+    "RematPolicy",
     "Selective",
     "StackedRecurrent",
     "Stage",

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipemesh.errors import PipelineError
 from pipemesh.recurrent.precision import LossScale, check_compute_dtype
-from pipemesh.recurrent.remat import Remat, check_remat
+from pipemesh.recurrent.remat import Remat, policy_of
 from pipemesh.recurrent.watch.clock import ActionClock
 from pipemesh.recurrent.watch.health import OF_GRADIENTS, check_policy
 
@@ -55,7 +55,7 @@ class Options:
     strict_devices: bool = False
 
     def __post_init__(self) -> None:
-        check_remat(self.remat)
+        policy_of(self.remat)
         default = "results" if self.loss_scale is None else "loss"
         object.__setattr__(self, "check_numerics", check_policy(self.check_numerics or default))
         if self.check_numerics in OF_GRADIENTS and self.loss_scale is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable
 
@@ -9,11 +10,53 @@ from pipemesh.errors import PipelineError
 from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.schedule import Schedule
 
-REMAT_POLICIES = ("full", "none", "except_last")
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """How one backward pass comes by what its forward pass computed.
+
+    Attributes:
+        name: for the eye.
+        recomputed: gives for a stage which nodes of its forward pass are computed again.
+    """
+
+    name: str
+    recomputed: Callable[[TracedStage], Callable[[str], bool]]
+
+
+FULL = Mode("full", lambda traced: lambda node: True)
+NONE = Mode("none", lambda traced: lambda node: False)
+
+
+class RematPolicy(abc.ABC):
+    """Which mode each backward pass has."""
+
+    @abc.abstractmethod
+    def modes(self, schedule: Schedule) -> dict[tuple[int, int], Mode]:
+        """For each (stage, microbatch) of a valid schedule how its backward pass is done."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Selective:
+class _Always(RematPolicy):
+    mode: Mode
+
+    def modes(self, schedule: Schedule) -> dict[tuple[int, int], Mode]:
+        return dict.fromkeys(_pairs(schedule), self.mode)
+
+
+class _ExceptLast(RematPolicy):
+    """Nothing again where the backward pass follows at once on its device.
+
+    In torchgpipe, from which it has its name, that is the last microbatch.
+    """
+
+    def modes(self, schedule: Schedule) -> dict[tuple[int, int], Mode]:
+        at_once = schedule.turns_at_once()
+        return {pair: NONE if pair in at_once else FULL for pair in _pairs(schedule)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Selective(RematPolicy):
     """Recompute the layers that a predicate picks, keep what the others computed.
 
     A run of picked layers is computed again from the input of its first one. Layers are what
@@ -30,62 +73,53 @@ class Selective:
 
     predicate: Callable[[str], bool]
 
+    def modes(self, schedule: Schedule) -> dict[tuple[int, int], Mode]:
+        """The same for all.
 
-Remat = str | Selective
+        Raises:
+            PipelineError: when a stage is looked at that has no layers to pick from.
+        """
+        return dict.fromkeys(_pairs(schedule), Mode("selective", self._recomputed))
+
+    def _recomputed(self, traced: TracedStage) -> Callable[[str], bool]:
+        names = set(traced.layers.values())
+        if not names:
+            raise PipelineError(
+                f"remat is selective, but stage {traced.stage.name!r} has no layers to select "
+                "from; enclose each layer in pipemesh.randomness.layer_scope(name)"
+            )
+        picked = {name for name in names if self.predicate(name)}
+        return lambda node: traced.layers.get(node) in picked
 
 
-def check_remat(remat: Remat) -> Remat:
-    """Returns the policy if there is such a one.
+# Those that have a name.
+POLICIES: dict[str, RematPolicy] = {
+    "full": _Always(FULL),
+    "none": _Always(NONE),
+    "except_last": _ExceptLast(),
+}
+REMAT_POLICIES = tuple(POLICIES)
+
+Remat = str | RematPolicy
+
+
+def policy_of(remat: Remat) -> RematPolicy:
+    """The policy of a name, or the one that is given.
 
     Raises:
-        PipelineError: there is not.
+        PipelineError: it is neither.
     """
-    if isinstance(remat, Selective) or remat in REMAT_POLICIES:
+    if isinstance(remat, RematPolicy):
         return remat
+    if isinstance(remat, str) and remat in POLICIES:
+        return POLICIES[remat]
     allowed = ", ".join(REMAT_POLICIES)
     raise PipelineError(f"remat is {remat!r}; allowed are {allowed} and Selective(predicate)")
 
 
-def modes(remat: Remat, schedule: Schedule) -> dict[tuple[int, int], str]:
-    """For each (stage, microbatch) how its backward pass comes by its activations.
-
-    Args:
-        remat: the policy.
-        schedule: a valid schedule.
-
-    Returns:
-        `full`, `none` or `selective`. Under `except_last`, `none` where the backward pass follows
-        the forward pass at once on its device (as in torchgpipe, where that is the last
-        microbatch), and `full` elsewhere.
-    """
-    pairs = [(s, m) for s in range(schedule.num_stages) for m in range(schedule.num_microbatches)]
-    if isinstance(remat, Selective):
-        return dict.fromkeys(pairs, "selective")
-    if remat != "except_last":
-        return dict.fromkeys(pairs, remat)
-    at_once = schedule.turns_at_once()
-    return {pair: "none" if pair in at_once else "full" for pair in pairs}
-
-
-def recomputed(mode: str, remat: Remat, traced: TracedStage) -> Callable[[str], bool]:
-    """Whether a node of the forward pass is computed again.
-
-    Args:
-        mode: one of those that `modes` gives.
-        remat: the policy.
-        traced: the stage.
-
-    Raises:
-        PipelineError: the policy is selective, but the stage has no layers to pick from.
-    """
-    if mode != "selective":
-        return lambda node: mode == "full"
-    assert isinstance(remat, Selective)
-    names = set(traced.layers.values())
-    if not names:
-        raise PipelineError(
-            f"remat is selective, but stage {traced.stage.name!r} has no layers to select from; "
-            "enclose each layer in pipemesh.randomness.layer_scope(name)"
-        )
-    picked = {name for name in names if remat.predicate(name)}
-    return lambda node: traced.layers.get(node) in picked
+def _pairs(schedule: Schedule) -> list[tuple[int, int]]:
+    return [
+        (stage, microbatch)
+        for stage in range(schedule.num_stages)
+        for microbatch in range(schedule.num_microbatches)
+    ]

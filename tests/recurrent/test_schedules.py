@@ -5,15 +5,13 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.errors import ScheduleError
-from pipemesh.recurrent import Selective
+from pipemesh.recurrent import REMAT_POLICIES, Selective
 from pipemesh.schedule import Costs, forward_only, list_schedule, one_f_one_b
 from pipemesh.schedule.builders import BUILDERS, build
 from tests.recurrent.stack import RUNNERS, VALUES, pipelined, plain, unstacked
 
 REMAT = {
-    "full": "full",
-    "none": "none",
-    "except_last": "except_last",
+    **{name: name for name in REMAT_POLICIES},
     "selective": Selective(
         lambda name: name in ("embedding", "layer1", "layer2", "layer6", "head")
     ),

@@ -7,11 +7,12 @@ from typing import Any
 
 import tensorflow as tf
 
+from pipemesh.recurrent.remat import FULL, Mode
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.machine import Machine
 
 # A kind of value, its stage, and the mode of remat it depends on.
-Key = tuple[str, int, str]
+Key = tuple[str, int, Mode]
 
 
 class Lists:
@@ -36,9 +37,9 @@ class Lists:
         self._num_microbatches = num_microbatches
 
     @staticmethod
-    def key(kind: str, stage: int, mode: str) -> Key:
+    def key(kind: str, stage: int, mode: Mode) -> Key:
         """The key of a channel; only what is kept depends on the mode."""
-        return kind, stage, mode if kind in ("kept", "pending") else ""
+        return kind, stage, mode if kind in ("kept", "pending") else FULL
 
     def reserve(self, keys: Iterable[Key]) -> None:
         """Makes the lists that do not exist yet."""

@@ -15,7 +15,7 @@ from pipemesh.recurrent.passes.passes import Grads, Passes, Tensors
 from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
 from pipemesh.recurrent.passes.tracing import WholeBatch, specs_of
 from pipemesh.recurrent.precision import sum_dtype
-from pipemesh.recurrent.remat import Remat, recomputed
+from pipemesh.recurrent.remat import FULL, Mode
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.state import State
 from pipemesh.recurrent.watch.clock import ActionClock
@@ -53,7 +53,6 @@ class Machine:
         inputs: the pipeline's inputs, the whole batch.
         cutting: how the batch is cut.
         step: int64 scalar, or None if there is no global step.
-        remat: what is computed again.
         accumulator_dtypes: for each stage the dtypes of the sums of its weights' gradients.
         check_numerics: what is checked to be finite; see `health`.
         clock: notes when actions run; None to note nothing.
@@ -72,7 +71,6 @@ class Machine:
         inputs: Sequence[tf.Tensor],
         cutting: Cutting,
         step: tf.Tensor | None,
-        remat: Remat,
         accumulator_dtypes: Sequence[Sequence[tf.DType]],
         check_numerics: str,
         clock: ActionClock | None,
@@ -80,7 +78,6 @@ class Machine:
     ) -> None:
         self.stage_devices = stage_devices
         self._step = tf.constant(0, tf.int64) if step is None else tf.cast(step, tf.int64)
-        self._remat = remat
         self._clock = clock
         self._stamp: Callable[..., tf.Operation] | None = None
         self.traced = self._trace(stages, inputs, cutting, step is not None, is_forward_only)
@@ -100,7 +97,7 @@ class Machine:
             ],
         }
         self._thetas = [_on_every_device(stage.theta, stage.devices) for stage in self._stages]
-        self._passes: dict[tuple[int, str], Passes] = {}
+        self._passes: dict[tuple[int, Mode], Passes] = {}
         keep_alive(self)
 
     def _trace(
@@ -135,20 +132,20 @@ class Machine:
             live = [i for i, grad in enumerate(of_inputs) if grad is not None]
         return traced
 
-    def passes(self, stage: int, mode: str) -> Passes:
+    def passes(self, stage: int, mode: Mode) -> Passes:
         """The functions of a stage under a mode of remat."""
         if (stage, mode) not in self._passes:
             traced = self.traced[stage]
             self._passes[stage, mode] = Passes(
                 traced,
-                recomputed(mode, self._remat, traced),
+                mode.recomputed(traced),
                 self._dtypes[stage],
                 self.probes["forward"][stage],
                 self.probes["backward"][stage],
             )
         return self._passes[stage, mode]
 
-    def act(self, kind: str, stage: int, mode: str, microbatch: tf.Tensor, values: Values) -> None:
+    def act(self, kind: str, stage: int, mode: Mode, microbatch: tf.Tensor, values: Values) -> None:
         """Performs one action.
 
         Args:
@@ -334,9 +331,9 @@ class Machine:
 
     def _any_passes(self, stage: int) -> Passes:
         found = (passes for (s, _), passes in self._passes.items() if s == stage)
-        return next(found, None) or self.passes(stage, "full")
+        return next(found, None) or self.passes(stage, FULL)
 
-    def specs(self, kind: str, stage: int, mode: str) -> list[tf.TensorSpec | None]:
+    def specs(self, kind: str, stage: int, mode: Mode = FULL) -> list[tf.TensorSpec | None]:
         """Shapes and dtypes of the values of a kind."""
         traced = self.traced[stage]
         if kind == "outputs":
@@ -347,7 +344,7 @@ class Machine:
         passes = self.passes(stage, mode)
         return [*map(traced.spec, passes.cuts.kept if kind == "kept" else passes.cuts.pending)]
 
-    def places(self, kind: str, stage: int, mode: str = "") -> list[int]:
+    def places(self, kind: str, stage: int, mode: Mode = FULL) -> list[int]:
         """The replicas that the values of a kind belong to; `inputs` is a kind, too."""
         traced = self.traced[stage]
         if kind == "outputs":

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from pipemesh.recurrent.passes.passes import Grads
 from pipemesh.recurrent.passes.traced_stage import Cutting
+from pipemesh.recurrent.remat import Mode
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.lists import Key, Lists
 from pipemesh.recurrent.table.machine import Machine
@@ -59,7 +60,7 @@ class Rolled:
         stages: Sequence[Stage],
         inputs: Sequence[tf.Tensor],
         cutting: Cutting,
-        modes: Mapping[tuple[int, int], str],
+        modes: Mapping[tuple[int, int], Mode],
         items: Sequence[Action | Loop],
     ) -> None:
         self.state = state
@@ -176,7 +177,7 @@ class _Values:
         found: dict[Slot, Any],
         number: int,
         microbatch: tf.Tensor,
-        mode: str,
+        mode: Mode,
     ) -> None:
         self._rolled = rolled
         self._found = found

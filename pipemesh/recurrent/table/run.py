@@ -18,7 +18,7 @@ from pipemesh.recurrent.passes.passes import Grads
 from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
 from pipemesh.recurrent.passes.tracing import specs_of
 from pipemesh.recurrent.precision import cast_floating, sum_dtype
-from pipemesh.recurrent.remat import modes
+from pipemesh.recurrent.remat import policy_of
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.checks import Checks
 from pipemesh.recurrent.table.fit import (
@@ -88,7 +88,6 @@ class Run:
             held,
             cutting,
             step,
-            options.remat,
             [[sum_dtype(tf.convert_to_tensor(t).dtype) for t in stage.theta] for stage in stages],
             options.check_numerics,
             options.clock,
@@ -118,7 +117,7 @@ class Run:
             options.check_numerics, self._machine.traced, self._machine.probes, cutting
         )
         state = State.before(self._stages, schedule.num_devices)
-        mode_of = self._modes = modes(options.remat, schedule)
+        mode_of = self._modes = policy_of(options.remat).modes(schedule)
         arguments = (self._machine, state, self._stages, held, cutting, mode_of)
         order = execution_order(schedule)
         self.items: Sequence[Action | Loop] = order
@@ -187,7 +186,7 @@ class Run:
             first = machine.traced[0]
             specs, places = [*map(first.spec, first.inputs)], machine.places("inputs", 0)
         else:
-            specs, places = machine.specs(kind, stage, ""), machine.places(kind, stage)
+            specs, places = machine.specs(kind, stage), machine.places(kind, stage)
         return _of_replica(specs, places, replica)
 
     def kept_names(self, stage: int) -> tuple[TracedStage, list[str]]:

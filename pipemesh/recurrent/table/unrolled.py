@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from pipemesh.recurrent.passes.passes import Grads
 from pipemesh.recurrent.passes.traced_stage import Cutting
+from pipemesh.recurrent.remat import Mode
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.machine import Machine
 from pipemesh.recurrent.table.state import State
@@ -37,7 +38,7 @@ class Unrolled:
         stages: Sequence[Stage],
         inputs: Sequence[tf.Tensor],
         cutting: Cutting,
-        modes: Mapping[tuple[int, int], str],
+        modes: Mapping[tuple[int, int], Mode],
     ) -> None:
         self.state = state
         self._machine = machine
