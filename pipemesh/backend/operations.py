@@ -13,6 +13,12 @@ from typing import Any
 import tensorflow as tf
 
 Tensors = list[tf.Tensor]
+_NO_GRADIENT = "PipemeshNoGradient"
+
+
+@tf.RegisterGradient(_NO_GRADIENT)
+def _no_gradient(op: tf.Operation, *_: tf.Tensor) -> list[None]:
+    return [None] * len(op.inputs)
 
 
 def pin(tensors: Tensors) -> Tensors:
@@ -66,6 +72,8 @@ class Call:
             "Tin": _types([t.dtype for t in function.inputs]),
             "Tout": _types(self._dtypes),
             "f": _attribute(func=tf.compat.v1.NameAttrList(name=function.name)),
+            # A persistent tape asks for it where an eager call has recorded the pipeline.
+            "_gradient_op_type": _attribute(s=_NO_GRADIENT.encode()),
         }
         self._known_to: Any = None
 

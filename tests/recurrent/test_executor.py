@@ -362,3 +362,34 @@ def test_constant_ids_that_are_passed_through_come_back_in_a_session(
         outputs, _ = pipeline([stage], [tf.constant(ids)], gpipe(1, num_microbatches))
         session.run(table.initializer)
         np.testing.assert_array_equal(session.run(outputs)[1], ids)
+
+
+def trained_weight(tape_is_persistent, is_inside):
+    """The gradients that a tape gives, asked twice if it is persistent."""
+    weight = tf.Variable([[3.0]])
+
+    def scale(theta, carry, inputs, microbatch, step):
+        return [tf.matmul(inputs[0], theta[0])], []
+
+    def forward():
+        stage = Stage("s", scale, [tf.convert_to_tensor(weight)], [], "CPU:0")
+        outputs, _ = pipeline([stage], [tf.range(4.0)[:, None]], gpipe(1, 2))
+        return tf.reduce_sum(outputs[0] ** 2)
+
+    call = forward if is_inside else tf.function(forward, autograph=False)
+
+    def gradients():
+        with tf.GradientTape(persistent=tape_is_persistent) as tape:
+            loss = call()
+        return [tape.gradient(loss, weight) for _ in range(1 + tape_is_persistent)]
+
+    return (tf.function(gradients, autograph=False) if is_inside else gradients)()
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+@pytest.mark.parametrize("is_persistent", [False, True])
+def test_a_persistent_tape_may_be_asked_twice_within_a_function_and_eagerly(
+    is_persistent, is_inside
+):
+    found = trained_weight(is_persistent, is_inside)
+    assert [g.numpy().item() for g in found] == [84.0] * (1 + is_persistent)
