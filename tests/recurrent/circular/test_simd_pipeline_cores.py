@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.lowering.simd_pipeline import SimdPipeline
 from pipemesh.mesh import Mesh
-from tests.lowering.pipelined import MODELS
-from tests.lowering.pipelined.train import train_placement
+from pipemesh.recurrent.circular import SimdPipeline
+from tests.recurrent.circular.pipelined import MODELS
+from tests.recurrent.circular.pipelined.train import train_placement
 
 SECONDS = 200
 # Model, mesh, microbatches, circles. More combinations of them under placement.
@@ -35,7 +35,7 @@ TWO_PROCESSES = ("mlp", "layers:2;data:2;model:2", 4, 2)
 
 def start(todo):
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.lowering.pipeline_process", json.dumps(todo)],
+        [sys.executable, "-m", "tests.recurrent.circular.pipeline_process", json.dumps(todo)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -16,11 +16,11 @@ from pipemesh.lowering.captures import lost_in_layer
 from pipemesh.lowering.given import check_mesh
 from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.lowering.tensor import Tensor
-from pipemesh.lowering.tick_loop import LayerFunction, LoopWeight, TickLoop
-from pipemesh.lowering.ticks import TickPlan
 from pipemesh.mesh import Dim, Mesh, Shape
 from pipemesh.mesh.checks import whole_number
 from pipemesh.mesh.mesh import LAYERS_AXIS
+from pipemesh.recurrent.circular.tick_loop import LayerFunction, LoopWeight, TickLoop
+from pipemesh.recurrent.circular.ticks import TickPlan
 
 CIRCLES_DIM = "circles"
 LAYERS_DIM = "layers"

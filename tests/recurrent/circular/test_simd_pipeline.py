@@ -10,14 +10,14 @@ from tensorflow.python.eager import context
 
 from pipemesh.errors import LayoutError, PipelineError, ShapeError
 from pipemesh.lowering import ops
-from pipemesh.lowering.layer_position import layer_seed
 from pipemesh.lowering.placement import PlacementLowering
-from pipemesh.lowering.simd_pipeline import SimdPipeline
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import LayoutRules, Mesh, Shape
 from pipemesh.randomness import Position, WholeDraws, plan_free_randomness
-from tests.lowering.pipelined import DEEP_MLP, MLP, TRANSFORMER
-from tests.lowering.pipelined.train import train_placement
+from pipemesh.recurrent.circular import SimdPipeline
+from pipemesh.recurrent.circular.layer_position import layer_seed
+from tests.recurrent.circular.pipelined import DEEP_MLP, MLP, TRANSFORMER
+from tests.recurrent.circular.pipelined.train import train_placement
 
 SWEEP = list(itertools.product(["data:1", "layers:2", "layers:4"], (1, 4, 8), (1, 2)))
 

@@ -6,8 +6,8 @@ import tensorflow as tf
 
 from pipemesh.lowering import ops
 from pipemesh.lowering.placement import PlacementLowering
-from pipemesh.lowering.simd_pipeline import SimdPipeline
 from pipemesh.mesh import LayoutRules, Mesh
+from pipemesh.recurrent.circular import SimdPipeline
 
 LOWERING = PlacementLowering(
     Mesh.from_text("layers:2"), LayoutRules.from_text("layers:layers"), ["CPU:0", "CPU:1"]

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from pipemesh.lowering.ticks import TickPlan
+from pipemesh.recurrent.circular.ticks import TickPlan
 
 PLANS = [TickPlan(*sizes) for sizes in itertools.product((1, 2, 4), (1, 3, 4, 8), (1, 2, 3))]
 

@@ -18,10 +18,10 @@ import tensorflow as tf
 from pipemesh.backend.devices import start_cpu_devices
 from pipemesh.backend.processes import connect_processes
 from pipemesh.lowering.cores import Cores
-from pipemesh.lowering.simd_pipeline import SimdPipeline
 from pipemesh.mesh import Mesh
-from tests.lowering.pipelined import MODELS
-from tests.lowering.pipelined.train import train_simd
+from pipemesh.recurrent.circular import SimdPipeline
+from tests.recurrent.circular.pipelined import MODELS
+from tests.recurrent.circular.pipelined.train import train_simd
 
 NUM_CORES = 8
 

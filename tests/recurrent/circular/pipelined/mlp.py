@@ -10,8 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from pipemesh.lowering import ops
-from pipemesh.lowering.layer_position import layer_seed
-from tests.lowering.pipelined.model import Model
+from pipemesh.recurrent.circular.layer_position import layer_seed
+from tests.recurrent.circular.pipelined.model import Model
 
 RATE = 0.25
 _draw = np.random.default_rng(2)

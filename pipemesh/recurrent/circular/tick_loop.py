@@ -11,13 +11,13 @@ import tensorflow as tf
 
 from pipemesh.errors import PipelineError
 from pipemesh.lowering.captures import call_alone, check_no_layers_axis, lost_in_layer
-from pipemesh.lowering.layer_position import LayerPosition
 from pipemesh.lowering.lowering import Lowering, Slices
-from pipemesh.lowering.stage_weight import StageWeight
 from pipemesh.lowering.tensor import Tensor
-from pipemesh.lowering.ticks import TickPlan
 from pipemesh.mesh import Dim, Shape
 from pipemesh.mesh.mesh import LAYERS_AXIS
+from pipemesh.recurrent.circular.layer_position import LayerPosition
+from pipemesh.recurrent.circular.stage_weight import StageWeight
+from pipemesh.recurrent.circular.ticks import TickPlan
 
 LayerFunction = Callable[[Tensor, Mapping[str, Tensor], LayerPosition], Tensor]
 
