@@ -20,7 +20,7 @@ from tests.recurrent.circular.pipelined import MODELS
 from tests.recurrent.circular.pipelined.train import train_placement
 
 SECONDS = 200
-# Model, mesh, microbatches, circles. More combinations of them under placement.
+# Model, mesh, microbatches, virtual stages. More combinations of them under placement.
 RUNS = [
     ("mlp", "data:2", 1, 1),
     ("mlp", "model:2", 4, 2),
@@ -81,10 +81,10 @@ def free_addresses(count):
 @pytest.mark.timeout(600)
 def test_two_processes_with_four_cores_each_train_as_placement_does(tmp_path):
     addresses = free_addresses(2)
-    name, mesh_text, microbatches, circles = TWO_PROCESSES
+    name, mesh_text, microbatches, virtual = TWO_PROCESSES
     todo = {"runs": [TWO_PROCESSES], "addresses": addresses}
     model = MODELS[name]
-    pipeline = SimdPipeline(Mesh.from_text(mesh_text), model.layers, microbatches, circles)
+    pipeline = SimdPipeline(Mesh.from_text(mesh_text), model.layers, microbatches, virtual)
     histories = train_placement(model, pipeline)
     for i, history in enumerate(histories):
         assert not model.differences(pipeline, i, history)

@@ -57,5 +57,5 @@ MLP = Model(
     meshed=meshed,
     ones=("scale", "gain"),
 )
-# For as many stages as four cores have in two circles.
+# For as many stages as four cores have with two virtual stages.
 DEEP_MLP = dataclasses.replace(MLP, name="deep_mlp", layers=8)
