@@ -1,4 +1,4 @@
-"""A stack of alike layers as one loop that all cores run, with tensors of named dims.
+"""A stack of alike stages as one loop that all cores run: of named dims, or of any operations.
 
 Example:
     >>> import tensorflow as tf
@@ -16,7 +16,8 @@ Example:
     [[6.0], [6.0], [6.0], [6.0]]
 """
 
+from pipemesh.recurrent.circular.alike_pipeline import alike_pipeline
 from pipemesh.recurrent.circular.layer_position import LayerPosition, layer_seed
 from pipemesh.recurrent.circular.simd_pipeline import SimdPipeline
 
-__all__ = ["LayerPosition", "SimdPipeline", "layer_seed"]
+__all__ = ["LayerPosition", "SimdPipeline", "alike_pipeline", "layer_seed"]
