@@ -141,6 +141,27 @@ def check_flags(p: Any, fields: Sequence[str], or_none: Sequence[str] = ()) -> N
         raise PipelineError(f"{p.name}: {field} is {value!r}; it must be {allowed}")
 
 
+def check_micro_batch_size(p: Any, inputs: Sequence[tf.Tensor]) -> None:
+    """Checks that a `micro_batch_size`, if there is one, is that of the batch.
+
+    Args:
+        p: params of a pipeline.
+        inputs: what is cut into microbatches.
+
+    Raises:
+        PipelineError: it is not.
+    """
+    if p.micro_batch_size is None or not inputs:
+        return
+    batch = inputs[0].shape[p.batch_dim]
+    if p.micro_batch_size * p.num_micro_batches != batch:
+        raise PipelineError(
+            f"{p.name}: micro_batch_size {p.micro_batch_size} * num_micro_batches "
+            f"{p.num_micro_batches} is not the batch size {batch}; leave micro_batch_size "
+            "unset to derive it"
+        )
+
+
 def check_batch_dim(p: Any) -> None:
     """Checks that `batch_dim` counts from the first dim.
 

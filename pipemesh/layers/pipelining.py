@@ -10,6 +10,8 @@ import lingvo.compat as tf
 from lingvo.core import py_utils
 
 from pipemesh.errors import PipelineError
+from pipemesh.layers.alike_stages import check_predictable, pipeline_of
+from pipemesh.layers.check_params import check_micro_batch_size
 from pipemesh.layers.feature_extraction import to_tuple
 from pipemesh.layers.head import check_head
 from pipemesh.layers.homes import stage_homes
@@ -40,7 +42,6 @@ from pipemesh.recurrent import (
     Stage,
     Transfer,
     explain,
-    pipeline,
     pipeline_loss,
     predict_memory,
     predict_transfers,
@@ -183,7 +184,8 @@ class PipeliningLayer(SeqLayer):
             stages = self._stages(theta, homes, thetas, carries, structure, structures)
             options = self._options(eagerly, self._uncast(args, inputs))
             if not p.loss_inside:
-                return pipeline(stages, inputs, schedule, step=step, options=options)
+                run = pipeline_of(p)
+                return run(stages, inputs, schedule, step=step, options=options)
             loss, others, carries = pipeline_loss(
                 stages, inputs, schedule, step=step, options=options
             )
@@ -251,6 +253,7 @@ class PipeliningLayer(SeqLayer):
 
     def _predicted(self, predict: Callable[..., list[Any]], args: Any) -> list[Any]:
         """What is predicted of the stages with these arguments."""
+        check_predictable(self.params)
         whole = self.theta
         found: list[Any] = []
 
@@ -287,7 +290,7 @@ class PipeliningLayer(SeqLayer):
         inputs = structure.flatten(args)
         names = structure.leaf_names
         microbatch_size(inputs, p.num_micro_batches, p.batch_dim, names, replicas)
-        self._check_microbatches(inputs)
+        check_micro_batch_size(p, inputs)
         thetas = [theta[name].Flatten() for name in self._cell_names]
         cells = [self.children[name] for name in self._cell_names]
         return structure, inputs, thetas, [c.GetAccumulatorValues().Flatten() for c in cells]
@@ -337,7 +340,8 @@ class PipeliningLayer(SeqLayer):
     def _check_numerics(self, eagerly: bool) -> str | None:
         chosen = self.params.check_numerics
         # Where Python waits for each call, the time to build graphs matters less than the answer.
-        if chosen == "off" or not (self.locates_errors or (eagerly and chosen is None)):
+        by_itself = eagerly and chosen is None and self.params.lowering == "placement"
+        if chosen == "off" or not (self.locates_errors or by_itself):
             return chosen
         return "all" if self.loss_scale is None else "forward"
 
@@ -345,18 +349,6 @@ class PipeliningLayer(SeqLayer):
         """Loss, weight and metrics of the whole batch; the weight still has one a part."""
         with tf.device(others[0].device):
             return [loss, tf.reduce_sum(tf.cast(others[0], loss.dtype)), *others[1:]]
-
-    def _check_microbatches(self, inputs: list[tf.Tensor]) -> None:
-        p = self.params
-        if p.micro_batch_size is None or not inputs:
-            return
-        batch = inputs[0].shape[p.batch_dim]
-        if p.micro_batch_size * p.num_micro_batches != batch:
-            raise PipelineError(
-                f"{p.name}: micro_batch_size {p.micro_batch_size} * num_micro_batches "
-                f"{p.num_micro_batches} is not the batch size {batch}; leave micro_batch_size "
-                "unset to derive it"
-            )
 
     def _stage_function(self, number: int, packing: Any, structures: list[Any]) -> Any:
         """Stage `number` as a pure function of flat lists of tensors."""

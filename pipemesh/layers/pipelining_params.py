@@ -55,7 +55,14 @@ def define_pipelining(p: Any) -> None:
         "gradient is not finite, 'all' also says in which layer and microbatch that began; "
         "'loss' and 'forward' are the same without gradients, as needed if the loss is scaled "
         "until they overflow; 'off' checks nothing. By default 'loss' if the stages compute in "
-        "float16, else 'results'; where FProp is called eagerly, 'forward' or 'all'.",
+        "float16, else 'results'; where FProp is called eagerly, 'forward' or 'all', if the "
+        "lowering is 'placement'.",
+    )
+    p.Define(
+        "lowering",
+        "placement",
+        "How the stages run: 'placement' by the schedule's actions, each an operation of its "
+        "own, or 'simd' as one loop over ticks, for stages that are alike but for their names.",
     )
     p.Define(
         "pipelined",

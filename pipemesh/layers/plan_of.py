@@ -46,6 +46,7 @@ def plan_of(p: Any, schedule: Schedule, cluster: Any) -> Plan:
             p.num_micro_batches,
             boundaries=tuple(itertools.accumulate(sizes, initial=0)),
             remat="custom" if isinstance(p.remat, RematPolicy) else p.remat,
+            lowering=p.lowering,
             compute_dtype=None if p.fprop_dtype is None else tf.as_dtype(p.fprop_dtype).name,
             # Whoever asked for them was told.
             allow_idle=bool(unused_axes(mesh, layout)),

@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.errors import PipelineError, PipemeshError, ScheduleError
+from pipemesh.layers.alike_stages import check_lowering
 from pipemesh.layers.check_params import check_batch_dim, check_flags, check_floating, check_whole
 from pipemesh.recurrent.table.fit import check_phases
 from pipemesh.schedule import Schedule, ScheduleSpec
@@ -51,6 +52,7 @@ def schedule_of(p: Any) -> Schedule:
             f"there are {num_stages} in cell_tpl and num_micro_batches is "
             f"{p.num_micro_batches}; make them equal"
         )
+    check_lowering(p, schedule)
     if not p.loss_inside:
         _check_loss_outside(p, schedule)
     return schedule

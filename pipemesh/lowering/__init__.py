@@ -27,7 +27,6 @@ from pipemesh.lowering.costs import CommunicationCosts
 from pipemesh.lowering.lowering import Lowering
 from pipemesh.lowering.placement import PlacementLowering
 from pipemesh.lowering.simd import SimdLowering
-from pipemesh.lowering.simd_pipeline import SimdPipeline
 from pipemesh.lowering.tensor import Tensor
 
 __all__ = [
@@ -36,7 +35,6 @@ __all__ = [
     "Lowering",
     "PlacementLowering",
     "SimdLowering",
-    "SimdPipeline",
     "Tensor",
     "ops",
 ]

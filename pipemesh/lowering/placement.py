@@ -14,8 +14,8 @@ from pipemesh.backend.attach_gradient import attach_gradient
 from pipemesh.backend.devices import check_devices_exist
 from pipemesh.backend.tapes import unrecorded
 from pipemesh.errors import DeviceError
-from pipemesh.lowering.attach_gradient import local_gradient
 from pipemesh.lowering.given import whole_tensor
+from pipemesh.lowering.local_gradient import local_gradient
 from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.mesh import LayoutRules, Mesh, TensorLayout
 

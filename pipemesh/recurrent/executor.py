@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -11,7 +11,7 @@ from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.passes.passes import Grads
 from pipemesh.recurrent.stage import Stage
-from pipemesh.recurrent.table.run import Run, with_loss
+from pipemesh.recurrent.table.run import Performer, Run, with_loss
 from pipemesh.schedule import Schedule
 
 
@@ -22,6 +22,7 @@ def pipeline(
     *,
     step: tf.Tensor | None = None,
     options: Options | None = None,
+    performer: Callable[..., Performer] | None = None,
 ) -> tuple[list[tf.Tensor], list[list[tf.Tensor]]]:
     """Runs a batch through stages, microbatch by microbatch, as a schedule says.
 
@@ -36,6 +37,8 @@ def pipeline(
             the outputs is known only after all of them; see `pipeline_loss` for other schedules.
         step: int64 scalar, the global step, that random numbers are keyed by.
         options: how it runs.
+        performer: makes what performs the actions, if they are not to be operations of the graph
+            or loops over them; see `circular`.
 
     Returns:
         The outputs of the last stage for the whole batch, and each stage's carry after the last
@@ -60,7 +63,7 @@ def pipeline(
         >>> [float(y) for y in run(tf.range(4.0))]
         [0.0, 4.0, 8.0, 12.0]
     """
-    run = Run(stages, inputs, schedule, step, options or Options())
+    run = Run(stages, inputs, schedule, step, options or Options(), performer)
     forwards, backwards = run.phases()
     if any(spec.shape.rank == 0 for spec in run.last_specs):
         raise PipelineError(

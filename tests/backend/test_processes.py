@@ -1,4 +1,4 @@
-"""Connecting processes; that they compute together is tested in `test_simd_pipeline_cores`."""
+"""Connecting processes; `test_simd_pipeline_cores` tests that they compute together."""
 
 import pytest
 import tensorflow as tf

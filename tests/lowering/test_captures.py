@@ -7,11 +7,12 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.errors import GradientError, PipelineError
-from pipemesh.lowering import PlacementLowering, SimdLowering, SimdPipeline, Tensor, ops
+from pipemesh.lowering import PlacementLowering, SimdLowering, Tensor, ops
 from pipemesh.lowering.captures import call_alone, check_no_layers_axis, lost_in_layer
 from pipemesh.lowering.initializers import Constant
 from pipemesh.lowering.variable import Variable
 from pipemesh.mesh import LayoutRules, Mesh, Shape
+from pipemesh.recurrent.circular import SimdPipeline
 
 LOWERING = PlacementLowering(
     Mesh.from_text("layers:2;data:2"), LayoutRules(), [f"CPU:{i}" for i in range(4)]

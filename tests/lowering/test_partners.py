@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from tests.lowering.test_simd_pipeline_cores import free_addresses
+from tests.recurrent.circular.test_simd_pipeline_cores import free_addresses
 
 RUNS = [("differ", 0), ("differ", 1), ("leader", 0), ("leader", 1), ("absent", 0)]
 

@@ -9,8 +9,9 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.errors import GradientError
-from pipemesh.lowering import PlacementLowering, SimdPipeline, ops
+from pipemesh.lowering import PlacementLowering, ops
 from pipemesh.mesh import LayoutRules, Mesh
+from pipemesh.recurrent.circular import SimdPipeline
 from tests.lowering.cases import ALL
 from tests.lowering.cases.case import THIN_MESHES
 

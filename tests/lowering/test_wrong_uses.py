@@ -12,10 +12,10 @@ from pipemesh.lowering import Cores, PlacementLowering, ops
 from pipemesh.lowering.checked import COERCERS
 from pipemesh.lowering.initializers import Constant, Normal, Uniform
 from pipemesh.lowering.op_list import OPS
-from pipemesh.lowering.simd_pipeline import SimdPipeline
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.lowering.variable import Variable
 from pipemesh.mesh import Dim, LayoutRules, Mesh, Shape
+from pipemesh.recurrent.circular import SimdPipeline
 
 MESH = Mesh.from_text("data:2")
 RULES = LayoutRules.from_text("batch:data")

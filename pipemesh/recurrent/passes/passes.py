@@ -226,6 +226,10 @@ class Passes:
 
     # The functions, made when they are first needed.
 
+    def make(self) -> None:
+        """Makes those of `forward` and `backward` now, for use in bodies of loops and branches."""
+        self._forward, self._backward_and_add  # noqa: B018
+
     @functools.cached_property
     def _forward(self) -> list[Part]:
         parts = []

@@ -118,7 +118,7 @@ class Checks:
         The others wait for that, too. They were returned before it was known that somebody asks.
         """
         first = self._traced[0]
-        if self._policy in OF_GRADIENTS:
+        if self._policy in OF_GRADIENTS and any(grad is not None for grad in grads):
             found = [
                 self._input_finding(number, grad)
                 for number, grad in enumerate(grads)

@@ -62,6 +62,7 @@ class Machine:
         traced: the stages' graphs.
         stages: the stages, with all weights that they use as theta.
         stage_devices: as given.
+        step: int64 scalar; 0 if there is no global step.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Machine:
         is_forward_only: bool,
     ) -> None:
         self.stage_devices = stage_devices
-        self._step = tf.constant(0, tf.int64) if step is None else tf.cast(step, tf.int64)
+        self.step = tf.constant(0, tf.int64) if step is None else tf.cast(step, tf.int64)
         self._clock = clock
         self._stamp: Callable[..., tf.Operation] | None = None
         self.traced = self._trace(stages, inputs, cutting, step is not None, is_forward_only)
@@ -156,7 +157,7 @@ class Machine:
             values: where it reads and writes.
         """
         passes = self.passes(stage, mode)
-        scalars = [microbatch, self._step]
+        scalars = [microbatch, self.step]
         if self._clock is not None:
             self._stamp = functools.partial(self._clock.stamp, kind, stage, microbatch)
         if kind == "F":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -42,8 +42,35 @@ from pipemesh.schedule.repeats import Loop, find_loops
 ROLL_ABOVE = 4_000
 
 
+class Performer(Protocol):
+    """Performs actions, and holds what is handed from one to the other."""
+
+    state: State
+
+    def perform(self, items: Any) -> None:
+        """Performs actions in order."""
+        ...
+
+    def seed(self, output_grads: Grads) -> None:
+        """Takes the gradients of the outputs of the whole batch."""
+        ...
+
+    def joined(self, kind: str, stage: int) -> Any:
+        """The `outputs` of a stage, or the `grads` of its inputs, for the whole batch."""
+        ...
+
+
 class Run:
     """One run of a schedule.
+
+    Args:
+        stages: the stages.
+        inputs: the whole batch.
+        schedule: the table.
+        step: int64 scalar, or None if there is no global step.
+        options: how it runs.
+        performer: makes what performs the actions; by default operations of their own for each
+            action, or loops.
 
     Attributes:
         items: everything there is to perform, in order.
@@ -58,6 +85,7 @@ class Run:
         schedule: Schedule,
         step: tf.Tensor | None,
         options: Options,
+        performer: Callable[..., Performer] | None = None,
     ) -> None:
         if tf.executing_eagerly():
             raise PipelineError("a pipeline is part of a graph; call it inside a tf.function")
@@ -121,14 +149,17 @@ class Run:
         arguments = (self._machine, state, self._stages, held, cutting, mode_of)
         order = execution_order(schedule)
         self.items: Sequence[Action | Loop] = order
+        self._values: Any
+        if performer is not None:
+            self._values = performer(*arguments)
+            return
         num_nodes = schedule.num_microbatches * sum(t.num_nodes() for t in self._machine.traced)
         if options.rolled or (options.rolled is None and num_nodes > ROLL_ABOVE):
             loops = find_loops(order, lambda action: mode_of[action.stage, action.microbatch])
             if options.rolled or 2 * _size(loops) <= len(order):
                 self.items = loops
-        self._values: Unrolled | Rolled = (
-            Unrolled(*arguments) if self.items is order else Rolled(*arguments, self.items)
-        )
+        unrolled = self.items is order
+        self._values = Unrolled(*arguments) if unrolled else Rolled(*arguments, self.items)
 
     def phases(self) -> tuple[Sequence[Action | Loop], Sequence[Action | Loop]]:
         """The forward and the backward part of the items.

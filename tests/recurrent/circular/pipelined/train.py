@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from pipemesh.lowering.placement import PlacementLowering
-from tests.lowering.pipelined.model import STEPS
+from tests.recurrent.circular.pipelined.model import STEPS
 
 
 def as_arrays(tree):

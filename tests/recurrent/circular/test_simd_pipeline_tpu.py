@@ -6,11 +6,11 @@ import re
 
 import tensorflow as tf
 
-from pipemesh.lowering.simd_pipeline import SimdPipeline
 from pipemesh.mesh import Mesh
+from pipemesh.recurrent.circular import SimdPipeline
 from tests.lowering.legalize import legalize, not_lowered, numbers_after
-from tests.lowering.pipelined import TRANSFORMER
-from tests.lowering.pipelined.train import simd_args, simd_program
+from tests.recurrent.circular.pipelined import TRANSFORMER
+from tests.recurrent.circular.pipelined.train import simd_args, simd_program
 
 MESH = Mesh.from_text("layers:4;data:2;model:2")
 # Of four layers.

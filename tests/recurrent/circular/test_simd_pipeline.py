@@ -10,28 +10,28 @@ from tensorflow.python.eager import context
 
 from pipemesh.errors import LayoutError, PipelineError, ShapeError
 from pipemesh.lowering import ops
-from pipemesh.lowering.layer_position import layer_seed
 from pipemesh.lowering.placement import PlacementLowering
-from pipemesh.lowering.simd_pipeline import SimdPipeline
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import LayoutRules, Mesh, Shape
 from pipemesh.randomness import Position, WholeDraws, plan_free_randomness
-from tests.lowering.pipelined import DEEP_MLP, MLP, TRANSFORMER
-from tests.lowering.pipelined.train import train_placement
+from pipemesh.recurrent.circular import SimdPipeline
+from pipemesh.recurrent.circular.layer_position import layer_seed
+from tests.recurrent.circular.pipelined import DEEP_MLP, MLP, TRANSFORMER
+from tests.recurrent.circular.pipelined.train import train_placement
 
 SWEEP = list(itertools.product(["data:1", "layers:2", "layers:4"], (1, 4, 8), (1, 2)))
 
 
-def check_training(model, mesh_text, microbatches, circles):
-    pipeline = SimdPipeline(Mesh.from_text(mesh_text), model.layers, microbatches, circles)
+def check_training(model, mesh_text, microbatches, virtual):
+    pipeline = SimdPipeline(Mesh.from_text(mesh_text), model.layers, microbatches, virtual)
     for i, history in enumerate(train_placement(model, pipeline)):
         assert not model.differences(pipeline, i, history)
 
 
-@pytest.mark.parametrize(("mesh_text", "microbatches", "circles"), SWEEP)
-def test_training_equals_the_plain_model(mesh_text, microbatches, circles):
-    model = DEEP_MLP if (mesh_text, circles) == ("layers:4", 2) else MLP
-    check_training(model, mesh_text, microbatches, circles)
+@pytest.mark.parametrize(("mesh_text", "microbatches", "virtual"), SWEEP)
+def test_training_equals_the_plain_model(mesh_text, microbatches, virtual):
+    model = DEEP_MLP if (mesh_text, virtual) == ("layers:4", 2) else MLP
+    check_training(model, mesh_text, microbatches, virtual)
 
 
 @pytest.mark.slow
@@ -257,7 +257,10 @@ def test_a_mesh_or_weights_of_another_pipeline_are_errors():
         SimdPipeline(other.mesh, 2, 2)(add, x, {})
     pipeline = SimdPipeline(lowering.mesh, 2, 2)
     for weight, message in [
-        (imported(lowering, "circles:2;layers:2;layers_of_stage:1;io:2"), "'circles:1;layers:2"),
+        (
+            imported(lowering, "virtual_stages:2;layers:2;layers_of_stage:1;io:2"),
+            "'virtual_stages:1;layers:2",
+        ),
         (imported(lowering, "layers:2;io:2"), "begin with the dims"),
         (imported(other, "io:2"), "weights are floating tensors of the lowering"),
         (imported(lowering, "io:2", 1), "int32"),

@@ -6,9 +6,9 @@ import tensorflow as tf
 
 from pipemesh.errors import ShapeError
 from pipemesh.lowering import ops
-from pipemesh.lowering.layer_position import LayerPosition, layer_seed
 from pipemesh.lowering.placement import PlacementLowering
 from pipemesh.mesh import Dim, LayoutRules, Mesh
+from pipemesh.recurrent.circular.layer_position import LayerPosition, layer_seed
 
 MESH = Mesh.from_text("layers:2;data:2;model:2")
 SEED = tf.constant([3, 1])

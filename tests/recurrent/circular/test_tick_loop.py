@@ -1,4 +1,4 @@
-"""How the loop over ticks sums gradients."""
+"""The loop over ticks does what the table says, and how it sums gradients."""
 
 import numpy as np
 import pytest
@@ -6,8 +6,11 @@ import tensorflow as tf
 
 from pipemesh.lowering import ops
 from pipemesh.lowering.placement import PlacementLowering
-from pipemesh.lowering.simd_pipeline import SimdPipeline
 from pipemesh.mesh import LayoutRules, Mesh
+from pipemesh.recurrent.circular import SimdPipeline
+from pipemesh.recurrent.circular.tick_loop import TickLoop
+from pipemesh.schedule import looped_bfs
+from pipemesh.schedule.lockstep import lockstep
 
 LOWERING = PlacementLowering(
     Mesh.from_text("layers:2"), LayoutRules.from_text("layers:layers"), ["CPU:0", "CPU:1"]
@@ -98,3 +101,49 @@ def test_a_weight_is_told_apart_where_it_meets_examples_and_where_not():
             part = w[0, i, 0]
             y = y * part / tf.norm(part)
     np.testing.assert_allclose(got(), tape.gradient(y, w, cotangent), rtol=1e-4, atol=1e-5)
+
+
+class Recorder:
+    """Multiplies by 2, and notes what each core does at each tick."""
+
+    def __init__(self):
+        self.ticks = []
+
+    def note(self, kind, now):
+        self.ticks.append(
+            [
+                f"{int(stage)}{kind}{int(m)}" if busy else None
+                for stage, m, busy in zip(now.stages, now.microbatches, now.busy, strict=True)
+            ]
+        )
+
+    def forward(self, now, x, weights):
+        self.note("F", now)
+        return (tuple(2.0 * part for part in x[0]),)
+
+    def zero_sums(self, weights):
+        return ()
+
+    def backward(self, now, x, weights, grad_y, sums):
+        self.note("B", now)
+        return (tuple(2.0 * part for part in grad_y[0]),), ()
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1, 3, 2), (2, 3, 1), (2, 3, 2), (3, 2, 2), (4, 1, 2), (2, 4, 3)]
+)
+def test_the_loop_does_what_the_table_says(sizes):
+    num_cores, num_microbatches, _ = sizes
+    schedule = looped_bfs(*sizes)
+    mesh = Mesh.from_text(f"layers:{num_cores}")
+    lowering = PlacementLowering(mesh, LayoutRules(), ["CPU:0"] * num_cores)
+    stage = Recorder()
+    loop = TickLoop(schedule, lowering, stage)
+    x = tf.range(1.0, num_microbatches + 1)[:, None]
+    (outputs,), saved = loop.forward(((x,) * num_cores,), [])
+    np.testing.assert_array_equal(outputs[0], x * 2.0**schedule.num_stages)
+    (grads,), _ = loop.backward(((x,) * num_cores,), saved, [])
+    np.testing.assert_array_equal(grads[0], x * 2.0**schedule.num_stages)
+    table = lockstep(schedule)
+    did = [tuple(core) for core in zip(*stage.ticks, strict=True)]
+    assert did == [tuple(action and str(action) for action in row) for row in table]

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.lowering.simd_pipeline import SimdPipeline
 from pipemesh.mesh import Mesh
-from tests.lowering.pipelined import MODELS
-from tests.lowering.pipelined.train import train_placement
+from pipemesh.recurrent.circular import SimdPipeline
+from tests.recurrent.circular.pipelined import MODELS
+from tests.recurrent.circular.pipelined.train import train_placement
 
 SECONDS = 200
-# Model, mesh, microbatches, circles. More combinations of them under placement.
+# Model, mesh, microbatches, virtual stages. More combinations of them under placement.
 RUNS = [
     ("mlp", "data:2", 1, 1),
     ("mlp", "model:2", 4, 2),
@@ -35,7 +35,7 @@ TWO_PROCESSES = ("mlp", "layers:2;data:2;model:2", 4, 2)
 
 def start(todo):
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.lowering.pipeline_process", json.dumps(todo)],
+        [sys.executable, "-m", "tests.recurrent.circular.pipeline_process", json.dumps(todo)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -81,10 +81,10 @@ def free_addresses(count):
 @pytest.mark.timeout(600)
 def test_two_processes_with_four_cores_each_train_as_placement_does(tmp_path):
     addresses = free_addresses(2)
-    name, mesh_text, microbatches, circles = TWO_PROCESSES
+    name, mesh_text, microbatches, virtual = TWO_PROCESSES
     todo = {"runs": [TWO_PROCESSES], "addresses": addresses}
     model = MODELS[name]
-    pipeline = SimdPipeline(Mesh.from_text(mesh_text), model.layers, microbatches, circles)
+    pipeline = SimdPipeline(Mesh.from_text(mesh_text), model.layers, microbatches, virtual)
     histories = train_placement(model, pipeline)
     for i, history in enumerate(histories):
         assert not model.differences(pipeline, i, history)

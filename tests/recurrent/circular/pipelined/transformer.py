@@ -8,8 +8,8 @@ import numpy as np
 import tensorflow as tf
 
 from pipemesh.lowering import ops
-from pipemesh.lowering.layer_position import layer_seed
-from tests.lowering.pipelined.model import Model
+from pipemesh.recurrent.circular.layer_position import layer_seed
+from tests.recurrent.circular.pipelined.model import Model
 
 LENGTH, VOCAB, RATE = 3, 8, 0.2
 _tokens = np.random.default_rng(1).integers(0, VOCAB, (16, LENGTH + 1)).astype(np.int32)

@@ -5,8 +5,8 @@ import tensorflow as tf
 
 from pipemesh.lowering import ops
 from pipemesh.lowering.placement import PlacementLowering
-from pipemesh.lowering.stage_weight import StageWeight
 from pipemesh.mesh import LayoutRules, Mesh, Shape
+from pipemesh.recurrent.circular.stage_weight import StageWeight
 
 
 def make(text):

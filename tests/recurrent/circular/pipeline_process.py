@@ -2,8 +2,9 @@
 
 A process of its own, because an error in one collective makes all later ones fail, or one of
 several that talk to each other. Its argument is JSON: `runs`, a list of model, mesh,
-microbatches and circles; `addresses` of all processes and `process`, the index of this one, if
-there are several; and `expected`, a file with the results of another lowering for the last run.
+microbatches and virtual stages; `addresses` of all processes and `process`, the index of this
+one, if there are several; and `expected`, a file with the results of another lowering for the last
+run.
 """
 
 import json
@@ -18,10 +19,10 @@ import tensorflow as tf
 from pipemesh.backend.devices import start_cpu_devices
 from pipemesh.backend.processes import connect_processes
 from pipemesh.lowering.cores import Cores
-from pipemesh.lowering.simd_pipeline import SimdPipeline
 from pipemesh.mesh import Mesh
-from tests.lowering.pipelined import MODELS
-from tests.lowering.pipelined.train import train_simd
+from pipemesh.recurrent.circular import SimdPipeline
+from tests.recurrent.circular.pipelined import MODELS
+from tests.recurrent.circular.pipelined.train import train_simd
 
 NUM_CORES = 8
 
@@ -34,19 +35,19 @@ def main():
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     devices = connect_processes(addresses, process) if addresses else None
     made = {}
-    for name, mesh_text, microbatches, circles in todo["runs"]:
+    for name, mesh_text, microbatches, virtual in todo["runs"]:
         mesh, model = Mesh.from_text(mesh_text), MODELS[name]
         if mesh not in made and devices:
             made[mesh] = Cores(mesh, devices, first_core=process * len(devices))
         elif mesh not in made:
             made[mesh] = Cores(mesh, [f"CPU:{i}" for i in range(mesh.num_devices)])
         cores = made[mesh]
-        pipeline = SimdPipeline(mesh, model.layers, microbatches, circles)
+        pipeline = SimdPipeline(mesh, model.layers, microbatches, virtual)
         histories = train_simd(model, pipeline, cores)
         found = []
         for core, history in enumerate(histories, cores.first_core):
             found += model.differences(pipeline, core, history)
-        print(json.dumps([name, mesh_text, microbatches, circles, found]), flush=True)
+        print(json.dumps([name, mesh_text, microbatches, virtual, found]), flush=True)
     if "expected" in todo:
         expected = np.load(todo["expected"])
         for core, history in enumerate(histories, cores.first_core):

@@ -7,25 +7,26 @@ from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import record
 
+from pipemesh.backend.attach_gradient import attach_gradient
+from pipemesh.backend.tapes import is_recorded, unrecorded
 from pipemesh.errors import GradientError, LayoutError, PipelineError
 from pipemesh.lowering.arguments import as_shape, as_tensor, described
-from pipemesh.lowering.attach_gradient import attach_gradient
 from pipemesh.lowering.captures import lost_in_layer
 from pipemesh.lowering.given import check_mesh
 from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.lowering.tensor import Tensor
-from pipemesh.lowering.tick_loop import LayerFunction, LoopWeight, TickLoop
-from pipemesh.lowering.ticks import TickPlan
 from pipemesh.mesh import Dim, Mesh, Shape
 from pipemesh.mesh.checks import whole_number
 from pipemesh.mesh.mesh import LAYERS_AXIS
+from pipemesh.recurrent.circular.named_stage import LayerFunction, LoopWeight, NamedStage
+from pipemesh.recurrent.circular.tick_loop import TickLoop
+from pipemesh.schedule import Schedule, looped_bfs
 
-CIRCLES_DIM = "circles"
+VIRTUAL_DIM = "virtual_stages"
 LAYERS_DIM = "layers"
 INNER_DIM = "layers_of_stage"
-STACK_DIMS = (CIRCLES_DIM, LAYERS_DIM, INNER_DIM)
+STACK_DIMS = (VIRTUAL_DIM, LAYERS_DIM, INNER_DIM)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,16 +38,16 @@ class SimdPipeline:
     the same loop the other way; each tick's stage is computed again, so that of the forward pass
     only the stages' inputs are kept. Results do not depend on any of the numbers below.
 
-    The weights of all layers are stacked in three dims: `circles` (R), `layers` (S, split over the
-    axis) and `layers_of_stage`. That is the plain stack of `num_layers` weights, reshaped: with
-    one circle a core holds neighbouring layers, with more of them core s holds stages s, s + S, ...
+    The weights of all layers are stacked in three dims: `virtual_stages` (V), `layers` (S, split
+    over the axis) and `layers_of_stage`. That is the plain stack of `num_layers` weights, reshaped:
+    core s holds the stages s, s + S, ..., of neighbouring layers each.
 
     Attributes:
         mesh: its axis `layers`, if there is one, has a core for each stage.
-        num_layers: a multiple of the number of stages times the number of circles.
+        num_layers: a multiple of the number of cores times that of virtual stages.
         num_microbatches: M; the batch is a multiple of it, also on each processor.
-        num_circles: R, how often each microbatch goes through all cores. More of them make the
-            bubble smaller and communication more.
+        num_virtual_stages: V, how many stages a core has. More of them make the bubble smaller and
+            communication more.
         batch_dim: the name of the dim that is cut into microbatches.
 
     Raises:
@@ -57,8 +58,11 @@ class SimdPipeline:
         >>> from pipemesh.mesh import LayoutRules
         >>> mesh, rules = Mesh.from_text("layers:2"), LayoutRules.from_text("layers:layers")
         >>> pipeline = SimdPipeline(mesh, num_layers=4, num_microbatches=3)
-        >>> pipeline.ticks.num_ticks, str(pipeline.stacked("io:1"))
-        (4, 'circles:1;layers:2;layers_of_stage:2;io:1')
+        >>> print(pipeline.schedule)
+        0: 0F0 0F1 0F2 0B2 0B1 0B0
+        1: 1F0 1F1 1F2 1B2 1B1 1B0
+        >>> str(pipeline.stacked("io:1"))
+        'virtual_stages:1;layers:2;layers_of_stage:2;io:1'
         >>> def layer(x, weights, position):
         ...     return x + weights["w"]
         >>> lowering = PlacementLowering(mesh, rules, ["CPU:0", "CPU:0"])
@@ -72,34 +76,35 @@ class SimdPipeline:
     mesh: Mesh
     num_layers: int
     num_microbatches: int
-    num_circles: int = 1
+    num_virtual_stages: int = 1
     batch_dim: str = "batch"
 
     def __post_init__(self) -> None:
         check_mesh(self.mesh)
-        for name in ("num_layers", "num_microbatches", "num_circles"):
+        for name in ("num_layers", "num_microbatches", "num_virtual_stages"):
             number = whole_number(getattr(self, name))
             if number is None or number < 1:
                 raise PipelineError(
                     f"{name} is {getattr(self, name)!r}; it must be a whole number, at least 1"
                 )
-        stages = self.mesh.num_stages * self.num_circles
+        stages = self.mesh.num_stages * self.num_virtual_stages
         if self.num_layers % stages:
             raise PipelineError(
                 f"{self.num_layers} layers cannot be dealt out evenly to {self.mesh.num_stages} "
-                f"cores times {self.num_circles} circles; make num_layers a multiple of {stages}, "
-                f"or change num_circles or axis {LAYERS_AXIS!r} of mesh '{self.mesh}'"
+                f"cores with {self.num_virtual_stages} virtual stages each; make num_layers a "
+                f"multiple of {stages}, or change num_virtual_stages or axis {LAYERS_AXIS!r} of "
+                f"mesh '{self.mesh}'"
             )
 
     @property
-    def ticks(self) -> TickPlan:
-        """The clock, with the number of ticks and the bubble."""
-        return TickPlan(self.mesh.num_stages, self.num_microbatches, self.num_circles)
+    def schedule(self) -> Schedule:
+        """Which core runs which stage on which microbatch, in which order."""
+        return looped_bfs(self.mesh.num_stages, self.num_microbatches, self.num_virtual_stages)
 
     @property
     def layers_per_stage(self) -> int:
         """How many layers a core computes in one tick."""
-        return self.num_layers // (self.mesh.num_stages * self.num_circles)
+        return self.num_layers // (self.mesh.num_stages * self.num_virtual_stages)
 
     def stacked(self, shape: Shape | str) -> Shape:
         """The shape of a weight of all layers.
@@ -111,7 +116,7 @@ class SimdPipeline:
             ShapeError: it has one of the stack's dims.
         """
         shape = as_shape(shape)
-        sizes = (self.num_circles, self.mesh.num_stages, self.layers_per_stage)
+        sizes = (self.num_virtual_stages, self.mesh.num_stages, self.layers_per_stage)
         return Shape((*map(Dim, STACK_DIMS, sizes), *shape.dims))
 
     def __call__(self, layer: LayerFunction, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
@@ -148,7 +153,8 @@ class SimdPipeline:
         lowering = x.lowering
         batch, micro = self._check_input(x)
         known = [self._describe(name, weight, x) for name, weight in weights.items()]
-        loop = TickLoop(self.ticks, lowering, layer, self.layers_per_stage, micro, batch, known)
+        stage = NamedStage(lowering, layer, self.layers_per_stage, micro, batch, known)
+        loop = TickLoop(self.schedule, lowering, stage)
         stream = lowering.vary(self._cut(x), self._layers_axes)
         parts = [
             lowering.vary(weight.slices, about.summed_later)
@@ -250,15 +256,15 @@ def _no_second(_: Any) -> list[tf.Tensor]:
 def _run(lowering: Lowering, loop: TickLoop, stream: Slices, weights: list[Slices]) -> Slices:
     """The loop with its own gradient."""
     n = lowering.num_slices
-    with record.stop_recording():
+    with unrecorded():
         if not tf.executing_eagerly():
-            outputs, saved = loop.forward(stream, weights)
+            (outputs,), (saved,) = loop.forward((stream,), weights)
         else:
             # No tape watches copies: what is watched at the end came from outside.
             copies = [lowering.raw_map(tf.identity, part) for part in (stream, *weights)]
     if tf.executing_eagerly():
-        outputs, saved = loop.forward(copies[0], copies[1:])
-        if record.should_record_backprop(list(outputs)):
+        (outputs,), (saved,) = loop.forward((copies[0],), copies[1:])
+        if is_recorded(list(outputs)):
             raise lost_in_layer("a tensor")
 
     inputs = [*stream, *(part for weight in weights for part in weight)]
@@ -266,7 +272,11 @@ def _run(lowering: Lowering, loop: TickLoop, stream: Slices, weights: list[Slice
     saved = lowering.raw_map(tf.stop_gradient, saved)
 
     def backward(grads: Any) -> list[tf.Tensor]:
-        grad_stream, grad_weights = loop.backward(tuple(grads), saved, weights)
+        (grad_stream,), sums = loop.backward((tuple(grads),), (saved,), weights)
+        grad_weights = [
+            lowering.raw_map(lambda sum_, part: tf.cast(sum_, part.dtype), *pair)
+            for pair in zip(sums, weights, strict=True)
+        ]
         found = [*grad_stream, *(part for grad in grad_weights for part in grad)]
         return attach_gradient(found, [*grads, *inputs], _no_second, across_devices=n > 1)
 

@@ -10,8 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from pipemesh.lowering import ops
-from pipemesh.lowering.layer_position import layer_seed
-from tests.lowering.pipelined.model import Model
+from pipemesh.recurrent.circular.layer_position import layer_seed
+from tests.recurrent.circular.pipelined.model import Model
 
 RATE = 0.25
 _draw = np.random.default_rng(2)
@@ -57,5 +57,5 @@ MLP = Model(
     meshed=meshed,
     ones=("scale", "gain"),
 )
-# For as many stages as four cores have in two circles.
+# For as many stages as four cores have with two virtual stages.
 DEEP_MLP = dataclasses.replace(MLP, name="deep_mlp", layers=8)

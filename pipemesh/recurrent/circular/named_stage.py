@@ -1,0 +1,218 @@
+"""A stage of layers that are functions of tensors with named dims."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from pipemesh.errors import PipelineError
+from pipemesh.lowering.captures import call_alone, check_no_layers_axis, lost_in_layer
+from pipemesh.lowering.lowering import Lowering, Slices
+from pipemesh.lowering.tensor import Tensor
+from pipemesh.mesh import Dim, Shape
+from pipemesh.mesh.mesh import LAYERS_AXIS
+from pipemesh.recurrent.circular.layer_position import LayerPosition
+from pipemesh.recurrent.circular.stage_weight import StageWeight
+from pipemesh.recurrent.circular.tick_loop import Leaves, Tick, keep
+from pipemesh.recurrent.precision import sum_dtype
+
+LayerFunction = Callable[[Tensor, Mapping[str, Tensor], LayerPosition], Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopWeight:
+    """What the loop knows of a weight.
+
+    Attributes:
+        name: its name.
+        shape: of the weight of one layer.
+        stacked: whether each layer has its own; the slices then have the dims virtual stage, core
+            (of size 1) and layer within the stage in front.
+        summed_later: axes over which the gradients that the loop returns are still to be summed.
+    """
+
+    name: str
+    shape: Shape
+    stacked: bool
+    summed_later: tuple[str, ...]
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Those of `summed_later` along which all copies work on the same layer."""
+        return tuple(axis for axis in self.summed_later if axis != LAYERS_AXIS)
+
+
+class NamedStage:
+    """What a tick of a `SimdPipeline` computes: some layers, one after the other.
+
+    At ticks without work a core computes with what happens to be there.
+
+    Args:
+        lowering: of all tensors.
+        layer: the function of one layer.
+        layers_per_stage: how many layers a stage has.
+        shape: of the activations of one microbatch.
+        batch: the batch dim of the whole batch.
+        weights: in the order in which their slices will be given.
+    """
+
+    def __init__(
+        self,
+        lowering: Lowering,
+        layer: LayerFunction,
+        layers_per_stage: int,
+        shape: Shape,
+        batch: Dim,
+        weights: Sequence[LoopWeight],
+    ) -> None:
+        self._lowering = lowering
+        self._layer = layer
+        self._layers_per_stage = layers_per_stage
+        self._shape = shape
+        self._batch = batch
+        self._weights = tuple(weights)
+
+    def forward(self, now: Tick, x: Leaves, weights: Sequence[Slices]) -> Leaves:
+        """The activations behind the stage."""
+        chosen = self._choose(weights, now)
+        return (self._stage(now, x[0], chosen, chosen),)
+
+    def zero_sums(self, weights: Sequence[Slices]) -> tuple[Slices, ...]:
+        """Sums of gradients before the first tick."""
+        return tuple(
+            self._lowering.raw_map(lambda w: tf.zeros(w.shape, sum_dtype(w.dtype)), part)
+            for part in weights
+        )
+
+    def backward(
+        self,
+        now: Tick,
+        x: Leaves,
+        weights: Sequence[Slices],
+        grad_y: Leaves,
+        sums: Sequence[Slices],
+    ) -> tuple[Leaves, tuple[Slices, ...]]:
+        """Recomputes the stage; the gradient of its input, and the sums with those of weights."""
+        grad_x, grad_weights = self._gradient(now, x[0], weights, grad_y[0])
+        added = tuple(
+            self._add(weight, now, sum_, grad)
+            for weight, sum_, grad in zip(self._weights, sums, grad_weights, strict=True)
+        )
+        return (grad_x,), added
+
+    def _choose(self, weights: Sequence[Slices], now: Tick) -> list[list[Slices]]:
+        """For each layer of the stage its weights."""
+        each = self._lowering.raw_map
+        chosen: list[list[Slices]] = []
+        for j in range(self._layers_per_stage):
+            row: list[Slices] = []
+            for weight, part in zip(self._weights, weights, strict=True):
+                if weight.stacked:
+                    row.append(each(lambda w, which, j=j: w[which, 0, j], part, now.rounds))
+                else:
+                    # A tensor of its own for each use, so that their gradients are told apart.
+                    row.append(each(tf.identity, part))
+            chosen.append(row)
+        return chosen
+
+    def _stage(
+        self,
+        now: Tick,
+        x: Slices,
+        whole: Sequence[Sequence[Slices]],
+        partial: Sequence[Sequence[Slices]],
+    ) -> Slices:
+        lowering = self._lowering
+        for j, (own, shared) in enumerate(zip(whole, partial, strict=True)):
+            numbers = lowering.raw_map(
+                lambda stage, j=j: stage * self._layers_per_stage + j, now.stages
+            )
+            size = self._shape[self._batch.name].size
+            position = LayerPosition(lowering, numbers, now.microbatches, self._batch, size)
+            weights = {
+                weight.name: StageWeight(lowering, a, weight.shape, b, weight.batch_axes)
+                for weight, a, b in zip(self._weights, own, shared, strict=True)
+            }
+            x_in = Tensor(lowering, x, self._shape)
+            given = [*x, *(part for parts in (*own, *shared) for part in parts)]
+            with check_no_layers_axis(lowering), position.entered():
+                y = call_alone(
+                    functools.partial(self._call_layer, x_in, weights, position),
+                    given,
+                    lambda y: y.slices,
+                    lost_in_layer,
+                )
+            x = y.slices
+        return x
+
+    def _call_layer(
+        self, x: Tensor, weights: Mapping[str, Tensor], position: LayerPosition
+    ) -> Tensor:
+        y = self._layer(x, weights, position)
+        self._check_output(y, x)
+        return y
+
+    def _check_output(self, y: Any, x: Tensor) -> None:
+        if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
+            raise PipelineError(
+                f"the layer function returned {y!r} for {x!r}; all layers are alike, so its result "
+                "has the shape and dtype of its input, dims in the same order"
+            )
+
+    def _gradient(
+        self, now: Tick, x: Slices, weights: Sequence[Slices], grad_y: Slices
+    ) -> tuple[Slices, list[list[Slices]]]:
+        """Recomputes a stage: gradients of its input, and for each weight those of its layers."""
+        each = self._lowering.raw_map
+        whole = self._choose(weights, now)
+        partial = [[each(tf.identity, part) for part in row] for row in whole]
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch([x, whole, partial])
+            y = self._stage(now, x, whole, partial)
+        grads = tape.gradient(y, [x, whole, partial], output_gradients=grad_y)
+        grad_x, grad_whole, grad_partial = grads
+        results: list[list[Slices]] = []
+        for i, weight in enumerate(self._weights):
+            copies = self._lowering.group_size(weight.batch_axes)
+            results.append(
+                [
+                    self._join(part[i], a[i], b[i], copies)
+                    for part, a, b in zip(whole, grad_whole, grad_partial, strict=True)
+                ]
+            )
+        return self._or_zeros(grad_x, x), results
+
+    def _or_zeros(self, grads: Sequence[Any], like: Slices) -> Slices:
+        if any(grad is None for grad in grads):
+            return self._lowering.raw_map(tf.zeros_like, like)
+        # Gradients of lookups are sparse.
+        return self._lowering.raw_map(tf.convert_to_tensor, tuple(grads))
+
+    def _join(self, part: Slices, whole: Any, partial: Any, copies: int) -> Slices:
+        """Adds what will be summed over copies to an equal share of what is whole on each."""
+        if any(grad is None for grad in whole):
+            return self._or_zeros(partial, part)
+        share = self._lowering.raw_map(
+            lambda grad: tf.convert_to_tensor(grad) / tf.cast(copies, grad.dtype), tuple(whole)
+        )
+        if any(grad is None for grad in partial):
+            return share
+        return self._lowering.raw_map(tf.add, share, self._or_zeros(partial, part))
+
+    def _add(self, weight: LoopWeight, now: Tick, sums: Slices, grads: Sequence[Slices]) -> Slices:
+        """Adds one tick's gradients of a weight."""
+
+        def add(sum_: tf.Tensor, busy: tf.Tensor, which: tf.Tensor, *parts: Any) -> tf.Tensor:
+            wide = [tf.cast(part, sum_.dtype) for part in parts]
+            if not weight.stacked:
+                return sum_ + keep(busy, tf.add_n(wide))
+            grad = keep(busy, tf.stack(wide))
+            if sum_.shape[0] == 1:
+                return sum_ + grad[None, None]
+            return tf.tensor_scatter_nd_add(sum_, [[which]], grad[None, None])
+
+        return self._lowering.raw_map(add, sums, now.busy, now.rounds, *grads)

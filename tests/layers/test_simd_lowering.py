@@ -1,0 +1,250 @@
+"""Stacks of alike stages as one loop over ticks equal the plain stack."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from lingvo.core import layers, py_utils
+
+from pipemesh.errors import PipelineError, PipemeshError, ScheduleError
+from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer
+from pipemesh.recurrent import ActionClock, Selective
+from tests.layers.blocks import WIDTH, Block, blocks
+from tests.layers.harness import cluster, run_eagerly, run_tf1, run_tf2
+from tests.layers.test_pipelining import cut, plain
+
+X = np.random.default_rng(0).normal(size=[8, 3, WIDTH]).astype(np.float32)
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+class Uncounted(Block):
+    """Dense, dropout of three kinds; hands on what comes besides, and counts nothing."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self._private_accumulators.clear()
+
+    def FProp(self, theta, x, *rest):
+        h = tf.nn.tanh(tf.tensordot(x, theta.w, 1))
+        h = self.stateful.FProp(theta.stateful, self.keyed.FProp(theta.keyed, h))
+        if not self.do_eval:
+            h += 0.1 * tf.random.normal(h.shape, dtype=h.dtype)
+        return (x + h, *rest) if rest else x + h
+
+
+def uncounted(number, **kwargs):
+    return [Uncounted.Params().Set(name=f"block{i}", **kwargs) for i in range(number)]
+
+
+def simd(cells, num_micro_batches, **kwargs):
+    return PipeliningLayer.Params().Set(
+        name="stack",
+        cell_tpl=cells,
+        num_micro_batches=num_micro_batches,
+        lowering="simd",
+        **kwargs,
+    )
+
+
+@pytest.fixture(scope="module")
+def expected():
+    cache = {}
+
+    def get(run):
+        if run not in cache:
+            cache[run] = run(plain(uncounted(4)), [X], steps=2)
+        return cache[run]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "schedule", "num_devices", "num_micro_batches"),
+    [(1, "gpipe", 1, 4), (2, "gpipe", 2, 8), (4, "gpipe", 4, 2), (4, "looped_bfs:2", 2, 4)],
+)
+def test_everything_equals_the_plain_model_with_dropout_on(
+    run, expected, num_stages, schedule, num_devices, num_micro_batches
+):
+    params = simd(cut(uncounted(4), num_stages), num_micro_batches, schedule=schedule)
+    result = run(params, [X], steps=2, num_devices=num_devices)
+    result.assert_close(expected(run), **CLOSE)
+    assert set(result.weights) == {f"block{i}/w/var:0" for i in range(4)}
+
+
+def test_eager_calls_run_it_too(expected):
+    params = simd(cut(uncounted(4), 2), 4)
+    result = run_eagerly(params, [X], steps=2, num_devices=2)
+    result.assert_close(expected(run_tf2), **CLOSE)
+
+
+def test_eval_has_no_dropout(run):
+    params = simd(cut(uncounted(4), 2), 4)
+    result = run(params, [X], num_devices=2, do_eval=True)
+    result.assert_close(run(plain(uncounted(4)), [X], do_eval=True))
+
+
+def test_what_has_no_gradient_and_what_is_none_goes_along(run):
+    ids = np.arange(8, dtype=np.int32)
+    mask = np.ones([8, 3], bool)
+    inputs = [X, None, ids, mask]
+    result = run(simd(cut(uncounted(2), 2), 4), inputs, steps=1, num_devices=2)
+    np.testing.assert_array_equal(result.outputs[1], ids)
+    result.assert_close(run(plain(uncounted(2)), inputs, steps=1), **CLOSE)
+
+
+def test_batch_dim_1_and_layers_before(run):
+    x = np.ascontiguousarray(X.swapaxes(0, 1))
+    before = Uncounted.Params().Set(name="before")
+    expected = run(plain([before.Copy(), *uncounted(2)]), [x], steps=1)
+    params = simd(cut(uncounted(2), 2), 4, batch_dim=1, before_tpl=[before])
+    run(params, [x], steps=1, num_devices=2).assert_close(expected, **CLOSE)
+
+
+def test_the_gradient_of_the_inputs_and_bfloat16():
+    def run(params):
+        py_utils.SetEagerMode(False, test_mode=True)
+        with tf.Graph().as_default(), cluster(2):
+            step = py_utils.GetOrCreateGlobalStepVar()
+            x = tf.constant(X)
+            layer = params.Instantiate()
+            y = layer.FPropDefaultTheta(x)
+            variables = layer.vars.Flatten()
+            grads = tf.gradients(tf.reduce_sum(tf.cast(y, tf.float32) ** 2), [x, *variables])
+            with tf.compat.v1.Session() as session:
+                session.run(step.initializer)
+                for number, variable in enumerate(variables):
+                    variable.load(np.full([WIDTH, WIDTH], 0.1 * (number + 1)), session)
+                return session.run([y, *grads])
+
+    params = simd(cut(uncounted(2), 2), 4, fprop_dtype=tf.bfloat16)
+    got, wanted = run(params), run(params.Copy().Set(lowering="placement"))
+    assert got[0].dtype == tf.bfloat16.as_numpy_dtype
+    for mine, theirs in zip(got, wanted, strict=True):
+        # Of few bits; TensorFlow fuses other operations in a loop.
+        scale = np.abs(theirs.astype(np.float32)).max()
+        np.testing.assert_allclose(
+            mine.astype(np.float32), theirs.astype(np.float32), atol=0.02 * scale
+        )
+
+
+class Strict(Uncounted):
+    """Divides by a norm, and checks what it is given, which would fail for zeros."""
+
+    def FProp(self, theta, x):
+        with tf.control_dependencies([tf.debugging.assert_greater(tf.norm(x), 0.0)]):
+            return super().FProp(theta, tf.debugging.check_numerics(x / tf.norm(x), "strict"))
+
+
+def test_at_ticks_without_work_no_check_fails(run):
+    sub = [Strict.Params().Set(name=f"block{i}", rate=0.0) for i in range(3)]
+    x = X + 2.0
+    # A norm of a microbatch is not one of the batch, so the plain stack is another model.
+    wanted = run(simd(cut(sub, 3), 4, schedule="gpipe").Set(lowering="placement"), [x], steps=1)
+    result = run(simd(cut(sub, 3), 4), [x], steps=1, num_devices=3)
+    result.assert_close(wanted, **CLOSE)
+
+
+def test_an_output_that_is_not_finite_is_an_error(run):
+    x = X.copy()
+    x[5] = np.nan
+    sub = uncounted(2, rate=0.0)
+    with pytest.raises((tf.errors.InvalidArgumentError, PipelineError), match="output"):
+        run(simd(cut(sub, 2), 4), [x], num_devices=2)
+
+
+def test_the_graph_does_not_grow_with_the_microbatches():
+    def size(num_micro_batches):
+        py_utils.SetEagerMode(False, test_mode=True)
+        with tf.Graph().as_default() as graph, cluster(2):
+            py_utils.GetOrCreateGlobalStepVar()
+            layer = simd(cut(uncounted(2), 2), num_micro_batches).Instantiate()
+            tf.gradients(layer.FPropDefaultTheta(tf.constant(X)), layer.vars.Flatten())
+            return len(graph.get_operations())
+
+    assert size(2) == size(8)
+
+
+def fc(name, **kwargs):
+    params = layers.FCLayer.Params().Set(name=name, input_dim=WIDTH, output_dim=WIDTH)
+    return params.Set(**kwargs)
+
+
+def stages(*subs):
+    return [
+        FeatureExtractionLayer.Params().Set(name=f"stage{i}", sub=sub) for i, sub in enumerate(subs)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cells", "words"),
+    [
+        (
+            stages([fc("a")], [fc("b", activation="TANH")]),
+            ["layer 'a' has activation 'RELU' and layer 'b' has activation 'TANH'"],
+        ),
+        (
+            stages([fc("a")], uncounted(1)),
+            ["layer 'a' is a FCLayer and layer 'block0' is an Uncounted"],
+        ),
+        (
+            stages([fc("a"), fc("b")], [fc("c")]),
+            ["stage 'stage0' has 2 layers and stage 'stage1' has 1"],
+        ),
+        (
+            stages([fc("a")], [fc("b", params_init=py_utils.WeightInit.Gaussian(0.5))]),
+            ["layer 'a' has params_init", "layer 'b' has params_init"],
+        ),
+        (stages([fc("a")], [fc("b", output_dim=5)]), ["layer 'b' has output_dim 5"]),
+    ],
+)
+def test_layers_that_are_not_alike_are_named_with_what_differs(cells, words):
+    with pytest.raises(PipelineError) as found:
+        simd(cells, 2).Instantiate()
+    assert all(word in str(found.value) for word in [*words, "lowering='placement'"])
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"lowering": "smd"}, "did you mean 'simd'"),
+        ({"schedule": "1f1b"}, "use schedule='gpipe'"),
+        ({"remat": "none"}, "remat is 'none'"),
+        ({"remat": Selective(bool)}, "remat is Selective"),
+        ({"rolled": False}, "rolled is False"),
+        ({"check_numerics": "all"}, "check_numerics is 'all'"),
+        ({"loss_inside": True}, "put the head behind the stack"),
+        ({"mesh_shape": "layers:2;data:2", "layout": "batch:data"}, "one device a stage"),
+    ],
+)
+def test_what_cannot_be_honoured_is_an_error_and_not_dropped(kwargs, words):
+    with pytest.raises(PipemeshError, match=words):
+        simd(cut(uncounted(2), 2), 2).Set(**kwargs).Instantiate()
+
+
+def test_a_schedule_of_another_number_of_devices_is_an_error():
+    with pytest.raises(ScheduleError, match="looped_bfs:V"):
+        simd(cut(uncounted(4), 4), 2, schedule="zb_v").Instantiate()
+
+
+@pytest.mark.parametrize("run_in", [run_tf1, run_tf2])
+def test_what_only_the_graph_shows_is_an_error_before_the_first_step(run_in):
+    with pytest.raises(PipelineError, match="'stage0' hands something from microbatch to micro"):
+        run_in(simd(cut(blocks(2), 2), 2), [X], num_devices=2)
+    wide = [fc(name, input_dim=WIDTH, output_dim=WIDTH + 1) for name in "ab"]
+    with pytest.raises(PipelineError, match=r"'stage0' is float32 of shape .*it is given float32"):
+        run_in(simd(stages(*[[layer] for layer in wide]), 2), [X[:, 0]], num_devices=2)
+    fetching = cut(uncounted(1), 1)
+    fetching[0].sub.append(layers.FetchLayer.Params().Set(name="fetch"))
+    fetching[0].Set(act_fetch_layers=["fetch"], num_act_outputs=1)
+    with pytest.raises(PipelineError, match="returns 2 tensors and is given 1"):
+        run_in(simd(fetching, 2), [X])
+
+
+def test_a_clock_and_a_forecast_of_memory_are_errors():
+    with tf.Graph().as_default():
+        py_utils.GetOrCreateGlobalStepVar()
+        layer = simd(cut(uncounted(2), 2), 2).Instantiate()
+        with pytest.raises(PipelineError, match="memory is predicted for lowering='placement'"):
+            layer.PredictMemory(tf.constant(X))
+        layer.clock = ActionClock()
+        with pytest.raises(PipelineError, match="clock is"):
+            layer.FPropDefaultTheta(tf.constant(X))

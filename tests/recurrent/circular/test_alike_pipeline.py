@@ -1,0 +1,138 @@
+"""Stages of any operations in a loop over ticks compute what they compute in a table."""
+
+import functools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.errors import PipelineError, ScheduleError
+from pipemesh.randomness import layer_scope
+from pipemesh.recurrent import Options, Stage, pipeline
+from pipemesh.recurrent.circular import alike_pipeline
+from pipemesh.schedule import gpipe, looped_bfs, one_f_one_b
+
+_draw = np.random.default_rng(0)
+X = tf.constant(_draw.normal(size=[8, 3]).astype(np.float32))
+TIED = tf.Variable(_draw.normal(size=[3]).astype(np.float32))
+
+
+def dense(name, theta, carry, inputs, microbatch, step):
+    with layer_scope(name):
+        h = tf.nn.dropout(tf.tanh(inputs[0] @ theta[0] * TIED), rate=0.4)
+    return [inputs[0] + h, inputs[1] + 1], []
+
+
+def weights_of(number):
+    draw = np.random.default_rng(1)
+    return [tf.Variable(draw.normal(size=[3, 3]).astype(np.float32)) for _ in range(number)]
+
+
+def stages_of(weights, num_devices, function=dense):
+    return [
+        Stage(
+            f"s{i}",
+            functools.partial(function, f"layer{i}"),
+            [tf.convert_to_tensor(w)],
+            [],
+            f"CPU:{i % num_devices}",
+        )
+        for i, w in enumerate(weights)
+    ]
+
+
+def run(execute, weights, sizes, outside=False):
+    """Outputs, and gradients of the input, of each weight, and of one that is not in theta."""
+
+    @tf.function(autograph=False)
+    def forward(x):
+        step = tf.constant(3, tf.int64)
+        stages = stages_of(weights, sizes[0])
+        inputs = [x, tf.range(8)]
+        return execute(stages, inputs, looped_bfs(*sizes), step=step)[0]
+
+    def both():
+        with tf.GradientTape() as tape:
+            tape.watch(X)
+            y, count = forward(X)
+            loss = tf.reduce_sum(y**2)
+        return [y, count, *tape.gradient(loss, [X, *weights, TIED])]
+
+    return both() if outside else tf.function(both, autograph=False)()
+
+
+@pytest.mark.parametrize("sizes", [(1, 4, 2), (2, 4, 1), (2, 2, 3), (4, 2, 2), (3, 1, 2)])
+def test_it_computes_what_the_table_does(sizes):
+    weights = weights_of(sizes[0] * sizes[2])
+    wanted, got = (run(execute, weights, sizes) for execute in (pipeline, alike_pipeline))
+    np.testing.assert_array_equal(got[1], tf.range(8) + len(weights))
+    for mine, theirs in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_the_gradient_of_a_function_that_is_called_eagerly():
+    weights = weights_of(4)
+    wanted = run(pipeline, weights, (2, 4, 2))
+    for mine, theirs in zip(run(alike_pipeline, weights, (2, 4, 2), True), wanted, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("execute", [pipeline, alike_pipeline])
+def test_below_a_stop_gradient_there_is_none(execute):
+    """To ask for the gradient of inputs that have none failed where it was to be checked."""
+
+    def stopped(name, theta, carry, inputs, microbatch, step):
+        return [tf.stop_gradient(inputs[0]) * theta[0]], []
+
+    weights = [tf.Variable(tf.ones([3])) for _ in range(2)]
+
+    @tf.function(autograph=False)
+    def both(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            (y,), _ = execute(stages_of(weights, 2, stopped), [x], gpipe(2, 2))
+        grads = tape.gradient(y, [x, *weights])
+        assert [grad is None for grad in grads] == [True, True, False]
+        return grads[2]
+
+    np.testing.assert_allclose(both(X), tf.reduce_sum(X, 0), rtol=1e-5)
+
+
+def traced(stages, schedule, **options):
+    def build(x):
+        return alike_pipeline(stages, [x], schedule, options=Options(**options))[0]
+
+    tf.function(build, autograph=False).get_concrete_function(X)
+
+
+def same(theta, carry, inputs, microbatch, step):
+    return inputs, carry
+
+
+@pytest.mark.parametrize(
+    ("stages", "words"),
+    [
+        ([Stage("a", same, [], [tf.zeros([])], "CPU:0")] * 2, "from microbatch to microbatch"),
+        ([Stage("a", same, [], [], ("CPU:0", "CPU:1"))] * 2, "has 2 devices"),
+        ([Stage("a", lambda *_: ([X[:4, :2]], []), [], [], "CPU:0")] * 2, "is given float32"),
+        ([Stage("a", lambda *_: ([], []), [], [], "CPU:0")] * 2, "0 tensors and is given 1"),
+    ],
+)
+def test_stages_that_a_loop_cannot_run_are_errors(stages, words):
+    with pytest.raises(PipelineError, match=words):
+        traced(stages, gpipe(2, 2))
+
+
+def test_stages_of_one_device_must_lie_on_it():
+    stages = [Stage("a", same, [], [], f"CPU:{i}") for i in range(4)]
+    with pytest.raises(PipelineError, match="puts it beside a stage on 'CPU:0'"):
+        traced(stages, looped_bfs(2, 2, 2))
+
+
+def test_other_schedules_and_options_are_errors():
+    stages = [Stage("a", same, [], [], "CPU:0")] * 2
+    with pytest.raises(ScheduleError, match="use schedule='gpipe'"):
+        traced(stages, one_f_one_b(2, 2))
+    for name, value in (("remat", "none"), ("rolled", False), ("check_numerics", "forward")):
+        with pytest.raises(PipelineError, match=f"{name} is "):
+            traced(stages, gpipe(2, 2), **{name: value})
