@@ -8,10 +8,10 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
-from tensorflow.python.framework import ops
 from tensorflow.python.ops import array_ops, gen_functional_ops
 
 from pipemesh.backend.gradient import without_colocation
+from pipemesh.backend.kept_gradients import register
 from pipemesh.backend.tapes import record_call, unrecorded
 
 Grads = Sequence[Any]
@@ -60,8 +60,8 @@ def attach_gradient(
         return [None] * number + input_grads(*grads)
 
     name = f"PipemeshGradient{next(_numbers)}"
-    ops.RegisterGradient(name)(lambda _, *grads: all_grads(*grads))
     graph = tf.compat.v1.get_default_graph()
+    register(name, lambda _, *grads: all_grads(*grads), graph)
     kind = "PartitionedCall" if across_devices else "IdentityN"
     with graph.gradient_override_map({kind: name}), unrecorded():
         if across_devices:

@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from pipemesh.backend.kept_gradients import custom_gradient
 from pipemesh.backend.structure import is_differentiable
 
 Grads = list[tf.Tensor | None]
@@ -54,7 +55,7 @@ def with_gradient(
     anchors = [_anchor(number, group, computed) for number, group in enumerate(sources)]
     floating = [i for i, t in enumerate(outputs) if is_differentiable(t)]
 
-    @tf.custom_gradient
+    @custom_gradient
     def attach(*tensors: tf.Tensor) -> Any:
         attached = [tf.identity(t) for t in tensors[: len(floating)]]
 
@@ -89,7 +90,7 @@ def _anchor(number: int, group: Sources, computed: dict[int, Grads]) -> tf.Tenso
     """A scalar whose gradient is that of all floating tensors of the group."""
     floating = [i for i, t in enumerate(group.tensors) if is_differentiable(t)]
 
-    @tf.custom_gradient
+    @custom_gradient
     def anchor(*tensors: tf.Tensor) -> Any:
         del tensors
 

@@ -44,7 +44,8 @@ def plan_of(p: Any, schedule: Schedule, cluster: Any) -> Plan:
             layout,
             p.schedule,
             p.num_micro_batches,
-            boundaries=tuple(itertools.accumulate(sizes, initial=0)),
+            # A stage may have no layer of its own, only hand on what it is given.
+            boundaries=tuple(itertools.accumulate(sizes, initial=0)) if all(sizes) else None,
             remat="custom" if isinstance(p.remat, RematPolicy) else p.remat,
             lowering=p.lowering,
             compute_dtype=None if p.fprop_dtype is None else tf.as_dtype(p.fprop_dtype).name,

@@ -9,6 +9,7 @@ import tensorflow as tf
 from pipemesh.errors import PipelineError, PipemeshError, ScheduleError
 from pipemesh.layers.alike_stages import check_lowering
 from pipemesh.layers.check_params import check_batch_dim, check_flags, check_floating, check_whole
+from pipemesh.recurrent.remat import policy_of
 from pipemesh.recurrent.table.fit import check_phases
 from pipemesh.schedule import Schedule, ScheduleSpec
 
@@ -33,6 +34,10 @@ def schedule_of(p: Any) -> Schedule:
         p, ("loss_inside", "nested_map_fprop", "pipelined", "strict_devices"), or_none=("rolled",)
     )
     check_floating(p.name, "state_dtype", p.state_dtype)
+    try:
+        policy_of(p.remat)
+    except PipelineError as error:
+        raise PipelineError(f"{p.name}: {error}") from error
     if p.loss_inside and p.nested_map_fprop:
         raise PipelineError(
             f"{p.name}: with loss_inside the last layer returns scalars and tensors, not one "

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 from lingvo.core import py_utils
 
+from pipemesh.backend.kept_gradients import custom_gradient
 from pipemesh.recurrent.precision import cast_floating
 
 
@@ -66,7 +67,7 @@ def plain_theta(stack: Any, theta: Any, names: Sequence[str]) -> Any:
     return py_utils.NestedMap({**theta, **ready})
 
 
-@tf.custom_gradient
+@custom_gradient
 def _with_dense_gradient(weight: tf.Tensor) -> Any:
     return tf.identity(weight), tf.convert_to_tensor
 

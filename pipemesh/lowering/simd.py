@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from pipemesh.backend.kept_gradients import custom_gradient
 from pipemesh.lowering.captures import call_local
 from pipemesh.lowering.given import whole_tensor
 from pipemesh.lowering.lowering import Lowering, Slices
@@ -94,7 +95,7 @@ class SimdLowering(Lowering):
         if not slices[0].dtype.is_floating:
             return forward(slices)
 
-        @tf.custom_gradient
+        @custom_gradient
         def call(x: tf.Tensor) -> Any:
             # Gradients of lookups are sparse; communication is dense.
             return forward((x,))[0], lambda grad: backward((tf.convert_to_tensor(grad),))[0]

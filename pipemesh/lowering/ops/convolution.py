@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from pipemesh.backend.kept_gradients import custom_gradient
 from pipemesh.errors import ShapeError
 from pipemesh.lowering.ops.relayout import change_splits
 from pipemesh.lowering.ops.windows import Windows, take_windows
@@ -202,7 +203,7 @@ def _convolve(
     how = {"padding": "VALID", "strides": [1, *steps, 1], "dilations": [1, *spread, 1]}
 
     # TensorFlow's own gradient computes the sizes, which stops the lowering to a TPU's program.
-    @tf.custom_gradient
+    @custom_gradient
     def call(x: tf.Tensor, f: tf.Tensor) -> Any:
         def grad(upstream: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             sizes, filter_sizes = tf.constant(x.shape.as_list()), tf.constant(f.shape.as_list())

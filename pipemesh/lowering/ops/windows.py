@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from pipemesh.backend.kept_gradients import custom_gradient
 from pipemesh.lowering.lowering import Lowering, Slices
 
 
@@ -187,7 +188,7 @@ def _rows_from(tensor: tf.Tensor, dim: int, begin: tf.Tensor, length: int) -> tf
         return tf.slice(tf.pad(t, paddings), tf.stack(begins), sizes)
 
     # The gradient of a slice with a computed begin is no program of a TPU; this one is.
-    @tf.custom_gradient
+    @custom_gradient
     def call(t: tf.Tensor, at: tf.Tensor) -> Any:
         rows: int = t.shape[dim]
         return taken(t, at, length), lambda grad: (taken(grad, -at, rows), None)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from pipemesh.backend.gradient import without_colocation
+from pipemesh.backend.kept_gradients import custom_gradient
 from pipemesh.backend.structure import is_differentiable
 from pipemesh.recurrent.time.cell import Arguments, groups
 from pipemesh.recurrent.time.time_loop import Captures, ResultGradients, Span, TimeLoop
@@ -44,7 +45,7 @@ def run_loop(loop: TimeLoop, given: Arguments, captures: Captures, span: Span) -
     device = loop.cell.cell.device
     sizes: list[int] = []
 
-    @tf.custom_gradient
+    @custom_gradient
     def run(*tensors: tf.Tensor) -> Any:
         # Else a tape would record the loop, and keep what each time step computes.
         parts = list(groups((tf.stop_gradient(x) for x in tensors), arguments))

@@ -1,0 +1,75 @@
+"""Gradients of one's own that go when their graph goes.
+
+TensorFlow keeps what `tf.custom_gradient` registers in a graph as long as the process lives, and
+with it all that the gradient uses: the whole graph, once for each time that a function is traced.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import tensorflow as tf
+from tensorflow.python.framework import ops
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+# Where a graph keeps its gradients, by name.
+_STORE = "_pipemesh_gradients"
+
+
+def register(name: str, gradient: Callable[..., Any], graph: Any) -> None:
+    """Registers a gradient for operations of a graph, and of copies of it, while the graph lives.
+
+    Args:
+        name: by which operations ask for it.
+        gradient: of an operation and the gradients of its results.
+        graph: that keeps it.
+    """
+    ops.RegisterGradient(name)(gradient)
+    _hand_over([name], graph)
+
+
+def custom_gradient(function: _F) -> _F:
+    """As `tf.custom_gradient`, but nothing outlives the graph that it was called in."""
+    decorated = tf.custom_gradient(function)
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        if tf.executing_eagerly():
+            return decorated(*args)
+        registry = _registry()
+        before = len(registry)
+        results = decorated(*args)
+        _hand_over(list(itertools.islice(registry, before, None)), tf.compat.v1.get_default_graph())
+        return results
+
+    return cast("_F", call)
+
+
+def _registry() -> dict[str, Any]:
+    return ops.gradient_registry._registry
+
+
+def _hand_over(names: list[str], graph: Any) -> None:
+    """Lets a graph keep what was registered under some names."""
+    registry = _registry()
+    kept: dict[str, Any] = getattr(graph, _STORE, {})
+    setattr(graph, _STORE, kept)
+    owner = weakref.ref(graph)
+    for name in names:
+        if getattr(registry[name]["type"], _STORE, False):
+            continue
+        kept[name] = registry[name]["type"]
+
+        def look_up(operation: Any, *grads: Any, name: str = name) -> Any:
+            alive = owner()
+            if alive is None:
+                raise LookupError(f"the graph that has the gradient {name!r} is gone")
+            return getattr(alive, _STORE)[name](operation, *grads)
+
+        setattr(look_up, _STORE, True)
+        registry[name]["type"] = look_up
+        weakref.finalize(graph, registry.pop, name, None).atexit = False
