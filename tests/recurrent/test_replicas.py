@@ -524,21 +524,6 @@ def test_a_recurrent_stage_has_one_device():
         run(tf.constant(X))
 
 
-@pytest.mark.parametrize("names", [["CPU:0", "CPU:1"], ("CPU:0", "CPU:1")])
-def test_names_of_devices_are_a_home(names):
-    home = Home(("CPU:0", "CPU:1"))
-    assert Home(names) == Home.of(names) == Home.of(home) == home
-    assert Home("CPU:0") == Home.of("CPU:0") == Home(("CPU:0",))
-    stage = Stage("s", product, [], [], names)
-    assert stage.home == home and stage.device == "CPU:0" and hash(stage.home) == hash(home)
-
-
-@pytest.mark.parametrize("devices", [(), ("CPU:0", 1), 5, None])
-def test_a_home_has_devices(devices):
-    with pytest.raises(DeviceError, match="give names of one or several"):
-        Home(devices)
-
-
 class Keeps:
     """A stage that keeps a tensor in Python from one call to the next."""
 
