@@ -70,5 +70,5 @@ def test_a_stage_without_layers_has_none_to_pick():
 
     with tf.Graph().as_default():
         traced = traced_stage(forward)
-    with pytest.raises(PipelineError, match="stage 's' has no layers .*layer_scope"):
+    with pytest.raises(PipelineError, match=r"stage 's' has no layers .*layer_scope"):
         recomputed("selective", Selective(bool), traced)
