@@ -1,5 +1,6 @@
 """What does not fit a pipeline is said before it is built."""
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -56,7 +57,7 @@ def test_all_stages_have_as_many_replicas():
     text = r"'a' has 2 devices \(CPU:0, CPU:1\), but stage 'b' has 1 \(CPU:2\)"
     with pytest.raises(PipelineError, match=text):
         num_replicas([stage_on("a", two), stage_on("b", "CPU:2")])
-    with pytest.raises(PipelineError, match="'b' is recurrent and has 2 devices .*one device"):
+    with pytest.raises(PipelineError, match=r"'b' is recurrent and has 2 devices .*one device"):
         num_replicas([stage_on("a", two), stage_on("b", two, True)])
 
 
@@ -67,7 +68,7 @@ def joined(output, *, shape=(ROWS, WIDTH), recurrent=False):
         return [output(inputs[0])], carry
 
     with tf.Graph().as_default():
-        traced = traced_stage(forward, inputs=[tf.ones(shape)], recurrent=recurrent)
+        traced = traced_stage(forward, inputs=[np.ones(shape, np.float32)], recurrent=recurrent)
         check_joined(traced, cutting(), True)
 
 
@@ -128,5 +129,5 @@ def test_recurrent_stages_go_up_and_down():
     check_descending(table("0F0", "0F1", "0I1", "0I0", "0W0", "0W1"))
     with pytest.raises(ScheduleError, match="device 0, tick 1: 0F0 follows microbatch 1"):
         check_descending(table("0F1", "0F0", "0B1", "0B0"))
-    with pytest.raises(ScheduleError, match="tick 3: 0B1 follows microbatch 0; .* as in gpipe"):
+    with pytest.raises(ScheduleError, match=r"tick 3: 0B1 follows microbatch 0; .* as in gpipe"):
         check_descending(table("0F0", "0F1", "0B0", "0B1"))

@@ -41,9 +41,7 @@ def test_values_are_taken_back_with_other_tokens():
     state.accumulators = [[tf.constant(3.0)], None]
     tokens = [[["x"], ["y"]]]
     again = state.with_values(state.values(), tokens)
-    assert again == State(
-        state.carries, state.carry_grads, state.accumulators, tokens, state.notes
-    )
+    assert again == State(state.carries, state.carry_grads, state.accumulators, tokens, state.notes)
     assert again.tokens is tokens and state.tokens == [[[], []]]
 
 

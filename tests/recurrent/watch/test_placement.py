@@ -70,8 +70,7 @@ def test_it_reads_as_a_line_a_stage():
         (("CPU:0", "CPU:1"), "CPU:2"), ({"CPU:0": 3, "CPU:1": 4}, {"CPU:0": 1, "CPU:2": 2})
     )
     assert str(placement) == (
-        "stage 0 on CPU:0, CPU:1: 3 + 4 operations\n"
-        "stage 1 on CPU:2: 2 operations, and 1 on CPU:0"
+        "stage 0 on CPU:0, CPU:1: 3 + 4 operations\nstage 1 on CPU:2: 2 operations, and 1 on CPU:0"
     )
 
 
