@@ -22,6 +22,21 @@ PURE = [
     "pipemesh.text",
 ]
 
+# Parts of `Recurrent` and `StackedRecurrent`, whose tests in the same folder hold them.
+TESTED_ELSEWHERE = {
+    f"time/test_{part}.py"
+    for part in (
+        "cell",
+        "cell_out",
+        "loop_gradient",
+        "outside_reads",
+        "rows",
+        "stop_condition",
+        "time_loop",
+        "traced_function",
+    )
+}
+
 
 @pytest.mark.parametrize("room", PURE)
 def test_pure_rooms_load_neither_tensorflow_nor_lingvo(room):
@@ -67,6 +82,16 @@ def test_modules_stay_small():
         for path in (root / folder).rglob("*.py"):
             lines = len(path.read_text(encoding="utf-8").splitlines())
             assert lines <= 420, f"{path.relative_to(root)} has {lines} lines; cut it in two"
+
+
+def test_every_module_of_recurrent_with_logic_has_a_test_file_of_its_own():
+    tests = pathlib.Path(__file__).parent
+    room = tests.parent / "pipemesh" / "recurrent"
+    modules = [path for path in room.rglob("*.py") if path.name != "__init__.py"]
+    large = [p for p in modules if len(p.read_text(encoding="utf-8").splitlines()) > 40]
+    wanted = {p.relative_to(room).with_name(f"test_{p.name}") for p in large}
+    missing = {path.as_posix() for path in wanted if not (tests / "recurrent" / path).exists()}
+    assert missing == TESTED_ELSEWHERE
 
 
 def test_no_module_imports_itself_by_way_of_others():

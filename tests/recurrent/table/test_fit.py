@@ -1,0 +1,133 @@
+"""What does not fit a pipeline is said before it is built."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.errors import PipelineError, ScheduleError
+from pipemesh.recurrent import Stage
+from pipemesh.recurrent.table.fit import (
+    check_descending,
+    check_joined,
+    check_phases,
+    microbatch_size,
+    num_replicas,
+)
+from pipemesh.schedule import Action, Schedule, forward_only, gpipe, one_f_one_b
+from tests.recurrent.passes.traced import ROWS, WIDTH, cutting, traced_stage
+
+
+def tensors(*shapes):
+    return [tf.TensorSpec(shape) for shape in shapes]
+
+
+def test_a_microbatch_is_an_equal_part_of_the_batch():
+    inputs = tensors([12, 3], [12])
+    assert microbatch_size(inputs, 4, 0) == 3
+    assert microbatch_size(inputs, 2, 0, replicas=3) == 6
+    assert microbatch_size(tensors([5, 8]), 4, 1) == 2
+
+
+@pytest.mark.parametrize(
+    ("shapes", "arguments", "text"),
+    [
+        ([], (1, 0), "was given no tensor; it needs at least one"),
+        ([[None, 3]], (2, 0), r"input 0 has shape \(None, 3\); a pipeline needs static shapes"),
+        ([[4, 4], [4]], (2, 1), r"input 1 has shape \(4,\) and no dim 1 \(batch_dim\)"),
+        ([[4], [8]], (2, 0), r"batch sizes 4 \(input 0\), 8 \(input 1\) in dim 0"),
+        ([[6]], (4, 0), "6 does not divide into 4 .* num_micro_batches may be 1, 2, 3, 6"),
+        ([[8]], (2, 0, None, 3), r"4 examples does not divide among the 3 .* a multiple of 6"),
+        ([[4], [8]], (2, 0, ["ids", "labels"]), r"4 \(ids\), 8 \(labels\)"),
+    ],
+)
+def test_a_batch_that_cannot_be_cut_is_an_error(shapes, arguments, text):
+    with pytest.raises(PipelineError, match=text):
+        microbatch_size(tensors(*shapes), *arguments)
+
+
+def stage_on(name, home, recurrent=False):
+    return Stage(name, None, [], [], home, recurrent)
+
+
+def test_all_stages_have_as_many_replicas():
+    two = ("CPU:0", "CPU:1")
+    assert num_replicas([]) == 1
+    assert num_replicas([stage_on("a", "CPU:0"), stage_on("b", "CPU:0", True)]) == 1
+    assert num_replicas([stage_on("a", two), stage_on("b", two)]) == 2
+    text = r"'a' has 2 devices \(CPU:0, CPU:1\), but stage 'b' has 1 \(CPU:2\)"
+    with pytest.raises(PipelineError, match=text):
+        num_replicas([stage_on("a", two), stage_on("b", "CPU:2")])
+    with pytest.raises(PipelineError, match=r"'b' is recurrent and has 2 devices .*one device"):
+        num_replicas([stage_on("a", two), stage_on("b", two, True)])
+
+
+def joined(output, *, shape=(ROWS, WIDTH), recurrent=False):
+    """Checks a last stage of one output."""
+
+    def forward(theta, carry, inputs, microbatch, step):
+        return [output(inputs[0])], carry
+
+    with tf.Graph().as_default():
+        traced = traced_stage(forward, inputs=[np.ones(shape, np.float32)], recurrent=recurrent)
+        check_joined(traced, cutting(), True)
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        lambda x: x * 2,
+        lambda x: tf.reduce_sum(x, 1),
+        tf.reduce_sum,
+        lambda x: tf.transpose(tf.transpose(x)),
+    ],
+    ids=["all", "rows", "scalar", "there_and_back"],
+)
+def test_outputs_that_are_cut_along_the_batch_are_joined(output):
+    joined(output)
+    # A dim that is as large as a microbatch.
+    joined(output, shape=(ROWS, ROWS))
+
+
+@pytest.mark.parametrize(
+    ("output", "text"),
+    [
+        (lambda x: tf.reduce_sum(x, 0), r"output 0 of the last stage \('s'\) has shape \(3,\)"),
+        (lambda x: tf.boolean_mask(x, x[:, 0] > 0), "its size in dim 0 .* tf.ensure_shape"),
+        (lambda x: tf.ones([ROWS]), r"has shape \(2,\) and for the whole batch \(2,\)"),
+    ],
+    ids=["summed", "unknown", "constant"],
+)
+def test_others_are_errors(output, text):
+    with pytest.raises(PipelineError, match=text):
+        joined(output)
+
+
+def test_a_size_that_fits_by_chance_does_not_fit_the_whole_batch():
+    text = r"has shape \(2,\) and for the whole batch \(2,\)"
+    with pytest.raises(PipelineError, match=text):
+        joined(lambda x: tf.reduce_sum(x, 0), shape=(ROWS, ROWS))
+    # The outputs of recurrent stages are along time.
+    joined(lambda x: tf.reduce_sum(x, 0), recurrent=True)
+
+
+def table(*actions):
+    return Schedule((tuple(map(Action.from_text, actions)),), (0,), 2)
+
+
+def test_with_the_loss_outside_forward_comes_first():
+    check_phases(gpipe(2, 3))
+    check_phases(forward_only(2, 3))
+    with pytest.raises(ScheduleError, match="device 0, tick 3: 0F2 follows a backward action"):
+        check_phases(one_f_one_b(2, 4))
+    with pytest.raises(ScheduleError, match="device 0, tick 2: 0F1"):
+        check_phases(table("0F0", "0B0", "0F1", "0B1"))
+
+
+def test_recurrent_stages_go_up_and_down():
+    check_descending(gpipe(2, 3))
+    check_descending(forward_only(2, 3))
+    check_descending(table("0F0", "0F1", "0I1", "0I0", "0W0", "0W1"))
+    with pytest.raises(ScheduleError, match="device 0, tick 1: 0F0 follows microbatch 1"):
+        check_descending(table("0F1", "0F0", "0B1", "0B0"))
+    with pytest.raises(ScheduleError, match=r"tick 3: 0B1 follows microbatch 0; .* as in gpipe"):
+        check_descending(table("0F0", "0F1", "0B0", "0B1"))

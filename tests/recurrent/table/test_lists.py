@@ -1,0 +1,90 @@
+"""Values of all microbatches in lists, put and taken by number."""
+
+import types
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.recurrent import Stage
+from pipemesh.recurrent.table.lists import Lists
+from tests.recurrent.passes.traced import run
+
+DEVICES = ("CPU:1", "CPU:2")
+KEY = ("outputs", 0, "")
+
+
+def lists_of(specs, places=None, num_microbatches=3, devices=DEVICES):
+    """Lists of a machine that knows these shapes alone."""
+    machine = types.SimpleNamespace(
+        specs=lambda *key: specs, places=lambda *key: places or [0] * len(specs)
+    )
+    return Lists(machine, [Stage("s", None, [], [], devices)], num_microbatches)
+
+
+def number(value):
+    return tf.constant(value, tf.int64)
+
+
+def test_only_what_is_kept_depends_on_the_mode_of_remat():
+    assert Lists.key("kept", 1, "full") == ("kept", 1, "full")
+    assert Lists.key("pending", 1, "none") == ("pending", 1, "none")
+    assert Lists.key("outputs", 1, "full") == Lists.key("outputs", 1, "none")
+    assert Lists.key("grads", 1, "full") != Lists.key("grads", 2, "full")
+
+
+def test_what_was_put_is_taken_by_its_number_and_is_gone_then():
+    with tf.Graph().as_default():
+        lists = lists_of([tf.TensorSpec([2]), None, tf.TensorSpec([], tf.int32)])
+        for m in (2, 0):
+            lists.put(KEY, number(m), [tf.fill([2], float(m)), None, tf.constant(10 * m)])
+        taken = lists.take(KEY, number(2))
+        assert taken[1] is None and lists.handles[KEY][1] is None
+        assert [t.shape for t in (taken[0], taken[2])] == [[2], []]
+        later = lists.take(KEY, number(0))
+        left = tf.raw_ops.TensorListGetItem(
+            input_handle=lists.handles[KEY][0],
+            index=tf.constant(2),
+            element_shape=tf.constant(-1),
+            element_dtype=tf.float32,
+        )
+        found = run([taken[0], taken[2], later[0], later[2], left])
+    np.testing.assert_array_equal(found[0], [2, 2])
+    np.testing.assert_array_equal(found[2], [0, 0])
+    assert (found[1], found[3]) == (20, 0)
+    assert found[4].size == 0
+
+
+def test_lists_lie_where_their_replicas_do_and_are_made_once():
+    with tf.Graph().as_default():
+        lists = lists_of([tf.TensorSpec([2])] * 3, [1, 0, 1])
+        lists.reserve([KEY])
+        made = lists.handles[KEY]
+        assert [t.device for t in made] == [f"/device:{DEVICES[i]}" for i in (1, 0, 1)]
+        lists.reserve([KEY])
+        assert all(one is other for one, other in zip(lists.handles[KEY], made, strict=True))
+
+
+@pytest.mark.parametrize("batch_dim", [0, 1])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_joined_they_are_the_whole_batch(batch_dim, replicas):
+    shape = [2, 4]
+    parts = np.arange(3 * replicas * 8, dtype=np.float32).reshape([3, replicas, *shape])
+    with tf.Graph().as_default():
+        specs = [tf.TensorSpec(shape)] * replicas
+        lists = lists_of(specs, [*range(replicas)], devices=DEVICES[:replicas])
+        for m in (1, 0, 2):
+            lists.put(KEY, number(m), [tf.constant(part) for part in parts[m]])
+        (joined,) = lists.joined(KEY, batch_dim)
+        found = run(joined)
+    np.testing.assert_array_equal(found, np.concatenate([*parts.reshape([-1, *shape])], batch_dim))
+
+
+def test_joined_scalars_are_a_vector_and_what_does_not_exist_is_none():
+    with tf.Graph().as_default():
+        lists = lists_of([tf.TensorSpec([]), None], devices="CPU:1")
+        for m in range(3):
+            lists.put(KEY, number(m), [tf.constant(float(m)), None])
+        losses, none = lists.joined(KEY, 0)
+        assert none is None and losses.shape == [3]
+        np.testing.assert_array_equal(run(losses), [0, 1, 2])

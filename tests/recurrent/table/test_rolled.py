@@ -1,0 +1,73 @@
+"""Repeating actions are a loop of the graph and give the same."""
+
+import pytest
+import tensorflow as tf
+
+from pipemesh.recurrent.table.rolled import Rolled
+from pipemesh.schedule import execution_order, gpipe
+from pipemesh.schedule.repeats import Loop, find_loops
+from tests.recurrent.passes.traced import run
+from tests.recurrent.table.small import (
+    CUTTING,
+    DY,
+    MICROBATCHES,
+    MODES,
+    SCHEDULE,
+    X,
+    assert_close,
+    small_machine,
+    wanted,
+)
+
+
+def rolled(machine, state, items):
+    return Rolled(machine, state, machine.stages, [tf.constant(X)], CUTTING, MODES, items)
+
+
+@pytest.mark.parametrize("schedule", [SCHEDULE, gpipe(2, MICROBATCHES)], ids=["1f1b", "gpipe"])
+def test_loops_give_outputs_and_gradients_of_the_whole_batch(schedule):
+    items = find_loops(execution_order(schedule), lambda action: "full")
+    assert any(isinstance(item, Loop) for item in items)
+    with tf.Graph().as_default() as graph:
+        machine, state = small_machine()
+        values = rolled(machine, state, items)
+        values.seed([tf.constant(DY)])
+        values.perform(items)
+        weights = [machine.total_gradients(s, values.state)[0] for s in range(2)]
+        results = [*values.joined("outputs", 1), *values.joined("grads", 0), *weights]
+        assert any("While" in op.type for op in graph.get_operations())
+        found = run([results, [carry[0] for carry in values.state.carries]])
+    assert_close(found[0], wanted())
+    assert found[1] == [MICROBATCHES] * 2
+
+
+def test_a_second_backward_pass_takes_the_same_values_once_more():
+    order = execution_order(gpipe(2, MICROBATCHES))
+    items = find_loops(order, lambda action: "full")
+    forwards = [i for i in items if (i.body[0] if isinstance(i, Loop) else i).kind == "F"]
+    with tf.Graph().as_default():
+        machine, state = small_machine()
+        values = rolled(machine, state, items)
+        values.perform(forwards)
+        found = []
+        for factor in (1.0, 2.0):
+            values.seed([factor * tf.constant(DY)])
+            values.state.accumulators = [None, None]
+            values.perform(items[len(forwards) :])
+            found += values.joined("grads", 0)
+        one, two = run(found)
+    of_x = wanted()[1]
+    assert_close([one, two], [of_x, 2 * of_x])
+
+
+def test_what_goes_around_in_one_loop_lies_in_no_list():
+    """In 1F1B's steady state values move up; in GPipe all of them exist at once."""
+    channels = {}
+    for name, schedule in [("1f1b", SCHEDULE), ("gpipe", gpipe(2, MICROBATCHES))]:
+        items = find_loops(execution_order(schedule), lambda action: "full")
+        with tf.Graph().as_default():
+            channels[name] = rolled(*small_machine(), items).in_lists
+    # What leaves the pipeline is taken by no action.
+    leaving = {("outputs", 1), ("grads", 0)}
+    assert leaving <= channels["1f1b"] and ("kept", 1) not in channels["1f1b"]
+    assert {("kept", 0), ("kept", 1)} | leaving <= channels["gpipe"]

@@ -1,0 +1,85 @@
+"""A run says what it performs, what gradients flow to, and what it holds."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.errors import PipelineError, ScheduleError
+from pipemesh.recurrent import Options
+from pipemesh.recurrent.table.run import Run, num_bytes, with_loss
+from pipemesh.schedule import execution_order, gpipe, one_f_one_b
+from pipemesh.schedule.repeats import Loop
+from tests.recurrent.table.small import MICROBATCHES, WEIGHTS, X, small_stages
+
+
+def run_of(schedule, **options):
+    return Run(small_stages(), [tf.constant(X)], schedule, None, Options(**options))
+
+
+def test_eagerly_there_is_no_graph_to_be_part_of():
+    with pytest.raises(PipelineError, match=r"call it inside a tf\.function"):
+        run_of(gpipe(2, MICROBATCHES))
+
+
+def test_a_schedule_of_other_stages_is_an_error():
+    with (
+        tf.Graph().as_default(),
+        pytest.raises(ScheduleError, match="has 3 stages, but 2 were given"),
+    ):
+        run_of(gpipe(3, MICROBATCHES))
+
+
+def test_phases_are_what_comes_before_the_loss_and_after_it():
+    schedule = gpipe(2, MICROBATCHES)
+    with tf.Graph().as_default():
+        forwards, backwards = run_of(schedule).phases()
+        assert [*forwards, *backwards] == [*execution_order(schedule)]
+        assert {action.kind for action in forwards} == {"F"}
+        assert {action.kind for action in backwards} == {"B"}
+        with pytest.raises(ScheduleError, match="follows a backward action"):
+            run_of(one_f_one_b(2, MICROBATCHES)).phases()
+
+
+def test_what_repeats_becomes_a_loop_where_that_is_wanted():
+    with tf.Graph().as_default():
+        rolled = run_of(gpipe(2, MICROBATCHES), rolled=True)
+        plain = run_of(gpipe(2, MICROBATCHES), rolled=False)
+    assert any(isinstance(item, Loop) for item in rolled.items)
+    assert not any(isinstance(item, Loop) for item in plain.items)
+
+
+def test_gradients_flow_to_inputs_and_weights_on_their_devices():
+    with tf.Graph().as_default():
+        run = run_of(gpipe(2, MICROBATCHES))
+        assert [source.device for source in run.sources] == ["CPU:1", "CPU:1", "CPU:2"]
+        assert [[*t.shape] for source in run.sources for t in source.tensors] == [
+            [*X.shape],
+            [*WEIGHTS[0].shape],
+            [*WEIGHTS[1].shape],
+        ]
+        assert run.last_specs == [tf.TensorSpec([2, 3])]
+
+
+def test_bytes_are_those_of_shapes_and_dtypes():
+    assert num_bytes([tf.TensorSpec([2, 3]), tf.TensorSpec([], tf.int64)]) == 32
+    with tf.Graph().as_default():
+        run = run_of(gpipe(2, MICROBATCHES))
+        sizes = {kind: run.held_bytes(kind, 1, 0) for kind in ("weights", "grads", "kept")}
+        assert sizes == {"weights": 36, "grads": 36, "kept": 24}
+        assert run.handed_bytes("outputs", -1, 0) == run.handed_bytes("grads", 1, 0) == 24
+        assert run.handed_bytes("carry", 0, 0) == 4
+        half = run_of(gpipe(2, MICROBATCHES), compute_dtype="bfloat16")
+        assert (half.held_bytes("weights", 1, 0), half.held_bytes("grads", 1, 0)) == (18, 36)
+
+
+def test_of_a_last_stage_the_loss_alone_has_a_gradient():
+    def forward(theta, *rest):
+        return [theta[0] * 2.0, theta[0] * 3.0], []
+
+    stage = with_loss(small_stages(forward)[0])
+    x, weight = tf.constant(X), tf.constant(WEIGHTS[0])
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(weight)
+        (loss, other), _ = stage.forward([weight], [], [x], None, None)
+    np.testing.assert_array_equal(tape.gradient(loss, weight), np.full([3, 3], 2.0))
+    assert tape.gradient(other, weight) is None

@@ -1,0 +1,56 @@
+"""What stages and devices hold, before the first action and when it goes through a loop."""
+
+import tensorflow as tf
+
+from pipemesh.recurrent import Stage
+from pipemesh.recurrent.table.state import State, empty_notes
+
+
+def stages():
+    two = ("CPU:0", "CPU:1")
+    return [
+        Stage("a", None, [], [tf.constant(1), tf.constant(2)], two),
+        Stage("b", None, [], [], two),
+    ]
+
+
+def test_before_the_first_action_there_are_carries_and_nothing_else():
+    given = stages()
+    state = State.before(given, 3)
+    assert state.carries == [list(given[0].carry), []]
+    assert state.carries[0] is not given[0].carry
+    assert state.carry_grads == [[None, None], []]
+    assert state.accumulators == [None, None]
+    # Three homes of two devices each.
+    assert state.tokens == [[[], []]] * 3
+    assert state.tokens[0] is not state.tokens[1]
+    assert {d: [len(n) for n in notes] for d, notes in state.notes.items()} == {
+        "forward": [2, 2],
+        "backward": [2, 2],
+    }
+
+
+def test_a_note_of_nothing_is_no_place():
+    notes = empty_notes(stages())
+    assert [[int(note) for note in of_stage] for of_stage in notes] == [[-1, -1], [-1, -1]]
+    assert notes[0][0].dtype == tf.int64
+
+
+def test_values_are_taken_back_with_other_tokens():
+    state = State.before(stages(), 1)
+    state.accumulators = [[tf.constant(3.0)], None]
+    tokens = [[["x"], ["y"]]]
+    again = state.with_values(state.values(), tokens)
+    assert again == State(state.carries, state.carry_grads, state.accumulators, tokens, state.notes)
+    assert again.tokens is tokens and state.tokens == [[[], []]]
+
+
+def test_operations_of_another_graph_are_waited_for_by_none():
+    with tf.Graph().as_default():
+        before = tf.no_op()
+    with tf.Graph().as_default():
+        state = State.before(stages(), 2)
+        here = tf.no_op()
+        state.tokens = [[[before, here], [before]], [[], [here]]]
+        state.forget_tokens_of_other_graphs()
+        assert state.tokens == [[[here], []], [[], [here]]]

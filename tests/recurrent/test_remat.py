@@ -1,0 +1,74 @@
+"""Which microbatches of a stage, and which of its layers, are computed again."""
+
+import pytest
+import tensorflow as tf
+
+from pipemesh.errors import PipelineError
+from pipemesh.recurrent import Selective
+from pipemesh.recurrent.remat import REMAT_POLICIES, check_remat, modes, recomputed
+from pipemesh.schedule import forward_only, gpipe, one_f_one_b, zb_h1
+from tests.recurrent.passes.traced import traced_stage, two_layers
+
+
+@pytest.mark.parametrize("remat", [*REMAT_POLICIES, Selective(bool)])
+def test_a_policy_comes_back(remat):
+    assert check_remat(remat) is remat
+
+
+@pytest.mark.parametrize("remat", ["last", None, bool])
+def test_no_policy_is_an_error_that_says_what_is_allowed(remat):
+    with pytest.raises(PipelineError, match="allowed are full, none, except_last and Selective"):
+        check_remat(remat)
+
+
+@pytest.mark.parametrize("remat", ["full", "none", Selective(bool)])
+def test_most_policies_treat_all_microbatches_alike(remat):
+    wanted = remat if isinstance(remat, str) else "selective"
+    assert modes(remat, one_f_one_b(2, 3)) == {(s, m): wanted for s in (0, 1) for m in range(3)}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "kept"),
+    [
+        # Backward goes from the last microbatch in GPipe, from each at once in 1F1B's last stage.
+        (gpipe(2, 3), {(0, 2), (1, 2)}),
+        (one_f_one_b(2, 4), {(1, 0), (1, 1), (1, 2), (1, 3)}),
+        # The first half of a backward pass starts it.
+        (zb_h1(2, 4), {(1, 0), (1, 1), (1, 2), (1, 3)}),
+        (forward_only(2, 3), set()),
+    ],
+    ids=["gpipe", "1f1b", "zb_h1", "forward_only"],
+)
+def test_except_last_computes_nothing_again_where_backward_follows_at_once(schedule, kept):
+    found = modes("except_last", schedule)
+    assert {pair for pair, mode in found.items() if mode == "none"} == kept
+    pairs = {(s, m) for s in range(2) for m in range(schedule.num_microbatches)}
+    assert {pair for pair, mode in found.items() if mode == "full"} == pairs - kept
+
+
+def test_full_computes_all_again_and_none_nothing():
+    with tf.Graph().as_default():
+        traced = traced_stage()
+    for node in traced.layers:
+        assert recomputed("full", "except_last", traced)(node)
+        assert not recomputed("none", "except_last", traced)(node)
+
+
+def test_selective_computes_the_nodes_of_picked_layers_again():
+    with tf.Graph().as_default():
+        traced = traced_stage(two_layers)
+    again = recomputed("selective", Selective(lambda layer: layer == "second"), traced)
+    assert set(traced.layers.values()) == {"first", "second"}
+    for node, layer in traced.layers.items():
+        assert again(node) == (layer == "second"), node
+    assert not again("of no layer")
+
+
+def test_a_stage_without_layers_has_none_to_pick():
+    def forward(theta, carry, inputs, microbatch, step):
+        return [tf.matmul(inputs[0], theta[0])], carry
+
+    with tf.Graph().as_default():
+        traced = traced_stage(forward)
+    with pytest.raises(PipelineError, match=r"stage 's' has no layers .*layer_scope"):
+        recomputed("selective", Selective(bool), traced)
