@@ -4,7 +4,6 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.backend.attach_gradient import attach_gradient
-from pipemesh.backend.gradient import Sources, with_gradient
 
 
 @pytest.mark.parametrize("across_devices", [False, True])
@@ -50,29 +49,3 @@ def test_in_a_graph_each_tensor_stays_on_its_device():
     assert len(call.outputs) == len(devices) + 1
     assert "IdentityN" not in {op.type for op in graph.get_operations()}
     assert run(tf.constant(0.0)).numpy() == len(devices)
-
-
-@pytest.mark.parametrize("in_graph", [False, True])
-def test_all_gradients_are_computed_at_once_and_each_group_picks_up_its_own(in_graph):
-    calls = []
-
-    def run(a, b, whole):
-        with tf.GradientTape() as tape:
-            tape.watch([a, b])
-
-            def backward(grads):
-                calls.append(grads)
-                return [[2 * grads[0]], [3 * grads[0], None]]
-
-            def checked(grads):
-                return [None if grad is None else grad + 1 for grad in grads]
-
-            sources = [Sources([a], "CPU:0"), Sources([b, whole], "CPU:0", checked)]
-            output, number = with_gradient([a * b, whole], "CPU:0", sources, backward)
-            assert number is whole
-        return tape.gradient(output, [a, b])
-
-    run = tf.function(run, autograph=False) if in_graph else run
-    found = run(tf.constant(3.0), tf.constant(4.0), tf.constant(1))
-    assert [value.numpy() for value in found] == [2, 4]
-    assert len(calls) == 1 and calls[0][1] is None

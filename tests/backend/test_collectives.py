@@ -5,7 +5,7 @@ import functools
 import pytest
 import tensorflow as tf
 
-from pipemesh.backend import collectives, tpu_operations
+from pipemesh.backend import collectives
 from pipemesh.backend.collectives import Meeting
 
 
@@ -31,22 +31,3 @@ def test_every_operation_says_who_meets_and_has_the_token_of_its_core(kind, call
 
 def test_a_process_that_nobody_connected_has_no_server():
     assert collectives.server() is None
-
-
-def test_a_tpu_gets_its_groups_and_pairs_as_constants():
-    groups = [[0, 1], [2, 3]]
-
-    @tf.function
-    def run(x):
-        return (
-            tpu_operations.all_sum(x, groups),
-            tpu_operations.all_to_all(x, 1, 0, groups),
-            tpu_operations.permute(x, [[0, 1]]),
-        )
-
-    graph = run.get_concrete_function(tf.TensorSpec([2, 3])).graph
-    operations = {op.type: op for op in graph.get_operations()}
-    for kind in ("CrossReplicaSum", "AllToAll"):
-        assert tf.get_static_value(operations[kind].inputs[1]).tolist() == groups
-    assert operations["AllToAll"].outputs[0].shape == [1, 6]
-    assert tf.get_static_value(operations["CollectivePermute"].inputs[1]).tolist() == [[0, 1]]

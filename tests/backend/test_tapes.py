@@ -3,7 +3,6 @@
 import pytest
 import tensorflow as tf
 
-from pipemesh.backend.active_tapes import outermost_tape
 from pipemesh.backend.tapes import (
     is_recorded,
     is_recorded_twice,
@@ -55,14 +54,3 @@ def test_trainable_variables_that_are_read_are_noted():
     with variables_read() as reads:
         trainable + other
     assert [variable.ref() for variable in reads.watched_variables()] == [trainable.ref()]
-
-
-def test_the_outermost_tape_is_the_one_that_began_first():
-    assert outermost_tape() is None
-    with tf.GradientTape() as first:
-        with tf.GradientTape():
-            assert outermost_tape() is first
-        with first.stop_recording():
-            assert outermost_tape() is None
-        assert outermost_tape() is first
-    assert outermost_tape() is None

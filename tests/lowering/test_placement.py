@@ -11,7 +11,6 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from pipemesh.backend import nccl
 from pipemesh.errors import LayoutError
 from pipemesh.lowering import ops
 from pipemesh.lowering.placement import PlacementLowering
@@ -213,20 +212,6 @@ def test_gpus_of_one_host_reduce_with_nccl():
         found = [op for op in graph.get_operations() if op.type == "NcclAllReduce"]
     assert [op.get_attr("reduction") for op in found] == [b"sum"] * 2 + [b"max"] * 2 + [b"min"] * 2
     assert [op.device for op in found] == ["/device:GPU:0", "/device:GPU:1"] * 3
-
-
-@pytest.mark.parametrize(
-    ("devices", "dtype"),
-    [
-        (["CPU:0", "CPU:1"], tf.float32),
-        (["GPU:0", "CPU:0"], tf.float32),
-        (["GPU:0", "GPU:0"], tf.float32),
-        (["/job:w/task:0/device:GPU:0", "/job:w/task:1/device:GPU:1"], tf.float32),
-        (["GPU:0", "GPU:1"], tf.bfloat16),
-    ],
-)
-def test_other_devices_and_dtypes_do_not_use_nccl(devices, dtype):
-    assert not nccl.can_reduce([tf.ones([2], dtype)] * 2, devices)
 
 
 def test_a_tensor_that_is_used_as_two_operands_gets_both_gradients():

@@ -1,0 +1,27 @@
+"""What the handle of a variable stands for."""
+
+import pytest
+import tensorflow as tf
+
+from pipemesh.backend.handle_data import dtype_behind
+
+
+@pytest.mark.parametrize("dtype", [tf.float32, tf.bfloat16, tf.int64])
+def test_the_dtype_of_a_variable_is_known_by_its_handle(dtype):
+    variable = tf.Variable(tf.zeros([2], dtype))
+
+    @tf.function
+    def run():
+        variable.read_value()
+        (captured,) = tf.compat.v1.get_default_graph().internal_captures
+        assert dtype_behind(captured) == dtype
+
+    run.get_concrete_function()
+    with tf.Graph().as_default():
+        assert dtype_behind(tf.Variable(tf.zeros([2], dtype)).handle) == dtype
+
+
+def test_what_stands_for_no_variable_has_none():
+    with tf.Graph().as_default():
+        assert dtype_behind(tf.constant(1.0)) is None
+        assert dtype_behind(tf.compat.v1.placeholder(tf.resource)) is None

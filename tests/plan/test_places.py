@@ -1,0 +1,72 @@
+"""Which processors of a mesh run what is split over the batch alone."""
+
+import pytest
+
+from pipemesh.errors import LayoutError, PlanError
+from pipemesh.mesh import LayoutRules, Mesh
+from pipemesh.plan import places
+
+BY_DATA = LayoutRules.from_text("batch:data")
+
+
+def mesh(text):
+    return Mesh.from_text(text)
+
+
+def test_the_batch_is_not_split_along_the_stages():
+    places.check_batch_axis(LayoutRules())
+    places.check_batch_axis(BY_DATA)
+    with pytest.raises(LayoutError, match="'batch:layers' splits the batch over the axis 'layers'"):
+        places.check_batch_axis(LayoutRules.from_text("batch:layers"))
+
+
+@pytest.mark.parametrize(
+    ("text", "layout", "number"),
+    [
+        ("layers:2;data:3", "batch:data", 3),
+        ("layers:2;data:3", "", 1),
+        ("layers:2;data:3;model:4", "hidden:data;batch:model", 4),
+    ],
+)
+def test_replicas_are_the_places_of_the_batchs_axis(text, layout, number):
+    assert places.num_replicas(mesh(text), LayoutRules.from_text(layout)) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "layout", "of_each_place"),
+    [
+        ("layers:2;data:3", "batch:data", [[0, 1, 2], [3, 4, 5]]),
+        ("data:3;layers:2", "batch:data", [[0, 2, 4], [1, 3, 5]]),
+        ("layers:2;data:2;model:2", "batch:data;hidden:model", [[0, 2], [4, 6]]),
+        ("layers:2;data:2;model:2", "batch:model", [[0, 1], [4, 5]]),
+        ("layers:2;data:2", "", [[0], [2]]),
+        ("data:2", "batch:data", [[0, 1]]),
+    ],
+)
+def test_of_processors_that_differ_in_other_axes_the_first_runs_a_stage(
+    text, layout, of_each_place
+):
+    rules = LayoutRules.from_text(layout)
+    found = [places.replicas_of(mesh(text), rules, i) for i in range(len(of_each_place))]
+    assert found == of_each_place
+
+
+def test_axes_can_be_left_out():
+    whole = mesh("layers:2;data:3;model:4")
+    assert places.without(whole, ["data", "other"]) == mesh("layers:2;model:4")
+    assert places.without(whole, []) == whole
+
+
+def test_an_axis_of_several_places_over_which_nothing_is_split_is_unused():
+    whole = mesh("layers:2;data:3;model:4;one:1")
+    assert places.unused_axes(whole, LayoutRules()) == ["data", "model"]
+    assert places.unused_axes(whole, LayoutRules.from_text("hidden:data")) == ["model"]
+    assert places.unused_axes(mesh("layers:2;one:1"), LayoutRules()) == []
+
+
+def test_devices_may_not_idle():
+    places.check_no_idle_axis(mesh("layers:2;data:3"), BY_DATA)
+    with pytest.raises(PlanError, match=r"axis 'data' of mesh 'layers:2;data:3'.*; add a rule"):
+        places.check_no_idle_axis(mesh("layers:2;data:3"), LayoutRules())
+    with pytest.raises(PlanError, match=r"axis 'model' .* or compute the same; leave the axis out"):
+        places.check_no_idle_axis(mesh("layers:2;data:3;model:2"), BY_DATA)

@@ -1,0 +1,62 @@
+"""A `tf.function` draws as if its Python code stood where it is called."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.randomness import layer_scope, plan_free_randomness
+
+
+def draws(function, step=3, layer="layer", calls=2, whole=False):
+    """What some calls in a scope draw, with a draw behind them; `whole`, in a graph."""
+
+    def run(number):
+        with plan_free_randomness(number), layer_scope(layer):
+            return [*(function() for _ in range(calls)), tf.random.uniform([4])]
+
+    run = tf.function(run, autograph=False) if whole else run
+    return [t.numpy().tolist() for t in run(tf.constant(step, tf.int64))]
+
+
+def make(traces):
+    def plain():
+        traces.append(1)
+        return tf.random.uniform([4])
+
+    return plain, tf.function(plain, autograph=False)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("kwargs", [{}, {"step": 4}, {"layer": "other"}, {"calls": 3}])
+def test_a_function_draws_what_its_code_draws(whole, kwargs):
+    plain, function = make([])
+    found = draws(function, whole=whole, **kwargs)
+    assert found == draws(plain, whole=whole, **kwargs)
+    assert len(np.unique(found, axis=0)) == len(found)
+
+
+def test_a_trace_is_found_again_at_the_same_place_and_draws_by_the_step():
+    traces = []
+    plain, function = make(traces)
+    first = draws(function)
+    assert len(traces) == 2, "one for each place"
+    assert draws(function) == first
+    second = draws(function, step=4)
+    assert len(traces) == 2 and second == draws(plain, step=4) != first
+
+
+def test_outside_of_a_scope_a_function_is_traced_once_for_all():
+    traces = []
+    _, function = make(traces)
+    draws(function)
+    del traces[:]
+    assert not np.array_equal(function(), function())
+    assert len(traces) == 1
+
+
+def test_a_concrete_function_that_is_asked_for_inside_is_new():
+    traces = []
+    _, function = make(traces)
+    with plan_free_randomness(tf.constant(3, tf.int64)):
+        found = [function.get_concrete_function()() for _ in range(2)]
+    assert len(traces) == 2 and not np.array_equal(*found)
