@@ -22,8 +22,9 @@ PURE = [
     "pipemesh.text",
 ]
 
-# Parts of `Recurrent` and `StackedRecurrent`, whose tests in the same folder hold them.
-TESTED_ELSEWHERE = {
+# Parts of `Recurrent`, `StackedRecurrent`, `SimdPipeline` and `alike_pipeline`, whose tests in the
+# same folder hold them.
+TESTED_ELSEWHERE = {"circular/test_named_stage.py", "circular/test_traced_stages.py"} | {
     f"time/test_{part}.py"
     for part in (
         "cell",

@@ -4,27 +4,43 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.errors import PipelineError
-from pipemesh.recurrent import Selective
-from pipemesh.recurrent.remat import REMAT_POLICIES, check_remat, modes, recomputed
+from pipemesh.recurrent import REMAT_POLICIES, RematPolicy, Selective
+from pipemesh.recurrent.remat import FULL, NONE, policy_of
 from pipemesh.schedule import forward_only, gpipe, one_f_one_b, zb_h1
 from tests.recurrent.passes.traced import traced_stage, two_layers
 
 
-@pytest.mark.parametrize("remat", [*REMAT_POLICIES, Selective(bool)])
-def test_a_policy_comes_back(remat):
-    assert check_remat(remat) is remat
+@pytest.mark.parametrize("name", REMAT_POLICIES)
+def test_a_name_stands_for_a_policy(name):
+    assert isinstance(policy_of(name), RematPolicy)
 
 
-@pytest.mark.parametrize("remat", ["last", None, bool])
+def test_a_policy_of_ones_own_is_taken_as_it_is():
+    class FirstStage(RematPolicy):
+        def modes(self, schedule):
+            return {
+                (stage, m): NONE if stage else FULL
+                for stage in range(schedule.num_stages)
+                for m in range(schedule.num_microbatches)
+            }
+
+    policy = FirstStage()
+    assert policy_of(policy) is policy
+    assert policy.modes(gpipe(2, 1)) == {(0, 0): FULL, (1, 0): NONE}
+
+
+@pytest.mark.parametrize("remat", ["last", None, bool, ["full"]])
 def test_no_policy_is_an_error_that_says_what_is_allowed(remat):
     with pytest.raises(PipelineError, match="allowed are full, none, except_last and Selective"):
-        check_remat(remat)
+        policy_of(remat)
 
 
 @pytest.mark.parametrize("remat", ["full", "none", Selective(bool)])
 def test_most_policies_treat_all_microbatches_alike(remat):
-    wanted = remat if isinstance(remat, str) else "selective"
-    assert modes(remat, one_f_one_b(2, 3)) == {(s, m): wanted for s in (0, 1) for m in range(3)}
+    found = policy_of(remat).modes(one_f_one_b(2, 3))
+    assert found.keys() == {(s, m) for s in (0, 1) for m in range(3)}
+    (mode,) = set(found.values())
+    assert mode.name == (remat if isinstance(remat, str) else "selective")
 
 
 @pytest.mark.parametrize(
@@ -40,24 +56,30 @@ def test_most_policies_treat_all_microbatches_alike(remat):
     ids=["gpipe", "1f1b", "zb_h1", "forward_only"],
 )
 def test_except_last_computes_nothing_again_where_backward_follows_at_once(schedule, kept):
-    found = modes("except_last", schedule)
-    assert {pair for pair, mode in found.items() if mode == "none"} == kept
+    found = policy_of("except_last").modes(schedule)
+    assert {pair for pair, mode in found.items() if mode is NONE} == kept
     pairs = {(s, m) for s in range(2) for m in range(schedule.num_microbatches)}
-    assert {pair for pair, mode in found.items() if mode == "full"} == pairs - kept
+    assert {pair for pair, mode in found.items() if mode is FULL} == pairs - kept
 
 
 def test_full_computes_all_again_and_none_nothing():
     with tf.Graph().as_default():
         traced = traced_stage()
     for node in traced.layers:
-        assert recomputed("full", "except_last", traced)(node)
-        assert not recomputed("none", "except_last", traced)(node)
+        assert FULL.recomputed(traced)(node)
+        assert not NONE.recomputed(traced)(node)
+
+
+def selective(predicate):
+    """The one mode of a selective policy."""
+    (mode,) = set(Selective(predicate).modes(gpipe(2, 3)).values())
+    return mode
 
 
 def test_selective_computes_the_nodes_of_picked_layers_again():
     with tf.Graph().as_default():
         traced = traced_stage(two_layers)
-    again = recomputed("selective", Selective(lambda layer: layer == "second"), traced)
+    again = selective(lambda layer: layer == "second").recomputed(traced)
     assert set(traced.layers.values()) == {"first", "second"}
     for node, layer in traced.layers.items():
         assert again(node) == (layer == "second"), node
@@ -71,4 +93,4 @@ def test_a_stage_without_layers_has_none_to_pick():
     with tf.Graph().as_default():
         traced = traced_stage(forward)
     with pytest.raises(PipelineError, match=r"stage 's' has no layers .*layer_scope"):
-        recomputed("selective", Selective(bool), traced)
+        selective(bool).recomputed(traced)

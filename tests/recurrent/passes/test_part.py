@@ -17,7 +17,8 @@ def part(has_note):
         return [2.0 * x] if note is None else [2.0 * x, note + 1]
 
     function = tf.function(double, autograph=False).get_concrete_function(*specs)
-    return Part("CPU:2", Call(function, [1, 2][: len(specs)]), has_note)
+    call = Call(function, [1, 2][: len(specs)])
+    return Part("CPU:2", lambda: call, has_note)
 
 
 @pytest.mark.parametrize("has_note", [False, True])

@@ -5,6 +5,7 @@ import tensorflow as tf
 
 from pipemesh.recurrent import Stage
 from pipemesh.recurrent.passes.traced_stage import Cutting
+from pipemesh.recurrent.remat import FULL
 from pipemesh.recurrent.table.machine import Machine
 from pipemesh.recurrent.table.state import State
 from pipemesh.schedule import one_f_one_b
@@ -12,7 +13,7 @@ from pipemesh.schedule import one_f_one_b
 MICROBATCHES, ROWS, WIDTH = 6, 2, 3
 SCHEDULE = one_f_one_b(2, MICROBATCHES)
 CUTTING = Cutting(MICROBATCHES, ROWS, 0)
-MODES = {(s, m): "full" for s in range(2) for m in range(MICROBATCHES)}
+MODES = {(s, m): FULL for s in range(2) for m in range(MICROBATCHES)}
 _RNG = np.random.default_rng(0)
 X, DY = _RNG.normal(size=[2, MICROBATCHES * ROWS, WIDTH]).astype(np.float32)
 WEIGHTS = _RNG.normal(size=[2, WIDTH, WIDTH]).astype(np.float32)
@@ -39,7 +40,6 @@ def small_machine(is_forward_only=False):
         [tf.constant(X)],
         CUTTING,
         None,
-        "full",
         [[tf.float32]] * 2,
         "off",
         None,

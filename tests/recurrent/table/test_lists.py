@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.recurrent import Stage
+from pipemesh.recurrent.remat import FULL, NONE
 from pipemesh.recurrent.table.lists import Lists
 from tests.recurrent.passes.traced import run
 
@@ -27,10 +28,10 @@ def number(value):
 
 
 def test_only_what_is_kept_depends_on_the_mode_of_remat():
-    assert Lists.key("kept", 1, "full") == ("kept", 1, "full")
-    assert Lists.key("pending", 1, "none") == ("pending", 1, "none")
-    assert Lists.key("outputs", 1, "full") == Lists.key("outputs", 1, "none")
-    assert Lists.key("grads", 1, "full") != Lists.key("grads", 2, "full")
+    assert Lists.key("kept", 1, FULL) == ("kept", 1, FULL)
+    assert Lists.key("pending", 1, NONE) == ("pending", 1, NONE)
+    assert Lists.key("outputs", 1, FULL) == Lists.key("outputs", 1, NONE)
+    assert Lists.key("grads", 1, FULL) != Lists.key("grads", 2, FULL)
 
 
 def test_what_was_put_is_taken_by_its_number_and_is_gone_then():

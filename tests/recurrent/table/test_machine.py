@@ -3,6 +3,7 @@
 import pytest
 import tensorflow as tf
 
+from pipemesh.recurrent.remat import FULL, NONE
 from tests.recurrent.passes.traced import run
 from tests.recurrent.table.small import DY, ROWS, WEIGHTS, WIDTH, X, assert_close, small_machine
 
@@ -31,25 +32,25 @@ def perform(actions):
     for action in actions:
         stage, kind = int(action[0]), action[1]
         with machine.acting(f"action_{action}0", stage):
-            machine.act(kind, stage, "full", tf.constant(0, tf.int64), values)
+            machine.act(kind, stage, FULL, tf.constant(0, tf.int64), values)
     return machine, values
 
 
 def test_specs_and_places_of_what_actions_hand_on():
     with tf.Graph().as_default():
         machine, _ = small_machine()
-        assert machine.specs("outputs", 0, "") == machine.specs("grads", 1, "") == [FIRST]
-        assert machine.specs("kept", 0, "full") == [FIRST]
-        assert len(machine.specs("kept", 0, "none")) == 2
+        assert machine.specs("outputs", 0) == machine.specs("grads", 1) == [FIRST]
+        assert machine.specs("kept", 0, FULL) == [FIRST]
+        assert len(machine.specs("kept", 0, NONE)) == 2
         for kind in ("inputs", "outputs", "grads", "kept"):
-            assert machine.places(kind, 0, "full") == [0], kind
+            assert machine.places(kind, 0, FULL) == [0], kind
 
 
 def test_functions_of_a_mode_are_made_once():
     with tf.Graph().as_default():
         machine, _ = small_machine()
-        assert machine.passes(0, "full") is machine.passes(0, "full")
-        assert machine.passes(0, "full") is not machine.passes(0, "none")
+        assert machine.passes(0, FULL) is machine.passes(0, FULL)
+        assert machine.passes(0, FULL) is not machine.passes(0, NONE)
 
 
 def test_without_a_gradient_at_the_end_there_is_none_anywhere():

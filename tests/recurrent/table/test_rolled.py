@@ -3,6 +3,7 @@
 import pytest
 import tensorflow as tf
 
+from pipemesh.recurrent.remat import FULL
 from pipemesh.recurrent.table.rolled import Rolled
 from pipemesh.schedule import execution_order, gpipe
 from pipemesh.schedule.repeats import Loop, find_loops
@@ -26,7 +27,7 @@ def rolled(machine, state, items):
 
 @pytest.mark.parametrize("schedule", [SCHEDULE, gpipe(2, MICROBATCHES)], ids=["1f1b", "gpipe"])
 def test_loops_give_outputs_and_gradients_of_the_whole_batch(schedule):
-    items = find_loops(execution_order(schedule), lambda action: "full")
+    items = find_loops(execution_order(schedule), lambda action: FULL)
     assert any(isinstance(item, Loop) for item in items)
     with tf.Graph().as_default() as graph:
         machine, state = small_machine()
@@ -43,7 +44,7 @@ def test_loops_give_outputs_and_gradients_of_the_whole_batch(schedule):
 
 def test_a_second_backward_pass_takes_the_same_values_once_more():
     order = execution_order(gpipe(2, MICROBATCHES))
-    items = find_loops(order, lambda action: "full")
+    items = find_loops(order, lambda action: FULL)
     forwards = [i for i in items if (i.body[0] if isinstance(i, Loop) else i).kind == "F"]
     with tf.Graph().as_default():
         machine, state = small_machine()
@@ -64,7 +65,7 @@ def test_what_goes_around_in_one_loop_lies_in_no_list():
     """In 1F1B's steady state values move up; in GPipe all of them exist at once."""
     channels = {}
     for name, schedule in [("1f1b", SCHEDULE), ("gpipe", gpipe(2, MICROBATCHES))]:
-        items = find_loops(execution_order(schedule), lambda action: "full")
+        items = find_loops(execution_order(schedule), lambda action: FULL)
         with tf.Graph().as_default():
             channels[name] = rolled(*small_machine(), items).in_lists
     # What leaves the pipeline is taken by no action.
