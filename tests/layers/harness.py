@@ -52,6 +52,8 @@ def cluster(devices, do_eval=False):
     text = devices if isinstance(devices, str) else f"layers:{devices}"
     mesh = Mesh.from_text(text)
     layout = LayoutRules.from_text("batch:data" if "data" in mesh.axis_names else "")
+    # Random numbers depend on TensorFlow's seed, which a test before may have set.
+    tf.random.set_seed(None)
     with mesh_cluster(mesh, do_eval=do_eval, layout=layout) as entered:
         yield entered
 
