@@ -25,14 +25,16 @@ class MemoryModel:
     """Bytes of a stage as integers, from prefix sums over the allowed boundaries.
 
     Stage s with the layers between the boundaries i and j holds
-    `parameters[j] - parameters[i] + activation_weight[s] * (activations[j] - activations[i])
+    `parameters[j] - parameters[i]
+    + activation_weight[s] * (activations[j] - activations[i] + shared[i])
     + entry_weight[s] * entry[i]` units.
 
     Attributes:
         parameters: prefix sums of parameter and optimizer bytes.
         activations: prefix sums of activation bytes of one microbatch, each tensor once.
-        entry: bytes that a stage which begins at a boundary keeps besides for one microbatch: its
-            input, or of it what its first layer keeps.
+        shared: bytes that the layer before a boundary keeps for one microbatch as well as the layer
+            after it, which a stage that begins there keeps alone.
+        entry: bytes that enter at a boundary for one microbatch, where inputs of stages are kept.
         activation_weight: for each stage, how many sets of activations it holds.
         entry_weight: for each stage, how many stage inputs it holds.
         unit: bytes of one unit.
@@ -41,6 +43,7 @@ class MemoryModel:
 
     parameters: Ints
     activations: Ints
+    shared: Ints
     entry: Ints
     activation_weight: tuple[int, ...]
     entry_weight: tuple[int, ...]
@@ -50,7 +53,7 @@ class MemoryModel:
     @property
     def keeps_inputs(self) -> bool:
         """Whether a later start can need more memory, so that greedy cuts are not enough."""
-        return any(self.entry_weight)
+        return any(self.entry_weight) or bool(self.shared.any())
 
     def units(self, stage: int, begin: Ints | int, end: Ints | int) -> Ints:
         """Units that a stage holds; arrays broadcast.
@@ -65,7 +68,8 @@ class MemoryModel:
         """
         weight = self.activation_weight[stage]
         held = self.parameters[end] - self.parameters[begin]
-        held = held + weight * (self.activations[end] - self.activations[begin])
+        kept = self.activations[end] - self.activations[begin] + self.shared[begin]
+        held = held + weight * kept
         if self.entry_weight[stage]:
             held = held + self.entry_weight[stage] * self.entry[begin]
         return held
@@ -81,8 +85,9 @@ class MemoryModel:
             Boundaries.
         """
         assert self.limit is not None
-        held = self.parameters + self.activation_weight[stage] * self.activations
-        most = held[begin] + self.limit
+        weight = self.activation_weight[stage]
+        held = self.parameters + weight * self.activations
+        most = held[begin] + self.limit - weight * self.shared[begin]
         if self.entry_weight[stage]:
             most = most - self.entry_weight[stage] * self.entry[begin]
         return np.searchsorted(held, most, side="right") - 1
@@ -143,9 +148,7 @@ def memory_model(
     kept, output, shared = others[:layers], others[layers : 2 * layers], others[2 * layers :]
     keeps_all = remat == "none"
     entry = np.zeros(layers + 1, dtype=others.dtype)
-    if keeps_all:
-        entry[:layers] = shared
-    else:
+    if not keeps_all:
         # What enters at boundary i is the output of layer i - 1; the input of the whole stack
         # belongs to the input pipeline, and the last output to the loss.
         entry[1:layers] = output[:-1]
@@ -153,6 +156,7 @@ def memory_model(
     return MemoryModel(
         parameters=prefix_sums(parameters)[positions],
         activations=prefix_sums(kept - shared)[positions],
+        shared=np.append(shared, shared[:1] * 0)[positions],
         entry=entry[positions],
         activation_weight=tuple(flight if keeps_all else 1 for flight in flights),
         entry_weight=enters,

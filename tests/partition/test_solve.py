@@ -244,3 +244,17 @@ def test_what_two_layers_share_is_kept_once_in_a_stage_and_by_both_across_a_cut(
     assert plan.stage_memory == (3 * 8.0, 8.0)
     with pytest.raises(PartitionError, match="shared_bytes of layer 'a' is 3, but must be among"):
         LayerCost(1, activation_bytes=2, shared_bytes=3, name="a")
+
+
+def test_what_layers_share_is_held_by_a_stage_that_begins_between_them_under_remat_too():
+    layers = [
+        LayerCost(0, boundary_bytes=5),
+        LayerCost(0, activation_bytes=6, shared_bytes=1),
+        LayerCost(1),
+    ]
+    options = {"num_microbatches": 3, "schedule": "gpipe", "remat": "full"}
+    options |= {"optimizer_bytes_per_parameter_byte": 0, "fixed": [1, 2]}
+    # Three inputs of 5 bytes, and of one microbatch all 6.
+    assert partition(layers, 3, memory_limit=21, **options).boundaries == (0, 1, 2, 3)
+    with pytest.raises(PartitionError, match="needs 21 B, limit is 20 B"):
+        partition(layers, 3, memory_limit=20, **options)
