@@ -15,6 +15,8 @@ from models.one_billion_word.request import EVAL_BATCHES, Request
 from models.one_billion_word.sizes import SIZES, Settings
 from pipemesh.errors import LayoutError, PipemeshError, PlanError, ScheduleError
 from pipemesh.plan import Plan
+from pipemesh.plan.places import BATCH
+from pipemesh.plan.text_form import of_value
 from pipemesh.schedule_names import listing
 from pipemesh.text import nearest
 
@@ -181,7 +183,7 @@ def request() -> Request:
 def _plan(settings: Settings) -> Plan:
     """The model's plan, with all that is asked for otherwise."""
     given = {
-        name: str(FLAGS[flag].value).lower() if flag == "allow_idle" else str(FLAGS[flag].value)
+        name: of_value(FLAGS[flag].value)
         for flag, name in _OF_PLAN.items()
         if FLAGS[flag].value is not None
     }
@@ -201,7 +203,7 @@ def _plan(settings: Settings) -> Plan:
 def _made(values: dict[str, str]) -> Plan:
     try:
         plan = Plan.from_values(values)
-        plan.check_dims(["batch"])
+        plan.check_dims([BATCH])
         return plan
     except PipemeshError as error:
         told = str(error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +19,7 @@ from pipemesh.layers.pipelining import PipeliningLayer
 from pipemesh.mesh import Mesh
 from pipemesh.partition import LayerCost, profile_costs
 from pipemesh.recurrent.memory import StageMemory
+from pipemesh.recurrent.table.run import num_bytes
 
 
 def layer_costs(
@@ -63,7 +63,7 @@ def layer_costs(
                 meta.flops,
                 parameter_bytes=meta.parameter_bytes or 0,
                 activation_bytes=meta.activation_bytes or 0,
-                boundary_bytes=sum(map(_num_bytes, _leaves(meta.out_shapes, fprop_dtype))),
+                boundary_bytes=num_bytes(_leaves(meta.out_shapes, fprop_dtype)),
                 name=layer.name,
             )
             for layer, meta in zip(layers, metas, strict=True)
@@ -93,7 +93,7 @@ def layer_costs(
                 backward=None if found.seconds is None else found.seconds[1],
                 parameter_bytes=found.parameter_bytes if own is None else own,
                 activation_bytes=held.kept if kept is None else kept,
-                boundary_bytes=sum(map(_num_bytes, held.outputs)),
+                boundary_bytes=num_bytes(held.outputs),
                 shared_bytes=shared if kept is None else 0,
                 name=layer.name,
             )
@@ -132,10 +132,6 @@ def _spec(value: Any, dtype: Any) -> Any:
 def _leaves(shapes: Any, dtype: Any) -> list[tf.TensorSpec]:
     specs = tf.nest.flatten([_spec(shape, dtype) for shape in shapes])
     return [spec for spec in specs if spec is not None]
-
-
-def _num_bytes(spec: tf.TensorSpec) -> int:
-    return math.prod(spec.shape.as_list()) * spec.dtype.size
 
 
 def _packed(layer: Any, shapes: tuple[Any, ...], outputs: tuple[tf.TensorSpec, ...]) -> Any:
@@ -198,7 +194,7 @@ def _trace(layer: Any, given: Any, is_head: bool, fprop_dtype: Any) -> _Traced:
         [device] = pipeline.PredictMemory(*given)
         [memory] = device.stages
         weights = pipeline.stage.vars.Flatten()
-        return _Traced(memory, sum(_num_bytes(weight) for weight in weights))
+        return _Traced(memory, num_bytes(weights))
 
 
 def _measure(layer: Any, given: Any, fprop_dtype: Any) -> tuple[float, float]:

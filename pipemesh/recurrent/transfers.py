@@ -113,7 +113,7 @@ def _each(
 ) -> Iterator[tuple[str, str, str, int]]:
     """What is handed on, with where from, where to and bytes; also where both are one device."""
     last = len(stages) - 1
-    for stage, s in zip(stages, range(last + 1), strict=True):
+    for s, stage in enumerate(stages):
         first, *others = stage.devices
         for replica, device in enumerate(others, 1):
             yield "weights", first, device, run.held_bytes("weights", s, replica)

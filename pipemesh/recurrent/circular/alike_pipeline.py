@@ -20,6 +20,7 @@ from pipemesh.recurrent.executor import pipeline
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.passes.passes import Grads
 from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
+from pipemesh.recurrent.remat import Mode
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.machine import Machine, State
 from pipemesh.recurrent.watch.health import LOCATING
@@ -152,7 +153,7 @@ class Circular:
         stages: Sequence[Stage],
         inputs: Sequence[tf.Tensor],
         cutting: Cutting,
-        modes: Mapping[tuple[int, int], str],
+        modes: Mapping[tuple[int, int], Mode],
     ) -> None:
         del modes
         self.state = state
