@@ -22,8 +22,8 @@ from pipemesh.layers.feature_extraction import FeatureExtractionLayer
 from pipemesh.layers.lingvo_checkpoint import lingvo_checkpoint_rules, lingvo_names
 from pipemesh.layers.mesh_cluster import mesh_cluster
 from pipemesh.layers.partition_layers import PartitionSequentialLayers
-from pipemesh.layers.pipelining import PipeliningLayer
-from pipemesh.layers.seq_layer import SeqLayer
+from pipemesh.layers.pipeline.pipelining import PipeliningLayer
+from pipemesh.layers.pipeline.seq_layer import SeqLayer
 from pipemesh.layers.step_seed import (
     GenerateStepSeedPair,
     GetOverWriteGlobalStep,

@@ -15,7 +15,7 @@ from pipemesh.layers.feature_extraction import FeatureExtractionLayer
 from pipemesh.layers.layer_list import named_layers
 from pipemesh.layers.mesh_cluster import mesh_cluster
 from pipemesh.layers.meta import Meta, described, layer_metas
-from pipemesh.layers.pipelining import PipeliningLayer
+from pipemesh.layers.pipeline.pipelining import PipeliningLayer
 from pipemesh.mesh import Mesh
 from pipemesh.partition import LayerCost, profile_costs
 from pipemesh.recurrent.memory import StageMemory

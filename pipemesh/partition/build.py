@@ -10,7 +10,7 @@ from pipemesh.partition.costs import Stack
 from pipemesh.partition.integers import Ints, decimal
 from pipemesh.partition.memory import MemoryModel, memory_model
 from pipemesh.partition.options import Options
-from pipemesh.partition.problem import ComputeTimes, Problem
+from pipemesh.partition.search.problem import ComputeTimes, Problem
 
 EXACT_PAIRS = 300_000
 """Up to so many pairs of boundaries over all stages, every number is an exact integer."""

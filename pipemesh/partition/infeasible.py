@@ -12,8 +12,8 @@ from pipemesh.errors import PartitionError
 from pipemesh.partition.build import allowed_positions, build_memory, build_problem
 from pipemesh.partition.costs import Stack
 from pipemesh.partition.options import Options
-from pipemesh.partition.problem import Problem
 from pipemesh.partition.result import Partition
+from pipemesh.partition.search.problem import Problem
 from pipemesh.partition.text import bytes_text, count_text
 
 Solver = Callable[[Problem], tuple[list[int], int] | None]

@@ -15,16 +15,16 @@ from pipemesh.errors import PartitionError
 from pipemesh.partition.build import EXACT_PAIRS, build_memory, build_problem
 from pipemesh.partition.check_options import check_options
 from pipemesh.partition.costs import LayerCost, Stack, as_stack
-from pipemesh.partition.cover import alive, cover_bottleneck
-from pipemesh.partition.dense import Candidates, least_bottleneck, pairs
-from pipemesh.partition.greedy import UNDECIDED, Greedy, greedy_bottleneck, singles_fit
 from pipemesh.partition.infeasible import explain, violation
-from pipemesh.partition.interleaved import interleaved_below, interleaved_cut
 from pipemesh.partition.lingvo_rule import lingvo_boundaries, uniform_boundaries
 from pipemesh.partition.options import METHODS, Options, choice
-from pipemesh.partition.problem import Problem
 from pipemesh.partition.result import Partition
-from pipemesh.partition.squares import even_cut
+from pipemesh.partition.search.cover import alive, cover_bottleneck
+from pipemesh.partition.search.dense import Candidates, least_bottleneck, pairs
+from pipemesh.partition.search.greedy import UNDECIDED, Greedy, greedy_bottleneck, singles_fit
+from pipemesh.partition.search.interleaved import interleaved_below, interleaved_cut
+from pipemesh.partition.search.problem import Problem
+from pipemesh.partition.search.squares import even_cut
 
 
 def partition(

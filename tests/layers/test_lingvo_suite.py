@@ -15,7 +15,7 @@ from lingvo.core.gpipe import PipeliningLayer
 class Test(test_utils.TestCase):
     def test_replaced(self):
         self.assertEqual(gpipe.SeqLayer.__module__.split(".")[0], "pipemesh")
-        self.assertEqual(PipeliningLayer.__module__, "pipemesh.layers.pipelining")
+        self.assertEqual(PipeliningLayer.__module__, "pipemesh.layers.pipeline.pipelining")
         self.assertEqual(recurrent.Recurrent.__module__, "pipemesh.recurrent.time.recurrent")
 
     def test_only_lingvo_has_it(self):

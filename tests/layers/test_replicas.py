@@ -7,11 +7,11 @@ from lingvo.core import base_layer, cluster_factory, py_utils
 
 from pipemesh.errors import LayoutError, MeshError, PipelineError, PlanError
 from pipemesh.layers import SeqLayer, mesh_cluster
-from pipemesh.layers.homes import stage_homes
+from pipemesh.layers.pipeline.homes import stage_homes
 from pipemesh.mesh import LayoutRules, Mesh
 from tests.layers.blocks import WIDTH, blocks
 from tests.layers.harness import run_tf1, run_tf2
-from tests.layers.test_pipelining import cut, pipelined, plain
+from tests.layers.pipeline.test_pipelining import cut, pipelined, plain
 
 X = np.random.default_rng(0).normal(size=[8, 3, WIDTH]).astype(np.float32)
 

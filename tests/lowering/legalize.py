@@ -4,8 +4,8 @@ import re
 
 import tensorflow as tf
 
-from pipemesh.lowering.simd import SimdLowering
-from pipemesh.lowering.tpu_collectives import TpuCollectives
+from pipemesh.lowering.simd.simd_lowering import SimdLowering
+from pipemesh.lowering.simd.tpu_collectives import TpuCollectives
 
 # The kernels of XLA stand in for operations that have no pattern of their own, as random numbers.
 PIPELINE = "xla-legalize-tf{use-tf2xla-fallback=true device-type=XLA_CPU_JIT}"

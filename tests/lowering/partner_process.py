@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from pipemesh.backend.devices import start_cpu_devices
 from pipemesh.backend.processes import connect_processes
-from pipemesh.lowering.cores import Cores
+from pipemesh.lowering.simd.cores import Cores
 from pipemesh.mesh import LayoutRules, Mesh
 
 SCALAR = tf.TensorSpec([], tf.float32)

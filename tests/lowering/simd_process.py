@@ -14,8 +14,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import tensorflow as tf
 
 from pipemesh.backend.devices import start_cpu_devices
-from pipemesh.lowering.cores import Cores
-from pipemesh.lowering.simd import SimdLowering
+from pipemesh.lowering.simd.cores import Cores
+from pipemesh.lowering.simd.simd_lowering import SimdLowering
 from pipemesh.mesh import LayoutRules, Mesh
 from tests.lowering.cases import ALL
 

@@ -4,9 +4,9 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.lowering import PlacementLowering, ops
-from pipemesh.lowering.simd import SimdLowering
-from pipemesh.lowering.tf_collectives import GroupKeys, TfCollectives
-from pipemesh.lowering.tpu_collectives import TpuCollectives
+from pipemesh.lowering.simd.simd_lowering import SimdLowering
+from pipemesh.lowering.simd.tf_collectives import GroupKeys, TfCollectives
+from pipemesh.lowering.simd.tpu_collectives import TpuCollectives
 from pipemesh.mesh import LayoutRules, Mesh
 
 

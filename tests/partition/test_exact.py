@@ -124,12 +124,12 @@ def large(monkeypatch):
     """Sends small problems through the algorithms for large ones."""
     monkeypatch.setattr("pipemesh.partition.build.EXACT_PAIRS", -1)
     monkeypatch.setattr("pipemesh.partition.solve.EXACT_PAIRS", -1)
-    monkeypatch.setattr("pipemesh.partition.cover.DENSE_PAIRS", -1)
-    monkeypatch.setattr("pipemesh.partition.squares.DENSE_PAIRS", -1)
-    monkeypatch.setattr("pipemesh.partition.squares._CORRIDOR", 1)
-    monkeypatch.setattr("pipemesh.partition.monge._STRIDE", 2)
-    monkeypatch.setattr("pipemesh.partition.monge._BLOCK_NUMBERS", 3)
-    monkeypatch.setattr("pipemesh.partition.dense._BLOCK", 2)
+    monkeypatch.setattr("pipemesh.partition.search.cover.DENSE_PAIRS", -1)
+    monkeypatch.setattr("pipemesh.partition.search.squares.DENSE_PAIRS", -1)
+    monkeypatch.setattr("pipemesh.partition.search.squares._CORRIDOR", 1)
+    monkeypatch.setattr("pipemesh.partition.search.monge._STRIDE", 2)
+    monkeypatch.setattr("pipemesh.partition.search.monge._BLOCK_NUMBERS", 3)
+    monkeypatch.setattr("pipemesh.partition.search.dense._BLOCK", 2)
 
 
 @CASES

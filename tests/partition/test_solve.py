@@ -91,7 +91,7 @@ def test_virtual_stages_of_equal_layers_are_even_too():
 
 
 def test_a_search_for_virtual_stages_that_grows_too_large_says_so(monkeypatch):
-    monkeypatch.setattr("pipemesh.partition.interleaved.MOST_STATES", 100)
+    monkeypatch.setattr("pipemesh.partition.search.interleaved.MOST_STATES", 100)
     with pytest.raises(PartitionError, match="limit of 100 states; narrow it with min_layers"):
         partition([1.0] * 40, 12, num_virtual_stages=3)
 

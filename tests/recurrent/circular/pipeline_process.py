@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from pipemesh.backend.devices import start_cpu_devices
 from pipemesh.backend.processes import connect_processes
-from pipemesh.lowering.cores import Cores
+from pipemesh.lowering.simd.cores import Cores
 from pipemesh.mesh import Mesh
 from pipemesh.recurrent.circular import SimdPipeline
 from tests.recurrent.circular.pipelined import MODELS

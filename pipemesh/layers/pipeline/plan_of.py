@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from pipemesh.errors import PipemeshError
 from pipemesh.layers.feature_extraction import FeatureExtractionLayer
-from pipemesh.layers.homes import mesh_of
+from pipemesh.layers.pipeline.homes import mesh_of
 from pipemesh.mesh import Mesh
 from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.plan import Plan

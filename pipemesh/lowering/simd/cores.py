@@ -14,9 +14,9 @@ from pipemesh.backend import collectives
 from pipemesh.backend.devices import check_devices_exist
 from pipemesh.errors import DeviceError, LayoutError, ShapeError
 from pipemesh.lowering.given import check_mesh, check_rules
-from pipemesh.lowering.partners import Agreement, Partners
-from pipemesh.lowering.simd import SimdLowering
-from pipemesh.lowering.tf_collectives import GroupKeys, TfCollectives, eager_instance_keys
+from pipemesh.lowering.simd.partners import Agreement, Partners
+from pipemesh.lowering.simd.simd_lowering import SimdLowering
+from pipemesh.lowering.simd.tf_collectives import GroupKeys, TfCollectives, eager_instance_keys
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.mesh.checks import whole_number
 

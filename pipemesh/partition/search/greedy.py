@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from pipemesh.partition.dense import Candidates
-from pipemesh.partition.problem import Problem
+from pipemesh.partition.search.dense import Candidates
+from pipemesh.partition.search.problem import Problem
 
 _LISTED_NUMBERS = 3_000_000
 

@@ -7,8 +7,8 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.errors import PipelineError, PipemeshError, ScheduleError
-from pipemesh.layers.alike_stages import check_lowering
 from pipemesh.layers.check_params import check_batch_dim, check_flags, check_floating, check_whole
+from pipemesh.layers.pipeline.alike_stages import check_lowering
 from pipemesh.recurrent.remat import policy_of
 from pipemesh.recurrent.table.fit import check_phases
 from pipemesh.schedule import Schedule, ScheduleSpec

@@ -5,13 +5,13 @@ import tensorflow as tf
 from lingvo.core import py_utils
 
 from pipemesh.errors import PipelineError
-from pipemesh.layers.structure import Structure
+from pipemesh.layers.pipeline.stage_structure import StageStructure
 
 A, B, C = tf.constant(1.0), tf.constant([2]), tf.constant("c")
 
 
 def of(*values, nested_map_fprop=False, what="args"):
-    return Structure(values, nested_map_fprop, "layer", what)
+    return StageStructure(values, nested_map_fprop, "layer", what)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pipemesh.partition.integers import Ints, search
-from pipemesh.partition.problem import Problem
+from pipemesh.partition.search.problem import Problem
 
 Places = Ints | range
 """Where one boundary may be, rising; a range where all places in between are possible."""

@@ -6,7 +6,12 @@ import pytest
 import tensorflow as tf
 from lingvo.core import base_layer, py_utils
 
-from pipemesh.layers.weight_dtypes import cast_first, compute_dtypes, plain_theta, uncast_theta
+from pipemesh.layers.pipeline.weight_dtypes import (
+    cast_first,
+    compute_dtypes,
+    plain_theta,
+    uncast_theta,
+)
 
 
 class Leaf(base_layer.BaseLayer):

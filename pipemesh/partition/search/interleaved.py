@@ -17,8 +17,8 @@ import numpy as np
 
 from pipemesh.errors import PartitionError
 from pipemesh.partition.integers import Ints, search
-from pipemesh.partition.problem import Problem
-from pipemesh.partition.walk import Turn, Walk
+from pipemesh.partition.search.problem import Problem
+from pipemesh.partition.search.walk import Turn, Walk
 
 MOST_STATES = 8_000_000
 """States that one search may create before it gives up with an error."""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from pipemesh.backend import tpu_operations
-from pipemesh.lowering.simd import Collectives
-from pipemesh.lowering.tf_collectives import gathered_to_dim
+from pipemesh.lowering.simd.simd_lowering import Collectives
+from pipemesh.lowering.simd.tf_collectives import gathered_to_dim
 from pipemesh.mesh import Mesh
 
 _REDUCE: dict[str, Callable[..., tf.Tensor]] = {"max": tf.reduce_max, "min": tf.reduce_min}

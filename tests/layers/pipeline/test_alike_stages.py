@@ -10,7 +10,7 @@ from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer
 from pipemesh.recurrent import ActionClock, Selective
 from tests.layers.blocks import WIDTH, Block, blocks
 from tests.layers.harness import cluster, run_eagerly, run_tf1, run_tf2
-from tests.layers.test_pipelining import cut, plain
+from tests.layers.pipeline.test_pipelining import cut, plain
 
 X = np.random.default_rng(0).normal(size=[8, 3, WIDTH]).astype(np.float32)
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}

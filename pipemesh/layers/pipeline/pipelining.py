@@ -10,27 +10,27 @@ import lingvo.compat as tf
 from lingvo.core import py_utils
 
 from pipemesh.errors import PipelineError
-from pipemesh.layers.alike_stages import check_predictable, pipeline_of
 from pipemesh.layers.check_params import check_micro_batch_size
 from pipemesh.layers.feature_extraction import to_tuple
-from pipemesh.layers.head import check_head
-from pipemesh.layers.homes import stage_homes
-from pipemesh.layers.pipelining_params import define_pipelining
-from pipemesh.layers.plan_of import plan_of
-from pipemesh.layers.schedule_of import schedule_of
-from pipemesh.layers.seq_layer import SeqLayer
+from pipemesh.layers.pipeline.alike_stages import check_predictable, pipeline_of
+from pipemesh.layers.pipeline.head import check_head
+from pipemesh.layers.pipeline.homes import stage_homes
+from pipemesh.layers.pipeline.pipelining_params import define_pipelining
+from pipemesh.layers.pipeline.plan_of import plan_of
+from pipemesh.layers.pipeline.schedule_of import schedule_of
+from pipemesh.layers.pipeline.seq_layer import SeqLayer
+from pipemesh.layers.pipeline.stage_structure import StageStructure
+from pipemesh.layers.pipeline.weight_dtypes import (
+    cast_first,
+    compute_dtypes,
+    plain_theta,
+    uncast_theta,
+)
 from pipemesh.layers.step_seed import (
     global_step_in,
     keyed_seeds,
     step_of_call,
     whole_batch_randomness,
-)
-from pipemesh.layers.structure import Structure
-from pipemesh.layers.weight_dtypes import (
-    cast_first,
-    compute_dtypes,
-    plain_theta,
-    uncast_theta,
 )
 from pipemesh.plan import Plan
 from pipemesh.recurrent import (
@@ -179,7 +179,7 @@ class PipeliningLayer(SeqLayer):
         structure, inputs, thetas, carries = self._flat(theta, args, len(homes[0]))
 
         def build(
-            thetas: Any, inputs: Any, carries: Any, step: Any, structures: list[Structure]
+            thetas: Any, inputs: Any, carries: Any, step: Any, structures: list[StageStructure]
         ) -> Any:
             stages = self._stages(theta, homes, thetas, carries, structure, structures)
             options = self._options(eagerly, self._uncast(args, inputs))
@@ -194,7 +194,7 @@ class PipeliningLayer(SeqLayer):
         if eagerly:
             key = (structure.key(), self.do_eval, tuple(homes), self.clock, self.locates_errors)
             if key not in self._eager_runs:
-                structures: list[Structure] = []
+                structures: list[StageStructure] = []
 
                 def traced(*tensors: Any) -> Any:
                     results = build(*tensors, structures=structures)
@@ -283,10 +283,10 @@ class PipeliningLayer(SeqLayer):
 
     def _flat(
         self, theta: Any, args: tuple[Any, ...], replicas: int
-    ) -> tuple[Structure, Any, Any, Any]:
+    ) -> tuple[StageStructure, Any, Any, Any]:
         """The structure of what goes in; inputs, weights and carries of each stage, as lists."""
         p = self.params
-        structure = Structure(args, p.nested_map_fprop, p.name, "args")
+        structure = StageStructure(args, p.nested_map_fprop, p.name, "args")
         inputs = structure.flatten(args)
         names = structure.leaf_names
         microbatch_size(inputs, p.num_micro_batches, p.batch_dim, names, replicas)
@@ -301,7 +301,7 @@ class PipeliningLayer(SeqLayer):
         homes: list[Home],
         thetas: list[Any],
         carries: list[Any],
-        structure: Structure,
+        structure: StageStructure,
         structures: list[Any],
     ) -> list[Stage]:
         """The stages as pure functions; tracing them fills `structures` with what goes between."""
@@ -368,7 +368,7 @@ class PipeliningLayer(SeqLayer):
             cell.SetAccumulatorValues(saved)
             outputs = to_tuple(outputs)
             where = f"{p.name}: stage {name!r}"
-            structures[number + 1] = Structure(outputs, p.nested_map_fprop, where, "outputs")
+            structures[number + 1] = StageStructure(outputs, p.nested_map_fprop, where, "outputs")
             flat = structures[number + 1].flatten(outputs)
             if not flat:
                 raise PipelineError(f"{where} returns no tensor; a stage returns at least one")

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from pipemesh.partition.dense import Candidates, as_array, least_bottleneck, pairs
 from pipemesh.partition.integers import Ints, search
-from pipemesh.partition.problem import Problem
+from pipemesh.partition.search.dense import Candidates, as_array, least_bottleneck, pairs
+from pipemesh.partition.search.problem import Problem
 
 DENSE_PAIRS = 2_000_000
 """Up to so many pairs of boundaries, one dense program replaces the rest of the search."""

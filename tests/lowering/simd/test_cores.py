@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from pipemesh.errors import DeviceError, ShapeError
 from pipemesh.lowering import ops
-from pipemesh.lowering.cores import Cores
+from pipemesh.lowering.simd.cores import Cores
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import LayoutRules, Mesh, Shape
 
@@ -22,7 +22,7 @@ import json
 import numpy as np
 import tensorflow as tf
 from pipemesh.lowering import ops
-from pipemesh.lowering.cores import Cores
+from pipemesh.lowering.simd.cores import Cores
 from pipemesh.backend.devices import start_cpu_devices
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import LayoutRules, Mesh, Shape

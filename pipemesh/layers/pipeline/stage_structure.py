@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 from lingvo.core import py_utils
 
-from pipemesh.backend.structure import Structure as Nesting
+from pipemesh.backend.structure import Structure
 from pipemesh.errors import PipelineError
 from pipemesh.layers.check_params import with_article
 
@@ -23,7 +23,7 @@ _WAYS_OUT = {
 }
 
 
-class Structure:
+class StageStructure:
     """How the values that go from stage to stage are nested, and where None stands.
 
     Args:
@@ -53,7 +53,7 @@ class Structure:
                 "takes any nesting"
             )
         self._layer = layer
-        self._nesting = Nesting(values, what)
+        self._nesting = Structure(values, what)
         self._key = _key(values)
         self.leaf_names = self._nesting.leaf_names
         self.flatten(values)

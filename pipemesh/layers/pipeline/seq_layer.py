@@ -15,8 +15,8 @@ from pipemesh.layers.feature_extraction import (
     to_tuple,
     with_distinct_names,
 )
-from pipemesh.layers.homes import stage_homes
 from pipemesh.layers.layer_names import check_weights_are_its_own
+from pipemesh.layers.pipeline.homes import stage_homes
 from pipemesh.layers.step_seed import name_in_task, step_of_call, whole_batch_randomness
 from pipemesh.recurrent import Home
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from pipemesh.backend import collectives
 from pipemesh.backend.collectives import Meeting
 from pipemesh.lowering.costs import usual_bytes
-from pipemesh.lowering.simd import Collectives
+from pipemesh.lowering.simd.simd_lowering import Collectives
 from pipemesh.mesh import Mesh
 
 _MERGE = {"sum": "Add", "max": "Max", "min": "Min"}

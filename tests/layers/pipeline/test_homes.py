@@ -6,7 +6,7 @@ import pytest
 
 from pipemesh.errors import LayoutError, MeshError, PipelineError, PlanError
 from pipemesh.layers import mesh_cluster
-from pipemesh.layers.homes import mesh_of, stage_homes
+from pipemesh.layers.pipeline.homes import mesh_of, stage_homes
 from pipemesh.mesh import LayoutRules, Mesh
 
 

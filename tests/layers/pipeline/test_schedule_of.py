@@ -6,7 +6,7 @@ from lingvo.core import layers
 
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.layers import PipeliningLayer
-from pipemesh.layers.schedule_of import schedule_of
+from pipemesh.layers.pipeline.schedule_of import schedule_of
 from pipemesh.schedule import gpipe, interleaved_one_f_one_b, one_f_one_b
 
 

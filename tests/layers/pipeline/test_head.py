@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.errors import PipelineError
-from pipemesh.layers.head import check_head
+from pipemesh.layers.pipeline.head import check_head
 
 
 def check(function, loss_inside, names=None):

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from pipemesh.partition.costs import Floats
-from pipemesh.partition.dense import (
+from pipemesh.partition.integers import Ints, search
+from pipemesh.partition.search.dense import (
     Candidates,
     as_array,
     infinity,
@@ -21,9 +22,8 @@ from pipemesh.partition.dense import (
     pairs,
     squares_dtype,
 )
-from pipemesh.partition.integers import Ints, search
-from pipemesh.partition.monge import monge_squares
-from pipemesh.partition.problem import Problem
+from pipemesh.partition.search.monge import monge_squares
+from pipemesh.partition.search.problem import Problem
 
 DENSE_PAIRS = 300_000
 """Up to so many pairs of boundaries, nothing is pruned before the dense program."""

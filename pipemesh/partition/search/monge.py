@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from pipemesh.partition.dense import Candidates, as_array, follow
 from pipemesh.partition.integers import Ints
-from pipemesh.partition.problem import Problem
+from pipemesh.partition.search.dense import Candidates, as_array, follow
+from pipemesh.partition.search.problem import Problem
 
 _STRIDE = 12
 _BLOCK_NUMBERS = 2_000_000

@@ -1,0 +1,1 @@
+"""One program for all: the same operations on every core, slices and indices as data."""

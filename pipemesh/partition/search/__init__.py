@@ -1,0 +1,1 @@
+"""The algorithms that find the boundaries; `partition/README.md` explains them."""
