@@ -21,6 +21,7 @@ Example:
 from pipemesh.layers.named.attention import Attention
 from pipemesh.layers.named.dropout import Dropout
 from pipemesh.layers.named.embedding import Embedding
+from pipemesh.layers.named.experts import Experts
 from pipemesh.layers.named.feed_forward import FeedForward
 from pipemesh.layers.named.named_layer import NamedLayer
 from pipemesh.layers.named.norm import Norm
@@ -32,6 +33,7 @@ __all__ = [
     "Attention",
     "Dropout",
     "Embedding",
+    "Experts",
     "FeedForward",
     "NamedLayer",
     "Norm",

@@ -23,7 +23,7 @@ ACTIVATIONS: dict[str, Callable[..., tf.Tensor]] = {
     "GELU": tf.nn.gelu,
     "SWIGLU": lambda hidden, gate: hidden * tf.nn.silu(gate),
 }
-_GATED = ("SWIGLU",)
+GATED = ("SWIGLU",)
 
 
 class FeedForward(NamedLayer):
@@ -67,7 +67,7 @@ class FeedForward(NamedLayer):
         zero = py_utils.WeightInit.Constant(0.0)
         weights: dict[str, Any] = {"w_in": (f"{embed};{hidden}", first)}
         biases: dict[str, Any] = {"b_in": (hidden, zero)}
-        if p.activation in _GATED:
+        if p.activation in GATED:
             weights["w_gate"], biases["b_gate"] = weights["w_in"], biases["b_in"]
         weights["w_out"], biases["b_out"] = (f"{hidden};{embed}", second), (embed, zero)
         return {**weights, **biases} if p.use_bias else weights
@@ -81,7 +81,7 @@ class FeedForward(NamedLayer):
         """
         p = self.params
         x = self.Named(x, "batch;length;embed")
-        parts = ["in", "gate"] if p.activation in _GATED else ["in"]
+        parts = ["in", "gate"] if p.activation in GATED else ["in"]
         products = [
             ops.einsum([x, self.Weight(theta, f"w_{part}")], ["batch", "length", "d_ff"])
             for part in parts
@@ -101,7 +101,7 @@ class FeedForward(NamedLayer):
     @classmethod
     def FPropMeta(cls, p: Any, x: Any) -> Any:
         """Flops are those of the products, two for each weight and token."""
-        products = 3 if p.activation in _GATED else 2
+        products = 3 if p.activation in GATED else 2
         flops = 2 * x[0] * x[1] * products * p.input_dim * p.hidden_dim
         return py_utils.NestedMap(
             flops=flops, out_shapes=(x,), parameter_bytes=cls.ParameterBytes(p)

@@ -1,0 +1,183 @@
+"""A feed-forward layer of several experts, of which each token meets one or two."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import tensorflow as tf
+from lingvo.core import py_utils, tshape
+
+from pipemesh.errors import PipelineError
+from pipemesh.layers.check_params import check_whole
+from pipemesh.layers.named.feed_forward import ACTIVATIONS, GATED
+from pipemesh.layers.named.named_layer import NamedLayer
+from pipemesh.layers.named.routing import places_of, tokens_of
+from pipemesh.lowering import Tensor, ops
+from pipemesh.lowering.ops.elementwise import broadcast
+from pipemesh.mesh import Dim, Shape
+from pipemesh.text import nearest_text
+
+
+class Experts(NamedLayer):
+    """Mixture of experts (Shazeer et al., 2017) with one (Fedus et al., 2021) or two choices.
+
+    A router chooses for each token the experts of the greatest probabilities. An expert takes
+    `capacity_factor` times its even share of the choices of each row; what finds no room passes
+    by, with zeros. Rows are routed by themselves, so results depend neither on the layout nor on
+    microbatches.
+
+    With the rule `experts:data`, where the batch is split over the same axis, tokens travel to
+    their experts and back by all-to-all (Lepikhin et al., "GShard", 2020). Over another axis each
+    processor cuts its experts' tokens out of those of its rows, and gathers what all experts say.
+    """
+
+    @classmethod
+    def Params(cls) -> Any:
+        """Defines sizes, `num_choices`, `capacity_factor` and `activation`."""
+        p = super().Params()
+        p.Define("input_dim", 0, "Size of `embed`.")
+        p.Define("hidden_dim", 0, "Size of `expert_ff`, the hidden values of one expert.")
+        p.Define("num_experts", 0, "Size of `experts`.")
+        p.Define("num_choices", 2, "How many experts a token meets: 1 or 2.")
+        p.Define("capacity_factor", 1.25, "Room of an expert, as a multiple of its even share.")
+        p.Define("activation", "RELU", "'RELU', 'GELU' or 'SWIGLU'.")
+        return p
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        p = self.params
+        for field in ("input_dim", "hidden_dim", "num_experts", "num_choices"):
+            check_whole(p.name, field, getattr(p, field), 1)
+        if p.num_choices > min(2, p.num_experts):
+            raise PipelineError(
+                f"{p.name}: num_choices is {p.num_choices}; a token meets 1 or 2 of the "
+                f"{p.num_experts} experts"
+            )
+        if not isinstance(p.capacity_factor, int | float) or not p.capacity_factor > 0:
+            raise PipelineError(
+                f"{p.name}: capacity_factor is {p.capacity_factor!r}; it is a number above 0, such "
+                "as 1.25"
+            )
+        if p.activation not in ACTIVATIONS:
+            raise PipelineError(
+                f"{p.name}: activation is {p.activation!r}"
+                f"{nearest_text(str(p.activation).upper(), ACTIVATIONS)}"
+            )
+
+    @classmethod
+    def Room(cls, p: Any, length: int) -> int:
+        """How many tokens of a row an expert takes."""
+        return math.ceil(length * p.num_choices * p.capacity_factor / p.num_experts)
+
+    @classmethod
+    def NamedWeights(cls, p: Any) -> dict[str, Any]:
+        """`w_router`, and for all experts `w_in`, perhaps `w_gate`, and `w_out`."""
+        embed, hidden = f"embed:{p.input_dim}", f"expert_ff:{p.hidden_dim}"
+        experts = f"experts:{p.num_experts}"
+        first = py_utils.WeightInit.Gaussian(1 / math.sqrt(p.input_dim))
+        second = py_utils.WeightInit.Gaussian(1 / math.sqrt(p.hidden_dim))
+        # The router knows all experts on each processor, so its dim has a name of its own.
+        weights = {"w_router": (f"{embed};router:{p.num_experts}", first)}
+        for name in ("w_in", "w_gate") if p.activation in GATED else ("w_in",):
+            weights[name] = (f"{experts};{embed};{hidden}", first)
+        weights["w_out"] = (f"{experts};{hidden};{embed}", second)
+        return weights
+
+    def FProp(self, theta: Any, x: Any, paddings: Any = None) -> tuple[Tensor, Tensor]:
+        """Computes the layer.
+
+        Args:
+            theta: weights.
+            x: `batch;length;embed`.
+            paddings: `batch;length`, 1 where there is no token, which takes no room.
+
+        Returns:
+            `batch;length;embed`, and for each row of the batch a loss that is 1 if all experts are
+            chosen alike, and grows up to their number: `num_experts` times the sum, over experts,
+            of the part of tokens that choose it first and its mean probability.
+        """
+        p = self.params
+        x = self.Named(x, "batch;length;embed")
+        if paddings is not None:
+            paddings = ops.greater(self.Named(paddings, "batch;length"), 0.5)
+        logits = ops.einsum([x, self.Weight(theta, "w_router")], ["batch", "length", "router"])
+        chances = ops.softmax(ops.cast(logits, tf.float32), "router")
+        gates, chosen = ops.top_k(chances, "router", Dim("choice", p.num_choices))
+        if p.num_choices > 1:
+            gates = gates / ops.reduce_sum(gates, "choice")
+        found = self._Answers(theta, x, self._Places(chosen, paddings))
+        y = ops.einsum([found, ops.cast(gates, x.dtype)], ["batch", "length", "embed"])
+        return y, self._Balance(chances, chosen, paddings)
+
+    def _Places(self, chosen: Tensor, paddings: Tensor | None) -> Tensor:
+        p, lowering = self.params, chosen.lowering
+        room = self.Room(p, chosen.shape["length"].size)
+
+        def local(chosen: tf.Tensor, *skipped: tf.Tensor) -> tf.Tensor:
+            return places_of(chosen, skipped[0] if skipped else None, p.num_experts, room)
+
+        operands = [chosen.slices] if paddings is None else [chosen.slices, paddings.slices]
+        return Tensor(lowering, lowering.map(local, *operands), chosen.shape)
+
+    def _Answers(self, theta: Any, x: Tensor, places: Tensor) -> Tensor:
+        """What each token's experts say: `batch;length;choice;embed`."""
+        p, lowering = self.params, x.lowering
+        batch, length, embed = x.shape
+        room = self.Room(p, length.size)
+        slots = p.num_experts * room
+        each = Shape((batch, Dim("router", p.num_experts), Dim("room", room)))
+        tokens = lowering.map(
+            lambda local: tf.reshape(tokens_of(local, slots), [-1, p.num_experts, room]),
+            places.slices,
+        )
+        given = ops.gather(x, Tensor(lowering, tokens, each), "length")
+        rules = lowering.rules
+        # One axis cannot split both, so it moves from the rows to the experts.
+        travels = rules.axis("experts") is not None and rules.axis("experts") == rules.axis("batch")
+        there = {"router": "experts", **({"batch": "rows"} if travels else {})}
+        answers = self._Meet(theta, ops.rename(given, there))
+        answers = ops.rename(answers, {new: old for old, new in there.items()})
+        table = ops.reshape(answers, Shape((batch, Dim("slots", slots), embed)))
+        return ops.gather(table, places, "slots")
+
+    def _Meet(self, theta: Any, x: Tensor) -> Tensor:
+        p = self.params
+        rows, experts, room, _ = x.shape.names
+        names = ("w_in", "w_gate") if p.activation in GATED else ("w_in",)
+        products = [
+            ops.einsum([x, self.Weight(theta, name)], [rows, experts, room, "expert_ff"])
+            for name in names
+        ]
+        hidden = broadcast(ACTIVATIONS[p.activation], products)
+        return ops.einsum([hidden, self.Weight(theta, "w_out")], [rows, experts, room, "embed"])
+
+    def _Balance(self, chances: Tensor, chosen: Tensor, paddings: Tensor | None) -> Tensor:
+        """Fedus et al., 2021, section 2.2, row by row."""
+        p, lowering = self.params, chances.lowering
+        first = lowering.map(lambda local: tf.one_hot(local[..., 0], p.num_experts), chosen.slices)
+        counted = Tensor(lowering, first, chances.shape)
+        number = float(chances.shape["length"].size)
+        if paddings is None:
+            parts = [ops.reduce_sum(part, "length") / number for part in (counted, chances)]
+        else:
+            real = ops.cast(ops.logical_not(paddings), tf.float32)
+            numbers = ops.maximum(ops.reduce_sum(real, "length"), 1.0)
+            parts = [ops.reduce_sum(part * real, "length") / numbers for part in (counted, chances)]
+        return ops.reduce_sum(parts[0] * parts[1], "router") * float(p.num_experts)
+
+    @classmethod
+    def FPropMeta(cls, p: Any, x: Any, *rest: Any) -> Any:
+        """Flops are those of the products: the router's, and of all slots, empty ones included."""
+        del rest
+        batch, length, _ = x
+        products = 3 if p.activation in GATED else 2
+        slots = p.num_experts * cls.Room(p, int(length))
+        return py_utils.NestedMap(
+            flops=2
+            * batch
+            * p.input_dim
+            * (length * p.num_experts + slots * products * p.hidden_dim),
+            out_shapes=(x, tshape.Shape([batch])),
+            parameter_bytes=cls.ParameterBytes(p),
+        )

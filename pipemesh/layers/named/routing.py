@@ -1,0 +1,61 @@
+"""Which token goes to which slot of which expert."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+
+def places_of(experts: tf.Tensor, skipped: tf.Tensor | None, number: int, room: int) -> tf.Tensor:
+    """Gives each choice of each token a slot, as long as its expert has room.
+
+    First choices come before second ones, and earlier tokens before later ones, row by row: nothing
+    depends on the other rows of a batch.
+
+    Args:
+        experts: `[batch, length, choices]` int32, the experts that each token chose.
+        skipped: `[batch, length]` booleans, tokens that go nowhere; None if there is none.
+        number: of experts.
+        room: how many tokens an expert takes of a row.
+
+    Returns:
+        `[batch, length, choices]` int32: slot `expert * room + i`, or -1 for what finds no room.
+
+    Example:
+        >>> places_of(tf.constant([[[0], [1], [0], [0]]]), None, number=2, room=2).numpy().tolist()
+        [[[0], [2], [1], [-1]]]
+    """
+    batch, length, choices = experts.shape.as_list()
+    # All first choices, then all second ones.
+    queue = tf.reshape(tf.transpose(experts, [0, 2, 1]), [batch, choices * length])
+    takes = tf.one_hot(queue, number, dtype=tf.int32)
+    if skipped is not None:
+        takes *= tf.tile(1 - tf.cast(skipped, tf.int32), [1, choices])[..., None]
+    before = tf.reduce_sum(tf.cumsum(takes, 1, exclusive=True) * takes, -1)
+    finds = (before < room) & (tf.reduce_sum(takes, -1) > 0)
+    places = tf.where(finds, queue * room + before, -1)
+    return tf.transpose(tf.reshape(places, [batch, choices, length]), [0, 2, 1])
+
+
+def tokens_of(places: tf.Tensor, slots: int) -> tf.Tensor:
+    """The token in each slot: the inverse of `places_of`.
+
+    Args:
+        places: `[batch, length, choices]` int32, each slot of a row at most once.
+        slots: their number.
+
+    Returns:
+        `[batch, slots]` int32; -1 where nobody is.
+
+    Example:
+        >>> tokens_of(tf.constant([[[0], [2], [1], [-1]]]), 4).numpy().tolist()
+        [[0, 2, 1, -1]]
+    """
+    batch, length, choices = places.shape.as_list()
+    rows = tf.broadcast_to(tf.range(batch)[:, None, None], places.shape)
+    tokens = tf.broadcast_to(tf.range(length)[None, :, None], places.shape)
+    # What found no room goes to a slot of its own, which is cut off.
+    columns = tf.where(places < 0, slots, places)
+    at = tf.reshape(tf.stack([rows, columns], -1), [batch * length * choices, 2])
+    empty = tf.fill([batch, slots + 1], -1)
+    filled = tf.tensor_scatter_nd_update(empty, at, tf.reshape(tokens, [-1]))
+    return filled[:, :slots]
