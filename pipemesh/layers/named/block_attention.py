@@ -170,21 +170,23 @@ class _Attention:
         queries, keys, values = self._queries(q), self._keys(k), self._keys(v)
         rows = [self.batch, self.kv_heads, self.shared * self.blocks.size]
 
-        def body(i: tf.Tensor, j: tf.Tensor, tops: Any, sums: Any, totals: Any) -> Any:
-            scores, seen = self._scores(i, j, queries[i], keys[j], table)
-            top = tf.maximum(tops[i], tf.reduce_max(scores, -1, keepdims=True))
-            raised = tf.where(seen, tf.exp(scores - top), 0.0)
-            less = tf.exp(tops[i] - top)
+        def body(i: Any, j: Any, tops: _Rows, sums: _Rows, totals: _Rows) -> Any:
+            scores = self._scores(i, j, queries[i], keys[j], table)
+            before = tops[i]
+            top = tf.maximum(before, tf.reduce_max(scores, -1, keepdims=True))
+            # Where all so far were unseen, these are ones; the first seen score makes them zeros.
+            raised, less = tf.exp(scores - top), tf.exp(before - top)
             weighed = tf.matmul(tf.cast(raised, v.dtype), values[j])
             total = totals[i] * less + tf.cast(weighed, tf.float32)
             added = sums[i] * less + tf.reduce_sum(raised, -1, keepdims=True)
-            return _put(tops, i, top), _put(sums, i, added), _put(totals, i, total)
+            return tops.put(i, top), sums.put(i, added), totals.put(i, total)
 
+        number = self.blocks.number
         tops, sums, totals = self._over_pairs(
             body,
-            tf.fill([self.blocks.number, *rows, 1], _LOW),
-            tf.zeros([self.blocks.number, *rows, 1]),
-            tf.zeros([self.blocks.number, *rows, self.dim]),
+            _Rows.of(tf.fill([number, *rows, 1], _LOW)),
+            _Rows.of(tf.zeros([number, *rows, 1])),
+            _Rows.of(tf.zeros([number, *rows, self.dim])),
         )
         output = tf.cast(self._without_blocks(totals / sums), q.dtype)
         return output, tops + tf.math.log(sums)
@@ -209,46 +211,49 @@ class _Attention:
             keepdims=True,
         )
 
-        def body(i: tf.Tensor, j: tf.Tensor, dq: Any, dk: Any, dv: Any, *dtable: Any) -> Any:
-            scores, seen = self._scores(i, j, queries[i], keys[j], table)
-            weights = tf.where(seen, tf.exp(scores - logs[i]), 0.0)
+        def body(i: Any, j: Any, dq: _Rows, dk: _Rows, dv: _Rows, *dtable: _Rows) -> Any:
+            weights = tf.exp(self._scores(i, j, queries[i], keys[j], table) - logs[i])
             dweights = tf.matmul(wanted[i], values[j], transpose_b=True)
             dscores = weights * (tf.cast(dweights, tf.float32) - means[i])
             low = tf.cast(dscores, q.dtype)
             found = (
-                _add(dq, i, tf.matmul(low, keys[j])),
-                _add(dk, j, tf.matmul(low, queries[i], transpose_a=True)),
-                _add(dv, j, tf.matmul(tf.cast(weights, q.dtype), wanted[i], transpose_a=True)),
+                dq.add(i, tf.matmul(low, keys[j])),
+                dk.add(j, tf.matmul(low, queries[i], transpose_a=True)),
+                dv.add(j, tf.matmul(tf.cast(weights, q.dtype), wanted[i], transpose_a=True)),
             )
-            return *found, *(rows + self._table_gradient(i, j, dscores) for rows in dtable)
+            return *found, *(rows.add(0, self._table_gradient(i, j, dscores)) for rows in dtable)
 
-        zeros = [tf.zeros(x.shape) for x in (queries, keys, values)]
-        dtable = [] if table is None else [tf.zeros(table.shape)]
+        zeros = [_Rows.of(tf.zeros(x.shape)) for x in (queries, keys, values)]
+        dtable = [] if table is None else [_Rows.of(tf.zeros([1, *table.shape]))]
         dq, dk, dv, *dtable = self._over_pairs(body, *zeros, *dtable)
-        found = [self._without_blocks(dq), self._without_blocks(dk), self._without_blocks(dv)]
+        found = [self._without_blocks(x) for x in (dq, dk, dv)] + [rows[0] for rows in dtable]
         inputs = [q, k, v] if table is None else [q, k, v, table]
-        return [tf.cast(g, x.dtype) for g, x in zip([*found, *dtable], inputs, strict=True)]
+        return [tf.cast(g, x.dtype) for g, x in zip(found, inputs, strict=True)]
 
-    def _over_pairs(self, body: Any, *state: tf.Tensor) -> Any:
+    def _over_pairs(self, body: Any, *state: _Rows) -> Any:
         """Applies `body(i, j, *state)` to all pairs of blocks, one after the other."""
         pairs = self.blocks.pairs
         if len(pairs) == 1:
-            return body(0, 0, *state)
+            return [rows.stacked() for rows in body(0, 0, *state)]
         first, second = (tf.constant(numbers) for numbers in zip(*pairs, strict=True))
 
-        def turn(at: tf.Tensor, *state: tf.Tensor) -> Any:
-            return at + 1, *body(first[at], second[at], *state)
+        def turn(at: tf.Tensor, *handles: tf.Tensor) -> Any:
+            given = [rows.with_handle(h) for rows, h in zip(state, handles, strict=True)]
+            return at + 1, *(rows.handle for rows in body(first[at], second[at], *given))
 
         # One after the other: pairs at the same time would need memory for all their scores.
-        _, *state = tf.while_loop(
-            lambda at, *_: at < len(pairs), turn, (tf.constant(0), *state), parallel_iterations=1
+        _, *handles = tf.while_loop(
+            lambda at, *_: at < len(pairs),
+            turn,
+            (tf.constant(0), *(rows.handle for rows in state)),
+            parallel_iterations=1,
         )
-        return state
+        return [rows.with_handle(h).stacked() for rows, h in zip(state, handles, strict=True)]
 
     def _scores(
         self, i: Any, j: Any, queries: tf.Tensor, keys: tf.Tensor, table: tf.Tensor | None
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Scores in float32, and which keys are seen."""
+    ) -> tf.Tensor:
+        """Scores in float32, so low that they do not count where a key is not seen."""
         size = self.blocks.size
         scores = tf.cast(tf.matmul(queries, keys, transpose_b=True), tf.float32)
         parts = [self.batch, self.kv_heads, self.shared, size, size]
@@ -263,8 +268,7 @@ class _Attention:
             bias = tf.gather(tf.cast(table, tf.float32), self.buckets.of(distance))
             scores += tf.reshape(tf.transpose(bias, [2, 0, 1]), [1, *parts[1:]])
         scores = tf.where(seen, scores, _LOW)
-        flat = [self.batch, self.kv_heads, self.shared * size, size]
-        return tf.reshape(scores, flat), tf.reshape(tf.broadcast_to(seen, parts), flat)
+        return tf.reshape(scores, [self.batch, self.kv_heads, self.shared * size, size])
 
     def _distance(self, i: Any, j: Any) -> tf.Tensor:
         size = self.blocks.size
@@ -297,9 +301,43 @@ class _Attention:
         return self.blocks.joined(tf.reshape(x, [n, batch, self.blocks.size, -1, dim]))
 
 
-def _put(blocks: tf.Tensor, at: Any, block: tf.Tensor) -> tf.Tensor:
-    return tf.tensor_scatter_nd_update(blocks, [[at]], block[None])
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """The rows of a float32 tensor; a new row costs a row, where a scatter would copy them all."""
 
+    handle: tf.Tensor
+    shape: tuple[int, ...]
 
-def _add(blocks: tf.Tensor, at: Any, block: tf.Tensor) -> tf.Tensor:
-    return tf.tensor_scatter_nd_add(blocks, [[at]], tf.cast(block, blocks.dtype)[None])
+    @classmethod
+    def of(cls, whole: tf.Tensor) -> _Rows:
+        sizes = tuple(whole.shape.as_list())
+        handle = tf.raw_ops.TensorListFromTensor(tensor=whole, element_shape=sizes[1:])
+        return cls(handle, sizes)
+
+    def with_handle(self, handle: tf.Tensor) -> _Rows:
+        return _Rows(handle, self.shape)
+
+    def __getitem__(self, at: Any) -> tf.Tensor:
+        row = tf.raw_ops.TensorListGetItem(
+            input_handle=self.handle,
+            index=at,
+            element_shape=self.shape[1:],
+            element_dtype=tf.float32,
+        )
+        return tf.ensure_shape(row, self.shape[1:])
+
+    def put(self, at: Any, row: tf.Tensor) -> _Rows:
+        return self.with_handle(
+            tf.raw_ops.TensorListSetItem(input_handle=self.handle, index=at, item=row)
+        )
+
+    def add(self, at: Any, row: tf.Tensor) -> _Rows:
+        return self.put(at, self[at] + tf.cast(row, tf.float32))
+
+    def stacked(self) -> tf.Tensor:
+        return tf.raw_ops.TensorListStack(
+            input_handle=self.handle,
+            element_shape=self.shape[1:],
+            element_dtype=tf.float32,
+            num_elements=self.shape[0],
+        )
