@@ -193,20 +193,29 @@ class NamedLayer(base_layer.BaseLayer):
         dtype = py_utils.FPropDtype(self.params)
         return ops.cast(x, dtype) if x.dtype.is_floating and x.dtype != dtype else x
 
+    @property
+    def named_shapes(self) -> dict[str, Shape]:
+        """The shapes of the layer's own whole weights, by logical name."""
+        return dict(self._named_shapes)
+
     def weight_places(self) -> Any:
-        """Who owns which variable.
-
-        Returns:
-            A NestedMap parallel to theta: for each slice of a weight the number of the processor
-            that owns it, and None for a weight that is not split, which all processors need.
-        """
-        return _places_of(self)
+        """Who owns which variable; see `places_of`."""
+        return places_of(self)
 
 
-def _places_of(layer: Any) -> Any:
+def places_of(layer: Any) -> Any:
+    """Who owns which variable of a layer, named or not, and of all layers in it.
+
+    Args:
+        layer: any layer of lingvo.
+
+    Returns:
+        A NestedMap parallel to theta: for each slice of a weight the number of the processor that
+        owns it, and None for a weight that is not split, which all processors need.
+    """
     if isinstance(layer, list | tuple):
-        return [_places_of(part) for part in layer]
+        return [places_of(part) for part in layer]
     owners = layer._owners if isinstance(layer, NamedLayer) else {}
-    places = {name: owners.get(name) for name in layer._private_theta}
-    children = {name: _places_of(child) for name, child in layer.children.items()}
+    places = {name: owners.get(name) for name in (*layer._private_theta, *layer._extra_theta)}
+    children = {name: places_of(child) for name, child in layer.children.items()}
     return py_utils.NestedMap(places | children)

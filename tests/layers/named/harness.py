@@ -60,7 +60,7 @@ def weights_of(layer, lowering):
     found = {}
     for path, part in layers_in(layer):
         if isinstance(part, NamedLayer):
-            for name, shape in part._named_shapes.items():
+            for name, shape in part.named_shapes.items():
                 layout = lowering.tensor_layout(shape)
                 found[path + name] = layout, [path + n for n in slice_names(name, layout)]
     return found

@@ -6,8 +6,9 @@ import tensorflow as tf
 from lingvo.core import layers, py_utils, tshape
 
 from pipemesh.layers import FeatureExtractionLayer
-from pipemesh.layers.named import TransformerBlock
-from tests.layers.named.harness import MESHES, reference, run, value_of
+from pipemesh.layers.named import TransformerBlock, lowering_scope
+from pipemesh.layers.named.named_layer import places_of
+from tests.layers.named.harness import MESHES, make_lowering, reference, run, value_of
 from tests.layers.named.test_block_attention import plain_attention
 
 X = value_of("x", [2, 5, 8])
@@ -51,16 +52,18 @@ def test_results_and_gradients_are_those_of_plain_tensorflow(mesh):
     run(PARAMS, [X, SEGMENTS], mesh).assert_close(*reference(plain, SHAPES))
 
 
-@pytest.mark.parametrize("mesh", MESHES[1:])
-def test_with_dropout_layouts_are_equal_by_itself_and_in_a_stack(mesh):
+def with_dropout(in_stack):
     block = PARAMS.Copy().Set(dropout_rate=0.3)
     block.feed_forward_tpl.dropout_rate = 0.3
-    params = block
-    if mesh == "data:2;model:2":
-        params = FeatureExtractionLayer.Params().Set(name="stage", sub=[block])
-    whole = run(params, [X])
-    run(params, [X], mesh).assert_close(whole.outputs, whole.grads)
-    assert abs(whole.outputs[0] - run(PARAMS, [X]).outputs[0]).max() > 0.1
+    stage = FeatureExtractionLayer.Params().Set(name="stage", sub=[block])
+    return stage if in_stack else block
+
+
+@pytest.mark.parametrize(("mesh", "in_stack"), [("model:4", False), ("data:2;model:2", True)])
+def test_with_dropout_layouts_are_equal_by_itself_and_in_a_stack(mesh, in_stack):
+    whole = run(with_dropout(in_stack), [X])
+    run(with_dropout(in_stack), [X], mesh).assert_close(whole.outputs, whole.grads)
+    assert abs(whole.outputs[0] - reference(plain, SHAPES)[0][0]).max() > 0.1
 
 
 def test_templates_reach_the_parts():
@@ -82,9 +85,11 @@ def test_meta_is_the_sum_of_the_parts():
 
 
 def test_layers_of_lingvo_have_no_places():
-    stack = FeatureExtractionLayer.Params().Set(
-        name="stack", sub=[PARAMS, layers.LayerNorm.Params().Set(name="norm", input_dim=8)]
-    )
-    with py_utils.VariableStore():
-        block = stack.Instantiate().block
-    assert set(block.weight_places().Flatten()) == {None}
+    norm = layers.LayerNorm.Params().Set(name="norm", input_dim=8)
+    params = FeatureExtractionLayer.Params().Set(name="stack", sub=[PARAMS, norm])
+    with lowering_scope(make_lowering("model:2")), py_utils.VariableStore():
+        stack = params.Instantiate()
+    places = places_of(stack)
+    assert [k for k, _ in places.FlattenItems()] == [k for k, _ in stack.theta.FlattenItems()]
+    assert places.norm == {"scale": None, "bias": None}
+    assert places.block.feed_forward.w_in_slice_1 == 1
