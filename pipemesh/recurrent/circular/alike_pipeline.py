@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.lowering.lowering import Slices
 from pipemesh.lowering.placement import PlacementLowering
@@ -195,7 +196,7 @@ class Circular:
             seeds.append(self._cut(grad))
         saved = self._saved
         self._grads, sums = self._loop.backward(tuple(seeds), saved, [])
-        self.state.accumulators = list(sums)
+        self.state.accumulators = [list(of_stage) for of_stage in sums]
 
     def seed(self, output_grads: Grads) -> None:
         """Takes the gradients of the outputs of the whole batch."""
@@ -213,7 +214,7 @@ class Circular:
     def _cut(self, tensor: tf.Tensor) -> Slices:
         """The microbatches, one behind the other, on the first core; zeros on the others."""
         dim, count = self._cutting.batch_dim, self._cutting.num_microbatches
-        sizes = tensor.shape.as_list()
+        sizes = static_sizes(tensor)
         with tf.device(self._devices[0]):
             cut = tf.reshape(tensor, [*sizes[:dim], count, -1, *sizes[dim + 1 :]])
             rest = [d for d in range(len(sizes) + 1) if d != dim]
@@ -227,7 +228,7 @@ class Circular:
         """What lies on the first core, as that of the whole batch."""
         dim = self._cutting.batch_dim
         slots = leaf[0]
-        sizes = slots.shape.as_list()[1:]
+        sizes = static_sizes(slots)[1:]
         order = [*range(1, dim + 1), 0, *range(dim + 1, len(sizes) + 1)]
         sizes[dim] *= self._cutting.num_microbatches
         return tf.reshape(tf.transpose(slots, order), sizes)

@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from pipemesh.backend.static_shape import static_sizes
 from pipemesh.recurrent.remat import FULL, Mode
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.machine import Machine
@@ -87,9 +88,12 @@ class Lists:
         cleared: list[tf.Tensor | None] = []
         for handle, spec, device in known:
             with tf.device(device):
-                there = handle is not None and spec is not None
-                values.append(_get(handle, index, spec) if there else None)
-                cleared.append(_nothing(spec.dtype) if there else None)
+                if handle is None or spec is None:
+                    values.append(None)
+                    cleared.append(None)
+                else:
+                    values.append(_get(handle, index, spec))
+                    cleared.append(_nothing(spec.dtype))
         self._set(key, microbatch, cleared)
         return values
 
@@ -113,13 +117,13 @@ class Lists:
         with tf.device(device):
             return tf.raw_ops.TensorListStack(
                 input_handle=handle,
-                element_shape=tf.constant(spec.shape.as_list(), tf.int32),
+                element_shape=tf.constant(static_sizes(spec), tf.int32),
                 element_dtype=spec.dtype,
                 num_elements=self._num_microbatches,
             )
 
     def _join(self, parts: Sequence[tf.Tensor], batch_dim: int) -> tf.Tensor:
-        shape = parts[0].shape.as_list()[1:]
+        shape = static_sizes(parts[0])[1:]
         num_parts = len(parts) * self._num_microbatches
         stacked = parts[0]
         if len(parts) > 1:
@@ -142,7 +146,7 @@ def _get(handle: tf.Tensor, index: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
     value = tf.raw_ops.TensorListGetItem(
         input_handle=handle,
         index=index,
-        element_shape=tf.constant(spec.shape.as_list(), tf.int32),
+        element_shape=tf.constant(static_sizes(spec), tf.int32),
         element_dtype=spec.dtype,
     )
     value.set_shape(spec.shape)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from pipemesh.backend.functions import keep_alive
-from pipemesh.backend.operations import pin, pin_present
+from pipemesh.backend.operations import MaybeTensor, pin, pin_present
 from pipemesh.recurrent.passes.passes import Grads, Passes, Tensors
 from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
 from pipemesh.recurrent.passes.tracing import WholeBatch, specs_of
@@ -35,13 +35,18 @@ class Values(Protocol):
     What a stage or a device holds from action to action is in `state`.
     """
 
-    state: State
+    @property
+    def state(self) -> State:
+        """What is held from action to action."""
+        ...
 
     def read(self, kind: str, stage: int) -> Any:
         """What was written."""
+        ...
 
     def write(self, kind: str, stage: int, value: Any) -> None:
         """Leaves something for a later action."""
+        ...
 
 
 class Machine:
@@ -173,12 +178,14 @@ class Machine:
         with tf.name_scope(name), tf.device(self._stages[stage].device):
             yield
 
-    def _pin(self, stage: int, tensors: Grads, places: Sequence[int]) -> Grads:
+    def _pin(
+        self, stage: int, tensors: list[MaybeTensor], places: Sequence[int]
+    ) -> list[MaybeTensor]:
         """Pins those that are not None, each on the device of its replica."""
         devices = self._stages[stage].devices
         if len(devices) == 1:
             return pin_present(tensors)
-        result: Grads = list(tensors)
+        result = list(tensors)
         for number, device in enumerate(devices):
             chosen = [i for i, place in enumerate(places) if place == number]
             with tf.device(device):
@@ -271,16 +278,21 @@ class Machine:
         for i in traced.gradients.of_outputs:
             spec = traced.output_specs[i % len(traced.output_specs)]
             grads.append(tf.zeros(spec.shape, spec.dtype) if arrived[i] is None else arrived[i])
-        carried = self._filled(stage, values.state.carry_grads[stage])
-        return [*grads, *(carried[i] for i in traced.gradients.of_carry_out)]
+        arrived = values.state.carry_grads[stage]
+        carried = [self._or_zeros(stage, i, arrived[i]) for i in traced.gradients.of_carry_out]
+        return [*grads, *carried]
 
     def _filled(self, stage: int, carry_grads: Grads) -> Grads:
         """With zeros where a state of a recurrent stage has no gradient."""
         filled = list(carry_grads)
         for i in self.traced[stage].gradients.of_carry_out:
-            if filled[i] is None:
-                filled[i] = tf.zeros_like(self._stages[stage].carry[i])
+            filled[i] = self._or_zeros(stage, i, filled[i])
         return filled
+
+    def _or_zeros(self, stage: int, number: int, carry_grad: tf.Tensor | None) -> tf.Tensor:
+        if carry_grad is None:
+            return tf.zeros_like(self._stages[stage].carry[number])
+        return carry_grad
 
     def _gate(self, stage: int, tensors: Tensors, places: Sequence[int], state: State) -> Tensors:
         """The tensors on the devices of their replicas, once these have finished what they did."""
@@ -302,7 +314,9 @@ class Machine:
                 gated[i] = tensor
         return gated
 
-    def _finish(self, stage: int, state: State, *results: tuple[Grads, Sequence[int]]) -> None:
+    def _finish(
+        self, stage: int, state: State, *results: tuple[Sequence[tf.Tensor | None], Sequence[int]]
+    ) -> None:
         """From now on, each device of the home waits for its part of the results."""
         home = state.tokens[self.stage_devices[stage]]
         for number, device in enumerate(self._stages[stage].devices):

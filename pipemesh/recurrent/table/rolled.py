@@ -15,9 +15,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from pipemesh.backend.static_shape import static_sizes
 from pipemesh.recurrent.passes.passes import Grads
 from pipemesh.recurrent.passes.traced_stage import Cutting
-from pipemesh.recurrent.remat import Mode
+from pipemesh.recurrent.remat import FULL, Mode
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.lists import Key, Lists
 from pipemesh.recurrent.table.machine import Machine
@@ -146,7 +147,7 @@ class Rolled:
 
     def joined(self, kind: str, stage: int) -> Any:
         """The values of all microbatches, as those of the whole batch."""
-        return self.lists.joined(Lists.key(kind, stage, ""), self._cutting.batch_dim)
+        return self.lists.joined(Lists.key(kind, stage, FULL), self._cutting.batch_dim)
 
     def _parts(
         self, tensors: Sequence[tf.Tensor | None], microbatch: tf.Tensor
@@ -160,7 +161,7 @@ class Rolled:
 
     def _part(self, tensor: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
         dim, size = self._cutting.batch_dim, self._cutting.part_size
-        shape = tensor.shape.as_list()
+        shape = static_sizes(tensor)
         begin = tf.one_hot(dim, len(shape), number * size, tf.constant(0, tf.int64))
         shape[dim] = size
         part = tf.slice(tensor, begin, tf.constant(shape, tf.int64))

@@ -10,11 +10,11 @@ import tensorflow as tf
 
 from pipemesh.backend.devices import check_threads
 from pipemesh.backend.gradient import Sources
-from pipemesh.backend.operations import pin_present
+from pipemesh.backend.operations import MaybeTensor, pin_present
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.passes.captures import is_constant
-from pipemesh.recurrent.passes.passes import Grads
+from pipemesh.recurrent.passes.passes import Grads, Tensors
 from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
 from pipemesh.recurrent.passes.tracing import specs_of
 from pipemesh.recurrent.precision import cast_floating, sum_dtype
@@ -100,6 +100,9 @@ class Run:
             inputs, schedule.num_microbatches, options.batch_dim, replicas=replicas
         )
         cutting = Cutting(schedule.num_microbatches, size, options.batch_dim, replicas)
+        # Options choose one where none is given.
+        policy = options.check_numerics
+        assert policy is not None
         self._schedule = schedule
         self._loss_scale = options.loss_scale
         self._has_clock = options.clock is not None
@@ -117,7 +120,7 @@ class Run:
             cutting,
             step,
             [[sum_dtype(tf.convert_to_tensor(t).dtype) for t in stage.theta] for stage in stages],
-            options.check_numerics,
+            policy,
             options.clock,
             schedule.is_forward_only,
         )
@@ -141,9 +144,7 @@ class Run:
         check_joined(self._machine.traced[-1], cutting, step is not None)
         for traced in self._machine.traced:
             traced.check_pure()
-        self.checks = Checks(
-            options.check_numerics, self._machine.traced, self._machine.probes, cutting
-        )
+        self.checks = Checks(policy, self._machine.traced, self._machine.probes, cutting)
         state = State.before(self._stages, schedule.num_devices)
         mode_of = self._modes = policy_of(options.remat).modes(schedule)
         arguments = (self._machine, state, self._stages, held, cutting, mode_of)
@@ -180,7 +181,7 @@ class Run:
         """Performs actions and loops in order."""
         self._values.perform(items)
 
-    def finish_carries(self, after: Callable[[Grads, str], Grads]) -> None:
+    def finish_carries(self, after: Callable[[Tensors, str], Tensors]) -> None:
         """Lets what the stages return besides wait for checks, and collects their summaries."""
         for number, traced in enumerate(self._machine.traced):
             carry = after(self.state.carries[number], traced.stage.device)
@@ -230,7 +231,7 @@ class Run:
         outputs = self._values.joined("outputs", len(self._stages) - 1)
         return self._after_clock(outputs, self._stages[-1].device)
 
-    def _after_clock(self, tensors: Grads, device: str) -> Grads:
+    def _after_clock(self, tensors: list[MaybeTensor], device: str) -> list[MaybeTensor]:
         """Nothing but what is returned is run, so the last notes of a clock hang on that."""
         if not self._has_clock:
             return tensors
