@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.stage import Stage
+from pipemesh.recurrent.table.kinds import KEPT, PENDING
 from pipemesh.recurrent.table.run import Run, num_bytes
 from pipemesh.schedule import Schedule
 
@@ -106,8 +107,8 @@ def predict_memory(
             for action in row:
                 stage, m = action.stage, action.microbatch
                 kept, pending = (
-                    sum(run.held_bytes(kind, stage, replica, m) for replica in replicas)
-                    for kind in ("kept", "pending")
+                    sum(run.value_bytes(kind, stage, replica, m) for replica in replicas)
+                    for kind in (KEPT, PENDING)
                 )
                 if action.kind == "F":
                     held += 0 if schedule.is_forward_only else kept
@@ -116,10 +117,10 @@ def predict_memory(
                 else:
                     held += (pending if action.kind == "I" else 0) - kept
                 peak = max(peak, held)
-            weights = sum(run.held_bytes("weights", s, replicas[0]) for s in own)
+            weights = sum(run.weight_bytes(s) for s in own)
             gradients = 0
             if not schedule.is_forward_only:
-                gradients = sum(run.held_bytes("grads", s, r) for s in own for r in replicas)
+                gradients = sum(run.sum_bytes(s, r) for s in own for r in replicas)
             each = tuple(_of_stage(run, s, replicas[0]) for s in own)
             found.append(DeviceMemory(weights, gradients, peak, each))
     return found
@@ -130,7 +131,7 @@ def _of_stage(run: Run, stage: int, replica: int) -> StageMemory:
     own, names = len(traced.output_specs), set(kept)
     inputs = [name for name in traced.inputs if traced.place(name) == replica]
     return StageMemory(
-        kept=run.held_bytes("kept", stage, replica),
+        kept=run.value_bytes(KEPT, stage, replica),
         kept_inputs=tuple(num_bytes([traced.spec(n)]) if n in names else 0 for n in inputs),
         kept_outputs=tuple(
             not names.isdisjoint(traced.cut.same_value(name))

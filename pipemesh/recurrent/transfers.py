@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.stage import Stage
+from pipemesh.recurrent.table.kinds import GRADS, OUTPUTS
 from pipemesh.recurrent.table.run import Run
 from pipemesh.schedule import Schedule
 from pipemesh.text import columns
@@ -116,21 +117,21 @@ def _each(
     for s, stage in enumerate(stages):
         first, *others = stage.devices
         for replica, device in enumerate(others, 1):
-            yield "weights", first, device, run.held_bytes("weights", s, replica)
+            yield "weights", first, device, run.weight_bytes(s)
             if not schedule.is_forward_only:
-                yield "weight gradients", device, first, run.held_bytes("grads", s, replica)
+                yield "weight gradients", device, first, run.sum_bytes(s, replica)
     for action in (action for row in schedule.rows for action in row):
         s = action.stage
         devices = stages[s].devices
         for replica, device in enumerate(devices):
             if action.kind == "F":
                 before = stages[s - 1].devices[replica] if s else devices[0]
-                size = run.handed_bytes("outputs", s - 1, replica)
+                size = run.value_bytes(OUTPUTS, s - 1, replica)
                 yield "activations" if s else "inputs", before, device, size
                 if s == last:
-                    yield "outputs", device, devices[0], run.handed_bytes("outputs", s, replica)
+                    yield "outputs", device, devices[0], run.value_bytes(OUTPUTS, s, replica)
                 following = devices[(replica + 1) % len(devices)]
-                yield "accumulators", device, following, run.handed_bytes("carry", s, replica)
+                yield "accumulators", device, following, run.carry_bytes(s)
             elif action.kind in "BI" and s:
-                size = run.handed_bytes("grads", s, replica)
+                size = run.value_bytes(GRADS, s, replica)
                 yield "gradients", device, stages[s - 1].devices[replica], size

@@ -19,13 +19,14 @@ from pipemesh.recurrent.circular.tick_loop import Leaves, TickLoop
 from pipemesh.recurrent.circular.traced_stages import TracedStages
 from pipemesh.recurrent.executor import pipeline
 from pipemesh.recurrent.options import Options
-from pipemesh.recurrent.passes.passes import Grads
+from pipemesh.recurrent.passes.passes import Grads, Tensors
 from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
 from pipemesh.recurrent.remat import Mode
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.machine import Machine, State
 from pipemesh.recurrent.watch.health import LOCATING
-from pipemesh.schedule import Schedule, looped_bfs
+from pipemesh.schedule import Action, Schedule, looped_bfs
+from pipemesh.schedule.repeats import Loop
 
 
 def alike_pipeline(
@@ -181,9 +182,10 @@ class Circular:
         self._seeds: Grads = []
         self._grads: Leaves = ()
 
-    def perform(self, items: Any) -> None:
+    def perform(self, items: Sequence[Action | Loop]) -> None:
         """Runs the loop that these actions are."""
-        if items[0].kind == "F":
+        first = items[0]
+        if isinstance(first, Action) and first.kind == "F":
             stream = tuple(self._cut(tensor) for tensor in self._inputs)
             self._outputs, self._saved = self._loop.forward(stream, [])
             return
@@ -202,11 +204,14 @@ class Circular:
         """Takes the gradients of the outputs of the whole batch."""
         self._seeds = list(output_grads)
 
-    def joined(self, kind: str, stage: int) -> Any:
-        """The `outputs` of the last stage, or the `grads` of the pipeline's inputs."""
-        with tf.device(self._machine.stages[stage].device):
-            if kind == "outputs":
-                return [self._join(leaf) for leaf in self._outputs]
+    def outputs(self) -> Tensors:
+        """Those of the last stage for the whole batch."""
+        with tf.device(self._machine.stages[-1].device):
+            return [self._join(leaf) for leaf in self._outputs]
+
+    def input_grads(self) -> Grads:
+        """The gradients of the pipeline's inputs."""
+        with tf.device(self._machine.stages[0].device):
             found = dict(zip(self._ticking.floating, self._grads, strict=True))
             names = self._machine.traced[0].gradients.of_inputs
             return [None if name is None else self._join(found[i]) for i, name in enumerate(names)]

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.recurrent.remat import FULL, Mode
 from pipemesh.recurrent.stage import Stage
+from pipemesh.recurrent.table.kinds import Kind
 from pipemesh.recurrent.table.machine import Machine
 
-# A kind of value, its stage, and the mode of remat it depends on.
-Key = tuple[str, int, Mode]
+
+class Key(NamedTuple):
+    """A kind of value, its stage, and the mode of remat that it depends on."""
+
+    kind: Kind[Any]
+    stage: int
+    mode: Mode
 
 
 class Lists:
@@ -38,9 +44,9 @@ class Lists:
         self._num_microbatches = num_microbatches
 
     @staticmethod
-    def key(kind: str, stage: int, mode: Mode) -> Key:
+    def key(kind: Kind[Any], stage: int, mode: Mode) -> Key:
         """The key of a channel; only what is kept depends on the mode."""
-        return kind, stage, mode if kind in ("kept", "pending") else FULL
+        return Key(kind, stage, mode if kind.by_mode else FULL)
 
     def reserve(self, keys: Iterable[Key]) -> None:
         """Makes the lists that do not exist yet."""
@@ -55,7 +61,7 @@ class Lists:
 
     def _devices(self, key: Key) -> list[str]:
         """Where the values of a channel lie."""
-        devices = self._stages[key[1]].devices
+        devices = self._stages[key.stage].devices
         return [devices[place] for place in self._machine.places(*key)]
 
     def _empty(self, device: str, spec: tf.TensorSpec) -> tf.Tensor:
@@ -99,7 +105,7 @@ class Lists:
 
     def joined(self, key: Key, batch_dim: int) -> list[tf.Tensor | None]:
         """The values of all microbatches and replicas, as those of the whole batch."""
-        stage = self._stages[key[1]]
+        stage = self._stages[key.stage]
         specs, handles = self._machine.specs(*key), self.handles[key]
         count = len(specs) // len(stage.devices)
         joined: list[tf.Tensor | None] = []
@@ -113,7 +119,7 @@ class Lists:
                 joined.append(self._join(parts, batch_dim) if parts else None)
         return joined
 
-    def _stacked(self, handle: tf.Tensor, spec: Any, device: str) -> tf.Tensor:
+    def _stacked(self, handle: tf.Tensor, spec: tf.TensorSpec, device: str) -> tf.Tensor:
         with tf.device(device):
             return tf.raw_ops.TensorListStack(
                 input_handle=handle,

@@ -28,6 +28,7 @@ from pipemesh.recurrent.table.fit import (
     microbatch_size,
     num_replicas,
 )
+from pipemesh.recurrent.table.kinds import Kind
 from pipemesh.recurrent.table.machine import Machine
 from pipemesh.recurrent.table.rolled import Rolled
 from pipemesh.recurrent.table.state import State, empty_notes
@@ -47,16 +48,20 @@ class Performer(Protocol):
 
     state: State
 
-    def perform(self, items: Any) -> None:
-        """Performs actions in order."""
+    def perform(self, items: Sequence[Action | Loop]) -> None:
+        """Performs actions and loops in order."""
         ...
 
     def seed(self, output_grads: Grads) -> None:
         """Takes the gradients of the outputs of the whole batch."""
         ...
 
-    def joined(self, kind: str, stage: int) -> Any:
-        """The `outputs` of a stage, or the `grads` of its inputs, for the whole batch."""
+    def outputs(self) -> Tensors:
+        """Those of the last stage for the whole batch."""
+        ...
+
+    def input_grads(self) -> Grads:
+        """The gradients of the pipeline's inputs."""
         ...
 
 
@@ -150,7 +155,7 @@ class Run:
         arguments = (self._machine, state, self._stages, held, cutting, mode_of)
         order = execution_order(schedule)
         self.items: Sequence[Action | Loop] = order
-        self._values: Any
+        self._values: Performer
         if performer is not None:
             self._values = performer(*arguments)
             return
@@ -189,36 +194,27 @@ class Run:
                 traced.summaries.collect(carry.pop())
             self.state.carries[number] = carry
 
-    def held_bytes(self, kind: str, stage: int, replica: int, microbatch: int = 0) -> int:
-        """What a replica holds of `weights` or `grads`, or `kept` or `pending` a microbatch."""
-        if kind == "weights":
-            return num_bytes(specs_of(self._stages[stage].theta))
-        mode = self._modes[stage, microbatch]
-        if kind == "grads":
-            passes = self._machine.passes(stage, mode)
-            specs, places = passes.accumulator_specs, passes.accumulator_places
-        else:
-            specs = self._machine.specs(kind, stage, mode)
-            places = self._machine.places(kind, stage, mode)
-        return _of_replica(specs, places, replica)
+    def weight_bytes(self, stage: int) -> int:
+        """What each replica of a stage holds of weights."""
+        return num_bytes(specs_of(self._stages[stage].theta))
 
-    def handed_bytes(self, kind: str, stage: int, replica: int) -> int:
-        """What a replica hands on of a microbatch.
+    def carry_bytes(self, stage: int) -> int:
+        """What a stage hands from microbatch to microbatch, and from replica to replica."""
+        return num_bytes(specs_of(self._stages[stage].carry))
 
-        Args:
-            kind: `outputs` (of stage -1: the pipeline's inputs), `grads` of the stage's inputs, or
-                the `carry`, which replicas hand to each other.
-            stage: its number.
-            replica: of the stage.
-        """
-        if kind == "carry":
-            return num_bytes(specs_of(self._stages[stage].carry))
+    def sum_bytes(self, stage: int, replica: int) -> int:
+        """What a replica holds of sums of its weights' gradients."""
+        passes = self._machine.passes(stage, self._modes[stage, 0])
+        return _of_replica(passes.accumulator_specs, passes.accumulator_places, replica)
+
+    def value_bytes(self, kind: Kind[Any], stage: int, replica: int, microbatch: int = 0) -> int:
+        """What a replica leaves of a kind; the `OUTPUTS` of stage -1 are the pipeline's inputs."""
         machine = self._machine
         if stage < 0:
             first = machine.traced[0]
-            specs, places = [*map(first.spec, first.inputs)], machine.places("inputs", 0)
-        else:
-            specs, places = machine.specs(kind, stage), machine.places(kind, stage)
+            return _of_replica([*map(first.spec, first.inputs)], machine.input_places(0), replica)
+        mode = self._modes[stage, microbatch]
+        specs, places = machine.specs(kind, stage, mode), machine.places(kind, stage, mode)
         return _of_replica(specs, places, replica)
 
     def kept_names(self, stage: int) -> tuple[TracedStage, list[str]]:
@@ -228,7 +224,7 @@ class Run:
 
     def outputs(self) -> list[tf.Tensor]:
         """The outputs of the last stage for the whole batch."""
-        outputs = self._values.joined("outputs", len(self._stages) - 1)
+        outputs = self._values.outputs()
         return self._after_clock(outputs, self._stages[-1].device)
 
     def _after_clock(self, tensors: list[MaybeTensor], device: str) -> list[MaybeTensor]:
@@ -263,8 +259,10 @@ class Run:
         with tf.device(self._stages[-1].device):
             one = tf.ones([], self.last_specs[0].dtype)
             if self._loss_scale is not None:
-                one = self._scaled([one])[0]
-        self._values.seed_all([one] + [None] * (len(self.last_specs) - 1))
+                (one,) = self._scaled([one])
+        # The loss is inside of the pipeline, which only a table allows.
+        assert isinstance(self._values, Unrolled | Rolled)
+        self._values.seed_all([one, *[None] * (len(self.last_specs) - 1)])
 
     def _scaled(self, grads: Grads) -> Grads:
         assert self._loss_scale is not None
@@ -287,7 +285,7 @@ class Run:
             checked = self._after_clock(checked, stage.device)
             count = len(stage.theta)
             totals[number], states[number] = checked[:count], checked[count:]
-        of_inputs = self._values.joined("grads", 0)
+        of_inputs = self._values.input_grads()
         of_inputs = self._after_clock(of_inputs, self._stages[0].device)
         groups = [of_inputs, *totals, *self.recurrent(states)]
         if self._loss_scale is not None:
