@@ -126,12 +126,12 @@ _OF_REQUEST = (
 )
 
 
-def parse(argv: list[str], about: str) -> None:
+def parse(argv: list[str], about: str | None) -> None:
     """Parses the command line, as `models.command.parse`.
 
     Args:
         argv: the program and its arguments.
-        about: what help begins with.
+        about: what help begins with; None for what the docstring here says.
 
     Raises:
         FlagError: a flag is unknown or malformed, or an argument is none.
@@ -176,7 +176,7 @@ def request() -> Request:
         settings,
         FLAGS.device_type,
         logdir,
-        **{name: FLAGS[name].value for name in _OF_REQUEST},
+        **{name: getattr(FLAGS, name) for name in _OF_REQUEST},
     )
 
 

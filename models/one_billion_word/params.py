@@ -139,7 +139,8 @@ class OneBillionWordGPipe32(sizes.GPipe32, LanguageModelParams):
     """32 layers in 4 stages of 8, trained with 32 microbatches."""
 
 
-CONFIGURATIONS = {
+# What lingvo registers it declares to be its own class.
+CONFIGURATIONS: dict[str, type[LanguageModelParams]] = {  # pyright: ignore[reportAssignmentType]
     configuration.__name__: configuration
     for configuration in (OneBillionWordTiny, OneBillionWordBase, OneBillionWordGPipe32)
 }

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.framework import attr_value_pb2
-from tensorflow.python.ops import array_ops, gen_functional_ops
+from tensorflow.python.ops import gen_functional_ops
 
 from pipemesh.backend.gradient import without_colocation
 from pipemesh.backend.kept_gradients import register
@@ -67,7 +66,7 @@ def attach_gradient(
         if across_devices:
             results = _call_pass_on(graph, tensors)
         else:
-            results = array_ops.identity_n(tensors)
+            results = tf.identity_n(tensors)
     record_call(results, tensors, all_grads)
     return results[:number]
 
@@ -78,13 +77,17 @@ def _identity_in_place(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _call_pass_on(graph: Any, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    specs = [tf.TensorSpec(None, tensor.dtype) for tensor in tensors]
+    # A shape may be None, whatever is declared.
+    specs = [
+        tf.TensorSpec(None, tensor.dtype)  # pyright: ignore[reportArgumentType]
+        for tensor in tensors
+    ]
     function = _pass_on.get_concrete_function(*specs)
     function.add_to_graph(graph)
     results = gen_functional_ops.partitioned_call(
         tensors,
         [tensor.dtype for tensor in tensors],
-        attr_value_pb2.NameAttrList(name=function.name),
+        tf.compat.v1.NameAttrList(name=function.name),
     )
     for result, tensor in zip(results, tensors, strict=True):
         result.set_shape(tensor.shape)

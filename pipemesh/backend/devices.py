@@ -7,8 +7,8 @@ import warnings
 from collections.abc import Sequence
 
 import tensorflow as tf
-from tensorflow.python.eager import context
 
+from pipemesh.backend.eager_context import eager_context
 from pipemesh.errors import DeviceError
 
 
@@ -63,7 +63,7 @@ def prepare_graphs_quickly() -> None:
         prepare_graphs_quickly()
         start_cpu_devices(2)
     """
-    started = context.context()
+    started = eager_context()
     if started._initialized:
         raise DeviceError(
             "TensorFlow has already started; set its graph optimizer up before the first operation"

@@ -14,7 +14,7 @@ from tensorflow.python.ops import nccl_ops
 
 from pipemesh.backend.operation_kinds import COLLECTIVES
 
-_REDUCE: dict[str, Callable[[list[tf.Tensor]], list[tf.Tensor]]] = {
+_REDUCE: dict[str, Callable[[list[tf.Tensor]], list[tf.Tensor] | None]] = {
     "sum": nccl_ops.all_sum,
     "max": nccl_ops.all_max,
     "min": nccl_ops.all_min,
@@ -46,7 +46,9 @@ def all_reduce(tensors: Sequence[tf.Tensor], devices: Sequence[str], op: str) ->
         # NCCL's operations are placed where their inputs say that they lie.
         with tf.device(device):
             placed.append(tf.identity(tensor))
-    return list(_REDUCE[op](placed))
+    reduced = _REDUCE[op](placed)
+    assert reduced is not None
+    return list(reduced)
 
 
 def groups(nodes: Iterable[Any]) -> dict[str, list[str]]:

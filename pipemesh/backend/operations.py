@@ -8,11 +8,13 @@ the pipeline's is attached to its results as a whole.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import tensorflow as tf
 
 Tensors = list[tf.Tensor]
+# Of lists in which None may stand, or may not.
+MaybeTensor = TypeVar("MaybeTensor", bound=tf.Tensor | None)
 _NO_GRADIENT = "PipemeshNoGradient"
 
 
@@ -46,15 +48,13 @@ def pin(tensors: Tensors) -> Tensors:
     return _make("EnsureShape", tensors, dtypes, attributes)
 
 
-def pin_present(tensors: list[tf.Tensor | None]) -> list[tf.Tensor | None]:
+def pin_present(tensors: Sequence[MaybeTensor]) -> list[MaybeTensor]:
     """Pins those that are not None."""
     pinned = iter(pin([t for t in tensors if t is not None]))
-    return [None if t is None else next(pinned) for t in tensors]
+    return cast("list[MaybeTensor]", [None if t is None else next(pinned) for t in tensors])
 
 
-def pin_each(
-    tensors: Sequence[tf.Tensor | None], devices: str | Sequence[str]
-) -> list[tf.Tensor | None]:
+def pin_each(tensors: list[MaybeTensor], devices: str | Sequence[str]) -> list[MaybeTensor]:
     """Pins those that are not None, each on its device, or all on one."""
     each = [devices] * len(tensors) if isinstance(devices, str) else devices
     result = list(tensors)

@@ -32,9 +32,10 @@ def noted(stage: str, layer: str, args: tuple[Any, ...]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not isinstance(error, PipemeshError) and hasattr(error, "add_note"):
+        add_note = getattr(error, "add_note", None)
+        if not isinstance(error, PipemeshError) and add_note is not None:
             given = ", ".join(map(_described, args)) or "nothing"
-            error.add_note(f"in layer {layer!r} of {stage!r}, which was given {given}")
+            add_note(f"in layer {layer!r} of {stage!r}, which was given {given}")
         raise
 
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.stage import Stage
+from pipemesh.recurrent.table.kinds import KEPT, PENDING
 from pipemesh.recurrent.table.run import Run, num_bytes
 from pipemesh.schedule import Schedule
 
@@ -106,8 +107,8 @@ def predict_memory(
             for action in row:
                 stage, m = action.stage, action.microbatch
                 kept, pending = (
-                    sum(run.held_bytes(kind, stage, place, m) for place in places)
-                    for kind in ("kept", "pending")
+                    sum(run.value_bytes(kind, stage, place, m) for place in places)
+                    for kind in (KEPT, PENDING)
                 )
                 if action.kind == "F":
                     held += 0 if schedule.is_forward_only else kept
@@ -119,10 +120,10 @@ def predict_memory(
             # Replicas that share a device share the weights.
             group = stages[own[0]].of_home.group
             once = {place % group: place for place in places}.values()
-            weights = sum(run.held_bytes("weights", s, place) for s in own for place in once)
+            weights = sum(run.weight_bytes(s, place) for s in own for place in once)
             gradients = 0
             if not schedule.is_forward_only:
-                gradients = sum(run.held_bytes("grads", s, p) for s in own for p in places)
+                gradients = sum(run.sum_bytes(s, p) for s in own for p in places)
             each = tuple(_of_stage(run, s, places[0]) for s in own)
             found.append(DeviceMemory(weights, gradients, peak, each))
     return found
@@ -136,7 +137,7 @@ def _of_stage(run: Run, stage: int, place: int) -> StageMemory:
         for every in (traced.inputs, traced.outputs)
     )
     return StageMemory(
-        kept=run.held_bytes("kept", stage, place),
+        kept=run.value_bytes(KEPT, stage, place),
         kept_inputs=tuple(num_bytes([traced.spec(n)]) if n in names else 0 for n in inputs),
         kept_outputs=tuple(not names.isdisjoint(traced.cut.same_value(name)) for name in outputs),
         outputs=tuple(map(traced.spec, outputs)),

@@ -11,6 +11,7 @@ import tensorflow as tf
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.passes.tracing import specs_of
 from pipemesh.recurrent.stage import Stage
+from pipemesh.recurrent.table.kinds import GRADS, OUTPUTS
 from pipemesh.recurrent.table.run import Run, num_bytes
 from pipemesh.schedule import Schedule
 from pipemesh.text import columns
@@ -121,22 +122,23 @@ def _each(
             yield "weights", stage.device, stage.theta_devices[number], size
         for place, device in enumerate(stage.devices[group:], group):
             own = stage.devices[place % group]
-            yield "weights", own, device, run.held_bytes("weights", s, place)
+            yield "weights", own, device, run.weight_bytes(s, place)
             if not schedule.is_forward_only:
-                yield "weight gradients", device, own, run.held_bytes("grads", s, place)
+                yield "weight gradients", device, own, run.sum_bytes(s, place)
     for action in (action for row in schedule.rows for action in row):
         s = action.stage
         home = stages[s].of_home
         for place, device in enumerate(home.devices):
             if action.kind == "F":
                 before = stages[s - 1].devices[place] if s else home.first
-                size = run.handed_bytes("outputs", s - 1, place)
+                size = run.value_bytes(OUTPUTS, s - 1, place)
                 yield "activations" if s else "inputs", before, device, size
                 if s == last:
                     to = home.devices[place % home.group]
-                    yield "outputs", device, to, run.handed_bytes("outputs", s, place)
-                following = home.devices[(place + home.group) % len(home)]
-                yield "accumulators", device, following, run.handed_bytes("carry", s, place)
+                    yield "outputs", device, to, run.value_bytes(OUTPUTS, s, place)
+                if place % home.group == 0:
+                    following = home.devices[(place + home.group) % len(home)]
+                    yield "accumulators", device, following, run.carry_bytes(s)
             elif action.kind in "BI" and s:
-                size = run.handed_bytes("grads", s, place)
+                size = run.value_bytes(GRADS, s, place)
                 yield "gradients", device, stages[s - 1].devices[place], size

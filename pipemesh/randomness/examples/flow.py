@@ -188,7 +188,8 @@ class _Follow:
         before, label = of_rank(before, rank), of_rank(label, rank)
         if ((before >= 0) & (label != before)).any():
             raise ConflictError
-        if not np.array_equal(*np.broadcast_arrays(before, label)):
+        same = np.broadcast_arrays(before, label)
+        if not np.array_equal(same[0], same[1]):
             flow.labels[tensor.name] = label
 
     def _call(

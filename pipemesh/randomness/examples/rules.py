@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from pipemesh.backend.static_shape import static_sizes
 from pipemesh.randomness.examples.labels import (
     NOBODY,
     NOBODYS,
@@ -51,7 +52,7 @@ def sizes_of(tensor: tf.Tensor) -> list[int]:
     """The static sizes of a tensor."""
     if not tensor.shape.is_fully_defined():
         raise UnknownLabelError
-    return tensor.shape.as_list()
+    return static_sizes(tensor)
 
 
 def _constant(tensor: tf.Tensor) -> Any:
@@ -183,14 +184,15 @@ def _pad(operation: Any, labels: Sequence[Label]) -> list[Label]:
     # Where labels do not differ, what is added may bear them too.
     widths = [pad if size > 1 else (0, 0) for pad, size in zip(pads, label.shape, strict=True)]
     if operation.type == "MirrorPad":
-        mode = {b"REFLECT": "reflect", b"SYMMETRIC": "symmetric"}[operation.get_attr("mode")]
-        return [np.pad(label, widths, mode)]
+        if operation.get_attr("mode") == b"REFLECT":
+            return [np.pad(label, widths, "reflect")]
+        return [np.pad(label, widths, "symmetric")]
     return [np.pad(label, widths, constant_values=NOBODY)]
 
 
 def _reverse(operation: Any, labels: Sequence[Label]) -> list[Label]:
     label = of_rank(labels[0], len(sizes_of(operation.inputs[0])))
-    return [np.flip(label, _dims(operation.inputs[1], label.ndim))]
+    return [np.flip(label, tuple(_dims(operation.inputs[1], label.ndim)))]
 
 
 def _gather(operation: Any, labels: Sequence[Label]) -> list[Label]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import PipelineError
 from pipemesh.randomness.examples.flow import ExampleFlow
 from pipemesh.randomness.examples.labels import NOBODYS, Label, along
@@ -86,6 +87,6 @@ class DrawsOfStage:
         behind = size // (before * self._examples)
         examples = np.arange(size) // behind % self._examples
         return [
-            (part, along(dim, rank, examples[place[dim] : place[dim] + part.shape[dim]]))
+            (part, along(dim, rank, examples[place[dim] :][: static_sizes(part)[dim]]))
             for part, place in draw.parts
         ]

@@ -107,7 +107,7 @@ def _grad_name(grad: Any) -> GradName:
     return None if grad is None else grad.name
 
 
-def flat_names(names: Iterable[GradName]) -> list[str]:
+def flat_names(names: Iterable[GradName | tuple[str, ...]]) -> list[str]:
     """All tensors' names; a sparse gradient has two, one that does not exist none."""
     flat: list[str] = []
     for name in names:

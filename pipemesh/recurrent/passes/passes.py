@@ -242,7 +242,7 @@ class Passes:
 
     def make(self) -> None:
         """Makes those of `forward` and `backward` now, for use in bodies of loops and branches."""
-        self._forward, self._backward_and_add  # noqa: B018
+        _ = self._forward, self._backward_and_add
 
     @functools.cached_property
     def _forward(self) -> list[Part]:

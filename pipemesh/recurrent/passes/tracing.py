@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from pipemesh.backend.static_shape import static_sizes
 from pipemesh.backend.tagged import tagged
 from pipemesh.errors import PipelineError
 from pipemesh.randomness import (
@@ -206,7 +207,7 @@ class WholeBatch:
                     lambda inputs=inputs, labels=labels: dict(
                         zip([t.name for t in inputs], labels(), strict=True)
                     ),
-                    self._inputs[0].shape[self._batch_dim],
+                    static_sizes(self._inputs[0])[self._batch_dim],
                 )
             )
         return self._draws[stage].whole

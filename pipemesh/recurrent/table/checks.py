@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from pipemesh.backend.operations import pin_each, wait_for
+from pipemesh.backend.operations import MaybeTensor, pin_each, wait_for
 from pipemesh.recurrent.passes.passes import Grads
 from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
 from pipemesh.recurrent.stage import Stage
@@ -67,11 +67,15 @@ class Checks:
         otherwise = place(last, (), f"forward: {what}")
         self._forward = [raise_unless(is_finite, found, otherwise, last.device)]
 
-    def after_forward(self, tensors: Grads, devices: str | Sequence[str]) -> Grads:
+    def after_forward(
+        self, tensors: list[MaybeTensor], devices: str | Sequence[str]
+    ) -> list[MaybeTensor]:
         """The tensors, on their device or devices, once the check has passed."""
         return _after(self._forward, tensors, devices)
 
-    def after_both(self, tensors: Grads, devices: str | Sequence[str]) -> Grads:
+    def after_both(
+        self, tensors: list[MaybeTensor], devices: str | Sequence[str]
+    ) -> list[MaybeTensor]:
         """The tensors, once the forward pass and the gradients, if there are any, have passed.
 
         Nothing that the gradients depend on may depend on these tensors.
@@ -185,7 +189,9 @@ def place(stage: Stage, layers: Sequence[str], rest: str, replica: int = 0) -> s
     return f"stage {stage.name!r}{device}{layer}, {rest}"
 
 
-def _after(checks: Sequence[tf.Operation], tensors: Grads, devices: str | Sequence[str]) -> Grads:
+def _after(
+    checks: Sequence[tf.Operation], tensors: list[MaybeTensor], devices: str | Sequence[str]
+) -> list[MaybeTensor]:
     if not checks:
         return tensors
     with tf.control_dependencies(checks):

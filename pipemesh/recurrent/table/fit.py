@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.recurrent.passes.graph_cut import node_of
 from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
@@ -52,7 +53,7 @@ def microbatch_size(
                 "it is to be cut; give what is the same for all examples once for each, or as a "
                 "weight or a param of a layer"
             )
-        sizes.setdefault(int(tensor.shape[batch_dim]), name)
+        sizes.setdefault(static_sizes(tensor)[batch_dim], name)
     if len(sizes) != 1:
         found = ", ".join(f"{size} ({name})" for size, name in sorted(sizes.items()))
         raise PipelineError(
@@ -137,7 +138,9 @@ def check_joined(traced: TracedStage, cutting: Cutting, has_step: bool) -> None:
         n for n, spec in enumerate(specs) if spec.shape.rank and _doubtful(traced, n, cutting)
     ]
     whole = _whole_outputs(traced, cutting, has_step) if doubtful else None
-    for number in doubtful if whole else []:
+    if whole is None:
+        return
+    for number in doubtful:
         shape = whole[number].shape
         if shape.rank is not None and shape[dim] not in (None, size * cutting.num_parts):
             found = f"has shape {specs[number].shape} and for the whole batch {shape}"
@@ -163,7 +166,7 @@ def _whole_outputs(traced: TracedStage, cutting: Cutting, has_step: bool) -> Spe
         spec = traced.spec(name)
         shape = spec.shape.as_list()
         if len(shape) > dim and shape[dim] == size:
-            shape[dim] *= cutting.num_parts
+            shape[dim] = size * cutting.num_parts
         specs.append(tf.TensorSpec(shape, spec.dtype))
     try:
         return output_specs(traced.given, specs, has_step)

@@ -10,11 +10,11 @@ import tensorflow as tf
 
 from pipemesh.backend.devices import check_threads
 from pipemesh.backend.gradient import Sources
-from pipemesh.backend.operations import pin_each
+from pipemesh.backend.operations import MaybeTensor, pin_each
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.passes.captures import is_constant
-from pipemesh.recurrent.passes.passes import Grads
+from pipemesh.recurrent.passes.passes import Grads, Tensors
 from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
 from pipemesh.recurrent.passes.tracing import specs_of
 from pipemesh.recurrent.precision import cast_floating, sum_dtype
@@ -28,6 +28,7 @@ from pipemesh.recurrent.table.fit import (
     microbatch_size,
     num_replicas,
 )
+from pipemesh.recurrent.table.kinds import Kind
 from pipemesh.recurrent.table.machine import Machine
 from pipemesh.recurrent.table.rolled import Rolled
 from pipemesh.recurrent.table.state import State, empty_notes
@@ -47,16 +48,20 @@ class Performer(Protocol):
 
     state: State
 
-    def perform(self, items: Any) -> None:
-        """Performs actions in order."""
+    def perform(self, items: Sequence[Action | Loop]) -> None:
+        """Performs actions and loops in order."""
         ...
 
     def seed(self, output_grads: Grads) -> None:
         """Takes the gradients of the outputs of the whole batch."""
         ...
 
-    def joined(self, kind: str, stage: int) -> Any:
-        """The `outputs` of a stage, or the `grads` of its inputs, for the whole batch."""
+    def outputs(self) -> Tensors:
+        """Those of the last stage for the whole batch."""
+        ...
+
+    def input_grads(self) -> Grads:
+        """The gradients of the pipeline's inputs."""
         ...
 
 
@@ -100,6 +105,9 @@ class Run:
             inputs, schedule.num_microbatches, options.batch_dim, replicas=replicas
         )
         cutting = Cutting(schedule.num_microbatches, size, options.batch_dim, replicas)
+        # Options choose one where none is given.
+        policy = options.check_numerics
+        assert policy is not None
         self._schedule = schedule
         self._loss_scale = options.loss_scale
         self._has_clock = options.clock is not None
@@ -117,7 +125,7 @@ class Run:
             cutting,
             step,
             [[sum_dtype(tf.convert_to_tensor(t).dtype) for t in stage.theta] for stage in stages],
-            options.check_numerics,
+            policy,
             options.clock,
             schedule.is_forward_only,
         )
@@ -142,15 +150,13 @@ class Run:
         check_joined(self._machine.traced[-1], cutting, step is not None)
         for traced in self._machine.traced:
             traced.check_pure()
-        self.checks = Checks(
-            options.check_numerics, self._machine.traced, self._machine.probes, cutting
-        )
+        self.checks = Checks(policy, self._machine.traced, self._machine.probes, cutting)
         state = State.before(self._stages, schedule.stage_devices)
         mode_of = self._modes = policy_of(options.remat).modes(schedule)
         arguments = (self._machine, state, self._stages, held, cutting, mode_of)
         order = execution_order(schedule)
         self.items: Sequence[Action | Loop] = order
-        self._values: Any
+        self._values: Performer
         if performer is not None:
             self._values = performer(*arguments)
             return
@@ -181,7 +187,7 @@ class Run:
         """Performs actions and loops in order."""
         self._values.perform(items)
 
-    def finish_carries(self, after: Callable[[Grads, str], Grads]) -> None:
+    def finish_carries(self, after: Callable[[Tensors, str], Tensors]) -> None:
         """Lets what the stages return besides wait for checks, and collects their summaries."""
         for number, traced in enumerate(self._machine.traced):
             carry = after(self.state.carries[number], traced.stage.device)
@@ -189,41 +195,31 @@ class Run:
                 traced.summaries.collect(carry.pop())
             self.state.carries[number] = carry
 
-    def held_bytes(self, kind: str, stage: int, place: int, microbatch: int = 0) -> int:
-        """What a device of the home, by its number, holds of `weights` or `grads`.
+    def weight_bytes(self, stage: int, place: int) -> int:
+        """What a device of a stage's home, by its number, holds of weights."""
+        held, group = self._stages[stage], self._stages[stage].of_home.group
+        return _of_place(specs_of(held.theta), held.theta_places, place % group)
 
-        Or of what is `kept` or `pending` of a microbatch.
+    def carry_bytes(self, stage: int) -> int:
+        """What a stage hands from microbatch to microbatch, and from replica to replica."""
+        return num_bytes(specs_of(self._stages[stage].carry))
+
+    def sum_bytes(self, stage: int, place: int) -> int:
+        """What a device of a stage's home, by its number, holds of sums of weights' gradients."""
+        passes = self._machine.passes(stage, self._modes[stage, 0])
+        return _of_place(passes.accumulator_specs, passes.accumulator_places, place)
+
+    def value_bytes(self, kind: Kind[Any], stage: int, place: int, microbatch: int = 0) -> int:
+        """What a device of a stage's home, by its number, leaves of a kind.
+
+        The `OUTPUTS` of stage -1 are the pipeline's inputs.
         """
-        if kind == "weights":
-            held, group = self._stages[stage], self._stages[stage].of_home.group
-            return _of_place(specs_of(held.theta), held.theta_places, place % group)
-        mode = self._modes[stage, microbatch]
-        if kind == "grads":
-            passes = self._machine.passes(stage, mode)
-            specs, places = passes.accumulator_specs, passes.accumulator_places
-        else:
-            specs = self._machine.specs(kind, stage, mode)
-            places = self._machine.places(kind, stage, mode)
-        return _of_place(specs, places, place)
-
-    def handed_bytes(self, kind: str, stage: int, place: int) -> int:
-        """What a device of the home, by its number, hands on of a microbatch.
-
-        Args:
-            kind: `outputs` (of stage -1: the pipeline's inputs), `grads` of the stage's inputs, or
-                the `carry`, which replicas hand to each other.
-            stage: its number.
-            place: of the device.
-        """
-        if kind == "carry":
-            whole = num_bytes(specs_of(self._stages[stage].carry))
-            return 0 if place % self._stages[stage].of_home.group else whole
         machine = self._machine
         if stage < 0:
             first = machine.traced[0]
-            specs, places = [*map(first.spec, first.inputs)], machine.places("inputs", 0)
-        else:
-            specs, places = machine.specs(kind, stage), machine.places(kind, stage)
+            return _of_place([*map(first.spec, first.inputs)], machine.input_places(0), place)
+        mode = self._modes[stage, microbatch]
+        specs, places = machine.specs(kind, stage, mode), machine.places(kind, stage, mode)
         return _of_place(specs, places, place)
 
     def kept_names(self, stage: int) -> tuple[TracedStage, list[str]]:
@@ -233,10 +229,12 @@ class Run:
 
     def outputs(self) -> list[tf.Tensor]:
         """The outputs of the last stage for the whole batch."""
-        outputs = self._values.joined("outputs", len(self._stages) - 1)
+        outputs = self._values.outputs()
         return self._after_clock(outputs, self._stages[-1].device)
 
-    def _after_clock(self, tensors: Grads, devices: str | Sequence[str]) -> Grads:
+    def _after_clock(
+        self, tensors: list[MaybeTensor], devices: str | Sequence[str]
+    ) -> list[MaybeTensor]:
         """Nothing but what is returned is run, so the last notes of a clock hang on that."""
         if not self._has_clock:
             return tensors
@@ -268,8 +266,10 @@ class Run:
         with tf.device(self._stages[-1].device):
             one = tf.ones([], self.last_specs[0].dtype)
             if self._loss_scale is not None:
-                one = self._scaled([one])[0]
-        self._values.seed_all([one] + [None] * (len(self.last_specs) - 1))
+                (one,) = self._scaled([one])
+        # The loss is inside of the pipeline, which only a table allows.
+        assert isinstance(self._values, Unrolled | Rolled)
+        self._values.seed_all([one, *[None] * (len(self.last_specs) - 1)])
 
     def _scaled(self, grads: Grads) -> Grads:
         assert self._loss_scale is not None
@@ -293,7 +293,7 @@ class Run:
             checked = self._after_clock(checked, devices)
             count = len(stage.theta)
             totals[number], states[number] = checked[:count], checked[count:]
-        of_inputs = self._values.joined("grads", 0)
+        of_inputs = self._values.input_grads()
         of_inputs = self._after_clock(of_inputs, self._stages[0].device)
         of_theta = [
             [grads[i] for i in numbers]

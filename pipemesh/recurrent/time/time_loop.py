@@ -262,8 +262,11 @@ class TimeLoop:
         stacked = [row.stack(handle) for row, handle in zip(input_rows, d_inputs, strict=True)]
         sums = [tf.cast(x, sources[i].dtype) for x, i in zip(totals, summed, strict=True)]
         like = [given.theta, captures.cell, captures.out]
+        of_theta, of_cell, of_out = groups(_spread(sums, summed, len(sources)), like)
         return Gradients(
-            *groups(_spread(sums, summed, len(sources)), like),
+            of_theta,
+            of_cell,
+            of_out,
             _spread(d_state0, differentiable, len(given.state)),
             _spread(stacked, with_row, len(given.inputs)),
         )
@@ -302,8 +305,8 @@ def extras_shapes(traced: TracedCell, like: Any) -> list[tf.Tensor | np.ndarray]
 
 def sequence_length(inputs: Sequence[tf.Tensor]) -> tf.Tensor:
     """The size of dim 0 as int32 scalar; a constant if it is known while the graph is built."""
-    known = [x.shape[0] for x in inputs if x.shape[0] is not None]
-    return tf.constant(known[0]) if known else tf.shape(inputs[0])[0]
+    known = next((size for x in inputs if (size := x.shape[0]) is not None), None)
+    return tf.shape(inputs[0])[0] if known is None else tf.constant(known)
 
 
 def _write(rows: list[Rows], handles: Any, values: Any, t: tf.Tensor) -> list[tf.Tensor]:
