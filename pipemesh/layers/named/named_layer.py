@@ -50,9 +50,9 @@ class NamedLayer(base_layer.BaseLayer):
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
-        # By name, the shape of each whole weight, and who owns each variable.
+        # By name, the shape of each whole weight, and who holds each variable.
         self._named_shapes: dict[str, Shape] = {}
-        self._owners: dict[str, int] = {}
+        self._holders: dict[str, tuple[int, ...]] = {}
 
     @classmethod
     def NamedWeights(cls, p: Any) -> dict[str, tuple[Shape | str, Any]]:
@@ -102,8 +102,7 @@ class NamedLayer(base_layer.BaseLayer):
         groups = slice_groups(layout)
         devices = getattr(lowering, "devices", None)
         for variable, group in zip(slice_names(name, layout), groups, strict=True):
-            if len(groups) > 1:
-                self._owners[variable] = group[0]
+            self._holders[variable] = group
             block = BlockInit(initializer, shape.sizes, layout.slice_begin(group[0]))
             weights = py_utils.WeightParams(
                 list(layout.slice_shape),
@@ -193,20 +192,15 @@ class NamedLayer(base_layer.BaseLayer):
         dtype = py_utils.FPropDtype(self.params)
         return ops.cast(x, dtype) if x.dtype.is_floating and x.dtype != dtype else x
 
-    def weight_places(self) -> Any:
-        """Who owns which variable.
+    def weight_holders(self) -> dict[str, tuple[int, ...]]:
+        """Who needs which of the layer's own variables.
 
         Returns:
-            A NestedMap parallel to theta: for each slice of a weight the number of the processor
-            that owns it, and None for a weight that is not split, which all processors need.
+            For each variable of a weight the processors that hold it, or a copy of it; the first
+            of them owns it.
         """
-        return _places_of(self)
+        return dict(self._holders)
 
-
-def _places_of(layer: Any) -> Any:
-    if isinstance(layer, list | tuple):
-        return [_places_of(part) for part in layer]
-    owners = layer._owners if isinstance(layer, NamedLayer) else {}
-    places = {name: owners.get(name) for name in layer._private_theta}
-    children = {name: _places_of(child) for name, child in layer.children.items()}
-    return py_utils.NestedMap(places | children)
+    def dims(self) -> set[str]:
+        """The names of the dims of the layer's own weights and inputs, which rules may split."""
+        return {"batch", "length"}.union(*(shape.names for shape in self._named_shapes.values()))
