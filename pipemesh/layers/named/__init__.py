@@ -18,17 +18,25 @@ Example:
     ([4, 4], 1)
 """
 
+from pipemesh.layers.named.attention import Attention
 from pipemesh.layers.named.dropout import Dropout
+from pipemesh.layers.named.embedding import Embedding
 from pipemesh.layers.named.feed_forward import FeedForward
 from pipemesh.layers.named.named_layer import NamedLayer
 from pipemesh.layers.named.norm import Norm
 from pipemesh.layers.named.scope import current_lowering, lowering_scope
+from pipemesh.layers.named.softmax import SoftmaxCrossEntropy
+from pipemesh.layers.named.transformer_block import TransformerBlock
 
 __all__ = [
+    "Attention",
     "Dropout",
+    "Embedding",
     "FeedForward",
     "NamedLayer",
     "Norm",
+    "SoftmaxCrossEntropy",
+    "TransformerBlock",
     "current_lowering",
     "lowering_scope",
 ]

@@ -1,0 +1,253 @@
+"""Causal self-attention with split heads."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import tensorflow as tf
+from lingvo.core import py_utils
+
+from pipemesh.errors import LayoutError, PipelineError
+from pipemesh.layers.check_params import check_flags, check_whole
+from pipemesh.layers.named.block_attention import Blocks, Buckets, block_attention
+from pipemesh.layers.named.named_layer import NamedLayer
+from pipemesh.layers.named.positions import rotated
+from pipemesh.layers.named.scope import current_lowering
+from pipemesh.lowering import Lowering, Tensor, ops
+from pipemesh.lowering.tensor import union_axes
+
+
+class Attention(NamedLayer):
+    """Multi-head causal self-attention; a token sees its segment up to itself.
+
+    With the rule `heads:model` each processor computes some of the heads, and the sum over heads
+    ends in one all-reduce (Shoeybi et al., "Megatron-LM", 2019). With `num_kv_heads` neighbouring
+    heads share keys and values (Ainslie et al., "GQA", 2023), whose dim is `kv_heads` then: split
+    it along with `heads`, or leave it whole if there are fewer than processors.
+
+    Scores are computed in blocks (`block_attention`), so memory grows linearly with the length.
+    """
+
+    @classmethod
+    def Params(cls) -> Any:
+        """Defines heads, positions and blocks."""
+        p = super().Params()
+        p.Define("input_dim", 0, "Size of `embed`.")
+        p.Define("num_heads", 1, "Size of `heads`.")
+        p.Define("num_kv_heads", None, "Size of `kv_heads`, a divisor of num_heads; None for MHA.")
+        p.Define("dim_per_head", None, "Size of `head_dim`; None for input_dim / num_heads.")
+        p.Define("use_bias", True, "Whether biases are added to the four products.")
+        p.Define("use_rotary", False, "Whether queries and keys are rotated by their positions.")
+        p.Define("rotary_base", 1e4, "Of the wavelengths of rotations.")
+        p.Define(
+            "relative_buckets", 0, "Number of buckets of a bias by distance and head; 0 for none."
+        )
+        p.Define("relative_max_distance", 128, "From this distance on, the last bucket is used.")
+        p.Define("block_size", 512, "How many queries, and keys, a block has at most.")
+        return p
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        p = self.params
+        for field in ("input_dim", "num_heads", "block_size"):
+            check_whole(p.name, field, getattr(p, field), 1)
+        for field in ("num_kv_heads", "dim_per_head"):
+            if getattr(p, field) is not None:
+                check_whole(p.name, field, getattr(p, field), 1)
+        check_whole(p.name, "relative_buckets", p.relative_buckets, 0)
+        check_flags(p, ["use_bias", "use_rotary"])
+        if p.dim_per_head is None and p.input_dim % p.num_heads:
+            raise PipelineError(
+                f"{p.name}: input_dim {p.input_dim} is no multiple of num_heads {p.num_heads}; "
+                "change one of them, or give dim_per_head"
+            )
+        if _kv_heads(p) and p.num_heads % _kv_heads(p):
+            raise PipelineError(
+                f"{p.name}: num_heads {p.num_heads} is no multiple of num_kv_heads "
+                f"{p.num_kv_heads}; as many heads have to share each key"
+            )
+        if p.use_rotary and _head_dim(p) % 2:
+            raise PipelineError(
+                f"{p.name}: use_rotary turns pairs of elements, but heads have {_head_dim(p)}; "
+                "make dim_per_head even"
+            )
+        if p.relative_buckets and not 2 <= p.relative_buckets < 2 * p.relative_max_distance:
+            raise PipelineError(
+                f"{p.name}: relative_buckets is {p.relative_buckets} and relative_max_distance "
+                f"{p.relative_max_distance}; there are 2 or more buckets, and half of them less "
+                "than the distance"
+            )
+        self._CheckLayout(current_lowering())
+
+    @classmethod
+    def NamedWeights(cls, p: Any) -> dict[str, Any]:
+        """`w_q`, `w_k`, `w_v`, `w_out`, their biases, and `relative_bias`."""
+        embed, head_dim = f"embed:{p.input_dim}", f"head_dim:{_head_dim(p)}"
+        heads = f"heads:{p.num_heads};{head_dim}"
+        keys = f"{_kv_name(p)}:{_kv_heads(p) or p.num_heads};{head_dim}"
+        first = py_utils.WeightInit.Gaussian(1 / math.sqrt(p.input_dim))
+        last = py_utils.WeightInit.Gaussian(1 / math.sqrt(p.num_heads * _head_dim(p)))
+        zero = py_utils.WeightInit.Constant(0.0)
+        weights: dict[str, Any] = {
+            "w_q": (f"{embed};{heads}", first),
+            "w_k": (f"{embed};{keys}", first),
+            "w_v": (f"{embed};{keys}", first),
+            "w_out": (f"{heads};{embed}", last),
+        }
+        if p.use_bias:
+            weights |= {"b_q": (heads, zero), "b_k": (keys, zero), "b_v": (keys, zero)}
+            weights["b_out"] = (embed, zero)
+        if p.relative_buckets:
+            table = f"buckets:{p.relative_buckets};heads:{p.num_heads}"
+            weights["relative_bias"] = (table, zero)
+        return weights
+
+    def FProp(
+        self,
+        theta: Any,
+        x: Any,
+        segment_ids: Any = None,
+        segment_pos: Any = None,
+        paddings: Any = None,
+    ) -> Tensor:
+        """Computes the layer.
+
+        Args:
+            theta: weights.
+            x: `batch;length;embed`.
+            segment_ids: `batch;length`, integers from 0 on: which tokens see each other. By
+                default each row is one segment.
+            segment_pos: `batch;length`, integers: positions for rotations; by default places.
+            paddings: `batch;length`, 1 where there is no token, and 0 elsewhere.
+
+        Returns:
+            `batch;length;embed`.
+        """
+        p = self.params
+        x = self.Named(x, "batch;length;embed")
+        self._CheckLayout(x.lowering)
+        kv_name = _kv_name(p)
+        q = self._Product(theta, "q", [x], ["batch", "length", "heads", "head_dim"])
+        k, v = (
+            self._Product(theta, name, [x], ["batch", "length", kv_name, "head_dim"])
+            for name in ("k", "v")
+        )
+        optional = {
+            "segments": segment_ids,
+            "positions": segment_pos if p.use_rotary else None,
+            "paddings": paddings,
+        }
+        given = {
+            name: self.Named(value, "batch;length")
+            for name, value in optional.items()
+            if value is not None
+        }
+        if p.relative_buckets:
+            given["table"] = self.Weight(theta, "relative_bias")
+        attended = self._Attend(q, k, v, given)
+        return self._Product(theta, "out", [attended], ["batch", "length", "embed"])
+
+    def _Product(self, theta: Any, name: str, x: list[Tensor], dims: list[str]) -> Tensor:
+        product = ops.einsum([*x, self.Weight(theta, f"w_{name}")], dims)
+        return product + self.Weight(theta, f"b_{name}") if self.params.use_bias else product
+
+    def _Attend(self, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Tensor]) -> Tensor:
+        """Each processor's heads attend, on its device."""
+        p, lowering = self.params, q.lowering
+        # What is equal along an axis that another operand is split over enters what differs.
+        axes = union_axes([q, k, v, *given.values()])
+        operands = [tensor.vary(axes) for tensor in (q, k, v, *given.values())]
+        buckets = Buckets(p.relative_buckets, p.relative_max_distance)
+        heads_axis = lowering.rules.axis("heads")
+        is_cut = heads_axis is not None and k.layout.axes[2] != heads_axis
+        if is_cut:
+            operands.append(lowering.coordinate(str(heads_axis)))
+
+        def local(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, *rest: tf.Tensor) -> tf.Tensor:
+            named = dict(zip(given, rest, strict=False))
+            if is_cut:
+                k, v = (_keys_of(p, x, q.shape[2], rest[-1]) for x in (k, v))
+            if p.use_rotary:
+                positions = named.get("positions", tf.range(q.shape[1]))
+                q, k = (rotated(x, positions, p.rotary_base) for x in (q, k))
+            scale = tf.cast(1 / math.sqrt(_head_dim(p)), q.dtype)
+            segments = _segments(named.get("segments"), named.get("paddings"))
+            return block_attention(
+                q * scale, k, v, segments, named.get("table"), buckets, p.block_size
+            )
+
+        return Tensor(lowering, lowering.map(local, *operands), q.shape)
+
+    def _CheckLayout(self, lowering: Lowering) -> None:
+        """Checks that each processor has the keys of its heads, and whole sequences."""
+        p, rules = self.params, lowering.rules
+        for dim in ("length", "head_dim"):
+            axis = rules.axis(dim)
+            if axis is not None and lowering.mesh.size(axis) > 1:
+                raise LayoutError(
+                    f"{p.name}: the rule '{dim}:{axis}' splits dim {dim!r}, of which attention "
+                    "needs all on each processor; remove the rule, or split 'heads' or 'batch'"
+                )
+        heads_axis, kv_axis = rules.axis("heads"), rules.axis("kv_heads")
+        if not _kv_heads(p) or heads_axis == kv_axis:
+            return
+        if kv_axis is not None:
+            raise LayoutError(
+                f"{p.name}: the rule 'kv_heads:{kv_axis}' splits keys, but 'heads' "
+                + (f"is split over {heads_axis!r}" if heads_axis else "has no rule")
+                + f"; heads have to lie with their keys: write 'heads:{kv_axis};kv_heads:{kv_axis}'"
+            )
+        here = p.num_heads // lowering.mesh.size(str(heads_axis))
+        shared = p.num_heads // p.num_kv_heads
+        if here and here % shared and shared % here:
+            raise LayoutError(
+                f"{p.name}: axis {heads_axis!r} of mesh '{lowering.mesh}' leaves a processor "
+                f"{here} heads, of which {shared} share a key, so groups are cut unevenly; change "
+                f"num_kv_heads {p.num_kv_heads} or the size of the axis so that one of both "
+                "numbers divides the other"
+            )
+
+    @classmethod
+    def FPropMeta(cls, p: Any, x: Any, *rest: Any) -> Any:
+        """Flops are those of the products: of weights, and of all pairs of blocks."""
+        del rest
+        batch, length, _ = x
+        inner = p.num_heads * _head_dim(p)
+        keys = (_kv_heads(p) or p.num_heads) * _head_dim(p)
+        weights = p.input_dim * (2 * inner + 2 * keys)
+        blocks = Blocks.of(length, p.block_size)
+        scores = 2 * inner * len(blocks.pairs) * blocks.size**2
+        return py_utils.NestedMap(
+            flops=2 * batch * (length * weights + scores),
+            out_shapes=(x,),
+            parameter_bytes=cls.ParameterBytes(p),
+        )
+
+
+def _kv_heads(p: Any) -> int | None:
+    """The number of groups of heads; None if each head is by itself."""
+    return None if p.num_kv_heads == p.num_heads else p.num_kv_heads
+
+
+def _kv_name(p: Any) -> str:
+    return "kv_heads" if _kv_heads(p) else "heads"
+
+
+def _head_dim(p: Any) -> int:
+    return p.dim_per_head or p.input_dim // p.num_heads
+
+
+def _keys_of(p: Any, keys: tf.Tensor, heads: int, at: tf.Tensor) -> tf.Tensor:
+    """Of all keys those of one processor's heads: the heads `[at * heads, (at + 1) * heads)`."""
+    shared = p.num_heads // p.num_kv_heads
+    number = max(1, heads // shared)
+    return tf.gather(keys, at * heads // shared + tf.range(number), axis=2)
+
+
+def _segments(ids: tf.Tensor | None, paddings: tf.Tensor | None) -> tf.Tensor | None:
+    """Segments in which padding is one of its own."""
+    if paddings is None:
+        return ids
+    ids = tf.zeros(paddings.shape, tf.int32) if ids is None else ids
+    return tf.where(paddings > 0.5, tf.cast(-1, ids.dtype), ids)

@@ -1,0 +1,305 @@
+"""Causal attention on one device, block by block: the matrix of all scores never exists.
+
+Blocks of queries meet the blocks of keys up to their own, one pair after the other. A softmax that
+is corrected when a greater score comes ("online", Milakov and Gimelshein, 2018) keeps for each
+query its maximum, its sum, and the sum of values; the backward pass computes scores again (Dao et
+al., "FlashAttention", 2022). Memory is that of queries, keys and values, and of one pair's scores.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from pipemesh.backend.attach_gradient import attach_gradient
+from pipemesh.backend.tapes import unrecorded
+from pipemesh.errors import GradientError
+
+# So low that its exponential is 0, and differences of such are finite.
+_LOW = -1e30
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """Distances that share a bias (Raffel et al., "T5", 2020, of the past alone).
+
+    The first half of the buckets has a distance each; the others grow with its logarithm, up to
+    `max_distance`, from which on all share the last one.
+
+    Attributes:
+        number: of buckets, 2 or more.
+        max_distance: more than half of `number`.
+    """
+
+    number: int
+    max_distance: int
+
+    def of(self, distance: tf.Tensor) -> tf.Tensor:
+        """The bucket of each distance, an int32 from 0 on; negative ones have the first.
+
+        Example:
+            >>> Buckets(4, 8).of(tf.constant([0, 1, 2, 3, 4, 7, 8, 99])).numpy().tolist()
+            [0, 1, 2, 2, 3, 3, 3, 3]
+        """
+        exact = self.number // 2
+        ratio = tf.cast(tf.maximum(distance, exact), tf.float32) / exact
+        steps = tf.math.log(ratio) / math.log(self.max_distance / exact) * (self.number - exact)
+        far = tf.minimum(exact + tf.cast(steps, tf.int32), self.number - 1)
+        return tf.where(distance < exact, tf.maximum(distance, 0), far)
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How a length is cut.
+
+    Attributes:
+        length: of the sequence.
+        number: of blocks.
+        size: of a block; the last one may reach beyond the sequence.
+    """
+
+    length: int
+    number: int
+    size: int
+
+    @classmethod
+    def of(cls, length: int, most: int) -> Blocks:
+        """Equal blocks of at most so many positions.
+
+        Example:
+            >>> Blocks.of(length=10, most=4)
+            Blocks(length=10, number=3, size=4)
+        """
+        number = max(1, -(-length // most))
+        return cls(length, number, -(-length // number))
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """Each block of queries with the blocks of keys that it may see, in order."""
+        return [(i, j) for i in range(self.number) for j in range(i + 1)]
+
+    def padded(self, x: tf.Tensor, value: int = 0) -> tf.Tensor:
+        """`[batch, length, ...]` as `[number, batch, size, ...]`."""
+        after = self.number * self.size - self.length
+        paddings = [[0, after if i == 1 else 0] for i in range(x.shape.rank)]
+        x = tf.pad(x, paddings, constant_values=value) if after else x
+        batch, _, *rest = x.shape.as_list()
+        x = tf.reshape(x, [batch, self.number, self.size, *rest])
+        return tf.transpose(x, [1, 0, *range(2, x.shape.rank)])
+
+    def joined(self, x: tf.Tensor) -> tf.Tensor:
+        """The way back."""
+        x = tf.transpose(x, [1, 0, *range(2, x.shape.rank)])
+        batch, _, _, *rest = x.shape.as_list()
+        return tf.reshape(x, [batch, self.number * self.size, *rest])[:, : self.length]
+
+
+def block_attention(
+    q: tf.Tensor,
+    k: tf.Tensor,
+    v: tf.Tensor,
+    segments: tf.Tensor | None = None,
+    table: tf.Tensor | None = None,
+    buckets: Buckets | None = None,
+    block_size: int = 512,
+) -> tf.Tensor:
+    """Averages of the values that each query sees: those of its segment up to itself.
+
+    Args:
+        q: `[batch, length, heads, dim]`, scaled.
+        k: `[batch, length, kv_heads, dim]`; `heads / kv_heads` neighbouring heads share one.
+        v: like `k`.
+        segments: `[batch, length]` int32; none is negative but that of padding.
+        table: `[buckets, heads]`, what is added to scores.
+        buckets: which of its rows.
+        block_size: how many positions a block has at most.
+
+    Returns:
+        `[batch, length, heads, dim]`. It has first derivatives alone.
+    """
+    attend = _Attention(q, k, Blocks.of(q.shape[1], block_size), segments, buckets)
+    inputs = [q, k, v] if table is None else [q, k, v, table]
+    with unrecorded():
+        output, logs = attend.forward(*inputs)
+
+    def backward(grads: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+        with unrecorded():
+            found = attend.backward(grads[0], output, logs, *inputs)
+        return attach_gradient(found, [grads[0], *inputs], _no_second, across_devices=False)
+
+    return attach_gradient([output], inputs, backward, across_devices=False)[0]
+
+
+def _no_second(grads: Any) -> Any:
+    raise GradientError(
+        "a gradient of a gradient of attention was asked for, whose blocks have first derivatives "
+        "alone; differentiate once, or write the attention with ops.einsum and ops.softmax"
+    )
+
+
+class _Attention:
+    """The sizes of one attention, and its computation.
+
+    Blocks of queries are `[blocks, batch, kv_heads, heads a key * size, dim]`, those of keys
+    `[blocks, batch, kv_heads, size, dim]`.
+    """
+
+    def __init__(
+        self,
+        q: tf.Tensor,
+        k: tf.Tensor,
+        blocks: Blocks,
+        segments: tf.Tensor | None,
+        buckets: Buckets | None,
+    ) -> None:
+        self.blocks = blocks
+        self.batch, _, self.heads, self.dim = q.shape.as_list()
+        self.kv_heads: int = k.shape[2]
+        self.shared = self.heads // self.kv_heads
+        self.segments = None if segments is None else blocks.padded(segments, -2)
+        self.buckets = buckets
+
+    def forward(
+        self, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, table: tf.Tensor | None = None
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """The output, and for each block and query the logarithm of its sum of exponentials."""
+        queries, keys, values = self._queries(q), self._keys(k), self._keys(v)
+        rows = [self.batch, self.kv_heads, self.shared * self.blocks.size]
+
+        def body(i: tf.Tensor, j: tf.Tensor, tops: Any, sums: Any, totals: Any) -> Any:
+            scores, seen = self._scores(i, j, queries[i], keys[j], table)
+            top = tf.maximum(tops[i], tf.reduce_max(scores, -1, keepdims=True))
+            raised = tf.where(seen, tf.exp(scores - top), 0.0)
+            less = tf.exp(tops[i] - top)
+            weighed = tf.matmul(tf.cast(raised, v.dtype), values[j])
+            total = totals[i] * less + tf.cast(weighed, tf.float32)
+            added = sums[i] * less + tf.reduce_sum(raised, -1, keepdims=True)
+            return _put(tops, i, top), _put(sums, i, added), _put(totals, i, total)
+
+        tops, sums, totals = self._over_pairs(
+            body,
+            tf.fill([self.blocks.number, *rows, 1], _LOW),
+            tf.zeros([self.blocks.number, *rows, 1]),
+            tf.zeros([self.blocks.number, *rows, self.dim]),
+        )
+        output = tf.cast(self._without_blocks(totals / sums), q.dtype)
+        return output, tops + tf.math.log(sums)
+
+    def backward(
+        self,
+        grad: tf.Tensor,
+        output: tf.Tensor,
+        logs: tf.Tensor,
+        q: tf.Tensor,
+        k: tf.Tensor,
+        v: tf.Tensor,
+        table: tf.Tensor | None = None,
+    ) -> list[tf.Tensor]:
+        """Gradients of queries, keys, values and the table."""
+        queries, keys, values = self._queries(q), self._keys(k), self._keys(v)
+        wanted = self._queries(grad)
+        # What each query's gradients of scores have to be diminished by to sum to 0.
+        means = tf.reduce_sum(
+            tf.cast(wanted, tf.float32) * tf.cast(self._queries(output), tf.float32),
+            -1,
+            keepdims=True,
+        )
+
+        def body(i: tf.Tensor, j: tf.Tensor, dq: Any, dk: Any, dv: Any, *dtable: Any) -> Any:
+            scores, seen = self._scores(i, j, queries[i], keys[j], table)
+            weights = tf.where(seen, tf.exp(scores - logs[i]), 0.0)
+            dweights = tf.matmul(wanted[i], values[j], transpose_b=True)
+            dscores = weights * (tf.cast(dweights, tf.float32) - means[i])
+            low = tf.cast(dscores, q.dtype)
+            found = (
+                _add(dq, i, tf.matmul(low, keys[j])),
+                _add(dk, j, tf.matmul(low, queries[i], transpose_a=True)),
+                _add(dv, j, tf.matmul(tf.cast(weights, q.dtype), wanted[i], transpose_a=True)),
+            )
+            return *found, *(rows + self._table_gradient(i, j, dscores) for rows in dtable)
+
+        zeros = [tf.zeros(x.shape) for x in (queries, keys, values)]
+        dtable = [] if table is None else [tf.zeros(table.shape)]
+        dq, dk, dv, *dtable = self._over_pairs(body, *zeros, *dtable)
+        found = [self._without_blocks(dq), self._without_blocks(dk), self._without_blocks(dv)]
+        inputs = [q, k, v] if table is None else [q, k, v, table]
+        return [tf.cast(g, x.dtype) for g, x in zip([*found, *dtable], inputs, strict=True)]
+
+    def _over_pairs(self, body: Any, *state: tf.Tensor) -> Any:
+        """Applies `body(i, j, *state)` to all pairs of blocks, one after the other."""
+        pairs = self.blocks.pairs
+        if len(pairs) == 1:
+            return body(0, 0, *state)
+        first, second = (tf.constant(numbers) for numbers in zip(*pairs, strict=True))
+
+        def turn(at: tf.Tensor, *state: tf.Tensor) -> Any:
+            return at + 1, *body(first[at], second[at], *state)
+
+        # One after the other: pairs at the same time would need memory for all their scores.
+        _, *state = tf.while_loop(
+            lambda at, *_: at < len(pairs), turn, (tf.constant(0), *state), parallel_iterations=1
+        )
+        return state
+
+    def _scores(
+        self, i: Any, j: Any, queries: tf.Tensor, keys: tf.Tensor, table: tf.Tensor | None
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Scores in float32, and which keys are seen."""
+        size = self.blocks.size
+        scores = tf.cast(tf.matmul(queries, keys, transpose_b=True), tf.float32)
+        parts = [self.batch, self.kv_heads, self.shared, size, size]
+        distance = self._distance(i, j)
+        seen = (distance >= 0)[None]
+        if self.segments is not None:
+            seen = seen & tf.equal(self.segments[i][:, :, None], self.segments[j][:, None, :])
+        seen = seen[:, None, None]
+        scores = tf.reshape(scores, parts)
+        if table is not None:
+            assert self.buckets is not None
+            bias = tf.gather(tf.cast(table, tf.float32), self.buckets.of(distance))
+            scores += tf.reshape(tf.transpose(bias, [2, 0, 1]), [1, *parts[1:]])
+        scores = tf.where(seen, scores, _LOW)
+        flat = [self.batch, self.kv_heads, self.shared * size, size]
+        return tf.reshape(scores, flat), tf.reshape(tf.broadcast_to(seen, parts), flat)
+
+    def _distance(self, i: Any, j: Any) -> tf.Tensor:
+        size = self.blocks.size
+        places = tf.range(size)
+        return (i - j) * size + places[:, None] - places[None, :]
+
+    def _table_gradient(self, i: Any, j: Any, dscores: tf.Tensor) -> tf.Tensor:
+        assert self.buckets is not None
+        size = self.blocks.size
+        summed = tf.reduce_sum(dscores, 0)
+        rows = tf.transpose(tf.reshape(summed, [self.heads, size * size]))
+        places = tf.reshape(self.buckets.of(self._distance(i, j)), [-1])
+        return tf.math.unsorted_segment_sum(rows, places, self.buckets.number)
+
+    def _queries(self, x: tf.Tensor) -> tf.Tensor:
+        x = self.blocks.padded(x)
+        n, batch, size, _, dim = x.shape.as_list()
+        x = tf.reshape(x, [n, batch, size, self.kv_heads, self.shared, dim])
+        x = tf.transpose(x, [0, 1, 3, 4, 2, 5])
+        return tf.reshape(x, [n, batch, self.kv_heads, self.shared * size, dim])
+
+    def _keys(self, x: tf.Tensor) -> tf.Tensor:
+        return tf.transpose(self.blocks.padded(x), [0, 1, 3, 2, 4])
+
+    def _without_blocks(self, x: tf.Tensor) -> tf.Tensor:
+        """Blocks of queries or keys as `[batch, length, heads or kv_heads, dim]`."""
+        n, batch, kv_heads, _, dim = x.shape.as_list()
+        x = tf.reshape(x, [n, batch, kv_heads, -1, self.blocks.size, dim])
+        x = tf.transpose(x, [0, 1, 4, 2, 3, 5])
+        return self.blocks.joined(tf.reshape(x, [n, batch, self.blocks.size, -1, dim]))
+
+
+def _put(blocks: tf.Tensor, at: Any, block: tf.Tensor) -> tf.Tensor:
+    return tf.tensor_scatter_nd_update(blocks, [[at]], block[None])
+
+
+def _add(blocks: tf.Tensor, at: Any, block: tf.Tensor) -> tf.Tensor:
+    return tf.tensor_scatter_nd_add(blocks, [[at]], tf.cast(block, blocks.dtype)[None])

@@ -1,0 +1,125 @@
+"""Vectors of tokens, and of their positions."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import tensorflow as tf
+from lingvo.core import py_utils, tshape
+
+from pipemesh.errors import PipelineError
+from pipemesh.layers.check_params import check_flags, check_whole
+from pipemesh.layers.named.dropout import Dropout
+from pipemesh.layers.named.named_layer import NamedLayer
+from pipemesh.layers.named.positions import sinusoids
+from pipemesh.lowering import Tensor, ops
+from pipemesh.lowering.ops.lookup import local_start
+from pipemesh.mesh import Dim, Shape
+from pipemesh.text import nearest_text
+
+POSITIONS = ("none", "sinusoidal", "learned")
+
+
+class Embedding(NamedLayer):
+    """Looks up the vector of each token, adds that of its position, and drops some elements.
+
+    With the rule `vocab:model` each processor has some rows of the table. It looks up the tokens
+    among them, has zeros for all others, and one all-reduce adds them up.
+    """
+
+    @classmethod
+    def Params(cls) -> Any:
+        """Defines sizes, `positions` and `dropout_rate`."""
+        p = super().Params()
+        p.Define("vocab_size", 0, "Size of `vocab`.")
+        p.Define("embedding_dim", 0, "Size of `embed`.")
+        p.Define("scale_sqrt_depth", False, "Whether vectors are scaled by its square root.")
+        p.Define("positions", "none", "'none', 'sinusoidal' or 'learned'.")
+        p.Define("max_length", None, "Number of positions that are learned.")
+        p.Define("dropout_rate", 0.0, "Dropout rate of the sum.")
+        return p
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        p = self.params
+        check_whole(p.name, "vocab_size", p.vocab_size, 1)
+        check_whole(p.name, "embedding_dim", p.embedding_dim, 1)
+        check_flags(p, ["scale_sqrt_depth"])
+        if p.positions not in POSITIONS:
+            raise PipelineError(
+                f"{p.name}: positions is {p.positions!r}{nearest_text(str(p.positions), POSITIONS)}"
+            )
+        if p.positions == "learned":
+            check_whole(p.name, "max_length", p.max_length, 1)
+        if p.positions == "sinusoidal" and p.embedding_dim % 2:
+            raise PipelineError(
+                f"{p.name}: embedding_dim is {p.embedding_dim}; sinusoidal positions need an even "
+                "one"
+            )
+        self.CreateChild("dropout", Dropout.Params().Set(rate=p.dropout_rate))
+
+    @classmethod
+    def NamedWeights(cls, p: Any) -> dict[str, Any]:
+        """`table`, and perhaps `positions`."""
+        deviation = 1 / math.sqrt(p.embedding_dim) if p.scale_sqrt_depth else 1.0
+        init = py_utils.WeightInit.Gaussian(deviation)
+        weights = {"table": (f"vocab:{p.vocab_size};embed:{p.embedding_dim}", init)}
+        if p.positions == "learned":
+            weights["positions"] = (f"positions:{p.max_length};embed:{p.embedding_dim}", init)
+        return weights
+
+    def FProp(self, theta: Any, ids: Any, segment_pos: Any = None) -> Tensor:
+        """Computes the vectors.
+
+        Args:
+            theta: weights.
+            ids: `batch;length`, integers below `vocab_size`; others have zeros.
+            segment_pos: `batch;length`, integers below the length; by default places.
+
+        Returns:
+            `batch;length;embed`.
+        """
+        p = self.params
+        ids = self.Named(ids, "batch;length")
+        x = ops.gather(self.Weight(theta, "table"), ids, "vocab")
+        if p.scale_sqrt_depth:
+            x = x * math.sqrt(p.embedding_dim)
+        if p.positions != "none":
+            x = x + self._Positions(theta, ids, segment_pos)
+        return self.dropout.FProp(theta.dropout, x)
+
+    def _Positions(self, theta: Any, ids: Tensor, segment_pos: Any) -> Tensor:
+        p, lowering = self.params, ids.lowering
+        length = ids.shape["length"].size
+        if segment_pos is None:
+            places = self.Named(tf.range(length), "length")
+        else:
+            places = self.Named(segment_pos, "batch;length")
+        if p.positions == "learned":
+            if length > p.max_length:
+                raise PipelineError(
+                    f"{p.name}: sequences of {length} tokens were given, but max_length is "
+                    f"{p.max_length}; make it as large, or the sequences shorter"
+                )
+            return ops.gather(self.Weight(theta, "positions"), places, "positions")
+        embed = Dim("embed", p.embedding_dim)
+        shape = Shape((*places.shape, embed))
+        start, size = local_start(lowering, embed)
+
+        def local(places: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
+            whole = sinusoids(places, p.embedding_dim)
+            return tf.gather(whole, start + tf.range(size), axis=-1)
+
+        found = Tensor(lowering, lowering.map(local, places.slices, start), shape)
+        return ops.cast(found, py_utils.FPropDtype(p))
+
+    @classmethod
+    def FPropMeta(cls, p: Any, ids: Any, *rest: Any) -> Any:
+        """There are no products of matrices."""
+        del rest
+        return py_utils.NestedMap(
+            flops=0,
+            out_shapes=(tshape.Shape([ids[0], ids[1], p.embedding_dim]),),
+            parameter_bytes=cls.ParameterBytes(p),
+        )

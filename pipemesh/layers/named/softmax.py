@@ -1,0 +1,104 @@
+"""Cross entropy of labels."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import tensorflow as tf
+from lingvo.core import py_utils, tshape
+
+from pipemesh.errors import PipelineError
+from pipemesh.layers.check_params import check_flags, check_whole
+from pipemesh.layers.named.named_layer import NamedLayer
+from pipemesh.lowering import Tensor, ops
+
+
+class SoftmaxCrossEntropy(NamedLayer):
+    """Logits of all tokens, and the cross entropy of the labels: the head of a language model.
+
+    With the rule `vocab:model` each processor has the logits of some tokens only. Their maximum,
+    the sum of their exponentials, and the logit of the label go around, a number a token each.
+    """
+
+    @classmethod
+    def Params(cls) -> Any:
+        """Defines sizes, `use_bias` and `label_smoothing`."""
+        p = super().Params()
+        p.Define("input_dim", 0, "Size of `embed`.")
+        p.Define("vocab_size", 0, "Size of `vocab`.")
+        p.Define("use_bias", True, "Whether a bias is added to the logits.")
+        p.Define(
+            "label_smoothing",
+            0.0,
+            "Part of each label's probability that all tokens share; 0 or more, less than 1.",
+        )
+        return p
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        p = self.params
+        check_whole(p.name, "input_dim", p.input_dim, 1)
+        check_whole(p.name, "vocab_size", p.vocab_size, 1)
+        check_flags(p, ["use_bias"])
+        if not isinstance(p.label_smoothing, int | float) or not 0 <= p.label_smoothing < 1:
+            raise PipelineError(
+                f"{p.name}: label_smoothing is {p.label_smoothing!r}; it is a number from 0 on and "
+                "below 1"
+            )
+
+    @classmethod
+    def NamedWeights(cls, p: Any) -> dict[str, Any]:
+        """`w` and perhaps `b`."""
+        vocab = f"vocab:{p.vocab_size}"
+        init = py_utils.WeightInit.Gaussian(1 / math.sqrt(p.input_dim))
+        weights = {"w": (f"embed:{p.input_dim};{vocab}", init)}
+        return weights | ({"b": (vocab, py_utils.WeightInit.Constant(0.0))} if p.use_bias else {})
+
+    def Logits(self, theta: Any, x: Any) -> Tensor:
+        """`batch;length;vocab` in float32, for `batch;length;embed`."""
+        p = self.params
+        x = self.Named(x, "batch;length;embed")
+        logits = ops.einsum([x, self.Weight(theta, "w")], ["batch", "length", "vocab"])
+        if p.use_bias:
+            logits = logits + self.Weight(theta, "b")
+        return ops.cast(logits, tf.float32)
+
+    def FProp(
+        self, theta: Any, x: Any, labels: Any, weights: Any = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Computes the loss.
+
+        Args:
+            theta: weights of the layer.
+            x: `batch;length;embed`.
+            labels: `batch;length`, integers below `vocab_size`.
+            weights: `batch;length`, of the labels; 1 by default.
+
+        Returns:
+            The weighted sum of cross entropies, the sum of the weights, and the cross entropy of
+            each label, `batch;length`: all float32.
+        """
+        p = self.params
+        logits = self.Logits(theta, x)
+        labels = self.Named(labels, "batch;length")
+        right = ops.gather(logits, labels, "vocab")
+        if p.label_smoothing:
+            mean = ops.reduce_mean(logits, "vocab")
+            right = right * (1 - p.label_smoothing) + mean * p.label_smoothing
+        xent = ops.reduce_logsumexp(logits, "vocab") - right
+        if weights is None:
+            weights = tf.ones(xent.shape.sizes)
+        weights = ops.cast(self.Named(weights, "batch;length"), tf.float32)
+        return ops.reduce_sum(xent * weights), ops.reduce_sum(weights), xent
+
+    @classmethod
+    def FPropMeta(cls, p: Any, x: Any, *rest: Any) -> Any:
+        """Flops are those of the logits, two for each weight and token."""
+        del rest
+        scalar = tshape.Shape([])
+        return py_utils.NestedMap(
+            flops=2 * x[0] * x[1] * p.input_dim * p.vocab_size,
+            out_shapes=(scalar, scalar, tshape.Shape([x[0], x[1]])),
+            parameter_bytes=cls.ParameterBytes(p),
+        )

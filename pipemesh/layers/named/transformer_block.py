@@ -1,0 +1,102 @@
+"""A block of a Transformer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lingvo.core import py_utils
+
+from pipemesh.layers.named.attention import Attention
+from pipemesh.layers.named.dropout import Dropout
+from pipemesh.layers.named.feed_forward import FeedForward
+from pipemesh.layers.named.named_layer import NamedLayer
+from pipemesh.layers.named.norm import Norm
+from pipemesh.lowering import Tensor
+
+
+class TransformerBlock(NamedLayer):
+    """Attention, then a feed-forward layer, each of what is normalized, and added to its input.
+
+    Under the rules `heads:model;d_ff:model` each half ends in one all-reduce.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> from lingvo.core import py_utils
+        >>> params = TransformerBlock.Params().Set(
+        ...     name="block", input_dim=8, num_heads=2, hidden_dim=16)
+        >>> params.feed_forward_tpl.activation = "SWIGLU"
+        >>> with py_utils.VariableStore():
+        ...     block = params.Instantiate()
+        >>> block.FPropDefaultTheta(tf.ones([2, 3, 8]))
+        Tensor('batch:2;length:3;embed:8', float32)
+    """
+
+    @classmethod
+    def Params(cls) -> Any:
+        """Defines sizes, `dropout_rate`, and templates of the parts."""
+        p = super().Params()
+        p.Define("input_dim", 0, "Size of `embed`.")
+        p.Define("num_heads", 1, "Size of `heads`.")
+        p.Define("hidden_dim", 0, "Size of `d_ff`.")
+        p.Define("dropout_rate", 0.0, "Dropout rate of what is added to the inputs.")
+        p.Define("norm_tpl", Norm.Params(), "Of both norms.")
+        p.Define("attention_tpl", Attention.Params(), "Of the attention.")
+        p.Define("feed_forward_tpl", FeedForward.Params(), "Of the feed-forward layer.")
+        return p
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        for name, child in self.ChildParams(self.params).items():
+            self.CreateChild(name, child)
+
+    @classmethod
+    def ChildParams(cls, p: Any) -> dict[str, Any]:
+        """Params of the parts, by name."""
+        dropout = Dropout.Params().Set(rate=p.dropout_rate)
+        norm = p.norm_tpl.Copy().Set(input_dim=p.input_dim)
+        attention = p.attention_tpl.Copy().Set(input_dim=p.input_dim, num_heads=p.num_heads)
+        feed_forward = p.feed_forward_tpl.Copy()
+        return {
+            "attention_norm": norm,
+            "attention": attention,
+            "attention_dropout": dropout,
+            "feed_forward_norm": norm.Copy(),
+            "feed_forward": feed_forward.Set(input_dim=p.input_dim, hidden_dim=p.hidden_dim),
+            "feed_forward_dropout": dropout.Copy(),
+        }
+
+    def FProp(
+        self,
+        theta: Any,
+        x: Any,
+        segment_ids: Any = None,
+        segment_pos: Any = None,
+        paddings: Any = None,
+    ) -> Tensor:
+        """Computes the block.
+
+        Args:
+            theta: weights.
+            x: `batch;length;embed`.
+            segment_ids: see `Attention.FProp`, as for the others.
+            segment_pos: positions.
+            paddings: 1 where there is no token.
+        """
+        x = self.Named(x, "batch;length;embed")
+        y = self.attention_norm.FProp(theta.attention_norm, x)
+        y = self.attention.FProp(theta.attention, y, segment_ids, segment_pos, paddings)
+        x = x + self.attention_dropout.FProp(theta.attention_dropout, y)
+        y = self.feed_forward_norm.FProp(theta.feed_forward_norm, x)
+        y = self.feed_forward.FProp(theta.feed_forward, y)
+        return x + self.feed_forward_dropout.FProp(theta.feed_forward_dropout, y)
+
+    @classmethod
+    def FPropMeta(cls, p: Any, x: Any, *rest: Any) -> Any:
+        """The sums of the parts'."""
+        del rest
+        metas = [child.cls.FPropMeta(child, x) for child in cls.ChildParams(p).values()]
+        return py_utils.NestedMap(
+            flops=sum(meta.flops for meta in metas),
+            out_shapes=(x,),
+            parameter_bytes=sum(meta.parameter_bytes for meta in metas),
+        )

@@ -1,0 +1,139 @@
+"""Attention in blocks equals attention with all scores at once."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.errors import GradientError
+from pipemesh.layers.named.block_attention import Blocks, Buckets, block_attention
+from tests.layers.named.harness import value_of
+
+BUCKETS = Buckets(6, 9)
+
+
+def plain_attention(q, k, v, segments=None, table=None):
+    """All scores at once."""
+    batch, length, heads, _ = q.shape
+    shared = heads // k.shape[2]
+    k, v = tf.repeat(k, shared, axis=2), tf.repeat(v, shared, axis=2)
+    scores = tf.einsum("btnd,bsnd->bnts", q, k)
+    distance = np.arange(length)[:, None] - np.arange(length)[None, :]
+    if table is not None:
+        bucket = np.minimum(np.maximum(distance, 0), 2)
+        far = 3 + np.log(np.maximum(distance, 3) / 3) / np.log(9 / 3) * 3
+        bucket = np.where(distance < 3, bucket, np.minimum(far.astype(int), 5))
+        scores += tf.transpose(tf.gather(table, bucket), [2, 0, 1])[None]
+    seen = np.broadcast_to(distance >= 0, [batch, length, length])
+    if segments is not None:
+        seen = seen & (segments[:, :, None] == segments[:, None, :])
+    scores = tf.where(seen[:, None], scores, -1e9)
+    return tf.einsum("bnts,bsnd->btnd", tf.nn.softmax(scores), v)
+
+
+def inputs(length, heads=4, kv_heads=2, table=False):
+    arrays = [value_of("q", [2, length, heads, 3])]
+    arrays += [value_of(name, [2, length, kv_heads, 3]) for name in "kv"]
+    arrays += [value_of("table", [6, heads])] if table else []
+    return [tf.constant(array) for array in arrays]
+
+
+def differentiated(function, args):
+    with tf.GradientTape() as tape:
+        tape.watch(args)
+        y = function(*args)
+        loss = tf.reduce_sum(y * value_of("cotangent", y.shape))
+    return [y, *map(tf.convert_to_tensor, tape.gradient(loss, args))]
+
+
+@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize(
+    ("length", "block_size", "kv_heads", "packed", "table"),
+    [
+        (8, 8, 4, False, False),
+        (8, 2, 2, True, True),
+        (7, 3, 1, True, False),
+        (11, 4, 4, False, True),
+        (5, 100, 2, True, True),
+        (1, 4, 4, False, False),
+    ],
+)
+def test_results_and_gradients_are_those_of_all_scores_at_once(
+    length, block_size, kv_heads, packed, table, graph
+):
+    segments = np.sort(np.random.default_rng(1).integers(0, 3, [2, length])).astype(np.int32)
+    segments = tf.constant(segments) if packed else None
+    args = inputs(length, 4, kv_heads, table)
+
+    def in_blocks(q, k, v, table=None):
+        return block_attention(q, k, v, segments, table, BUCKETS, block_size)
+
+    def run(*args):
+        return differentiated(in_blocks, args)
+
+    found = (tf.function(run, autograph=False) if graph else run)(*args)
+    wanted = differentiated(
+        lambda q, k, v, table=None: plain_attention(q, k, v, segments, table), args
+    )
+    for mine, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(mine, theirs, 1e-4, 1e-5)
+
+
+def test_very_different_scores_do_not_overflow():
+    q, k, v = inputs(9)
+    found = differentiated(lambda *args: block_attention(*args, block_size=2), [q * 100, k * 10, v])
+    wanted = differentiated(plain_attention, [q * 100, k * 10, v])
+    for mine, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(mine, theirs, 1e-3, 1e-3)
+
+
+def test_no_tensor_is_as_large_as_all_scores():
+    length, size = 60, 6
+
+    @tf.function(autograph=False)
+    def run(q, k, v):
+        return differentiated(lambda *args: block_attention(*args, block_size=size), [q, k, v])
+
+    graph = run.get_concrete_function(*inputs(length)).graph
+    graphs = [graph]
+    for function in graph._functions.values():
+        graphs.append(function.graph if hasattr(function, "graph") else None)
+    sizes = [
+        output.shape.num_elements() or 0
+        for part in graphs
+        if part is not None
+        for operation in part.get_operations()
+        for output in operation.outputs
+        if output.dtype.is_floating
+    ]
+    # Two examples and four heads.
+    assert 2 * 4 * size * size in sizes
+    assert max(sizes) < 2 * 4 * length * length / 4
+
+
+def test_bfloat16():
+    args = [tf.cast(x, tf.bfloat16) for x in inputs(8)]
+    found = differentiated(lambda *a: tf.cast(block_attention(*a, block_size=3), tf.float32), args)
+    wanted = differentiated(plain_attention, [tf.cast(x, tf.float32) for x in args])
+    for mine, theirs in zip(found[1:], wanted[1:], strict=True):
+        assert mine.dtype == tf.bfloat16
+        np.testing.assert_allclose(tf.cast(mine, tf.float32), theirs, 0.1, 0.1)
+
+
+def test_second_derivatives_are_refused():
+    q, k, v = inputs(4)
+    with tf.GradientTape() as outer:
+        outer.watch(q)
+        with tf.GradientTape() as inner:
+            inner.watch(q)
+            y = tf.reduce_sum(tf.square(block_attention(q, k, v)))
+        grad = inner.gradient(y, q)
+    with pytest.raises(GradientError, match="first derivatives alone"):
+        outer.gradient(grad, q)
+
+
+@pytest.mark.parametrize(("length", "most"), [(1, 4), (7, 7), (7, 3), (512, 100)])
+def test_blocks_cover_the_length(length, most):
+    blocks = Blocks.of(length, most)
+    assert blocks.size <= most and blocks.number * blocks.size >= length
+    x = tf.reshape(tf.range(2 * length * 3), [2, length, 3])
+    np.testing.assert_array_equal(blocks.joined(blocks.padded(x)), x)

@@ -1,0 +1,99 @@
+"""Embeddings equal plain lookups under every layout."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from lingvo.core import tshape
+
+from pipemesh.errors import LayoutError, PipelineError
+from pipemesh.layers.named import Embedding, lowering_scope
+from tests.layers.named.harness import MESHES, make_lowering, reference, run, value_of
+
+IDS = np.array([[3, 0, 7, 7, 1], [5, 5, 2, 6, 4]], np.int32)
+PLACES = np.array([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]], np.int32)
+PARAMS = Embedding.Params().Set(name="embedding", vocab_size=8, embedding_dim=4)
+
+
+def waves(places):
+    """By formula: sin and cos of `place / 10000 ** (i / (n - 1))`."""
+    found = np.zeros([*places.shape, 4], np.float32)
+    for i in range(2):
+        angle = places / 10000.0**i
+        found[..., i], found[..., 2 + i] = np.sin(angle), np.cos(angle)
+    return found
+
+
+@pytest.mark.parametrize("positions", ["none", "sinusoidal", "learned"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_results_and_gradients_are_those_of_plain_lookups(mesh, positions):
+    params = PARAMS.Copy().Set(positions=positions, max_length=6, scale_sqrt_depth=True)
+
+    def plain(w):
+        x = tf.gather(w["table"], IDS) * 2.0
+        if positions == "learned":
+            return x + tf.gather(w["positions"], PLACES)
+        return x + waves(PLACES) if positions == "sinusoidal" else x
+
+    shapes = {"table": [8, 4]} | ({"positions": [6, 4]} if positions == "learned" else {})
+    run(params, [IDS, PLACES], mesh).assert_close(*reference(plain, shapes))
+
+
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
+def test_embed_may_be_split_instead_and_positions_are_places_by_default(positions):
+    params = PARAMS.Copy().Set(positions=positions, max_length=5)
+    places = np.arange(5)
+
+    def plain(w):
+        added = waves(places) if positions == "sinusoidal" else tf.gather(w["positions"], places)
+        return tf.gather(w["table"], IDS) + added
+
+    shapes = {"table": [8, 4]} | ({"positions": [5, 4]} if positions == "learned" else {})
+    run(params, [IDS], "model:2", "embed:model").assert_close(*reference(plain, shapes))
+
+
+def test_each_processor_has_its_rows_and_one_all_reduce():
+    found = run(PARAMS, [IDS], "model:4")
+    assert found.lowering.costs.rows[("model",), "all_reduce", "forward"][0] == 1
+    assert value_of("table", [8, 4]).shape == found.grads["table"].shape
+
+
+@pytest.mark.parametrize("mesh", MESHES[1:])
+def test_what_is_dropped_does_not_depend_on_the_layout(mesh):
+    params = PARAMS.Copy().Set(dropout_rate=0.5)
+    whole = run(params, [IDS])
+    assert (whole.outputs[0] == 0).any()
+    run(params, [IDS], mesh).assert_close(whole.outputs, whole.grads)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"positions": "learnt"}, "positions is 'learnt'; did you mean 'learned'"),
+        ({"positions": "learned"}, "max_length is None"),
+        ({"positions": "sinusoidal", "embedding_dim": 3}, "embedding_dim is 3; .* an even one"),
+    ],
+)
+def test_params_that_do_not_fit_are_errors(changes, message):
+    with pytest.raises(PipelineError, match=message):
+        PARAMS.Copy().Set(**changes).Instantiate()
+
+
+def test_sequences_longer_than_what_is_learned_are_an_error():
+    with pytest.raises(
+        PipelineError, match="sequences of 5 tokens were given, but max_length is 4"
+    ):
+        run(PARAMS.Copy().Set(positions="learned", max_length=4), [IDS])
+
+
+def test_a_vocabulary_that_does_not_divide_is_an_error():
+    with (
+        lowering_scope(make_lowering("model:4")),
+        pytest.raises(LayoutError, match=r"'vocab' of .* size 10, which .* cut into 4"),
+    ):
+        PARAMS.Copy().Set(vocab_size=10).Instantiate()
+
+
+def test_meta():
+    meta = Embedding.FPropMeta(PARAMS, tshape.Shape([2, 5]))
+    assert meta.flops == 0 and meta.parameter_bytes == 4 * 8 * 4
+    assert meta.out_shapes[0].ToTensorShape().as_list() == [2, 5, 4]

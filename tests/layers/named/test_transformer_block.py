@@ -1,0 +1,90 @@
+"""A block equals plain TensorFlow under every layout, with dropout on."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from lingvo.core import layers, py_utils, tshape
+
+from pipemesh.layers import FeatureExtractionLayer
+from pipemesh.layers.named import TransformerBlock
+from tests.layers.named.harness import MESHES, reference, run, value_of
+from tests.layers.named.test_block_attention import plain_attention
+
+X = value_of("x", [2, 5, 8])
+SEGMENTS = np.array([[0, 0, 1, 1, 1], [3, 3, 3, 3, 5]], np.int32)
+PARAMS = TransformerBlock.Params().Set(name="block", input_dim=8, num_heads=4, hidden_dim=12)
+SHAPES = {
+    "attention_norm.scale": [8],
+    "attention_norm.bias": [8],
+    **{f"attention.w_{name}": [8, 4, 2] for name in "qkv"},
+    **{f"attention.b_{name}": [4, 2] for name in "qkv"},
+    "attention.w_out": [4, 2, 8],
+    "attention.b_out": [8],
+    "feed_forward_norm.scale": [8],
+    "feed_forward_norm.bias": [8],
+    "feed_forward.w_in": [8, 12],
+    "feed_forward.b_in": [12],
+    "feed_forward.w_out": [12, 8],
+    "feed_forward.b_out": [8],
+}
+
+
+def plain(w):
+    def norm(x, name):
+        mean, variance = tf.nn.moments(x, [2], keepdims=True)
+        x = (x - mean) / tf.sqrt(variance + 1e-6)
+        return x * (1 + w[f"{name}.scale"]) + w[f"{name}.bias"]
+
+    y = norm(X, "attention_norm")
+    q, k, v = (
+        tf.einsum("btd,dnh->btnh", y, w[f"attention.w_{name}"]) + w[f"attention.b_{name}"]
+        for name in "qkv"
+    )
+    y = plain_attention(q / np.sqrt(2), k, v, SEGMENTS)
+    x = X + tf.einsum("btnh,nhd->btd", y, w["attention.w_out"]) + w["attention.b_out"]
+    y = norm(x, "feed_forward_norm") @ w["feed_forward.w_in"] + w["feed_forward.b_in"]
+    return x + tf.nn.relu(y) @ w["feed_forward.w_out"] + w["feed_forward.b_out"]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_results_and_gradients_are_those_of_plain_tensorflow(mesh):
+    run(PARAMS, [X, SEGMENTS], mesh).assert_close(*reference(plain, SHAPES))
+
+
+@pytest.mark.parametrize("mesh", MESHES[1:])
+def test_with_dropout_layouts_are_equal_by_itself_and_in_a_stack(mesh):
+    block = PARAMS.Copy().Set(dropout_rate=0.3)
+    block.feed_forward_tpl.dropout_rate = 0.3
+    params = block
+    if mesh == "data:2;model:2":
+        params = FeatureExtractionLayer.Params().Set(name="stage", sub=[block])
+    whole = run(params, [X])
+    run(params, [X], mesh).assert_close(whole.outputs, whole.grads)
+    assert abs(whole.outputs[0] - run(PARAMS, [X]).outputs[0]).max() > 0.1
+
+
+def test_templates_reach_the_parts():
+    params = PARAMS.Copy()
+    params.norm_tpl.kind = "rms"
+    params.attention_tpl.num_kv_heads = 2
+    params.feed_forward_tpl.activation = "SWIGLU"
+    found = run(params, [X], "model:2")
+    assert "feed_forward_norm.bias" not in found.grads
+    assert found.grads["attention.w_k"].shape == (8, 2, 2)
+    assert "feed_forward.w_gate" in found.grads
+
+
+def test_meta_is_the_sum_of_the_parts():
+    meta = TransformerBlock.FPropMeta(PARAMS, tshape.Shape([2, 5, 8]))
+    products = 4 * 8 * 8 + 2 * 8 * 12
+    assert meta.flops == 2 * 2 * (5 * products + 2 * 8 * 5 * 5)
+    assert meta.parameter_bytes == 4 * sum(int(np.prod(shape)) for shape in SHAPES.values())
+
+
+def test_layers_of_lingvo_have_no_places():
+    stack = FeatureExtractionLayer.Params().Set(
+        name="stack", sub=[PARAMS, layers.LayerNorm.Params().Set(name="norm", input_dim=8)]
+    )
+    with py_utils.VariableStore():
+        block = stack.Instantiate().block
+    assert set(block.weight_places().Flatten()) == {None}
