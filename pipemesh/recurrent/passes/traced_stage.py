@@ -199,7 +199,7 @@ class TracedStage:
             "a stage is computed microbatch by microbatch, and again in the backward pass",
         )
 
-    def _find_places(self, graph: Any) -> dict[str, int]:
+    def _find_places(self, graph: tf.Graph) -> dict[str, int]:
         """For the nodes that belong to a replica, and what stands for its arguments, its number."""
         operations = graph.get_operations()
         places: dict[str, int] = {}
@@ -211,7 +211,7 @@ class TracedStage:
             places.update((node_of(name), number) for name in names)
         return places
 
-    def _prepare(self, nodes: Sequence[Any]) -> None:
+    def _prepare(self, nodes: Sequence[tf.compat.v1.NodeDef]) -> None:
         """Lets nodes use the tensor that stands for what was captured, each replica its own."""
         redirect(nodes, self._captured)
         for node in nodes:
