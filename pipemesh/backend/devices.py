@@ -138,6 +138,27 @@ def _fits(wanted: tf.DeviceSpec, spec: tf.DeviceSpec) -> bool:
     return all(getattr(wanted, part) in (None, getattr(spec, part)) for part in parts)
 
 
+def is_device(pinned: str, device: str) -> bool:
+    """Whether an operation that is pinned so runs on a device.
+
+    Args:
+        pinned: as operations of a graph have it; with a name for nothing it may run anywhere.
+        device: with type and number.
+
+    Example:
+        >>> is_device("/job:localhost/replica:0/task:0/device:CPU:1", "CPU:1")
+        True
+        >>> is_device("/device:CPU:1", "CPU:0"), is_device("", "CPU:0")
+        (False, False)
+    """
+    found, wanted = tf.DeviceSpec.from_string(pinned), tf.DeviceSpec.from_string(device)
+    if found.device_type is None:
+        return False
+    parts = ("job", "replica", "task", "device_type", "device_index")
+    pairs = [(getattr(found, part), getattr(wanted, part)) for part in parts]
+    return all(a == b or None in (a, b) for a, b in pairs)
+
+
 def check_threads(num_devices: int) -> None:
     """Warns if too few inter-op threads are set for so many devices to compute at one time.
 

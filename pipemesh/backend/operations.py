@@ -54,6 +54,19 @@ def pin_present(tensors: Sequence[MaybeTensor]) -> list[MaybeTensor]:
     return cast("list[MaybeTensor]", [None if t is None else next(pinned) for t in tensors])
 
 
+def pin_each(tensors: list[MaybeTensor], devices: str | Sequence[str]) -> list[MaybeTensor]:
+    """Pins those that are not None, each on its device, or all on one."""
+    each = [devices] * len(tensors) if isinstance(devices, str) else devices
+    result = list(tensors)
+    for device in dict.fromkeys(each):
+        chosen = [i for i, own in enumerate(each) if own == device]
+        with tf.device(device):
+            pinned = pin_present([tensors[i] for i in chosen])
+        for i, tensor in zip(chosen, pinned, strict=True):
+            result[i] = tensor
+    return result
+
+
 class Call:
     """Calls a concrete function that has no gradient.
 

@@ -22,6 +22,8 @@ from pipemesh.randomness import (
     plan_free_randomness,
 )
 from pipemesh.randomness.examples.whole_batch import DrawsOfStage, labels_of_batch
+from pipemesh.recurrent.home import calling_on
+from pipemesh.recurrent.passes.places import identity_beside
 from pipemesh.recurrent.passes.replica import Replica, replica_scope
 from pipemesh.recurrent.passes.summaries import Summaries
 from pipemesh.recurrent.stage import Stage
@@ -68,7 +70,7 @@ def trace(
         stage: the stage.
         inputs: specs of what each call gets.
         has_step: whether there is a global step.
-        num_replicas: how often the stage is called, each time on another one of its devices; the
+        num_replicas: how often the stage is called, each time for another one of its replicas; the
             carry goes from call to call.
         position: where in the batch a call's rows lie, given their number; None if there is
             nothing but the whole batch.
@@ -98,14 +100,14 @@ def trace(
                 outputs, carry_out = stage.forward(theta, carry, inputs, part, step)
             drawn.update(draws)
             # An output that is an input, or twice the same tensor, gets a name of its own.
-            outputs = [tf.identity(t) for t in outputs]
+            outputs = [identity_beside(t) for t in outputs]
             carry_out = [tf.identity(t) for t in carry_out]
             summaries = Summaries.found(begin, replicas[-1].summaries if replicas else None)
             if summaries is not None:
                 carry, carry_out = [*carry, summaries.before], [*carry_out, summaries.after]
             spans = layer_spans()
             return Replica(
-                device=stage.devices[number or 0],
+                device=stage.of_home.replica(number or 0)[0],
                 number=number,
                 theta=theta,
                 carry=carry,
@@ -121,9 +123,10 @@ def trace(
 
     def run(thetas: Any, carry: Any, inputs: Any, microbatch: Any, step: Any) -> Any:
         known_step = step if has_step else None
-        for number, device in enumerate(stage.devices[:num_replicas]):
+        for number in range(num_replicas):
             own = number if num_replicas > 1 else None
-            with replica_scope(stage.name, device, own):
+            devices = stage.of_home.replica(number)
+            with replica_scope(stage.name, devices[0], own), calling_on(devices):
                 arguments = thetas[number], carry, inputs[number], microbatch, known_step
                 replicas.append(call(own, *arguments))
                 # As between microbatches, no gradient flows through it.

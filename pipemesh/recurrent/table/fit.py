@@ -8,7 +8,6 @@ import tensorflow as tf
 
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import PipelineError, ScheduleError
-from pipemesh.recurrent.home import Home
 from pipemesh.recurrent.passes.graph_cut import node_of
 from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
 from pipemesh.recurrent.passes.tracing import Specs, output_specs
@@ -86,20 +85,22 @@ def num_replicas(stages: Sequence[Stage]) -> int:
     if not stages:
         return 1
     first = stages[0]
+    wanted = first.of_home.num_replicas
     for stage in stages:
-        if len(stage.devices) != len(first.devices):
+        for what, of in (("devices", len), ("replicas", lambda home: home.num_replicas)):
+            if of(stage.of_home) != of(first.of_home):
+                raise PipelineError(
+                    f"stage {first.name!r} has {of(first.of_home)} {what} ({first.of_home}), but "
+                    f"stage {stage.name!r} has {of(stage.of_home)} ({stage.of_home}); give all "
+                    "stages of a pipeline homes of one size"
+                )
+        if stage.recurrent and wanted > 1:
             raise PipelineError(
-                f"stage {first.name!r} has {len(first.devices)} devices ({Home.of(first.home)}), "
-                f"but stage {stage.name!r} has {len(stage.devices)} ({Home.of(stage.home)}); give "
-                "all stages of a pipeline homes of one size"
+                f"stage {stage.name!r} is recurrent and has {wanted} replicas ({stage.of_home}); "
+                "its state goes from microbatch to microbatch, so that replicas would wait for "
+                "each other: give it one"
             )
-        if stage.recurrent and len(stage.devices) > 1:
-            raise PipelineError(
-                f"stage {stage.name!r} is recurrent and has {len(stage.devices)} devices "
-                f"({Home.of(stage.home)}); its state goes from microbatch to microbatch, so that "
-                "replicas would wait for each other: give it one device"
-            )
-    return len(first.devices)
+    return wanted
 
 
 def check_joined(traced: TracedStage, cutting: Cutting, has_step: bool) -> None:

@@ -107,15 +107,15 @@ class Lists:
         """The values of all microbatches and replicas, as those of the whole batch."""
         stage = self._stages[key.stage]
         specs, handles = self._machine.specs(*key), self.handles[key]
-        count = len(specs) // len(stage.devices)
+        devices, count = self._devices(key), len(specs) // stage.of_home.num_replicas
         joined: list[tf.Tensor | None] = []
         for i in range(count):
             parts = [
                 self._stacked(handle, spec, device)
-                for handle, device in zip(handles[i::count], stage.devices, strict=True)
+                for handle, device in zip(handles[i::count], devices[i::count], strict=True)
                 if handle is not None and (spec := specs[i]) is not None
             ]
-            with tf.device(stage.device):
+            with tf.device(devices[i]):
                 joined.append(self._join(parts, batch_dim) if parts else None)
         return joined
 

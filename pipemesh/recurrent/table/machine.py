@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from pipemesh.backend.functions import keep_alive
-from pipemesh.backend.operations import MaybeTensor, pin, pin_present
+from pipemesh.backend.operations import MaybeTensor, pin, pin_each
 from pipemesh.randomness import WholeDraws
 from pipemesh.recurrent.passes.passes import Grads, Passes, Tensors
 from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
@@ -103,7 +103,7 @@ class Machine:
                 for number, t in enumerate(self.traced)
             ],
         }
-        self._thetas = [_on_every_device(stage.theta, stage.devices) for stage in self._stages]
+        self._thetas = [_of_every_replica(stage) for stage in self._stages]
         self._passes: dict[tuple[int, Mode], Passes] = {}
         keep_alive(self)
 
@@ -123,14 +123,15 @@ class Machine:
             shape = spec.shape.as_list()
             shape[cutting.batch_dim] = cutting.part_size
             specs.append(tf.TensorSpec(shape, spec.dtype))
+        places = [0] * len(specs)
         traced: list[TracedStage] = []
         for number, stage in enumerate(stages):
 
             def draws(number: int = number) -> WholeDraws:
                 return whole_batch.draws(number)
 
-            traced.append(TracedStage(stage, specs, cutting, has_step, draws))
-            specs = traced[-1].output_specs
+            traced.append(TracedStage(stage, specs, cutting, has_step, draws, places))
+            specs, places = traced[-1].output_specs, traced[-1].output_places
         # Where no gradient arrives there is none, not one of zeros.
         live: Sequence[int] = range(0 if is_forward_only else len(specs))
         for found in reversed(traced):
@@ -182,18 +183,9 @@ class Machine:
     def _pin(
         self, stage: int, tensors: list[MaybeTensor], places: Sequence[int]
     ) -> list[MaybeTensor]:
-        """Pins those that are not None, each on the device of its replica."""
+        """Pins those that are not None, each on its device."""
         devices = self._stages[stage].devices
-        if len(devices) == 1:
-            return pin_present(tensors)
-        result = list(tensors)
-        for number, device in enumerate(devices):
-            chosen = [i for i, place in enumerate(places) if place == number]
-            with tf.device(device):
-                pinned = pin_present([tensors[i] for i in chosen])
-            for i, tensor in zip(chosen, pinned, strict=True):
-                result[i] = tensor
-        return result
+        return pin_each(tensors, [devices[place] for place in places])
 
     def _forward(self, passes: Passes, stage: int, scalars: Tensors, values: Values) -> None:
         state = values.state
@@ -209,7 +201,7 @@ class Machine:
         values.write(OUTPUTS, stage, outputs)
         values.write(KEPT, stage, kept)
         # What replicas hand to each other keeps none of them from going on.
-        handed_on = carry if len(self._stages[stage].devices) == 1 else []
+        handed_on = carry if self._stages[stage].of_home.num_replicas == 1 else []
         self._finish(stage, state, (outputs, where), (handed_on, [0] * len(handed_on)))
 
     def _backward(
@@ -297,7 +289,7 @@ class Machine:
         return carry_grad
 
     def _gate(self, stage: int, tensors: Tensors, places: Sequence[int], state: State) -> Tensors:
-        """The tensors on the devices of their replicas, once these have finished what they did."""
+        """The tensors on their devices, once these have finished what they did."""
         gated = list(tensors)
         home = state.tokens[self.stage_devices[stage]]
         for number, device in enumerate(self._stages[stage].devices):
@@ -361,7 +353,7 @@ class Machine:
         return [*map(traced.spec, self._cut(kind, stage, mode))]
 
     def places(self, kind: Kind[Any], stage: int, mode: Mode = FULL) -> list[int]:
-        """The replicas that the values of a kind belong to."""
+        """The devices of the home, by their numbers, that the values of a kind lie on."""
         traced = self.traced[stage]
         if kind == OUTPUTS:
             return [*map(traced.place, traced.outputs)]
@@ -378,10 +370,12 @@ class Machine:
         return cuts.kept if kind == KEPT else cuts.pending
 
 
-def _on_every_device(tensors: Sequence[tf.Tensor], devices: Sequence[str]) -> Tensors:
-    """The tensors, then a copy of them on each device but the first, made once a step."""
-    copies = list(tensors)
-    for device in devices[1:]:
-        with tf.device(device):
-            copies += [tf.identity(tensor) for tensor in tensors]
+def _of_every_replica(stage: Stage) -> Tensors:
+    """The weights of a stage, then a copy of them for each other replica, made once a step."""
+    copies = list(stage.theta)
+    for number in range(1, stage.of_home.num_replicas):
+        devices = stage.of_home.replica(number)
+        for tensor, place in zip(stage.theta, stage.theta_places, strict=True):
+            with tf.device(devices[place]):
+                copies.append(tf.identity(tensor))
     return copies

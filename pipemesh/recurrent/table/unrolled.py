@@ -102,11 +102,11 @@ class Unrolled:
             values = self._found[Slot(Channel(kind, stage), m)]
             count = len(values) // replicas
             found += [values[replica * count :][:count] for replica in range(replicas)]
-        with tf.device(self._stages[stage].device):
-            joined: list[Any] = [
-                None if parts[0] is None else join(parts, self._cutting.batch_dim)
-                for parts in zip(*found, strict=True)
-            ]
+        devices, places = self._stages[stage].devices, self._machine.places(kind, stage)
+        joined: list[Any] = []
+        for *parts, place in zip(*found, places[: len(found[0])], strict=True):
+            with tf.device(devices[place]):
+                joined.append(None if parts[0] is None else join(parts, self._cutting.batch_dim))
         return joined
 
     def _put(

@@ -1,0 +1,212 @@
+"""The base of layers whose weights and activations have named dims."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lingvo.compat as lingvo_tf
+import tensorflow as tf
+from lingvo.core import base_layer, py_utils
+
+from pipemesh.errors import LayoutError, ShapeError
+from pipemesh.layers.named.block_init import BlockInit, initializer_of
+from pipemesh.layers.named.scope import current_lowering
+from pipemesh.layers.named.weight_slices import (
+    from_slices,
+    from_whole,
+    held_by_processors,
+    slice_groups,
+    slice_names,
+)
+from pipemesh.lowering import Tensor, ops
+from pipemesh.lowering.arguments import as_shape, dim_names
+from pipemesh.mesh import Shape
+from pipemesh.text import nearest_text
+
+
+class NamedLayer(base_layer.BaseLayer):
+    """A layer of lingvo that computes with named dims, under any layout and any lowering.
+
+    A subclass says in `NamedWeights` which weights it has, and computes in `FProp` with
+    `pipemesh.lowering.ops`, on what `Weight` and `Named` return. Layout rules alone decide what is
+    split; `current_lowering()` says which rules, when the layer is made and when it is called.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> from lingvo.core import py_utils
+        >>> from pipemesh.layers.named import NamedLayer
+        >>> from pipemesh.lowering import ops
+        >>> class Scale(NamedLayer):
+        ...     @classmethod
+        ...     def NamedWeights(cls, p):
+        ...         return {"scale": ("embed:4", py_utils.WeightInit.Constant(2.0))}
+        ...     def FProp(self, theta, x):
+        ...         return self.Named(x, "batch;embed") * self.Weight(theta, "scale")
+        >>> with py_utils.VariableStore():
+        ...     layer = Scale.Params().Set(name="scale").Instantiate()
+        >>> layer.FPropDefaultTheta(tf.ones([1, 4])).numpy().tolist()
+        [[2.0, 2.0, 2.0, 2.0]]
+    """
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        # By name, the shape of each whole weight, and who owns each variable.
+        self._named_shapes: dict[str, Shape] = {}
+        self._owners: dict[str, int] = {}
+
+    @classmethod
+    def NamedWeights(cls, p: Any) -> dict[str, tuple[Shape | str, Any]]:
+        """The layer's own weights: shape and initial value, by name.
+
+        Args:
+            p: params of the layer.
+        """
+        del p
+        return {}
+
+    @classmethod
+    def ParameterBytes(cls, p: Any) -> int:
+        """Bytes of the layer's own weights, all slices together and each once."""
+        weights = cls.NamedWeights(p).values()
+        return sum(as_shape(shape).size for shape, _ in weights) * tf.as_dtype(p.dtype).size
+
+    def _CreateLayerVariables(self) -> None:
+        super()._CreateLayerVariables()
+        for name, (shape, init) in self.NamedWeights(self.params).items():
+            self.CreateNamedVariable(name, shape, init)
+
+    def CreateNamedVariable(
+        self, name: str, shape: Shape | str, init: Any, dtype: Any = None
+    ) -> None:
+        """Creates a weight, to be called in `_CreateLayerVariables`.
+
+        If the current rules split none of its dims it is one variable, called `name`. Otherwise
+        each different slice is a variable on the device of the first processor that holds it,
+        called `<name>_slice_<k>`. Initial values are slices of one tensor, whatever the layout.
+
+        Args:
+            name: the logical name.
+            shape: of the whole weight.
+            init: see `initializer_of`.
+            dtype: by default that of the layer's params.
+
+        Raises:
+            LayoutError: the weight cannot be split as the rules say.
+            PipelineError: `init` is none that can be drawn slice by slice.
+        """
+        shape, lowering = as_shape(shape), current_lowering()
+        layout = lowering.tensor_layout(shape)
+        with lingvo_tf.variable_scope(name, auxiliary_name_scope=False) as scope:
+            full_name = py_utils.GetVariableName(scope.name)
+        initializer = initializer_of(init, full_name, self.params.random_seed)
+        groups = slice_groups(layout)
+        devices = getattr(lowering, "devices", None)
+        for variable, group in zip(slice_names(name, layout), groups, strict=True):
+            if len(groups) > 1:
+                self._owners[variable] = group[0]
+            block = BlockInit(initializer, shape.sizes, layout.slice_begin(group[0]))
+            weights = py_utils.WeightParams(
+                list(layout.slice_shape),
+                py_utils.WeightInit.CustomVarInit(block),
+                self.params.dtype if dtype is None else dtype,
+            )
+            with tf.device(devices[group[0]] if devices else ""):
+                self.CreateVariable(variable, weights)
+        self._named_shapes[name] = shape
+
+    def Weight(self, theta: Any, name: str) -> Tensor:
+        """A weight as a tensor of the current lowering, in the dtype that the layer computes in.
+
+        Gradients reach each variable once, however many processors hold a copy of it.
+
+        Args:
+            theta: of this layer. A weight that is not split is a tensor, or a tuple with what each
+                processor holds; a slice is a tensor, or a tuple with the copies for the processors
+                that hold it.
+            name: the logical name.
+
+        Raises:
+            ShapeError: there is no such weight, or a tuple is of another length.
+            LayoutError: the weight was created under rules or a mesh that split it otherwise.
+        """
+        if name not in self._named_shapes:
+            raise ShapeError(
+                f"layer {self.params.name!r} has no weight {name!r}"
+                f"{nearest_text(name, self._named_shapes)}"
+            )
+        lowering, shape = current_lowering(), self._named_shapes[name]
+        layout = lowering.tensor_layout(shape)
+        if name in theta:
+            given = theta[name]
+            if isinstance(given, list | tuple):
+                slices = held_by_processors(lowering, given, name)
+            else:
+                slices = from_whole(lowering, given, layout)
+        else:
+            names = slice_names(name, layout)
+            number = sum(key.startswith(f"{name}_slice_") for key in theta)
+            if number != len(names):
+                raise LayoutError(
+                    f"weight {name!r} of layer {self.params.name!r} was created in {number} "
+                    f"slices, but on mesh '{lowering.mesh}' with rules '{lowering.rules}' it has "
+                    f"{len(names)}; make and call the layer under the same mesh and rules"
+                )
+            slices = from_slices(lowering, [theta[part] for part in names], layout, name)
+        return self._Cast(Tensor(lowering, slices, shape))
+
+    def Named(self, x: Any, dims: Any) -> Tensor:
+        """An input as a tensor of the current lowering, in the dtype that the layer computes in.
+
+        Args:
+            x: a tensor with named dims, or a plain one, which gets the names.
+            dims: names, in the order that the result has.
+
+        Raises:
+            ShapeError: its dims are others, or TensorFlow does not know their sizes.
+            LayoutError: it belongs to another lowering, or cannot be split as the rules say.
+        """
+        names, lowering = dim_names(dims), current_lowering()
+        if isinstance(x, Tensor):
+            if x.lowering is not lowering:
+                raise LayoutError(
+                    f"layer {self.params.name!r} is called with {x!r} of one lowering, inside of "
+                    "the scope of another; call it in the scope that its inputs were made in"
+                )
+            if sorted(x.shape.names) != sorted(names):
+                raise ShapeError(
+                    f"layer {self.params.name!r} takes dims '{';'.join(names)}', but was given "
+                    f"'{x.shape}'; ops.rename or ops.reshape it"
+                )
+            return self._Cast(ops.transpose(x, names))
+        x = tf.convert_to_tensor(x)
+        if x.shape.rank != len(names) or not x.shape.is_fully_defined():
+            raise ShapeError(
+                f"layer {self.params.name!r} takes dims '{';'.join(names)}' of sizes that are "
+                f"known before the step runs, but was given a tensor of sizes {x.shape}"
+            )
+        shape = Shape.of(**dict(zip(names, x.shape.as_list(), strict=True)))
+        return self._Cast(
+            Tensor(lowering, from_whole(lowering, x, lowering.tensor_layout(shape)), shape)
+        )
+
+    def _Cast(self, x: Tensor) -> Tensor:
+        dtype = py_utils.FPropDtype(self.params)
+        return ops.cast(x, dtype) if x.dtype.is_floating and x.dtype != dtype else x
+
+    def weight_places(self) -> Any:
+        """Who owns which variable.
+
+        Returns:
+            A NestedMap parallel to theta: for each slice of a weight the number of the processor
+            that owns it, and None for a weight that is not split, which all processors need.
+        """
+        return _places_of(self)
+
+
+def _places_of(layer: Any) -> Any:
+    if isinstance(layer, list | tuple):
+        return [_places_of(part) for part in layer]
+    owners = layer._owners if isinstance(layer, NamedLayer) else {}
+    places = {name: owners.get(name) for name in layer._private_theta}
+    children = {name: _places_of(child) for name, child in layer.children.items()}
+    return py_utils.NestedMap(places | children)

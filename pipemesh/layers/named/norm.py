@@ -1,0 +1,79 @@
+"""Normalization of each token's vector."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+from lingvo.core import py_utils
+
+from pipemesh.errors import PipelineError
+from pipemesh.layers.check_params import check_whole
+from pipemesh.layers.named.named_layer import NamedLayer
+from pipemesh.lowering import Tensor, ops
+from pipemesh.lowering.ops.elementwise import broadcast
+from pipemesh.text import nearest_text
+
+KINDS = ("layer", "rms")
+
+
+class Norm(NamedLayer):
+    """Layer norm (Ba et al., 2016) or RMS norm (Zhang and Sennrich, 2019) over `embed`.
+
+    As in lingvo, the weight `scale` is what is added to 1. Moments are computed in float32. If
+    `embed` is split, each of them is one all-reduce of a number a token.
+    """
+
+    @classmethod
+    def Params(cls) -> Any:
+        """Defines `input_dim`, `kind` and `epsilon`."""
+        p = super().Params()
+        p.Define("input_dim", 0, "Size of `embed`.")
+        p.Define(
+            "kind",
+            "layer",
+            "'layer' takes the mean off, divides by the deviation, and adds a bias; 'rms' divides "
+            "by the root of the mean square.",
+        )
+        p.Define("epsilon", 1e-6, "What is added to the mean square.")
+        return p
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        p = self.params
+        check_whole(p.name, "input_dim", p.input_dim, 1)
+        if p.kind not in KINDS:
+            raise PipelineError(f"{p.name}: kind is {p.kind!r}{nearest_text(str(p.kind), KINDS)}")
+
+    @classmethod
+    def NamedWeights(cls, p: Any) -> dict[str, Any]:
+        """`scale`, and `bias` of layer norm."""
+        names = ("scale", "bias") if p.kind == "layer" else ("scale",)
+        return {name: (f"embed:{p.input_dim}", py_utils.WeightInit.Constant(0.0)) for name in names}
+
+    def FProp(self, theta: Any, x: Any) -> Tensor:
+        """Normalizes.
+
+        Args:
+            theta: weights.
+            x: `batch;length;embed`.
+        """
+        p = self.params
+        x = self.Named(x, "batch;length;embed")
+        centered = ops.cast(x, tf.float32)
+        if p.kind == "layer":
+            centered = centered - ops.reduce_mean(centered, "embed")
+        square = ops.reduce_mean(ops.square(centered), "embed")
+        weights = [self.Weight(theta, name) for name in self.NamedWeights(p)]
+
+        def normalized(value: tf.Tensor, moment: tf.Tensor, *scale_and_bias: tf.Tensor) -> Any:
+            scale, *bias = [tf.cast(weight, tf.float32) for weight in scale_and_bias]
+            result = value * tf.math.rsqrt(moment + p.epsilon) * (1 + scale)
+            return tf.cast(result + bias[0] if bias else result, x.dtype)
+
+        return broadcast(normalized, [centered, square, *weights], x.shape)
+
+    @classmethod
+    def FPropMeta(cls, p: Any, x: Any) -> Any:
+        """No products of matrices."""
+        return py_utils.NestedMap(flops=0, out_shapes=(x,), parameter_bytes=cls.ParameterBytes(p))

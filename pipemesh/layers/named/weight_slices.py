@@ -1,0 +1,130 @@
+"""The slices of a weight: where they begin, who needs them, and how each gets its copy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from pipemesh.backend.attach_gradient import attach_gradient
+from pipemesh.backend.tapes import unrecorded
+from pipemesh.errors import LayoutError, ShapeError
+from pipemesh.lowering.lowering import Lowering, Slices
+from pipemesh.lowering.placement import PlacementLowering
+from pipemesh.mesh import TensorLayout
+
+
+def slice_groups(layout: TensorLayout) -> list[tuple[int, ...]]:
+    """The processors that hold the same slice, for each different slice.
+
+    Args:
+        layout: of the whole weight.
+
+    Returns:
+        Slices in the order of their first processors, which own them.
+
+    Example:
+        >>> from pipemesh.mesh import LayoutRules, Mesh, Shape
+        >>> mesh, rules = Mesh.from_text("data:2;model:2"), LayoutRules.from_text("d_ff:model")
+        >>> slice_groups(rules.tensor_layout(Shape.of(d_ff=4), mesh))
+        [(0, 2), (1, 3)]
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for processor in range(layout.mesh.num_devices):
+        groups.setdefault(layout.slice_begin(processor), []).append(processor)
+    return [tuple(group) for group in groups.values()]
+
+
+def slice_names(name: str, layout: TensorLayout) -> list[str]:
+    """The names of the variables of a weight, one for each different slice."""
+    number = len(slice_groups(layout))
+    return [name] if number == 1 else [f"{name}_slice_{k}" for k in range(number)]
+
+
+def held_by_processors(lowering: Lowering, given: Sequence[Any], name: str) -> Slices:
+    """What each processor holds, where the caller has placed all of it.
+
+    Raises:
+        ShapeError: it is not one tensor for each processor.
+    """
+    if len(given) != lowering.num_slices:
+        raise ShapeError(
+            f"weight {name!r} was given as {len(given)} tensors, but the lowering computes for "
+            f"{lowering.num_slices} processors of mesh '{lowering.mesh}'; give one for each, in "
+            "the order of their numbers, or a single whole tensor"
+        )
+    return tuple(map(tf.convert_to_tensor, given))
+
+
+def from_whole(lowering: Lowering, whole: Any, layout: TensorLayout) -> Slices:
+    """Gives each processor its slice, or copy, of a whole weight."""
+    whole = tf.convert_to_tensor(whole)
+    if lowering.mesh.num_devices == 1:
+        return (whole,)
+    return lowering.import_tensor(whole, layout)
+
+
+def from_slices(
+    lowering: Lowering, parts: Sequence[Any], layout: TensorLayout, name: str
+) -> Slices:
+    """Gives each processor its copy of the slice that it holds.
+
+    Args:
+        lowering: a placement.
+        parts: for each different slice a tensor, or the copies for the processors that hold it.
+        layout: of the whole weight.
+        name: of the weight.
+
+    Raises:
+        LayoutError: the lowering is of another kind.
+        ShapeError: there are more or fewer copies than processors that hold the slice.
+    """
+    if not isinstance(lowering, PlacementLowering):
+        raise LayoutError(
+            f"weight {name!r} lies in {len(parts)} variables on the devices of mesh "
+            f"'{layout.mesh}', but {type(lowering).__name__} computes for a single core; pass the "
+            f"core's own slice as a tuple of one: theta.{name} = (slice,)"
+        )
+    held: dict[int, tf.Tensor] = {}
+    for part, group in zip(parts, slice_groups(layout), strict=True):
+        if isinstance(part, list | tuple):
+            copies = list(map(tf.convert_to_tensor, part))
+        else:
+            with tf.device(lowering.devices[group[0]]):
+                tensor = tf.convert_to_tensor(part)
+            devices = [lowering.devices[processor] for processor in group]
+            copies = _spread(tensor, devices)
+            away = sum(device != devices[0] for device in devices)
+            sent = away * math.prod(layout.slice_shape) * tensor.dtype.size
+            lowering.costs.add_transfer("import", sent, backward=False)
+        if len(copies) != len(group):
+            raise ShapeError(
+                f"a slice of weight {name!r} was given as {len(copies)} copies, but processors "
+                f"{list(group)} of mesh '{layout.mesh}' hold it; give one for each, or one tensor"
+            )
+        held.update(zip(group, copies, strict=True))
+    return tuple(held[processor] for processor in range(lowering.num_slices))
+
+
+# Each is the other's gradient: every copy has a copy of the whole gradient, so one of them is it.
+
+
+def _spread(tensor: tf.Tensor, devices: Sequence[str]) -> list[tf.Tensor]:
+    """Copies a tensor to each device."""
+    if len(devices) == 1:
+        return [tensor]
+    copies: list[tf.Tensor] = []
+    with unrecorded():
+        for device in devices:
+            with tf.device(device):
+                copies.append(tf.identity(tensor))
+    return attach_gradient(copies, [tensor], lambda grads: [_collect(grads, devices)], True)
+
+
+def _collect(copies: Sequence[tf.Tensor], devices: Sequence[str]) -> tf.Tensor:
+    """Takes one of the copies."""
+    with unrecorded(), tf.device(devices[0]):
+        whole = tf.identity(copies[0])
+    return attach_gradient([whole], copies, lambda grads: _spread(grads[0], devices), True)[0]

@@ -1,0 +1,241 @@
+"""Variables of named layers, and tensors that are made of them."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from lingvo.core import py_utils
+
+from pipemesh.errors import LayoutError, PipelineError, ShapeError
+from pipemesh.layers.named import FeedForward, NamedLayer, lowering_scope
+from pipemesh.lowering import Cores, ops
+from pipemesh.mesh import LayoutRules, Mesh
+from tests.layers.harness import cluster
+from tests.layers.named.harness import join, make_lowering, run, value_of, weights_of
+
+GAUSSIAN = py_utils.WeightInit.Gaussian(0.5)
+
+
+class Product(NamedLayer):
+    """A layer for tests: `embed` times weights gives `d_ff`."""
+
+    @classmethod
+    def NamedWeights(cls, p):
+        return {"w": ("embed:4;d_ff:8", GAUSSIAN), "b": ("embed:4", GAUSSIAN)}
+
+    def FProp(self, theta, x):
+        x = self.Named(x, "batch;embed") + self.Weight(theta, "b")
+        return ops.einsum([x, self.Weight(theta, "w")], ["batch", "d_ff"])
+
+
+class Pair(NamedLayer):
+    """One product and a list of others."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.CreateChild("first", Product.Params())
+        self.CreateChildren("rest", [Product.Params().Set(name=f"rest{i}") for i in range(2)])
+
+    @classmethod
+    def NamedWeights(cls, p):
+        return {"scale": ("d_ff:8", GAUSSIAN)}
+
+
+PRODUCT = Product.Params().Set(name="product")
+X = value_of("x", [4, 4])
+
+
+def make(params, lowering):
+    with cluster(1), lowering_scope(lowering), py_utils.VariableStore():
+        py_utils.GetOrCreateGlobalStepVar()
+        return params.Copy().Instantiate()
+
+
+@pytest.fixture(autouse=True)
+def _eagerly(eagerly):
+    del eagerly
+
+
+def whole_weights(params, mesh):
+    lowering = make_lowering(mesh)
+    layer = make(params, lowering)
+    variables = dict(layer.vars.FlattenItems())
+    return {
+        path: join(layout, [variables[name].numpy() for name in names])
+        for path, (layout, names) in weights_of(layer, lowering).items()
+    }
+
+
+def test_each_different_slice_is_a_variable_on_the_device_of_its_first_processor():
+    layer = make(PRODUCT, make_lowering("data:2;model:2"))
+    found = {name: (v.shape.as_list(), v.device[-5:]) for name, v in layer.vars.FlattenItems()}
+    assert found == {
+        "b": ([4], "CPU:0"),
+        "w_slice_0": ([4, 4], "CPU:0"),
+        "w_slice_1": ([4, 4], "CPU:1"),
+    }
+
+
+def test_without_splits_variables_have_the_logical_names():
+    layer = make(PRODUCT, make_lowering("model:1"))
+    assert sorted(v.name for v in layer.vars.Flatten()) == ["product/b/var:0", "product/w/var:0"]
+
+
+@pytest.mark.parametrize("mesh", ["model:2", "model:4", "data:2;model:2"])
+def test_initial_values_do_not_depend_on_the_layout(mesh):
+    params = Pair.Params().Set(name="pair", random_seed=7)
+    whole, found = whole_weights(params, "model:1"), whole_weights(params, mesh)
+    assert whole.keys() == found.keys() and len(whole) == 7
+    for path, value in whole.items():
+        np.testing.assert_array_equal(found[path], value)
+
+
+def test_initial_values_depend_on_name_and_seed():
+    values = whole_weights(Pair.Params().Set(name="pair", random_seed=7), "model:1")
+    again = whole_weights(Pair.Params().Set(name="pair", random_seed=8), "model:1")
+    assert (values["first.w"] != values["rest[0].w"]).all()
+    assert (values["first.w"] != again["first.w"]).all()
+    assert 0.3 < values["first.w"].std() < 0.7
+
+
+def test_places_are_parallel_to_theta():
+    layer = make(Pair.Params().Set(name="pair"), make_lowering("data:2;model:2"))
+    places = layer.weight_places()
+    product = {"b": None, "w_slice_0": 0, "w_slice_1": 1}
+    assert places == py_utils.NestedMap(
+        scale_slice_0=0, scale_slice_1=1, first=product, rest=[product, product]
+    )
+    assert [k for k, _ in places.FlattenItems()] == [k for k, _ in layer.theta.FlattenItems()]
+
+
+def test_a_call_may_have_other_devices_than_the_layer_was_made_with():
+    there = make_lowering("data:2;model:2", first_device=4)
+    found = run(PRODUCT, [X], "data:2;model:2", calls=there)
+    found.assert_close(*(lambda whole: (whole.outputs, whole.grads))(run(PRODUCT, [X])))
+
+
+def test_copies_that_the_caller_made_are_taken_as_they_are():
+    lowering = make_lowering("data:2;model:2")
+    layer = make(PRODUCT, lowering)
+    held = {}
+    for name, processors in {"b": range(4), "w_slice_0": (0, 2), "w_slice_1": (1, 3)}.items():
+        held[name] = tuple(tf.identity(layer.vars[name]) for _ in processors)
+
+    @tf.function(autograph=False)
+    def run_with(copies):
+        with lowering_scope(lowering), tf.GradientTape() as tape:
+            tape.watch(copies)
+            y = ops.export_tensor(layer.FProp(py_utils.NestedMap(copies), tf.constant(X)))
+            loss = tf.reduce_sum(y * value_of("cotangent 0", y.shape))
+        return y, tape.gradient(loss, copies)
+
+    y, grads = run_with(held)
+    whole = run(PRODUCT, [X], scale=None)
+    np.testing.assert_allclose(y, whole.outputs[0], 1e-5, 1e-6)
+    # Each copy has the whole gradient.
+    for copy in grads["b"]:
+        np.testing.assert_allclose(copy, whole.grads["b"], 1e-5, 1e-6)
+    for k, name in enumerate(["w_slice_0", "w_slice_1"]):
+        for copy in grads[name]:
+            np.testing.assert_allclose(copy, whole.grads["w"][:, 4 * k : 4 * k + 4], 1e-5, 1e-6)
+
+
+def test_a_core_of_simd_is_given_its_own_slices():
+    layer = make(PRODUCT, make_lowering("model:2"))
+    parts = {name: variable.read_value() for name, variable in layer.vars.FlattenItems()}
+
+    def program(lowering, x, w, b):
+        theta = py_utils.NestedMap(w=(w,), b=b)
+        with lowering_scope(lowering), tf.GradientTape() as tape:
+            tape.watch([w, b])
+            y = layer.FProp(theta, x)
+            loss = ops.reduce_sum(y * ops.import_tensor(lowering, cotangent, y.shape))
+        # The loss of a core is a copy of the whole one.
+        return ops.export_tensor(y), *tape.gradient(loss.slices[0], [w, b])
+
+    cotangent = value_of("cotangent 0", [4, 8])
+    cores = Cores(Mesh.from_text("model:2"), ["CPU:0", "CPU:1"])
+    rules = LayoutRules.from_text("d_ff:model")
+    specs = [tf.TensorSpec(shape) for shape in ([4, 4], [4, 4], [4])]
+    call = cores.function(program, rules, *specs)
+    results = call([[X, parts[f"w_slice_{core}"], parts["b"]] for core in range(2)])
+    whole = run(PRODUCT, [X], scale=None)
+    for core, (y, w, b) in enumerate(results):
+        np.testing.assert_allclose(y, whole.outputs[0], 1e-5, 1e-6)
+        np.testing.assert_allclose(w, whole.grads["w"][:, 4 * core : 4 * core + 4], 1e-5, 1e-6)
+        np.testing.assert_allclose(b, whole.grads["b"], 1e-5, 1e-6)
+
+
+def test_tuples_of_another_length_and_slices_for_a_core_are_errors():
+    lowering = make_lowering("data:2;model:2")
+    layer = make(PRODUCT, lowering)
+    copies = py_utils.NestedMap(layer.theta, w_slice_0=(layer.vars.w_slice_0,) * 3, b=(X[0],))
+    with lowering_scope(lowering):
+        with pytest.raises(ShapeError, match=r"'b' was given as 1 tensors, .* for 4 processors"):
+            layer.Weight(copies, "b")
+        with pytest.raises(ShapeError, match=r"given as 3 copies, but processors \[0, 2\]"):
+            layer.Weight(copies, "w")
+
+
+def test_in_a_graph_of_tensorflow_1_too():
+    py_utils.SetEagerMode(False, test_mode=True)
+    lowering = make_lowering("data:2;model:2")
+    with tf.Graph().as_default(), cluster(1), lowering_scope(lowering):
+        layer = PRODUCT.Copy().Instantiate()
+        y = layer.FPropDefaultTheta(tf.constant(X))
+        loss = ops.reduce_sum(ops.square(y))
+        variables = dict(layer.vars.FlattenItems())
+        grads = tf.gradients(ops.export_tensor(loss), list(variables.values()))
+        with tf.compat.v1.Session() as session:
+            session.run(tf.compat.v1.global_variables_initializer())
+            y, values, grads = session.run([ops.export_tensor(y), variables, grads])
+    w = np.concatenate([values["w_slice_0"], values["w_slice_1"]], axis=1)
+    np.testing.assert_allclose(y, (X + values["b"]) @ w, 1e-5, 1e-6)
+    found = dict(zip(variables, grads, strict=True))
+    np.testing.assert_allclose(found["b"], (2 * y @ w.T).sum(0), 1e-4, 1e-5)
+    np.testing.assert_allclose(
+        found["w_slice_1"], ((X + values["b"]).T @ (2 * y))[:, 4:], 1e-4, 1e-5
+    )
+
+
+def test_a_layer_called_under_a_mesh_that_splits_it_otherwise_is_an_error():
+    layer = make(PRODUCT, make_lowering("model:2"))
+    with (
+        lowering_scope(make_lowering("model:4")),
+        pytest.raises(
+            LayoutError, match=r"'w' of layer 'product' was created in 2 slices, .* has 4"
+        ),
+    ):
+        layer.FPropDefaultTheta(tf.constant(X))
+
+
+def test_inputs_of_another_lowering_or_with_other_dims_are_errors():
+    lowering = make_lowering("model:1")
+    layer = make(PRODUCT, lowering)
+    x = ops.import_tensor(lowering, X, "batch:4;embed:4")
+    with pytest.raises(LayoutError, match="of one lowering, inside of the scope of another"):
+        layer.Named(x, "batch;embed")
+    with lowering_scope(lowering):
+        with pytest.raises(ShapeError, match="takes dims 'batch;io', but was given 'batch:4;embed"):
+            layer.Named(x, "batch;io")
+        with pytest.raises(ShapeError, match="known before the step"):
+            layer.Named(tf.ones([4]), "batch;embed")
+        assert layer.Named(x, "embed;batch").shape.names == ("embed", "batch")
+
+
+def test_an_unknown_weight_is_an_error_with_the_nearest_name():
+    layer = make(
+        FeedForward.Params().Set(name="f", input_dim=2, hidden_dim=2), make_lowering("a:1")
+    )
+    with pytest.raises(ShapeError, match="no weight 'w_inn'; did you mean 'w_in'"):
+        layer.Weight(layer.theta, "w_inn")
+
+
+@pytest.mark.parametrize("init", [py_utils.WeightInit.Xavier(1.0), None])
+def test_initial_values_that_have_no_blocks_are_an_error(init):
+    class Other(NamedLayer):
+        @classmethod
+        def NamedWeights(cls, p):
+            return {"w": ("embed:4", init)}
+
+    with pytest.raises(PipelineError, match=r"weight 'other/w': init is .* drawn slice by slice"):
+        make(Other.Params().Set(name="other"), make_lowering("model:1"))

@@ -1,0 +1,46 @@
+"""Norms equal plain NumPy-like formulas under every layout."""
+
+import pytest
+import tensorflow as tf
+
+from pipemesh.errors import PipelineError
+from pipemesh.layers.named import Norm
+from tests.layers.named.harness import MESHES, reference, run, value_of
+
+X = value_of("x", [4, 3, 8])
+PARAMS = Norm.Params().Set(name="norm", input_dim=8)
+
+
+def plain(kind):
+    def layer_norm(w):
+        mean, variance = tf.nn.moments(X, [2], keepdims=True)
+        return (X - mean) / tf.sqrt(variance + 1e-6) * (1 + w["scale"]) + w["bias"]
+
+    def rms_norm(w):
+        root = tf.sqrt(tf.reduce_mean(X**2, 2, keepdims=True) + 1e-6)
+        return X / root * (1 + w["scale"])
+
+    shapes = {"scale": [8], "bias": [8]} if kind == "layer" else {"scale": [8]}
+    return reference(layer_norm if kind == "layer" else rms_norm, shapes)
+
+
+@pytest.mark.parametrize("rules", ["batch:data", "embed:model;batch:data"])
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_results_and_gradients_are_those_of_plain_tensorflow(mesh, kind, rules):
+    run(PARAMS.Copy().Set(kind=kind), [X], mesh, rules).assert_close(*plain(kind))
+
+
+def test_moments_of_bfloat16_are_computed_in_float32():
+    params = PARAMS.Copy().Set(fprop_dtype=tf.bfloat16)
+    rounded = tf.cast(X, tf.bfloat16)
+    found = run(params, [rounded.numpy()], scale=None).outputs[0]
+    mean, variance = tf.nn.moments(tf.cast(rounded, tf.float32), [2], keepdims=True)
+    wanted = (tf.cast(rounded, tf.float32) - mean) / tf.sqrt(variance + 1e-6)
+    assert found.dtype == tf.bfloat16.as_numpy_dtype
+    assert abs(found.astype("float32") - wanted.numpy()).max() < 0.01
+
+
+def test_an_unknown_kind_is_an_error_with_the_nearest_name():
+    with pytest.raises(PipelineError, match="kind is 'layr'; did you mean 'layer'"):
+        PARAMS.Copy().Set(kind="layr").Instantiate()
