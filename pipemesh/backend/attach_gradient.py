@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.ops import gen_functional_ops
@@ -13,7 +12,7 @@ from pipemesh.backend.gradient import without_colocation
 from pipemesh.backend.kept_gradients import register
 from pipemesh.backend.tapes import record_call, unrecorded
 
-Grads = Sequence[Any]
+Grads = Sequence[tf.Tensor | None]
 _numbers = itertools.count()
 
 
@@ -25,7 +24,7 @@ def _pass_on(*tensors: tf.Tensor) -> list[tf.Tensor]:
 def attach_gradient(
     outputs: Sequence[tf.Tensor],
     inputs: Sequence[tf.Tensor],
-    backward: Callable[[Grads], Grads],
+    backward: Callable[[list[tf.Tensor]], Grads],
     across_devices: bool,
 ) -> list[tf.Tensor]:
     """Returns `outputs`, through which gradients flow to `inputs` only as `backward` says.
@@ -44,7 +43,7 @@ def attach_gradient(
     number = len(outputs)
     tensors = [*outputs, *inputs]
 
-    def input_grads(*grads: Any) -> list[Any]:
+    def input_grads(*grads: tf.Tensor | tf.IndexedSlices) -> list[tf.Tensor | None]:
         with without_colocation():
             # Gradients of lookups are sparse; communication is dense.
             return list(backward([tf.convert_to_tensor(grad) for grad in grads[:number]]))
@@ -55,7 +54,7 @@ def attach_gradient(
         record_call(results, inputs, input_grads)
         return results
 
-    def all_grads(*grads: Any) -> list[Any]:
+    def all_grads(*grads: tf.Tensor | tf.IndexedSlices) -> list[tf.Tensor | None]:
         return [None] * number + input_grads(*grads)
 
     name = f"PipemeshGradient{next(_numbers)}"
@@ -76,7 +75,7 @@ def _identity_in_place(tensor: tf.Tensor) -> tf.Tensor:
         return tf.identity(tensor)
 
 
-def _call_pass_on(graph: Any, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def _call_pass_on(graph: tf.Graph, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     # A shape may be None, whatever is declared.
     specs = [
         tf.TensorSpec(None, tensor.dtype)  # pyright: ignore[reportArgumentType]

@@ -30,10 +30,12 @@ class Meeting:
     instance: int | tf.Tensor
     token: tf.Tensor
 
-    def arguments(self) -> list[Any]:
+    def arguments(self) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, list[tf.Tensor]]:
         """What all collective operations take behind their input."""
-        keys = (self.size, self.group, self.instance)
-        return [*(tf.convert_to_tensor(key, tf.int32) for key in keys), [self.token]]
+        size, group, instance = (
+            tf.convert_to_tensor(key, tf.int32) for key in (self.size, self.group, self.instance)
+        )
+        return size, group, instance, [self.token]
 
 
 def reduce(x: tf.Tensor, meeting: Meeting, merge_op: str) -> tf.Tensor:

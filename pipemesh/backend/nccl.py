@@ -7,7 +7,6 @@ times in one step, each time needs a name of its own: else two of them would mee
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.ops import nccl_ops
@@ -51,7 +50,7 @@ def all_reduce(tensors: Sequence[tf.Tensor], devices: Sequence[str], op: str) ->
     return list(reduced)
 
 
-def groups(nodes: Iterable[Any]) -> dict[str, list[str]]:
+def groups(nodes: Iterable[tf.compat.v1.NodeDef]) -> dict[str, list[str]]:
     """The collective operations among nodes, each with those of its group, itself included.
 
     Args:
@@ -66,7 +65,7 @@ def groups(nodes: Iterable[Any]) -> dict[str, list[str]]:
     return of_node
 
 
-def rename(nodes: Iterable[Any]) -> None:
+def rename(nodes: Iterable[tf.compat.v1.NodeDef]) -> None:
     """Gives each group of collective operations among nodes a name that no other group has.
 
     Args:

@@ -90,7 +90,7 @@ class Call:
             # A persistent tape asks for it where an eager call has recorded the pipeline.
             "_gradient_op_type": _attribute(s=_NO_GRADIENT.encode()),
         }
-        self._known_to: Any = None
+        self._known_to: tf.Graph | None = None
 
     def __call__(self, arguments: Tensors) -> Tensors:
         """The results for the arguments that it takes; the function's captures are added."""
@@ -120,7 +120,7 @@ class Call:
             return pin(results)
 
 
-def mark(operation: Any, name: str) -> None:
+def mark(operation: tf.Operation, name: str) -> None:
     """Gives an operation an attribute of ours, which is in its graph's definition too.
 
     Args:
@@ -130,7 +130,7 @@ def mark(operation: Any, name: str) -> None:
     operation._set_attr(name, _attribute(b=True))
 
 
-def is_marked(operation: Any, name: str) -> bool:
+def is_marked(operation: tf.Operation, name: str) -> bool:
     """Whether `mark` gave an operation an attribute."""
     try:
         return operation.get_attr(name)
@@ -140,16 +140,15 @@ def is_marked(operation: Any, name: str) -> bool:
 
 def wait_for(operation: tf.Operation, other: tf.Operation) -> None:
     """Has an operation that is there already wait for another one of its graph."""
-    waiting: Any = operation
-    waiting._add_control_input(other)
+    operation._add_control_input(other)
 
 
-def operation_number(operation: Any) -> int:
+def operation_number(operation: tf.Operation) -> int:
     """The number of an operation in its graph, in the order of their making."""
     return operation._id
 
 
-def next_operation_number(graph: Any) -> int:
+def next_operation_number(graph: tf.Graph) -> int:
     """The number of the next operation; two nodes of a graph, its source and sink, have none."""
     return graph.version + 2
 

@@ -40,7 +40,7 @@ class LossScale:
         (0.0, 16384.0)
     """
 
-    def __init__(self, scale: Any, good_steps: Any, finite: Any) -> None:
+    def __init__(self, scale: tf.Variable, good_steps: tf.Variable, finite: tf.Variable) -> None:
         self._scale, self._good_steps, self._finite = scale, good_steps, finite
 
     @classmethod
@@ -57,7 +57,7 @@ class LossScale:
         )
 
     @property
-    def variables(self) -> list[Any]:
+    def variables(self) -> list[tf.Variable]:
         """Those that a checkpoint should hold."""
         return [self._scale, self._good_steps, self._finite]
 

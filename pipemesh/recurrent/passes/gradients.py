@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.backend.structure import is_differentiable
+from pipemesh.backend.structure import Gradient, is_differentiable
 from pipemesh.recurrent.stage import Stage
 
 # A gradient's tensor; values and row indices if it is sparse; None if there is none.
@@ -86,14 +85,14 @@ def _grad_placeholders(tensors: Mapping[int, tf.Tensor]) -> dict[int, tf.Tensor]
 
 def _gradients(
     results: list[tf.Tensor], sources: list[tf.Tensor | None], result_grads: list[tf.Tensor]
-) -> list[Any]:
+) -> list[Gradient]:
     # A handle stands for its variable.
     floating = {
         i: t
         for i, t in enumerate(sources)
         if t is not None and (is_differentiable(t) or t.dtype == tf.resource)
     }
-    grads: list[Any] = [None] * len(sources)
+    grads: list[Gradient] = [None] * len(sources)
     if results and floating:
         found = tf.gradients(results, list(floating.values()), result_grads)
         for i, grad in zip(floating, found, strict=True):
@@ -101,7 +100,7 @@ def _gradients(
     return grads
 
 
-def _grad_name(grad: Any) -> GradName:
+def _grad_name(grad: Gradient) -> GradName:
     if isinstance(grad, tf.IndexedSlices):
         return grad.values.name, grad.indices.name
     return None if grad is None else grad.name

@@ -53,7 +53,7 @@ class Replica:
     operations: list[tuple[int, int]]
     copies: dict[str, str] = dataclasses.field(default_factory=dict)
 
-    def copy_captured(self, graph: Any, captured: Sequence[Captured]) -> None:
+    def copy_captured(self, graph: tf.Graph, captured: Sequence[Captured]) -> None:
         """Gives it placeholders of its own for what the stage has captured."""
         with graph.as_default():
             for weight in captured:
@@ -63,7 +63,7 @@ class Replica:
 
     def differentiate(
         self,
-        graph: Any,
+        graph: tf.Graph,
         stage: Stage,
         captured: Sequence[Captured],
         live: Iterable[int],

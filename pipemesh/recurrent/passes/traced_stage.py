@@ -215,7 +215,7 @@ class TracedStage:
             "a stage is computed microbatch by microbatch, and again in the backward pass",
         )
 
-    def _find_replicas(self, graph: Any) -> dict[str, int]:
+    def _find_replicas(self, graph: tf.Graph) -> dict[str, int]:
         """For the nodes that belong to a replica, and what stands for its arguments, its number."""
         operations = graph.get_operations()
         numbers: dict[str, int] = {}
@@ -235,7 +235,7 @@ class TracedStage:
             **dict(zip(self.inputs, itertools.cycle(of_inputs))),
         }
 
-    def _prepare(self, nodes: Sequence[Any]) -> None:
+    def _prepare(self, nodes: Sequence[tf.compat.v1.NodeDef]) -> None:
         """Lets nodes use the tensor that stands for what was captured, each replica its own."""
         redirect(nodes, self._captured)
         for node in nodes:

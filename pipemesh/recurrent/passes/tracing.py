@@ -52,7 +52,7 @@ class Trace:
     drawn: dict[str, WholeDraw]
 
     @property
-    def graph(self) -> Any:
+    def graph(self) -> tf.Graph:
         """The graph."""
         return self.function.graph
 
@@ -83,7 +83,12 @@ def trace(
     scalar = tf.TensorSpec([], tf.int64)
 
     def call(
-        number: int | None, theta: Any, carry: Any, inputs: Any, microbatch: Any, step: Any
+        number: int | None,
+        theta: list[tf.Tensor],
+        carry: list[tf.Tensor],
+        inputs: list[tf.Tensor],
+        microbatch: tf.Tensor,
+        step: tf.Tensor | None,
     ) -> Replica:
         begin = len(tf.compat.v1.get_default_graph().get_operations())
         part = microbatch if number is None else microbatch * num_replicas + number

@@ -13,6 +13,7 @@ from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.watch.health import (
     MICROBATCH,
     OF_GRADIENTS,
+    Direction,
     Finding,
     all_finite,
     empty_note,
@@ -39,7 +40,7 @@ class Checks:
         self,
         policy: str,
         stages: Sequence[TracedStage],
-        probes: Mapping[str, Sequence[Sequence[Probe]]],
+        probes: Mapping[Direction, Sequence[Sequence[Probe]]],
         cutting: Cutting,
     ) -> None:
         self._policy = policy
@@ -135,7 +136,7 @@ class Checks:
             wait_for(guard, check)
         return self.after_backward(grads, first.stage.device)
 
-    def _findings(self, direction: str, number: int, notes: Notes) -> list[Finding]:
+    def _findings(self, direction: Direction, number: int, notes: Notes) -> list[Finding]:
         what = "its output" if direction == "forward" else "a gradient"
         rest = f"microbatch {MICROBATCH}, {direction}: {what}"
         stage, probes = self._traced[number].stage, self._probes[direction][number]

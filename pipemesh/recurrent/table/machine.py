@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from pipemesh.backend.functions import keep_alive
 from pipemesh.backend.operations import MaybeTensor, pin, pin_each
+from pipemesh.randomness import WholeDraws
 from pipemesh.recurrent.passes.passes import Grads, Passes, Tensors
 from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
 from pipemesh.recurrent.passes.tracing import WholeBatch, specs_of
@@ -20,7 +21,8 @@ from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.kinds import GRADS, KEPT, OUTPUTS, PENDING, Kind
 from pipemesh.recurrent.table.state import State
 from pipemesh.recurrent.watch.clock import ActionClock
-from pipemesh.recurrent.watch.health import LOCATING
+from pipemesh.recurrent.watch.health import LOCATING, Direction
+from pipemesh.recurrent.watch.probes import Probe
 
 # Operations whose results are known before anything runs.
 _CONSTANT = ("Const", "Fill")
@@ -91,7 +93,7 @@ class Machine:
             [*dtypes, *(sum_dtype(t.dtype) for t in traced.captured)]
             for dtypes, traced in zip(accumulator_dtypes, self.traced, strict=True)
         ]
-        self.probes = {
+        self.probes: dict[Direction, list[list[Probe]]] = {
             "forward": [
                 t.forward_probes() if check_numerics in LOCATING["forward"] else []
                 for t in self.traced
@@ -125,7 +127,7 @@ class Machine:
         traced: list[TracedStage] = []
         for number, stage in enumerate(stages):
 
-            def draws(number: int = number) -> Any:
+            def draws(number: int = number) -> WholeDraws:
                 return whole_batch.draws(number)
 
             traced.append(TracedStage(stage, specs, cutting, has_step, draws, places))

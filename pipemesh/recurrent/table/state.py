@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from pipemesh.recurrent.passes.passes import Grads, Tensors
 from pipemesh.recurrent.stage import Stage
-from pipemesh.recurrent.watch.health import empty_note
+from pipemesh.recurrent.watch.health import Direction, empty_note
 
 Tokens = list[list[list[tf.Operation]]]
 
@@ -32,7 +32,7 @@ class State:
     carry_grads: list[Grads]
     accumulators: list[Tensors | None]
     tokens: Tokens
-    notes: dict[str, list[Tensors]]
+    notes: dict[Direction, list[Tensors]]
 
     @classmethod
     def before(cls, stages: Sequence[Stage], stage_devices: Sequence[int]) -> State:
@@ -48,7 +48,7 @@ class State:
             carry_grads=[[None] * len(stage.carry) for stage in stages],
             accumulators=[None] * len(stages),
             tokens=[[[] for _ in range(sizes[home])] for home in sorted(sizes)],
-            notes={d: empty_notes(stages) for d in ("forward", "backward")},
+            notes={"forward": empty_notes(stages), "backward": empty_notes(stages)},
         )
 
     def values(self) -> list[Any]:

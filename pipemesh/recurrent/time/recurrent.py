@@ -11,7 +11,7 @@ from pipemesh.backend.functions import keep_alive
 from pipemesh.backend.structure import Structure
 from pipemesh.errors import PipelineError
 from pipemesh.recurrent.passes.tracing import specs_of
-from pipemesh.recurrent.time.cell import Arguments, Cell, TracedCell
+from pipemesh.recurrent.time.cell import Arguments, ArgumentSpecs, Cell, Structures, TracedCell
 from pipemesh.recurrent.time.loop_gradient import run_loop
 from pipemesh.recurrent.time.stop_condition import StopCondition
 from pipemesh.recurrent.time.time_loop import (
@@ -116,13 +116,13 @@ def Recurrent(
     accumulators0 = (
         accumulator_layer.GetAccumulatorValues() if accumulator_layer is not None else ()
     )
-    parts = Arguments(theta, state0, accumulators0, inputs)
-    structures = Arguments(
+    structures = Structures(
         Structure(theta, "theta"),
         Structure(state0, "state0"),
         Structure(accumulators0, "the accumulators"),
         Structure(inputs, "inputs"),
     )
+    parts = (theta, state0, accumulators0, inputs)
     given = Arguments(*(s.tensors(part) for s, part in zip(structures, parts, strict=True)))
     if not given.state:
         raise PipelineError("state0 has no tensor in it, so that there is nothing to compute")
@@ -137,7 +137,7 @@ def Recurrent(
         given = given._replace(inputs=_of_one_length(given.inputs, structures.inputs.leaf_names))
         step_inputs = [tf.TensorSpec(x.shape[1:], x.dtype) for x in given.inputs]
         of_theta, of_state, of_accumulators = map(specs_of, given[:3])
-        specs = Arguments(of_theta, of_state, of_accumulators, step_inputs)
+        specs = ArgumentSpecs(of_theta, of_state, of_accumulators, step_inputs)
         device = tf.zeros([]).device
         cell = Cell(name, cell_fn, cell_grad, accumulator_layer, extras, may_capture, device)
         traced = TracedCell(cell, structures, specs)

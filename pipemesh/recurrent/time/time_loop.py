@@ -144,13 +144,18 @@ class TimeLoop:
             self.out.rows(size) if self.out else [],
         ]
 
-        def proceed(t: tf.Tensor, state: Any, *_: Any) -> tf.Tensor:
+        def proceed(t: tf.Tensor, state: list[tf.Tensor], *_: object) -> tf.Tensor:
             if self.stop is None:
                 return t < span.end
             stop = self.stop(span.first + t, given.theta, state, captures.stop)
             return tf.logical_and(t < span.end, tf.logical_not(stop))
 
-        def body(t: tf.Tensor, state: Any, accumulators: Any, acc: Any) -> Any:
+        def body(
+            t: tf.Tensor,
+            state: list[tf.Tensor],
+            accumulators: list[tf.Tensor],
+            acc: list[list[tf.Tensor]],
+        ) -> Any:
             inputs = [x[t] for x in given.inputs]
             arguments = Arguments(given.theta, state, accumulators, inputs)
             step = self.cell.step(span.first + t, arguments, captures.cell)
@@ -309,11 +314,13 @@ def sequence_length(inputs: Sequence[tf.Tensor]) -> tf.Tensor:
     return tf.shape(inputs[0])[0] if known is None else tf.constant(known)
 
 
-def _write(rows: list[Rows], handles: Any, values: Any, t: tf.Tensor) -> list[tf.Tensor]:
+def _write(
+    rows: list[Rows], handles: Sequence[tf.Tensor], values: Sequence[tf.Tensor], t: tf.Tensor
+) -> list[tf.Tensor]:
     return [row.write(h, t, x) for row, h, x in zip(rows, handles, values, strict=True)]
 
 
-def _read(rows: list[Rows], handles: Any, t: tf.Tensor) -> list[tf.Tensor]:
+def _read(rows: list[Rows], handles: Sequence[tf.Tensor], t: tf.Tensor) -> list[tf.Tensor]:
     return [row.read(handle, t) for row, handle in zip(rows, handles, strict=True)]
 
 
@@ -329,9 +336,11 @@ def _add(total: tf.Tensor, grad: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
     return tf.ensure_shape(total + tf.cast(grad, total.dtype), total.shape)
 
 
-def _spread(values: Sequence[tf.Tensor], places: Sequence[int], size: int) -> list[Any]:
+def _spread(
+    values: Sequence[tf.Tensor], places: Sequence[int], size: int
+) -> list[tf.Tensor | None]:
     """A list with the values at their places and None elsewhere."""
-    result: list[Any] = [None] * size
+    result: list[tf.Tensor | None] = [None] * size
     for place, value in zip(places, values, strict=True):
         result[place] = value
     return result

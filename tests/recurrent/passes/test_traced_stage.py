@@ -144,7 +144,7 @@ def test_probes_look_at_what_is_computed_and_say_where():
     assert (("second",), 0) in backward and (("first",), 1) in backward
     assert [place for _, place in backward] == sorted(place for _, place in backward)
     for probe in forward:
-        assert {*map(traced.place, probe.tensors)} == {probe.place}
+        assert {*map(traced.replica, probe.tensors)} == {probe.replica}
 
 
 def test_outputs_are_what_the_stage_computes():
