@@ -19,6 +19,8 @@ class Settings:
     NUM_HEADS: int
     SEQUENCE_LENGTH: int
     BATCH_SIZE: int
+    # Those of lingvo, or layers with named dims, which the plan's layout may split.
+    LAYERS: str = "lingvo"
     # How it is run; the layers that are cut are the embedding, the blocks and the softmax.
     PLAN = Plan(Mesh.from_text("layers:2"), num_microbatches=8)
     DROPOUT_PROB = 0.1
@@ -86,6 +88,9 @@ class GPipe32(Settings):
     CHOSEN = ()
     WARMUP_STEPS = 40_000
 
+
+# What a layout may split: of layers of lingvo the batch, of layers with named dims more.
+DIMS = {"lingvo": ("batch",), "named": ("batch", "heads", "d_ff", "vocab")}
 
 # By the name under which lingvo knows the configuration.
 SIZES: dict[str, type[Settings]] = {
