@@ -55,6 +55,7 @@ class _Prepared(importlib.abc.Loader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         # The module is to know its own loader, as if nothing had stood in between.
+        assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._loader
         with contextlib.ExitStack() as stack:
             if os.environ.get("TF_CPP_MIN_LOG_LEVEL") != "0":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -64,7 +65,7 @@ def load_digits() -> tuple[Digits, Digits]:
             "the digits come with scikit-learn, which is not installed; run: "
             "python -m pip install 'pipemesh[examples]'"
         ) from error
-    found = datasets.load_digits()
+    found: Any = datasets.load_digits()
     images = enlarge(found.images.astype(np.float32) / 16)
     labels = found.target.astype(np.int32)
     cut = len(labels) - _HELD_OUT

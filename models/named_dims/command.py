@@ -31,11 +31,16 @@ FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
 
 
-def define_flags(**defaults: object) -> None:
+def define_flags(
+    *, batch_size: int, hidden_size: int, learning_rate: float, eval_every: int
+) -> None:
     """Defines the flags that all examples have.
 
     Args:
-        **defaults: of `batch_size`, `hidden_size`, `learning_rate` and `eval_every`.
+        batch_size: default of `--batch_size`.
+        hidden_size: default of `--hidden_size`.
+        learning_rate: default of `--learning_rate`.
+        eval_every: default of `--eval_every`.
     """
     define_devices(
         "data:2",
@@ -49,15 +54,11 @@ def define_flags(**defaults: object) -> None:
         ["placement", "simd"],
         "One graph for all devices, or the program of one device that all run.",
     )
-    flags.DEFINE_integer("batch_size", defaults["batch_size"], "Examples a step.", lower_bound=1)
-    flags.DEFINE_integer(
-        "hidden_size", defaults["hidden_size"], "Units of the hidden layer.", lower_bound=1
-    )
-    flags.DEFINE_float("learning_rate", defaults["learning_rate"], "Factor of the gradients.")
+    flags.DEFINE_integer("batch_size", batch_size, "Examples a step.", lower_bound=1)
+    flags.DEFINE_integer("hidden_size", hidden_size, "Units of the hidden layer.", lower_bound=1)
+    flags.DEFINE_float("learning_rate", learning_rate, "Factor of the gradients.")
     flags.DEFINE_integer("seed", 0, "Seed of weights and data.", lower_bound=0)
-    flags.DEFINE_integer(
-        "eval_every", defaults["eval_every"], "Evaluate every so many steps.", lower_bound=1
-    )
+    flags.DEFINE_integer("eval_every", eval_every, "Evaluate every so many steps.", lower_bound=1)
     flags.DEFINE_string("curve", None, "File to write the loss of every step to, as CSV.")
 
 

@@ -28,6 +28,7 @@ _MODEL = (
     "HIDDEN_DIM",
     "NUM_LAYERS",
     "NUM_HEADS",
+    "LAYERS",
     "SEQUENCE_LENGTH",
     "SEED",
 )
@@ -116,6 +117,8 @@ class About:
                 "to the checkpoint before, or give another --logdir"
             )
         values = json.loads(content)
+        # There was one kind of layers before.
+        values["model"].setdefault("layers", "lingvo")
         if "plan" not in values:
             values |= _before_plans(values["settings"])
         return cls(**values | {"vocabulary": base64.b64decode(values["vocabulary"])})

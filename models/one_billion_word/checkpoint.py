@@ -85,6 +85,8 @@ class Checkpoints:
 
 def reason(error: Exception) -> str:
     """What happened, in one line, without what TensorFlow was doing."""
-    text = error.message if isinstance(error, tf.errors.OpError) else str(error)
+    text = str(error)
+    if isinstance(error, tf.errors.OpError):
+        text = error.message  # pyright: ignore[reportAttributeAccessIssue]
     first = (text.strip().splitlines() or [type(error).__name__])[0]
     return first.split("}} ")[-1].split(" [Op:")[0]

@@ -12,10 +12,9 @@ from absl import flags
 from models.command import FlagError, define_devices
 from models.command import parse as parse_flags
 from models.one_billion_word.request import EVAL_BATCHES, Request
-from models.one_billion_word.sizes import SIZES, Settings
+from models.one_billion_word.sizes import DIMS, SIZES, Settings
 from pipemesh.errors import LayoutError, PipemeshError, PlanError, ScheduleError
 from pipemesh.plan import Plan
-from pipemesh.plan.places import BATCH
 from pipemesh.plan.text_form import of_value
 from pipemesh.schedule_names import listing
 from pipemesh.text import nearest
@@ -37,6 +36,13 @@ flags.DEFINE_integer(
     "num_microbatches",
     None,
     "Microbatches a batch; default: the fastest, by the schedule and the memory there is.",
+)
+flags.DEFINE_enum(
+    "layers",
+    None,
+    list(DIMS),
+    "Layers of lingvo, or layers with named dims, of which --layout may split heads, d_ff and "
+    "vocab as well; another model than with those of lingvo. Default: the model's.",
 )
 flags.DEFINE_integer("batch_size", None, "Rows a batch; default: the model's.")
 flags.DEFINE_integer("vocab_size", None, "SentencePiece pieces; default: the model's.")
@@ -104,6 +110,7 @@ _OF_SETTINGS = {
     "vocab_size": "VOCAB_SIZE",
     "sequence_length": "SEQUENCE_LENGTH",
     "learning_rate": "LEARNING_RATE",
+    "layers": "LAYERS",
 }
 # The flag that changes each value of the plan.
 _OF_PLAN = {
@@ -126,12 +133,12 @@ _OF_REQUEST = (
 )
 
 
-def parse(argv: list[str], about: str) -> None:
+def parse(argv: list[str], about: str | None) -> None:
     """Parses the command line, as `models.command.parse`.
 
     Args:
         argv: the program and its arguments.
-        about: what help begins with.
+        about: what help begins with; None for what the docstring here says.
 
     Raises:
         FlagError: a flag is unknown or malformed, or an argument is none.
@@ -176,7 +183,7 @@ def request() -> Request:
         settings,
         FLAGS.device_type,
         logdir,
-        **{name: FLAGS[name].value for name in _OF_REQUEST},
+        **{name: getattr(FLAGS, name) for name in _OF_REQUEST},
     )
 
 
@@ -194,24 +201,31 @@ def _plan(settings: Settings) -> Plan:
         values["mesh"] = "layers:1"
     if settings.PLAN.boundaries is not None and "boundaries" not in given:
         # They are for the model's own number of stages.
-        free = _made(values | {"boundaries": ""})
+        free = _made(values | {"boundaries": ""}, settings.LAYERS)
         if free.num_stages != settings.PLAN.num_stages:
             return free
-    return _made(values)
+    return _made(values, settings.LAYERS)
 
 
-def _made(values: dict[str, str]) -> Plan:
+def _made(values: dict[str, str], layers: str) -> Plan:
     try:
         plan = Plan.from_values(values)
-        plan.check_dims([BATCH])
+        plan.check_dims(DIMS[layers])
         return plan
     except PipemeshError as error:
         told = str(error)
+        if any(dim in DIMS["named"] and dim not in DIMS[layers] for dim in _dims_of(values)):
+            told += "; layers with named dims have it: --layers=named"
         for flag, name in _OF_PLAN.items():
             if told.startswith(f"{name}="):
                 raise FlagError(f"--{flag}{told.removeprefix(name)}") from error
         flag = {LayoutError: "layout", ScheduleError: "schedule"}.get(type(error), "mesh_shape")
         raise FlagError(f"--{flag}={values[_OF_PLAN[flag]]!r}: {told}") from error
+
+
+def _dims_of(values: dict[str, str]) -> list[str]:
+    """The names of the dims that a layout is said to split."""
+    return [rule.partition(":")[0].strip() for rule in values["layout"].split(";")]
 
 
 def _check_plan(settings: Settings) -> None:

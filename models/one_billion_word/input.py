@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import tensorflow as tf
 import tensorflow_text
@@ -30,6 +31,8 @@ from models.one_billion_word.corpus import (
 )
 from models.one_billion_word.vocabulary import Vocabulary
 from pipemesh.errors import PipemeshError
+
+_random = tf.random.experimental  # pyright: ignore[reportAttributeAccessIssue]
 
 # Lines that are shuffled together, and that a saved iterator holds at most.
 BLOCK_LINES = 4096
@@ -82,13 +85,13 @@ def train_dataset(
     # As they are: AutoGraph would take longer to read them than TensorFlow to run them.
     @tf.autograph.experimental.do_not_convert
     def epoch_lines(epoch: tf.Tensor) -> tf.data.Dataset:
-        key = tf.random.experimental.stateless_fold_in(tf.constant([seed, 0], tf.int64), epoch)
+        key = _random.stateless_fold_in(tf.constant([seed, 0], tf.int64), epoch)
         lines = _shuffled_lines(corpus.train, key, num_shards, shard).batch(BLOCK_LINES)
 
         @tf.autograph.experimental.do_not_convert
         def shuffle(block: tf.Tensor, lines: tf.Tensor) -> tf.Tensor:
-            block_key = tf.random.experimental.stateless_fold_in(key, block + 1)
-            return tf.random.experimental.stateless_shuffle(lines, block_key)
+            block_key = _random.stateless_fold_in(key, block + 1)
+            return _random.stateless_shuffle(lines, block_key)
 
         return lines.enumerate().map(shuffle)
 
@@ -135,9 +138,11 @@ def sentences(lines: tf.Tensor) -> tf.Tensor:
 
 def tokenizer(vocabulary: Vocabulary) -> Callable[[tf.Tensor], tf.RaggedTensor]:
     """`vocabulary.encode` as a TensorFlow function: string [n] -> int32 [n, (pieces)]."""
-    return tensorflow_text.SentencepieceTokenizer(
-        model=vocabulary.model, out_type=tf.int32
-    ).tokenize
+    made: Any = tensorflow_text.SentencepieceTokenizer(
+        model=vocabulary.model,
+        out_type=tf.int32,  # pyright: ignore[reportArgumentType]
+    )
+    return made.tokenize
 
 
 def _batches(
@@ -202,7 +207,7 @@ def _shuffled_lines(
     numbers = list(range(len(text.paths)))
     if by_file:
         numbers = numbers[shard::num_shards]
-    order = tf.random.experimental.stateless_shuffle(tf.constant(numbers, tf.int64), key)
+    order = _random.stateless_shuffle(tf.constant(numbers, tf.int64), key)
     lines = tf.data.Dataset.from_tensor_slices(order).interleave(
         _reader(text), cycle_length=min(len(numbers), _FILES_AT_ONCE)
     )

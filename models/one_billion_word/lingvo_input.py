@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import tensorflow as tf
 from lingvo.core import base_input_generator, datasource, py_utils
@@ -79,7 +80,8 @@ class PackedRowsSource(datasource.TFDatasetSource):
 
     def GetDataset(self):
         """The dataset of this host, of NestedMaps."""
-        dataset = self._input_generator.Dataset(self.num_hosts, self.host_id)
+        generator: Any = self._input_generator
+        dataset = generator.Dataset(self.num_hosts, self.host_id)
         return dataset.map(lambda batch: py_utils.NestedMap(batch))
 
 

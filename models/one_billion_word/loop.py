@@ -189,6 +189,8 @@ class Loop:
         what = str(trainer.sample) if asked else "all of the held-out text"
         with waiting("evaluating"):
             score = trainer.evaluate(batches)
+        # Nothing stops it.
+        assert score is not None
         with waiting("counting tokens for the unigram model"):
             unigram = fit_unigram(self._corpus.train, self._vocabulary).score(batches)
         self._summarize_heldout(score)

@@ -19,6 +19,8 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from pipemesh.backend.static_shape import static_sizes
+
 
 def token_stream(
     sentences: tf.data.Dataset,
@@ -99,7 +101,7 @@ def segments(begins: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     Returns:
         int32 [B, T] segment ids from 1 and int32 [B, T] positions from 0.
     """
-    batch_size, length = begins.shape.as_list()
+    batch_size, length = static_sizes(begins)
     column = tf.range(length)
     begins |= tf.equal(column, 0)
     segment_ids = tf.cumsum(tf.cast(begins, tf.int32), axis=1)

@@ -11,6 +11,7 @@ from lingvo.core import base_model_params, learner, optimizer, schedule, tshape
 
 from models.one_billion_word import sizes
 from models.one_billion_word.lingvo_input import OneBillionWordInput
+from models.one_billion_word.named_transformer import named_layers_of
 from models.one_billion_word.task import LanguageModel
 from models.one_billion_word.transformer import Block, Embedding, Softmax
 from pipemesh.layers import PartitionSequentialLayers, PipeliningLayer
@@ -81,6 +82,8 @@ class LanguageModelParams(sizes.Settings, base_model_params.SingleTaskModelParam
 
 def layers_of(config: LanguageModelParams) -> list[Any]:
     """Params of all layers of the stack, first to last."""
+    if config.LAYERS == "named":
+        return named_layers_of(config)
     block = Block.Params().Set(
         model_dim=config.MODEL_DIM,
         hidden_dim=config.HIDDEN_DIM,
@@ -139,7 +142,8 @@ class OneBillionWordGPipe32(sizes.GPipe32, LanguageModelParams):
     """32 layers in 4 stages of 8, trained with 32 microbatches."""
 
 
-CONFIGURATIONS = {
+# What lingvo registers it declares to be its own class.
+CONFIGURATIONS: dict[str, type[LanguageModelParams]] = {  # pyright: ignore[reportAssignmentType]
     configuration.__name__: configuration
     for configuration in (OneBillionWordTiny, OneBillionWordBase, OneBillionWordGPipe32)
 }

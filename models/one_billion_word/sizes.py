@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
 
 
@@ -18,14 +19,16 @@ class Settings:
     NUM_HEADS: int
     SEQUENCE_LENGTH: int
     BATCH_SIZE: int
+    # Those of lingvo, or layers with named dims, which the plan's layout may split.
+    LAYERS: str = "lingvo"
     # How it is run; the layers that are cut are the embedding, the blocks and the softmax.
-    PLAN = Plan("layers:2", num_microbatches=8)
+    PLAN = Plan(Mesh.from_text("layers:2"), num_microbatches=8)
     DROPOUT_PROB = 0.1
     LEARNING_RATE = 1.0
     WARMUP_STEPS = 4000
     CLIP_GRADIENT_NORM = 0.0
     # Without a pipeline the stages compute the whole batch one after the other.
-    PIPELINED = True
+    PIPELINED: bool = True
     # What of the plan the trainer chooses by itself, where no flag says it.
     CHOSEN: tuple[str, ...] = ("num_microbatches", "remat")
     STRICT_DEVICES = False
@@ -76,10 +79,18 @@ class GPipe32(Settings):
     SEQUENCE_LENGTH = 1024
     BATCH_SIZE = 32
     # The embedding goes with the first eight blocks, the softmax with the last ones.
-    PLAN = Plan("layers:4", schedule="gpipe", num_microbatches=32, boundaries=(0, 9, 17, 25, 34))
+    PLAN = Plan(
+        Mesh.from_text("layers:4"),
+        schedule="gpipe",
+        num_microbatches=32,
+        boundaries=(0, 9, 17, 25, 34),
+    )
     CHOSEN = ()
     WARMUP_STEPS = 40_000
 
+
+# What a layout may split: of layers of lingvo the batch, of layers with named dims more.
+DIMS = {"lingvo": ("batch",), "named": ("batch", "heads", "d_ff", "vocab")}
 
 # By the name under which lingvo knows the configuration.
 SIZES: dict[str, type[Settings]] = {

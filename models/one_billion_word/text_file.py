@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 import gzip
 import hashlib
+import io
 import os
 import zlib
-from typing import IO
 
 from pipemesh.errors import PipemeshError
 
@@ -52,7 +52,7 @@ def compression(path: str) -> str:
         return GZIP if file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC else PLAIN
 
 
-def open_text(path: str) -> IO[bytes]:
+def open_text(path: str) -> gzip.GzipFile | io.BufferedReader:
     """Opens a file for reading the bytes of its text."""
     return gzip.open(path) if compression(path) == GZIP else open(path, "rb")
 

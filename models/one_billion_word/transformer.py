@@ -88,7 +88,8 @@ def sinusoids(positions: tf.Tensor, dim: int) -> tf.Tensor:
         [..., dim] float32.
     """
     steps = tf.range(dim // 2, dtype=tf.float32) / max(dim // 2 - 1, 1)
-    angles = tf.cast(positions, tf.float32)[..., None] * tf.exp(-math.log(1e4) * steps)
+    column = tf.cast(positions, tf.float32)[..., None]  # pyright: ignore[reportArgumentType]
+    angles = column * tf.exp(-math.log(1e4) * steps)
     return tf.concat([tf.sin(angles), tf.cos(angles)], axis=-1)
 
 

@@ -19,6 +19,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import sentencepiece
@@ -220,7 +221,7 @@ def _without_rules_path(model: bytes) -> bytes:
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     descriptor = pool.FindMessageTypeByName("pipemesh.rules.ModelProto")
-    message = message_factory.GetMessageClass(descriptor).FromString(model)
+    message: Any = message_factory.GetMessageClass(descriptor).FromString(model)
     message.normalizer_spec.ClearField("normalization_rule_tsv")
     return message.SerializeToString()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import tensorflow as tf
+
 # TensorFlow does not tell which tapes record; the version is pinned to 2.21.
 from tensorflow.python.eager import backprop
 
@@ -13,13 +15,13 @@ class _Tapes(threading.local):
     """The tapes that record in a thread, the outermost first."""
 
     def __init__(self) -> None:
-        self.active: list[Any] = []
+        self.active: list[tf.GradientTape] = []
 
 
 _tapes = _Tapes()
 
 
-def outermost_tape() -> Any:
+def outermost_tape() -> tf.GradientTape | None:
     """The `tf.GradientTape` of this thread that has recorded longest; None if none records."""
     return _tapes.active[0] if _tapes.active else None
 
@@ -27,11 +29,11 @@ def outermost_tape() -> Any:
 def _noting(push: Any, pop: Any) -> tuple[Any, Any]:
     """Wraps the methods of a tape that begin and end recording."""
 
-    def noting_push(self: Any) -> Any:
+    def noting_push(self: tf.GradientTape) -> Any:
         _tapes.active.append(self)
         return push(self)
 
-    def noting_pop(self: Any) -> Any:
+    def noting_pop(self: tf.GradientTape) -> Any:
         _tapes.active[:] = [tape for tape in _tapes.active if tape is not self]
         return pop(self)
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.framework import attr_value_pb2
-from tensorflow.python.ops import array_ops, gen_functional_ops
+from tensorflow.python.ops import gen_functional_ops
 
 from pipemesh.backend.gradient import without_colocation
 from pipemesh.backend.kept_gradients import register
 from pipemesh.backend.tapes import record_call, unrecorded
 
-Grads = Sequence[Any]
+Grads = Sequence[tf.Tensor | None]
 _numbers = itertools.count()
 
 
@@ -26,7 +24,7 @@ def _pass_on(*tensors: tf.Tensor) -> list[tf.Tensor]:
 def attach_gradient(
     outputs: Sequence[tf.Tensor],
     inputs: Sequence[tf.Tensor],
-    backward: Callable[[Grads], Grads],
+    backward: Callable[[list[tf.Tensor]], Grads],
     across_devices: bool,
 ) -> list[tf.Tensor]:
     """Returns `outputs`, through which gradients flow to `inputs` only as `backward` says.
@@ -45,7 +43,7 @@ def attach_gradient(
     number = len(outputs)
     tensors = [*outputs, *inputs]
 
-    def input_grads(*grads: Any) -> list[Any]:
+    def input_grads(*grads: tf.Tensor | tf.IndexedSlices) -> list[tf.Tensor | None]:
         with without_colocation():
             # Gradients of lookups are sparse; communication is dense.
             return list(backward([tf.convert_to_tensor(grad) for grad in grads[:number]]))
@@ -56,7 +54,7 @@ def attach_gradient(
         record_call(results, inputs, input_grads)
         return results
 
-    def all_grads(*grads: Any) -> list[Any]:
+    def all_grads(*grads: tf.Tensor | tf.IndexedSlices) -> list[tf.Tensor | None]:
         return [None] * number + input_grads(*grads)
 
     name = f"PipemeshGradient{next(_numbers)}"
@@ -67,7 +65,7 @@ def attach_gradient(
         if across_devices:
             results = _call_pass_on(graph, tensors)
         else:
-            results = array_ops.identity_n(tensors)
+            results = tf.identity_n(tensors)
     record_call(results, tensors, all_grads)
     return results[:number]
 
@@ -77,14 +75,18 @@ def _identity_in_place(tensor: tf.Tensor) -> tf.Tensor:
         return tf.identity(tensor)
 
 
-def _call_pass_on(graph: Any, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    specs = [tf.TensorSpec(None, tensor.dtype) for tensor in tensors]
+def _call_pass_on(graph: tf.Graph, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    # A shape may be None, whatever is declared.
+    specs = [
+        tf.TensorSpec(None, tensor.dtype)  # pyright: ignore[reportArgumentType]
+        for tensor in tensors
+    ]
     function = _pass_on.get_concrete_function(*specs)
     function.add_to_graph(graph)
     results = gen_functional_ops.partitioned_call(
         tensors,
         [tensor.dtype for tensor in tensors],
-        attr_value_pb2.NameAttrList(name=function.name),
+        tf.compat.v1.NameAttrList(name=function.name),
     )
     for result, tensor in zip(results, tensors, strict=True):
         result.set_shape(tensor.shape)

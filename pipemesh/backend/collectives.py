@@ -9,8 +9,9 @@ import tensorflow as tf
 
 # Of collectives with groups and orders of one's own nothing is public, nor of the servers of other
 # processes; the version is pinned to 2.21.
-from tensorflow.python.eager import context
 from tensorflow.python.ops import gen_collective_ops
+
+from pipemesh.backend.eager_context import eager_context
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +30,12 @@ class Meeting:
     instance: int | tf.Tensor
     token: tf.Tensor
 
-    def arguments(self) -> list[Any]:
+    def arguments(self) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, list[tf.Tensor]]:
         """What all collective operations take behind their input."""
-        keys = (self.size, self.group, self.instance)
-        return [*(tf.convert_to_tensor(key, tf.int32) for key in keys), [self.token]]
+        size, group, instance = (
+            tf.convert_to_tensor(key, tf.int32) for key in (self.size, self.group, self.instance)
+        )
+        return size, group, instance, [self.token]
 
 
 def reduce(x: tf.Tensor, meeting: Meeting, merge_op: str) -> tf.Tensor:
@@ -58,12 +61,12 @@ def abort(why: str) -> None:
     Args:
         why: what their errors say.
     """
-    context.context().abort_collective_ops(tf.errors.ABORTED, why)
+    eager_context().abort_collective_ops(tf.errors.ABORTED, why)
 
 
 def server() -> Any:
     """The `ServerDef` of the server through which others reach this process; None without one."""
-    return context.context()._collective_ops_server_def
+    return eager_context()._collective_ops_server_def
 
 
 def answers(task: str, seconds: float) -> bool:
@@ -74,7 +77,7 @@ def answers(task: str, seconds: float) -> bool:
         seconds: to wait for it.
     """
     try:
-        context.context().check_collective_ops_peer_health(task, round(1000 * seconds))
+        eager_context().check_collective_ops_peer_health(task, round(1000 * seconds))
     except tf.errors.OpError:
         return False
     return True

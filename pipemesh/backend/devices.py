@@ -7,8 +7,8 @@ import warnings
 from collections.abc import Sequence
 
 import tensorflow as tf
-from tensorflow.python.eager import context
 
+from pipemesh.backend.eager_context import eager_context
 from pipemesh.errors import DeviceError
 
 
@@ -63,7 +63,7 @@ def prepare_graphs_quickly() -> None:
         prepare_graphs_quickly()
         start_cpu_devices(2)
     """
-    started = context.context()
+    started = eager_context()
     if started._initialized:
         raise DeviceError(
             "TensorFlow has already started; set its graph optimizer up before the first operation"
@@ -136,6 +136,27 @@ def _fits(wanted: tf.DeviceSpec, spec: tf.DeviceSpec) -> bool:
         spec = spec.replace(job="localhost", replica=0, task=0)
     parts = ("job", "replica", "task", "device_type", "device_index")
     return all(getattr(wanted, part) in (None, getattr(spec, part)) for part in parts)
+
+
+def is_device(pinned: str, device: str) -> bool:
+    """Whether an operation that is pinned so runs on a device.
+
+    Args:
+        pinned: as operations of a graph have it; with a name for nothing it may run anywhere.
+        device: with type and number.
+
+    Example:
+        >>> is_device("/job:localhost/replica:0/task:0/device:CPU:1", "CPU:1")
+        True
+        >>> is_device("/device:CPU:1", "CPU:0"), is_device("", "CPU:0")
+        (False, False)
+    """
+    found, wanted = tf.DeviceSpec.from_string(pinned), tf.DeviceSpec.from_string(device)
+    if found.device_type is None:
+        return False
+    parts = ("job", "replica", "task", "device_type", "device_index")
+    pairs = [(getattr(found, part), getattr(wanted, part)) for part in parts]
+    return all(a == b or None in (a, b) for a, b in pairs)
 
 
 def check_threads(num_devices: int) -> None:

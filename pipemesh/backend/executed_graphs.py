@@ -9,10 +9,10 @@ from typing import Any
 
 import tensorflow as tf
 
-# What collects graphs of TF2 functions is not public, nor is the registry of kernels; TensorFlow's
-# version is pinned.
-from tensorflow.python.eager import context
+# The registry of kernels is not public; TensorFlow's version is pinned.
 from tensorflow.python.framework import kernels
+
+from pipemesh.backend.eager_context import eager_context
 
 
 @contextlib.contextmanager
@@ -23,7 +23,7 @@ def collected_graphs() -> Iterator[Any]:
         A `RunMetadata`, which is filled when the context ends.
     """
     metadata = tf.compat.v1.RunMetadata()
-    eager = context.context()
+    eager = eager_context()
     eager.ensure_initialized()
     eager.enable_graph_collection()
     # What was collected before is none of ours.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -25,7 +24,7 @@ def _attributes(kind: str) -> tuple[tuple[str, bool], ...]:
     )
 
 
-def called_functions(graph: Any, operation: Any) -> Iterator[Any]:
+def called_functions(graph: tf.Graph, operation: tf.Operation) -> Iterator[tf.Graph]:
     """The graphs of the functions that an operation calls, in the order of its attributes.
 
     Args:
@@ -41,8 +40,8 @@ def called_functions(graph: Any, operation: Any) -> Iterator[Any]:
 
 
 def operations_within(
-    graph: Any, inside: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], Any]]:
+    graph: tf.Graph, inside: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], tf.Operation]]:
     """The operations of a graph and of the functions that it calls.
 
     Args:
@@ -68,12 +67,12 @@ class Bodies:
         graph_def: the graph.
     """
 
-    def __init__(self, graph_def: Any) -> None:
-        self._functions: Mapping[str, Sequence[Any]] = {
+    def __init__(self, graph_def: tf.compat.v1.GraphDef) -> None:
+        self._functions: Mapping[str, Sequence[tf.compat.v1.NodeDef]] = {
             f.signature.name: f.node_def for f in graph_def.library.function
         }
 
-    def called(self, node: Any) -> list[str]:
+    def called(self, node: tf.compat.v1.NodeDef) -> list[str]:
         """Names of the functions that a node calls."""
         names = [
             function.name
@@ -85,10 +84,10 @@ class Bodies:
         # A node may also be the call of a function of its own name.
         return [name for name in [*names, node.op] if name in self._functions]
 
-    def within(self, nodes: Sequence[Any]) -> Iterator[Any]:
+    def within(self, nodes: Sequence[tf.compat.v1.NodeDef]) -> Iterator[tf.compat.v1.NodeDef]:
         """The nodes, and those of all functions that they call, each function once."""
         seen: set[str] = set()
-        todo: list[Sequence[Any]] = [nodes]
+        todo: list[Sequence[tf.compat.v1.NodeDef]] = [nodes]
         while todo:
             for node in todo.pop():
                 yield node
@@ -98,14 +97,15 @@ class Bodies:
                         todo.append(self._functions[name])
 
 
-def surrounding_graphs(graph: Any) -> Iterator[Any]:
+def surrounding_graphs(graph: tf.Graph) -> Iterator[tf.Graph]:
     """The graph, the graph around it, and so on up to the outermost."""
-    while graph is not None:
-        yield graph
-        graph = getattr(graph, "outer_graph", None)
+    current: tf.Graph | None = graph
+    while current is not None:
+        yield current
+        current = getattr(current, "outer_graph", None)
 
 
-def keep_alive(thing: Any) -> None:
+def keep_alive(thing: object) -> None:
     """Holds an object with the function that is traced, and so the functions that it calls.
 
     A function of TF2 goes with its last Python reference; a TF1 graph has copies of its own.

@@ -59,7 +59,7 @@ def with_gradient(
     def attach(*tensors: tf.Tensor) -> Any:
         attached = [tf.identity(t) for t in tensors[: len(floating)]]
 
-        def grad(*attached_grads: tf.Tensor) -> list[Any]:
+        def grad(*attached_grads: tf.Tensor) -> Grads:
             with without_colocation():
                 output_grads: Grads = [None] * len(outputs)
                 for i, value in zip(floating, attached_grads, strict=True):

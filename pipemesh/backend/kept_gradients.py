@@ -20,7 +20,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _STORE = "_pipemesh_gradients"
 
 
-def register(name: str, gradient: Callable[..., Any], graph: Any) -> None:
+def register(name: str, gradient: Callable[..., Any], graph: tf.Graph) -> None:
     """Registers a gradient for operations of a graph, and of copies of it, while the graph lives.
 
     Args:
@@ -53,7 +53,7 @@ def _registry() -> dict[str, Any]:
     return ops.gradient_registry._registry
 
 
-def _hand_over(names: list[str], graph: Any) -> None:
+def _hand_over(names: list[str], graph: tf.Graph) -> None:
     """Lets a graph keep what was registered under some names."""
     registry = _registry()
     kept: dict[str, Any] = getattr(graph, _STORE, {})
@@ -64,7 +64,7 @@ def _hand_over(names: list[str], graph: Any) -> None:
             continue
         kept[name] = registry[name]["type"]
 
-        def look_up(operation: Any, *grads: Any, name: str = name) -> Any:
+        def look_up(operation: tf.Operation, *grads: Any, name: str = name) -> Any:
             alive = owner()
             if alive is None:
                 raise LookupError(f"the graph that has the gradient {name!r} is gone")

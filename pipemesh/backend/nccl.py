@@ -7,14 +7,13 @@ times in one step, each time needs a name of its own: else two of them would mee
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.ops import nccl_ops
 
 from pipemesh.backend.operation_kinds import COLLECTIVES
 
-_REDUCE: dict[str, Callable[[list[tf.Tensor]], list[tf.Tensor]]] = {
+_REDUCE: dict[str, Callable[[list[tf.Tensor]], list[tf.Tensor] | None]] = {
     "sum": nccl_ops.all_sum,
     "max": nccl_ops.all_max,
     "min": nccl_ops.all_min,
@@ -46,10 +45,12 @@ def all_reduce(tensors: Sequence[tf.Tensor], devices: Sequence[str], op: str) ->
         # NCCL's operations are placed where their inputs say that they lie.
         with tf.device(device):
             placed.append(tf.identity(tensor))
-    return list(_REDUCE[op](placed))
+    reduced = _REDUCE[op](placed)
+    assert reduced is not None
+    return list(reduced)
 
 
-def groups(nodes: Iterable[Any]) -> dict[str, list[str]]:
+def groups(nodes: Iterable[tf.compat.v1.NodeDef]) -> dict[str, list[str]]:
     """The collective operations among nodes, each with those of its group, itself included.
 
     Args:
@@ -64,7 +65,7 @@ def groups(nodes: Iterable[Any]) -> dict[str, list[str]]:
     return of_node
 
 
-def rename(nodes: Iterable[Any]) -> None:
+def rename(nodes: Iterable[tf.compat.v1.NodeDef]) -> None:
     """Gives each group of collective operations among nodes a name that no other group has.
 
     Args:

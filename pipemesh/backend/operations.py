@@ -8,11 +8,13 @@ the pipeline's is attached to its results as a whole.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import tensorflow as tf
 
 Tensors = list[tf.Tensor]
+# Of lists in which None may stand, or may not.
+MaybeTensor = TypeVar("MaybeTensor", bound=tf.Tensor | None)
 _NO_GRADIENT = "PipemeshNoGradient"
 
 
@@ -46,10 +48,23 @@ def pin(tensors: Tensors) -> Tensors:
     return _make("EnsureShape", tensors, dtypes, attributes)
 
 
-def pin_present(tensors: list[tf.Tensor | None]) -> list[tf.Tensor | None]:
+def pin_present(tensors: Sequence[MaybeTensor]) -> list[MaybeTensor]:
     """Pins those that are not None."""
     pinned = iter(pin([t for t in tensors if t is not None]))
-    return [None if t is None else next(pinned) for t in tensors]
+    return cast("list[MaybeTensor]", [None if t is None else next(pinned) for t in tensors])
+
+
+def pin_each(tensors: list[MaybeTensor], devices: str | Sequence[str]) -> list[MaybeTensor]:
+    """Pins those that are not None, each on its device, or all on one."""
+    each = [devices] * len(tensors) if isinstance(devices, str) else devices
+    result = list(tensors)
+    for device in dict.fromkeys(each):
+        chosen = [i for i, own in enumerate(each) if own == device]
+        with tf.device(device):
+            pinned = pin_present([tensors[i] for i in chosen])
+        for i, tensor in zip(chosen, pinned, strict=True):
+            result[i] = tensor
+    return result
 
 
 class Call:
@@ -75,7 +90,7 @@ class Call:
             # A persistent tape asks for it where an eager call has recorded the pipeline.
             "_gradient_op_type": _attribute(s=_NO_GRADIENT.encode()),
         }
-        self._known_to: Any = None
+        self._known_to: tf.Graph | None = None
 
     def __call__(self, arguments: Tensors) -> Tensors:
         """The results for the arguments that it takes; the function's captures are added."""
@@ -105,7 +120,7 @@ class Call:
             return pin(results)
 
 
-def mark(operation: Any, name: str) -> None:
+def mark(operation: tf.Operation, name: str) -> None:
     """Gives an operation an attribute of ours, which is in its graph's definition too.
 
     Args:
@@ -115,7 +130,7 @@ def mark(operation: Any, name: str) -> None:
     operation._set_attr(name, _attribute(b=True))
 
 
-def is_marked(operation: Any, name: str) -> bool:
+def is_marked(operation: tf.Operation, name: str) -> bool:
     """Whether `mark` gave an operation an attribute."""
     try:
         return operation.get_attr(name)
@@ -125,16 +140,15 @@ def is_marked(operation: Any, name: str) -> bool:
 
 def wait_for(operation: tf.Operation, other: tf.Operation) -> None:
     """Has an operation that is there already wait for another one of its graph."""
-    waiting: Any = operation
-    waiting._add_control_input(other)
+    operation._add_control_input(other)
 
 
-def operation_number(operation: Any) -> int:
+def operation_number(operation: tf.Operation) -> int:
     """The number of an operation in its graph, in the order of their making."""
     return operation._id
 
 
-def next_operation_number(graph: Any) -> int:
+def next_operation_number(graph: tf.Graph) -> int:
     """The number of the next operation; two nodes of a graph, its source and sink, have none."""
     return graph.version + 2
 

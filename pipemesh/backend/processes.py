@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 from tensorflow.core.protobuf import tensorflow_server_pb2
-from tensorflow.python.eager import context
 
+from pipemesh.backend.eager_context import eager_context
 from pipemesh.errors import DeviceError
 from pipemesh.mesh.checks import whole_number
 
@@ -58,7 +58,7 @@ localhost:2222
             f"process {process!r} was asked for, but {len(addresses)} addresses were given: "
             f"{', '.join(addresses)}"
         )
-    here = context.context()
+    here = eager_context()
     try:
         here.configure_collective_ops(collective_leader=f"/job:{_JOB}/replica:0/task:0")
     except (RuntimeError, ValueError) as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import tensorflow as tf
 
 # The only place that knows which operations have state; the TensorFlow version is pinned to 2.21.
 from tensorflow.python.framework import op_def_registry
@@ -25,7 +25,7 @@ from pipemesh.errors import PipelineError
 _LOOKED_INTO = CALLS | BRANCHES | LOOPS
 
 
-def has_effect(node: Any, bodies: Bodies) -> bool:
+def has_effect(node: tf.compat.v1.NodeDef, bodies: Bodies) -> bool:
     """Whether a node checks or tells something, or calls a function that does.
 
     Args:
@@ -35,7 +35,7 @@ def has_effect(node: Any, bodies: Bodies) -> bool:
     return any(inner.op in EFFECTS for inner in bodies.within([node]))
 
 
-def has_effects(graph_def: Any) -> bool:
+def has_effects(graph_def: tf.compat.v1.GraphDef) -> bool:
     """Whether anything in a graph, or in a function that it calls, checks or tells something."""
     return any(node.op in EFFECTS for node in Bodies(graph_def).within(graph_def.node))
 
@@ -46,7 +46,7 @@ def is_stateful(op: str) -> bool:
     return definition is not None and definition.is_stateful
 
 
-def check_pure(graph_def: Any, what: str, why: str, effects: bool = True) -> None:
+def check_pure(graph_def: tf.compat.v1.GraphDef, what: str, why: str, effects: bool = True) -> None:
     """Checks that nothing in a graph, or in a function that it calls, has side effects or state.
 
     Everything is looked at, used or not: what nobody uses would silently not happen.

@@ -9,6 +9,11 @@ import tensorflow as tf
 
 from pipemesh.errors import PipelineError
 
+# Something with a shape and a dtype.
+Spec = tf.Tensor | tf.TensorSpec
+# One of rows alone is sparse; None where there is none.
+Gradient = tf.Tensor | tf.IndexedSlices | None
+
 
 class Structure:
     """The nesting of a value: what is a dict, a list, a lingvo NestedMap, and where None stands.
@@ -70,7 +75,7 @@ class Structure:
         """The leaves of a value of this structure, as tensors."""
         return [tf.convert_to_tensor(leaf) for leaf in self.flatten(value)]
 
-    def tensors_like(self, specs: Sequence[Any], value: Any, name: str) -> list[tf.Tensor]:
+    def tensors_like(self, specs: Sequence[Spec], value: Any, name: str) -> list[tf.Tensor]:
         """The leaves of a value, as tensors that agree with given ones.
 
         Args:
@@ -94,15 +99,13 @@ class Structure:
             result.append(tf.ensure_shape(tensor, spec.shape))
         return result
 
-    def gradients(
-        self, specs: Sequence[Any], value: Any, name: str
-    ) -> list[tf.Tensor | tf.IndexedSlices | None]:
+    def gradients(self, specs: Sequence[Spec], value: Any, name: str) -> list[Gradient]:
         """The gradient of each leaf from a value nested likewise, in which more may be None.
 
         Raises:
             PipelineError: the nesting or a dtype differs.
         """
-        result: list[Any] = []
+        result: list[Gradient] = []
         for path, present, grad in self._leaves(value, name):
             if not present:
                 continue
@@ -128,7 +131,7 @@ class Structure:
         )
 
 
-def is_differentiable(tensor: Any) -> bool:
+def is_differentiable(tensor: Spec) -> bool:
     """Whether gradients flow through a tensor of this dtype."""
     return tensor.dtype.is_floating or tensor.dtype.is_complex
 

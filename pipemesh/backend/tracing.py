@@ -15,7 +15,7 @@ from tensorflow.python.ops.control_flow_v2_func_graphs import (
 )
 
 
-def loop_counter(graph: Any) -> tf.Tensor | None:
+def loop_counter(graph: tf.Graph) -> tf.Tensor | None:
     """How often a `tf.while_loop` has turned, if a graph is that of one of its functions."""
     if isinstance(graph, (WhileBodyFuncGraph, WhileCondFuncGraph)):
         # TensorFlow counts the iterations in the first argument of both functions.
@@ -61,7 +61,7 @@ def reads_replaced(replace: Callable[[Any, tf.DType], tf.Tensor]) -> Iterator[No
         del graph._create_op_internal
 
 
-def drop_unused_captures(graph: Any, ids: Container[int]) -> None:
+def drop_unused_captures(graph: tf.Graph, ids: Container[int]) -> None:
     """Lets a graph forget captures that nothing uses.
 
     Args:

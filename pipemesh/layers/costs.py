@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 from lingvo.core import py_utils, tshape
 
+from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import PartitionError
 from pipemesh.layers.feature_extraction import FeatureExtractionLayer
 from pipemesh.layers.layer_list import named_layers
@@ -217,5 +218,5 @@ def _example(spec: tf.TensorSpec | None) -> tf.Tensor | None:
     if spec is None:
         return None
     if spec.dtype.is_floating:
-        return tf.cast(tf.random.stateless_normal(spec.shape, seed=(1, 2)), spec.dtype)
+        return tf.cast(tf.random.stateless_normal(static_sizes(spec), seed=(1, 2)), spec.dtype)
     return tf.zeros(spec.shape, spec.dtype)

@@ -13,6 +13,8 @@ from pipemesh import randomness
 from pipemesh.errors import PipelineError, PipemeshError
 from pipemesh.layers.check_params import check_layers, check_whole, with_article
 from pipemesh.layers.layer_names import places_of, random_names_of, scopes_of
+from pipemesh.layers.named import NamedLayer
+from pipemesh.layers.named.values import exported
 from pipemesh.layers.step_seed import name_in_task, step_of_call, whole_batch_randomness
 
 
@@ -32,9 +34,10 @@ def noted(stage: str, layer: str, args: tuple[Any, ...]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not isinstance(error, PipemeshError) and hasattr(error, "add_note"):
+        add_note = getattr(error, "add_note", None)
+        if not isinstance(error, PipemeshError) and add_note is not None:
             given = ", ".join(map(_described, args)) or "nothing"
-            error.add_note(f"in layer {layer!r} of {stage!r}, which was given {given}")
+            add_note(f"in layer {layer!r} of {stage!r}, which was given {given}")
         raise
 
 
@@ -140,9 +143,12 @@ class FeatureExtractionLayer(base_layer.BaseLayer):
                 given = to_tuple(outputs)
                 if isinstance(child, FeatureExtractionLayer):
                     outputs = child.FProp(theta[name], *given)
-                else:
-                    with randomness.layer_scope(name), noted(p.name, name, given):
-                        outputs = child.FProp(theta[name], *given)
+                    continue
+                if not isinstance(child, NamedLayer):
+                    # A plain layer computes on one device.
+                    given = exported(given)
+                with randomness.layer_scope(name), noted(p.name, name, given):
+                    outputs = child.FProp(theta[name], *given)
         for name in p.act_fetch_layers:
             fetched += to_tuple(self._activation(name))[:1]
         return to_tuple(outputs) + fetched if fetched else outputs

@@ -11,16 +11,16 @@ from lingvo.core import cluster_factory
 from pipemesh.errors import DeviceError, LayoutError, MeshError
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.mesh.mesh import LAYERS_AXIS
-from pipemesh.plan.places import BATCH, check_batch_axis, replicas_of, unused_axes, without
+from pipemesh.plan.places import check_axes, home_of, unused_axes, without
 
 
 class MeshCluster(cluster_factory.Cluster):
     """A cluster of one process whose devices are those of a mesh.
 
     A layer of lingvo runs on one device, so a stage uses the first device of its home, or, where
-    the layout splits the batch, one for each replica. What asks for a device by number, as
-    lingvo's layers do, gets the first device of the stage of that number; numbers start again
-    after the last stage, as in any cluster of lingvo.
+    the layout splits the batch, one for each replica. Layers with named dims use them all. What
+    asks for a device by number, as lingvo's layers do, gets the first device of the stage of that
+    number; numbers start again after the last stage, as in any cluster of lingvo.
     """
 
     @classmethod
@@ -28,7 +28,7 @@ class MeshCluster(cluster_factory.Cluster):
         """Adds the mesh and the layout."""
         p = super().Params()
         p.Define("mesh", None, "The mesh; its processors are the devices of the process, in order.")
-        p.Define("layout", LayoutRules(), "Which axis the batch is split over, if any.")
+        p.Define("layout", LayoutRules(), "Which axes the batch and other dims are split over.")
         return p
 
     @property
@@ -38,7 +38,7 @@ class MeshCluster(cluster_factory.Cluster):
 
     @property
     def layout(self) -> LayoutRules:
-        """Which axis the batch is split over, if any."""
+        """Which axes the batch and other dims are split over."""
         return self.params.layout
 
     def WorkerDeviceInModelSplit(self, device_index: int) -> str:
@@ -64,18 +64,18 @@ def mesh_cluster(
 
     To be entered with `with`; `WorkerDeviceInModelSplit(i)` is then the first device of
     `mesh.stage_processors(i)`. A layout `batch:data` gives each stage a replica for each place
-    along the axis `data`. Layers of lingvo are split in no other way: devices along other axes
-    idle, which is a warning.
+    along the axis `data`. Layers with named dims are split over other axes by further rules, layers
+    of lingvo are not. Devices along axes that no rule names idle, which is a warning.
 
     Args:
         mesh: the mesh; all its devices belong to this process.
         device_type: `CPU` or `GPU`.
         do_eval: whether layers run in evaluation mode.
-        layout: a rule for the dim `batch`, or none.
+        layout: rules for the dim `batch` and for those of layers with named dims, or none.
 
     Raises:
         DeviceError: there are fewer logical devices than the mesh has.
-        LayoutError: the layout has a rule for another dim, or names no axis of the mesh.
+        LayoutError: the layout names no axis of the mesh, or one that cannot be split so.
         MeshError: the mesh has several devices and no axis `layers`.
 
     Example:
@@ -87,7 +87,7 @@ def mesh_cluster(
         raise MeshError(f"mesh {mesh!r} is no Mesh; write Mesh.from_text('layers:2')")
     layout = LayoutRules() if layout is None else layout
     check_layout(mesh, layout)
-    used = [p for stage in range(mesh.num_stages) for p in replicas_of(mesh, layout, stage)]
+    used = [p for stage in range(mesh.num_stages) for p in home_of(mesh, layout, stage)]
     if len(used) < mesh.num_devices and LAYERS_AXIS not in mesh.axis_names:
         raise MeshError(
             f"mesh '{mesh}' has no axis 'layers', so all layers would run on its first device and "
@@ -106,7 +106,7 @@ def mesh_cluster(
         # The batch is split over one axis at most.
         split = "" if layout.rules else f"split the batch with the layout 'batch:{axes[0]}', or "
         warnings.warn(
-            f"mesh '{mesh}' has {mesh.num_devices} devices, but layers of lingvo are not split "
+            f"mesh '{mesh}' has {mesh.num_devices} devices, but nothing is split "
             f"along {', '.join(axes)}: {', '.join(idle)} will idle. Use the mesh "
             f"'{without(mesh, axes)}', or {split}cut the layers into "
             f"{mesh.num_stages * mesh.num_devices // len(used)} stages",
@@ -130,15 +130,14 @@ def mesh_cluster(
 
 
 def check_layout(mesh: Mesh, layout: LayoutRules) -> None:
-    """Checks that a layout is one for layers of lingvo.
+    """Checks that stages can be split as a layout says, whatever dims they have.
 
     Raises:
-        LayoutError: it has a rule for another dim than the batch, or names no axis of the mesh, or
-            the axis `layers`.
+        LayoutError: it names no axis of the mesh, or one that cannot be split so.
     """
     if not isinstance(layout, LayoutRules):
         raise LayoutError(
             f"layout {layout!r} is no LayoutRules; write LayoutRules.from_text('batch:data')"
         )
-    layout.check(mesh, [BATCH])
-    check_batch_axis(layout)
+    layout.check(mesh)
+    check_axes(layout)

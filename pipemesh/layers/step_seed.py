@@ -29,8 +29,7 @@ def GetOverWriteGlobalStep(graph: tf.Graph | None = None) -> Any:
     Returns:
         What `SetOverWriteGlobalStep` set, else lingvo's global step, which may be None.
     """
-    graph = graph or tf.get_default_graph()
-    steps = graph.get_collection_ref(_OVER_WRITE_COLLECTION)
+    steps = _steps_of(graph)
     return steps[0] if steps else py_utils.GetGlobalStep()
 
 
@@ -41,8 +40,13 @@ def SetOverWriteGlobalStep(tensor: Any, graph: tf.Graph | None = None) -> None:
         tensor: the step, an integer scalar.
         graph: the graph; the current one by default.
     """
-    graph = graph or tf.get_default_graph()
-    graph.get_collection_ref(_OVER_WRITE_COLLECTION)[:] = [tensor]
+    _steps_of(graph)[:] = [tensor]
+
+
+def _steps_of(graph: tf.Graph | None = None) -> list[Any]:
+    """What was set for a graph, the current one by default: one step or none."""
+    current: Any = graph or tf.get_default_graph()
+    return current.get_collection_ref(_OVER_WRITE_COLLECTION)
 
 
 def GenerateStepSeedPair(p: Any, unused_global_step: Any = None, op_seed: Any = None) -> tf.Tensor:
@@ -135,7 +139,7 @@ py_utils.RematerializeFn = _rematerialize(py_utils.RematerializeFn)
 @contextlib.contextmanager
 def keyed_seeds(step: tf.Tensor | None = None) -> Iterator[None]:
     """Inside, lingvo's layers take their seeds, and `step` if given, from this module."""
-    steps = tf.get_default_graph().get_collection_ref(_OVER_WRITE_COLLECTION)
+    steps = _steps_of()
     saved_steps, saved_function = list(steps), py_utils.GenerateStepSeedPair
     py_utils.GenerateStepSeedPair = GenerateStepSeedPair
     with contextlib.ExitStack() as stack:

@@ -218,12 +218,11 @@ def check_operands(name: str, operands: Sequence[Any]) -> None:
         )
     dtype = tensors[0].dtype
     for operand in operands:
-        given = getattr(operand, "dtype", None)
         named = isinstance(operand, Tensor | tf.Tensor | tf.Variable)
-        if named and tf.as_dtype(given) != dtype:
+        if named and tf.as_dtype(operand.dtype) != dtype:
             raise ShapeError(
                 f"ops.{name} of {tensors[0]!r} and {described(operand)}: the operands are of "
-                f"dtypes {dtype.name}, {tf.as_dtype(given).name}; ops.cast them to one"
+                f"dtypes {dtype.name}, {tf.as_dtype(operand.dtype).name}; ops.cast them to one"
             )
         if not named and np.ndim(operand) == 0 and not _is_number_of(operand, dtype):
             raise ShapeError(

@@ -114,14 +114,14 @@ def _lost_in_map(what: str) -> Exception:
     )
 
 
-def _key(tensor: Any) -> Any:
+def _key(tensor: tf.Tensor) -> Any:
     if hasattr(tensor, "op") and hasattr(tensor, "graph"):
         return id(tensor.graph), operation_number(tensor.op), tensor.value_index
     return id(tensor)
 
 
 def _from_outside(
-    graph: Any,
+    graph: tf.Graph,
     first: int,
     inputs: Sequence[tf.Tensor],
     outputs: Sequence[tf.Tensor],
@@ -157,16 +157,16 @@ def _from_outside(
     return found
 
 
-def _named(tensor: Any) -> str:
+def _named(tensor: tf.Tensor) -> str:
     name = getattr(tensor, "name", None) if hasattr(tensor, "op") else None
     return f"the tensor {name!r}" if name else f"a tensor of sizes {list(tensor.shape)}"
 
 
-def _carries_gradient(tensor: Any) -> bool:
+def _carries_gradient(tensor: tf.Tensor) -> bool:
     return tensor.dtype.is_floating or tensor.dtype.is_complex or tensor.dtype in _CARRIERS
 
 
-def _captured(tensor: Any) -> Any:
+def _captured(tensor: tf.Tensor) -> Any:
     """What a placeholder stands for in its graph; None if it is none that stands for a tensor."""
     if not hasattr(tensor, "op") or tensor.op.type != "Placeholder":
         return None
@@ -175,7 +175,7 @@ def _captured(tensor: Any) -> Any:
     return next((outer for outer, inner in pairs if _key(inner) == key), None)
 
 
-def _origin(tensor: Any) -> Any:
+def _origin(tensor: tf.Tensor) -> Any:
     """The tensor that a capture, of however many graphs, stands for."""
     outer = _captured(tensor)
     while outer is not None:
@@ -183,7 +183,7 @@ def _origin(tensor: Any) -> Any:
     return tensor
 
 
-def _is_constant(tensor: Any) -> bool:
+def _is_constant(tensor: tf.Tensor) -> bool:
     tensor = _origin(tensor)
     while hasattr(tensor, "op"):
         if tensor.op.type not in IDENTITIES:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
+from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import LayoutError
 from pipemesh.lowering.costs import CommunicationCosts
 from pipemesh.lowering.given import check_mesh, check_rules
@@ -251,7 +252,7 @@ did you mean 'batch'? Known: 'batch'
         parts = self.mesh.size(axis)
 
         def cut(tensor: tf.Tensor, at: tf.Tensor) -> tf.Tensor:
-            sizes = tensor.shape.as_list()
+            sizes = static_sizes(tensor)
             sizes[dim] //= parts
             begin = [at * sizes[dim] if i == dim else 0 for i in range(len(sizes))]
             return tf.slice(tensor, tf.stack(begin), sizes)
@@ -399,7 +400,7 @@ did you mean 'batch'? Known: 'batch'
         return [(i, (i + offset) % size) for i in range(size) if wrap or 0 <= i + offset < size]
 
     def _check_divides(self, x: Slices, axis: str, dim: int) -> None:
-        size = x[0].shape[dim]
+        size = static_sizes(x[0])[dim]
         if size % self.mesh.size(axis):
             raise LayoutError(
                 f"a dim of size {size} cannot be cut into {self.mesh.size(axis)} equal slices "

@@ -1,4 +1,4 @@
-"""Which processors of a mesh run what is split over the batch alone."""
+"""Which processors of a mesh run a stage."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from pipemesh.mesh.mesh import LAYERS_AXIS
 BATCH = "batch"
 
 
-def check_batch_axis(layout: LayoutRules) -> None:
-    """Checks that the batch is not split over the axis along which the stages lie.
+def check_axes(layout: LayoutRules) -> None:
+    """Checks that stages can be split over the axes that a layout names.
 
     Raises:
-        LayoutError: it is.
+        LayoutError: the batch is split over the axis along which the stages lie, or another dim
+            over that axis or that of the batch.
     """
     if layout.axis(BATCH) == LAYERS_AXIS:
         raise LayoutError(
@@ -24,6 +25,14 @@ def check_batch_axis(layout: LayoutRules) -> None:
             "lie; split the batch over another axis of the mesh, for example 'batch:data' on "
             "'layers:2;data:2'"
         )
+    for dim, axis in layout.rules:
+        if dim != BATCH and axis in (LAYERS_AXIS, layout.axis(BATCH)):
+            why = "along which the stages lie" if axis == LAYERS_AXIS else "as the batch is"
+            raise LayoutError(
+                f"layout '{layout}' splits the dim {dim!r} over the axis {axis!r}, {why}; inside "
+                "of a stage dims are split over the other axes: give it one of its own, for "
+                f"example '{dim}:model' on 'layers:2;data:2;model:2'"
+            )
 
 
 def num_replicas(mesh: Mesh, layout: LayoutRules) -> int:
@@ -32,25 +41,48 @@ def num_replicas(mesh: Mesh, layout: LayoutRules) -> int:
     return 1 if axis is None else mesh.size(axis)
 
 
-def replicas_of(mesh: Mesh, layout: LayoutRules, place: int) -> list[int]:
-    """The processors that run a stage whose dims are split over no axis but the batch's.
+def inner_axes(mesh: Mesh, layout: LayoutRules) -> list[str]:
+    """The axes over which dims are split inside of a replica, in the order of the mesh."""
+    used = {axis for dim, axis in layout.rules if dim != BATCH}
+    return [name for name in mesh.stage_mesh.axis_names if name in used]
+
+
+def inner_mesh(mesh: Mesh, layout: LayoutRules) -> Mesh | None:
+    """The sub-mesh of a replica; None if nothing but the batch is split."""
+    axes = inner_axes(mesh, layout)
+    return Mesh(tuple((name, mesh.size(name)) for name in axes)) if axes else None
+
+
+def inner_rules(layout: LayoutRules) -> LayoutRules:
+    """The rules for what is split inside of a replica."""
+    return LayoutRules(tuple((dim, axis) for dim, axis in layout.rules if dim != BATCH))
+
+
+def home_of(mesh: Mesh, layout: LayoutRules, place: int) -> list[int]:
+    """The processors that run a stage: those of its first replica, of its second, and so on.
 
     Args:
         mesh: the mesh.
-        layout: its rules; those for other dims than the batch do not count.
+        layout: its rules.
         place: of the stage along the axis `layers`.
 
     Returns:
-        One for each part of a microbatch: the first of those that differ in other axes only.
+        Within a replica in the order of the axes that its dims are split over. Of processors that
+        differ in axes only over which nothing is split there is the first.
 
     Example:
-        >>> mesh = Mesh.from_text("layers:2;data:2;model:2")
-        >>> replicas_of(mesh, LayoutRules.from_text("batch:data"), 1)
-        [4, 6]
+        >>> mesh = Mesh.from_text("layers:2;model:2;data:2")
+        >>> home_of(mesh, LayoutRules.from_text("batch:data"), 1)
+        [4, 5]
+        >>> home_of(mesh, LayoutRules.from_text("batch:data;d_ff:model"), 1)
+        [4, 6, 5, 7]
     """
-    processors = mesh.stage_processors(place)
-    others = [name for name in mesh.stage_mesh.axis_names if name != layout.axis(BATCH)]
-    return [p for p in processors if not any(mesh.coordinates(p)[name] for name in others)]
+    order = [name for name in [layout.axis(BATCH)] if name is not None]
+    order += inner_axes(mesh, layout)
+    at = {p: mesh.coordinates(p) for p in mesh.stage_processors(place)}
+    idle = [name for name in mesh.stage_mesh.axis_names if name not in order]
+    used = [p for p in at if not any(at[p][name] for name in idle)]
+    return sorted(used, key=lambda p: [at[p][name] for name in order])
 
 
 def without(mesh: Mesh, axes: Sequence[str]) -> Mesh:

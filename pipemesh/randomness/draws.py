@@ -172,7 +172,7 @@ def draw(
         if block % _GROUP == 0:
             return keyed(call(shape, key, counter))
         numbers = keyed(call(tf.constant([block + _GROUP - 1]), key, counter))
-        return tf.reshape(tf.slice(numbers, [start % _GROUP], [block]), micro)
+        return tf.reshape(tf.slice(numbers, [tf.math.floormod(start, _GROUP)], [block]), micro)
     # The slice is not one run of elements: draw the whole batch's numbers and take it out.
     numbers = keyed(call(tf.constant(whole), key, counter))
     rows = tf.reshape(numbers, [left, position.num_microbatches, block])
@@ -189,7 +189,7 @@ def keyed(numbers: tf.Tensor) -> tf.Tensor:
 def _static_shape(shape: Any) -> tuple[int, ...]:
     value = tf.get_static_value(shape)
     if value is None:
-        partial = tf.TensorShape(None)
+        partial = tf.TensorShape(None)  # pyright: ignore[reportArgumentType]
         with contextlib.suppress(TypeError, ValueError):
             partial = tf.TensorShape(shape)
         raise PipelineError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import tensorflow as tf
 
 from pipemesh.backend.functions import operations_within
 from pipemesh.backend.operation_kinds import DRAWS_WITH_STATE, DRAWS_WITHOUT_STATE
@@ -11,7 +11,7 @@ from pipemesh.errors import PipelineError
 from pipemesh.randomness.draws import KEYED
 
 
-def check_no_draw_escaped(graph: Any, stage: str, num_microbatches: int) -> None:
+def check_no_draw_escaped(graph: tf.Graph, stage: str, num_microbatches: int) -> None:
     """Checks that all random numbers in a traced stage are those of the plan.
 
     Others come from functions that were traced before, outside of the scope, and cannot be traced

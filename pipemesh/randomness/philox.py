@@ -68,6 +68,6 @@ def draw_block(
     start = start * rest
     advanced = advance_counter(counter, start // group)
     numbers = draw([run + group - 1], advanced)
-    numbers = tf.slice(numbers, [start % group], [run])
+    numbers = tf.slice(numbers, [tf.math.floormod(start, group)], [run])
     numbers = tf.reshape(numbers, [*block[:lead], *sizes[lead:]])
     return tf.slice(numbers, tf.stack([*[tf.constant(0)] * lead, *begin[lead:]]), block)

@@ -356,11 +356,17 @@ def known_step(scope: Scope) -> tf.Tensor:
         or not (scopes.calls and scopes.calls[0].is_found_again)
     ):
         return scope.step
+
+    def call_time_step() -> tf.Tensor:
+        step = scopes.stack[-1].step
+        assert step is not None
+        return tf.cast(step, tf.int64)
+
     graph: Any = tf.compat.v1.get_default_graph()
     while getattr(graph.outer_graph, "building_function", False):
         graph = graph.outer_graph
     return graph.capture_call_time_value(
-        lambda: tf.cast(scopes.stack[-1].step, tf.int64),
+        call_time_step,
         tf.TensorSpec([], tf.int64),
         key="pipemesh_step",
     )

@@ -28,7 +28,7 @@ Example:
 from pipemesh import needs_tensorflow as needs_tensorflow  # isort: skip
 
 from pipemesh.recurrent.executor import pipeline, pipeline_loss
-from pipemesh.recurrent.home import Home
+from pipemesh.recurrent.home import Home, current_devices
 from pipemesh.recurrent.memory import DeviceMemory, predict_memory
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.precision import LossScale
@@ -55,6 +55,7 @@ __all__ = [
     "StackedRecurrent",
     "Stage",
     "Transfer",
+    "current_devices",
     "explain",
     "pipeline",
     "pipeline_loss",

@@ -15,6 +15,7 @@ from pipemesh.recurrent.table.run import Performer, Run, with_loss
 from pipemesh.schedule import Schedule
 
 
+@tf.autograph.experimental.do_not_convert
 def pipeline(
     stages: Sequence[Stage],
     inputs: Sequence[tf.Tensor],
@@ -101,6 +102,7 @@ def pipeline(
     return results[: len(outputs)], carries
 
 
+@tf.autograph.experimental.do_not_convert
 def pipeline_loss(
     stages: Sequence[Stage],
     inputs: Sequence[tf.Tensor],

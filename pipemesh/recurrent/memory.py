@@ -9,13 +9,14 @@ import tensorflow as tf
 
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.stage import Stage
+from pipemesh.recurrent.table.kinds import KEPT, PENDING
 from pipemesh.recurrent.table.run import Run, num_bytes
 from pipemesh.schedule import Schedule
 
 
 @dataclasses.dataclass(frozen=True)
 class StageMemory:
-    """What a replica of a stage keeps of the first microbatch for its backward pass.
+    """What a device of a stage's home keeps of the first microbatch for its backward pass.
 
     Attributes:
         kept: bytes, all in all.
@@ -101,13 +102,13 @@ def predict_memory(
         own = [s for s, owner in enumerate(schedule.stage_devices) if owner == home]
         devices = stages[own[0]].devices
         for device in dict.fromkeys(devices):
-            replicas = [number for number, name in enumerate(devices) if name == device]
+            places = [number for number, name in enumerate(devices) if name == device]
             held = peak = 0
             for action in row:
                 stage, m = action.stage, action.microbatch
                 kept, pending = (
-                    sum(run.held_bytes(kind, stage, replica, m) for replica in replicas)
-                    for kind in ("kept", "pending")
+                    sum(run.value_bytes(kind, stage, place, m) for place in places)
+                    for kind in (KEPT, PENDING)
                 )
                 if action.kind == "F":
                     held += 0 if schedule.is_forward_only else kept
@@ -116,25 +117,28 @@ def predict_memory(
                 else:
                     held += (pending if action.kind == "I" else 0) - kept
                 peak = max(peak, held)
-            weights = sum(run.held_bytes("weights", s, replicas[0]) for s in own)
+            # Replicas that share a device share the weights.
+            group = stages[own[0]].of_home.group
+            once = {place % group: place for place in places}.values()
+            weights = sum(run.weight_bytes(s, place) for s in own for place in once)
             gradients = 0
             if not schedule.is_forward_only:
-                gradients = sum(run.held_bytes("grads", s, r) for s in own for r in replicas)
-            each = tuple(_of_stage(run, s, replicas[0]) for s in own)
+                gradients = sum(run.sum_bytes(s, p) for s in own for p in places)
+            each = tuple(_of_stage(run, s, places[0]) for s in own)
             found.append(DeviceMemory(weights, gradients, peak, each))
     return found
 
 
-def _of_stage(run: Run, stage: int, replica: int) -> StageMemory:
+def _of_stage(run: Run, stage: int, place: int) -> StageMemory:
     traced, kept = run.kept_names(stage)
-    own, names = len(traced.output_specs), set(kept)
-    inputs = [name for name in traced.inputs if traced.place(name) == replica]
+    names = set(kept)
+    inputs, outputs = (
+        [name for name in every if traced.place(name) == place]
+        for every in (traced.inputs, traced.outputs)
+    )
     return StageMemory(
-        kept=run.held_bytes("kept", stage, replica),
+        kept=run.value_bytes(KEPT, stage, place),
         kept_inputs=tuple(num_bytes([traced.spec(n)]) if n in names else 0 for n in inputs),
-        kept_outputs=tuple(
-            not names.isdisjoint(traced.cut.same_value(name))
-            for name in traced.outputs[replica * own : (replica + 1) * own]
-        ),
-        outputs=tuple(traced.output_specs),
+        kept_outputs=tuple(not names.isdisjoint(traced.cut.same_value(name)) for name in outputs),
+        outputs=tuple(map(traced.spec, outputs)),
     )

@@ -40,20 +40,24 @@ class LossScale:
         (0.0, 16384.0)
     """
 
-    def __init__(self, scale: Any, good_steps: Any, finite: Any) -> None:
+    def __init__(self, scale: tf.Variable, good_steps: tf.Variable, finite: tf.Variable) -> None:
         self._scale, self._good_steps, self._finite = scale, good_steps, finite
 
     @classmethod
     def create(cls) -> LossScale:
         """With variables of its own, which a checkpoint should hold."""
+
+        def variable(value: Any, name: str, dtype: tf.DType | None = None) -> tf.Variable:
+            return tf.Variable(value, dtype=dtype, trainable=False, name=name)
+
         return cls(
-            tf.Variable(INITIAL_SCALE, trainable=False, name="loss_scale"),
-            tf.Variable(0, dtype=tf.int64, trainable=False, name="good_steps"),
-            tf.Variable(True, trainable=False, name="finite"),
+            variable(INITIAL_SCALE, "loss_scale"),
+            variable(0, "good_steps", tf.int64),
+            variable(True, "finite"),
         )
 
     @property
-    def variables(self) -> list[Any]:
+    def variables(self) -> list[tf.Variable]:
         """Those that a checkpoint should hold."""
         return [self._scale, self._good_steps, self._finite]
 
@@ -83,7 +87,7 @@ class LossScale:
         scale = self.value
         grown = tf.where(grows, scale * _FACTOR, scale)
         new_scale = tf.where(finite, grown, tf.maximum(scale / _FACTOR, 1.0))
-        kept_steps = tf.where(finite & ~grows, good_steps, tf.zeros_like(good_steps))
+        kept_steps = tf.where(finite & tf.logical_not(grows), good_steps, tf.zeros_like(good_steps))
         # Only after every gradient was divided by the old factor.
         with tf.control_dependencies([finite, new_scale, kept_steps]):
             updates = [

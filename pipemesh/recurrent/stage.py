@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
+from pipemesh.errors import PipelineError
 from pipemesh.recurrent.home import Home
 
 Tensors = Sequence[tf.Tensor]
@@ -23,11 +24,15 @@ class Stage:
             the global step. It must be free of side effects and may be traced more than once.
             `carry` goes from one microbatch of the stage to the next. With several replicas it is
             called for each, as if the parts of microbatches were microbatches themselves.
-        theta: the weights; gradients flow to the floating ones.
+        theta: the weights; gradients flow to the floating ones, but for `copies`.
         carry: its value before the first microbatch.
         home: where it runs; names of TensorFlow devices, one or several, are a home, too.
         dtypes: for each of `theta` the dtype that the stage computes with; by default the
             pipeline's `compute_dtype`.
+        places: for each of `theta` on which of a replica's devices it lies, and its gradients are
+            summed; by default all on the first one.
+        copies: numbers of those of `theta` that are another one's copy on another device. The
+            other one's gradient is the whole gradient; copies have none.
         recurrent: whether gradients flow through the carry, from each microbatch back to the one
             before and at last to `carry`. If not, the carry is a mere count of what was seen.
     """
@@ -42,16 +47,42 @@ class Stage:
     home: Home | str | Sequence[str]
     recurrent: bool = False
     dtypes: Sequence[tf.DType] | None = None
+    places: Sequence[int] | None = None
+    copies: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "home", Home.of(self.home))
+        places = [0] * len(self.theta) if self.places is None else list(self.places)
+        object.__setattr__(self, "places", places)
+        group = self.of_home.group
+        if len(places) != len(self.theta) or not all(0 <= place < group for place in places):
+            raise PipelineError(
+                f"stage {self.name!r} has {len(self.theta)} weights and the places {places}; give "
+                f"one for each, from 0 to {group - 1} (a replica has {group} devices)"
+            )
+
+    @property
+    def of_home(self) -> Home:
+        """The home, which may have been given as names."""
+        return Home.of(self.home)
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The device of each replica."""
-        return Home.of(self.home).devices
+        """The devices of its replicas, those of the first one first."""
+        return self.of_home.devices
 
     @property
     def device(self) -> str:
         """The first of them."""
         return self.devices[0]
+
+    @property
+    def theta_places(self) -> Sequence[int]:
+        """For each of `theta` on which of a replica's devices it lies."""
+        assert self.places is not None
+        return self.places
+
+    @property
+    def theta_devices(self) -> list[str]:
+        """For each of `theta` the device of the first replica that it lies on."""
+        return [self.devices[place] for place in self.theta_places]

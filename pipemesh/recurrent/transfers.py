@@ -9,8 +9,10 @@ from collections.abc import Iterator, Sequence
 import tensorflow as tf
 
 from pipemesh.recurrent.options import Options
+from pipemesh.recurrent.passes.tracing import specs_of
 from pipemesh.recurrent.stage import Stage
-from pipemesh.recurrent.table.run import Run
+from pipemesh.recurrent.table.kinds import GRADS, OUTPUTS
+from pipemesh.recurrent.table.run import Run, num_bytes
 from pipemesh.schedule import Schedule
 from pipemesh.text import columns
 
@@ -114,23 +116,29 @@ def _each(
     """What is handed on, with where from, where to and bytes; also where both are one device."""
     last = len(stages) - 1
     for s, stage in enumerate(stages):
-        first, *others = stage.devices
-        for replica, device in enumerate(others, 1):
-            yield "weights", first, device, run.held_bytes("weights", s, replica)
+        group = stage.of_home.group
+        for number in stage.copies:
+            size = num_bytes(specs_of([stage.theta[number]]))
+            yield "weights", stage.device, stage.theta_devices[number], size
+        for place, device in enumerate(stage.devices[group:], group):
+            own = stage.devices[place % group]
+            yield "weights", own, device, run.weight_bytes(s, place)
             if not schedule.is_forward_only:
-                yield "weight gradients", device, first, run.held_bytes("grads", s, replica)
+                yield "weight gradients", device, own, run.sum_bytes(s, place)
     for action in (action for row in schedule.rows for action in row):
         s = action.stage
-        devices = stages[s].devices
-        for replica, device in enumerate(devices):
+        home = stages[s].of_home
+        for place, device in enumerate(home.devices):
             if action.kind == "F":
-                before = stages[s - 1].devices[replica] if s else devices[0]
-                size = run.handed_bytes("outputs", s - 1, replica)
+                before = stages[s - 1].devices[place] if s else home.first
+                size = run.value_bytes(OUTPUTS, s - 1, place)
                 yield "activations" if s else "inputs", before, device, size
                 if s == last:
-                    yield "outputs", device, devices[0], run.handed_bytes("outputs", s, replica)
-                following = devices[(replica + 1) % len(devices)]
-                yield "accumulators", device, following, run.handed_bytes("carry", s, replica)
+                    to = home.devices[place % home.group]
+                    yield "outputs", device, to, run.value_bytes(OUTPUTS, s, place)
+                if place % home.group == 0:
+                    following = home.devices[(place + home.group) % len(home)]
+                    yield "accumulators", device, following, run.carry_bytes(s)
             elif action.kind in "BI" and s:
-                size = run.handed_bytes("grads", s, replica)
-                yield "gradients", device, stages[s - 1].devices[replica], size
+                size = run.value_bytes(GRADS, s, place)
+                yield "gradients", device, stages[s - 1].devices[place], size

@@ -27,12 +27,32 @@ class Result:
         for a, b in zip(self.outputs, other.outputs, strict=True):
             np.testing.assert_allclose(a, b, **tolerance)
         for mine, theirs in ((self.grads, other.grads), (self.weights, other.weights)):
+            mine = joined(mine, {name: value.shape for name, value in theirs.items()})
             assert mine.keys() == theirs.keys()
             for name, value in mine.items():
                 np.testing.assert_allclose(value, theirs[name], err_msg=name, **tolerance)
 
 
+def joined(values, shapes):
+    """Slices of weights as the whole ones that the plain model has."""
+    parts = {}
+    for name, value in values.items():
+        whole, _, number = name.partition("_slice_")
+        parts.setdefault(f"{whole}/{number.partition('/')[2]}" if number else name, []).append(
+            value
+        )
+    found = {}
+    for name, own in parts.items():
+        wanted = shapes.get(name, ())
+        dims = [d for d, (a, b) in enumerate(zip(own[0].shape, wanted, strict=False)) if a != b]
+        found[name] = np.concatenate(own, dims[0]) if dims else own[0]
+    return found
+
+
 def initial_value(variable):
+    """Of layers with named dims the own one, which is cut out of a whole tensor's."""
+    if "named" in variable.name:
+        return None
     rng = np.random.default_rng(zlib.crc32(variable.name.encode()))
     return rng.normal(scale=0.3, size=variable.shape).astype(np.float32)
 
@@ -48,10 +68,16 @@ def flat_tensors(outputs):
 
 @contextlib.contextmanager
 def cluster(devices, do_eval=False):
-    """So many devices along `layers`, or a mesh as text, whose axis `data` splits the batch."""
-    text = devices if isinstance(devices, str) else f"layers:{devices}"
+    """So many devices along `layers`, or a mesh as text, whose axis `data` splits the batch.
+
+    After a blank there may be further rules of the layout.
+    """
+    text, _, rules = str(devices if isinstance(devices, str) else f"layers:{devices}").partition(
+        " "
+    )
     mesh = Mesh.from_text(text)
-    layout = LayoutRules.from_text("batch:data" if "data" in mesh.axis_names else "")
+    rules = [rules] if rules else []
+    layout = LayoutRules.from_text(";".join([*["batch:data"][: "data" in mesh.axis_names], *rules]))
     # Random numbers depend on TensorFlow's seed, which a test before may have set.
     tf.random.set_seed(None)
     with mesh_cluster(mesh, do_eval=do_eval, layout=layout) as entered:
@@ -71,7 +97,8 @@ def run_tf1(params, inputs, *, steps=0, num_devices=1, do_eval=False, loss=squar
         with tf.compat.v1.Session() as session:
             session.run(tf.compat.v1.global_variables_initializer())
             for variable in variables:
-                variable.load(initial_value(variable), session)
+                if (value := initial_value(variable)) is not None:
+                    variable.load(value, session)
             outputs, grad_values, accumulators = session.run(
                 [
                     flat_tensors(outputs),
@@ -96,7 +123,8 @@ def run_tf2(
             layer = params.Copy().Instantiate()
             variables = layer.vars.Flatten()
             for variable in variables:
-                variable.assign(initial_value(variable))
+                if (value := initial_value(variable)) is not None:
+                    variable.assign(value)
             inputs = tf.nest.map_structure(as_tensor, inputs)
 
             def compute():

@@ -14,10 +14,10 @@ def mesh(text):
 
 
 def test_the_batch_is_not_split_along_the_stages():
-    places.check_batch_axis(LayoutRules())
-    places.check_batch_axis(BY_DATA)
+    places.check_axes(LayoutRules())
+    places.check_axes(BY_DATA)
     with pytest.raises(LayoutError, match="'batch:layers' splits the batch over the axis 'layers'"):
-        places.check_batch_axis(LayoutRules.from_text("batch:layers"))
+        places.check_axes(LayoutRules.from_text("batch:layers"))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_of_processors_that_differ_in_other_axes_the_first_runs_a_stage(
     text, layout, of_each_place
 ):
     rules = LayoutRules.from_text(layout)
-    found = [places.replicas_of(mesh(text), rules, i) for i in range(len(of_each_place))]
+    found = [places.home_of(mesh(text), rules, i) for i in range(len(of_each_place))]
     assert found == of_each_place
 
 

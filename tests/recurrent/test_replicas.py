@@ -520,5 +520,5 @@ def test_a_recurrent_stage_has_one_device():
         stage = Stage("s", product, [tf.constant(W)], [], HOMES[0], recurrent=True)
         return pipeline([stage], [x], gpipe(1, 2))[0][0]
 
-    with pytest.raises(PipelineError, match="'s' is recurrent and has 2 devices"):
+    with pytest.raises(PipelineError, match="'s' is recurrent and has 2 replicas"):
         run(tf.constant(X))

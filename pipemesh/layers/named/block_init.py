@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 from lingvo.core import py_utils
 
+from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import PipelineError
 from pipemesh.lowering.initializers import Constant, Initializer, Normal, Uniform
 from pipemesh.text import nearest_text
@@ -71,5 +72,5 @@ class BlockInit:
     ) -> tf.Tensor:
         """Makes the block of some sizes."""
         del partition_info
-        block = tf.TensorShape(shape).as_list()
+        block = static_sizes(tf.TensorSpec(shape))
         return self.initializer(self.sizes, self.begin, block, tf.as_dtype(dtype))

@@ -50,9 +50,9 @@ class NamedLayer(base_layer.BaseLayer):
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
-        # By name, the shape of each whole weight, and who owns each variable.
+        # By name, the shape of each whole weight, and who holds each variable.
         self._named_shapes: dict[str, Shape] = {}
-        self._owners: dict[str, int] = {}
+        self._holders: dict[str, tuple[int, ...]] = {}
 
     @classmethod
     def NamedWeights(cls, p: Any) -> dict[str, tuple[Shape | str, Any]]:
@@ -102,8 +102,7 @@ class NamedLayer(base_layer.BaseLayer):
         groups = slice_groups(layout)
         devices = getattr(lowering, "devices", None)
         for variable, group in zip(slice_names(name, layout), groups, strict=True):
-            if len(groups) > 1:
-                self._owners[variable] = group[0]
+            self._holders[variable] = group
             block = BlockInit(initializer, shape.sizes, layout.slice_begin(group[0]))
             weights = py_utils.WeightParams(
                 list(layout.slice_shape),
@@ -198,24 +197,15 @@ class NamedLayer(base_layer.BaseLayer):
         """The shapes of the layer's own whole weights, by logical name."""
         return dict(self._named_shapes)
 
-    def weight_places(self) -> Any:
-        """Who owns which variable; see `places_of`."""
-        return places_of(self)
+    def weight_holders(self) -> dict[str, tuple[int, ...]]:
+        """Who needs which of the layer's own variables.
 
+        Returns:
+            For each variable of a weight the processors that hold it, or a copy of it; the first
+            of them owns it.
+        """
+        return dict(self._holders)
 
-def places_of(layer: Any) -> Any:
-    """Who owns which variable of a layer, named or not, and of all layers in it.
-
-    Args:
-        layer: any layer of lingvo.
-
-    Returns:
-        A NestedMap parallel to theta: for each slice of a weight the number of the processor that
-        owns it, and None for a weight that is not split, which all processors need.
-    """
-    if isinstance(layer, list | tuple):
-        return [places_of(part) for part in layer]
-    owners = layer._owners if isinstance(layer, NamedLayer) else {}
-    places = {name: owners.get(name) for name in (*layer._private_theta, *layer._extra_theta)}
-    children = {name: places_of(child) for name, child in layer.children.items()}
-    return py_utils.NestedMap(places | children)
+    def dims(self) -> set[str]:
+        """The names of the dims of the layer's own weights and inputs, which rules may split."""
+        return {"batch", "length"}.union(*(shape.names for shape in self._named_shapes.values()))

@@ -9,7 +9,7 @@ from typing import Any
 from pipemesh.errors import PipelineError, PipemeshError
 from pipemesh.layers.mesh_cluster import MeshCluster, check_layout
 from pipemesh.mesh import LayoutRules, Mesh
-from pipemesh.plan.places import check_no_idle_axis, replicas_of
+from pipemesh.plan.places import check_no_idle_axis, home_of, num_replicas
 from pipemesh.recurrent import Home
 
 
@@ -56,8 +56,10 @@ def stage_homes(cluster: Any, places: Sequence[int], p: Any) -> list[Home]:
                 f"model split has {cluster.num_devices_per_split} devices; use a smaller mesh, or "
                 "give the cluster more (worker.devices_per_split, --worker_split_size)"
             )
+    replicas = num_replicas(mesh, rules)
     return [
-        Home(tuple(device(p) for p in replicas_of(mesh, rules, place % there))) for place in places
+        Home(tuple(device(p) for p in home_of(mesh, rules, place % there)), replicas)
+        for place in places
     ]
 
 

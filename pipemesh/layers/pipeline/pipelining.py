@@ -12,6 +12,7 @@ from lingvo.core import py_utils
 from pipemesh.errors import PipelineError
 from pipemesh.layers.check_params import check_micro_batch_size
 from pipemesh.layers.feature_extraction import to_tuple
+from pipemesh.layers.named.values import exported
 from pipemesh.layers.pipeline.alike_stages import check_predictable, pipeline_of
 from pipemesh.layers.pipeline.head import check_head
 from pipemesh.layers.pipeline.homes import stage_homes
@@ -19,6 +20,7 @@ from pipemesh.layers.pipeline.pipelining_params import define_pipelining
 from pipemesh.layers.pipeline.plan_of import plan_of
 from pipemesh.layers.pipeline.schedule_of import schedule_of
 from pipemesh.layers.pipeline.seq_layer import SeqLayer
+from pipemesh.layers.pipeline.stage_lowering import StageWeights
 from pipemesh.layers.pipeline.stage_structure import StageStructure
 from pipemesh.layers.pipeline.weight_dtypes import (
     cast_first,
@@ -41,6 +43,7 @@ from pipemesh.recurrent import (
     Options,
     Stage,
     Transfer,
+    current_devices,
     explain,
     pipeline_loss,
     predict_memory,
@@ -176,12 +179,12 @@ class PipeliningLayer(SeqLayer):
         with tf.device(homes[0].first), whole_batch_randomness(step):
             args = to_tuple(self._fprop_before(theta, *args))
         eagerly = tf.executing_eagerly()
-        structure, inputs, thetas, carries = self._flat(theta, args, len(homes[0]))
+        structure, inputs, weights, carries = self._flat(theta, args, homes)
 
         def build(
             thetas: Any, inputs: Any, carries: Any, step: Any, structures: list[StageStructure]
         ) -> Any:
-            stages = self._stages(theta, homes, thetas, carries, structure, structures)
+            stages = self._stages(weights, homes, thetas, carries, structure, structures)
             options = self._options(eagerly, self._uncast(args, inputs))
             if not p.loss_inside:
                 run = pipeline_of(p)
@@ -204,7 +207,7 @@ class PipeliningLayer(SeqLayer):
                 run = tf.function(traced, autograph=False)
                 self._eager_runs[key] = (run, structures)
             run, structures = self._eager_runs[key]
-            thetas = [[tf.convert_to_tensor(t) for t in theta] for theta in thetas]
+            thetas = [[tf.convert_to_tensor(t) for t in own.tensors] for own in weights]
             try:
                 outputs, carries = run(thetas, inputs, carries, step)
             except tf.errors.OpError as error:
@@ -214,6 +217,7 @@ class PipeliningLayer(SeqLayer):
                 raise explained from error
         else:
             structures = []
+            thetas = [own.tensors for own in weights]
             outputs, carries = build(thetas, inputs, carries, step, structures)
         for name, carry in zip(self._cell_names, carries, strict=True):
             cell = self.children[name]
@@ -263,8 +267,9 @@ class PipeliningLayer(SeqLayer):
             with tf.device(homes[0].first):
                 with whole_batch_randomness():
                     args = to_tuple(self._fprop_before(theta, *args))
-            structure, inputs, thetas, carries = self._flat(theta, args, len(homes[0]))
-            stages = self._stages(theta, homes, thetas, carries, structure, [])
+            structure, inputs, weights, carries = self._flat(theta, args, homes)
+            thetas = [own.tensors for own in weights]
+            stages = self._stages(weights, homes, thetas, carries, structure, [])
             if self.params.loss_inside:
                 stages[-1] = with_loss(stages[-1])
             step, options = (
@@ -282,22 +287,26 @@ class PipeliningLayer(SeqLayer):
         return found
 
     def _flat(
-        self, theta: Any, args: tuple[Any, ...], replicas: int
-    ) -> tuple[StageStructure, Any, Any, Any]:
+        self, theta: Any, args: tuple[Any, ...], homes: list[Home]
+    ) -> tuple[StageStructure, Any, list[StageWeights], Any]:
         """The structure of what goes in; inputs, weights and carries of each stage, as lists."""
         p = self.params
         structure = StageStructure(args, p.nested_map_fprop, p.name, "args")
         inputs = structure.flatten(args)
         names = structure.leaf_names
+        replicas = homes[0].num_replicas
         microbatch_size(inputs, p.num_micro_batches, p.batch_dim, names, replicas)
         check_micro_batch_size(p, inputs)
-        thetas = [theta[name].Flatten() for name in self._cell_names]
         cells = [self.children[name] for name in self._cell_names]
-        return structure, inputs, thetas, [c.GetAccumulatorValues().Flatten() for c in cells]
+        weights = [
+            StageWeights(cell, theta[name], home.replica(0))
+            for cell, name, home in zip(cells, self._cell_names, homes, strict=True)
+        ]
+        return structure, inputs, weights, [c.GetAccumulatorValues().Flatten() for c in cells]
 
     def _stages(
         self,
-        theta: Any,
+        weights: list[StageWeights],
         homes: list[Home],
         thetas: list[Any],
         carries: list[Any],
@@ -309,13 +318,17 @@ class PipeliningLayer(SeqLayer):
         return [
             Stage(
                 name=name,
-                forward=self._stage_function(i, theta[name], structures),
+                forward=self._stage_function(i, own, structures),
                 theta=thetas[i],
                 carry=carries[i],
                 home=home,
-                dtypes=compute_dtypes(self.children[name]).Flatten(),
+                dtypes=own.spread(compute_dtypes(self.children[name]).Flatten()),
+                places=own.places,
+                copies=own.copies,
             )
-            for i, (name, home) in enumerate(zip(self._cell_names, homes, strict=True))
+            for i, (name, own, home) in enumerate(
+                zip(self._cell_names, weights, homes, strict=True)
+            )
         ]
 
     def _uncast(self, args: tuple[Any, ...], inputs: list[tf.Tensor]) -> frozenset[int]:
@@ -350,7 +363,7 @@ class PipeliningLayer(SeqLayer):
         with tf.device(others[0].device):
             return [loss, tf.reduce_sum(tf.cast(others[0], loss.dtype)), *others[1:]]
 
-    def _stage_function(self, number: int, packing: Any, structures: list[Any]) -> Any:
+    def _stage_function(self, number: int, weights: StageWeights, structures: list[Any]) -> Any:
         """Stage `number` as a pure function of flat lists of tensors."""
         p = self.params
         name = self._cell_names[number]
@@ -360,10 +373,16 @@ class PipeliningLayer(SeqLayer):
             del microbatch
             saved = cell.GetAccumulatorValues()
             cell.SetAccumulatorValues(cell.accumulators.Pack(carry))
-            with py_utils.RemoveAssertContext(remove=True), keyed_seeds(global_step_in(step)):
+            with (
+                py_utils.RemoveAssertContext(remove=True),
+                keyed_seeds(global_step_in(step)),
+                self._lowering.on(current_devices()),
+            ):
                 outputs = self._fprop_cell(
-                    packing.Pack(theta), name, *structures[number].pack_arguments(inputs)
+                    weights.pack(theta), name, *structures[number].pack_arguments(inputs)
                 )
+                if number + 1 == len(self._cell_names):
+                    outputs = exported(outputs)
             carry = [tf.convert_to_tensor(t) for t in cell.GetAccumulatorValues().Flatten()]
             cell.SetAccumulatorValues(saved)
             outputs = to_tuple(outputs)

@@ -16,7 +16,9 @@ from pipemesh.layers.feature_extraction import (
     with_distinct_names,
 )
 from pipemesh.layers.layer_names import check_weights_are_its_own
-from pipemesh.layers.pipeline.homes import stage_homes
+from pipemesh.layers.named.values import exported
+from pipemesh.layers.pipeline.homes import mesh_of, stage_homes
+from pipemesh.layers.pipeline.stage_lowering import StageLowering
 from pipemesh.layers.step_seed import name_in_task, step_of_call, whole_batch_randomness
 from pipemesh.recurrent import Home
 
@@ -53,8 +55,8 @@ class SeqLayer(base_layer.BaseLayer):
         p.Define(
             "layout",
             None,
-            "Which axis of the mesh the batch is split over, such as 'batch:data'; by default as "
-            "in `mesh_cluster`.",
+            "Which axes of the mesh the batch and the dims of named layers are split over, such as "
+            "'batch:data;d_ff:model'; by default as in `mesh_cluster`.",
         )
         p.Define(
             "allow_idle",
@@ -79,10 +81,15 @@ class SeqLayer(base_layer.BaseLayer):
         num_before = len(p.before_tpl)
         self._before_names, self._cell_names = names[:num_before], names[num_before:]
         self._random_names = dict(zip(names, random_names, strict=True))
-        places = [devices[0]] * num_before + devices[: len(p.cell_tpl)]
-        for tpl, device in zip(tpls, places, strict=True):
-            with tf.device(device):
+        self._lowering = StageLowering(*mesh_of(self.cluster, p))
+        for tpl in tpls[:num_before]:
+            with tf.device(devices[0]):
                 self.CreateChild(tpl.name, tpl)
+        homes = self.StageHomes()
+        for tpl, device, home in zip(tpls[num_before:], devices, homes, strict=False):
+            with tf.device(device), self._lowering.on(home.replica(0)):
+                self.CreateChild(tpl.name, tpl)
+        self._lowering.check(p.name, [self.children[name] for name in self._cell_names])
         self._weights_are_its_own = False
 
     def StageHomes(self) -> list[Home]:
@@ -112,9 +119,9 @@ class SeqLayer(base_layer.BaseLayer):
         with whole_batch_randomness(step_of_call(self)):
             args = self._fprop_before(theta, *args)
             # Without a stage there is a device still.
-            for name, device in zip(self._cell_names, self.StageDevices(), strict=False):
-                with tf.device(device):
-                    args = self._fprop_cell(theta[name], name, *to_tuple(args))
+            for name, home in zip(self._cell_names, self.StageHomes(), strict=False):
+                with tf.device(home.first), self._lowering.on(home.replica(0)):
+                    args = exported(self._fprop_cell(theta[name], name, *to_tuple(args)))
         return args
 
     def _fprop_before(self, theta: Any, *args: Any) -> Any:
@@ -130,7 +137,7 @@ class SeqLayer(base_layer.BaseLayer):
                     randomness.layer_scope(self._random_names[name]),
                     noted(self.params.name, name, given),
                 ):
-                    args = self.children[name].FProp(theta[name], *given)
+                    args = exported(self.children[name].FProp(theta[name], *given))
         return args
 
     def _fprop_cell(self, theta: Any, name: str, *args: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -11,6 +11,10 @@ from lingvo.core import py_utils
 from pipemesh.backend.structure import Structure
 from pipemesh.errors import PipelineError
 from pipemesh.layers.check_params import with_article
+from pipemesh.layers.named import current_lowering
+from pipemesh.layers.named.values import map_tensors
+from pipemesh.lowering import Tensor
+from pipemesh.mesh import Shape
 
 _WHAT_MAY = "what goes in and out of a stage are dense tensors and None, nested in NestedMaps, \
 dicts, lists and tuples"
@@ -26,8 +30,10 @@ _WAYS_OUT = {
 class StageStructure:
     """How the values that go from stage to stage are nested, and where None stands.
 
+    Of tensors with named dims the slices go, each from its device to the one in the same place.
+
     Args:
-        values: tensors and None, each by itself or nested.
+        values: tensors, with named dims or plain ones, and None, each by itself or nested.
         nested_map_fprop: whether they are exactly one NestedMap.
         layer: whose they are, for errors.
         what: names them in errors, `args` or `outputs`.
@@ -53,6 +59,8 @@ class StageStructure:
                 "takes any nesting"
             )
         self._layer = layer
+        self._dims: list[tuple[str, ...]] = []
+        values = map_tensors(self._noted, values)
         self._nesting = Structure(values, what)
         self._key = _key(values)
         self.leaf_names = self._nesting.leaf_names
@@ -64,7 +72,7 @@ class StageStructure:
 
     def flatten(self, values: tuple[Any, ...]) -> list[tf.Tensor]:
         """The tensors of values that have this structure."""
-        leaves = self._nesting.flatten(values)
+        leaves = self._nesting.flatten(map_tensors(lambda x: _Slices(x.slices), values))
         pairs = zip(leaves, self.leaf_names, strict=True)
         return [self._tensor(leaf, name) for leaf, name in pairs]
 
@@ -82,13 +90,51 @@ class StageStructure:
         return PipelineError(f"{self._layer}: {name} is {kind}; {_WHAT_MAY}: {way_out}")
 
     def pack_arguments(self, tensors: list[tf.Tensor]) -> tuple[Any, ...]:
-        """The values, as positional arguments."""
-        return self._nesting.pack(tensors)
+        """The values, as positional arguments.
+
+        Slices become tensors with named dims of the lowering that is current.
+        """
+        return _with_names(self._nesting.pack(tensors), iter(self._dims))
+
+    def _noted(self, tensor: Tensor) -> _Slices:
+        self._dims.append(tensor.shape.names)
+        return _Slices(tensor.slices)
 
     def pack(self, tensors: list[tf.Tensor]) -> Any:
         """One value is returned bare, several as a tuple."""
         arguments = self.pack_arguments(tensors)
         return arguments[0] if len(arguments) == 1 else arguments
+
+
+class _Slices(list[tf.Tensor]):
+    """The slices of a tensor with named dims, in the order of their processors."""
+
+
+def _with_names(value: Any, dims: Iterator[tuple[str, ...]]) -> Any:
+    """The value with a tensor with named dims in place of its slices."""
+    if isinstance(value, _Slices):
+        return _tensor_of(value, next(dims))
+    if isinstance(value, Mapping):
+        new: Any = type(value)()
+        # In the order in which they were noted.
+        for key in value:
+            new[key] = _with_names(value[key], dims)
+        return new
+    if isinstance(value, (list, tuple)):
+        parts = [_with_names(part, dims) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
+
+
+def _tensor_of(slices: _Slices, dims: tuple[str, ...]) -> Tensor:
+    """A tensor of the current lowering; its sizes are those of the slices times their number."""
+    lowering = current_lowering()
+    axes = [lowering.rules.axis(dim) for dim in dims]
+    sizes = [
+        size * (1 if axis is None else lowering.mesh.size(axis))
+        for size, axis in zip(slices[0].shape.as_list(), axes, strict=True)
+    ]
+    return Tensor(lowering, tuple(slices), Shape.of(**dict(zip(dims, sizes, strict=True))))
 
 
 def _kind(value: Any) -> str:

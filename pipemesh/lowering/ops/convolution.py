@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.backend.kept_gradients import custom_gradient
+from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import ShapeError
 from pipemesh.lowering.ops.relayout import change_splits
 from pipemesh.lowering.ops.windows import Windows, take_windows
@@ -173,7 +174,7 @@ def _conv(
 
     def local(image: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
         image, weight = tf.transpose(image, x_order), tf.transpose(weight, order)
-        sizes, outs = image.shape.as_list(), weight.shape.as_list()[rank + len(shared) :]
+        sizes, outs = static_sizes(image), static_sizes(weight)[rank + len(shared) :]
         batches, spatial = sizes[: len(batch)], sizes[len(batch) : len(batch) + rank]
         channels = math.prod(sizes[len(batch) + rank :])
         found = _convolve(
@@ -206,7 +207,7 @@ def _convolve(
     @custom_gradient
     def call(x: tf.Tensor, f: tf.Tensor) -> Any:
         def grad(upstream: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            sizes, filter_sizes = tf.constant(x.shape.as_list()), tf.constant(f.shape.as_list())
+            sizes, filter_sizes = tf.constant(static_sizes(x)), tf.constant(static_sizes(f))
             return (
                 to_image(input_sizes=sizes, filter=f, out_backprop=upstream, **how),
                 to_weight(input=x, filter_sizes=filter_sizes, out_backprop=upstream, **how),

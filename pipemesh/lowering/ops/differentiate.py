@@ -74,7 +74,8 @@ def _differentiate(
     slices: Sequence[tf.Tensor], parts: list[list[Any]], tape: tf.GradientTape | None
 ) -> list[list[Any]]:
     if tape is not None:
-        return tape.gradient(list(slices), parts)
+        found: Any = tape.gradient(list(slices), parts)
+        return found
     if tf.executing_eagerly():
         raise GradientError(
             "without a graph, gradients need the tape that recorded the computation: with "

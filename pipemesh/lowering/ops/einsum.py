@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
+from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import ShapeError
 from pipemesh.lowering.registry import register
 from pipemesh.lowering.tensor import Tensor, check_same_dtype, check_same_lowering, union_axes
@@ -132,7 +133,7 @@ def _matrix_product(
     if not (a.dtype.is_floating and a.shape.is_fully_defined() and b.shape.is_fully_defined()):
         return otherwise(a, b)
     rows, summed, cols = _parts(left, right, result)
-    sizes = dict(zip(left + right, (*a.shape, *b.shape), strict=True))
+    sizes = dict(zip(left + right, static_sizes(a) + static_sizes(b), strict=True))
     m, k, n = (math.prod(sizes[letter] for letter in part) for part in (rows, summed, cols))
     turn_a, turn_b = left != rows + summed, right != summed + cols
     product = tf.matmul(

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.backend.kept_gradients import custom_gradient
+from pipemesh.backend.static_shape import static_sizes
 from pipemesh.lowering.lowering import Lowering, Slices
 
 
@@ -190,7 +191,7 @@ def _rows_from(tensor: tf.Tensor, dim: int, begin: tf.Tensor, length: int) -> tf
     # The gradient of a slice with a computed begin is no program of a TPU; this one is.
     @custom_gradient
     def call(t: tf.Tensor, at: tf.Tensor) -> Any:
-        rows: int = t.shape[dim]
+        rows = static_sizes(t)[dim]
         return taken(t, at, length), lambda grad: (taken(grad, -at, rows), None)
 
     return call(tensor, begin) if tensor.dtype.is_floating else taken(tensor, begin, length)
@@ -212,7 +213,7 @@ def local_rows(
         size: of the new dim.
     """
     parts = lowering.mesh.size(axis) if axis else 1
-    whole: int = x[0].shape[dim] * parts
+    whole = static_sizes(x[0])[dim] * parts
     share = size // parts
     return take_windows(lowering, x, axis, dim, Windows(whole, begin, share, share))
 

@@ -105,7 +105,8 @@ class Cores:
         self.numbers: list[tf.Tensor] = []
         for core, device in enumerate(self.devices, first_core):
             with tf.device(device):
-                self.tokens.append(tf.Variable(0.0, trainable=False))
+                token = tf.Variable(0.0, trainable=False)  # pyright: ignore[reportArgumentType]
+                self.tokens.append(token)
                 self.numbers.append(tf.constant(core, tf.int32))
         self.agreement: Agreement | None = None
         if len(devices) < mesh.num_devices:
@@ -317,7 +318,7 @@ class CoreFunction:
     ) -> None:
         self._cores = cores
         self._specs = specs
-        self.lowering: SimdLowering | None = None
+        self.lowering: SimdLowering
         steps = [f"mesh '{cores.mesh}'", f"layout rules '{rules}'", *map(str, specs)]
 
         def core_program(core: tf.Tensor, token: tf.Tensor, *args: tf.Tensor) -> Any:

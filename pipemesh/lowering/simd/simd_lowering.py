@@ -83,7 +83,7 @@ class SimdLowering(Lowering):
 
     def coordinate(self, axis: str) -> Slices:
         """Computed from the number of the core."""
-        return (self.core // self.mesh.stride(axis) % self.mesh.size(axis),)
+        return (tf.math.floormod(self.core // self.mesh.stride(axis), self.mesh.size(axis)),)
 
     def with_gradient(
         self,

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from pipemesh.backend import collectives
 from pipemesh.backend.collectives import Meeting
+from pipemesh.backend.static_shape import static_sizes
 from pipemesh.lowering.costs import usual_bytes
 from pipemesh.lowering.simd.simd_lowering import Collectives
 from pipemesh.mesh import Mesh
@@ -64,7 +65,8 @@ class GroupKeys:
         group = tf.zeros([], tf.int32)
         for axis, size in self._mesh.axes:
             if axis not in axes:
-                group = group * size + core // self._mesh.stride(axis) % size
+                at = tf.math.floormod(core // self._mesh.stride(axis), size)
+                group = group * size + at
         return self._first[axes] + group
 
 
@@ -156,7 +158,7 @@ class TfCollectives(Collectives):
         source = {b: a for a, b in pairs}
         gathered = tf.concat([self._gather(x, axis), tf.zeros_like(x)[None]], 0)
         table = tf.constant([source.get(at, size) for at in range(size)])
-        at = self._core // self._mesh.stride(axis) % size
+        at = tf.math.floormod(self._core // self._mesh.stride(axis), size)
         return tf.gather(gathered, table[at])
 
 
@@ -170,7 +172,7 @@ def gathered_to_dim(stacked: tf.Tensor, dim: int) -> tf.Tensor:
     Returns:
         The concat of the n parts along `dim`.
     """
-    n, *sizes = stacked.shape.as_list()
+    n, *sizes = static_sizes(stacked)
     order = [*range(1, dim + 1), 0, *range(dim + 1, len(sizes) + 1)]
     sizes[dim] *= n
     return tf.reshape(tf.transpose(stacked, order), sizes)

@@ -55,10 +55,10 @@ class _Node(NamedTuple):
         graphs: the identities of these and of all that are called from there.
     """
 
-    operation: Any
+    operation: tf.Operation
     inputs: tuple[str, ...]
     outputs: list[tf.Tensor]
-    functions: list[Any]
+    functions: list[tf.Graph]
     graphs: frozenset[int]
 
 
@@ -68,14 +68,14 @@ class _Nodes:
     def __init__(self) -> None:
         self._of: dict[int, list[_Node]] = {}
 
-    def __call__(self, graph: Any) -> list[_Node]:
+    def __call__(self, graph: tf.Graph) -> list[_Node]:
         if id(graph) not in self._of:
             given = {tensor.op.name for tensor in graph.inputs}
             operations = [op for op in graph.get_operations() if op.name not in given]
             self._of[id(graph)] = [self._node(graph, operation) for operation in operations]
         return self._of[id(graph)]
 
-    def _node(self, graph: Any, operation: Any) -> _Node:
+    def _node(self, graph: tf.Graph, operation: tf.Operation) -> _Node:
         known = operation.type in _KNOWN
         functions = list(called_functions(graph, operation)) if known else []
         graphs: set[int] = set()
@@ -94,7 +94,7 @@ class ExampleFlow:
         inputs: a label for each of its inputs; None if that is unknown.
     """
 
-    def __init__(self, graph: Any, inputs: Sequence[Label | None]) -> None:
+    def __init__(self, graph: tf.Graph, inputs: Sequence[Label | None]) -> None:
         self._graph = graph
         self._inputs = list(inputs)
         self._flow = _Flow()
@@ -144,7 +144,7 @@ class _Follow:
         self.unknown: str | None = None
 
     def run(
-        self, graph: Any, inputs: Sequence[Label | None], flow: _Flow, base: _Flow | None
+        self, graph: tf.Graph, inputs: Sequence[Label | None], flow: _Flow, base: _Flow | None
     ) -> list[Label | None]:
         """Fills `flow` with the labels that differ from `base`; returns those of the outputs.
 
@@ -188,7 +188,8 @@ class _Follow:
         before, label = of_rank(before, rank), of_rank(label, rank)
         if ((before >= 0) & (label != before)).any():
             raise ConflictError
-        if not np.array_equal(*np.broadcast_arrays(before, label)):
+        same = np.broadcast_arrays(before, label)
+        if not np.array_equal(same[0], same[1]):
             flow.labels[tensor.name] = label
 
     def _call(

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from pipemesh.backend.static_shape import static_sizes
 from pipemesh.randomness.examples.labels import (
     NOBODY,
     NOBODYS,
@@ -51,7 +52,7 @@ def sizes_of(tensor: tf.Tensor) -> list[int]:
     """The static sizes of a tensor."""
     if not tensor.shape.is_fully_defined():
         raise UnknownLabelError
-    return tensor.shape.as_list()
+    return static_sizes(tensor)
 
 
 def _constant(tensor: tf.Tensor) -> Any:
@@ -65,11 +66,11 @@ def _dims(tensor: tf.Tensor, rank: int) -> list[int]:
     return [int(dim) % rank for dim in np.reshape(_constant(tensor), [-1])]
 
 
-def _full(operation: Any, label: Label, number: int = 0) -> Label:
+def _full(operation: tf.Operation, label: Label, number: int = 0) -> Label:
     return whole(label, sizes_of(operation.inputs[number]))
 
 
-def _elementwise(operation: Any, labels: Sequence[Label]) -> list[Label]:
+def _elementwise(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     if (
         operation.type == "Select"
         and operation.inputs[0].shape.rank != operation.inputs[1].shape.rank
@@ -80,46 +81,46 @@ def _elementwise(operation: Any, labels: Sequence[Label]) -> list[Label]:
     return [joined(labels)]
 
 
-def _each(operation: Any, labels: Sequence[Label]) -> list[Label]:
+def _each(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     return list(labels)
 
 
-def _new(operation: Any, labels: Sequence[Label]) -> list[Label]:
+def _new(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     if operation.type == "Fill":
         return [labels[1]]
     return [NOBODYS] * len(operation.outputs)
 
 
-def _reshape(operation: Any, labels: Sequence[Label]) -> list[Label]:
+def _reshape(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     old, new = sizes_of(operation.inputs[0]), sizes_of(operation.outputs[0])
     return [reshaped(labels[0], old, new)]
 
 
-def _transpose(operation: Any, labels: Sequence[Label]) -> list[Label]:
+def _transpose(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     order = [int(dim) for dim in _constant(operation.inputs[1])]
     return [of_rank(labels[0], len(order)).transpose(order)]
 
 
-def _concat(operation: Any, labels: Sequence[Label]) -> list[Label]:
+def _concat(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     sizes = [sizes_of(tensor) for tensor in operation.inputs[:-1]]
     dim = _dims(operation.inputs[-1], len(sizes[0]))[0]
     return [concatenated(labels[:-1], sizes, dim)]
 
 
-def _pack(operation: Any, labels: Sequence[Label]) -> list[Label]:
+def _pack(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     sizes = sizes_of(operation.inputs[0])
     dim = operation.get_attr("axis") % (len(sizes) + 1)
     rows = [np.expand_dims(of_rank(label, len(sizes)), dim) for label in labels]
     return [concatenated(rows, [[*sizes[:dim], 1, *sizes[dim:]]] * len(rows), dim)]
 
 
-def _unpack(operation: Any, labels: Sequence[Label]) -> list[Label]:
+def _unpack(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     label = _full(operation, labels[0])
     dim = operation.get_attr("axis") % label.ndim
     return [label.take(i, dim) for i in range(label.shape[dim])]
 
 
-def _split(operation: Any, labels: Sequence[Label]) -> list[Label]:
+def _split(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     value, axis = (0, 2) if operation.type == "SplitV" else (1, 0)
     label = _full(operation, labels[value], value)
     dim = _dims(operation.inputs[axis], label.ndim)[0]
@@ -130,7 +131,7 @@ def _split(operation: Any, labels: Sequence[Label]) -> list[Label]:
     ]
 
 
-def _slice(operation: Any, labels: Sequence[Label]) -> list[Label]:
+def _slice(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     label, sizes = _full(operation, labels[0]), sizes_of(operation.outputs[0])
     begin = tf.get_static_value(operation.inputs[1])
     if begin is None:
@@ -142,7 +143,7 @@ def _slice(operation: Any, labels: Sequence[Label]) -> list[Label]:
     return [label[tuple(slice(int(b), int(b) + n) for b, n in zip(begin, sizes, strict=True))]]
 
 
-def _strided_slice(operation: Any, labels: Sequence[Label]) -> list[Label]:
+def _strided_slice(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     label = _full(operation, labels[0])
     begin, end, strides = (_constant(tensor) for tensor in operation.inputs[1:])
     masks = {
@@ -165,7 +166,7 @@ def _strided_slice(operation: Any, labels: Sequence[Label]) -> list[Label]:
     return [np.asarray(label[tuple(index)])]
 
 
-def _tile(operation: Any, labels: Sequence[Label]) -> list[Label]:
+def _tile(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     times = _constant(operation.inputs[1])
     label = of_rank(labels[0], len(times))
     return [
@@ -173,27 +174,28 @@ def _tile(operation: Any, labels: Sequence[Label]) -> list[Label]:
     ]
 
 
-def _broadcast(operation: Any, labels: Sequence[Label]) -> list[Label]:
+def _broadcast(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     return [labels[0]]
 
 
-def _pad(operation: Any, labels: Sequence[Label]) -> list[Label]:
+def _pad(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     pads = _constant(operation.inputs[1])
     label = of_rank(labels[0], len(pads))
     # Where labels do not differ, what is added may bear them too.
     widths = [pad if size > 1 else (0, 0) for pad, size in zip(pads, label.shape, strict=True)]
     if operation.type == "MirrorPad":
-        mode = {b"REFLECT": "reflect", b"SYMMETRIC": "symmetric"}[operation.get_attr("mode")]
-        return [np.pad(label, widths, mode)]
+        if operation.get_attr("mode") == b"REFLECT":
+            return [np.pad(label, widths, "reflect")]
+        return [np.pad(label, widths, "symmetric")]
     return [np.pad(label, widths, constant_values=NOBODY)]
 
 
-def _reverse(operation: Any, labels: Sequence[Label]) -> list[Label]:
+def _reverse(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     label = of_rank(labels[0], len(sizes_of(operation.inputs[0])))
-    return [np.flip(label, _dims(operation.inputs[1], label.ndim))]
+    return [np.flip(label, tuple(_dims(operation.inputs[1], label.ndim)))]
 
 
-def _gather(operation: Any, labels: Sequence[Label]) -> list[Label]:
+def _gather(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     table, rows = operation.inputs[0], operation.inputs[1]
     if operation.type == "ResourceGather":
         return [_rows(operation, labels[1])]
@@ -221,14 +223,14 @@ def _gather(operation: Any, labels: Sequence[Label]) -> list[Label]:
     return [joined([label, chosen])]
 
 
-def _rows(operation: Any, label: Label) -> Label:
+def _rows(operation: tf.Operation, label: Label) -> Label:
     """The label of rows of a table of nobody's, looked up by indices."""
     rank = len(sizes_of(operation.outputs[0]))
     label = of_rank(label, operation.inputs[1].shape.rank)
     return label.reshape([*label.shape, *[1] * (rank - label.ndim)])
 
 
-def _one_hot(operation: Any, labels: Sequence[Label]) -> list[Label]:
+def _one_hot(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     label = of_rank(labels[0], operation.inputs[0].shape.rank)
     axis = operation.get_attr("axis")
     return [np.expand_dims(label, label.ndim if axis == -1 else axis)]
@@ -251,7 +253,7 @@ def _contract(operands: Sequence[str], result: str, labels: Sequence[Label]) -> 
     return reduced(label, inner).reshape(label.shape[: len(result)])
 
 
-def _matmul(operation: Any, labels: Sequence[Label]) -> list[Label]:
+def _matmul(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     kind = "transpose_a transpose_b" if operation.type == "MatMul" else "adj_x adj_y"
     flip_a, flip_b = (operation.get_attr(name) for name in kind.split())
     ranks = [tensor.shape.rank for tensor in operation.inputs]
@@ -262,7 +264,7 @@ def _matmul(operation: Any, labels: Sequence[Label]) -> list[Label]:
     return [_contract([a, b], outer + "xy", labels)]
 
 
-def _einsum(operation: Any, labels: Sequence[Label]) -> list[Label]:
+def _einsum(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     given, result = operation.get_attr("equation").decode().replace(" ", "").split("->")
     operands = given.split(",")
     free = [c for c in string.ascii_letters if c not in given]
@@ -276,7 +278,7 @@ def _einsum(operation: Any, labels: Sequence[Label]) -> list[Label]:
     return [_contract(operands, result.replace("...", "".join(free[:rank])), labels)]
 
 
-def _reduce(operation: Any, labels: Sequence[Label]) -> list[Label]:
+def _reduce(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     label = of_rank(labels[0], len(sizes_of(operation.inputs[0])))
     dims = _dims(operation.inputs[1], label.ndim)
     label = reduced(label, dims)
@@ -285,17 +287,17 @@ def _reduce(operation: Any, labels: Sequence[Label]) -> list[Label]:
     return [label]
 
 
-def _softmax(operation: Any, labels: Sequence[Label]) -> list[Label]:
+def _softmax(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     label = of_rank(labels[0], len(sizes_of(operation.inputs[0])))
     return [joined([label, reduced(label, [label.ndim - 1])])]
 
 
-def _cumulative(operation: Any, labels: Sequence[Label]) -> list[Label]:
+def _cumulative(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     label = of_rank(labels[0], len(sizes_of(operation.inputs[0])))
     return [joined([label, reduced(label, _dims(operation.inputs[1], label.ndim))])]
 
 
-def _cross_entropy(operation: Any, labels: Sequence[Label]) -> list[Label]:
+def _cross_entropy(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     logits, targets = of_rank(labels[0], 2), labels[1]
     if operation.type.startswith("Sparse"):
         targets = of_rank(targets, 1).reshape([-1, 1])
@@ -303,14 +305,14 @@ def _cross_entropy(operation: Any, labels: Sequence[Label]) -> list[Label]:
     return [reduced(label, [1]).reshape([-1]), label]
 
 
-def _first(operation: Any, labels: Sequence[Label]) -> list[Label]:
+def _first(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     """What changes no places: the label of the first input, if the others are nobody's."""
     if not all(is_nobodys(label) for label in labels[1:]):
         raise UnknownLabelError
     return [labels[0], *[NOBODYS] * (len(operation.outputs) - 1)]
 
 
-def _by_rows(operation: Any, labels: Sequence[Label]) -> list[Label]:
+def _by_rows(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     """Convolutions and pooling: only the first dim stays apart."""
     if not all(is_nobodys(label) for label in labels[1:]):
         raise UnknownLabelError
@@ -318,12 +320,12 @@ def _by_rows(operation: Any, labels: Sequence[Label]) -> list[Label]:
     return [reduced(label, range(1, label.ndim))]
 
 
-def _top(operation: Any, labels: Sequence[Label]) -> list[Label]:
+def _top(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     label = of_rank(labels[0], operation.inputs[0].shape.rank)
     return [reduced(label, [label.ndim - 1])] * 2
 
 
-def _list_of(operation: Any, labels: Sequence[Label]) -> list[Label]:
+def _list_of(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     """A list of tensors has the label that all of them have."""
     label = of_rank(labels[0], len(sizes_of(operation.inputs[0])))
     if label.shape[0] > 1:
@@ -331,11 +333,11 @@ def _list_of(operation: Any, labels: Sequence[Label]) -> list[Label]:
     return [label[0]]
 
 
-def _list_set(operation: Any, labels: Sequence[Label]) -> list[Label]:
+def _list_set(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     return [joined([labels[0], labels[-1]])]
 
 
-def _list_pop(operation: Any, labels: Sequence[Label]) -> list[Label]:
+def _list_pop(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     return [labels[0]] * len(operation.outputs)
 
 
@@ -375,7 +377,7 @@ RULES: dict[str, Rule] = {
 }
 
 
-def apply_rule(operation: Any, labels: Sequence[Label | None]) -> list[Label | None]:
+def apply_rule(operation: tf.Operation, labels: Sequence[Label | None]) -> list[Label | None]:
     """The labels of what an operation computes; None for what is unknown."""
     count = len(operation.outputs)
     if operation.type in ("ZerosLike", "OnesLike", "Shape", "Size", "Rank"):

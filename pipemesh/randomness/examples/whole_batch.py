@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import PipelineError
 from pipemesh.randomness.examples.flow import ExampleFlow
 from pipemesh.randomness.examples.labels import NOBODYS, Label, along
 from pipemesh.randomness.scope import WholeDraw, WholeDraws
 
 
-def labels_of_batch(tensors: Sequence[Any], dim: int) -> list[Label]:
+def labels_of_batch(tensors: Sequence[tf.TensorSpec], dim: int) -> list[Label]:
     """Whose the elements of a pipeline's inputs are, which are cut along `dim`."""
-    return [along(dim, t.shape.rank, np.arange(t.shape[dim])) for t in tensors]
+    return [along(dim, t.shape.rank, np.arange(static_sizes(t)[dim])) for t in tensors]
 
 
 class DrawsOfStage:
@@ -31,7 +31,7 @@ class DrawsOfStage:
 
     def __init__(
         self,
-        graph: Any,
+        graph: tf.Graph,
         drawn: Mapping[str, WholeDraw],
         inputs: Callable[[], Mapping[str, Label | None]],
         examples: int,
@@ -86,6 +86,6 @@ class DrawsOfStage:
         behind = size // (before * self._examples)
         examples = np.arange(size) // behind % self._examples
         return [
-            (part, along(dim, rank, examples[place[dim] : place[dim] + part.shape[dim]]))
+            (part, along(dim, rank, examples[place[dim] :][: static_sizes(part)[dim]]))
             for part, place in draw.parts
         ]

@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.lowering.lowering import Slices
 from pipemesh.lowering.placement import PlacementLowering
@@ -18,13 +19,14 @@ from pipemesh.recurrent.circular.tick_loop import Leaves, TickLoop
 from pipemesh.recurrent.circular.traced_stages import TracedStages
 from pipemesh.recurrent.executor import pipeline
 from pipemesh.recurrent.options import Options
-from pipemesh.recurrent.passes.passes import Grads
+from pipemesh.recurrent.passes.passes import Grads, Tensors
 from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
 from pipemesh.recurrent.remat import Mode
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.machine import Machine, State
 from pipemesh.recurrent.watch.health import LOCATING
-from pipemesh.schedule import Schedule, looped_bfs
+from pipemesh.schedule import Action, Schedule, looped_bfs
+from pipemesh.schedule.repeats import Loop
 
 
 def alike_pipeline(
@@ -180,9 +182,10 @@ class Circular:
         self._seeds: Grads = []
         self._grads: Leaves = ()
 
-    def perform(self, items: Any) -> None:
+    def perform(self, items: Sequence[Action | Loop]) -> None:
         """Runs the loop that these actions are."""
-        if items[0].kind == "F":
+        first = items[0]
+        if isinstance(first, Action) and first.kind == "F":
             stream = tuple(self._cut(tensor) for tensor in self._inputs)
             self._outputs, self._saved = self._loop.forward(stream, [])
             return
@@ -195,17 +198,20 @@ class Circular:
             seeds.append(self._cut(grad))
         saved = self._saved
         self._grads, sums = self._loop.backward(tuple(seeds), saved, [])
-        self.state.accumulators = list(sums)
+        self.state.accumulators = [list(of_stage) for of_stage in sums]
 
     def seed(self, output_grads: Grads) -> None:
         """Takes the gradients of the outputs of the whole batch."""
         self._seeds = list(output_grads)
 
-    def joined(self, kind: str, stage: int) -> Any:
-        """The `outputs` of the last stage, or the `grads` of the pipeline's inputs."""
-        with tf.device(self._machine.stages[stage].device):
-            if kind == "outputs":
-                return [self._join(leaf) for leaf in self._outputs]
+    def outputs(self) -> Tensors:
+        """Those of the last stage for the whole batch."""
+        with tf.device(self._machine.stages[-1].device):
+            return [self._join(leaf) for leaf in self._outputs]
+
+    def input_grads(self) -> Grads:
+        """The gradients of the pipeline's inputs."""
+        with tf.device(self._machine.stages[0].device):
             found = dict(zip(self._ticking.floating, self._grads, strict=True))
             names = self._machine.traced[0].gradients.of_inputs
             return [None if name is None else self._join(found[i]) for i, name in enumerate(names)]
@@ -213,7 +219,7 @@ class Circular:
     def _cut(self, tensor: tf.Tensor) -> Slices:
         """The microbatches, one behind the other, on the first core; zeros on the others."""
         dim, count = self._cutting.batch_dim, self._cutting.num_microbatches
-        sizes = tensor.shape.as_list()
+        sizes = static_sizes(tensor)
         with tf.device(self._devices[0]):
             cut = tf.reshape(tensor, [*sizes[:dim], count, -1, *sizes[dim + 1 :]])
             rest = [d for d in range(len(sizes) + 1) if d != dim]
@@ -227,7 +233,7 @@ class Circular:
         """What lies on the first core, as that of the whole batch."""
         dim = self._cutting.batch_dim
         slots = leaf[0]
-        sizes = slots.shape.as_list()[1:]
+        sizes = static_sizes(slots)[1:]
         order = [*range(1, dim + 1), 0, *range(dim + 1, len(sizes) + 1)]
         sizes[dim] *= self._cutting.num_microbatches
         return tf.reshape(tf.transpose(slots, order), sizes)

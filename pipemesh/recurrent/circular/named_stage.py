@@ -173,7 +173,8 @@ class NamedStage:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch([x, whole, partial])
             y = self._stage(now, x, whole, partial)
-        grads = tape.gradient(y, [x, whole, partial], output_gradients=grad_y)
+        # Nested as what is differentiated by, which cannot be declared.
+        grads: Any = tape.gradient(y, [x, whole, partial], output_gradients=list(grad_y))
         grad_x, grad_whole, grad_partial = grads
         results: list[list[Slices]] = []
         for i, weight in enumerate(self._weights):

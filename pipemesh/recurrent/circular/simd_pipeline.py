@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.backend.attach_gradient import attach_gradient
+from pipemesh.backend.static_shape import static_sizes
 from pipemesh.backend.tapes import is_recorded, unrecorded
 from pipemesh.errors import GradientError, LayoutError, PipelineError
 from pipemesh.lowering.arguments import as_shape, as_tensor, described
@@ -240,7 +241,7 @@ class SimdPipeline:
 
 
 def _split_to_front(slice_: tf.Tensor, at: int, parts: int) -> tf.Tensor:
-    sizes = slice_.shape.as_list()
+    sizes = static_sizes(slice_)
     cut = tf.reshape(slice_, [*sizes[:at], parts, sizes[at] // parts, *sizes[at + 1 :]])
     return tf.transpose(cut, [at, *range(at), *range(at + 1, len(sizes) + 1)])
 

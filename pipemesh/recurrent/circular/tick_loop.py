@@ -11,11 +11,13 @@ import tensorflow as tf
 
 from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.mesh.mesh import LAYERS_AXIS
-from pipemesh.schedule import Schedule
+from pipemesh.schedule import Action, Schedule
 from pipemesh.schedule.lockstep import lockstep
 
 # For each tensor of the activations its slices.
 Leaves = tuple[Slices, ...]
+# Of the gradients of weights: for each weight its slices, or for each stage its weights.
+Sums = tuple[Slices, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +50,7 @@ class TickStage(Protocol):
         """The activations behind the stage, of the same shapes and dtypes."""
         ...
 
-    def zero_sums(self, weights: Sequence[Slices]) -> tuple[Slices, ...]:
+    def zero_sums(self, weights: Sequence[Slices]) -> Sums:
         """Sums of the gradients of weights before the first tick."""
         ...
 
@@ -58,8 +60,8 @@ class TickStage(Protocol):
         x: Leaves,
         weights: Sequence[Slices],
         grad_y: Leaves,
-        sums: Sequence[Slices],
-    ) -> tuple[Leaves, tuple[Slices, ...]]:
+        sums: Sums,
+    ) -> tuple[Leaves, Sums]:
         """The gradients of what has some in `x`, and the sums after this tick."""
         ...
 
@@ -120,7 +122,7 @@ class TickLoop:
         """
         each = self._lowering.raw_map
 
-        def tick(number: Any, buffer: Leaves, stream: Leaves, saved: Leaves) -> Any:
+        def tick(number: tf.Tensor, buffer: Leaves, stream: Leaves, saved: Leaves) -> Any:
             now = self._at(0, number)
             x = tuple(
                 each(
@@ -159,7 +161,7 @@ class TickLoop:
 
     def backward(
         self, grads: Leaves, saved: Leaves, weights: Sequence[Slices]
-    ) -> tuple[Leaves, tuple[Slices, ...]]:
+    ) -> tuple[Leaves, Sums]:
         """Runs the ticks of the backward pass.
 
         Args:
@@ -174,7 +176,9 @@ class TickLoop:
         each = self._lowering.raw_map
         last = self._num_ticks - 1
 
-        def tick(number: Any, buffer: Leaves, stream: Leaves, sums: Any) -> Any:
+        def tick(
+            number: tf.Tensor, buffer: Leaves, stream: Leaves, sums: Sums
+        ) -> tuple[tf.Tensor, Leaves, Leaves, Sums]:
             now = self._at(1, number)
             sent = tuple(
                 each(
@@ -243,7 +247,7 @@ class TickLoop:
                 parallel_iterations=1,
             )
 
-    def _at(self, direction: int, number: Any) -> Tick:
+    def _at(self, direction: int, number: tf.Tensor) -> Tick:
         """What the table says of a tick."""
         table = self._tables[direction]
         # The microbatch and whether there is one: what the first core reads, the last one sends.
@@ -268,7 +272,7 @@ class TickLoop:
         return self._lowering.raw_circle(x, LAYERS_AXIS, offset, backward=backward)
 
 
-def _entry(action: Any) -> tuple[int, int, int]:
+def _entry(action: Action | None) -> tuple[int, int, int]:
     return (0, 0, 0) if action is None else (action.stage, action.microbatch, 1)
 
 

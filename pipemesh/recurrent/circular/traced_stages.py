@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from pipemesh.backend.structure import is_differentiable
 from pipemesh.lowering.lowering import Slices
-from pipemesh.recurrent.circular.tick_loop import Leaves, Tick
+from pipemesh.recurrent.circular.tick_loop import Leaves, Sums, Tick
 from pipemesh.recurrent.passes.passes import Tensors
 from pipemesh.recurrent.remat import FULL
 from pipemesh.recurrent.table.machine import Machine
@@ -61,17 +60,17 @@ class TracedStages:
 
         return tuple(zip(*self._each_core(now, on_core), strict=True))
 
-    def zero_sums(self, weights: Sequence[Slices]) -> Any:
+    def zero_sums(self, weights: Sequence[Slices]) -> Sums:
         """For each stage the sums of the gradients of its weights."""
         del weights
-        return [passes.zero_gradients() for passes in self._passes]
+        return tuple(tuple(passes.zero_gradients()) for passes in self._passes)
 
     def backward(
-        self, now: Tick, x: Leaves, weights: Sequence[Slices], grad_y: Leaves, sums: Any
-    ) -> tuple[Leaves, Any]:
+        self, now: Tick, x: Leaves, weights: Sequence[Slices], grad_y: Leaves, sums: Sums
+    ) -> tuple[Leaves, Sums]:
         """Recomputes the stages; gradients of what they were given, and the sums."""
         del weights
-        new: list[Tensors] = list(sums)
+        new = [list(of_stage) for of_stage in sums]
 
         def on_core(core: int, scalars: Tensors) -> Tensors:
             given, grads = [leaf[core] for leaf in x], [leaf[core] for leaf in grad_y]
@@ -91,10 +90,15 @@ class TracedStages:
                 new[number] = [next(results) for _ in sums[number]]
             return grad_x
 
-        return tuple(zip(*self._each_core(now, on_core), strict=True)), new
+        return tuple(zip(*self._each_core(now, on_core), strict=True)), tuple(map(tuple, new))
 
     def _backward_of(
-        self, number: int, given: Tensors, grads: Tensors, scalars: Tensors, sums: Tensors
+        self,
+        number: int,
+        given: Tensors,
+        grads: Tensors,
+        scalars: Tensors,
+        sums: Sequence[tf.Tensor],
     ) -> tuple[Tensors, Tensors]:
         traced, passes = self._traced[number], self._passes[number]
         by_name = dict(zip(traced.inputs, given, strict=True))
@@ -104,7 +108,7 @@ class TracedStages:
             [by_name[name] for name in passes.cuts.kept],
             [by_place[i] for i in traced.gradients.of_outputs],
             scalars,
-            sums,
+            list(sums),
             [empty_note()],
         )
         found = [

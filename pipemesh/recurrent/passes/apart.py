@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -12,7 +11,9 @@ from pipemesh.errors import PipelineError
 from pipemesh.recurrent.passes.replica import Replica
 
 
-def check_apart(graph: Any, replicas: Sequence[Replica], microbatch: tf.Tensor, what: str) -> None:
+def check_apart(
+    graph: tf.Graph, replicas: Sequence[Replica], microbatch: tf.Tensor, what: str
+) -> None:
     """Checks that no replica uses what another one has computed, but for the carry.
 
     Python code that keeps a tensor from one call to the next makes a replica compute with the rows

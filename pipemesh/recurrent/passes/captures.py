@@ -38,7 +38,7 @@ class Captured:
     handle: str | None
 
 
-def captured_weights(graph: Any) -> list[Captured]:
+def captured_weights(graph: tf.Graph) -> list[Captured]:
     """The tensors and variables of numbers that a traced function has captured.
 
     Constants are none of them: they have no gradient to lose, and need no copies. To be called
@@ -60,7 +60,7 @@ def captured_weights(graph: Any) -> list[Captured]:
     return found
 
 
-def _variable(graph: Any, outer: tf.Tensor, inner: tf.Tensor) -> Captured | None:
+def _variable(graph: tf.Graph, outer: tf.Tensor, inner: tf.Tensor) -> Captured | None:
     dtype = dtype_behind(inner)
     if dtype is None or not _is_number(dtype):
         return None
@@ -83,12 +83,12 @@ def _is_number(dtype: tf.DType) -> bool:
     return dtype.is_floating or dtype.is_complex or dtype.is_integer or dtype.is_bool
 
 
-def _is_ref(tensor: Any) -> bool:
+def _is_ref(tensor: tf.Tensor) -> bool:
     return tensor.dtype != tensor.dtype.base_dtype
 
 
 def check_batch(
-    graph: Any, what: str, batch_dim: int, part_size: int, num_parts: int, part: str
+    graph: tf.Graph, what: str, batch_dim: int, part_size: int, num_parts: int, part: str
 ) -> None:
     """Checks that no tensor with a row for each example of the whole batch is captured.
 
@@ -160,7 +160,7 @@ def _is_read(operation: tf.Operation) -> bool:
     return operation.type in _READS
 
 
-def check_fresh(what: str, graph: Any) -> None:
+def check_fresh(what: str, graph: tf.Graph) -> None:
     """Checks that a function, which eager calls use again and again, holds no eager tensor.
 
     Args:
@@ -180,12 +180,12 @@ def check_fresh(what: str, graph: Any) -> None:
             )
 
 
-def is_constant(tensor: Any) -> bool:
+def is_constant(tensor: tf.Tensor) -> bool:
     """Whether a tensor was computed from constants alone, so that nothing has its gradient."""
     return all(op.type in WITHOUT_GRADIENT for op in _leaves(tensor))
 
 
-def _depends_on_weights_alone(tensor: Any) -> bool:
+def _depends_on_weights_alone(tensor: tf.Tensor) -> bool:
     return all(op.type in VARIABLES or op.type == "Const" for op in _leaves(tensor))
 
 
@@ -196,7 +196,7 @@ class _Leaf:
     type: str
 
 
-def _leaves(tensor: Any) -> Iterator[Any]:
+def _leaves(tensor: tf.Tensor) -> Iterator[Any]:
     """The operations without inputs that a tensor is computed from."""
     seen: set[int] = set()
     todo = [tensor]
@@ -225,13 +225,13 @@ def _leaves(tensor: Any) -> Iterator[Any]:
                 todo.append(outer)
 
 
-def name_of(tensor: Any, variables: Mapping[int, str] | None = None) -> str:
+def name_of(tensor: tf.Tensor, variables: Mapping[int, str] | None = None) -> str:
     """A name for a captured tensor; eager ones have none of their own."""
     known = (variables or {}).get(id(tensor))
     return known or (tensor.name if hasattr(tensor, "graph") else "an eager tensor")
 
 
-def redirect(nodes: Sequence[Any], captured: Sequence[Captured]) -> None:
+def redirect(nodes: Sequence[tf.compat.v1.NodeDef], captured: Sequence[Captured]) -> None:
     """Makes the nodes of a graph read each captured variable through one tensor.
 
     Args:
@@ -253,7 +253,7 @@ def redirect(nodes: Sequence[Any], captured: Sequence[Captured]) -> None:
                 node.input[number] = same[tensor_name(source)]
 
 
-def _as_lookup(node: Any, table: str) -> None:
+def _as_lookup(node: tf.compat.v1.NodeDef, table: str) -> None:
     """Looks up rows of a tensor instead of those of a variable, which may lie elsewhere."""
     node.op = _LOOKUPS[node.op]
     node.input[0] = table

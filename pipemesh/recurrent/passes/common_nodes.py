@@ -8,7 +8,8 @@ number, so that of a layer's nodes every second or third is one that was there b
 from __future__ import annotations
 
 from collections.abc import Container, Hashable, Mapping, Sequence
-from typing import Any
+
+import tensorflow as tf
 
 from pipemesh.backend.functions import Bodies
 from pipemesh.backend.purity import has_effect, is_stateful
@@ -18,7 +19,10 @@ _HAND_ON = frozenset(("Identity", "StopGradient", "PreventGradient"))
 
 
 def use_first(
-    nodes: Sequence[Any], bodies: Bodies, layer_of: Mapping[str, str], kept: Container[str]
+    nodes: Sequence[tf.compat.v1.NodeDef],
+    bodies: Bodies,
+    layer_of: Mapping[str, str],
+    kept: Container[str],
 ) -> None:
     """Lets nodes use the first of all nodes that compute the same; see the module.
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.backend.structure import is_differentiable
+from pipemesh.backend.structure import Gradient, is_differentiable
 from pipemesh.recurrent.stage import Stage
 
 # A gradient's tensor; values and row indices if it is sparse; None if there is none.
@@ -38,7 +37,7 @@ class StageGradients:
 
 def differentiate(
     stage: Stage,
-    theta: list[tf.Tensor],
+    theta: list[tf.Tensor | None],
     carry: list[tf.Tensor],
     inputs: list[tf.Tensor],
     outputs: dict[int, tf.Tensor],
@@ -49,7 +48,7 @@ def differentiate(
 
     Args:
         stage: the stage.
-        theta: what stands for its weights.
+        theta: what stands for its weights; None for those that get no gradient.
         carry: its placeholders of the carry.
         inputs: its placeholders of the inputs.
         outputs: those of its outputs that a gradient arrives at, by index.
@@ -76,33 +75,38 @@ def differentiate(
 
 
 def _grad_placeholders(tensors: Mapping[int, tf.Tensor]) -> dict[int, tf.Tensor]:
-    return {
-        i: tf.compat.v1.placeholder(t.dtype, t.shape)
-        for i, t in tensors.items()
-        if is_differentiable(t)
-    }
+    placeholders: dict[int, tf.Tensor] = {}
+    for i, t in tensors.items():
+        if is_differentiable(t):
+            with tf.device(t.device):
+                placeholders[i] = tf.compat.v1.placeholder(t.dtype, t.shape)
+    return placeholders
 
 
 def _gradients(
-    results: list[tf.Tensor], sources: list[tf.Tensor], result_grads: list[tf.Tensor]
-) -> list[Any]:
+    results: list[tf.Tensor], sources: list[tf.Tensor | None], result_grads: list[tf.Tensor]
+) -> list[Gradient]:
     # A handle stands for its variable.
-    floating = [i for i, t in enumerate(sources) if is_differentiable(t) or t.dtype == tf.resource]
-    grads: list[Any] = [None] * len(sources)
+    floating = {
+        i: t
+        for i, t in enumerate(sources)
+        if t is not None and (is_differentiable(t) or t.dtype == tf.resource)
+    }
+    grads: list[Gradient] = [None] * len(sources)
     if results and floating:
-        found = tf.gradients(results, [sources[i] for i in floating], result_grads)
+        found = tf.gradients(results, list(floating.values()), result_grads)
         for i, grad in zip(floating, found, strict=True):
             grads[i] = grad
     return grads
 
 
-def _grad_name(grad: Any) -> GradName:
+def _grad_name(grad: Gradient) -> GradName:
     if isinstance(grad, tf.IndexedSlices):
         return grad.values.name, grad.indices.name
     return None if grad is None else grad.name
 
 
-def flat_names(names: Iterable[GradName]) -> list[str]:
+def flat_names(names: Iterable[GradName | tuple[str, ...]]) -> list[str]:
     """All tensors' names; a sparse gradient has two, one that does not exist none."""
     flat: list[str] = []
     for name in names:

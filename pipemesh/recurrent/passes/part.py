@@ -16,10 +16,10 @@ Tensors = list[tf.Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A function on the device of its replica.
+    """A function on the devices of its replica.
 
     Attributes:
-        device: of the replica.
+        device: of the replica, the first one.
         call: gives a call of the function; of one of its own each time, if it has collectives.
         has_note: whether it takes a note, and returns it.
     """
@@ -41,6 +41,7 @@ def accumulated(
     totals: Sequence[tf.Tensor | None],
     grads: Sequence[GradName],
     specs: Sequence[tf.TensorSpec],
+    devices: Sequence[str],
     pasted: Iterator[tf.Tensor],
 ) -> Tensors:
     """The sums of weights' gradients after a microbatch.
@@ -49,16 +50,18 @@ def accumulated(
         totals: the sums before, None if there are none yet.
         grads: names of the gradients; a sparse one has two.
         specs: shapes and dtypes of the sums.
+        devices: where they lie.
         pasted: gives the tensors of the gradients.
     """
     new = []
-    for total, grad, spec in zip(totals, grads, specs, strict=True):
-        values = tf.cast(next(pasted), spec.dtype)
-        if isinstance(grad, str):
-            # Not `+`: the graph optimizer merges chains of additions into one at their end, also
-            # across the control dependencies that order actions, and so builds cycles.
-            new.append(values if total is None else tf.add_n([total, values]))
-        else:
-            total = tf.zeros(spec.shape, spec.dtype) if total is None else total
-            new.append(tf.tensor_scatter_nd_add(total, next(pasted)[:, None], values))
+    for total, grad, spec, device in zip(totals, grads, specs, devices, strict=True):
+        with tf.device(device):
+            values = tf.cast(next(pasted), spec.dtype)
+            if isinstance(grad, str):
+                # Not `+`: the graph optimizer merges chains of additions into one at their end,
+                # also across the control dependencies that order actions, and so builds cycles.
+                new.append(values if total is None else tf.add_n([total, values]))
+            else:
+                total = tf.zeros(spec.shape, spec.dtype) if total is None else total
+                new.append(tf.tensor_scatter_nd_add(total, next(pasted)[:, None], values))
     return new

@@ -138,7 +138,7 @@ class Passes:
         new_notes: Tensors = []
         for number, (part, note) in enumerate(zip(parts, notes, strict=True)):
             results, note = part(arguments, note)
-            count = self.accumulator_places.count(number)
+            count = self.accumulator_replicas.count(number)
             sums += results[:count]
             upstream += results[count:]
             new_notes.append(note)
@@ -187,7 +187,7 @@ class Passes:
         """Accumulators before the first microbatch."""
         zeros = []
         for spec, place in zip(self.accumulator_specs, self.accumulator_places, strict=True):
-            with tf.device(self._traced.replicas[place].device):
+            with tf.device(self._traced.stage.devices[place]):
                 zeros.append(tf.zeros(spec.shape, spec.dtype))
         return zeros
 
@@ -197,15 +197,29 @@ class Passes:
         of_theta = self._traced.gradients.of_theta
         grads = [None if name is None else next(values) for name in of_theta]
         count = len(grads) // len(self._traced.replicas)
-        parts = [[g for g in grads[i::count] if g is not None] for i in range(count)]
-        # What is alike for all replicas is summed where the weight lies, once a step.
-        return [tf.add_n(part) if len(part) > 1 else (part or [None])[0] for part in parts]
+        totals: Grads = []
+        for i, device in enumerate(self._traced.stage.theta_devices):
+            part = [g for g in grads[i::count] if g is not None]
+            # What is alike for all replicas is summed where the weight lies, once a step.
+            with tf.device(device):
+                totals.append(tf.add_n(part) if len(part) > 1 else (part or [None])[0])
+        return totals
 
     @functools.cached_property
     def accumulator_places(self) -> list[int]:
+        """The place of each sum of weight gradients."""
+        return [self._traced.place(theta) for theta in self._differentiated]
+
+    @functools.cached_property
+    def accumulator_replicas(self) -> list[int]:
         """The replica of each sum of weight gradients."""
+        return [self._traced.replica(theta) for theta in self._differentiated]
+
+    @functools.cached_property
+    def _differentiated(self) -> list[str]:
+        """What stands for the weights that have a gradient."""
         named = zip(self._traced.theta, self._traced.gradients.of_theta, strict=True)
-        return [self._traced.place(theta) for theta, name in named if name is not None]
+        return [theta for theta, name in named if name is not None]
 
     @functools.cached_property
     def _given(self) -> set[str]:
@@ -214,8 +228,8 @@ class Passes:
 
     def _own(self, names: Sequence[str], number: int, given: Container[str]) -> list[str]:
         """Those of the names that a replica computes, because they are not given."""
-        place = self._traced.place
-        return [name for name in names if name not in given and place(name) == number]
+        replica = self._traced.replica
+        return [name for name in names if name not in given and replica(name) == number]
 
     def _upstream_names(self, number: int) -> list[str]:
         """The gradients of a replica that other actions wait for."""
@@ -228,7 +242,7 @@ class Passes:
 
     def make(self) -> None:
         """Makes those of `forward` and `backward` now, for use in bodies of loops and branches."""
-        self._forward, self._backward_and_add  # noqa: B018
+        _ = self._forward, self._backward_and_add
 
     @functools.cached_property
     def _forward(self) -> list[Part]:
@@ -243,7 +257,7 @@ class Passes:
                 effects=[
                     name
                     for name in self._traced.effects
-                    if self._traced.place(f"{name}:0") == number
+                    if self._traced.replica(f"{name}:0") == number
                 ],
             )
             parts.append(part)
@@ -337,7 +351,7 @@ class Passes:
         waits for the `effects`. What was computed before, in `checked`, is not checked again.
         """
         traced, device = self._traced, self._traced.replicas[number].device
-        probes = [probe for probe in probes if probe.place == number]
+        probes = [probe for probe in probes if probe.replica == number]
         probed = flat_names([probe.tensors for probe in probes])
         num_theta = len(traced.theta) // len(traced.replicas)
         grads = traced.gradients.of_theta[number * num_theta :][:num_theta] if gradients else []
@@ -350,8 +364,9 @@ class Passes:
             used.add(traced.scalars[0])
         taken = [i for i, name in enumerate(every) if name in used]
         names = [every[i] for i in taken]
-        sums = [i for i, place in enumerate(self.accumulator_places) if place == number]
+        sums = [i for i, replica in enumerate(self.accumulator_replicas) if replica == number]
         totals = [self.accumulator_specs[i] for i in sums]
+        where = [traced.stage.devices[self.accumulator_places[i]] for i in sums]
         specs = [*map(traced.spec, names), *(totals if adds else ())]
         end = len(every) + (len(self.accumulator_specs) if adds else 0)
         if adds:
@@ -367,7 +382,7 @@ class Passes:
                 pasted = iter(
                     traced.cut.paste(values, [*wanted, *fetches, *probed], effects, checked)
                 )
-                results = accumulated(before, grads, totals, pasted) if gradients else []
+                results = accumulated(before, grads, totals, where, pasted) if gradients else []
                 results += [next(pasted) for _ in fetches]
                 if probes:
                     groups = [[next(pasted) for _ in probe.tensors] for probe in probes]

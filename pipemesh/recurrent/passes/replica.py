@@ -24,7 +24,7 @@ class Replica:
     """A part of a traced graph.
 
     Attributes:
-        device: where it lies.
+        device: where it lies; of several devices the first one.
         number: among the replicas of its stage; None if it is the only one.
         theta: what stands for the weights.
         carry: what it takes from the microbatch, or the replica, before.
@@ -53,7 +53,7 @@ class Replica:
     operations: list[tuple[int, int]]
     copies: dict[str, str] = dataclasses.field(default_factory=dict)
 
-    def copy_captured(self, graph: Any, captured: Sequence[Captured]) -> None:
+    def copy_captured(self, graph: tf.Graph, captured: Sequence[Captured]) -> None:
         """Gives it placeholders of its own for what the stage has captured."""
         with graph.as_default():
             for weight in captured:
@@ -63,7 +63,7 @@ class Replica:
 
     def differentiate(
         self,
-        graph: Any,
+        graph: tf.Graph,
         stage: Stage,
         captured: Sequence[Captured],
         live: Iterable[int],
@@ -87,7 +87,11 @@ class Replica:
         ):
             found = differentiate(
                 stage,
-                [*self.theta, *(weight.source for weight in captured)],
+                [
+                    # The gradient of a copy is that of what it is a copy of.
+                    *(None if i in stage.copies else t for i, t in enumerate(self.theta)),
+                    *(weight.source for weight in captured),
+                ],
                 self.carry,
                 self.inputs,
                 {

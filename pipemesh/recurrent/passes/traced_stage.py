@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from pipemesh.recurrent.passes.captures import (
 )
 from pipemesh.recurrent.passes.gradients import flat_names
 from pipemesh.recurrent.passes.graph_cut import GraphCut, node_of, tensor_name
+from pipemesh.recurrent.passes.places import Places
 from pipemesh.recurrent.passes.replica import joined
 from pipemesh.recurrent.passes.tracing import Specs, specs_of, trace
 from pipemesh.recurrent.stage import Stage
@@ -76,6 +78,8 @@ class TracedStage:
         cutting: how the batch is cut.
         has_step: whether there is a global step.
         whole_draws: gives the stage's random draws for the whole batch.
+        input_places: on which of a replica's devices each of the inputs lies; by default all on
+            the first.
 
     Attributes:
         given: the stage as given.
@@ -92,6 +96,7 @@ class TracedStage:
         captured: what the stage reaches otherwise than through its theta: the last tensors of
             theta, as gradients flow to them.
         output_specs: shapes and dtypes of the outputs of a replica.
+        output_places: on which of the replica's devices each of them lies.
         layers: for each node of the forward pass that belongs to a layer the layer's name.
         theta_layers: for each weight the layers that use it.
         input_layers: for each input the layers that use it.
@@ -105,8 +110,10 @@ class TracedStage:
         cutting: Cutting,
         has_step: bool,
         whole_draws: Callable[[], WholeDraws],
+        input_places: Sequence[int] | None = None,
     ) -> None:
         self.given = stage
+        self._input_places = input_places or [0] * len(inputs)
         what = f"stage {stage.name!r}"
 
         def position(part: tf.Tensor, whole: WholeDraws | None = None) -> Position:
@@ -150,13 +157,21 @@ class TracedStage:
         self.carry = [t.name for t in first.carry]
         self.inputs = [t.name for replica in replicas for t in replica.inputs]
         self.output_specs = specs_of(first.outputs)
+        self._replicas: dict[str, int] = {}
+        known = Places(stage.of_home, self.replica, graph, {})
+        self.output_places = [known.of(t.name) for t in first.outputs]
         self.layers = _layers(graph, [span for replica in replicas for span in replica.spans])
         self.theta_layers, self.input_layers = first.probes.theta_layers, first.probes.input_layers
         self.captured = [weight.outer for weight in self._captured]
         with tf.device(stage.device):
             values = [tf.stop_gradient(tensor) for tensor in self.captured]
             carry = [*stage.carry, *([] if self.summaries is None else [tf.constant("")])]
-        self.stage = dataclasses.replace(stage, theta=[*stage.theta, *values], carry=carry)
+        self.stage = dataclasses.replace(
+            stage,
+            theta=[*stage.theta, *values],
+            places=[*stage.theta_places, *(0 for _ in values)],
+            carry=carry,
+        )
 
     def differentiate(self, live: Iterable[int]) -> None:
         """Adds the gradient to the graph; to be called once, before anything below.
@@ -174,7 +189,8 @@ class TracedStage:
             ]
         )
         self._check_apart()
-        self._places = self._find_places(graph)
+        self._replicas = self._find_replicas(graph)
+        self._places = Places(self.stage.of_home, self.replica, graph, self._given_places())
         probed = [name for replica in self.replicas for name in replica.probes.names]
         self.cut = GraphCut(
             graph,
@@ -199,30 +215,42 @@ class TracedStage:
             "a stage is computed microbatch by microbatch, and again in the backward pass",
         )
 
-    def _find_places(self, graph: Any) -> dict[str, int]:
+    def _find_replicas(self, graph: tf.Graph) -> dict[str, int]:
         """For the nodes that belong to a replica, and what stands for its arguments, its number."""
         operations = graph.get_operations()
-        places: dict[str, int] = {}
+        numbers: dict[str, int] = {}
         for number, replica in enumerate(self.replicas):
             for begin, end in replica.operations:
-                places.update((op.name, number) for op in operations[begin:end])
+                numbers.update((op.name, number) for op in operations[begin:end])
             given = [*replica.theta, *replica.carry, *replica.inputs]
             names = [*(t.name for t in given), *replica.copies.values()]
-            places.update((node_of(name), number) for name in names)
-        return places
+            numbers.update((node_of(name), number) for name in names)
+        return numbers
 
-    def _prepare(self, nodes: Sequence[Any]) -> None:
+    def _given_places(self) -> dict[str, int]:
+        """For what stands for arguments on which of a replica's devices it lies."""
+        of_theta, of_inputs = self.stage.theta_places, self._input_places
+        return {
+            **dict(zip(self.theta, itertools.cycle(of_theta))),
+            **dict(zip(self.inputs, itertools.cycle(of_inputs))),
+        }
+
+    def _prepare(self, nodes: Sequence[tf.compat.v1.NodeDef]) -> None:
         """Lets nodes use the tensor that stands for what was captured, each replica its own."""
         redirect(nodes, self._captured)
         for node in nodes:
-            copies = self.replicas[self._places.get(node.name, 0)].copies
+            copies = self.replicas[self._replicas.get(node.name, 0)].copies
             for number, source in enumerate(node.input if copies else ()):
                 if not source.startswith("^") and tensor_name(source) in copies:
                     node.input[number] = copies[tensor_name(source)]
 
-    def place(self, name: str) -> int:
+    def replica(self, name: str) -> int:
         """The number of the replica that a tensor belongs to; 0 for what belongs to none."""
-        return self._places.get(node_of(name), 0)
+        return self._replicas.get(node_of(name), 0)
+
+    def place(self, name: str) -> int:
+        """The number, in the stage's home, of the device that a tensor lies on."""
+        return self._places.of(name)
 
     def spec(self, name: str) -> tf.TensorSpec:
         """Shape and dtype of a tensor of the graph."""
@@ -231,10 +259,10 @@ class TracedStage:
             self._specs[name] = tf.TensorSpec(tensor.shape, tensor.dtype)
         return self._specs[name]
 
-    def nodes(self, replica: int) -> Iterator[Any]:
-        """All nodes of a replica's forward and backward pass."""
+    def nodes(self, place: int) -> Iterator[Any]:
+        """All nodes of the forward and backward pass that lie on a device, by its number."""
         names = [*self.outputs, *self.carry_out, *self._gradient_names()]
-        return self.cut.nodes(names, lambda node: self._places.get(node, 0) == replica)
+        return self.cut.nodes(names, lambda node: self.place(f"{node}:0") == place)
 
     def num_nodes(self) -> int:
         """How many operations a microbatch has, forward and backward, if nothing is recomputed."""
@@ -254,7 +282,7 @@ class TracedStage:
         """Where the forward pass is looked at."""
         computed = self.cut.ancestors([*self.outputs, *self.carry_out])
         return [
-            dataclasses.replace(probe, place=number)
+            dataclasses.replace(probe, replica=number)
             for number, replica in enumerate(self.replicas)
             for probe in replica.probes.forward(lambda name: node_of(name) in computed)
         ]
@@ -267,7 +295,7 @@ class TracedStage:
         computed = self.cut.ancestors(wanted)
         of_probes, of_inputs = iter(grads.of_probes), iter(grads.of_inputs)
         return [
-            dataclasses.replace(probe, place=number)
+            dataclasses.replace(probe, replica=number)
             for number, replica in enumerate(self.replicas)
             for probe in replica.probes.backward(
                 [next(of_probes) for _ in replica.probes.sources],

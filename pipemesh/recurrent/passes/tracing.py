@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from pipemesh.backend.static_shape import static_sizes
 from pipemesh.backend.tagged import tagged
 from pipemesh.errors import PipelineError
 from pipemesh.randomness import (
@@ -21,6 +22,8 @@ from pipemesh.randomness import (
     plan_free_randomness,
 )
 from pipemesh.randomness.examples.whole_batch import DrawsOfStage, labels_of_batch
+from pipemesh.recurrent.home import calling_on
+from pipemesh.recurrent.passes.places import identity_beside
 from pipemesh.recurrent.passes.replica import Replica, replica_scope
 from pipemesh.recurrent.passes.summaries import Summaries
 from pipemesh.recurrent.stage import Stage
@@ -49,7 +52,7 @@ class Trace:
     drawn: dict[str, WholeDraw]
 
     @property
-    def graph(self) -> Any:
+    def graph(self) -> tf.Graph:
         """The graph."""
         return self.function.graph
 
@@ -67,7 +70,7 @@ def trace(
         stage: the stage.
         inputs: specs of what each call gets.
         has_step: whether there is a global step.
-        num_replicas: how often the stage is called, each time on another one of its devices; the
+        num_replicas: how often the stage is called, each time for another one of its replicas; the
             carry goes from call to call.
         position: where in the batch a call's rows lie, given their number; None if there is
             nothing but the whole batch.
@@ -80,7 +83,12 @@ def trace(
     scalar = tf.TensorSpec([], tf.int64)
 
     def call(
-        number: int | None, theta: Any, carry: Any, inputs: Any, microbatch: Any, step: Any
+        number: int | None,
+        theta: list[tf.Tensor],
+        carry: list[tf.Tensor],
+        inputs: list[tf.Tensor],
+        microbatch: tf.Tensor,
+        step: tf.Tensor | None,
     ) -> Replica:
         begin = len(tf.compat.v1.get_default_graph().get_operations())
         part = microbatch if number is None else microbatch * num_replicas + number
@@ -92,14 +100,14 @@ def trace(
                 outputs, carry_out = stage.forward(theta, carry, inputs, part, step)
             drawn.update(draws)
             # An output that is an input, or twice the same tensor, gets a name of its own.
-            outputs = [tf.identity(t) for t in outputs]
+            outputs = [identity_beside(t) for t in outputs]
             carry_out = [tf.identity(t) for t in carry_out]
             summaries = Summaries.found(begin, replicas[-1].summaries if replicas else None)
             if summaries is not None:
                 carry, carry_out = [*carry, summaries.before], [*carry_out, summaries.after]
             spans = layer_spans()
             return Replica(
-                device=stage.devices[number or 0],
+                device=stage.of_home.replica(number or 0)[0],
                 number=number,
                 theta=theta,
                 carry=carry,
@@ -115,9 +123,10 @@ def trace(
 
     def run(thetas: Any, carry: Any, inputs: Any, microbatch: Any, step: Any) -> Any:
         known_step = step if has_step else None
-        for number, device in enumerate(stage.devices[:num_replicas]):
+        for number in range(num_replicas):
             own = number if num_replicas > 1 else None
-            with replica_scope(stage.name, device, own):
+            devices = stage.of_home.replica(number)
+            with replica_scope(stage.name, devices[0], own), calling_on(devices):
                 arguments = thetas[number], carry, inputs[number], microbatch, known_step
                 replicas.append(call(own, *arguments))
                 # As between microbatches, no gradient flows through it.
@@ -203,7 +212,7 @@ class WholeBatch:
                     lambda inputs=inputs, labels=labels: dict(
                         zip([t.name for t in inputs], labels(), strict=True)
                     ),
-                    self._inputs[0].shape[self._batch_dim],
+                    static_sizes(self._inputs[0])[self._batch_dim],
                 )
             )
         return self._draws[stage].whole

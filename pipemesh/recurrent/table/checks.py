@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from pipemesh.backend.operations import pin_present, wait_for
+from pipemesh.backend.operations import MaybeTensor, pin_each, wait_for
 from pipemesh.recurrent.passes.passes import Grads
 from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.watch.health import (
     MICROBATCH,
     OF_GRADIENTS,
+    Direction,
     Finding,
     all_finite,
     empty_note,
@@ -39,7 +40,7 @@ class Checks:
         self,
         policy: str,
         stages: Sequence[TracedStage],
-        probes: Mapping[str, Sequence[Sequence[Probe]]],
+        probes: Mapping[Direction, Sequence[Sequence[Probe]]],
         cutting: Cutting,
     ) -> None:
         self._policy = policy
@@ -67,11 +68,15 @@ class Checks:
         otherwise = place(last, (), f"forward: {what}")
         self._forward = [raise_unless(is_finite, found, otherwise, last.device)]
 
-    def after_forward(self, tensors: Grads, device: str) -> Grads:
-        """The tensors, once the check has passed."""
-        return _after(self._forward, tensors, device)
+    def after_forward(
+        self, tensors: list[MaybeTensor], devices: str | Sequence[str]
+    ) -> list[MaybeTensor]:
+        """The tensors, on their device or devices, once the check has passed."""
+        return _after(self._forward, tensors, devices)
 
-    def after_both(self, tensors: Grads, device: str) -> Grads:
+    def after_both(
+        self, tensors: list[MaybeTensor], devices: str | Sequence[str]
+    ) -> list[MaybeTensor]:
         """The tensors, once the forward pass and the gradients, if there are any, have passed.
 
         Nothing that the gradients depend on may depend on these tensors.
@@ -79,7 +84,7 @@ class Checks:
         if self._forward and not self._both:
             with tf.control_dependencies(self._forward):
                 self._both = [tf.no_op()]
-        return _after(self._both, tensors, device)
+        return _after(self._both, tensors, devices)
 
     def backward(self, grads: Sequence[Grads], notes: Notes) -> None:
         """From now on, what is passed through `after_backward` waits for a check.
@@ -108,9 +113,9 @@ class Checks:
         with tf.control_dependencies(before):
             self._backward = [tf.no_op()] if before else []
 
-    def after_backward(self, tensors: Grads, device: str) -> Grads:
-        """The tensors, once the check has passed."""
-        return _after(self._backward, tensors, device)
+    def after_backward(self, tensors: Grads, devices: str | Sequence[str]) -> Grads:
+        """The tensors, on their device or devices, once the check has passed."""
+        return _after(self._backward, tensors, devices)
 
     def input_grads(self, grads: Grads) -> Grads:
         """The gradients of the pipeline's inputs, which somebody asks for, once they are checked.
@@ -131,12 +136,12 @@ class Checks:
             wait_for(guard, check)
         return self.after_backward(grads, first.stage.device)
 
-    def _findings(self, direction: str, number: int, notes: Notes) -> list[Finding]:
+    def _findings(self, direction: Direction, number: int, notes: Notes) -> list[Finding]:
         what = "its output" if direction == "forward" else "a gradient"
         rest = f"microbatch {MICROBATCH}, {direction}: {what}"
         stage, probes = self._traced[number].stage, self._probes[direction][number]
         return [
-            Finding(note, [place(stage, p.layers, rest, r) for p in probes if p.place == r])
+            Finding(note, [place(stage, p.layers, rest, r) for p in probes if p.replica == r])
             for r, note in enumerate(notes[number])
         ]
 
@@ -179,14 +184,16 @@ class Checks:
 
 def place(stage: Stage, layers: Sequence[str], rest: str, replica: int = 0) -> str:
     """Names stage, device and layers."""
-    name = stage.devices[replica]
+    name = ", ".join(stage.of_home.replica(replica))
     device = f" ({name})" if name else ""
     layer = f", layer {' or '.join(map(repr, layers))}" if layers else ""
     return f"stage {stage.name!r}{device}{layer}, {rest}"
 
 
-def _after(checks: Sequence[tf.Operation], tensors: Grads, device: str) -> Grads:
+def _after(
+    checks: Sequence[tf.Operation], tensors: list[MaybeTensor], devices: str | Sequence[str]
+) -> list[MaybeTensor]:
     if not checks:
         return tensors
-    with tf.device(device), tf.control_dependencies(checks):
-        return pin_present(tensors)
+    with tf.control_dependencies(checks):
+        return pin_each(tensors, devices)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import PipelineError, ScheduleError
-from pipemesh.recurrent.home import Home
 from pipemesh.recurrent.passes.graph_cut import node_of
 from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
 from pipemesh.recurrent.passes.tracing import Specs, output_specs
@@ -53,7 +53,7 @@ def microbatch_size(
                 "it is to be cut; give what is the same for all examples once for each, or as a "
                 "weight or a param of a layer"
             )
-        sizes.setdefault(int(tensor.shape[batch_dim]), name)
+        sizes.setdefault(static_sizes(tensor)[batch_dim], name)
     if len(sizes) != 1:
         found = ", ".join(f"{size} ({name})" for size, name in sorted(sizes.items()))
         raise PipelineError(
@@ -85,20 +85,22 @@ def num_replicas(stages: Sequence[Stage]) -> int:
     if not stages:
         return 1
     first = stages[0]
+    wanted = first.of_home.num_replicas
     for stage in stages:
-        if len(stage.devices) != len(first.devices):
+        for what, of in (("devices", len), ("replicas", lambda home: home.num_replicas)):
+            if of(stage.of_home) != of(first.of_home):
+                raise PipelineError(
+                    f"stage {first.name!r} has {of(first.of_home)} {what} ({first.of_home}), but "
+                    f"stage {stage.name!r} has {of(stage.of_home)} ({stage.of_home}); give all "
+                    "stages of a pipeline homes of one size"
+                )
+        if stage.recurrent and wanted > 1:
             raise PipelineError(
-                f"stage {first.name!r} has {len(first.devices)} devices ({Home.of(first.home)}), "
-                f"but stage {stage.name!r} has {len(stage.devices)} ({Home.of(stage.home)}); give "
-                "all stages of a pipeline homes of one size"
+                f"stage {stage.name!r} is recurrent and has {wanted} replicas ({stage.of_home}); "
+                "its state goes from microbatch to microbatch, so that replicas would wait for "
+                "each other: give it one"
             )
-        if stage.recurrent and len(stage.devices) > 1:
-            raise PipelineError(
-                f"stage {stage.name!r} is recurrent and has {len(stage.devices)} devices "
-                f"({Home.of(stage.home)}); its state goes from microbatch to microbatch, so that "
-                "replicas would wait for each other: give it one device"
-            )
-    return len(first.devices)
+    return wanted
 
 
 def check_joined(traced: TracedStage, cutting: Cutting, has_step: bool) -> None:
@@ -136,7 +138,9 @@ def check_joined(traced: TracedStage, cutting: Cutting, has_step: bool) -> None:
         n for n, spec in enumerate(specs) if spec.shape.rank and _doubtful(traced, n, cutting)
     ]
     whole = _whole_outputs(traced, cutting, has_step) if doubtful else None
-    for number in doubtful if whole else []:
+    if whole is None:
+        return
+    for number in doubtful:
         shape = whole[number].shape
         if shape.rank is not None and shape[dim] not in (None, size * cutting.num_parts):
             found = f"has shape {specs[number].shape} and for the whole batch {shape}"
@@ -162,7 +166,7 @@ def _whole_outputs(traced: TracedStage, cutting: Cutting, has_step: bool) -> Spe
         spec = traced.spec(name)
         shape = spec.shape.as_list()
         if len(shape) > dim and shape[dim] == size:
-            shape[dim] *= cutting.num_parts
+            shape[dim] = size * cutting.num_parts
         specs.append(tf.TensorSpec(shape, spec.dtype))
     try:
         return output_specs(traced.given, specs, has_step)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from pipemesh.backend.static_shape import static_sizes
 from pipemesh.recurrent.remat import FULL, Mode
 from pipemesh.recurrent.stage import Stage
+from pipemesh.recurrent.table.kinds import Kind
 from pipemesh.recurrent.table.machine import Machine
 
-# A kind of value, its stage, and the mode of remat it depends on.
-Key = tuple[str, int, Mode]
+
+class Key(NamedTuple):
+    """A kind of value, its stage, and the mode of remat that it depends on."""
+
+    kind: Kind[Any]
+    stage: int
+    mode: Mode
 
 
 class Lists:
@@ -37,9 +44,9 @@ class Lists:
         self._num_microbatches = num_microbatches
 
     @staticmethod
-    def key(kind: str, stage: int, mode: Mode) -> Key:
+    def key(kind: Kind[Any], stage: int, mode: Mode) -> Key:
         """The key of a channel; only what is kept depends on the mode."""
-        return kind, stage, mode if kind in ("kept", "pending") else FULL
+        return Key(kind, stage, mode if kind.by_mode else FULL)
 
     def reserve(self, keys: Iterable[Key]) -> None:
         """Makes the lists that do not exist yet."""
@@ -54,7 +61,7 @@ class Lists:
 
     def _devices(self, key: Key) -> list[str]:
         """Where the values of a channel lie."""
-        devices = self._stages[key[1]].devices
+        devices = self._stages[key.stage].devices
         return [devices[place] for place in self._machine.places(*key)]
 
     def _empty(self, device: str, spec: tf.TensorSpec) -> tf.Tensor:
@@ -87,39 +94,42 @@ class Lists:
         cleared: list[tf.Tensor | None] = []
         for handle, spec, device in known:
             with tf.device(device):
-                there = handle is not None and spec is not None
-                values.append(_get(handle, index, spec) if there else None)
-                cleared.append(_nothing(spec.dtype) if there else None)
+                if handle is None or spec is None:
+                    values.append(None)
+                    cleared.append(None)
+                else:
+                    values.append(_get(handle, index, spec))
+                    cleared.append(_nothing(spec.dtype))
         self._set(key, microbatch, cleared)
         return values
 
     def joined(self, key: Key, batch_dim: int) -> list[tf.Tensor | None]:
         """The values of all microbatches and replicas, as those of the whole batch."""
-        stage = self._stages[key[1]]
+        stage = self._stages[key.stage]
         specs, handles = self._machine.specs(*key), self.handles[key]
-        count = len(specs) // len(stage.devices)
+        devices, count = self._devices(key), len(specs) // stage.of_home.num_replicas
         joined: list[tf.Tensor | None] = []
         for i in range(count):
             parts = [
                 self._stacked(handle, spec, device)
-                for handle, device in zip(handles[i::count], stage.devices, strict=True)
+                for handle, device in zip(handles[i::count], devices[i::count], strict=True)
                 if handle is not None and (spec := specs[i]) is not None
             ]
-            with tf.device(stage.device):
+            with tf.device(devices[i]):
                 joined.append(self._join(parts, batch_dim) if parts else None)
         return joined
 
-    def _stacked(self, handle: tf.Tensor, spec: Any, device: str) -> tf.Tensor:
+    def _stacked(self, handle: tf.Tensor, spec: tf.TensorSpec, device: str) -> tf.Tensor:
         with tf.device(device):
             return tf.raw_ops.TensorListStack(
                 input_handle=handle,
-                element_shape=tf.constant(spec.shape.as_list(), tf.int32),
+                element_shape=tf.constant(static_sizes(spec), tf.int32),
                 element_dtype=spec.dtype,
                 num_elements=self._num_microbatches,
             )
 
     def _join(self, parts: Sequence[tf.Tensor], batch_dim: int) -> tf.Tensor:
-        shape = parts[0].shape.as_list()[1:]
+        shape = static_sizes(parts[0])[1:]
         num_parts = len(parts) * self._num_microbatches
         stacked = parts[0]
         if len(parts) > 1:
@@ -142,7 +152,7 @@ def _get(handle: tf.Tensor, index: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
     value = tf.raw_ops.TensorListGetItem(
         input_handle=handle,
         index=index,
-        element_shape=tf.constant(spec.shape.as_list(), tf.int32),
+        element_shape=tf.constant(static_sizes(spec), tf.int32),
         element_dtype=spec.dtype,
     )
     value.set_shape(spec.shape)

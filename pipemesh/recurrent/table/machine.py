@@ -10,16 +10,19 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from pipemesh.backend.functions import keep_alive
-from pipemesh.backend.operations import pin, pin_present
+from pipemesh.backend.operations import MaybeTensor, pin, pin_each
+from pipemesh.randomness import WholeDraws
 from pipemesh.recurrent.passes.passes import Grads, Passes, Tensors
 from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
 from pipemesh.recurrent.passes.tracing import WholeBatch, specs_of
 from pipemesh.recurrent.precision import sum_dtype
 from pipemesh.recurrent.remat import FULL, Mode
 from pipemesh.recurrent.stage import Stage
+from pipemesh.recurrent.table.kinds import GRADS, KEPT, OUTPUTS, PENDING, Kind
 from pipemesh.recurrent.table.state import State
 from pipemesh.recurrent.watch.clock import ActionClock
-from pipemesh.recurrent.watch.health import LOCATING
+from pipemesh.recurrent.watch.health import LOCATING, Direction
+from pipemesh.recurrent.watch.probes import Probe
 
 # Operations whose results are known before anything runs.
 _CONSTANT = ("Const", "Fill")
@@ -29,19 +32,22 @@ class Values(Protocol):
     """Where actions find what others made.
 
     What belongs to a microbatch is addressed by a kind and a stage, for the microbatch of the
-    action that is being performed: `outputs` of a stage (those of stage -1 are the pipeline's
-    inputs), `kept` for its backward pass, `grads` of its inputs, `pending` for its `W`. Where a
-    stage has several replicas, there come those of the first one, of the second one, and so on.
-    What a stage or a device holds from action to action is in `state`.
+    action that is being performed. What a stage or a device holds from action to action is in
+    `state`.
     """
 
-    state: State
+    @property
+    def state(self) -> State:
+        """What is held from action to action."""
+        ...
 
-    def read(self, kind: str, stage: int) -> Any:
+    def read(self, kind: Kind[MaybeTensor], stage: int) -> list[MaybeTensor]:
         """What was written."""
+        ...
 
-    def write(self, kind: str, stage: int, value: Any) -> None:
+    def write(self, kind: Kind[MaybeTensor], stage: int, value: Sequence[MaybeTensor]) -> None:
         """Leaves something for a later action."""
+        ...
 
 
 class Machine:
@@ -87,7 +93,7 @@ class Machine:
             [*dtypes, *(sum_dtype(t.dtype) for t in traced.captured)]
             for dtypes, traced in zip(accumulator_dtypes, self.traced, strict=True)
         ]
-        self.probes = {
+        self.probes: dict[Direction, list[list[Probe]]] = {
             "forward": [
                 t.forward_probes() if check_numerics in LOCATING["forward"] else []
                 for t in self.traced
@@ -97,7 +103,7 @@ class Machine:
                 for number, t in enumerate(self.traced)
             ],
         }
-        self._thetas = [_on_every_device(stage.theta, stage.devices) for stage in self._stages]
+        self._thetas = [_of_every_replica(stage) for stage in self._stages]
         self._passes: dict[tuple[int, Mode], Passes] = {}
         keep_alive(self)
 
@@ -117,14 +123,15 @@ class Machine:
             shape = spec.shape.as_list()
             shape[cutting.batch_dim] = cutting.part_size
             specs.append(tf.TensorSpec(shape, spec.dtype))
+        places = [0] * len(specs)
         traced: list[TracedStage] = []
         for number, stage in enumerate(stages):
 
-            def draws(number: int = number) -> Any:
+            def draws(number: int = number) -> WholeDraws:
                 return whole_batch.draws(number)
 
-            traced.append(TracedStage(stage, specs, cutting, has_step, draws))
-            specs = traced[-1].output_specs
+            traced.append(TracedStage(stage, specs, cutting, has_step, draws, places))
+            specs, places = traced[-1].output_specs, traced[-1].output_places
         # Where no gradient arrives there is none, not one of zeros.
         live: Sequence[int] = range(0 if is_forward_only else len(specs))
         for found in reversed(traced):
@@ -173,35 +180,28 @@ class Machine:
         with tf.name_scope(name), tf.device(self._stages[stage].device):
             yield
 
-    def _pin(self, stage: int, tensors: Grads, places: Sequence[int]) -> Grads:
-        """Pins those that are not None, each on the device of its replica."""
+    def _pin(
+        self, stage: int, tensors: list[MaybeTensor], places: Sequence[int]
+    ) -> list[MaybeTensor]:
+        """Pins those that are not None, each on its device."""
         devices = self._stages[stage].devices
-        if len(devices) == 1:
-            return pin_present(tensors)
-        result: Grads = list(tensors)
-        for number, device in enumerate(devices):
-            chosen = [i for i, place in enumerate(places) if place == number]
-            with tf.device(device):
-                pinned = pin_present([tensors[i] for i in chosen])
-            for i, tensor in zip(chosen, pinned, strict=True):
-                result[i] = tensor
-        return result
+        return pin_each(tensors, [devices[place] for place in places])
 
     def _forward(self, passes: Passes, stage: int, scalars: Tensors, values: Values) -> None:
-        state, places = values.state, self.places
-        inputs = values.read("outputs", stage - 1)
-        inputs = self._gate(stage, inputs, places("inputs", stage), state)
+        state = values.state
+        inputs = values.read(OUTPUTS, stage - 1)
+        inputs = self._gate(stage, inputs, self.input_places(stage), state)
         notes = state.notes["forward"]
         outputs, carry, kept, notes[stage] = passes.forward(
             self._thetas[stage], state.carries[stage], inputs, scalars, notes[stage]
         )
-        outputs = self._pin(stage, outputs, where := places("outputs", stage))
+        outputs = self._pin(stage, outputs, where := self.places(OUTPUTS, stage))
         carry = self._pin(stage, carry, [0] * len(carry))
         state.carries[stage] = carry
-        values.write("outputs", stage, outputs)
-        values.write("kept", stage, kept)
+        values.write(OUTPUTS, stage, outputs)
+        values.write(KEPT, stage, kept)
         # What replicas hand to each other keeps none of them from going on.
-        handed_on = carry if len(self._stages[stage].devices) == 1 else []
+        handed_on = carry if self._stages[stage].of_home.num_replicas == 1 else []
         self._finish(stage, state, (outputs, where), (handed_on, [0] * len(handed_on)))
 
     def _backward(
@@ -220,14 +220,14 @@ class Machine:
             result = passes.input_grad(*arguments, notes[stage])
             places = [*map(self.traced[stage].place, passes.cuts.pending)]
             pending = self._pin(stage, result.pending, places)
-            values.write("pending", stage, pending)
+            values.write(PENDING, stage, pending)
         notes[stage] = result.notes
         # Nothing waits for the gradients of the pipeline's inputs, so that TensorFlow leaves
         # them out where nobody asks for them.
-        input_grads, where = result.input_grads, self.places("inputs", stage)
+        input_grads, where = result.input_grads, self.input_places(stage)
         if stage:
             input_grads = self._pin(stage, input_grads, where)
-        values.write("grads", stage, input_grads)
+        values.write(GRADS, stage, input_grads)
         carried = self._filled(stage, result.carry_grads)
         carried = self._pin(stage, carried, [0] * len(carried))
         state.carry_grads[stage] = carried
@@ -241,7 +241,7 @@ class Machine:
         still on its way. Gradients that are constants go through the first one. What follows from
         them alone TensorFlow would else compute beforehand, and keep for every microbatch.
         """
-        kept, grads = values.read("kept", stage), self._result_grads(stage, values)
+        kept, grads = values.read(KEPT, stage), self._result_grads(stage, values)
         place = self.traced[stage].place
         late = [passes.cuts.recomputes and g.op.type not in _CONSTANT for g in grads]
         of_grads = [*zip(grads, map(place, passes.cuts.grad_placeholders), late, strict=True)]
@@ -257,7 +257,7 @@ class Machine:
     def _weight_grad(self, passes: Passes, stage: int, scalars: Tensors, values: Values) -> None:
         state = values.state
         places = [*map(self.traced[stage].place, passes.cuts.pending)]
-        pending = self._gate(stage, values.read("pending", stage), places, state)
+        pending = self._gate(stage, values.read(PENDING, stage), places, state)
         new = passes.weight_grad(self._thetas[stage], pending, scalars, state.accumulators[stage])
         new = self._pin(stage, new, passes.accumulator_places)
         state.accumulators[stage] = new
@@ -266,24 +266,30 @@ class Machine:
     def _result_grads(self, stage: int, values: Values) -> Tensors:
         """The gradients of all floating results of a stage; zeros where none has arrived."""
         traced = self.traced[stage]
-        arrived = values.read("grads", stage + 1)
+        arrived = values.read(GRADS, stage + 1)
         grads = []
         for i in traced.gradients.of_outputs:
             spec = traced.output_specs[i % len(traced.output_specs)]
-            grads.append(tf.zeros(spec.shape, spec.dtype) if arrived[i] is None else arrived[i])
-        carried = self._filled(stage, values.state.carry_grads[stage])
-        return [*grads, *(carried[i] for i in traced.gradients.of_carry_out)]
+            grad = arrived[i]
+            grads.append(tf.zeros(spec.shape, spec.dtype) if grad is None else grad)
+        arrived = values.state.carry_grads[stage]
+        carried = [self._or_zeros(stage, i, arrived[i]) for i in traced.gradients.of_carry_out]
+        return [*grads, *carried]
 
     def _filled(self, stage: int, carry_grads: Grads) -> Grads:
         """With zeros where a state of a recurrent stage has no gradient."""
         filled = list(carry_grads)
         for i in self.traced[stage].gradients.of_carry_out:
-            if filled[i] is None:
-                filled[i] = tf.zeros_like(self._stages[stage].carry[i])
+            filled[i] = self._or_zeros(stage, i, filled[i])
         return filled
 
+    def _or_zeros(self, stage: int, number: int, carry_grad: tf.Tensor | None) -> tf.Tensor:
+        if carry_grad is None:
+            return tf.zeros_like(self._stages[stage].carry[number])
+        return carry_grad
+
     def _gate(self, stage: int, tensors: Tensors, places: Sequence[int], state: State) -> Tensors:
-        """The tensors on the devices of their replicas, once these have finished what they did."""
+        """The tensors on their devices, once these have finished what they did."""
         gated = list(tensors)
         home = state.tokens[self.stage_devices[stage]]
         for number, device in enumerate(self._stages[stage].devices):
@@ -302,7 +308,9 @@ class Machine:
                 gated[i] = tensor
         return gated
 
-    def _finish(self, stage: int, state: State, *results: tuple[Grads, Sequence[int]]) -> None:
+    def _finish(
+        self, stage: int, state: State, *results: tuple[Sequence[tf.Tensor | None], Sequence[int]]
+    ) -> None:
         """From now on, each device of the home waits for its part of the results."""
         home = state.tokens[self.stage_devices[stage]]
         for number, device in enumerate(self._stages[stage].devices):
@@ -334,32 +342,40 @@ class Machine:
         found = (passes for (s, _), passes in self._passes.items() if s == stage)
         return next(found, None) or self.passes(stage, FULL)
 
-    def specs(self, kind: str, stage: int, mode: Mode = FULL) -> list[tf.TensorSpec | None]:
+    def specs(self, kind: Kind[Any], stage: int, mode: Mode = FULL) -> list[tf.TensorSpec | None]:
         """Shapes and dtypes of the values of a kind."""
         traced = self.traced[stage]
-        if kind == "outputs":
+        if kind == OUTPUTS:
             return [*traced.output_specs] * len(traced.replicas)
-        if kind == "grads":
+        if kind == GRADS:
             named = zip(traced.inputs, traced.gradients.of_inputs, strict=True)
             return [None if grad is None else traced.spec(name) for name, grad in named]
-        passes = self.passes(stage, mode)
-        return [*map(traced.spec, passes.cuts.kept if kind == "kept" else passes.cuts.pending)]
+        return [*map(traced.spec, self._cut(kind, stage, mode))]
 
-    def places(self, kind: str, stage: int, mode: Mode = FULL) -> list[int]:
-        """The replicas that the values of a kind belong to; `inputs` is a kind, too."""
+    def places(self, kind: Kind[Any], stage: int, mode: Mode = FULL) -> list[int]:
+        """The devices of the home, by their numbers, that the values of a kind lie on."""
         traced = self.traced[stage]
-        if kind == "outputs":
+        if kind == OUTPUTS:
             return [*map(traced.place, traced.outputs)]
-        if kind in ("inputs", "grads"):
-            return [*map(traced.place, traced.inputs)]
-        passes = self.passes(stage, mode)
-        return [*map(traced.place, passes.cuts.kept if kind == "kept" else passes.cuts.pending)]
+        if kind == GRADS:
+            return self.input_places(stage)
+        return [*map(traced.place, self._cut(kind, stage, mode))]
+
+    def input_places(self, stage: int) -> list[int]:
+        """The replicas that the inputs of a stage belong to."""
+        return [*map(self.traced[stage].place, self.traced[stage].inputs)]
+
+    def _cut(self, kind: Kind[Any], stage: int, mode: Mode) -> list[str]:
+        cuts = self.passes(stage, mode).cuts
+        return cuts.kept if kind == KEPT else cuts.pending
 
 
-def _on_every_device(tensors: Sequence[tf.Tensor], devices: Sequence[str]) -> Tensors:
-    """The tensors, then a copy of them on each device but the first, made once a step."""
-    copies = list(tensors)
-    for device in devices[1:]:
-        with tf.device(device):
-            copies += [tf.identity(tensor) for tensor in tensors]
+def _of_every_replica(stage: Stage) -> Tensors:
+    """The weights of a stage, then a copy of them for each other replica, made once a step."""
+    copies = list(stage.theta)
+    for number in range(1, stage.of_home.num_replicas):
+        devices = stage.of_home.replica(number)
+        for tensor, place in zip(stage.theta, stage.theta_places, strict=True):
+            with tf.device(devices[place]):
+                copies.append(tf.identity(tensor))
     return copies

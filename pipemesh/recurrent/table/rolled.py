@@ -15,19 +15,19 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.recurrent.passes.passes import Grads
+from pipemesh.backend.operations import MaybeTensor
+from pipemesh.backend.static_shape import static_sizes
+from pipemesh.recurrent.passes.passes import Grads, Tensors
 from pipemesh.recurrent.passes.traced_stage import Cutting
-from pipemesh.recurrent.remat import Mode
+from pipemesh.recurrent.remat import FULL, Mode
 from pipemesh.recurrent.stage import Stage
+from pipemesh.recurrent.table.kinds import GRADS, KEPT, OUTPUTS, PENDING, Channel, Kind, Slot
 from pipemesh.recurrent.table.lists import Key, Lists
 from pipemesh.recurrent.table.machine import Machine
 from pipemesh.recurrent.table.state import State
 from pipemesh.schedule import Action
 from pipemesh.schedule.repeats import Loop
 
-# What kind of value of which stage, and that of a certain microbatch.
-Channel = tuple[str, int]
-Slot = tuple[str, int, int]
 # A home, and the number of a device in it.
 _Place = tuple[int, int]
 _PARALLEL_ITERATIONS = 32
@@ -65,17 +65,17 @@ class Rolled:
     ) -> None:
         self.state = state
         self.lists = Lists(machine, stages, cutting.num_microbatches)
-        self.found: dict[Slot, Any] = {}
-        self.sources: dict[Channel, Callable[[tf.Tensor], list[Any]]] = {
-            ("outputs", -1): lambda m: self._parts(inputs, m)
+        self.found: dict[Slot, list[Any]] = {}
+        self.sources: dict[Channel, Callable[[tf.Tensor], Grads]] = {
+            Channel(OUTPUTS, -1): lambda m: self._parts(inputs, m)
         }
         self._machine = machine
         self._stages = stages
         self._cutting = cutting
         self._modes = modes
-        self._after_forward: dict[Key, Any] | None = None
+        self._after_forward: dict[Key, Grads] | None = None
         # What comes out of the pipeline is taken by no action.
-        self.in_lists: set[Channel] = {("outputs", len(stages) - 1), ("grads", 0)}
+        self.in_lists = {Channel(OUTPUTS, len(stages) - 1), Channel(GRADS, 0)}
         for item in items:
             if isinstance(item, Loop):
                 self.in_lists |= _unmatched(item, len(stages))
@@ -90,7 +90,7 @@ class Rolled:
                 self._act(item, tf.constant(item.microbatch, tf.int64), self.found, str(item))
 
     def _act(
-        self, action: Action, microbatch: tf.Tensor, found: dict[Slot, Any], name: str
+        self, action: Action, microbatch: tf.Tensor, found: dict[Slot, list[Any]], name: str
     ) -> None:
         mode = self._modes[action.stage, action.microbatch]
         values = _Values(self, found, action.microbatch, microbatch, mode)
@@ -123,11 +123,12 @@ class Rolled:
         made, used = _slots(loop)
         keys = {
             Lists.key(kind, stage, self._modes[min(stage, len(self._stages) - 1), m])
-            for kind, stage, m in [*made, *used]
-            if (kind, stage) in self.in_lists
+            for (kind, stage), m in [*made, *used]
+            if Channel(kind, stage) in self.in_lists
         }
-        self.lists.reserve(sorted(keys))
-        return sorted(keys)
+        ordered = sorted(keys, key=lambda key: (key.kind, key.stage, key.mode.name))
+        self.lists.reserve(ordered)
+        return ordered
 
     def seed(self, output_grads: Grads) -> None:
         """Cuts the gradients of the outputs of the whole batch."""
@@ -137,16 +138,24 @@ class Rolled:
         """Gives the outputs of every part of the batch the same gradients."""
         self._begin_backward(lambda m: grads * self._cutting.replicas)
 
-    def _begin_backward(self, source: Callable[[tf.Tensor], list[Any]]) -> None:
-        self.sources["grads", len(self._stages)] = source
+    def _begin_backward(self, source: Callable[[tf.Tensor], Grads]) -> None:
+        self.sources[Channel(GRADS, len(self._stages))] = source
         # A second backward pass takes the same values once more.
         if self._after_forward is None:
             self._after_forward = dict(self.lists.handles)
         self.lists.handles = dict(self._after_forward)
 
-    def joined(self, kind: str, stage: int) -> Any:
-        """The values of all microbatches, as those of the whole batch."""
-        return self.lists.joined(Lists.key(kind, stage, ""), self._cutting.batch_dim)
+    def outputs(self) -> Tensors:
+        """Those of the last stage for the whole batch."""
+        return self._joined(OUTPUTS, len(self._stages) - 1)
+
+    def input_grads(self) -> Grads:
+        """The gradients of the pipeline's inputs."""
+        return self._joined(GRADS, 0)
+
+    def _joined(self, kind: Kind[MaybeTensor], stage: int) -> list[MaybeTensor]:
+        joined: list[Any] = self.lists.joined(Lists.key(kind, stage, FULL), self._cutting.batch_dim)
+        return joined
 
     def _parts(
         self, tensors: Sequence[tf.Tensor | None], microbatch: tf.Tensor
@@ -160,7 +169,7 @@ class Rolled:
 
     def _part(self, tensor: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
         dim, size = self._cutting.batch_dim, self._cutting.part_size
-        shape = tensor.shape.as_list()
+        shape = static_sizes(tensor)
         begin = tf.one_hot(dim, len(shape), number * size, tf.constant(0, tf.int64))
         shape[dim] = size
         part = tf.slice(tensor, begin, tf.constant(shape, tf.int64))
@@ -174,7 +183,7 @@ class _Values:
     def __init__(
         self,
         rolled: Rolled,
-        found: dict[Slot, Any],
+        found: dict[Slot, list[Any]],
         number: int,
         microbatch: tf.Tensor,
         mode: Mode,
@@ -189,20 +198,23 @@ class _Values:
     def state(self) -> State:
         return self._rolled.state
 
-    def read(self, kind: str, stage: int) -> Any:
-        rolled = self._rolled
-        if (kind, stage) in rolled.sources:
-            return rolled.sources[kind, stage](self._microbatch)
-        if (kind, stage) in rolled.in_lists:
-            return rolled.lists.take(Lists.key(kind, stage, self._mode), self._microbatch)
-        return self._found[kind, stage, self._number]
+    def read(self, kind: Kind[MaybeTensor], stage: int) -> list[MaybeTensor]:
+        rolled, channel = self._rolled, Channel(kind, stage)
+        found: list[Any]
+        if channel in rolled.sources:
+            found = rolled.sources[channel](self._microbatch)
+        elif channel in rolled.in_lists:
+            found = rolled.lists.take(Lists.key(kind, stage, self._mode), self._microbatch)
+        else:
+            found = self._found[Slot(channel, self._number)]
+        return found
 
-    def write(self, kind: str, stage: int, value: Any) -> None:
-        rolled = self._rolled
-        if (kind, stage) in rolled.in_lists:
+    def write(self, kind: Kind[MaybeTensor], stage: int, value: Sequence[MaybeTensor]) -> None:
+        rolled, channel = self._rolled, Channel(kind, stage)
+        if channel in rolled.in_lists:
             rolled.lists.put(Lists.key(kind, stage, self._mode), self._microbatch, value)
         else:
-            self._found[kind, stage, self._number] = value
+            self._found[Slot(channel, self._number)] = [*value]
 
 
 class _Variables:
@@ -216,10 +228,10 @@ class _Variables:
         self._moving = [
             (used, distance)
             for _, used, distance in _matches(loop)
-            if distance and used[:2] not in rolled.in_lists
+            if distance and used.channel not in rolled.in_lists
         ]
         self._structure: Any = None
-        self._outside: tuple[State, dict[Key, Any]] | None = None
+        self._outside: tuple[State, dict[Key, Grads]] | None = None
         homes = zip(rolled._machine.stage_devices, rolled._stages, strict=True)
         # By the number of the home, and that of the device in it.
         self._devices = {
@@ -228,20 +240,20 @@ class _Variables:
             for number, device in enumerate(stage.devices)
         }
 
-    def _collected(self, found: Mapping[Slot, Any], repetition: int) -> Any:
+    def _collected(self, found: Mapping[Slot, list[Any]], repetition: int) -> list[Any]:
         """All values that go into a repetition; those on their way in order of their arrival."""
         moving = [
-            [found[kind, stage, m + (repetition + i) * self._shift] for i in range(distance)]
-            for (kind, stage, m), distance in self._moving
+            [found[Slot(channel, m + (repetition + i) * self._shift)] for i in range(distance)]
+            for (channel, m), distance in self._moving
         ]
         lists = [self._rolled.lists.handles[key] for key in self._keys]
         return [moving, self._rolled.state.values(), lists]
 
-    def _spread(self, moving: Any, repetition: int) -> dict[Slot, Any]:
+    def _spread(self, moving: Any, repetition: int) -> dict[Slot, list[Any]]:
         """The values on their way, by the slots that they have in a repetition."""
         return {
-            (kind, stage, m + (repetition + i) * self._shift): value
-            for ((kind, stage, m), _), values in zip(self._moving, moving, strict=True)
+            Slot(channel, m + (repetition + i) * self._shift): value
+            for ((channel, m), _), values in zip(self._moving, moving, strict=True)
             for i, value in enumerate(values)
         }
 
@@ -253,12 +265,12 @@ class _Variables:
         self._structure = [self._collected(rolled.found, 0), tokens]
         return _flatten(self._structure)
 
-    def enter(self, flat: Sequence[tf.Tensor]) -> dict[Slot, Any]:
+    def enter(self, flat: Sequence[tf.Tensor]) -> dict[Slot, list[Any]]:
         """Takes the variables for state and lists; returns the values that have arrived."""
         moving, self._arrived_tokens = self._take(flat)
         return self._spread(moving, 0)
 
-    def leave(self, found: Mapping[Slot, Any]) -> list[tf.Tensor]:
+    def leave(self, found: Mapping[Slot, list[Any]]) -> list[tf.Tensor]:
         """Their values after a repetition: all on their way are one place closer."""
         return _flatten([self._collected(found, 1), self._tokens(self._arrived_tokens)])
 
@@ -304,16 +316,18 @@ def _slots(loop: Loop) -> tuple[list[Slot], list[Slot]]:
     made: list[Slot] = []
     used: list[Slot] = []
     for action in loop.body:
-        stage, m = action.stage, action.microbatch
+        stage = action.stage
         if action.kind == "F":
-            used.append(("outputs", stage - 1, m))
-            made += [("outputs", stage, m), ("kept", stage, m)]
+            takes = [Channel(OUTPUTS, stage - 1)]
+            gives = [Channel(OUTPUTS, stage), Channel(KEPT, stage)]
         elif action.kind == "W":
-            used.append(("pending", stage, m))
+            takes, gives = [Channel(PENDING, stage)], []
         else:
-            used += [("kept", stage, m), ("grads", stage + 1, m)]
-            made += [("grads", stage, m)]
-            made += [("pending", stage, m)] if action.kind == "I" else []
+            takes = [Channel(KEPT, stage), Channel(GRADS, stage + 1)]
+            gives = [Channel(GRADS, stage)]
+            gives += [Channel(PENDING, stage)] if action.kind == "I" else []
+        used += [Slot(channel, action.microbatch) for channel in takes]
+        made += [Slot(channel, action.microbatch) for channel in gives]
     return made, used
 
 
@@ -323,8 +337,8 @@ def _matches(loop: Loop) -> list[tuple[Slot, Slot, int]]:
     matches = []
     for slot in made:
         for user in used:
-            repetitions, rest = divmod(slot[2] - user[2], loop.shift)
-            if slot[:2] == user[:2] and rest == 0 and repetitions >= 0:
+            repetitions, rest = divmod(slot.microbatch - user.microbatch, loop.shift)
+            if slot.channel == user.channel and rest == 0 and repetitions >= 0:
                 matches.append((slot, user, repetitions))
     return matches
 
@@ -335,7 +349,8 @@ def _unmatched(loop: Loop, num_stages: int) -> set[Channel]:
     matches = _matches(loop)
     lonely = {*made} - {slot for slot, _, _ in matches}
     lonely |= {*used} - {user for _, user, _ in matches}
-    return {slot[:2] for slot in lonely} - {("outputs", -1), ("grads", num_stages)}
+    given = {Channel(OUTPUTS, -1), Channel(GRADS, num_stages)}
+    return {slot.channel for slot in lonely} - given
 
 
 def _flatten(structure: Any) -> list[tf.Tensor]:

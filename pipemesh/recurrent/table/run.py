@@ -10,11 +10,11 @@ import tensorflow as tf
 
 from pipemesh.backend.devices import check_threads
 from pipemesh.backend.gradient import Sources
-from pipemesh.backend.operations import pin_present
+from pipemesh.backend.operations import MaybeTensor, pin_each
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.passes.captures import is_constant
-from pipemesh.recurrent.passes.passes import Grads
+from pipemesh.recurrent.passes.passes import Grads, Tensors
 from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
 from pipemesh.recurrent.passes.tracing import specs_of
 from pipemesh.recurrent.precision import cast_floating, sum_dtype
@@ -28,6 +28,7 @@ from pipemesh.recurrent.table.fit import (
     microbatch_size,
     num_replicas,
 )
+from pipemesh.recurrent.table.kinds import Kind
 from pipemesh.recurrent.table.machine import Machine
 from pipemesh.recurrent.table.rolled import Rolled
 from pipemesh.recurrent.table.state import State, empty_notes
@@ -47,16 +48,20 @@ class Performer(Protocol):
 
     state: State
 
-    def perform(self, items: Any) -> None:
-        """Performs actions in order."""
+    def perform(self, items: Sequence[Action | Loop]) -> None:
+        """Performs actions and loops in order."""
         ...
 
     def seed(self, output_grads: Grads) -> None:
         """Takes the gradients of the outputs of the whole batch."""
         ...
 
-    def joined(self, kind: str, stage: int) -> Any:
-        """The `outputs` of a stage, or the `grads` of its inputs, for the whole batch."""
+    def outputs(self) -> Tensors:
+        """Those of the last stage for the whole batch."""
+        ...
+
+    def input_grads(self) -> Grads:
+        """The gradients of the pipeline's inputs."""
         ...
 
 
@@ -100,6 +105,9 @@ class Run:
             inputs, schedule.num_microbatches, options.batch_dim, replicas=replicas
         )
         cutting = Cutting(schedule.num_microbatches, size, options.batch_dim, replicas)
+        # Options choose one where none is given.
+        policy = options.check_numerics
+        assert policy is not None
         self._schedule = schedule
         self._loss_scale = options.loss_scale
         self._has_clock = options.clock is not None
@@ -117,7 +125,7 @@ class Run:
             cutting,
             step,
             [[sum_dtype(tf.convert_to_tensor(t).dtype) for t in stage.theta] for stage in stages],
-            options.check_numerics,
+            policy,
             options.clock,
             schedule.is_forward_only,
         )
@@ -126,14 +134,15 @@ class Run:
         self.sources = [
             Sources(inputs, stages[0].device, lambda grads: self.checks.input_grads(grads)),
             *(
-                Sources([*stage.theta, *weights], stage.device)
+                Sources([([*stage.theta, *weights])[i] for i in numbers], stage.devices[place])
                 for stage, weights in zip(stages, captured, strict=True)
+                for place, numbers in _by_place(stage, len(weights)).items()
             ),
             *(Sources(stage.carry, stage.device) for stage in stages if stage.recurrent),
         ]
         for traced in self._machine.traced:
-            for replica, device in enumerate(traced.stage.devices):
-                nodes = list(traced.nodes(replica))
+            for place, device in enumerate(traced.stage.devices):
+                nodes = list(traced.nodes(place))
                 check_kernels(traced.stage.name, device, nodes)
                 if options.strict_devices:
                     check_devices(traced.stage.name, device, nodes)
@@ -141,15 +150,13 @@ class Run:
         check_joined(self._machine.traced[-1], cutting, step is not None)
         for traced in self._machine.traced:
             traced.check_pure()
-        self.checks = Checks(
-            options.check_numerics, self._machine.traced, self._machine.probes, cutting
-        )
-        state = State.before(self._stages, schedule.num_devices)
+        self.checks = Checks(policy, self._machine.traced, self._machine.probes, cutting)
+        state = State.before(self._stages, schedule.stage_devices)
         mode_of = self._modes = policy_of(options.remat).modes(schedule)
         arguments = (self._machine, state, self._stages, held, cutting, mode_of)
         order = execution_order(schedule)
         self.items: Sequence[Action | Loop] = order
-        self._values: Any
+        self._values: Performer
         if performer is not None:
             self._values = performer(*arguments)
             return
@@ -180,7 +187,7 @@ class Run:
         """Performs actions and loops in order."""
         self._values.perform(items)
 
-    def finish_carries(self, after: Callable[[Grads, str], Grads]) -> None:
+    def finish_carries(self, after: Callable[[Tensors, str], Tensors]) -> None:
         """Lets what the stages return besides wait for checks, and collects their summaries."""
         for number, traced in enumerate(self._machine.traced):
             carry = after(self.state.carries[number], traced.stage.device)
@@ -188,37 +195,32 @@ class Run:
                 traced.summaries.collect(carry.pop())
             self.state.carries[number] = carry
 
-    def held_bytes(self, kind: str, stage: int, replica: int, microbatch: int = 0) -> int:
-        """What a replica holds of `weights` or `grads`, or `kept` or `pending` a microbatch."""
-        if kind == "weights":
-            return num_bytes(specs_of(self._stages[stage].theta))
-        mode = self._modes[stage, microbatch]
-        if kind == "grads":
-            passes = self._machine.passes(stage, mode)
-            specs, places = passes.accumulator_specs, passes.accumulator_places
-        else:
-            specs = self._machine.specs(kind, stage, mode)
-            places = self._machine.places(kind, stage, mode)
-        return _of_replica(specs, places, replica)
+    def weight_bytes(self, stage: int, place: int) -> int:
+        """What a device of a stage's home, by its number, holds of weights."""
+        held, group = self._stages[stage], self._stages[stage].of_home.group
+        return _of_place(specs_of(held.theta), held.theta_places, place % group)
 
-    def handed_bytes(self, kind: str, stage: int, replica: int) -> int:
-        """What a replica hands on of a microbatch.
+    def carry_bytes(self, stage: int) -> int:
+        """What a stage hands from microbatch to microbatch, and from replica to replica."""
+        return num_bytes(specs_of(self._stages[stage].carry))
 
-        Args:
-            kind: `outputs` (of stage -1: the pipeline's inputs), `grads` of the stage's inputs, or
-                the `carry`, which replicas hand to each other.
-            stage: its number.
-            replica: of the stage.
+    def sum_bytes(self, stage: int, place: int) -> int:
+        """What a device of a stage's home, by its number, holds of sums of weights' gradients."""
+        passes = self._machine.passes(stage, self._modes[stage, 0])
+        return _of_place(passes.accumulator_specs, passes.accumulator_places, place)
+
+    def value_bytes(self, kind: Kind[Any], stage: int, place: int, microbatch: int = 0) -> int:
+        """What a device of a stage's home, by its number, leaves of a kind.
+
+        The `OUTPUTS` of stage -1 are the pipeline's inputs.
         """
-        if kind == "carry":
-            return num_bytes(specs_of(self._stages[stage].carry))
         machine = self._machine
         if stage < 0:
             first = machine.traced[0]
-            specs, places = [*map(first.spec, first.inputs)], machine.places("inputs", 0)
-        else:
-            specs, places = machine.specs(kind, stage), machine.places(kind, stage)
-        return _of_replica(specs, places, replica)
+            return _of_place([*map(first.spec, first.inputs)], machine.input_places(0), place)
+        mode = self._modes[stage, microbatch]
+        specs, places = machine.specs(kind, stage, mode), machine.places(kind, stage, mode)
+        return _of_place(specs, places, place)
 
     def kept_names(self, stage: int) -> tuple[TracedStage, list[str]]:
         """A stage, and the tensors that its forward pass of the first microbatch leaves."""
@@ -227,16 +229,18 @@ class Run:
 
     def outputs(self) -> list[tf.Tensor]:
         """The outputs of the last stage for the whole batch."""
-        outputs = self._values.joined("outputs", len(self._stages) - 1)
+        outputs = self._values.outputs()
         return self._after_clock(outputs, self._stages[-1].device)
 
-    def _after_clock(self, tensors: Grads, device: str) -> Grads:
+    def _after_clock(
+        self, tensors: list[MaybeTensor], devices: str | Sequence[str]
+    ) -> list[MaybeTensor]:
         """Nothing but what is returned is run, so the last notes of a clock hang on that."""
         if not self._has_clock:
             return tensors
         tokens = [op for home in self.state.tokens for token in home for op in token]
-        with tf.control_dependencies(tokens), tf.device(device):
-            return pin_present(tensors)
+        with tf.control_dependencies(tokens):
+            return pin_each(tensors, devices)
 
     def recurrent(self, values: Sequence[Any]) -> list[Any]:
         """Of one value a stage those of the recurrent stages."""
@@ -262,8 +266,10 @@ class Run:
         with tf.device(self._stages[-1].device):
             one = tf.ones([], self.last_specs[0].dtype)
             if self._loss_scale is not None:
-                one = self._scaled([one])[0]
-        self._values.seed_all([one] + [None] * (len(self.last_specs) - 1))
+                (one,) = self._scaled([one])
+        # The loss is inside of the pipeline, which only a table allows.
+        assert isinstance(self._values, Unrolled | Rolled)
+        self._values.seed_all([one, *[None] * (len(self.last_specs) - 1)])
 
     def _scaled(self, grads: Grads) -> Grads:
         assert self._loss_scale is not None
@@ -282,13 +288,19 @@ class Run:
         both = [[*of_theta, *of_state] for of_theta, of_state in zip(totals, states, strict=True)]
         self.checks.backward(both, self.state.notes["backward"])
         for number, stage in enumerate(self._stages):
-            checked = self.checks.after_backward(both[number], stage.device)
-            checked = self._after_clock(checked, stage.device)
+            devices = [*stage.theta_devices, *(stage.device for _ in states[number])]
+            checked = self.checks.after_backward(both[number], devices)
+            checked = self._after_clock(checked, devices)
             count = len(stage.theta)
             totals[number], states[number] = checked[:count], checked[count:]
-        of_inputs = self._values.joined("grads", 0)
+        of_inputs = self._values.input_grads()
         of_inputs = self._after_clock(of_inputs, self._stages[0].device)
-        groups = [of_inputs, *totals, *self.recurrent(states)]
+        of_theta = [
+            [grads[i] for i in numbers]
+            for grads, stage in zip(totals, self._stages, strict=True)
+            for numbers in _by_place(stage).values()
+        ]
+        groups = [of_inputs, *of_theta, *self.recurrent(states)]
         if self._loss_scale is not None:
             scale = self._loss_scale.value
             factor = 1 / scale if factor is None else tf.cast(factor, scale.dtype) / scale
@@ -322,12 +334,12 @@ def _held(tensor: tf.Tensor, compute_dtype: tf.DType | None) -> tf.Tensor:
 
 def _frozen(stage: Stage, compute_dtype: tf.DType | None) -> Stage:
     """The stage with tensors that carry no gradient themselves, in the dtype of computation."""
+    dtypes = stage.dtypes or [compute_dtype] * len(stage.theta)
+    theta = []
+    for t, dtype, device in zip(stage.theta, dtypes, stage.theta_devices, strict=True):
+        with tf.device(device):
+            theta.append(tf.stop_gradient(cast_floating(tf.convert_to_tensor(t), dtype)))
     with tf.device(stage.device):
-        dtypes = stage.dtypes or [compute_dtype] * len(stage.theta)
-        theta = [
-            tf.stop_gradient(cast_floating(tf.convert_to_tensor(t), dtype))
-            for t, dtype in zip(stage.theta, dtypes, strict=True)
-        ]
         carry = [tf.stop_gradient(tf.convert_to_tensor(t)) for t in stage.carry]
     return dataclasses.replace(stage, theta=theta, carry=carry)
 
@@ -337,9 +349,23 @@ def num_bytes(specs: Sequence[tf.TensorSpec]) -> int:
     return sum(spec.shape.num_elements() * spec.dtype.size for spec in specs)
 
 
-def _of_replica(specs: Sequence[tf.TensorSpec | None], places: Sequence[int], replica: int) -> int:
+def _of_place(specs: Sequence[tf.TensorSpec | None], places: Sequence[int], place: int) -> int:
     mine = zip(specs, places, strict=True)
-    return num_bytes([spec for spec, place in mine if place == replica and spec is not None])
+    return num_bytes([spec for spec, found in mine if found == place and spec is not None])
+
+
+def _by_place(stage: Stage, num_more: int = 0) -> dict[int, list[int]]:
+    """For each of a replica's devices the numbers of the weights on it, the first device first.
+
+    Args:
+        stage: the stage.
+        num_more: how many weights it has besides, on the first device.
+    """
+    places = [*stage.theta_places, *[0] * num_more]
+    return {
+        place: [i for i, found in enumerate(places) if found == place]
+        for place in sorted({0, *places})
+    }
 
 
 def _size(items: Sequence[Action | Loop]) -> int:

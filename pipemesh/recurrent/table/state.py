@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from pipemesh.recurrent.passes.passes import Grads, Tensors
 from pipemesh.recurrent.stage import Stage
-from pipemesh.recurrent.watch.health import empty_note
+from pipemesh.recurrent.watch.health import Direction, empty_note
 
 Tokens = list[list[list[tf.Operation]]]
 
@@ -32,17 +32,23 @@ class State:
     carry_grads: list[Grads]
     accumulators: list[Tensors | None]
     tokens: Tokens
-    notes: dict[str, list[Tensors]]
+    notes: dict[Direction, list[Tensors]]
 
     @classmethod
-    def before(cls, stages: Sequence[Stage], num_homes: int) -> State:
-        """The state before the first action."""
+    def before(cls, stages: Sequence[Stage], stage_devices: Sequence[int]) -> State:
+        """The state before the first action.
+
+        Args:
+            stages: the stages.
+            stage_devices: for each stage the number of its home.
+        """
+        sizes = {home: len(s.devices) for home, s in zip(stage_devices, stages, strict=True)}
         return cls(
             carries=[list(stage.carry) for stage in stages],
             carry_grads=[[None] * len(stage.carry) for stage in stages],
             accumulators=[None] * len(stages),
-            tokens=[[[] for _ in stages[0].devices] for _ in range(num_homes)],
-            notes={d: empty_notes(stages) for d in ("forward", "backward")},
+            tokens=[[[] for _ in range(sizes[home])] for home in sorted(sizes)],
+            notes={"forward": empty_notes(stages), "backward": empty_notes(stages)},
         )
 
     def values(self) -> list[Any]:
@@ -64,4 +70,4 @@ class State:
 
 def empty_notes(stages: Sequence[Stage]) -> list[Tensors]:
     """The notes of stages whose replicas have found nothing."""
-    return [[empty_note() for _ in stage.devices] for stage in stages]
+    return [[empty_note() for _ in range(stage.of_home.num_replicas)] for stage in stages]

@@ -7,13 +7,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.recurrent.passes.passes import Grads
+from pipemesh.backend.operations import MaybeTensor
+from pipemesh.recurrent.passes.passes import Grads, Tensors
 from pipemesh.recurrent.passes.traced_stage import Cutting
 from pipemesh.recurrent.remat import Mode
 from pipemesh.recurrent.stage import Stage
+from pipemesh.recurrent.table.kinds import GRADS, OUTPUTS, Channel, Kind, Slot
 from pipemesh.recurrent.table.machine import Machine
 from pipemesh.recurrent.table.state import State
 from pipemesh.schedule import Action
+from pipemesh.schedule.repeats import Loop
 
 
 class Unrolled:
@@ -46,14 +49,15 @@ class Unrolled:
         self._modes = modes
         self._stages = stages
         self._cutting = cutting
-        self._found: dict[tuple[str, int, int], Any] = {}
-        self._put("outputs", -1, [self._split(t, stages[0].device) for t in inputs])
+        self._found: dict[Slot, list[Any]] = {}
+        self._put(OUTPUTS, -1, [self._split(t, stages[0].device) for t in inputs])
 
-    def perform(self, actions: Sequence[Action]) -> None:
-        """Performs actions in order."""
+    def perform(self, items: Sequence[Action | Loop]) -> None:
+        """Performs actions in order; there are no loops among them."""
         self.state.forget_tokens_of_other_graphs()
         numbers: dict[tuple[int, str], tf.Tensor] = {}
-        for action in actions:
+        for action in items:
+            assert isinstance(action, Action)
             self._microbatch = action.microbatch
             mode = self._modes[action.stage, action.microbatch]
             with self._machine.acting(f"action_{action}", action.stage):
@@ -62,46 +66,59 @@ class Unrolled:
                     numbers[key] = tf.constant(action.microbatch, tf.int64)
                 self._machine.act(action.kind, action.stage, mode, numbers[key], self)
 
-    def read(self, kind: str, stage: int) -> Any:
+    def read(self, kind: Kind[MaybeTensor], stage: int) -> list[MaybeTensor]:
         """What was written for the current microbatch."""
-        return self._found[kind, stage, self._microbatch]
+        return self._found[Slot(Channel(kind, stage), self._microbatch)]
 
-    def write(self, kind: str, stage: int, value: Any) -> None:
+    def write(self, kind: Kind[MaybeTensor], stage: int, value: Sequence[MaybeTensor]) -> None:
         """Keeps a value for the current microbatch."""
-        self._found[kind, stage, self._microbatch] = value
+        self._found[Slot(Channel(kind, stage), self._microbatch)] = [*value]
 
     def seed(self, output_grads: Grads) -> None:
         """Cuts the gradients of the outputs of the whole batch."""
         none = [None] * self._cutting.num_parts
         device = self._stages[-1].device
         parts = [none if g is None else self._split(g, device) for g in output_grads]
-        self._put("grads", len(self._stages), parts)
+        self._put(GRADS, len(self._stages), parts)
 
     def seed_all(self, grads: Grads) -> None:
         """Gives the outputs of every part of the batch the same gradients."""
+        given = Channel(GRADS, len(self._stages))
         for m in range(self._cutting.num_microbatches):
-            self._found["grads", len(self._stages), m] = grads * self._cutting.replicas
+            self._found[Slot(given, m)] = grads * self._cutting.replicas
 
-    def joined(self, kind: str, stage: int) -> Any:
-        """The values of all microbatches, as those of the whole batch."""
+    def outputs(self) -> Tensors:
+        """Those of the last stage for the whole batch."""
+        return self._joined(OUTPUTS, len(self._stages) - 1)
+
+    def input_grads(self) -> Grads:
+        """The gradients of the pipeline's inputs."""
+        return self._joined(GRADS, 0)
+
+    def _joined(self, kind: Kind[MaybeTensor], stage: int) -> list[MaybeTensor]:
         replicas = self._cutting.replicas
         found = []
         for m in range(self._cutting.num_microbatches):
-            values = self._found[kind, stage, m]
+            values = self._found[Slot(Channel(kind, stage), m)]
             count = len(values) // replicas
             found += [values[replica * count :][:count] for replica in range(replicas)]
-        with tf.device(self._stages[stage].device):
-            return [
-                None if parts[0] is None else join(parts, self._cutting.batch_dim)
-                for parts in zip(*found, strict=True)
-            ]
+        devices, places = self._stages[stage].devices, self._machine.places(kind, stage)
+        joined: list[Any] = []
+        for *parts, place in zip(*found, places[: len(found[0])], strict=True):
+            with tf.device(devices[place]):
+                joined.append(None if parts[0] is None else join(parts, self._cutting.batch_dim))
+        return joined
 
-    def _put(self, kind: str, stage: int, tensors: Sequence[Sequence[Any]]) -> None:
+    def _put(
+        self, kind: Kind[MaybeTensor], stage: int, tensors: Sequence[Sequence[MaybeTensor]]
+    ) -> None:
         """Gives each microbatch its parts of tensors: those of the first replica come first."""
         replicas = self._cutting.replicas
         for m in range(self._cutting.num_microbatches):
             mine = range(m * replicas, (m + 1) * replicas)
-            self._found[kind, stage, m] = [parts[i] for i in mine for parts in tensors]
+            self._found[Slot(Channel(kind, stage), m)] = [
+                parts[i] for i in mine for parts in tensors
+            ]
 
     def _split(self, tensor: tf.Tensor, device: str) -> list[tf.Tensor]:
         with tf.device(device):

@@ -4,25 +4,44 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 
-from pipemesh.backend.structure import Structure, is_differentiable
+from pipemesh.backend.structure import Gradient, Structure, is_differentiable
 from pipemesh.errors import PipelineError
 from pipemesh.randomness import loop_scope
 from pipemesh.recurrent.time.traced_function import TracedFunction
 
+T = TypeVar("T")
 _TIME = tf.TensorSpec([], tf.int32)
 
 
 class Arguments(NamedTuple):
-    """What a cell takes, part by part: structures, or flat lists of tensors or their specs."""
+    """What a cell takes, part by part, as flat lists."""
 
-    theta: Any
-    state: Any
-    accumulators: Any
-    inputs: Any
+    theta: list[tf.Tensor]
+    state: list[tf.Tensor]
+    accumulators: list[tf.Tensor]
+    inputs: list[tf.Tensor]
+
+
+class ArgumentSpecs(NamedTuple):
+    """Their shapes and dtypes."""
+
+    theta: list[tf.TensorSpec]
+    state: list[tf.TensorSpec]
+    accumulators: list[tf.TensorSpec]
+    inputs: list[tf.TensorSpec]
+
+
+class Structures(NamedTuple):
+    """How they are nested."""
+
+    theta: Structure
+    state: Structure
+    accumulators: Structure
+    inputs: Structure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +78,10 @@ class Step(NamedTuple):
 class StepGradients(NamedTuple):
     """Gradients of what a cell takes at one time step, as flat lists; None where there is none."""
 
-    theta: list[Any]
-    captures: list[Any]
-    state: list[Any]
-    inputs: list[Any]
+    theta: Sequence[Gradient]
+    captures: Sequence[Gradient]
+    state: Sequence[Any]
+    inputs: Sequence[Any]
 
 
 class TracedCell:
@@ -86,7 +105,7 @@ class TracedCell:
             like the one it takes.
     """
 
-    def __init__(self, cell: Cell, structures: Arguments, specs: Arguments) -> None:
+    def __init__(self, cell: Cell, structures: Structures, specs: ArgumentSpecs) -> None:
         self.cell, self.structures, self.specs = cell, structures, specs
         self.extras = Structure((), "extras")
         keyed_by: list[tf.Tensor] = []
@@ -328,11 +347,11 @@ class StepGradient:
         )
 
 
-def _flat(arguments: Arguments) -> list[Any]:
+def _flat(arguments: Iterable[Iterable[T]]) -> list[T]:
     return [leaf for part in arguments for leaf in part]
 
 
-def groups(flat: Iterable[Any], like: Iterable[Sequence[Any]]) -> Iterator[list[Any]]:
+def groups(flat: Iterable[T], like: Iterable[Sequence[object]]) -> Iterator[list[T]]:
     """Cuts a flat list into lists of the lengths of the given ones."""
     values = iter(flat)
     for part in like:

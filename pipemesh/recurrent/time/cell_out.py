@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from pipemesh.backend.structure import Structure, is_differentiable
+from pipemesh.backend.structure import Gradient, Structure, is_differentiable
 from pipemesh.errors import PipelineError
 from pipemesh.randomness import loop_scope
 from pipemesh.recurrent.time.rows import Rows
@@ -20,8 +20,8 @@ _TIME = tf.TensorSpec([], tf.int32)
 class CellOutGradients(NamedTuple):
     """Gradients of what the outputs are computed from, flat; None where there is none."""
 
-    state: list[Any]
-    captures: list[Any]
+    state: list[tf.Tensor | None]
+    captures: list[Gradient]
 
 
 class CellOut:
@@ -165,13 +165,13 @@ class CellOutGradient:
 
 def _derived(
     ys: list[tf.Tensor], sources: Sequence[tf.Tensor], d_ys: Sequence[tf.Tensor]
-) -> list[Any]:
+) -> list[Gradient]:
     xs = [x for x in sources if is_differentiable(x)]
     grads = iter(tf.gradients(ys, xs, list(d_ys)) if ys and xs else [None] * len(xs))
     return [next(grads) if is_differentiable(x) else None for x in sources]
 
 
-def _by_user(out: CellOut, d_outputs: Sequence[tf.Tensor]) -> list[Any]:
+def _by_user(out: CellOut, d_outputs: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
     assert out.gradient is not None
     given = iter(d_outputs)
     full = [

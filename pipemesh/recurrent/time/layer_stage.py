@@ -10,8 +10,16 @@ import tensorflow as tf
 from pipemesh.backend.functions import keep_alive
 from pipemesh.backend.structure import Structure
 from pipemesh.errors import PipelineError
+from pipemesh.recurrent.passes.tracing import specs_of
 from pipemesh.recurrent.stage import Stage
-from pipemesh.recurrent.time.cell import Arguments, Cell, TracedCell, groups
+from pipemesh.recurrent.time.cell import (
+    Arguments,
+    ArgumentSpecs,
+    Cell,
+    Structures,
+    TracedCell,
+    groups,
+)
 from pipemesh.recurrent.time.cell_out import CellOut
 from pipemesh.recurrent.time.loop_gradient import run_loop
 from pipemesh.recurrent.time.time_loop import Captures, Span, TimeLoop, extras_shapes
@@ -74,7 +82,7 @@ class LayerStage:
         parts = (arguments.theta, arguments.state0, accumulators)
         names = (f"thetas[{number}]", f"init_states[{number}]", f"the accumulators of {number}")
         of_parts = [Structure(part, name) for part, name in zip(parts, names, strict=True)]
-        self.structures = Arguments(*of_parts, inputs)
+        self.structures = Structures(of_parts[0], of_parts[1], of_parts[2], inputs)
         with tf.device(arguments.device):
             self._theta, self._state0, found = (
                 structure.tensors(part) for structure, part in zip(of_parts, parts, strict=True)
@@ -83,10 +91,8 @@ class LayerStage:
         if unused_state:
             self._state0 = [tf.stop_gradient(x) for x in self._state0]
         self._check_state()
-        specs = Arguments(
-            *([tf.TensorSpec(x.shape, x.dtype) for x in part] for part in self._given()),
-            list(input_specs),
-        )
+        of_theta, of_state, of_accumulators = map(specs_of, self._given())
+        specs = ArgumentSpecs(of_theta, of_state, of_accumulators, list(input_specs))
         function = arguments.cell_fn
         cell = Cell(
             f"{getattr(function, '__name__', type(function).__name__)} of layer {number}",

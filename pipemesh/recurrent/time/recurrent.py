@@ -10,7 +10,8 @@ import tensorflow as tf
 from pipemesh.backend.functions import keep_alive
 from pipemesh.backend.structure import Structure
 from pipemesh.errors import PipelineError
-from pipemesh.recurrent.time.cell import Arguments, Cell, TracedCell
+from pipemesh.recurrent.passes.tracing import specs_of
+from pipemesh.recurrent.time.cell import Arguments, ArgumentSpecs, Cell, Structures, TracedCell
 from pipemesh.recurrent.time.loop_gradient import run_loop
 from pipemesh.recurrent.time.stop_condition import StopCondition
 from pipemesh.recurrent.time.time_loop import (
@@ -115,13 +116,13 @@ def Recurrent(
     accumulators0 = (
         accumulator_layer.GetAccumulatorValues() if accumulator_layer is not None else ()
     )
-    parts = Arguments(theta, state0, accumulators0, inputs)
-    structures = Arguments(
+    structures = Structures(
         Structure(theta, "theta"),
         Structure(state0, "state0"),
         Structure(accumulators0, "the accumulators"),
         Structure(inputs, "inputs"),
     )
+    parts = (theta, state0, accumulators0, inputs)
     given = Arguments(*(s.tensors(part) for s, part in zip(structures, parts, strict=True)))
     if not given.state:
         raise PipelineError("state0 has no tensor in it, so that there is nothing to compute")
@@ -135,7 +136,8 @@ def Recurrent(
     with tf.name_scope("recurrent"):
         given = given._replace(inputs=_of_one_length(given.inputs, structures.inputs.leaf_names))
         step_inputs = [tf.TensorSpec(x.shape[1:], x.dtype) for x in given.inputs]
-        specs = Arguments(*map(_specs, given[:3]), step_inputs)
+        of_theta, of_state, of_accumulators = map(specs_of, given[:3])
+        specs = ArgumentSpecs(of_theta, of_state, of_accumulators, step_inputs)
         device = tf.zeros([]).device
         cell = Cell(name, cell_fn, cell_grad, accumulator_layer, extras, may_capture, device)
         traced = TracedCell(cell, structures, specs)
@@ -150,10 +152,6 @@ def Recurrent(
         accumulator_layer.SetAccumulatorValues(structures.accumulators.pack(accumulators))
     results = structures.state.pack(acc_state), structures.state.pack(state)
     return (*results, traced.extras.pack(acc_extras)) if return_acc_extras else results
-
-
-def _specs(tensors: Sequence[tf.Tensor]) -> list[tf.TensorSpec]:
-    return [tf.TensorSpec(x.shape, x.dtype) for x in tensors]
 
 
 def _of_one_length(inputs: list[tf.Tensor], names: list[str]) -> list[tf.Tensor]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from pipemesh.backend.static_shape import static_sizes
 from pipemesh.backend.structure import Structure
 from pipemesh.errors import PipelineError
 from pipemesh.recurrent.executor import pipeline
@@ -227,7 +228,7 @@ def _length(inputs: Sequence[tf.Tensor], names: Sequence[str]) -> int:
         check_static(name, tensor)
         if tensor.shape.rank == 0:
             raise PipelineError(f"{name} is a scalar; it needs a dim 0, which is time")
-    lengths = {name: int(x.shape[0]) for x, name in zip(inputs, names, strict=True)}
+    lengths = {name: static_sizes(x)[0] for x, name in zip(inputs, names, strict=True)}
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{name}: {length}" for name, length in lengths.items())
         raise PipelineError(f"the inputs differ in dim 0, which is time: {listed}")

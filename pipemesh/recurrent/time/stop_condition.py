@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.errors import PipelineError
-from pipemesh.recurrent.time.cell import Arguments
+from pipemesh.recurrent.time.cell import ArgumentSpecs, Structures
 from pipemesh.recurrent.time.traced_function import TracedFunction
 
 
@@ -28,7 +28,10 @@ class StopCondition:
     """
 
     def __init__(
-        self, stop_fn: Callable[[tf.Tensor, Any, Any], Any], structures: Arguments, specs: Arguments
+        self,
+        stop_fn: Callable[[tf.Tensor, Any, Any], Any],
+        structures: Structures,
+        specs: ArgumentSpecs,
     ) -> None:
         def run(t: tf.Tensor, *flat: tf.Tensor) -> tf.Tensor:
             theta = structures.theta.pack(flat[: len(specs.theta)])

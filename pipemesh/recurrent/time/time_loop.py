@@ -144,13 +144,18 @@ class TimeLoop:
             self.out.rows(size) if self.out else [],
         ]
 
-        def proceed(t: tf.Tensor, state: Any, *_: Any) -> tf.Tensor:
+        def proceed(t: tf.Tensor, state: list[tf.Tensor], *_: object) -> tf.Tensor:
             if self.stop is None:
                 return t < span.end
             stop = self.stop(span.first + t, given.theta, state, captures.stop)
             return tf.logical_and(t < span.end, tf.logical_not(stop))
 
-        def body(t: tf.Tensor, state: Any, accumulators: Any, acc: Any) -> Any:
+        def body(
+            t: tf.Tensor,
+            state: list[tf.Tensor],
+            accumulators: list[tf.Tensor],
+            acc: list[list[tf.Tensor]],
+        ) -> Any:
             inputs = [x[t] for x in given.inputs]
             arguments = Arguments(given.theta, state, accumulators, inputs)
             step = self.cell.step(span.first + t, arguments, captures.cell)
@@ -262,8 +267,11 @@ class TimeLoop:
         stacked = [row.stack(handle) for row, handle in zip(input_rows, d_inputs, strict=True)]
         sums = [tf.cast(x, sources[i].dtype) for x, i in zip(totals, summed, strict=True)]
         like = [given.theta, captures.cell, captures.out]
+        of_theta, of_cell, of_out = groups(_spread(sums, summed, len(sources)), like)
         return Gradients(
-            *groups(_spread(sums, summed, len(sources)), like),
+            of_theta,
+            of_cell,
+            of_out,
             _spread(d_state0, differentiable, len(given.state)),
             _spread(stacked, with_row, len(given.inputs)),
         )
@@ -302,15 +310,17 @@ def extras_shapes(traced: TracedCell, like: Any) -> list[tf.Tensor | np.ndarray]
 
 def sequence_length(inputs: Sequence[tf.Tensor]) -> tf.Tensor:
     """The size of dim 0 as int32 scalar; a constant if it is known while the graph is built."""
-    known = [x.shape[0] for x in inputs if x.shape[0] is not None]
-    return tf.constant(known[0]) if known else tf.shape(inputs[0])[0]
+    known = next((size for x in inputs if (size := x.shape[0]) is not None), None)
+    return tf.shape(inputs[0])[0] if known is None else tf.constant(known)
 
 
-def _write(rows: list[Rows], handles: Any, values: Any, t: tf.Tensor) -> list[tf.Tensor]:
+def _write(
+    rows: list[Rows], handles: Sequence[tf.Tensor], values: Sequence[tf.Tensor], t: tf.Tensor
+) -> list[tf.Tensor]:
     return [row.write(h, t, x) for row, h, x in zip(rows, handles, values, strict=True)]
 
 
-def _read(rows: list[Rows], handles: Any, t: tf.Tensor) -> list[tf.Tensor]:
+def _read(rows: list[Rows], handles: Sequence[tf.Tensor], t: tf.Tensor) -> list[tf.Tensor]:
     return [row.read(handle, t) for row, handle in zip(rows, handles, strict=True)]
 
 
@@ -326,9 +336,11 @@ def _add(total: tf.Tensor, grad: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
     return tf.ensure_shape(total + tf.cast(grad, total.dtype), total.shape)
 
 
-def _spread(values: Sequence[tf.Tensor], places: Sequence[int], size: int) -> list[Any]:
+def _spread(
+    values: Sequence[tf.Tensor], places: Sequence[int], size: int
+) -> list[tf.Tensor | None]:
     """A list with the values at their places and None elsewhere."""
-    result: list[Any] = [None] * size
+    result: list[tf.Tensor | None] = [None] * size
     for place, value in zip(places, values, strict=True):
         result[place] = value
     return result

@@ -119,5 +119,5 @@ class TracedFunction:
             self._function.set_external_captures(self.captures)
 
 
-def _is_ref_variable(tensor: Any) -> bool:
+def _is_ref_variable(tensor: tf.Tensor) -> bool:
     return getattr(getattr(tensor, "op", None), "type", None) in REF_VARIABLES

@@ -17,14 +17,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import Literal
 
 import tensorflow as tf
 
 from pipemesh.errors import PipelineError
 
+Direction = Literal["forward", "backward"]
 CHECKS = ("all", "forward", "results", "loss", "off")
 # Those that look at what layers give, and so can tell where it began.
-LOCATING = {"forward": ("all", "forward"), "backward": ("all",)}
+LOCATING: dict[Direction, tuple[str, ...]] = {"forward": ("all", "forward"), "backward": ("all",)}
 # Those that look at gradients.
 OF_GRADIENTS = ("all", "results")
 _NOTHING = -1

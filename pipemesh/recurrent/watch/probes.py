@@ -21,12 +21,12 @@ class Probe:
         layers: names of the layers one of which is to blame if a tensor is not finite; none if
             the operations belong to no layer.
         tensors: names of the tensors.
-        place: the number of the replica that they belong to.
+        replica: the number of the replica that they belong to.
     """
 
     layers: tuple[str, ...]
     tensors: tuple[str, ...]
-    place: int = 0
+    replica: int = 0
 
 
 class StageProbes:

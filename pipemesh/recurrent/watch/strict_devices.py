@@ -14,7 +14,7 @@ from pipemesh.errors import DeviceError
 _GIVEN = frozenset(["Placeholder", "_Arg", "_Retval"])
 
 
-def check_devices(name: str, device: str, nodes: Iterable[Any]) -> None:
+def check_devices(name: str, device: str, nodes: Iterable[tf.compat.v1.NodeDef]) -> None:
     """Checks a replica of a stage.
 
     Args:
@@ -37,7 +37,7 @@ def check_devices(name: str, device: str, nodes: Iterable[Any]) -> None:
         _check_node(node, name, device, wanted)
 
 
-def _check_node(node: Any, stage: str, device: str, wanted: tf.DeviceSpec) -> None:
+def _check_node(node: tf.compat.v1.NodeDef, stage: str, device: str, wanted: tf.DeviceSpec) -> None:
     what = f"operation {node.name!r} ({node.op}) of stage {stage!r}"
     if not _fits(tf.DeviceSpec.from_string(node.device), wanted):
         raise DeviceError(
@@ -66,7 +66,7 @@ def _fits(pinned: tf.DeviceSpec, wanted: tf.DeviceSpec) -> bool:
     return True
 
 
-def _has_kernel(node: Any, device_type: str) -> bool:
+def _has_kernel(node: tf.compat.v1.NodeDef, device_type: str) -> bool:
     return any(
         kernel.device_type in (device_type, "DEFAULT")
         and all(_allows(constraint, node) for constraint in kernel.constraint)
@@ -74,7 +74,7 @@ def _has_kernel(node: Any, device_type: str) -> bool:
     )
 
 
-def _allows(constraint: Any, node: Any) -> bool:
+def _allows(constraint: Any, node: tf.compat.v1.NodeDef) -> bool:
     """Whether the type of a node is one that a kernel computes with."""
     if constraint.name not in node.attr:
         return True

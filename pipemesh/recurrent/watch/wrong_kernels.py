@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import string
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -17,7 +16,7 @@ _SIZE = 4
 _TOLERANCE = 0.05
 
 
-def check_kernels(stage: str, device: str, nodes: Iterable[Any]) -> None:
+def check_kernels(stage: str, device: str, nodes: Iterable[tf.compat.v1.NodeDef]) -> None:
     """Refuses a stage whose products this machine computes wrongly.
 
     oneDNN's `Einsum` with an ellipsis ignores that an operand has to be transposed, in float16, on

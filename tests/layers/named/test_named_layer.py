@@ -97,14 +97,13 @@ def test_initial_values_depend_on_name_and_seed():
     assert 0.3 < values["first.w"].std() < 0.7
 
 
-def test_places_are_parallel_to_theta():
+def test_a_layer_says_which_processors_hold_its_variables():
     layer = make(Pair.Params().Set(name="pair"), make_lowering("data:2;model:2"))
-    places = layer.weight_places()
-    product = {"b": None, "w_slice_0": 0, "w_slice_1": 1}
-    assert places == py_utils.NestedMap(
-        scale_slice_0=0, scale_slice_1=1, first=product, rest=[product, product]
-    )
-    assert [k for k, _ in places.FlattenItems()] == [k for k, _ in layer.theta.FlattenItems()]
+    assert layer.weight_holders() == {"scale_slice_0": (0, 2), "scale_slice_1": (1, 3)}
+    product = {"b": (0, 1, 2, 3), "w_slice_0": (0, 2), "w_slice_1": (1, 3)}
+    assert layer.first.weight_holders() == product
+    assert sorted(layer.first.weight_holders()) == sorted(layer.theta.first)
+    assert {"batch", "length"} < layer.dims()
 
 
 def test_a_call_may_have_other_devices_than_the_layer_was_made_with():

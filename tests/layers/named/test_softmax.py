@@ -65,7 +65,7 @@ def test_a_smoothing_that_is_no_part_is_an_error(smoothing):
 
 def test_rules_for_other_layers_do_not_matter():
     with lowering_scope(make_lowering("data:2;model:2", RULES + ";columns:model")):
-        assert PARAMS.Copy().Instantiate().weight_places().w_slice_1 == 1
+        assert PARAMS.Copy().Instantiate().weight_holders()["w_slice_1"] == (1, 3)
 
 
 def test_meta_counts_the_logits():

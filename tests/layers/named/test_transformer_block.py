@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from lingvo.core import layers, py_utils, tshape
+from lingvo.core import tshape
 
 from pipemesh.layers import FeatureExtractionLayer
-from pipemesh.layers.named import TransformerBlock, lowering_scope
-from pipemesh.layers.named.named_layer import places_of
-from tests.layers.named.harness import MESHES, make_lowering, reference, run, value_of
+from pipemesh.layers.named import TransformerBlock
+from tests.layers.named.harness import MESHES, reference, run, value_of
 from tests.layers.named.test_block_attention import plain_attention
 
 X = value_of("x", [2, 5, 8])
@@ -82,14 +81,3 @@ def test_meta_is_the_sum_of_the_parts():
     products = 4 * 8 * 8 + 2 * 8 * 12
     assert meta.flops == 2 * 2 * (5 * products + 2 * 8 * 5 * 5)
     assert meta.parameter_bytes == 4 * sum(int(np.prod(shape)) for shape in SHAPES.values())
-
-
-def test_layers_of_lingvo_have_no_places():
-    norm = layers.LayerNorm.Params().Set(name="norm", input_dim=8)
-    params = FeatureExtractionLayer.Params().Set(name="stack", sub=[PARAMS, norm])
-    with lowering_scope(make_lowering("model:2")), py_utils.VariableStore():
-        stack = params.Instantiate()
-    places = places_of(stack)
-    assert [k for k, _ in places.FlattenItems()] == [k for k, _ in stack.theta.FlattenItems()]
-    assert places.norm == {"scale": None, "bias": None}
-    assert places.block.feed_forward.w_in_slice_1 == 1

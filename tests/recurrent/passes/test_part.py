@@ -47,7 +47,7 @@ GRADS, PASTED = ["a:0", ("b:0", "i:0")], ([1, 2, 3], [10.0, 20.0, 40.0], [2, 0, 
 def sums(before):
     dense, rows, indices = PASTED
     pasted = iter([tf.constant(dense, tf.float16), tf.constant(rows), tf.constant(indices)])
-    return accumulated(before, GRADS, SPECS, pasted)
+    return accumulated(before, GRADS, SPECS, ["CPU:0", "CPU:1"], pasted)
 
 
 def test_the_first_sums_are_the_gradients_themselves():

@@ -136,15 +136,15 @@ def test_probes_look_at_what_is_computed_and_say_where():
     with tf.Graph().as_default():
         traced = traced_stage(replicas=2)
     forward = traced.forward_probes()
-    assert [(probe.layers, probe.place) for probe in forward] == [
+    assert [(probe.layers, probe.replica) for probe in forward] == [
         ((layer,), place) for place in (0, 1) for layer in ("first", "second")
     ]
-    backward = [(probe.layers, probe.place) for probe in traced.backward_probes(False)]
+    backward = [(probe.layers, probe.replica) for probe in traced.backward_probes(False)]
     # The gradient of what a layer returns is made by the layers after it.
     assert (("second",), 0) in backward and (("first",), 1) in backward
     assert [place for _, place in backward] == sorted(place for _, place in backward)
     for probe in forward:
-        assert {*map(traced.place, probe.tensors)} == {probe.place}
+        assert {*map(traced.replica, probe.tensors)} == {probe.replica}
 
 
 def test_outputs_are_what_the_stage_computes():

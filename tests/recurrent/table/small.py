@@ -45,7 +45,7 @@ def small_machine(is_forward_only=False):
         None,
         is_forward_only,
     )
-    return machine, State.before(machine.stages, 2)
+    return machine, State.before(machine.stages, SCHEDULE.stage_devices)
 
 
 def wanted():

@@ -57,7 +57,7 @@ def test_all_stages_have_as_many_replicas():
     text = r"'a' has 2 devices \(CPU:0, CPU:1\), but stage 'b' has 1 \(CPU:2\)"
     with pytest.raises(PipelineError, match=text):
         num_replicas([stage_on("a", two), stage_on("b", "CPU:2")])
-    with pytest.raises(PipelineError, match=r"'b' is recurrent and has 2 devices .*one device"):
+    with pytest.raises(PipelineError, match=r"'b' is recurrent and has 2 replicas .*give it one"):
         num_replicas([stage_on("a", two), stage_on("b", two, True)])
 
 

@@ -8,11 +8,12 @@ import tensorflow as tf
 
 from pipemesh.recurrent import Stage
 from pipemesh.recurrent.remat import FULL, NONE
+from pipemesh.recurrent.table.kinds import GRADS, KEPT, OUTPUTS, PENDING
 from pipemesh.recurrent.table.lists import Lists
 from tests.recurrent.passes.traced import run
 
 DEVICES = ("CPU:1", "CPU:2")
-KEY = ("outputs", 0, "")
+KEY = Lists.key(OUTPUTS, 0, FULL)
 
 
 def lists_of(specs, places=None, num_microbatches=3, devices=DEVICES):
@@ -28,10 +29,10 @@ def number(value):
 
 
 def test_only_what_is_kept_depends_on_the_mode_of_remat():
-    assert Lists.key("kept", 1, FULL) == ("kept", 1, FULL)
-    assert Lists.key("pending", 1, NONE) == ("pending", 1, NONE)
-    assert Lists.key("outputs", 1, FULL) == Lists.key("outputs", 1, NONE)
-    assert Lists.key("grads", 1, FULL) != Lists.key("grads", 2, FULL)
+    assert Lists.key(KEPT, 1, FULL) == (KEPT, 1, FULL)
+    assert Lists.key(PENDING, 1, NONE) == (PENDING, 1, NONE)
+    assert Lists.key(OUTPUTS, 1, FULL) == Lists.key(OUTPUTS, 1, NONE)
+    assert Lists.key(GRADS, 1, FULL) != Lists.key(GRADS, 2, FULL)
 
 
 def test_what_was_put_is_taken_by_its_number_and_is_gone_then():

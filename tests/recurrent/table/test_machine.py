@@ -4,6 +4,7 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.recurrent.remat import FULL, NONE
+from pipemesh.recurrent.table.kinds import GRADS, KEPT, OUTPUTS, PENDING
 from tests.recurrent.passes.traced import run
 from tests.recurrent.table.small import DY, ROWS, WEIGHTS, WIDTH, X, assert_close, small_machine
 
@@ -15,7 +16,7 @@ class Values:
 
     def __init__(self, state):
         self.state = state
-        self.found = {("outputs", -1): [tf.constant(X[:ROWS])]}
+        self.found = {(OUTPUTS, -1): [tf.constant(X[:ROWS])]}
 
     def read(self, kind, stage):
         return self.found[kind, stage]
@@ -28,7 +29,7 @@ def perform(actions):
     """Values after actions of the first microbatch, such as `0F`; the machine."""
     machine, state = small_machine()
     values = Values(state)
-    values.found["grads", 2] = [tf.constant(DY[:ROWS])]
+    values.found[GRADS, 2] = [tf.constant(DY[:ROWS])]
     for action in actions:
         stage, kind = int(action[0]), action[1]
         with machine.acting(f"action_{action}0", stage):
@@ -39,11 +40,11 @@ def perform(actions):
 def test_specs_and_places_of_what_actions_hand_on():
     with tf.Graph().as_default():
         machine, _ = small_machine()
-        assert machine.specs("outputs", 0) == machine.specs("grads", 1) == [FIRST]
-        assert machine.specs("kept", 0, FULL) == [FIRST]
-        assert len(machine.specs("kept", 0, NONE)) == 2
-        for kind in ("inputs", "outputs", "grads", "kept"):
-            assert machine.places(kind, 0, FULL) == [0], kind
+        assert machine.specs(OUTPUTS, 0) == machine.specs(GRADS, 1) == [FIRST]
+        assert machine.specs(KEPT, 0, FULL) == [FIRST]
+        assert len(machine.specs(KEPT, 0, NONE)) == 2
+        for kind in (OUTPUTS, GRADS, KEPT):
+            assert machine.places(kind, 0, FULL) == machine.input_places(0) == [0], kind
 
 
 def test_functions_of_a_mode_are_made_once():
@@ -56,7 +57,7 @@ def test_functions_of_a_mode_are_made_once():
 def test_without_a_gradient_at_the_end_there_is_none_anywhere():
     with tf.Graph().as_default():
         machine, _ = small_machine(is_forward_only=True)
-        assert machine.specs("grads", 0, "") == [None]
+        assert machine.specs(GRADS, 0) == [None]
         assert machine.traced[0].gradients.of_theta == [None]
 
 
@@ -66,9 +67,9 @@ def test_actions_write_what_later_ones_read(halves):
     with tf.Graph().as_default():
         machine, values = perform(["0F", "1F", *backwards])
         sums = [machine.total_gradients(s, values.state)[0] for s in range(2)]
-        (y,), (dx,) = values.found["outputs", 1], values.found["grads", 0]
+        (y,), (dx,) = values.found[OUTPUTS, 1], values.found[GRADS, 0]
         assert y.device == "/device:CPU:2"
-        assert (("pending", 0) in values.found) == halves
+        assert ((PENDING, 0) in values.found) == halves
         found = run([y, dx, *sums])
     x = tf.constant(X[:ROWS])
     weights = [*map(tf.constant, WEIGHTS)]
@@ -84,7 +85,7 @@ def test_an_action_waits_for_the_one_before_on_its_home_alone():
         first, second = values.state.tokens
         assert second == [[]]
         (token,) = first
-        assert values.found["outputs", 0][0].op in token
+        assert values.found[OUTPUTS, 0][0].op in token
         assert {op.device for op in token} == {"/device:CPU:1"}
 
 

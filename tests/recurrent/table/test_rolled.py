@@ -3,7 +3,8 @@
 import pytest
 import tensorflow as tf
 
-from pipemesh.recurrent.remat import FULL
+from pipemesh.recurrent.remat import FULL, NONE
+from pipemesh.recurrent.table.kinds import GRADS, KEPT, OUTPUTS
 from pipemesh.recurrent.table.rolled import Rolled
 from pipemesh.schedule import execution_order, gpipe
 from pipemesh.schedule.repeats import Loop, find_loops
@@ -35,7 +36,7 @@ def test_loops_give_outputs_and_gradients_of_the_whole_batch(schedule):
         values.seed([tf.constant(DY)])
         values.perform(items)
         weights = [machine.total_gradients(s, values.state)[0] for s in range(2)]
-        results = [*values.joined("outputs", 1), *values.joined("grads", 0), *weights]
+        results = [*values.outputs(), *values.input_grads(), *weights]
         assert any("While" in op.type for op in graph.get_operations())
         found = run([results, [carry[0] for carry in values.state.carries]])
     assert_close(found[0], wanted())
@@ -55,7 +56,7 @@ def test_a_second_backward_pass_takes_the_same_values_once_more():
             values.seed([factor * tf.constant(DY)])
             values.state.accumulators = [None, None]
             values.perform(items[len(forwards) :])
-            found += values.joined("grads", 0)
+            found += values.input_grads()
         one, two = run(found)
     of_x = wanted()[1]
     assert_close([one, two], [of_x, 2 * of_x])
@@ -69,6 +70,21 @@ def test_what_goes_around_in_one_loop_lies_in_no_list():
         with tf.Graph().as_default():
             channels[name] = rolled(*small_machine(), items).in_lists
     # What leaves the pipeline is taken by no action.
-    leaving = {("outputs", 1), ("grads", 0)}
-    assert leaving <= channels["1f1b"] and ("kept", 1) not in channels["1f1b"]
-    assert {("kept", 0), ("kept", 1)} | leaving <= channels["gpipe"]
+    leaving = {(OUTPUTS, 1), (GRADS, 0)}
+    assert leaving <= channels["1f1b"] and (KEPT, 1) not in channels["1f1b"]
+    assert {(KEPT, 0), (KEPT, 1)} | leaving <= channels["gpipe"]
+
+
+def test_microbatches_of_a_loop_may_differ_in_what_is_computed_again():
+    modes = {(s, m): (FULL, NONE)[m % 2] for s, m in MODES}
+    order = execution_order(gpipe(2, MICROBATCHES))
+    items = find_loops(order, lambda action: modes[action.stage, action.microbatch])
+    assert any(isinstance(item, Loop) and abs(item.shift) == 2 for item in items)
+    with tf.Graph().as_default():
+        machine, state = small_machine()
+        values = Rolled(machine, state, machine.stages, [tf.constant(X)], CUTTING, modes, items)
+        values.seed([tf.constant(DY)])
+        values.perform(items)
+        weights = [machine.total_gradients(s, values.state)[0] for s in range(2)]
+        found = run([*values.outputs(), *values.input_grads(), *weights])
+    assert_close(found, wanted())

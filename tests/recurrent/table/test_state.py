@@ -16,13 +16,13 @@ def stages():
 
 def test_before_the_first_action_there_are_carries_and_nothing_else():
     given = stages()
-    state = State.before(given, 3)
+    state = State.before(given, [0, 1])
     assert state.carries == [list(given[0].carry), []]
     assert state.carries[0] is not given[0].carry
     assert state.carry_grads == [[None, None], []]
     assert state.accumulators == [None, None]
-    # Three homes of two devices each.
-    assert state.tokens == [[[], []]] * 3
+    # Two homes of two devices each.
+    assert state.tokens == [[[], []]] * 2
     assert state.tokens[0] is not state.tokens[1]
     assert {d: [len(n) for n in notes] for d, notes in state.notes.items()} == {
         "forward": [2, 2],
@@ -37,7 +37,7 @@ def test_a_note_of_nothing_is_no_place():
 
 
 def test_values_are_taken_back_with_other_tokens():
-    state = State.before(stages(), 1)
+    state = State.before(stages(), [0, 0])
     state.accumulators = [[tf.constant(3.0)], None]
     tokens = [[["x"], ["y"]]]
     again = state.with_values(state.values(), tokens)
@@ -49,7 +49,7 @@ def test_operations_of_another_graph_are_waited_for_by_none():
     with tf.Graph().as_default():
         before = tf.no_op()
     with tf.Graph().as_default():
-        state = State.before(stages(), 2)
+        state = State.before(stages(), [0, 1])
         here = tf.no_op()
         state.tokens = [[[before, here], [before]], [[], [here]]]
         state.forget_tokens_of_other_graphs()

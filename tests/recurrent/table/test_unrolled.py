@@ -3,6 +3,7 @@
 import numpy as np
 import tensorflow as tf
 
+from pipemesh.recurrent.table.kinds import GRADS, OUTPUTS
 from pipemesh.recurrent.table.unrolled import Unrolled, join
 from pipemesh.schedule import execution_order
 from tests.recurrent.passes.traced import run
@@ -30,7 +31,7 @@ def test_actions_give_outputs_and_gradients_of_the_whole_batch():
         values.seed([tf.constant(DY)])
         values.perform(execution_order(SCHEDULE))
         weights = [machine.total_gradients(s, values.state)[0] for s in range(2)]
-        results = [*values.joined("outputs", 1), *values.joined("grads", 0), *weights]
+        results = [*values.outputs(), *values.input_grads(), *weights]
         names = {op.name.split("/")[0] for op in graph.get_operations()}
         found = run([results, [carry[0] for carry in values.state.carries]])
     assert_close(found[0], wanted())
@@ -43,9 +44,14 @@ def test_all_microbatches_may_have_the_same_gradient():
     with tf.Graph().as_default():
         values = unrolled(*small_machine())
         values.seed_all([one := tf.ones([])])
-        assert values.read("grads", 2) == [one]
-        values.perform(execution_order(SCHEDULE)[:1])
-        assert values.joined("outputs", -1)[0].shape == X.shape
+        assert values.read(GRADS, 2) == [one]
+
+
+def test_the_first_stage_reads_its_part_of_the_inputs():
+    with tf.Graph().as_default():
+        values = unrolled(*small_machine())
+        (part,) = values.read(OUTPUTS, -1)
+        assert_close([run(part)], [X[: CUTTING.part_size]])
 
 
 def test_parts_are_joined_along_the_batch_and_scalars_to_a_vector():

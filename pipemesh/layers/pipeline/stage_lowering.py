@@ -1,0 +1,140 @@
+"""How the layers with named dims of a stage are split over the devices of its home."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from lingvo.core import py_utils
+
+from pipemesh.errors import LayoutError
+from pipemesh.layers.named import NamedLayer, lowering_scope
+from pipemesh.lowering import PlacementLowering
+from pipemesh.mesh import LayoutRules, Mesh
+from pipemesh.plan.places import BATCH, inner_mesh, inner_rules
+
+
+class StageLowering:
+    """The mesh and the rules by which the replicas of all stages of a stack are split.
+
+    Args:
+        mesh: of the stack; None if there is none.
+        layout: its rules.
+    """
+
+    def __init__(self, mesh: Mesh | None, layout: LayoutRules) -> None:
+        self._layout = layout
+        self._mesh = mesh
+        self._inner = None if mesh is None else inner_mesh(mesh, layout)
+
+    @contextlib.contextmanager
+    def on(self, devices: Sequence[str]) -> Iterator[None]:
+        """Inside, layers with named dims are made, or called, for a replica with these devices."""
+        if self._inner is None:
+            yield
+            return
+        with lowering_scope(PlacementLowering(self._inner, inner_rules(self._layout), devices)):
+            yield
+
+    def check(self, name: str, stages: Sequence[Any]) -> None:
+        """Checks that the layout is one for the layers of a stack.
+
+        Args:
+            name: of the stack.
+            stages: its stages.
+
+        Raises:
+            LayoutError: a rule is for a dim that no layer has.
+        """
+        if self._mesh is None:
+            return
+        dims = {stage.params.name: _dims(stage) for stage in stages}
+        try:
+            self._layout.check(self._mesh, [BATCH, *sorted(set().union(*dims.values()))])
+        except LayoutError as error:
+            raise LayoutError(f"{name}: {error}") from error
+        if self._inner is None or self._inner.num_devices == 1:
+            return
+        for stage, found in dims.items():
+            if not found:
+                warnings.warn(
+                    f"{name}: stage {stage!r} has no layer with named dims, so it runs on the "
+                    f"first of the {self._inner.num_devices} devices of a replica along "
+                    f"{', '.join(map(repr, self._inner.axis_names))}, and the others idle",
+                    stacklevel=4,
+                )
+
+
+class StageWeights:
+    """The weights of a stage as the executor takes them: each tensor on one device of a replica.
+
+    Args:
+        cell: the stage, a lingvo layer.
+        theta: its weights.
+        devices: of its first replica.
+
+    Attributes:
+        tensors: all of them; what several devices need is there once for each.
+        places: for each on which of a replica's devices it lies.
+        copies: numbers of those that are copies of another one.
+    """
+
+    def __init__(self, cell: Any, theta: Any, devices: Sequence[str]) -> None:
+        self._theta = theta
+        self.tensors: list[Any] = []
+        self.places: list[int] = []
+        copies: set[int] = set()
+        self._counts: list[int] = []
+        for weight, found in zip(theta.Flatten(), _holders(cell, theta).Flatten(), strict=True):
+            # A plain layer computes on the first device.
+            holders = found or (0,)
+            self._counts.append(len(holders))
+            for number, place in enumerate(holders):
+                if number:
+                    copies.add(len(self.tensors))
+                with tf.device(devices[place]):
+                    self.tensors.append(tf.identity(weight) if number else weight)
+                self.places.append(place)
+        self.copies = frozenset(copies)
+
+    def spread(self, values: Sequence[Any]) -> list[Any]:
+        """What is there for each weight, once for each tensor."""
+        pairs = zip(values, self._counts, strict=True)
+        return [value for value, count in pairs for _ in range(count)]
+
+    def pack(self, tensors: Sequence[Any]) -> Any:
+        """Tensors as the theta of the stage; what several devices need is a tuple."""
+        rest = iter(tensors)
+        packed = []
+        for count in self._counts:
+            own = tuple(next(rest) for _ in range(count))
+            packed.append(own if count > 1 else own[0])
+        return self._theta.Pack(packed)
+
+
+def _dims(layer: Any) -> set[str]:
+    """The names of the dims that occur in a layer and its children."""
+    found = set(layer.dims()) if isinstance(layer, NamedLayer) else set()
+    return found.union(*map(_dims, _children(layer)))
+
+
+def _children(layer: Any) -> list[Any]:
+    found: list[Any] = []
+    for child in layer.children.values():
+        found += child if isinstance(child, list | tuple) else [child]
+    return found
+
+
+def _holders(layer: Any, theta: Any) -> Any:
+    """For each weight in a layer's theta the processors that hold it; none for a plain layer's."""
+    if isinstance(layer, list | tuple):
+        return [_holders(part, own) for part, own in zip(layer, theta, strict=True)]
+    own = layer.weight_holders() if isinstance(layer, NamedLayer) else {}
+    found = {
+        name: _holders(layer.children[name], value) if name in layer.children else own.get(name)
+        for name, value in theta.items()
+    }
+    return py_utils.NestedMap(found)

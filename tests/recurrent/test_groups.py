@@ -1,0 +1,229 @@
+"""Stages whose replicas have several devices, among which they divide their work themselves."""
+
+import collections
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.errors import DeviceError, PipelineError
+from pipemesh.lowering import PlacementLowering, Tensor, ops
+from pipemesh.mesh import LayoutRules, Mesh, Shape
+from pipemesh.recurrent import (
+    Home,
+    Options,
+    Stage,
+    current_devices,
+    pipeline_loss,
+    predict_memory,
+    predict_transfers,
+    record_placement,
+)
+from pipemesh.schedule import one_f_one_b, zb_h1, zb_v
+
+BATCH, WIDTH, HIDDEN = 16, 6, 8
+
+
+def weights(seed):
+    rng = np.random.default_rng(seed)
+    return [
+        rng.normal(size=shape).astype(np.float32) / 3
+        for shape in ([WIDTH, HIDDEN], [HIDDEN, WIDTH], [WIDTH])
+    ]
+
+
+def lowering_of_call():
+    """Of the two devices that a stage's function is called for."""
+    return PlacementLowering(
+        Mesh.from_text("model:2"), LayoutRules.from_text("hidden:model"), current_devices()
+    )
+
+
+def layer(lowering, x, theta):
+    """`x + tanh(x @ wi) @ wo * scale`, with `wi` and `wo` cut over two devices."""
+    wi, wo, scale = (
+        Tensor(lowering, tuple(slices), Shape.from_text(text))
+        for slices, text in zip(
+            (theta[0:2], theta[2:4], theta[4:6]),
+            (f"io:{WIDTH};hidden:{HIDDEN}", f"hidden:{HIDDEN};io:{WIDTH}", f"io:{WIDTH}"),
+            strict=True,
+        )
+    )
+    hidden = ops.tanh(ops.einsum([x, wi], ["batch", "hidden"]))
+    return x + ops.einsum([hidden, wo], ["batch", "io"]) * scale
+
+
+def stage_function(is_first, is_last):
+    """Between stages, activations lie on both devices; what comes in and goes out on the first."""
+
+    def forward(theta, carry, inputs, microbatch, step):
+        del microbatch, step
+        lowering = lowering_of_call()
+        shape = Shape.of(batch=inputs[0].shape[0], io=WIDTH)
+        if is_first:
+            x = ops.import_tensor(lowering, inputs[0], shape)
+        else:
+            x = Tensor(lowering, tuple(inputs), shape)
+        y = layer(lowering, x, theta)
+        if is_last:
+            return [tf.reduce_sum(ops.export_tensor(y) ** 2)], carry
+        return list(y.slices), carry
+
+    return forward
+
+
+def plain(x, layers):
+    for wi, wo, scale in layers:
+        x = x + (tf.tanh(x @ wi) @ wo) * scale
+    return tf.reduce_sum(x**2)
+
+
+def cut(own):
+    """The slices of a layer's weights, and a copy of what is not cut."""
+    wi, wo, scale = map(tf.convert_to_tensor, own)
+    return [*tf.split(wi, 2, axis=1), *tf.split(wo, 2, axis=0), scale, tf.identity(scale)]
+
+
+PLACES = [0, 1, 0, 1, 0, 1]
+SCHEDULES = {"1f1b": one_f_one_b(2, 4), "zb_h1": zb_h1(2, 4), "zb_v": zb_v(2, 4)}
+
+
+def homes(schedule, replicas):
+    size = 2 * replicas
+    names = [[f"CPU:{row * size + i}" for i in range(size)] for row in range(schedule.num_devices)]
+    return [Home(tuple(names[row]), replicas) for row in schedule.stage_devices]
+
+
+def stages_of(schedule, variables, replicas=1):
+    last = schedule.num_stages - 1
+    return [
+        Stage(
+            f"s{i}",
+            stage_function(i == 0, i == last),
+            own if len(own) == 6 else cut(own),
+            [],
+            home,
+            places=PLACES,
+            copies=frozenset([5]),
+        )
+        for i, (own, home) in enumerate(zip(variables, homes(schedule, replicas), strict=True))
+    ]
+
+
+@pytest.mark.parametrize("rolled", [False, True])
+@pytest.mark.parametrize("remat", ["full", "none"])
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_slices_of_weights_and_activations_equal_the_plain_model(name, replicas, remat, rolled):
+    schedule = SCHEDULES[name]
+    if schedule.num_devices * 2 * replicas > len(tf.config.list_logical_devices("CPU")):
+        pytest.skip("needs more devices")
+    count = schedule.num_stages
+    variables = [[tf.Variable(w) for w in weights(i)] for i in range(count)]
+    x = tf.constant(np.random.default_rng(9).normal(size=[BATCH, WIDTH]), tf.float32)
+
+    @tf.function
+    def run():
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            found, _, _ = pipeline_loss(
+                stages_of(schedule, variables, replicas),
+                [x],
+                schedule,
+                options=Options(remat=remat, rolled=rolled, strict_devices=True),
+            )
+        return found, tape.gradient(found, [x, variables])
+
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        wanted = plain(x, variables)
+    grads = tape.gradient(wanted, [x, variables])
+    found, found_grads = run()
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    for a, b in zip(tf.nest.flatten(found_grads), tf.nest.flatten(grads), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5)
+
+
+def test_slices_go_from_slice_to_slice_and_weights_once_a_step():
+    schedule, replicas = one_f_one_b(2, 4), 2
+    variables = []
+    for number, home in enumerate(homes(schedule, replicas)):
+        variables.append([])
+        for value, place in zip(cut(weights(number)), PLACES, strict=True):
+            with tf.device(home.devices[place]):
+                variables[-1].append(tf.Variable(value))
+    x = tf.ones([BATCH, WIDTH])
+
+    @tf.function
+    def run():
+        with tf.GradientTape() as tape:
+            found, _, _ = pipeline_loss(
+                stages_of(schedule, variables, replicas),
+                [x],
+                schedule,
+                options=Options(check_numerics="off", rolled=False),
+            )
+        # What a function returns goes to the first device of all.
+        each = [variable for own in variables for variable in own]
+        for variable, grad in zip(each, tape.gradient(found, each), strict=True):
+            if grad is not None:
+                variable.assign_sub(grad)
+
+    with record_placement() as graphs:
+        run()
+    counts = collections.Counter()
+    for graph in graphs.partition_graphs:
+        for node in graph.node:
+            if node.op == "_Send" and node.attr["T"].type == tf.float32.as_datatype_enum:
+                ends = (int(node.attr[f"{end}_device"].s.decode()[-1]) for end in ("send", "recv"))
+                counts[tuple(ends)] += 1
+    # Homes of four devices, replicas of two.
+    between = {pair: n for pair, n in counts.items() if pair[0] // 4 != pair[1] // 4}
+    assert between == {(p, p + 4): 4 for p in range(4)} | {(p + 4, p): 4 for p in range(4)}
+    # Slices of `wi` and `wo`, and the whole `scale`, which has one gradient.
+    apart = {p: n for p, n in counts.items() if p[0] // 4 == p[1] // 4 and p[0] // 2 != p[1] // 2}
+    inputs = {(0, 2): 4}
+    assert {pair: n - inputs.get(pair, 0) for pair, n in apart.items()} == {
+        **{(p, p + 2): 3 for p in (0, 1, 4, 5)},
+        **{(2, 0): 3, (3, 1): 2, (6, 4): 3, (7, 5): 2},
+    }
+
+
+def test_predicted_memory_and_transfers_know_slices():
+    schedule = one_f_one_b(2, 4)
+    variables = [weights(i) for i in range(2)]
+    with tf.Graph().as_default():
+        stages = stages_of(schedule, variables, replicas=2)
+        arguments = stages, [tf.ones([BATCH, WIDTH])], schedule
+        memory = predict_memory(*arguments)
+        found = {
+            (t.what, t.source, t.target): (t.times, t.bytes) for t in predict_transfers(*arguments)
+        }
+    half, scale = 2 * WIDTH * HIDDEN // 2 * 4, WIDTH * 4
+    assert [device.weights for device in memory] == [half + scale] * 8
+    assert [device.gradients for device in memory] == [half + scale, half] * 4
+    assert found["weights", "CPU:0", "CPU:2"] == (1, half + scale)
+    assert found["weights", "CPU:0", "CPU:1"] == (1, scale)
+    assert found["weight gradients", "CPU:3", "CPU:1"] == (1, half)
+    part = BATCH // 4 // 2 * WIDTH * 4
+    assert found["activations", "CPU:3", "CPU:7"] == (4, 4 * part)
+    assert found["gradients", "CPU:7", "CPU:3"] == (4, 4 * part)
+
+
+@pytest.mark.parametrize(
+    "places, replicas, text",
+    [
+        ([0, 1, 2], 1, r"3 weights and the places \[0, 1, 2\].* from 0 to 1"),
+        ([0], 1, r"3 weights and the places \[0\]"),
+    ],
+)
+def test_a_weight_lies_on_a_device_of_the_replica(places, replicas, text):
+    with pytest.raises(PipelineError, match=text):
+        Stage("s", None, [tf.zeros([])] * 3, [], Home(("CPU:0", "CPU:1"), replicas), places=places)
+
+
+def test_devices_divide_among_replicas():
+    with pytest.raises(
+        DeviceError, match=r"3 devices .* and 2 replicas; give each replica as many"
+    ):
+        Home(("CPU:0", "CPU:1", "CPU:2"), 2)
