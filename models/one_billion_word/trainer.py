@@ -23,6 +23,7 @@ from models.one_billion_word.vocabulary import Vocabulary
 from pipemesh.backend.optimizers import create_slots
 from pipemesh.errors import PipemeshError
 from pipemesh.layers import mesh_cluster
+from pipemesh.layers.named import by_logical_name
 from pipemesh.recurrent import ActionClock, Placement, record_placement
 from pipemesh.schedule import Timeline, simulate
 
@@ -84,8 +85,8 @@ class Trainer:
         self._checkpoints = Checkpoints(
             logdir,
             step=self._step,
-            weights=_ByName(self.task.vars.Flatten()),
-            optimizer=_ByName(self._optimizer_variables()),
+            weights=_ByName(by_logical_name(self.task, self.task.vars.Flatten())),
+            optimizer=_ByName(by_logical_name(self.task, self._optimizer_variables())),
         )
         if restore:
             self._checkpoints.restore(restore, "step", "weights", "optimizer")
@@ -348,8 +349,8 @@ def _vanished(error: Exception) -> TextError:
 
 
 class _ByName(tf.Module):
-    """Variables to be saved under their own names."""
+    """Variables to be saved under names of their own."""
 
-    def __init__(self, variables: list[tf.Variable]) -> None:
+    def __init__(self, variables: dict[str, Any]) -> None:
         super().__init__()
-        self.by_name = {v.name.removesuffix(":0"): v for v in variables}
+        self.by_name = variables

@@ -37,7 +37,9 @@ def test_replicas_are_the_places_of_the_batchs_axis(text, layout, number):
     [
         ("layers:2;data:3", "batch:data", [[0, 1, 2], [3, 4, 5]]),
         ("data:3;layers:2", "batch:data", [[0, 2, 4], [1, 3, 5]]),
-        ("layers:2;data:2;model:2", "batch:data;hidden:model", [[0, 2], [4, 6]]),
+        ("layers:2;data:2;model:2", "batch:data", [[0, 2], [4, 6]]),
+        ("layers:2;data:2;model:2", "batch:data;hidden:model", [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ("model:2;data:2", "batch:data;hidden:model", [[0, 2, 1, 3]]),
         ("layers:2;data:2;model:2", "batch:model", [[0, 1], [4, 5]]),
         ("layers:2;data:2", "", [[0], [2]]),
         ("data:2", "batch:data", [[0, 1]]),
@@ -70,3 +72,23 @@ def test_devices_may_not_idle():
         places.check_no_idle_axis(mesh("layers:2;data:3"), LayoutRules())
     with pytest.raises(PlanError, match=r"axis 'model' .* or compute the same; leave the axis out"):
         places.check_no_idle_axis(mesh("layers:2;data:3;model:2"), BY_DATA)
+
+
+def test_the_mesh_of_a_replica_has_the_axes_that_other_dims_than_the_batch_are_split_over():
+    whole = mesh("model:2;layers:2;data:2;idle:1")
+    rules = LayoutRules.from_text("batch:data;d_ff:model;heads:model")
+    assert str(places.inner_mesh(whole, rules)) == "model:2"
+    assert str(places.inner_rules(rules)) == "d_ff:model;heads:model"
+    assert places.inner_mesh(whole, BY_DATA) is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "text"),
+    [
+        ("d_ff:layers", "splits the dim 'd_ff' over the axis 'layers', along which the stages lie"),
+        ("batch:data;d_ff:data", "splits the dim 'd_ff' over the axis 'data', as the batch is"),
+    ],
+)
+def test_other_dims_have_axes_of_their_own(layout, text):
+    with pytest.raises(LayoutError, match=text):
+        places.check_axes(LayoutRules.from_text(layout))

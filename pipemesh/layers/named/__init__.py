@@ -25,6 +25,7 @@ from pipemesh.layers.named.experts import Experts
 from pipemesh.layers.named.feed_forward import FeedForward
 from pipemesh.layers.named.named_layer import NamedLayer
 from pipemesh.layers.named.norm import Norm
+from pipemesh.layers.named.saved import by_logical_name
 from pipemesh.layers.named.scope import current_lowering, lowering_scope
 from pipemesh.layers.named.softmax import SoftmaxCrossEntropy
 from pipemesh.layers.named.transformer_block import TransformerBlock
@@ -39,6 +40,7 @@ __all__ = [
     "Norm",
     "SoftmaxCrossEntropy",
     "TransformerBlock",
+    "by_logical_name",
     "current_lowering",
     "lowering_scope",
 ]

@@ -8,6 +8,7 @@ import lingvo.compat as lingvo_tf
 import tensorflow as tf
 from lingvo.core import base_layer, py_utils
 
+from pipemesh.backend.sliced_variables import Slice
 from pipemesh.errors import LayoutError, ShapeError
 from pipemesh.layers.named.block_init import BlockInit, initializer_of
 from pipemesh.layers.named.scope import current_lowering
@@ -53,6 +54,7 @@ class NamedLayer(base_layer.BaseLayer):
         # By name, the shape of each whole weight, and who holds each variable.
         self._named_shapes: dict[str, Shape] = {}
         self._holders: dict[str, tuple[int, ...]] = {}
+        self._slices: dict[str, tuple[str, Slice]] = {}
 
     @classmethod
     def NamedWeights(cls, p: Any) -> dict[str, tuple[Shape | str, Any]]:
@@ -103,6 +105,9 @@ class NamedLayer(base_layer.BaseLayer):
         devices = getattr(lowering, "devices", None)
         for variable, group in zip(slice_names(name, layout), groups, strict=True):
             self._holders[variable] = group
+            if len(groups) > 1:
+                part = Slice(tuple(shape.sizes), tuple(layout.slice_begin(group[0])))
+                self._slices[variable] = name, part
             block = BlockInit(initializer, shape.sizes, layout.slice_begin(group[0]))
             weights = py_utils.WeightParams(
                 list(layout.slice_shape),
@@ -205,6 +210,10 @@ class NamedLayer(base_layer.BaseLayer):
             of them owns it.
         """
         return dict(self._holders)
+
+    def weight_slices(self) -> dict[str, tuple[str, Slice]]:
+        """For each variable that is a slice the name of the weight, and which slice it is."""
+        return dict(self._slices)
 
     def dims(self) -> set[str]:
         """The names of the dims of the layer's own weights and inputs, which rules may split."""

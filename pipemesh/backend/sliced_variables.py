@@ -1,0 +1,70 @@
+"""A tensor that lies in several variables, kept in checkpoints as one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.trackable import base
+from tensorflow.python.training.saving import saveable_object_util
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """Which part of a whole tensor a variable has.
+
+    Attributes:
+        whole: sizes of the whole tensor.
+        begin: for each dim where the part begins.
+    """
+
+    whole: tuple[int, ...]
+    begin: tuple[int, ...]
+
+    def spec(self, sizes: Sequence[int]) -> str:
+        """As TensorFlow's checkpoints spell it, for a part of these sizes.
+
+        Example:
+            >>> Slice((4, 6), (0, 3)).spec([4, 3])
+            '4 6 0,4:3,3'
+        """
+        parts = ":".join(f"{b},{s}" for b, s in zip(self.begin, sizes, strict=True))
+        return f"{' '.join(map(str, self.whole))} {parts}"
+
+
+class SlicedVariable(base.Trackable):
+    """Variables that have the parts of one tensor, to be tracked by a `tf.train.Checkpoint`.
+
+    In a checkpoint they are one tensor, as if it were a single variable: each part is written from
+    where it lies, and restored from whatever the tensor was cut into when it was written.
+
+    Args:
+        parts: each variable with the part that it has; together they make up the whole.
+
+    Example:
+        >>> import os, tempfile
+        >>> halves = [tf.Variable([1.0, 2.0]), tf.Variable([3.0, 4.0])]
+        >>> sliced = SlicedVariable([(v, Slice((4,), (2 * i,))) for i, v in enumerate(halves)])
+        >>> path = os.path.join(tempfile.mkdtemp(), "ckpt")
+        >>> path = tf.train.Checkpoint(x=sliced).write(path)
+        >>> whole = tf.Variable(tf.zeros([4]))
+        >>> _ = tf.train.Checkpoint(x=whole).read(path).assert_consumed()
+        >>> whole.numpy().tolist()
+        [1.0, 2.0, 3.0, 4.0]
+    """
+
+    def __init__(self, parts: Sequence[tuple[tf.Variable, Slice]]) -> None:
+        self._parts = list(parts)
+
+    def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
+        def saveables(name: str = "sliced") -> list[Any]:
+            return [
+                saveable_object_util.ResourceVariableSaveable(
+                    variable, part.spec(variable.shape.as_list()), name
+                )
+                for variable, part in self._parts
+            ]
+
+        return {base.VARIABLE_VALUE_KEY: saveables}

@@ -1,0 +1,63 @@
+"""Variables by the names that they have whatever they are cut into, for checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from pipemesh.backend.sliced_variables import Slice, SlicedVariable
+from pipemesh.layers.named.named_layer import NamedLayer
+
+
+def by_logical_name(layer: Any, variables: Sequence[Any]) -> dict[str, Any]:
+    """What a `tf.train.Checkpoint` is to track, so that it can be restored under another layout.
+
+    Args:
+        layer: a lingvo layer; layers with named dims among its children may have cut weights.
+        variables: of the layer, or of its optimizer, whose names begin with those of the layer's.
+
+    Returns:
+        By logical name, without `:0`, each variable that is not cut, and for each weight that is,
+        or the optimizer's state of it, all of its slices as one.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> from lingvo.core import py_utils
+        >>> from pipemesh.layers.named import FeedForward, by_logical_name, lowering_scope
+        >>> from pipemesh.lowering import PlacementLowering
+        >>> from pipemesh.mesh import LayoutRules, Mesh
+        >>> mesh, rules = Mesh.from_text("model:2"), LayoutRules.from_text("d_ff:model")
+        >>> params = FeedForward.Params().Set(name="ff", input_dim=4, hidden_dim=8, use_bias=False)
+        >>> lowering = PlacementLowering(mesh, rules, ["CPU:0", "CPU:0"])
+        >>> with lowering_scope(lowering), py_utils.VariableStore():
+        ...     layer = params.Instantiate()
+        >>> len(layer.vars.Flatten()), list(by_logical_name(layer, layer.vars.Flatten()))
+        (4, ['ff/w_in/var', 'ff/w_out/var'])
+    """
+    slices = dict(_slices(layer))
+    found: dict[str, Any] = {}
+    parts: dict[str, list[tuple[tf.Variable, Slice]]] = {}
+    for variable in variables:
+        name = variable.name.removesuffix(":0")
+        # The optimizer's name stands behind that of the weight.
+        of = next((n for n in (name, name.rpartition("/")[0]) if n in slices), None)
+        if of is None or variable.shape.rank != len(slices[of][1].whole):
+            found[name] = variable
+            continue
+        logical, part = slices[of]
+        logical += name.removeprefix(of)
+        parts.setdefault(logical, []).append((variable, part))
+    return found | {name: SlicedVariable(own) for name, own in parts.items()}
+
+
+def _slices(layer: Any) -> Iterator[tuple[str, tuple[str, Slice]]]:
+    """For the name of each variable that is a slice the logical name, and which slice it is."""
+    if isinstance(layer, NamedLayer):
+        for key, (logical, part) in layer.weight_slices().items():
+            name = layer.vars[key].name.removesuffix(":0")
+            yield name, (f"/{logical}/".join(name.rsplit(f"/{key}/", 1)), part)
+    for child in layer.children.values():
+        for each in child if isinstance(child, list | tuple) else [child]:
+            yield from _slices(each)

@@ -1,0 +1,52 @@
+"""A tensor is one in a checkpoint, whatever it was cut into."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.backend.sliced_variables import Slice, SlicedVariable
+
+VALUE = np.arange(24, dtype=np.float32).reshape(4, 6)
+CUTS = {
+    "whole": [((0, 0), (4, 6))],
+    "columns": [((0, 0), (4, 3)), ((0, 3), (4, 3))],
+    "rows": [((i, 0), (1, 6)) for i in range(4)],
+    "both": [((i, j), (2, 2)) for i in (0, 2) for j in (0, 2, 4)],
+}
+
+
+def made(cut, value):
+    """A variable, or slices of it."""
+    parts = [
+        (
+            tf.Variable(value[tuple(slice(b, b + s) for b, s in zip(begin, sizes, strict=True))]),
+            Slice((4, 6), begin),
+        )
+        for begin, sizes in CUTS[cut]
+    ]
+    return ([v for v, _ in parts], parts[0][0] if cut == "whole" else SlicedVariable(parts))
+
+
+@pytest.mark.parametrize("now", CUTS)
+@pytest.mark.parametrize("before", CUTS)
+def test_every_cut_is_restored_from_every_other(tmp_path, before, now):
+    _, saved = made(before, VALUE)
+    path = tf.train.Checkpoint(x=saved).write(str(tmp_path / "ckpt"))
+    np.testing.assert_array_equal(
+        tf.train.load_checkpoint(path).get_tensor("x/.ATTRIBUTES/VARIABLE_VALUE"), VALUE
+    )
+    variables, target = made(now, np.zeros_like(VALUE))
+    status = tf.train.Checkpoint(x=target).read(path)
+    status.assert_consumed()
+    status.assert_existing_objects_matched()
+    for variable, (begin, sizes) in zip(variables, CUTS[now], strict=True):
+        wanted = VALUE[tuple(slice(b, b + s) for b, s in zip(begin, sizes, strict=True))]
+        np.testing.assert_array_equal(variable, wanted)
+
+
+def test_a_tensor_of_another_size_is_an_error(tmp_path):
+    _, saved = made("whole", VALUE)
+    path = tf.train.Checkpoint(x=saved).write(str(tmp_path / "ckpt"))
+    part = tf.Variable(tf.zeros([4, 4]))
+    with pytest.raises((tf.errors.OpError, ValueError)):
+        tf.train.Checkpoint(x=SlicedVariable([(part, Slice((4, 8), (0, 4)))])).read(path)

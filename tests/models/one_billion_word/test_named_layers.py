@@ -1,0 +1,79 @@
+"""Layers with named dims train alike under every plan, and go on from each other's checkpoints."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.plan import Plan
+from tests.models.one_billion_word.small_training import scalars, small_request
+
+STEPS = 10
+# A step size at which round-off stays round-off.
+CALM = {
+    "LAYERS": "named",
+    "NUM_LAYERS": 2,
+    "NUM_HEADS": 4,
+    "LEARNING_RATE": 0.02,
+    "DROPOUT_PROB": 0.2,
+}
+LAYOUT = "batch:data;heads:model;d_ff:model;vocab:model"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return tmp_path_factory.mktemp("plain")
+
+
+@pytest.fixture
+def plain_losses(plain, folder, train):
+    """Trained once; what follows finds it finished."""
+    if not (plain / f"ckpt-{STEPS}.index").exists():
+        settings = {**CALM, "PIPELINED": False}
+        request = small_request(plain, folder, steps=STEPS, save_every=5, plan=Plan(), **settings)
+        assert train(request) == 0
+    return scalars(plain, "loss")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layout", "schedule"),
+    [
+        ("layers:2;data:2;model:2", LAYOUT, "1f1b"),
+        ("model:4;layers:2", "heads:model;d_ff:model;vocab:model", "zb_h1"),
+        ("tensor:2;layers:1;rows:2", "batch:rows;d_ff:tensor", "gpipe"),
+        ("layers:2;data:2;model:2", LAYOUT, "zb_v"),
+    ],
+)
+@pytest.mark.slow
+def test_losses_are_those_of_the_plain_model(
+    plain_losses, train, folder, tmp_path, mesh, layout, schedule
+):
+    plan = Plan(mesh, layout, schedule, 4)
+    settings = {**CALM, "STRICT_DEVICES": True}
+    request = small_request(tmp_path, folder, steps=STEPS, save_every=STEPS, plan=plan, **settings)
+    assert train(request) == 0
+    np.testing.assert_allclose(scalars(tmp_path, "loss"), plain_losses, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_on_under_another_split(train, folder, tmp_path, plain, plain_losses):
+    for steps, plan in (
+        (3, Plan("layers:2;data:2;model:2", LAYOUT, "1f1b", 2)),
+        (6, Plan("layers:1;model:4", "heads:model;d_ff:model;vocab:model", num_microbatches=2)),
+        (STEPS, Plan("layers:3", num_microbatches=4)),
+    ):
+        request = small_request(tmp_path, folder, steps=steps, save_every=3, plan=plan, **CALM)
+        assert train(request) == 0
+    np.testing.assert_allclose(scalars(tmp_path, "loss"), plain_losses, rtol=1e-5)
+    # A checkpoint knows whole weights, and the state of the optimizer for each.
+    mine, other = (tf.train.load_checkpoint(str(p / f"ckpt-{STEPS}")) for p in (tmp_path, plain))
+    shapes = [
+        {k: v for k, v in r.get_variable_to_shape_map().items() if k.startswith(("weights", "opt"))}
+        for r in (mine, other)
+    ]
+    assert shapes[0] == shapes[1]
+    assert not any("slice" in name for name in shapes[0])
+    for name in shapes[0]:
+        if "var/.ATTR" in name:
+            np.testing.assert_allclose(
+                mine.get_tensor(name), other.get_tensor(name), rtol=1e-3, atol=1e-5, err_msg=name
+            )
