@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 from lingvo.core import py_utils
 
+from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import LayoutError, PipelineError
 from pipemesh.layers.check_params import check_flags, check_whole
 from pipemesh.layers.named.block_attention import Blocks, Buckets, block_attention
@@ -167,10 +168,10 @@ class Attention(NamedLayer):
         def local(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, *rest: tf.Tensor) -> tf.Tensor:
             named = dict(zip(given, rest, strict=False))
             if is_cut:
-                k, v = (_keys_of(p, x, q.shape[2], rest[-1]) for x in (k, v))
+                k, v = (_keys_of(p, x, static_sizes(q)[2], rest[-1]) for x in (k, v))
             if p.use_rotary:
-                positions = named.get("positions", tf.range(q.shape[1]))
-                q, k = (rotated(x, positions, p.rotary_base) for x in (q, k))
+                places = named["positions"] if "positions" in named else tf.range(q.shape[1])
+                q, k = (rotated(x, places, p.rotary_base) for x in (q, k))
             scale = tf.cast(1 / math.sqrt(_head_dim(p)), q.dtype)
             segments = _segments(named.get("segments"), named.get("paddings"))
             return block_attention(

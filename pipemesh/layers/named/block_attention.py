@@ -16,6 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.backend.attach_gradient import attach_gradient
+from pipemesh.backend.static_shape import static_sizes
 from pipemesh.backend.tapes import unrecorded
 from pipemesh.errors import GradientError
 
@@ -87,14 +88,14 @@ class Blocks:
         after = self.number * self.size - self.length
         paddings = [[0, after if i == 1 else 0] for i in range(x.shape.rank)]
         x = tf.pad(x, paddings, constant_values=value) if after else x
-        batch, _, *rest = x.shape.as_list()
+        batch, _, *rest = static_sizes(x)
         x = tf.reshape(x, [batch, self.number, self.size, *rest])
         return tf.transpose(x, [1, 0, *range(2, x.shape.rank)])
 
     def joined(self, x: tf.Tensor) -> tf.Tensor:
         """The way back."""
         x = tf.transpose(x, [1, 0, *range(2, x.shape.rank)])
-        batch, _, _, *rest = x.shape.as_list()
+        batch, _, _, *rest = static_sizes(x)
         return tf.reshape(x, [batch, self.number * self.size, *rest])[:, : self.length]
 
 
@@ -121,7 +122,7 @@ def block_attention(
     Returns:
         `[batch, length, heads, dim]`. It has first derivatives alone.
     """
-    attend = _Attention(q, k, Blocks.of(q.shape[1], block_size), segments, buckets)
+    attend = _Attention(q, k, Blocks.of(static_sizes(q)[1], block_size), segments, buckets)
     inputs = [q, k, v] if table is None else [q, k, v, table]
     with unrecorded():
         output, logs = attend.forward(*inputs)
@@ -157,8 +158,8 @@ class _Attention:
         buckets: Buckets | None,
     ) -> None:
         self.blocks = blocks
-        self.batch, _, self.heads, self.dim = q.shape.as_list()
-        self.kv_heads: int = k.shape[2]
+        self.batch, _, self.heads, self.dim = static_sizes(q)
+        self.kv_heads = static_sizes(k)[2]
         self.shared = self.heads // self.kv_heads
         self.segments = None if segments is None else blocks.padded(segments, -2)
         self.buckets = buckets
@@ -285,7 +286,7 @@ class _Attention:
 
     def _queries(self, x: tf.Tensor) -> tf.Tensor:
         x = self.blocks.padded(x)
-        n, batch, size, _, dim = x.shape.as_list()
+        n, batch, size, _, dim = static_sizes(x)
         x = tf.reshape(x, [n, batch, size, self.kv_heads, self.shared, dim])
         x = tf.transpose(x, [0, 1, 3, 4, 2, 5])
         return tf.reshape(x, [n, batch, self.kv_heads, self.shared * size, dim])
@@ -295,7 +296,7 @@ class _Attention:
 
     def _without_blocks(self, x: tf.Tensor) -> tf.Tensor:
         """Blocks of queries or keys as `[batch, length, heads or kv_heads, dim]`."""
-        n, batch, kv_heads, _, dim = x.shape.as_list()
+        n, batch, kv_heads, _, dim = static_sizes(x)
         x = tf.reshape(x, [n, batch, kv_heads, -1, self.blocks.size, dim])
         x = tf.transpose(x, [0, 1, 4, 2, 3, 5])
         return self.blocks.joined(tf.reshape(x, [n, batch, self.blocks.size, -1, dim]))
@@ -310,7 +311,7 @@ class _Rows:
 
     @classmethod
     def of(cls, whole: tf.Tensor) -> _Rows:
-        sizes = tuple(whole.shape.as_list())
+        sizes = tuple(static_sizes(whole))
         handle = tf.raw_ops.TensorListFromTensor(tensor=whole, element_shape=sizes[1:])
         return cls(handle, sizes)
 

@@ -6,6 +6,8 @@ import math
 
 import tensorflow as tf
 
+from pipemesh.backend.static_shape import static_sizes
+
 
 def sinusoids(positions: tf.Tensor, dim: int) -> tf.Tensor:
     """Sines, then cosines, of positions at wavelengths from 2 pi to 20,000 pi.
@@ -38,8 +40,8 @@ def rotated(x: tf.Tensor, positions: tf.Tensor, base: float) -> tf.Tensor:
         positions: `[batch, length]`, or `[length]`, integers.
         base: the longest wavelength is almost 2 pi times this.
     """
-    half = x.shape[-1] // 2
-    angles = _angles(positions, half, base, half)[..., None, :]
+    half = static_sizes(x)[-1] // 2
+    angles = tf.expand_dims(_angles(positions, half, base, half), -2)
     sines, cosines = tf.sin(angles), tf.cos(angles)
     first, second = tf.split(tf.cast(x, tf.float32), 2, axis=-1)
     turned = [first * cosines - second * sines, second * cosines + first * sines]
@@ -48,4 +50,4 @@ def rotated(x: tf.Tensor, positions: tf.Tensor, base: float) -> tf.Tensor:
 
 def _angles(positions: tf.Tensor, number: int, base: float, steps: int) -> tf.Tensor:
     powers = tf.range(number, dtype=tf.float32) / steps
-    return tf.cast(positions, tf.float32)[..., None] * tf.exp(-math.log(base) * powers)
+    return tf.expand_dims(tf.cast(positions, tf.float32), -1) * tf.exp(-math.log(base) * powers)

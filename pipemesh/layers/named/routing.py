@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from pipemesh.backend.static_shape import static_sizes
+
 
 def places_of(experts: tf.Tensor, skipped: tf.Tensor | None, number: int, room: int) -> tf.Tensor:
     """Gives each choice of each token a slot, as long as its expert has room.
@@ -24,12 +26,13 @@ def places_of(experts: tf.Tensor, skipped: tf.Tensor | None, number: int, room: 
         >>> places_of(tf.constant([[[0], [1], [0], [0]]]), None, number=2, room=2).numpy().tolist()
         [[[0], [2], [1], [-1]]]
     """
-    batch, length, choices = experts.shape.as_list()
+    batch, length, choices = static_sizes(experts)
     # All first choices, then all second ones.
     queue = tf.reshape(tf.transpose(experts, [0, 2, 1]), [batch, choices * length])
     takes = tf.one_hot(queue, number, dtype=tf.int32)
     if skipped is not None:
-        takes *= tf.tile(1 - tf.cast(skipped, tf.int32), [1, choices])[..., None]
+        real = tf.tile(1 - tf.cast(skipped, tf.int32), [1, choices])
+        takes *= tf.expand_dims(real, -1)
     before = tf.reduce_sum(tf.cumsum(takes, 1, exclusive=True) * takes, -1)
     finds = (before < room) & (tf.reduce_sum(takes, -1) > 0)
     places = tf.where(finds, queue * room + before, -1)
@@ -50,7 +53,7 @@ def tokens_of(places: tf.Tensor, slots: int) -> tf.Tensor:
         >>> tokens_of(tf.constant([[[0], [2], [1], [-1]]]), 4).numpy().tolist()
         [[0, 2, 1, -1]]
     """
-    batch, length, choices = places.shape.as_list()
+    batch, length, choices = static_sizes(places)
     rows = tf.broadcast_to(tf.range(batch)[:, None, None], places.shape)
     tokens = tf.broadcast_to(tf.range(length)[None, :, None], places.shape)
     # What found no room goes to a slot of its own, which is cut off.
