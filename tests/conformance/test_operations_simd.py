@@ -31,7 +31,7 @@ class Server:
     def ask(self, *case):
         """What is not equal."""
         if self.process is None:
-            self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+            self.errors = tempfile.TemporaryFile("w+")
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.conformance.simd_process"],
                 stdin=subprocess.PIPE,
