@@ -31,8 +31,8 @@ def plain_losses(plain, folder, train):
     return scalars(plain, "loss")
 
 
-# All of these tables run with replicas in the tests of stages; by default here: each way to split them, and the table
-# that has most kinds of actions and two stages a device.
+# All of these tables run with replicas in the tests of stages; by default here: each way to split
+# the mesh, and the table that has most kinds of actions and two stages a device.
 @pytest.mark.parametrize(
     ("schedule", "mesh", "num_microbatches"),
     [
