@@ -326,6 +326,7 @@ def test_the_clock_sees_actions_of_all_replicas():
     np.testing.assert_allclose(run()[0], trained(schedule)()[0], rtol=1e-6)
 
 
+@pytest.mark.serial
 def test_an_action_runs_from_its_first_replicas_start_to_its_last_ones_end():
     def slow(replica, seconds):
         def wait(part, value):
