@@ -7,8 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.trackable import base
+from tensorflow.python.trackable.base import (
+    VARIABLE_VALUE_KEY,  # pyright: ignore[reportAttributeAccessIssue]
+    Trackable,
+)
 from tensorflow.python.training.saving import saveable_object_util
+
+from pipemesh.backend.static_shape import static_sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +39,7 @@ class Slice:
         return f"{' '.join(map(str, self.whole))} {parts}"
 
 
-class SlicedVariable(base.Trackable):
+class SlicedVariable(Trackable):
     """Variables that have the parts of one tensor, to be tracked by a `tf.train.Checkpoint`.
 
     In a checkpoint they are one tensor, as if it were a single variable: each part is written from
@@ -62,9 +67,9 @@ class SlicedVariable(base.Trackable):
         def saveables(name: str = "sliced") -> list[Any]:
             return [
                 saveable_object_util.ResourceVariableSaveable(
-                    variable, part.spec(variable.shape.as_list()), name
+                    variable, part.spec(static_sizes(variable)), name
                 )
                 for variable, part in self._parts
             ]
 
-        return {base.VARIABLE_VALUE_KEY: saveables}
+        return {VARIABLE_VALUE_KEY: saveables}

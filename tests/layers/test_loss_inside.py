@@ -11,6 +11,7 @@ from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer
 from pipemesh.recurrent import Selective
 from pipemesh.schedule import Costs, list_schedule, one_f_one_b, to_csv
 from tests.layers.blocks import WIDTH, Block, blocks
+from tests.layers.harness import run_tf1, run_tf2
 
 RNG = np.random.default_rng(1)
 X = RNG.normal(size=[8, 3, WIDTH]).astype(np.float32)
@@ -75,17 +76,25 @@ def assert_equal(result, expected, num_micro_batches):
     expected.outputs = rest
 
 
+SCHEDULES = [
+    ("1f1b", 2, 2),
+    ("gpipe", 4, 4),
+    ("interleaved:2", 4, 2),
+    ("zb_h1", 4, 4),
+    ("zb_v", 4, 2),
+    (list_schedule(Costs(), 2, 4, stage_devices=(0, 1, 1, 0)), 4, 2),
+]
+
+
+# The executor's tests run every table in both execution modes: here the modes take turns.
 @pytest.mark.parametrize(
-    ("schedule", "num_stages", "num_devices"),
+    ("run", "schedule", "num_stages", "num_devices"),
     [
-        ("1f1b", 2, 2),
-        ("gpipe", 4, 4),
-        ("interleaved:2", 4, 2),
-        ("zb_h1", 4, 4),
-        ("zb_v", 4, 2),
-        (list_schedule(Costs(), 2, 4, stage_devices=(0, 1, 1, 0)), 4, 2),
+        pytest.param(run, *case, marks=() if (i + j) % 2 else pytest.mark.exhaustive)
+        for i, run in enumerate((run_tf1, run_tf2))
+        for j, case in enumerate(SCHEDULES)
     ],
-    ids=str,
+    indirect=["run"],
 )
 def test_every_schedule_trains_as_the_plain_stack(run, expected, schedule, num_stages, num_devices):
     params = pipelined(num_stages, 4, schedule=schedule, remat="none")

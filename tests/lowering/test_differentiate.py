@@ -217,6 +217,7 @@ for text in LAYOUTS:
 """
 
 
+@pytest.mark.slow
 def test_in_the_program_of_a_core_they_are_the_same():
     done = subprocess.run(
         [sys.executable, "-c", CORES], capture_output=True, text=True, timeout=120

@@ -200,6 +200,7 @@ for found in cores.run_eagerly(functools.partial(program, by_tapes), rules, [arr
 """
 
 
+@pytest.mark.slow
 def test_in_the_program_of_a_core_they_are_the_same():
     done = subprocess.run(
         [sys.executable, "-c", CORES], capture_output=True, text=True, timeout=200

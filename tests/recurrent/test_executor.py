@@ -8,6 +8,7 @@ from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.randomness import layer_scope, plan_free_randomness
 from pipemesh.recurrent import Options, Stage, pipeline
 from pipemesh.schedule import Action, Schedule, forward_only, gpipe, looped_bfs
+from tests.pairwise import pairwise
 
 BATCH, WIDTH, VOCAB, LAYERS = 8, 6, 11, 4
 RNG = np.random.default_rng(0)
@@ -113,9 +114,10 @@ def mode(request):
     return request.param, RUNNERS[request.param](build_plain)
 
 
-@pytest.mark.parametrize("remat", ["full", "none"])
 @pytest.mark.parametrize(
-    ("num_stages", "num_microbatches"), [(1, 1), (1, 4), (2, 1), (2, 2), (4, 2), (4, 8)]
+    ("mode", "num_stages", "num_microbatches", "remat"),
+    pairwise(list(RUNNERS), [(1, 1), (1, 4), (2, 1), (2, 2), (4, 2), (4, 8)], ["full", "none"]),
+    indirect=["mode"],
 )
 def test_outputs_and_all_gradients_equal_the_plain_model(mode, num_stages, num_microbatches, remat):
     name, expected = mode

@@ -22,6 +22,7 @@ from pipemesh.recurrent import (
 )
 from pipemesh.schedule import forward_only, gpipe, one_f_one_b
 from pipemesh.schedule.builders import build
+from tests.pairwise import pairwise
 from tests.recurrent.stack import RUNNERS, pipelined, plain
 
 
@@ -45,18 +46,21 @@ def assert_equal(mode, schedule, replicas, **options):
     assert [int(count) for count in counts] == [num_parts] * schedule.num_stages
 
 
-@pytest.mark.parametrize("rolled", [False, True], ids=["unrolled", "rolled"])
+CASES = [
+    ("gpipe", 2, 6, 2, "full"),
+    ("1f1b", 3, 3, 2, "none"),
+    ("1f1b", 2, 4, 3, "except_last"),
+    ("interleaved:2", 2, 6, 2, "full"),
+    ("zb_h1", 3, 6, 2, "full"),
+    ("zb_v", 2, 6, 2, "none"),
+    ("zb_h1", 1, 1, 4, "none"),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "num_homes", "num_microbatches", "replicas", "remat"),
-    [
-        ("gpipe", 2, 6, 2, "full"),
-        ("1f1b", 3, 3, 2, "none"),
-        ("1f1b", 2, 4, 3, "except_last"),
-        ("interleaved:2", 2, 6, 2, "full"),
-        ("zb_h1", 3, 6, 2, "full"),
-        ("zb_v", 2, 6, 2, "none"),
-        ("zb_h1", 1, 1, 4, "none"),
-    ],
+    ("mode", "rolled", "name", "num_homes", "num_microbatches", "replicas", "remat"),
+    pairwise(list(RUNNERS), [False, True], CASES),
+    indirect=["mode"],
 )
 def test_replicas_equal_the_plain_model(
     mode, name, num_homes, num_microbatches, replicas, remat, rolled
@@ -322,6 +326,7 @@ def test_the_clock_sees_actions_of_all_replicas():
     np.testing.assert_allclose(run()[0], trained(schedule)()[0], rtol=1e-6)
 
 
+@pytest.mark.serial
 def test_an_action_runs_from_its_first_replicas_start_to_its_last_ones_end():
     def slow(replica, seconds):
         def wait(part, value):

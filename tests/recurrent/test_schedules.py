@@ -5,17 +5,13 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.errors import ScheduleError
-from pipemesh.recurrent import REMAT_POLICIES, Selective
 from pipemesh.schedule import Costs, forward_only, list_schedule, one_f_one_b
 from pipemesh.schedule.builders import BUILDERS, build
+from tests.conformance.remat_cases import REMAT
+from tests.pairwise import pairwise
 from tests.recurrent.stack import RUNNERS, VALUES, pipelined, plain, unstacked
 
-REMAT = {
-    **{name: name for name in REMAT_POLICIES},
-    "selective": Selective(
-        lambda name: name in ("embedding", "layer1", "layer2", "layer6", "head")
-    ),
-}
+NAMES = [name for name in BUILDERS if name != "forward_only"]
 
 
 @pytest.fixture(scope="module", params=RUNNERS)
@@ -43,8 +39,17 @@ def counts(name, num_devices):
     return 6
 
 
-@pytest.mark.parametrize("remat", REMAT)
-@pytest.mark.parametrize("name", [n for n in BUILDERS if n != "forward_only"])
+@pytest.mark.parametrize(
+    ("mode", "name", "remat"),
+    [
+        # By default the modes take turns, which leaves each schedule every number of devices.
+        pytest.param(m, n, r, marks=() if (i + j + k) % 2 else pytest.mark.exhaustive)
+        for i, m in enumerate(RUNNERS)
+        for j, n in enumerate(NAMES)
+        for k, r in enumerate(REMAT)
+    ],
+    indirect=["mode"],
+)
 def test_loss_gradients_and_trained_weights_equal_the_plain_model(mode, name, remat):
     # A Latin square: every schedule meets every number of devices, each with another policy, and
     # the execution modes complement each other.
@@ -54,8 +59,11 @@ def test_loss_gradients_and_trained_weights_equal_the_plain_model(mode, name, re
     assert_equal(mode, schedule, remat=REMAT[remat])
 
 
-@pytest.mark.parametrize("remat", ["full", "except_last"])
-@pytest.mark.parametrize("name", [n for n in BUILDERS if n != "forward_only"])
+@pytest.mark.parametrize(
+    ("mode", "name", "remat"),
+    pairwise(list(RUNNERS), NAMES, ["full", "except_last"]),
+    indirect=["mode"],
+)
 def test_a_loop_of_the_graph_gives_the_same(mode, name, remat):
     assert_equal(mode, build(name, 2, 12), remat=remat, rolled=True)
 

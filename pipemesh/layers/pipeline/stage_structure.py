@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 from lingvo.core import py_utils
 
+from pipemesh.backend.static_shape import static_sizes
 from pipemesh.backend.structure import Structure
 from pipemesh.errors import PipelineError
 from pipemesh.layers.check_params import with_article
@@ -132,7 +133,7 @@ def _tensor_of(slices: _Slices, dims: tuple[str, ...]) -> Tensor:
     axes = [lowering.rules.axis(dim) for dim in dims]
     sizes = [
         size * (1 if axis is None else lowering.mesh.size(axis))
-        for size, axis in zip(slices[0].shape.as_list(), axes, strict=True)
+        for size, axis in zip(static_sizes(slices[0]), axes, strict=True)
     ]
     return Tensor(lowering, tuple(slices), Shape.of(**dict(zip(dims, sizes, strict=True))))
 

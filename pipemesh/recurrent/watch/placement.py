@@ -14,7 +14,7 @@ import tensorflow as tf
 from pipemesh.backend.executed_graphs import collected_graphs
 from pipemesh.errors import DeviceError
 
-_ACTION = re.compile(r"(?:^|/)action_(\d+)[FBIW]\d*(?:/|$)")
+_ACTION = re.compile(r"(?:^|/)action_(\d+)[FBIW]\d*(?:_and_every_\d+)?(?:/|$)")
 # They lie on the devices that tensors go between, and at both ends.
 _TRANSFERS = frozenset(["_Send", "_Recv", "_HostSend", "_HostRecv"])
 

@@ -15,7 +15,8 @@ from pipemesh.layers import (
     SeqLayer,
 )
 from tests.layers.blocks import WIDTH, Block, blocks
-from tests.layers.harness import run_eagerly, run_tf1
+from tests.layers.harness import run_eagerly, run_tf1, run_tf2
+from tests.pairwise import pairwise
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=[8, 3, WIDTH]).astype(np.float32)
@@ -52,8 +53,11 @@ def expected():
     return get
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 4, 8])
-@pytest.mark.parametrize("num_stages", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("run", "num_stages", "num_micro_batches"),
+    pairwise([run_tf1, run_tf2], [1, 2, 4], [1, 4, 8]),
+    indirect=["run"],
+)
 def test_everything_equals_the_plain_model_with_dropout_on(
     run, expected, num_stages, num_micro_batches
 ):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from pipemesh.lowering import ops
@@ -20,6 +21,8 @@ from pipemesh.mesh import LayoutRules, Mesh, Shape
 MESHES = ("a:1", "a:2", "a:4", "a:2;b:2", "a:8", "a:2;b:4", "a:2;b:2;c:2")
 # Where cases marked `thin` run, if layouts are thinned.
 THIN_MESHES = MESHES[-1:]
+# Of these a case meets one by default, another one under each lowering.
+SMALL_MESHES = MESHES[:5]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,3 +196,23 @@ def thinned(cases: Mapping[str, Case], meshes: Sequence[str]) -> list[tuple[str,
         for name, case in cases.items()
         if mesh in THIN_MESHES or not case.thin
     ]
+
+
+def sampled(cases: Mapping[str, Case], mesh: str, shift: int = 0) -> list[Any]:
+    """Pairs of mesh and name of a case, all of them; those beyond the default are `exhaustive`.
+
+    By default every case meets the mesh that is given, and one of the small ones: together the
+    cases meet all.
+
+    Args:
+        cases: by name.
+        mesh: that all cases meet.
+        shift: who gives another one meets other small meshes.
+    """
+    found = []
+    for number, name in enumerate(cases):
+        default = {mesh, SMALL_MESHES[(number + shift) % len(SMALL_MESHES)]}
+        for other in MESHES:
+            marks = () if other in default else pytest.mark.exhaustive
+            found.append(pytest.param(other, name, marks=marks))
+    return found

@@ -260,6 +260,7 @@ np.save(result, np.stack([next(iterator)["ids"].numpy() for _ in range(100)]))
 """
 
 
+@pytest.mark.slow
 def test_another_process_goes_on_with_the_next_batch(folder, cache_dir, tmp_path):
     corpus = corpus_from_folder(folder, "train-*.txt", "heldout-*.txt")
     vocabulary = load_vocabulary(corpus, 500, cache_dir)

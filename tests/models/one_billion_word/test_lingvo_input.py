@@ -158,6 +158,7 @@ with tf.compat.v1.Session() as session:
 """
 
 
+@pytest.mark.slow
 def test_it_reads_with_the_switches_that_the_trainer_sets(cache_dir, expected, tmp_path):
     # `lingvo.trainer` turns TensorFlow 2 off for the whole process.
     result = str(tmp_path / "result.npz")

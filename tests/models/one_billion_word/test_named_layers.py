@@ -73,7 +73,8 @@ def test_a_checkpoint_goes_on_under_another_split(train, folder, tmp_path, plain
     assert shapes[0] == shapes[1]
     assert not any("slice" in name for name in shapes[0])
     for name in shapes[0]:
-        if "var/.ATTR" in name:
+        # A bias of all keys changes no attention: its gradient is round-off, which Adam scales up.
+        if "var/.ATTR" in name and ".Sb_k." not in name:
             np.testing.assert_allclose(
                 mine.get_tensor(name), other.get_tensor(name), rtol=1e-3, atol=1e-5, err_msg=name
             )

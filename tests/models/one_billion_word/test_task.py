@@ -52,6 +52,7 @@ def test_loss_gradients_and_weights_equal_the_plain_model(expected, num_stages, 
     assert len(result.grads) == 37
 
 
+@pytest.mark.slow
 def test_everything_is_equal_in_a_session_too(expected):
     config = small(PLAN=Plan("layers:2", num_microbatches=4), CLIP_GRADIENT_NORM=0.0)
     weights = expected.initial

@@ -67,6 +67,7 @@ def test_who_ignores_sighup_has_it_ignored(text, tmp_path, train, after):
         signal.signal(signal.SIGHUP, old)
 
 
+@pytest.mark.slow
 def test_text_that_vanishes_saves_and_goes_on_bit_for_bit_when_it_is_back(
     text, tmp_path, train, after
 ):

@@ -1,7 +1,7 @@
 """Runs the cases of operations as SIMD programs and prints what differs, a JSON line a case.
 
-A process of its own, because an error in one collective makes all later ones fail. It reads what
-to run from its input, as a JSON list of triples: mesh, case, and whether as a graph.
+A process of its own, because an error in one collective makes all later ones fail. Each line of its
+input says what to run, as a JSON triple: mesh, case, and whether as a graph.
 """
 
 import functools
@@ -71,10 +71,9 @@ def main():
     start_cpu_devices(NUM_DEVICES)
     # Optimizing each program again for each core would take most of the time.
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
-    for mesh_text, name, in_graph in json.load(sys.stdin):
-        found = differences(make_cores(mesh_text), ALL[name], in_graph)
-        # Flushed, so that the case that hangs is known: it is the first without a line.
-        print(json.dumps([mesh_text, name, in_graph, found]), flush=True)
+    for line in sys.stdin:
+        mesh_text, name, in_graph = json.loads(line)
+        print(json.dumps(differences(make_cores(mesh_text), ALL[name], in_graph)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,84 @@
+"""Every operation as the program of one core equals plain TensorFlow on every core.
+
+Generated from the registry and `tests/lowering/cases`, on meshes of one, two and three axes with up
+to 8 logical CPU devices that talk to each other by TensorFlow's collectives. Every layout is run
+without a graph, each core in its thread; layouts that differ only by exchanging axes of one size
+are run once, a different one for each case. By default that is on the mesh of axes of two sizes and
+on a small one. Tracing takes its time, so as a graph each case runs on the mesh of three axes only,
+under the two layouts that split most dims, or one if it is `thin`.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+
+import pytest
+
+from tests.lowering.cases import ALL
+from tests.lowering.cases.case import THIN_MESHES, sampled, thinned
+
+SECONDS_WITHOUT_A_RESULT = 60
+
+
+class Server:
+    """Runs one case after the other in a process, and in a new one after it hung or died."""
+
+    def __init__(self):
+        self.process = None
+
+    def ask(self, *case):
+        """What is not equal."""
+        if self.process is None:
+            self.errors = tempfile.TemporaryFile("w+")
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.conformance.simd_process"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self.errors,
+                text=True,
+            )
+        self.process.stdin.write(json.dumps(case) + "\n")
+        self.process.stdin.flush()
+        watch = threading.Timer(SECONDS_WITHOUT_A_RESULT, self.process.kill)
+        watch.start()
+        line = self.process.stdout.readline()
+        watch.cancel()
+        if line:
+            return json.loads(line)
+        self.errors.seek(0)
+        errors = self.errors.read()
+        self.close()
+        return [f"the process hung or died: {errors[-2000:]}"]
+
+    def close(self):
+        """Ends the process."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+            self.errors.close()
+            self.process = None
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize(("mesh_text", "name"), sampled(ALL, "a:2;b:4", shift=2))
+def test_eagerly_result_and_gradients_equal_those_of_the_whole_tensors(server, mesh_text, name):
+    assert not server.ask(mesh_text, name, False)
+
+
+@pytest.mark.parametrize(("mesh_text", "name"), thinned(ALL, THIN_MESHES))
+def test_in_a_graph_result_and_gradients_equal_those_of_the_whole_tensors(server, mesh_text, name):
+    assert not server.ask(mesh_text, name, True)
+
+
+def test_a_case_that_kills_the_process_is_told_and_the_next_one_runs(server):
+    (found,) = server.ask("a:2", "no operation", False)
+    assert found.startswith("the process hung or died: ") and "KeyError: 'no operation'" in found
+    assert not server.ask("a:2", next(iter(ALL)), False)

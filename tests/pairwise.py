@@ -1,0 +1,34 @@
+"""Of a product of parameters the few cases in which every two values meet."""
+
+import itertools
+
+import pytest
+
+
+def pairwise(*factors):
+    """The whole product as pytest's params, of which those that show no new pair are `exhaustive`.
+
+    Args:
+        *factors: the values of each parameter; those that are tuples of several parameters are
+            written out one after the other.
+    """
+    product = list(itertools.product(*map(range, map(len, factors))))
+    chosen, missing = set(), {pair for case in product for pair in _pairs(case)}
+    while missing:
+        # The first of those that show most; there is one, since each pair is in the product.
+        best = max(product, key=lambda case: len(missing & _pairs(case)))
+        chosen.add(best)
+        missing -= _pairs(best)
+    params = []
+    for case in product:
+        values = []
+        for factor, index in zip(factors, case, strict=True):
+            value = factor[index]
+            values += value if isinstance(value, tuple) else [value]
+        marks = () if case in chosen else pytest.mark.exhaustive
+        params.append(pytest.param(*values, marks=marks))
+    return params
+
+
+def _pairs(case):
+    return set(itertools.combinations(enumerate(case), 2))
