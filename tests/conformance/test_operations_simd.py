@@ -78,6 +78,7 @@ def test_in_a_graph_result_and_gradients_equal_those_of_the_whole_tensors(server
     assert not server.ask(mesh_text, name, True)
 
 
+@pytest.mark.slow
 def test_a_case_that_kills_the_process_is_told_and_the_next_one_runs(server):
     (found,) = server.ask("a:2", "no operation", False)
     assert found.startswith("the process hung or died: ") and "KeyError: 'no operation'" in found
