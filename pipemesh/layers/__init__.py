@@ -19,6 +19,7 @@ from pipemesh.layers import lingvo_loader as lingvo_loader  # isort: skip
 
 from pipemesh.layers.costs import layer_costs
 from pipemesh.layers.feature_extraction import FeatureExtractionLayer
+from pipemesh.layers.keras_layer import KerasLayer
 from pipemesh.layers.lingvo_checkpoint import lingvo_checkpoint_rules, lingvo_names
 from pipemesh.layers.mesh_cluster import mesh_cluster
 from pipemesh.layers.partition_layers import PartitionSequentialLayers
@@ -34,6 +35,7 @@ __all__ = [
     "FeatureExtractionLayer",
     "GenerateStepSeedPair",
     "GetOverWriteGlobalStep",
+    "KerasLayer",
     "PartitionSequentialLayers",
     "PipeliningLayer",
     "SeqLayer",

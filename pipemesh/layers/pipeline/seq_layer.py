@@ -85,7 +85,8 @@ class SeqLayer(base_layer.BaseLayer):
         for tpl in tpls[:num_before]:
             with tf.device(devices[0]):
                 self.CreateChild(tpl.name, tpl)
-        homes = self.StageHomes()
+        # Where nothing is split, it may be called under another cluster than it is made under.
+        homes = self.StageHomes() if self._lowering.splits else [Home(("",))] * len(p.cell_tpl)
         for tpl, device, home in zip(tpls[num_before:], devices, homes, strict=False):
             with tf.device(device), self._lowering.on(home.replica(0)):
                 self.CreateChild(tpl.name, tpl)

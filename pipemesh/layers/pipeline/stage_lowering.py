@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 from lingvo.core import py_utils
 
-from pipemesh.errors import LayoutError
+from pipemesh.errors import LayoutError, PipelineError
 from pipemesh.layers.named import NamedLayer, lowering_scope
 from pipemesh.lowering import PlacementLowering
 from pipemesh.mesh import LayoutRules, Mesh
@@ -30,9 +30,25 @@ class StageLowering:
         self._mesh = mesh
         self._inner = None if mesh is None else inner_mesh(mesh, layout)
 
+    @property
+    def splits(self) -> bool:
+        """Whether anything but the batch is split."""
+        return self._inner is not None
+
     @contextlib.contextmanager
     def on(self, devices: Sequence[str]) -> Iterator[None]:
-        """Inside, layers with named dims are made, or called, for a replica with these devices."""
+        """Inside, layers with named dims are made, or called, for a replica with these devices.
+
+        Raises:
+            PipelineError: there are more or fewer than the stack was made for.
+        """
+        wanted = 1 if self._inner is None else self._inner.num_devices
+        if len(devices) != wanted:
+            raise PipelineError(
+                f"a stack that was made for replicas of {wanted} devices "
+                f"(mesh '{self._mesh or 'none'}', layout '{self._layout}') is called on replicas "
+                f"of {len(devices)}; make it under the mesh and the layout that it is called under"
+            )
         if self._inner is None:
             yield
             return

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 from lingvo.core import base_layer, layers
 
-from pipemesh.errors import LayoutError
+from pipemesh.errors import LayoutError, PipelineError
 from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, SeqLayer, mesh_cluster
 from pipemesh.layers.named import FeedForward, NamedLayer, Norm
 from pipemesh.mesh import LayoutRules, Mesh
@@ -191,3 +191,12 @@ def test_dims_are_split_over_axes_of_their_own(layout, text):
     mesh = Mesh.from_text("layers:2;data:2")
     with pytest.raises(LayoutError, match=text):
         mesh_cluster(mesh, layout=LayoutRules.from_text(layout))
+
+
+def test_a_stack_is_called_under_the_mesh_that_it_was_made_under(eagerly):
+    layer = stack(2, 2).Instantiate()
+    layout = LayoutRules.from_text("d_ff:model")
+    with mesh_cluster(Mesh.from_text("layers:2;model:2"), layout=layout) as cluster:
+        assert cluster.layout == layout
+        with pytest.raises(PipelineError, match=r"for replicas of 1 devices .* on replicas of 2"):
+            layer.FPropDefaultTheta(tf.constant(X))

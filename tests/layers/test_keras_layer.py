@@ -1,0 +1,172 @@
+"""Layers of Keras in stacks of lingvo, pipelined, equal Keras itself."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from lingvo.core import py_utils, tshape
+
+from pipemesh.errors import PipelineError
+from pipemesh.layers import FeatureExtractionLayer, KerasLayer, PipeliningLayer, mesh_cluster
+from pipemesh.layers.named import FeedForward
+from pipemesh.mesh import LayoutRules, Mesh
+from tests.layers.harness import run_tf2
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=[8, 3, 4]).astype(np.float32)
+
+
+def wrapped(name, layer, shapes=((None, 3, 4),)):
+    return KerasLayer.Params().Set(name=name, layer=layer, input_shapes=[*shapes])
+
+
+def block(dropout=0.3):
+    """A model with nested layers, whose dropout is told nothing of training by its caller."""
+
+    class Residual(keras.layers.Layer):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.dense = keras.layers.Dense(4, activation="tanh")
+            self.dropout = keras.layers.Dropout(dropout)
+            self.norm = keras.layers.LayerNormalization()
+
+        def build(self, shape):
+            self.dense.build(shape)
+            self.norm.build(shape)
+            self.built = True
+
+        def call(self, x):
+            return self.norm(x + self.dropout(self.dense(x)))
+
+    return Residual()
+
+
+def sub():
+    return [wrapped(f"keras{i}", block) for i in range(4)]
+
+
+def plain():
+    return FeatureExtractionLayer.Params().Set(name="plain", sub=sub())
+
+
+def stack(num_micro_batches, **kwargs):
+    params = sub()
+    cells = [
+        FeatureExtractionLayer.Params().Set(name=f"s{i}", sub=params[2 * i : 2 * i + 2])
+        for i in range(2)
+    ]
+    return PipeliningLayer.Params().Set(
+        name="stack", cell_tpl=cells, num_micro_batches=num_micro_batches, **kwargs
+    )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "num_micro_batches", "kwargs"),
+    [("layers:2", 4, {}), ("layers:2;data:2", 2, {"remat": "none"})],
+)
+def test_a_pipeline_equals_the_plain_stack_with_dropout_on(mesh, num_micro_batches, kwargs):
+    found = run_tf2(stack(num_micro_batches, **kwargs), [X], steps=2, num_devices=mesh)
+    found.assert_close(run_tf2(plain(), [X], steps=2), rtol=2e-4, atol=2e-5)
+
+
+def test_it_computes_what_keras_does(eagerly):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.layers.Dense(5, activation="gelu"), keras.layers.Dense(2)])
+    model.build((None, 3, 4))
+    layer = wrapped("model", lambda: model).Instantiate()
+    shapes = sorted(tuple(v.shape.as_list()) for v in layer.vars.Flatten())
+    assert shapes == [(2,), (4, 5), (5,), (5, 2)]
+    np.testing.assert_allclose(layer.FPropDefaultTheta(tf.constant(X)), model(X), rtol=1e-5)
+
+
+def test_each_copy_has_weights_of_its_own(eagerly):
+    template = keras.layers.Dense(4)
+    first, second = (wrapped(name, template).Instantiate() for name in "ab")
+    assert not np.array_equal(first.vars.kernel, second.vars.kernel)
+
+
+def test_dropout_is_off_in_evaluation_and_another_one_in_each_step():
+    params = wrapped("drop", keras.layers.Dropout(0.5))
+    evaluated = run_tf2(params, [X], do_eval=True, loss=None)
+    np.testing.assert_array_equal(evaluated.outputs[0], X)
+    py_utils.SetEagerMode(True, test_mode=True)
+    try:
+        with mesh_cluster(Mesh.from_text("layers:1")):
+            cell = FeatureExtractionLayer.Params().Set(name="s", sub=[params])
+            layer = PipeliningLayer.Params().Set(name="p", cell_tpl=[cell]).Instantiate()
+            step = py_utils.GetOrCreateGlobalStepVar()
+            run = tf.function(layer.FPropDefaultTheta, autograph=False)
+            step.assign(0)
+            first, again = run(tf.constant(X)), run(tf.constant(X))
+            step.assign(1)
+            other = run(tf.constant(X))
+    finally:
+        py_utils.SetEagerMode(False, test_mode=True)
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, other)
+    assert set(np.unique(np.round(np.asarray(first) / X, 3))) == {0.0, 2.0}
+
+
+def test_it_mixes_with_layers_with_named_dims(eagerly):
+    params = [
+        FeedForward.Params().Set(name="ff", input_dim=4, hidden_dim=8),
+        wrapped("dense", keras.layers.Dense(4)),
+    ]
+    layout = LayoutRules.from_text("d_ff:model")
+    results = []
+    for mesh, rules in (("layers:1;model:2", layout), ("layers:1", None)):
+        keras.utils.set_random_seed(3)
+        with mesh_cluster(Mesh.from_text(mesh), layout=rules):
+            cell = FeatureExtractionLayer.Params().Set(name="s", sub=params)
+            stack = PipeliningLayer.Params().Set(name="p", cell_tpl=[cell], num_micro_batches=2)
+            py_utils.GetOrCreateGlobalStepVar()
+            layer = stack.Instantiate()
+            results.append(layer.FPropDefaultTheta(tf.constant(X)).numpy())
+    np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-6)
+
+
+def test_flops_are_those_of_products(eagerly):
+    params = wrapped("dense", keras.layers.Dense(5))
+    meta = KerasLayer.FPropMeta(params, tshape.Shape([8, 3, 4]))
+    assert meta.flops == 2 * 8 * 3 * 4 * 5
+    assert [shape.ToTensorShape().as_list() for shape in meta.out_shapes] == [[8, 3, 5]]
+    assert meta.parameter_bytes == (4 * 5 + 5) * 4
+    conv = wrapped("conv", keras.layers.Conv2D(6, 3), [[None, 8, 8, 2]])
+    meta = KerasLayer.FPropMeta(conv, tshape.Shape([4, 8, 8, 2]))
+    assert meta.flops == 2 * 3 * 3 * 2 * 4 * 6 * 6 * 6
+    attention = wrapped("mha", keras.layers.MultiHeadAttention(2, 3), [(None, 3, 4)] * 2)
+    meta = KerasLayer.FPropMeta(attention, *[tshape.Shape([8, 3, 4])] * 2)
+    assert meta.flops == 2 * 8 * (4 * 3 * 4 * 6 + 2 * 3 * 3 * 6)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shapes", "text"),
+    [
+        (3, None, "layer is 3; give a Keras layer"),
+        (lambda: 3, None, r"layer\(\) returned 3, which is no Keras layer"),
+        (keras.layers.Dense(3), None, r"Dense makes its weights when .* set input_shapes"),
+    ],
+)
+def test_wrong_params_say_what_to_give(eagerly, layer, shapes, text):
+    with pytest.raises(PipelineError, match=text):
+        KerasLayer.Params().Set(name="k", layer=layer, input_shapes=shapes).Instantiate()
+
+
+def test_state_that_training_updates_is_an_error(eagerly):
+    params = wrapped("norm", keras.layers.BatchNormalization())
+    layer = params.Instantiate()
+    with pytest.raises(PipelineError, match=r"BatchNormalization updates 'moving_mean'.*freeze it"):
+        layer.FPropDefaultTheta(tf.constant(X))
+    evaluated = run_tf2(params, [X], do_eval=True, loss=None)
+    assert evaluated.outputs[0].shape == X.shape
+
+
+def test_another_dtype_is_an_error(eagerly):
+    params = wrapped("dense", keras.layers.Dense(4)).Set(fprop_dtype=tf.bfloat16)
+    with pytest.raises(PipelineError, match="computes in float32, but fprop_dtype is bfloat16"):
+        params.Instantiate().FPropDefaultTheta(tf.constant(X))
+
+
+def test_tf1_behaviour_is_an_error():
+    with tf.Graph().as_default(), pytest.raises(PipelineError, match="SetEagerMode"):
+        wrapped("dense", keras.layers.Dense(4)).Instantiate()
