@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.ops import gen_functional_ops
@@ -14,11 +15,24 @@ from pipemesh.backend.tapes import record_call, unrecorded
 
 Grads = Sequence[tf.Tensor | None]
 _numbers = itertools.count()
+# In the names that TensorFlow gives the function's graphs.
+_NAME = "__pipemesh_passes_on_"
 
 
 @tf.function(autograph=False)
-def _pass_on(*tensors: tf.Tensor) -> list[tf.Tensor]:
+def _pipemesh_passes_on(*tensors: tf.Tensor) -> list[tf.Tensor]:
     return [tf.identity(tensor) for tensor in tensors]
+
+
+def passes_on(node: Any) -> bool:
+    """Whether a node of a graph hands each of its inputs on, so that it had a gradient of its own.
+
+    Once the graph is differentiated, whoever takes its outputs may as well take its inputs.
+
+    Args:
+        node: a `NodeDef`.
+    """
+    return node.op == "PartitionedCall" and _NAME in node.attr["f"].func.name
 
 
 def attach_gradient(
@@ -81,7 +95,7 @@ def _call_pass_on(graph: tf.Graph, tensors: Sequence[tf.Tensor]) -> list[tf.Tens
         tf.TensorSpec(None, tensor.dtype)  # pyright: ignore[reportArgumentType]
         for tensor in tensors
     ]
-    function = _pass_on.get_concrete_function(*specs)
+    function = _pipemesh_passes_on.get_concrete_function(*specs)
     function.add_to_graph(graph)
     results = gen_functional_ops.partitioned_call(
         tensors,

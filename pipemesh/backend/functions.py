@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -119,3 +120,21 @@ def keep_alive(thing: object) -> None:
         # Around all functions is a graph that lives as long as the process.
         if getattr(graph, "building_function", False):
             graph.add_to_collection("pipemesh_functions", thing)
+
+
+@contextlib.contextmanager
+def results_beside_sources() -> Iterator[None]:
+    """Functions that are traced inside return each result from where it was made.
+
+    TensorFlow gives each result of a function an identity, without a device; in a function that
+    spans several, they would all lie where it is called, and results go there and back. To be
+    entered while a graph is built.
+    """
+
+    def beside(operation: tf.Operation) -> str:
+        if operation.device or operation.type != "Identity":
+            return operation.device
+        return operation.inputs[0].device
+
+    with tf.compat.v1.get_default_graph().device(beside):
+        yield

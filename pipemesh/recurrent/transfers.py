@@ -24,7 +24,8 @@ class Transfer:
     Attributes:
         what: `inputs`, `activations` or their `gradients` from stage to stage, `outputs`;
             `weights` to the other replicas of a stage, and `weight gradients` back; `accumulators`
-            from replica to replica.
+            from replica to replica; what goes between the devices of a replica while actions
+            compute, `inside a stage`.
         source: the device that has it.
         target: the device that gets it.
         times: how often a step; several tensors that are ready at once count once.
@@ -142,3 +143,6 @@ def _each(
             elif action.kind in "BI" and s:
                 size = run.value_bytes(GRADS, s, place)
                 yield "gradients", device, stages[s - 1].devices[place], size
+        if home.group > 1:
+            for (source, target), size in run.crossing_bytes(action).items():
+                yield "inside a stage", home.devices[source], home.devices[target], size

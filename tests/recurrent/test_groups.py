@@ -144,8 +144,8 @@ def test_slices_of_weights_and_activations_equal_the_plain_model(name, replicas,
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5)
 
 
-def test_slices_go_from_slice_to_slice_and_weights_once_a_step():
-    schedule, replicas = one_f_one_b(2, 4), 2
+def sends(schedule, replicas, **options):
+    """How often a step sends floating tensors, by the numbers of the devices."""
     variables = []
     for number, home in enumerate(homes(schedule, replicas)):
         variables.append([])
@@ -161,7 +161,7 @@ def test_slices_go_from_slice_to_slice_and_weights_once_a_step():
                 stages_of(schedule, variables, replicas),
                 [x],
                 schedule,
-                options=Options(check_numerics="off", rolled=False),
+                options=Options(check_numerics="off", rolled=False, **options),
             )
         # What a function returns goes to the first device of all.
         each = [variable for own in variables for variable in own]
@@ -177,6 +177,11 @@ def test_slices_go_from_slice_to_slice_and_weights_once_a_step():
             if node.op == "_Send" and node.attr["T"].type == tf.float32.as_datatype_enum:
                 ends = (int(node.attr[f"{end}_device"].s.decode()[-1]) for end in ("send", "recv"))
                 counts[tuple(ends)] += 1
+    return counts
+
+
+def test_slices_go_from_slice_to_slice_and_weights_once_a_step():
+    counts = sends(one_f_one_b(2, 4), 2)
     # Homes of four devices, replicas of two.
     between = {pair: n for pair, n in counts.items() if pair[0] // 4 != pair[1] // 4}
     assert between == {(p, p + 4): 4 for p in range(4)} | {(p + 4, p): 4 for p in range(4)}
@@ -187,6 +192,29 @@ def test_slices_go_from_slice_to_slice_and_weights_once_a_step():
         **{(p, p + 2): 3 for p in (0, 1, 4, 5)},
         **{(2, 0): 3, (3, 1): 2, (6, 4): 3, (7, 5): 2},
     }
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+def test_nothing_goes_between_the_devices_of_a_replica_but_what_has_to(name, remat):
+    schedule, part = SCHEDULES[name], BATCH // 4 * WIDTH * 4
+    with tf.Graph().as_default():
+        stages = stages_of(schedule, [weights(i) for i in range(2)])
+        found = predict_transfers(
+            stages, [tf.ones([BATCH, WIDTH])], schedule, options=Options(remat=remat)
+        )
+    inside = {
+        (int(t.source[-1]), int(t.target[-1])): t.bytes / part
+        for t in found
+        if t.what == "inside a stage"
+    }
+    # Of each microbatch: the sum of products there and back, forward; backward that of gradients;
+    # and what is computed again.
+    if remat == "none":
+        assert inside[0, 1] == 4 * 2 and inside[1, 0] == 4
+    counts = sends(schedule, 1, remat=remat)
+    # What is sent is what is predicted: all tensors are of one size.
+    assert {p: n for p, n in counts.items() if p[0] // 2 == p[1] // 2} == inside
 
 
 def test_predicted_memory_and_transfers_know_slices():

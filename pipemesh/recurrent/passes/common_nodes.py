@@ -11,6 +11,7 @@ from collections.abc import Container, Hashable, Mapping, Sequence
 
 import tensorflow as tf
 
+from pipemesh.backend.attach_gradient import passes_on
 from pipemesh.backend.functions import Bodies
 from pipemesh.backend.purity import has_effect, is_stateful
 
@@ -41,10 +42,13 @@ def use_first(
     # The node that stands for another, and the tensor that stands for one that is handed on.
     same: dict[str, str] = {}
     handed_on: dict[str, str] = {}
+    passed_on: dict[str, list[str]] = {}
     known = {node.name: node for node in nodes}
 
     def resolved(source: str) -> str:
         name, _, index = source.partition(":")
+        if name in passed_on:
+            return passed_on[name][int(index or 0)]
         if name in handed_on:
             return handed_on[name]
         return source if name not in same else f"{same[name]}:{index}" if index else same[name]
@@ -54,6 +58,10 @@ def use_first(
         if sources != list(node.input):
             del node.input[:]
             node.input.extend(sources)
+        if passes_on(node):
+            # It is there for the gradient, lies on one device, and its tensors on several. What is
+            # asked for by its name is still there.
+            passed_on[node.name] = sources
         if node.name in kept:
             continue
         name, layer = node.name, layer_of.get(node.name)

@@ -74,6 +74,23 @@ class Cuts:
         grads = self._traced.gradients
         return [name for name in [*grads.of_inputs, *grads.of_carry] if name is not None]
 
+    def nodes(self, kind: str, is_first: bool) -> set[str]:
+        """What an action of a kind, `F`, `B`, `I` or `W`, computes of the graph.
+
+        Args:
+            kind: of the action.
+            is_first: whether it is the first stage, the gradient of whose inputs nobody asks for.
+        """
+        cut, given = self._traced.cut, [*self.kept, *self.grad_placeholders]
+        upstream = [] if is_first else self.upstream_names
+        if kind == "F":
+            return self.computed
+        if kind == "B":
+            return cut.ancestors([*self.theta_names, *upstream], given)
+        if kind == "I":
+            return cut.ancestors([*upstream, *self.pending], given)
+        return cut.ancestors(self.theta_names, self.pending)
+
     @functools.cached_property
     def input_grad_nodes(self) -> set[str]:
         """What an `I` computes of the graph."""

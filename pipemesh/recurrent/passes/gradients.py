@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import tensorflow as tf
 
@@ -43,6 +43,7 @@ def differentiate(
     outputs: dict[int, tf.Tensor],
     carry_out: list[tf.Tensor],
     probed: list[tf.Tensor],
+    devices: tuple[Sequence[str], Sequence[str]] | None = None,
 ) -> StageGradients:
     """Adds the gradient of a traced stage to its graph, which is being built.
 
@@ -54,6 +55,8 @@ def differentiate(
         outputs: those of its outputs that a gradient arrives at, by index.
         carry_out: the carry that it hands on.
         probed: other tensors whose gradient is wanted.
+        devices: for the first of theta, and for all inputs, where their gradients are to lie;
+            None if there is one device.
     """
     of_outputs = _grad_placeholders(outputs)
     of_carry_out = _grad_placeholders(dict(enumerate(carry_out))) if stage.recurrent else {}
@@ -61,6 +64,14 @@ def differentiate(
     states = carry if stage.recurrent else []
     sources = [*theta, *inputs, *states, *probed]
     grads = _gradients(results, sources, [*of_outputs.values(), *of_carry_out.values()])
+    if devices is not None:
+        for first, names in ((0, devices[0]), (len(theta), devices[1])):
+            for i, device in enumerate(names, first):
+                grad = grads[i]
+                # Sparse ones lie where the lookup was.
+                if isinstance(grad, tf.Tensor):
+                    with tf.device(device):
+                        grads[i] = tf.identity(grad)
     dense = [
         None if grad is None else tf.convert_to_tensor(grad).name for grad in grads[len(theta) :]
     ]

@@ -87,6 +87,12 @@ class GraphCut:
             found |= stop.intersection(map(tensor_name, self._nodes[node].input))
         return found
 
+    def uses(self, nodes: Iterable[str]) -> Iterator[tuple[str, str]]:
+        """The tensors that nodes take, each with the node."""
+        for name in nodes:
+            for source in self._nodes[name].input:
+                yield tensor_name(source), name
+
     def same_value(self, tensor: str) -> set[str]:
         """A tensor, and those that become it unchanged."""
         found = {tensor}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Container, Sequence
 
 import tensorflow as tf
 
+from pipemesh.backend.functions import results_beside_sources
 from pipemesh.backend.operations import Call
 from pipemesh.backend.purity import has_effects
 from pipemesh.recurrent.passes.cuts import Cuts
@@ -390,7 +392,9 @@ class Passes:
                 return results
 
         def make() -> Call:
-            function = tf.function(run, autograph=False).get_concrete_function(*specs)
+            several = traced.stage.of_home.group > 1
+            with results_beside_sources() if several else contextlib.nullcontext():
+                function = tf.function(run, autograph=False).get_concrete_function(*specs)
             return Call(function, taken, has_effects(function.graph.as_graph_def()))
 
         if not traced.cut.has_collectives:

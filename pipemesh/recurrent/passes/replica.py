@@ -37,6 +37,7 @@ class Replica:
         summaries: what it tells a TF1 graph; the last one of its carry.
         operations: where in the graph its operations lie, from the first to before the last.
         copies: for the tensors that stand for captured weights its own; none in the first one.
+        devices: if it has several, for each of theta, then of the inputs, the one that it lies on.
     """
 
     device: str
@@ -52,6 +53,7 @@ class Replica:
     summaries: Summaries | None
     operations: list[tuple[int, int]]
     copies: dict[str, str] = dataclasses.field(default_factory=dict)
+    devices: tuple[list[str], list[str]] | None = None
 
     def copy_captured(self, graph: tf.Graph, captured: Sequence[Captured]) -> None:
         """Gives it placeholders of its own for what the stage has captured."""
@@ -101,6 +103,7 @@ class Replica:
                 },
                 self.carry_out,
                 self.probes.sources,
+                self.devices,
             )
         self.operations.append((begin, len(graph.get_operations())))
         return found

@@ -125,6 +125,13 @@ class TracedStage:
             known = functools.partial(position, whole=whole_draws())
             self._trace = trace(stage, inputs, has_step, cutting.replicas, known)
         graph, self.replicas = self._trace.graph, self._trace.replicas
+        if stage.of_home.group > 1:
+            for number, replica in enumerate(self.replicas):
+                devices = stage.of_home.replica(number)
+                replica.devices = (
+                    [devices[place] for place in stage.theta_places],
+                    [devices[place] for place in self._input_places],
+                )
         self._num_forward = len(graph.get_operations())
         end = len(graph.inputs) - len(graph.captures)
         self.scalars = [t.name for t in graph.inputs[end - 2 : end]]

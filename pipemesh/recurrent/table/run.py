@@ -222,6 +222,26 @@ class Run:
         specs, places = machine.specs(kind, stage, mode), machine.places(kind, stage, mode)
         return _of_place(specs, places, place)
 
+    def crossing_bytes(self, action: Action) -> dict[tuple[int, int], int]:
+        """What goes from device to device of a home while an action computes.
+
+        Returns:
+            Bytes by the numbers of two devices, from where and to where.
+        """
+        stage = action.stage
+        traced = self._machine.traced[stage]
+        cuts = self._machine.passes(stage, self._modes[stage, action.microbatch]).cuts
+        found: dict[tuple[int, int], int] = {}
+        sent: set[tuple[str, int]] = set()
+        for tensor, node in traced.cut.uses(cuts.nodes(action.kind, stage == 0)):
+            source, target = traced.place(tensor), traced.place(f"{node}:0")
+            # Of what several nodes of a device take, it gets one.
+            if source != target and (tensor, target) not in sent:
+                sent.add((tensor, target))
+                size = num_bytes([traced.spec(tensor)])
+                found[source, target] = found.get((source, target), 0) + size
+        return found
+
     def kept_names(self, stage: int) -> tuple[TracedStage, list[str]]:
         """A stage, and the tensors that its forward pass of the first microbatch leaves."""
         passes = self._machine.passes(stage, self._modes[stage, 0])
