@@ -138,7 +138,6 @@ def test_params_give_a_mesh_to_a_cluster_of_lingvo():
     [
         ("layers:2;data", None, MeshError, "stack: .*layers:2"),
         ("layers:2;data:2", "batch:dta", LayoutError, "stack: .*did you mean 'data'"),
-        ("layers:2;data:2", "heads:data", LayoutError, "names dim 'heads'.*known: 'batch'"),
         ("layers:2", "batch:layers", LayoutError, "along which the stages lie"),
         (None, "batch:data", PipelineError, "there is no mesh; set mesh_shape"),
         ("layers:2;data:4", "batch:data", PipelineError, "8 processors, but .* has 6 devices"),
@@ -154,6 +153,13 @@ def test_a_mesh_that_does_not_fit_is_an_error(mesh_shape, layout, error, text):
             return
         with pytest.raises(error, match=text):
             stage_homes(cluster, [0, 1], stack(mesh_shape, layout))
+
+
+def test_a_rule_for_a_dim_that_no_layer_has_is_an_error(eagerly):
+    text = r"stack: .*names dim 'heads'.*[Kk]nown: 'batch'"
+    params = stack("layers:2;data:2", "heads:data", cell_tpl=cut(blocks(2), 2))
+    with split_cluster(6), pytest.raises(LayoutError, match=text):
+        params.Instantiate()
 
 
 def test_devices_of_params_may_idle_if_that_is_allowed():
