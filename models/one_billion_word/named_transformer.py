@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from lingvo.core import py_utils, tshape
-
 from pipemesh.layers import named
 
 
-def _meta(own: Any, outputs: Any, rest: tuple[Any, ...]) -> Any:
-    """Of a layer that hands on what comes after its first argument."""
-    return py_utils.NestedMap(
-        flops=own.flops, out_shapes=(*outputs, *rest), parameter_bytes=own.parameter_bytes
-    )
+def _handing_on(meta: Any, rest: tuple[Any, ...]) -> Any:
+    """What a layer says of itself that hands on what comes after its first argument."""
+    meta.out_shapes += rest
+    return meta
 
 
 class NamedEmbedding(named.Embedding):
@@ -29,8 +26,7 @@ class NamedEmbedding(named.Embedding):
 
     @classmethod
     def FPropMeta(cls, p, ids, *rest):
-        own = super().FPropMeta(p, ids)
-        return _meta(own, own.out_shapes, rest)
+        return _handing_on(super().FPropMeta(p, ids), rest)
 
 
 class NamedBlock(named.TransformerBlock):
@@ -42,8 +38,7 @@ class NamedBlock(named.TransformerBlock):
 
     @classmethod
     def FPropMeta(cls, p, x, *rest):
-        own = super().FPropMeta(p, x)
-        return _meta(own, own.out_shapes, rest)
+        return _handing_on(super().FPropMeta(p, x), rest)
 
 
 class NamedSoftmax(named.SoftmaxCrossEntropy):
@@ -56,13 +51,6 @@ class NamedSoftmax(named.SoftmaxCrossEntropy):
     def FProp(self, theta, x, labels, weights, segment_ids, segment_pos):
         del segment_ids, segment_pos
         return super().FProp(theta, self.norm.FProp(theta.norm, x), labels, weights)
-
-    @classmethod
-    def FPropMeta(cls, p, x, *rest):
-        del rest
-        own = super().FPropMeta(p, x)
-        scalar = tshape.Shape([])
-        return _meta(own, (scalar, scalar, tshape.Shape([x[0], x[1]])), ())
 
 
 def named_layers_of(config: Any) -> list[Any]:

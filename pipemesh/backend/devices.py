@@ -152,10 +152,13 @@ def is_device(pinned: str, device: str) -> bool:
         (False, False)
     """
     found, wanted = tf.DeviceSpec.from_string(pinned), tf.DeviceSpec.from_string(device)
-    if found.device_type is None:
-        return False
+    return found.device_type is not None and agree(found, wanted)
+
+
+def agree(one: tf.DeviceSpec, other: tf.DeviceSpec) -> bool:
+    """Whether two names may be those of one device: no part that both have differs."""
     parts = ("job", "replica", "task", "device_type", "device_index")
-    pairs = [(getattr(found, part), getattr(wanted, part)) for part in parts]
+    pairs = [(getattr(one, part), getattr(other, part)) for part in parts]
     return all(a == b or None in (a, b) for a, b in pairs)
 
 

@@ -3,35 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from pipemesh.lowering import Tensor, ops
 
+T = TypeVar("T")
 
-def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """The value, with the function's result in place of each tensor with named dims.
+
+def map_kind(kind: type[T], function: Callable[[T], Any], value: Any) -> Any:
+    """The value, with the function's result in place of each thing of a kind.
 
     Args:
-        function: of such a tensor.
-        value: tensors and other things, by themselves or nested in lists, tuples and dicts.
+        kind: a class, such as that of tensors with named dims.
+        function: of such a thing.
+        value: things of this and other kinds, by themselves or nested in lists, tuples and dicts.
 
     Example:
-        >>> map_tensors(lambda x: None, ([1, {"a": 2.0}], (3,)))
-        ([1, {'a': 2.0}], (3,))
+        >>> map_kind(int, lambda x: -x, ([1, {"a": 2.0}], (3,)))
+        ([-1, {'a': 2.0}], (-3,))
     """
-    if isinstance(value, Tensor):
+    if isinstance(value, kind):
         return function(value)
     if isinstance(value, Mapping):
         new: Any = type(value)()
         for key in value:
-            new[key] = map_tensors(function, value[key])
+            new[key] = map_kind(kind, function, value[key])
         return new
     if isinstance(value, (list, tuple)):
-        parts = [map_tensors(function, part) for part in value]
+        parts = [map_kind(kind, function, part) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
 
 
 def exported(value: Any) -> Any:
     """The value, with tensors with named dims joined on the first device of their lowering."""
-    return map_tensors(ops.export_tensor, value)
+    return map_kind(Tensor, ops.export_tensor, value)

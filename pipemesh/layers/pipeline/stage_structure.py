@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -13,7 +13,7 @@ from pipemesh.backend.structure import Structure
 from pipemesh.errors import PipelineError
 from pipemesh.layers.check_params import with_article
 from pipemesh.layers.named import current_lowering
-from pipemesh.layers.named.values import map_tensors
+from pipemesh.layers.named.values import map_kind
 from pipemesh.lowering import Tensor
 from pipemesh.mesh import Shape
 
@@ -61,7 +61,7 @@ class StageStructure:
             )
         self._layer = layer
         self._dims: list[tuple[str, ...]] = []
-        values = map_tensors(self._noted, values)
+        values = map_kind(Tensor, self._noted, values)
         self._nesting = Structure(values, what)
         self._key = _key(values)
         self.leaf_names = self._nesting.leaf_names
@@ -73,7 +73,7 @@ class StageStructure:
 
     def flatten(self, values: tuple[Any, ...]) -> list[tf.Tensor]:
         """The tensors of values that have this structure."""
-        leaves = self._nesting.flatten(map_tensors(lambda x: _Slices(x.slices), values))
+        leaves = self._nesting.flatten(map_kind(Tensor, lambda x: _Slices(x.slices), values))
         pairs = zip(leaves, self.leaf_names, strict=True)
         return [self._tensor(leaf, name) for leaf, name in pairs]
 
@@ -95,7 +95,10 @@ class StageStructure:
 
         Slices become tensors with named dims of the lowering that is current.
         """
-        return _with_names(self._nesting.pack(tensors), iter(self._dims))
+        # In the order in which they were noted.
+        dims = iter(self._dims)
+        packed = self._nesting.pack(tensors)
+        return map_kind(_Slices, lambda slices: _tensor_of(slices, next(dims)), packed)
 
     def _noted(self, tensor: Tensor) -> _Slices:
         self._dims.append(tensor.shape.names)
@@ -109,22 +112,6 @@ class StageStructure:
 
 class _Slices(list[tf.Tensor]):
     """The slices of a tensor with named dims, in the order of their processors."""
-
-
-def _with_names(value: Any, dims: Iterator[tuple[str, ...]]) -> Any:
-    """The value with a tensor with named dims in place of its slices."""
-    if isinstance(value, _Slices):
-        return _tensor_of(value, next(dims))
-    if isinstance(value, Mapping):
-        new: Any = type(value)()
-        # In the order in which they were noted.
-        for key in value:
-            new[key] = _with_names(value[key], dims)
-        return new
-    if isinstance(value, (list, tuple)):
-        parts = [_with_names(part, dims) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value
 
 
 def _tensor_of(slices: _Slices, dims: tuple[str, ...]) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from pipemesh.backend.devices import agree
 from pipemesh.backend.executed_graphs import registered_kernels
 from pipemesh.errors import DeviceError
 
@@ -39,7 +40,7 @@ def check_devices(name: str, device: str, nodes: Iterable[tf.compat.v1.NodeDef])
 
 def _check_node(node: tf.compat.v1.NodeDef, stage: str, device: str, wanted: tf.DeviceSpec) -> None:
     what = f"operation {node.name!r} ({node.op}) of stage {stage!r}"
-    if not _fits(tf.DeviceSpec.from_string(node.device), wanted):
+    if not agree(tf.DeviceSpec.from_string(node.device), wanted):
         raise DeviceError(
             f"strict_devices: {what} is pinned to {node.device}, but the stage is on {device}; "
             "take tf.device out of the stage's code"
@@ -56,14 +57,6 @@ def _check_node(node: tf.compat.v1.NodeDef, stage: str, device: str, wanted: tf.
         f"{elsewhere}, but the stage is on {device}; use another operation or move it to a stage "
         "of its own"
     )
-
-
-def _fits(pinned: tf.DeviceSpec, wanted: tf.DeviceSpec) -> bool:
-    for part in ("job", "replica", "task", "device_type", "device_index"):
-        found, asked = getattr(pinned, part), getattr(wanted, part)
-        if found is not None and asked is not None and found != asked:
-            return False
-    return True
 
 
 def _has_kernel(node: tf.compat.v1.NodeDef, device_type: str) -> bool:
