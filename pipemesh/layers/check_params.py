@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import tensorflow as tf
 from lingvo.core import hyperparams, py_utils
 
 from pipemesh.errors import PipelineError
+from pipemesh.text import nearest_text
 
 # What both NestedMap and TensorFlow's name scopes take.
 _SCOPE = re.compile(r"[A-Za-z][A-Za-z0-9_./>-]*")
@@ -120,6 +121,24 @@ def check_whole(owner: str, field: str, value: Any, least: int) -> None:
         )
     if number < least:
         raise PipelineError(f"{owner}: {field} is {number}; it must be at least {least}")
+
+
+def check_choice(owner: str, field: str, value: Any, choices: Collection[str]) -> None:
+    """Checks a param that is one of several names.
+
+    Args:
+        owner: name of the layer.
+        field: name of the param.
+        value: what was given.
+        choices: what is allowed.
+
+    Raises:
+        PipelineError: it is none of them; the message has the nearest one.
+    """
+    if value not in choices:
+        # Names in capitals are meant in small letters, too.
+        near = str(value).upper() if all(map(str.isupper, choices)) else str(value)
+        raise PipelineError(f"{owner}: {field} is {value!r}{nearest_text(near, choices)}")
 
 
 def check_flags(p: Any, fields: Sequence[str], or_none: Sequence[str] = ()) -> None:

@@ -9,14 +9,13 @@ import tensorflow as tf
 from lingvo.core import py_utils, tshape
 
 from pipemesh.errors import PipelineError
-from pipemesh.layers.check_params import check_flags, check_whole
+from pipemesh.layers.check_params import check_choice, check_flags, check_whole
 from pipemesh.layers.named.dropout import Dropout
 from pipemesh.layers.named.named_layer import NamedLayer
 from pipemesh.layers.named.positions import sinusoids
 from pipemesh.lowering import Tensor, ops
 from pipemesh.lowering.ops.lookup import local_start
 from pipemesh.mesh import Dim, Shape
-from pipemesh.text import nearest_text
 
 POSITIONS = ("none", "sinusoidal", "learned")
 
@@ -46,10 +45,7 @@ class Embedding(NamedLayer):
         check_whole(p.name, "vocab_size", p.vocab_size, 1)
         check_whole(p.name, "embedding_dim", p.embedding_dim, 1)
         check_flags(p, ["scale_sqrt_depth"])
-        if p.positions not in POSITIONS:
-            raise PipelineError(
-                f"{p.name}: positions is {p.positions!r}{nearest_text(str(p.positions), POSITIONS)}"
-            )
+        check_choice(p.name, "positions", p.positions, POSITIONS)
         if p.positions == "learned":
             check_whole(p.name, "max_length", p.max_length, 1)
         if p.positions == "sinusoidal" and p.embedding_dim % 2:

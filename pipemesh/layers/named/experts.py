@@ -9,14 +9,13 @@ import tensorflow as tf
 from lingvo.core import py_utils, tshape
 
 from pipemesh.errors import PipelineError
-from pipemesh.layers.check_params import check_whole
+from pipemesh.layers.check_params import check_choice, check_whole
 from pipemesh.layers.named.feed_forward import ACTIVATIONS, GATED
 from pipemesh.layers.named.named_layer import NamedLayer
 from pipemesh.layers.named.routing import places_of, tokens_of
 from pipemesh.lowering import Tensor, ops
 from pipemesh.lowering.ops.elementwise import broadcast
 from pipemesh.mesh import Dim, Shape
-from pipemesh.text import nearest_text
 
 
 class Experts(NamedLayer):
@@ -59,11 +58,7 @@ class Experts(NamedLayer):
                 f"{p.name}: capacity_factor is {p.capacity_factor!r}; it is a number above 0, such "
                 "as 1.25"
             )
-        if p.activation not in ACTIVATIONS:
-            raise PipelineError(
-                f"{p.name}: activation is {p.activation!r}"
-                f"{nearest_text(str(p.activation).upper(), ACTIVATIONS)}"
-            )
+        check_choice(p.name, "activation", p.activation, ACTIVATIONS)
 
     @classmethod
     def Room(cls, p: Any, length: int) -> int:

@@ -9,13 +9,11 @@ from typing import Any
 import tensorflow as tf
 from lingvo.core import py_utils
 
-from pipemesh.errors import PipelineError
-from pipemesh.layers.check_params import check_flags, check_whole
+from pipemesh.layers.check_params import check_choice, check_flags, check_whole
 from pipemesh.layers.named.dropout import Dropout
 from pipemesh.layers.named.named_layer import NamedLayer
 from pipemesh.lowering import Tensor, ops
 from pipemesh.lowering.ops.elementwise import broadcast
-from pipemesh.text import nearest_text
 
 # Functions of one hidden value, or of a hidden value and its gate.
 ACTIVATIONS: dict[str, Callable[..., tf.Tensor]] = {
@@ -51,11 +49,7 @@ class FeedForward(NamedLayer):
         check_whole(p.name, "input_dim", p.input_dim, 1)
         check_whole(p.name, "hidden_dim", p.hidden_dim, 1)
         check_flags(p, ["use_bias"])
-        if p.activation not in ACTIVATIONS:
-            raise PipelineError(
-                f"{p.name}: activation is {p.activation!r}"
-                f"{nearest_text(str(p.activation).upper(), ACTIVATIONS)}"
-            )
+        check_choice(p.name, "activation", p.activation, ACTIVATIONS)
         self.CreateChild("dropout", Dropout.Params().Set(rate=p.dropout_rate))
 
     @classmethod

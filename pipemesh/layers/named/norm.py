@@ -7,12 +7,10 @@ from typing import Any
 import tensorflow as tf
 from lingvo.core import py_utils
 
-from pipemesh.errors import PipelineError
-from pipemesh.layers.check_params import check_whole
+from pipemesh.layers.check_params import check_choice, check_whole
 from pipemesh.layers.named.named_layer import NamedLayer
 from pipemesh.lowering import Tensor, ops
 from pipemesh.lowering.ops.elementwise import broadcast
-from pipemesh.text import nearest_text
 
 KINDS = ("layer", "rms")
 
@@ -42,8 +40,7 @@ class Norm(NamedLayer):
         super().__init__(params)
         p = self.params
         check_whole(p.name, "input_dim", p.input_dim, 1)
-        if p.kind not in KINDS:
-            raise PipelineError(f"{p.name}: kind is {p.kind!r}{nearest_text(str(p.kind), KINDS)}")
+        check_choice(p.name, "kind", p.kind, KINDS)
 
     @classmethod
     def NamedWeights(cls, p: Any) -> dict[str, Any]:

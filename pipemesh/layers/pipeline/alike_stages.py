@@ -8,13 +8,12 @@ from typing import Any
 from lingvo.core import hyperparams
 
 from pipemesh.errors import PipelineError, PipemeshError
-from pipemesh.layers.check_params import with_article
+from pipemesh.layers.check_params import check_choice, with_article
 from pipemesh.plan.plan import LOWERINGS
 from pipemesh.recurrent import pipeline
 from pipemesh.recurrent.circular.alike_pipeline import alike_pipeline, check_options, check_schedule
 from pipemesh.recurrent.options import Options
 from pipemesh.schedule import Schedule
-from pipemesh.text import nearest_text
 
 # What tells layers apart without changing what they compute.
 _NAMES = frozenset(
@@ -49,10 +48,7 @@ def check_lowering(p: Any, schedule: Schedule) -> None:
             param cannot be honoured.
         ScheduleError: for `simd`, it is not the schedule of a loop over ticks.
     """
-    if p.lowering not in LOWERINGS:
-        raise PipelineError(
-            f"{p.name}: lowering is {p.lowering!r}{nearest_text(str(p.lowering), LOWERINGS)}"
-        )
+    check_choice(p.name, "lowering", p.lowering, LOWERINGS)
     if p.lowering != "simd":
         return
     if p.loss_inside:
