@@ -29,6 +29,7 @@ _MODEL = (
     "NUM_LAYERS",
     "NUM_HEADS",
     "LAYERS",
+    "OPTIMIZER",
     "SEQUENCE_LENGTH",
     "SEED",
 )
@@ -117,8 +118,10 @@ class About:
                 "to the checkpoint before, or give another --logdir"
             )
         values = json.loads(content)
-        # There was one kind of layers before.
-        values["model"].setdefault("layers", "lingvo")
+        # What there was one kind of before.
+        for part, names in (("model", _MODEL), ("settings", _SETTINGS)):
+            known = [name for name in names if hasattr(Settings, name)]
+            values[part] = {name.lower(): getattr(Settings, name) for name in known} | values[part]
         if "plan" not in values:
             values |= _before_plans(values["settings"])
         return cls(**values | {"vocabulary": base64.b64decode(values["vocabulary"])})
