@@ -57,7 +57,9 @@ class Adafactor(optimizer.XLAShardingAdafactor):
         Shazeer and Stern, "Adafactor", 2018, section 7.2: 1 - t**-c with `decay_exponent_pow` c,
         otherwise Adam's, with the correction of the bias in it.
         """
-        p, step = self.params, tf.cast(py_utils.GetGlobalStep(), tf.float32)
+        p, counter = self.params, py_utils.GetGlobalStep()
+        assert counter is not None, "lingvo's learners need a global step"
+        step = tf.cast(counter, tf.float32)
         if p.decay_exponent_pow:
             return 1.0 - tf.pow(step - p.decay_exponent_offset + 1.0, -p.decay_exponent_pow)
         kept, t = p.beta2, step + 1.0
@@ -154,7 +156,8 @@ class SlicedAdafactorOptimizer(optimizer.XLAShardingAdafactorOptimizer):
         dtype = grads.values[0].dtype
         decay = tf.cast(self._decay_rate, dtype)
         mixing = tf.cast(1.0 - decay, dtype)
-        scale = tf.cast(optimizer.GetLrValue(self._learning_rate), dtype)
+        rate: Any = optimizer.GetLrValue(self._learning_rate)
+        scale = tf.cast(rate, dtype)
         if self._multiply_by_parameter_scale:
             least = tf.constant(self._epsilon2, dtype)
             scale = tf.maximum(weight.root_mean_square(), least) * scale
