@@ -29,6 +29,10 @@ _MODEL = (
     "NUM_LAYERS",
     "NUM_HEADS",
     "LAYERS",
+    "TIED_EMBEDDINGS",
+    "NUM_EXPERTS",
+    "EXPERT_CHOICES",
+    "CAPACITY_FACTOR",
     "SEQUENCE_LENGTH",
     "SEED",
 )
@@ -39,6 +43,7 @@ _SETTINGS = (
     "WARMUP_STEPS",
     "CLIP_GRADIENT_NORM",
     "DROPOUT_PROB",
+    "BALANCE_WEIGHT",
 )
 
 
@@ -117,8 +122,10 @@ class About:
                 "to the checkpoint before, or give another --logdir"
             )
         values = json.loads(content)
-        # There was one kind of layers before.
-        values["model"].setdefault("layers", "lingvo")
+        # What there was one kind of before.
+        for part, names in (("model", _MODEL), ("settings", _SETTINGS)):
+            known = [name for name in names if hasattr(Settings, name)]
+            values[part] = {name.lower(): getattr(Settings, name) for name in known} | values[part]
         if "plan" not in values:
             values |= _before_plans(values["settings"])
         return cls(**values | {"vocabulary": base64.b64decode(values["vocabulary"])})

@@ -4,6 +4,12 @@ import pytest
 from lingvo import model_registry
 from lingvo.core import optimizer, schedule
 
+from models.one_billion_word.named_transformer import (
+    ExpertsBlock,
+    NamedBlock,
+    NamedEmbedding,
+    NamedSoftmax,
+)
 from models.one_billion_word.params import CONFIGURATIONS, OneBillionWordGPipe32
 from models.one_billion_word.transformer import Block, Embedding, Softmax
 
@@ -25,7 +31,11 @@ def test_stages_hold_every_layer_once_and_in_order(name):
     assert len(stack.cell_tpl) == config.PLAN.num_stages
     assert config.BATCH_SIZE % stack.num_micro_batches == 0
     layers = [layer for cell in stack.cell_tpl for layer in cell.sub]
-    assert [layer.cls for layer in layers] == [Embedding, *[Block] * config.NUM_LAYERS, Softmax]
+    first, block, last = {
+        "lingvo": (Embedding, Block, Softmax),
+        "named": (NamedEmbedding, ExpertsBlock if config.NUM_EXPERTS else NamedBlock, NamedSoftmax),
+    }[config.LAYERS]
+    assert [layer.cls for layer in layers] == [first, *[block] * config.NUM_LAYERS, last]
     assert [layer.name for layer in layers] == [f"cell_{i:03d}" for i in range(len(layers))]
 
 
