@@ -123,6 +123,7 @@ class About:
             )
         values = json.loads(content)
         # What there was one kind of before.
+        values["model"].setdefault("layers", "lingvo")
         for part, names in (("model", _MODEL), ("settings", _SETTINGS)):
             known = [name for name in names if hasattr(Settings, name)]
             values[part] = {name.lower(): getattr(Settings, name) for name in known} | values[part]

@@ -42,8 +42,8 @@ flags.DEFINE_enum(
     "layers",
     None,
     list(LAYERS),
-    "Layers of lingvo, or layers with named dims, of which --layout may split heads, d_ff and "
-    "vocab as well; another model than with those of lingvo. Default: the model's.",
+    "Layers with named dims, of which --layout may split heads, d_ff and vocab as well as the "
+    "batch, or those of lingvo, which is another model. Default: the model's, named.",
 )
 flags.DEFINE_integer("batch_size", None, "Rows a batch; default: the model's.")
 flags.DEFINE_integer("vocab_size", None, "SentencePiece pieces; default: the model's.")

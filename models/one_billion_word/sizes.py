@@ -19,8 +19,8 @@ class Settings:
     NUM_HEADS: int
     SEQUENCE_LENGTH: int
     BATCH_SIZE: int
-    # Those of lingvo, or layers with named dims, which the plan's layout may split.
-    LAYERS: str = "lingvo"
+    # Layers with named dims, which the plan's layout may split, or those of lingvo.
+    LAYERS: str = "named"
     # Layers with named dims only: the last layer takes the embedding's table for its own, and the
     # feed-forward layers are mixtures of experts.
     TIED_EMBEDDINGS = False
@@ -64,14 +64,12 @@ class Tiny(Settings):
 class TinyTied(Tiny):
     """As Tiny, with one table for the embedding and the softmax."""
 
-    LAYERS = "named"
     TIED_EMBEDDINGS = True
 
 
 class TinyExperts(Tiny):
     """As Tiny, with four experts in each block, of which a token meets two."""
 
-    LAYERS = "named"
     NUM_EXPERTS = 4
 
 
@@ -111,7 +109,7 @@ class GPipe32(Settings):
 
 
 # What the layers of a model may be.
-LAYERS = ("lingvo", "named")
+LAYERS = ("named", "lingvo")
 
 
 def dims_of(settings: Settings) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, SeqLayer, m
 from pipemesh.layers.named import FeedForward, NamedLayer, Norm
 from pipemesh.mesh import LayoutRules, Mesh
 from tests.layers.harness import run_eagerly, run_tf1, run_tf2
+from tests.pairwise import in_turn
 
 WIDTH = 4
 RNG = np.random.default_rng(0)
@@ -100,14 +101,17 @@ def expected():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "num_stages", "num_micro_batches", "kwargs"),
-    [
-        ("layers:2;data:2;model:2 d_ff:model", 2, 2, {}),
-        ("model:4;layers:2 d_ff:model", 2, 4, {"remat": "none"}),
-        ("layers:1;model:2 d_ff:model", 1, 4, {"rolled": True}),
-        ("layers:2;model:2;sequence:2 d_ff:model;length:sequence", 2, 2, {}),
-        ("data:2;layers:2;model:2 d_ff:model", 4, 4, {"schedule": "looped_bfs:2"}),
-    ],
+    ("run", "mesh", "num_stages", "num_micro_batches", "kwargs"),
+    in_turn(
+        [run_tf1, run_tf2],
+        [
+            ("layers:2;data:2;model:2 d_ff:model", 2, 2, {}),
+            ("model:4;layers:2 d_ff:model", 2, 4, {"remat": "none"}),
+            ("layers:1;model:2 d_ff:model", 1, 4, {"rolled": True}),
+            ("layers:2;model:2;sequence:2 d_ff:model;length:sequence", 2, 2, {}),
+            ("data:2;layers:2;model:2 d_ff:model", 4, 4, {"schedule": "looped_bfs:2"}),
+        ],
+    ),
 )
 def test_everything_equals_the_plain_model_with_dropout_on(
     run, expected, mesh, num_stages, num_micro_batches, kwargs
@@ -116,8 +120,9 @@ def test_everything_equals_the_plain_model_with_dropout_on(
     found.assert_close(expected(run), rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_v", "interleaved:2"])
-@pytest.mark.parametrize("run", [run_tf1, run_tf2])
+@pytest.mark.parametrize(
+    ("run", "schedule"), in_turn([run_tf1, run_tf2], ["1f1b", "zb_h1", "zb_v", "interleaved:2"])
+)
 def test_every_schedule_trains_named_layers_on_replicas(run, expected, schedule):
     num_stages = 4 if schedule in ("zb_v", "interleaved:2") else 2
     params = stack(num_stages, 2, head=True, schedule=schedule, strict_devices=True)

@@ -7,7 +7,7 @@ import tensorflow as tf
 from lingvo.core import py_utils
 
 from models.one_billion_word.params import OneBillionWordTiny, layers_of
-from pipemesh.layers import FeatureExtractionLayer, mesh_cluster
+from pipemesh.layers import FeatureExtractionLayer, SeqLayer, mesh_cluster
 from pipemesh.layers.partition_layers import named_layers
 from tests.layers.harness import cluster
 
@@ -67,7 +67,8 @@ def pipelined(config):
 def plain(config):
     """The same model without a pipeline."""
     p = pipelined(config)
-    p.stack = FeatureExtractionLayer.Params().Set(sub=named_layers(layers_of(config)))
+    stage = FeatureExtractionLayer.Params().Set(name="plain", sub=named_layers(layers_of(config)))
+    p.stack = SeqLayer.Params().Set(cell_tpl=[stage])
     return p
 
 
