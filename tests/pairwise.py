@@ -30,5 +30,26 @@ def pairwise(*factors):
     return params
 
 
+def in_turn(*factors):
+    """The whole product as pytest's params, of which each value comes once; others are `exhaustive`.
+
+    For factors that do not meet in the code: each is tried with some value of the others.
+
+    Args:
+        *factors: as for `pairwise`.
+    """
+    longest = max(map(len, factors))
+    chosen = {tuple(turn % len(factor) for factor in factors) for turn in range(longest)}
+    params = []
+    for case in itertools.product(*map(range, map(len, factors))):
+        values = []
+        for factor, index in zip(factors, case, strict=True):
+            value = factor[index]
+            values += value if isinstance(value, tuple) else [value]
+        marks = () if case in chosen else pytest.mark.exhaustive
+        params.append(pytest.param(*values, marks=marks))
+    return params
+
+
 def _pairs(case):
     return set(itertools.combinations(enumerate(case), 2))

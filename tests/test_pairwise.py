@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.pairwise import pairwise
+from tests.pairwise import in_turn, pairwise
 
 
 @pytest.mark.parametrize("sizes", [(8, 4, 2), (7, 2, 2), (3, 3, 3, 3), (5, 1)])
@@ -24,3 +24,10 @@ def test_every_two_values_meet(sizes):
 def test_values_of_several_parameters_are_written_out():
     (param,) = pairwise([("a", 1)], ["b"])
     assert param.values == ("a", 1, "b")
+
+
+def test_each_value_comes_once_in_turn():
+    params = in_turn("ab", [(1, "x"), (2, "y"), (3, "z")])
+    assert len(params) == 6
+    default = [param.values for param in params if not param.marks]
+    assert sorted(default) == [("a", 1, "x"), ("a", 3, "z"), ("b", 2, "y")]

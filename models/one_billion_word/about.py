@@ -29,6 +29,10 @@ _MODEL = (
     "NUM_LAYERS",
     "NUM_HEADS",
     "LAYERS",
+    "TIED_EMBEDDINGS",
+    "NUM_EXPERTS",
+    "EXPERT_CHOICES",
+    "CAPACITY_FACTOR",
     "OPTIMIZER",
     "SEQUENCE_LENGTH",
     "SEED",
@@ -40,6 +44,7 @@ _SETTINGS = (
     "WARMUP_STEPS",
     "CLIP_GRADIENT_NORM",
     "DROPOUT_PROB",
+    "BALANCE_WEIGHT",
 )
 
 
@@ -119,6 +124,7 @@ class About:
             )
         values = json.loads(content)
         # What there was one kind of before.
+        values["model"].setdefault("layers", "lingvo")
         for part, names in (("model", _MODEL), ("settings", _SETTINGS)):
             known = [name for name in names if hasattr(Settings, name)]
             values[part] = {name.lower(): getattr(Settings, name) for name in known} | values[part]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import os
@@ -12,7 +13,7 @@ from absl import flags
 from models.command import FlagError, define_devices
 from models.command import parse as parse_flags
 from models.one_billion_word.request import EVAL_BATCHES, Request
-from models.one_billion_word.sizes import DIMS, OPTIMIZERS, SIZES, Settings
+from models.one_billion_word.sizes import LAYERS, OPTIMIZERS, SIZES, Settings, dims_of
 from pipemesh.errors import LayoutError, PipemeshError, PlanError, ScheduleError
 from pipemesh.plan import Plan
 from pipemesh.plan.text_form import of_value
@@ -40,9 +41,9 @@ flags.DEFINE_integer(
 flags.DEFINE_enum(
     "layers",
     None,
-    list(DIMS),
-    "Layers of lingvo, or layers with named dims, of which --layout may split heads, d_ff and "
-    "vocab as well; another model than with those of lingvo. Default: the model's.",
+    list(LAYERS),
+    "Layers with named dims, of which --layout may split heads, d_ff and vocab as well as the "
+    "batch, or those of lingvo, which is another model. Default: the model's, named.",
 )
 flags.DEFINE_integer("batch_size", None, "Rows a batch; default: the model's.")
 flags.DEFINE_integer("vocab_size", None, "SentencePiece pieces; default: the model's.")
@@ -176,6 +177,12 @@ def request() -> Request:
             if not isinstance(value, str):
                 _check_number(flag, value)
             setattr(settings, attribute, value)
+    if settings.LAYERS == "lingvo" and (settings.TIED_EMBEDDINGS or settings.NUM_EXPERTS):
+        what = "experts" if settings.NUM_EXPERTS else "one table for the first and the last layer"
+        raise FlagError(
+            f"--layers=lingvo: {FLAGS.model} has {what}, which layers with named dims alone have; "
+            "leave --layers out, or choose another --model"
+        )
     settings.PLAN = _plan(settings)
     settings.CHOSEN = tuple(name for name in settings.CHOSEN if not FLAGS[name].present)
     if FLAGS.plain:
@@ -209,20 +216,22 @@ def _plan(settings: Settings) -> Plan:
         values["mesh"] = "layers:1"
     if settings.PLAN.boundaries is not None and "boundaries" not in given:
         # They are for the model's own number of stages.
-        free = _made(values | {"boundaries": ""}, settings.LAYERS)
+        free = _made(values | {"boundaries": ""}, settings)
         if free.num_stages != settings.PLAN.num_stages:
             return free
-    return _made(values, settings.LAYERS)
+    return _made(values, settings)
 
 
-def _made(values: dict[str, str], layers: str) -> Plan:
+def _made(values: dict[str, str], settings: Settings) -> Plan:
     try:
         plan = Plan.from_values(values)
-        plan.check_dims(DIMS[layers])
+        plan.check_dims(dims_of(settings))
         return plan
     except PipemeshError as error:
         told = str(error)
-        if any(dim in DIMS["named"] and dim not in DIMS[layers] for dim in _dims_of(values)):
+        named = copy.copy(settings)
+        named.LAYERS = "named"
+        if any(dim in {*dims_of(named)} - {*dims_of(settings)} for dim in _dims_of(values)):
             told += "; layers with named dims have it: --layers=named"
         for flag, name in _OF_PLAN.items():
             if told.startswith(f"{name}="):

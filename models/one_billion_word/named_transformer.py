@@ -1,19 +1,25 @@
 """The layers of the decoder-only Transformer with named dims, which a layout splits.
 
 They take and return what those of `transformer` do. The dims that rules may split are `heads`,
-`d_ff` and `vocab`. What is the same on all devices of a stage goes on once for each.
+`d_ff`, `vocab`, and `experts` where there are some. What is the same on all devices of a stage goes
+on once for each. Behind the first block with experts goes the sum of their balance losses as well,
+[batch] float32.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import tensorflow as tf
+from lingvo.core import tshape
+
 from pipemesh.layers import named
+from pipemesh.lowering import ops
 
 
 def _handing_on(meta: Any, rest: tuple[Any, ...]) -> Any:
     """What a layer says of itself that hands on what comes after its first argument."""
-    meta.out_shapes += rest
+    meta.out_shapes = (meta.out_shapes[0], *rest)
     return meta
 
 
@@ -41,27 +47,70 @@ class NamedBlock(named.TransformerBlock):
         return _handing_on(super().FPropMeta(p, x), rest)
 
 
+class ExpertsBlock(named.TransformerBlock):
+    """Causal self-attention within segments, then one or two experts a token; both residual."""
+
+    def FProp(self, theta, x, labels, weights, segment_ids, segment_pos, *before):
+        # Where a row has no token, none shall take the room of others.
+        empty = ops.equal(self.Named(segment_ids, "batch;length"), 0)
+        paddings = ops.cast(empty, tf.float32)
+        hidden, balance = super().FProp(theta, x, segment_ids, segment_pos, paddings)
+        for earlier in before:
+            balance = balance + self.Named(earlier, "batch")
+        return hidden, labels, weights, segment_ids, segment_pos, balance
+
+    @classmethod
+    def FPropMeta(cls, p, x, *rest):
+        return _handing_on(super().FPropMeta(p, x), (*rest[:4], tshape.Shape([x[0]])))
+
+
 class NamedSoftmax(named.SoftmaxCrossEntropy):
-    """Layer norm, logits, and the cross entropy of the labels: the head of a pipeline."""
+    """Layer norm, logits, and the cross entropy of the labels: the head of a pipeline.
+
+    The loss has `balance_weight` times the experts' balance losses added, for each token.
+    """
+
+    @classmethod
+    def Params(cls):
+        p = super().Params()
+        p.Define("balance_weight", 0.0, "Weight of the experts' balance losses.")
+        return p
 
     def __init__(self, params):
         super().__init__(params)
         self.CreateChild("norm", named.Norm.Params().Set(input_dim=self.params.input_dim))
 
-    def FProp(self, theta, x, labels, weights, segment_ids, segment_pos):
+    def FProp(self, theta, x, labels, weights, segment_ids, segment_pos, *balance):
         del segment_ids, segment_pos
-        return super().FProp(theta, self.norm.FProp(theta.norm, x), labels, weights)
+        hidden = self.norm.FProp(theta.norm, x)
+        loss, total, xent = super().FProp(theta, hidden, labels, weights)
+        for each in balance:
+            tokens = ops.reduce_sum(self.Named(weights, "batch;length"), "length")
+            balances = ops.reduce_sum(self.Named(each, "batch") * tokens)
+            loss = loss + balances * self.params.balance_weight
+        return loss, total, xent
 
 
 def named_layers_of(config: Any) -> list[Any]:
     """Params of all layers of the stack, first to last."""
-    block = NamedBlock.Params().Set(
-        input_dim=config.MODEL_DIM,
-        hidden_dim=config.HIDDEN_DIM,
-        num_heads=config.NUM_HEADS,
-        dropout_rate=config.DROPOUT_PROB,
+    block = (
+        (ExpertsBlock if config.NUM_EXPERTS else NamedBlock)
+        .Params()
+        .Set(
+            input_dim=config.MODEL_DIM,
+            hidden_dim=config.HIDDEN_DIM,
+            num_heads=config.NUM_HEADS,
+            dropout_rate=config.DROPOUT_PROB,
+        )
     )
-    block.feed_forward_tpl.dropout_rate = config.DROPOUT_PROB
+    if config.NUM_EXPERTS:
+        block.feed_forward_tpl = named.Experts.Params().Set(
+            num_experts=config.NUM_EXPERTS,
+            num_choices=config.EXPERT_CHOICES,
+            capacity_factor=config.CAPACITY_FACTOR,
+        )
+    else:
+        block.feed_forward_tpl.dropout_rate = config.DROPOUT_PROB
     embedding = NamedEmbedding.Params().Set(
         vocab_size=config.VOCAB_SIZE,
         embedding_dim=config.MODEL_DIM,
@@ -69,5 +118,16 @@ def named_layers_of(config: Any) -> list[Any]:
         positions="sinusoidal",
         dropout_rate=config.DROPOUT_PROB,
     )
-    softmax = NamedSoftmax.Params().Set(vocab_size=config.VOCAB_SIZE, input_dim=config.MODEL_DIM)
+    softmax = NamedSoftmax.Params().Set(
+        vocab_size=config.VOCAB_SIZE,
+        input_dim=config.MODEL_DIM,
+        balance_weight=config.BALANCE_WEIGHT,
+    )
     return [embedding, *(block.Copy() for _ in range(config.NUM_LAYERS)), softmax]
+
+
+def tied_weights_of(config: Any) -> dict[str, str]:
+    """What the last layer takes from the first one, as `tied_weights` of a stack."""
+    if not config.TIED_EMBEDDINGS:
+        return {}
+    return {f"cell_{config.NUM_LAYERS + 1:03d}.w": "cell_000.table"}

@@ -11,7 +11,7 @@ from lingvo.core import base_model_params, learner, optimizer, schedule, tshape
 
 from models.one_billion_word import sizes
 from models.one_billion_word.lingvo_input import OneBillionWordInput
-from models.one_billion_word.named_transformer import named_layers_of
+from models.one_billion_word.named_transformer import named_layers_of, tied_weights_of
 from models.one_billion_word.task import LanguageModel
 from models.one_billion_word.transformer import Block, Embedding, Softmax
 from pipemesh.layers import PartitionSequentialLayers, PipeliningLayer
@@ -56,6 +56,7 @@ class LanguageModelParams(sizes.Settings, base_model_params.SingleTaskModelParam
         p, plan = LanguageModel.Params().Set(name="language_model"), self.PLAN
         p.stack = PipeliningLayer.Params().Set(
             cell_tpl=stages_of(self),
+            tied_weights=tied_weights_of(self),
             num_micro_batches=plan.num_microbatches,
             schedule=plan.schedule,
             loss_inside=True,
@@ -145,6 +146,16 @@ class OneBillionWordTiny(sizes.Tiny, LanguageModelParams):
 
 
 @model_registry.RegisterSingleTaskModel
+class OneBillionWordTinyTied(sizes.TinyTied, LanguageModelParams):
+    """As OneBillionWordTiny, with one table for the embedding and the softmax."""
+
+
+@model_registry.RegisterSingleTaskModel
+class OneBillionWordTinyExperts(sizes.TinyExperts, LanguageModelParams):
+    """As OneBillionWordTiny, with four experts in each block, of which a token meets two."""
+
+
+@model_registry.RegisterSingleTaskModel
 class OneBillionWordBase(sizes.Base, LanguageModelParams):
     """The size of the base Transformer, for one machine with a few GPUs."""
 
@@ -157,5 +168,11 @@ class OneBillionWordGPipe32(sizes.GPipe32, LanguageModelParams):
 # What lingvo registers it declares to be its own class.
 CONFIGURATIONS: dict[str, type[LanguageModelParams]] = {  # pyright: ignore[reportAssignmentType]
     configuration.__name__: configuration
-    for configuration in (OneBillionWordTiny, OneBillionWordBase, OneBillionWordGPipe32)
+    for configuration in (
+        OneBillionWordTiny,
+        OneBillionWordTinyTied,
+        OneBillionWordTinyExperts,
+        OneBillionWordBase,
+        OneBillionWordGPipe32,
+    )
 }

@@ -19,8 +19,15 @@ class Settings:
     NUM_HEADS: int
     SEQUENCE_LENGTH: int
     BATCH_SIZE: int
-    # Those of lingvo, or layers with named dims, which the plan's layout may split.
-    LAYERS: str = "lingvo"
+    # Layers with named dims, which the plan's layout may split, or those of lingvo.
+    LAYERS: str = "named"
+    # Layers with named dims only: the last layer takes the embedding's table for its own, and the
+    # feed-forward layers are mixtures of experts.
+    TIED_EMBEDDINGS = False
+    NUM_EXPERTS = 0
+    EXPERT_CHOICES = 2
+    CAPACITY_FACTOR = 1.25
+    BALANCE_WEIGHT = 0.01
     # How it is run; the layers that are cut are the embedding, the blocks and the softmax.
     PLAN = Plan(Mesh.from_text("layers:2"), num_microbatches=8)
     DROPOUT_PROB = 0.1
@@ -54,6 +61,18 @@ class Tiny(Settings):
     WARMUP_STEPS = 100
     LEARNING_RATE = 0.4
     CLIP_GRADIENT_NORM = 1.0
+
+
+class TinyTied(Tiny):
+    """As Tiny, with one table for the embedding and the softmax."""
+
+    TIED_EMBEDDINGS = True
+
+
+class TinyExperts(Tiny):
+    """As Tiny, with four experts in each block, of which a token meets two."""
+
+    NUM_EXPERTS = 4
 
 
 class Base(Settings):
@@ -91,8 +110,17 @@ class GPipe32(Settings):
     WARMUP_STEPS = 40_000
 
 
-# What a layout may split: of layers of lingvo the batch, of layers with named dims more.
-DIMS = {"lingvo": ("batch",), "named": ("batch", "heads", "d_ff", "vocab")}
+# What the layers of a model may be.
+LAYERS = ("named", "lingvo")
+
+
+def dims_of(settings: Settings) -> tuple[str, ...]:
+    """What a layout may split: of layers of lingvo the batch, of layers with named dims more."""
+    if settings.LAYERS == "lingvo":
+        return ("batch",)
+    hidden = ("experts", "expert_ff") if settings.NUM_EXPERTS else ("d_ff",)
+    return ("batch", "heads", *hidden, "vocab")
+
 
 # How weights move along their gradients.
 OPTIMIZERS = ("adam", "adafactor", "sgd", "momentum")
@@ -100,6 +128,8 @@ OPTIMIZERS = ("adam", "adafactor", "sgd", "momentum")
 # By the name under which lingvo knows the configuration.
 SIZES: dict[str, type[Settings]] = {
     "OneBillionWordTiny": Tiny,
+    "OneBillionWordTinyTied": TinyTied,
+    "OneBillionWordTinyExperts": TinyExperts,
     "OneBillionWordBase": Base,
     "OneBillionWordGPipe32": GPipe32,
 }

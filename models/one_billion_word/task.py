@@ -74,7 +74,25 @@ class LanguageModel(base_model.BaseTask):
                     )
                 }
             )
-            return {"default": (self.ComputePredictions(self.theta, feeds), feeds)}
+            return {"default": (self._by_row(feeds), feeds)}
+
+    def _by_row(self, batch):
+        """What `ComputePredictions` returns, for any number of rows.
+
+        Row by row: layers with named dims know all sizes before they run.
+        """
+
+        def of_row(row):
+            found = self.ComputePredictions(
+                self.theta, py_utils.NestedMap(row).Transform(lambda t: t[None])
+            )
+            return found.loss, found.num_tokens, found.xent[0]
+
+        signature = (tf.float32, tf.float32, tf.float32)
+        loss, num_tokens, xent = tf.map_fn(of_row, dict(batch), fn_output_signature=signature)
+        return py_utils.NestedMap(
+            loss=tf.reduce_sum(loss), num_tokens=tf.reduce_sum(num_tokens), xent=xent
+        )
 
     def Decode(self, input_batch):
         """Refuses: there is no cache of keys and values yet."""

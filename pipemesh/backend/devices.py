@@ -162,6 +162,17 @@ def agree(one: tf.DeviceSpec, other: tf.DeviceSpec) -> bool:
     return all(a == b or None in (a, b) for a, b in pairs)
 
 
+def device_of_scope() -> str:
+    """The device of the scopes that code runs in eagerly, '' outside of all.
+
+    Example:
+        >>> with tf.device("CPU:0"):
+        ...     device_of_scope()[-5:]
+        'CPU:0'
+    """
+    return eager_context().device_name or ""
+
+
 def check_threads(num_devices: int) -> None:
     """Warns if too few inter-op threads are set for so many devices to compute at one time.
 

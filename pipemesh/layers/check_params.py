@@ -123,6 +123,25 @@ def check_whole(owner: str, field: str, value: Any, least: int) -> None:
         raise PipelineError(f"{owner}: {field} is {number}; it must be at least {least}")
 
 
+def check_above_zero(owner: str, field: str, value: Any, or_else: str = "") -> None:
+    """Checks that a field is a number above 0.
+
+    Args:
+        owner: name of the layer whose field it is.
+        field: name of the field.
+        value: its value.
+        or_else: what else is allowed, for the message.
+
+    Raises:
+        PipelineError: it is none, or is infinite.
+    """
+    known = isinstance(value, (int, float, np.integer, np.floating))
+    if isinstance(value, bool) or not known or not 0 < value < float("inf"):
+        raise PipelineError(
+            f"{owner}: {field} is {_short(value)}; it must be a number above 0{or_else}"
+        )
+
+
 def check_choice(owner: str, field: str, value: Any, choices: Collection[str]) -> None:
     """Checks a param that is one of several names.
 

@@ -20,7 +20,7 @@ from pipemesh.layers.pipeline.pipelining import PipeliningLayer
 from pipemesh.mesh import Mesh
 from pipemesh.partition import LayerCost, profile_costs
 from pipemesh.recurrent.memory import StageMemory
-from pipemesh.recurrent.table.run import num_bytes
+from pipemesh.recurrent.table.sizes import num_bytes
 
 
 def layer_costs(

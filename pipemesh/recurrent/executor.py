@@ -10,6 +10,7 @@ from pipemesh.backend.gradient import with_gradient
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.passes.passes import Grads
+from pipemesh.recurrent.passes.places import detached
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.run import Performer, Run, with_loss
 from pipemesh.schedule import Schedule
@@ -89,14 +90,14 @@ def pipeline(
         return run.gradients()
 
     results = with_gradient(
-        [tf.stop_gradient(t) for t in [*outputs, *states]],
+        detached([*outputs, *states]),
         stages[-1].device,
         run.sources,
         backward,
     )
     attached = iter(results[len(outputs) :])
     carries = [
-        [next(attached) if stage.recurrent else tf.stop_gradient(t) for t in carry]
+        [next(attached) for _ in carry] if stage.recurrent else detached(carry)
         for stage, carry in zip(stages, run.state.carries, strict=True)
     ]
     return results[: len(outputs)], carries
@@ -184,6 +185,5 @@ def pipeline_loss(
             )
         return run.gradients(factor=output_grads[0])
 
-    (loss,) = with_gradient([tf.stop_gradient(loss)], stages[-1].device, run.sources, backward)
-    carries = [[tf.stop_gradient(t) for t in carry] for carry in run.state.carries]
-    return loss, [tf.stop_gradient(t) for t in others], carries
+    (loss,) = with_gradient(detached([loss]), stages[-1].device, run.sources, backward)
+    return loss, detached(others), [*map(detached, run.state.carries)]

@@ -10,7 +10,8 @@ import tensorflow as tf
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.kinds import KEPT, PENDING
-from pipemesh.recurrent.table.run import Run, num_bytes
+from pipemesh.recurrent.table.run import Run
+from pipemesh.recurrent.table.sizes import num_bytes
 from pipemesh.schedule import Schedule
 
 
@@ -107,7 +108,7 @@ def predict_memory(
             for action in row:
                 stage, m = action.stage, action.microbatch
                 kept, pending = (
-                    sum(run.value_bytes(kind, stage, place, m) for place in places)
+                    sum(run.sizes.values(kind, stage, place, m) for place in places)
                     for kind in (KEPT, PENDING)
                 )
                 if action.kind == "F":
@@ -120,24 +121,24 @@ def predict_memory(
             # Replicas that share a device share the weights.
             group = stages[own[0]].of_home.group
             once = {place % group: place for place in places}.values()
-            weights = sum(run.weight_bytes(s, place) for s in own for place in once)
+            weights = sum(run.sizes.weights(s, place) for s in own for place in once)
             gradients = 0
             if not schedule.is_forward_only:
-                gradients = sum(run.sum_bytes(s, p) for s in own for p in places)
+                gradients = sum(run.sizes.sums(s, p) for s in own for p in places)
             each = tuple(_of_stage(run, s, places[0]) for s in own)
             found.append(DeviceMemory(weights, gradients, peak, each))
     return found
 
 
 def _of_stage(run: Run, stage: int, place: int) -> StageMemory:
-    traced, kept = run.kept_names(stage)
+    traced, kept = run.sizes.kept_names(stage)
     names = set(kept)
     inputs, outputs = (
         [name for name in every if traced.place(name) == place]
         for every in (traced.inputs, traced.outputs)
     )
     return StageMemory(
-        kept=run.value_bytes(KEPT, stage, place),
+        kept=run.sizes.values(KEPT, stage, place),
         kept_inputs=tuple(num_bytes([traced.spec(n)]) if n in names else 0 for n in inputs),
         kept_outputs=tuple(not names.isdisjoint(traced.cut.same_value(name)) for name in outputs),
         outputs=tuple(map(traced.spec, outputs)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
 
@@ -29,10 +29,12 @@ class Stage:
         home: where it runs; names of TensorFlow devices, one or several, are a home, too.
         dtypes: for each of `theta` the dtype that the stage computes with; by default the
             pipeline's `compute_dtype`.
-        places: for each of `theta` on which of a replica's devices it lies, and its gradients are
-            summed; by default all on the first one.
-        copies: numbers of those of `theta` that are another one's copy on another device. The
-            other one's gradient is the whole gradient; copies have none.
+        places: for each of `theta` the number of the home's device that it lies on, and where its
+            gradients are summed up; by default all on the first one. Other replicas have a copy at
+            the same place among theirs.
+        copies: numbers of those of `theta` that are another one's copy on another device of its
+            replica, with the number of the other one. That one's gradient is the whole gradient;
+            copies have none.
         recurrent: whether gradients flow through the carry, from each microbatch back to the one
             before and at last to `carry`. If not, the carry is a mere count of what was seen.
     """
@@ -48,17 +50,17 @@ class Stage:
     recurrent: bool = False
     dtypes: Sequence[tf.DType] | None = None
     places: Sequence[int] | None = None
-    copies: frozenset[int] = frozenset()
+    copies: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "home", Home.of(self.home))
         places = [0] * len(self.theta) if self.places is None else list(self.places)
         object.__setattr__(self, "places", places)
-        group = self.of_home.group
-        if len(places) != len(self.theta) or not all(0 <= place < group for place in places):
+        count = len(self.of_home)
+        if len(places) != len(self.theta) or not all(0 <= place < count for place in places):
             raise PipelineError(
                 f"stage {self.name!r} has {len(self.theta)} weights and the places {places}; give "
-                f"one for each, from 0 to {group - 1} (a replica has {group} devices)"
+                f"one for each, from 0 to {count - 1} (its home has {count} devices)"
             )
 
     @property
@@ -77,12 +79,17 @@ class Stage:
         return self.devices[0]
 
     @property
-    def theta_places(self) -> Sequence[int]:
-        """For each of `theta` on which of a replica's devices it lies."""
+    def owners(self) -> Sequence[int]:
+        """For each of `theta` the number of the home's device that it lies on."""
         assert self.places is not None
         return self.places
 
     @property
+    def theta_places(self) -> Sequence[int]:
+        """For each of `theta` on which of a replica's devices it, or its copy, lies."""
+        return [owner % self.of_home.group for owner in self.owners]
+
+    @property
     def theta_devices(self) -> list[str]:
-        """For each of `theta` the device of the first replica that it lies on."""
-        return [self.devices[place] for place in self.theta_places]
+        """For each of `theta` the device that it lies on."""
+        return [self.devices[owner] for owner in self.owners]

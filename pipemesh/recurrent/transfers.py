@@ -12,7 +12,8 @@ from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.passes.tracing import specs_of
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.kinds import GRADS, OUTPUTS
-from pipemesh.recurrent.table.run import Run, num_bytes
+from pipemesh.recurrent.table.run import Run
+from pipemesh.recurrent.table.sizes import num_bytes
 from pipemesh.schedule import Schedule
 from pipemesh.text import columns
 
@@ -117,32 +118,31 @@ def _each(
     """What is handed on, with where from, where to and bytes; also where both are one device."""
     last = len(stages) - 1
     for s, stage in enumerate(stages):
-        group = stage.of_home.group
-        for number in stage.copies:
+        for number, of in stage.copies.items():
             size = num_bytes(specs_of([stage.theta[number]]))
-            yield "weights", stage.device, stage.theta_devices[number], size
-        for place, device in enumerate(stage.devices[group:], group):
-            own = stage.devices[place % group]
-            yield "weights", own, device, run.weight_bytes(s, place)
-            if not schedule.is_forward_only:
-                yield "weight gradients", device, own, run.sum_bytes(s, place)
+            yield "weights", stage.theta_devices[of], stage.theta_devices[number], size
+        for (source, target), size in run.sizes.weights_sent(s).items():
+            yield "weights", stage.devices[source], stage.devices[target], size
+        sums = {} if schedule.is_forward_only else run.sizes.sums_sent(s)
+        for (source, target), size in sums.items():
+            yield "weight gradients", stage.devices[source], stage.devices[target], size
     for action in (action for row in schedule.rows for action in row):
         s = action.stage
         home = stages[s].of_home
         for place, device in enumerate(home.devices):
             if action.kind == "F":
                 before = stages[s - 1].devices[place] if s else home.first
-                size = run.value_bytes(OUTPUTS, s - 1, place)
+                size = run.sizes.values(OUTPUTS, s - 1, place)
                 yield "activations" if s else "inputs", before, device, size
                 if s == last:
                     to = home.devices[place % home.group]
-                    yield "outputs", device, to, run.value_bytes(OUTPUTS, s, place)
+                    yield "outputs", device, to, run.sizes.values(OUTPUTS, s, place)
                 if place % home.group == 0:
                     following = home.devices[(place + home.group) % len(home)]
-                    yield "accumulators", device, following, run.carry_bytes(s)
+                    yield "accumulators", device, following, run.sizes.carries(s)
             elif action.kind in "BI" and s:
-                size = run.value_bytes(GRADS, s, place)
+                size = run.sizes.values(GRADS, s, place)
                 yield "gradients", device, stages[s - 1].devices[place], size
         if home.group > 1:
-            for (source, target), size in run.crossing_bytes(action).items():
+            for (source, target), size in run.sizes.crossing(action).items():
                 yield "inside a stage", home.devices[source], home.devices[target], size

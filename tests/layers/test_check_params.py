@@ -92,6 +92,16 @@ def test_other_numbers_are_errors(value, message):
         check.check_whole("stack", "n", value, 2)
 
 
+def test_numbers_above_zero():
+    for value in (1e-6, 2, np.float32(0.5)):
+        check.check_above_zero("stack", "x", value)
+    for value in (0, -1.0, float("nan"), float("inf"), True, "1", None):
+        with pytest.raises(PipelineError, match=r"^stack: x is .*; it must be a number above 0$"):
+            check.check_above_zero("stack", "x", value)
+    with pytest.raises(PipelineError, match=r"a number above 0, or None$"):
+        check.check_above_zero("stack", "x", 0, ", or None")
+
+
 def test_flags_are_true_or_false_and_some_may_be_none():
     check.check_flags(fields(a=True, b=np.False_, c=None), ["a", "b"], or_none=["c"])
     with pytest.raises(PipelineError, match=r"^stack: a is None; it must be True or False$"):

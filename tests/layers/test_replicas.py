@@ -55,20 +55,6 @@ def test_evaluation_runs_on_replicas_too():
     np.testing.assert_allclose(found.outputs[0], wanted.outputs[0], rtol=1e-5)
 
 
-def test_weights_lie_on_the_first_device_of_a_home():
-    py_utils.SetEagerMode(True, test_mode=True)
-    try:
-        layout = LayoutRules.from_text("batch:data")
-        with mesh_cluster(Mesh.from_text("layers:2;data:2"), layout=layout):
-            layer = pipelined(cut(blocks(2), 2), 2).Instantiate()
-            homes = [[name[-1] for name in home.devices] for home in layer.StageHomes()]
-            places = [layer.children[f"stage{i}"].vars.Flatten()[0].device[-1] for i in range(2)]
-    finally:
-        py_utils.SetEagerMode(False, test_mode=True)
-    assert homes == [["0", "1"], ["2", "3"]]
-    assert places == ["0", "2"]
-
-
 class Table(base_layer.BaseLayer):
     """Looks rows up, the same ones again and again."""
 

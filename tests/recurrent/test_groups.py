@@ -104,7 +104,7 @@ def stages_of(schedule, variables, replicas=1):
             [],
             home,
             places=PLACES,
-            copies=frozenset([5]),
+            copies={5: 4},
         )
         for i, (own, home) in enumerate(zip(variables, homes(schedule, replicas), strict=True))
     ]
@@ -242,10 +242,11 @@ def test_predicted_memory_and_transfers_know_slices():
     "places, replicas, text",
     [
         ([0, 1, 2], 1, r"3 weights and the places \[0, 1, 2\].* from 0 to 1"),
+        ([0, 1, 2], 2, r"3 weights and the places \[0, 1, 2\].* from 0 to 1"),
         ([0], 1, r"3 weights and the places \[0\]"),
     ],
 )
-def test_a_weight_lies_on_a_device_of_the_replica(places, replicas, text):
+def test_a_weight_lies_on_a_device_of_the_home(places, replicas, text):
     with pytest.raises(PipelineError, match=text):
         Stage("s", None, [tf.zeros([])] * 3, [], Home(("CPU:0", "CPU:1"), replicas), places=places)
 

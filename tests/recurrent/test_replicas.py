@@ -345,7 +345,7 @@ def test_an_action_runs_from_its_first_replicas_start_to_its_last_ones_end():
     def run(x):
         stages = [
             Stage("a", slow(1, 0.4), [], [], HOMES[0]),
-            Stage("b", slow(0, 0.1), [], [], HOMES[1]),
+            Stage("b", slow(1, 0.1), [], [], HOMES[1]),
         ]
         return pipeline(stages, [x], schedule, options=Options(clock=clock))[0]
 

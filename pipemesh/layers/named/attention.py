@@ -10,7 +10,7 @@ from lingvo.core import py_utils
 
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import LayoutError, PipelineError
-from pipemesh.layers.check_params import check_flags, check_whole
+from pipemesh.layers.check_params import check_above_zero, check_flags, check_whole
 from pipemesh.layers.named.block_attention import Blocks, Buckets, block_attention
 from pipemesh.layers.named.named_layer import NamedLayer
 from pipemesh.layers.named.positions import rotated
@@ -58,6 +58,7 @@ class Attention(NamedLayer):
                 check_whole(p.name, field, getattr(p, field), 1)
         check_whole(p.name, "relative_buckets", p.relative_buckets, 0)
         check_flags(p, ["use_bias", "use_rotary"])
+        check_above_zero(p.name, "rotary_base", p.rotary_base)
         if p.dim_per_head is None and p.input_dim % p.num_heads:
             raise PipelineError(
                 f"{p.name}: input_dim {p.input_dim} is no multiple of num_heads {p.num_heads}; "

@@ -9,7 +9,7 @@ import tensorflow as tf
 from lingvo.core import py_utils, tshape
 
 from pipemesh.errors import PipelineError
-from pipemesh.layers.check_params import check_choice, check_whole
+from pipemesh.layers.check_params import check_above_zero, check_choice, check_whole
 from pipemesh.layers.named.feed_forward import ACTIVATIONS, GATED
 from pipemesh.layers.named.named_layer import NamedLayer
 from pipemesh.layers.named.routing import places_of, tokens_of
@@ -23,8 +23,9 @@ class Experts(NamedLayer):
 
     A router chooses for each token the experts of the greatest probabilities. An expert takes
     `capacity_factor` times its even share of the choices of each row; what finds no room passes
-    by, with zeros. Rows are routed by themselves, so results depend neither on the layout nor on
-    microbatches.
+    by, with zeros. With None all find room, as in Mixtral (Jiang et al., 2024): each expert
+    computes as many slots as a row has tokens. Rows are routed by themselves, so results depend
+    neither on the layout nor on microbatches.
 
     With the rule `experts:data`, where the batch is split over the same axis, tokens travel to
     their experts and back by all-to-all (Lepikhin et al., "GShard", 2020). Over another axis each
@@ -39,8 +40,12 @@ class Experts(NamedLayer):
         p.Define("hidden_dim", 0, "Size of `expert_ff`, the hidden values of one expert.")
         p.Define("num_experts", 0, "Size of `experts`.")
         p.Define("num_choices", 2, "How many experts a token meets: 1 or 2.")
-        p.Define("capacity_factor", 1.25, "Room of an expert, as a multiple of its even share.")
-        p.Define("activation", "RELU", "'RELU', 'GELU' or 'SWIGLU'.")
+        p.Define(
+            "capacity_factor",
+            1.25,
+            "Room of an expert, as a multiple of its even share; None for room for all tokens.",
+        )
+        p.Define("activation", "RELU", "'RELU', 'GELU', 'GELU_APPROXIMATE' or 'SWIGLU'.")
         return p
 
     def __init__(self, params: Any) -> None:
@@ -53,17 +58,17 @@ class Experts(NamedLayer):
                 f"{p.name}: num_choices is {p.num_choices}; a token meets 1 or 2 of the "
                 f"{p.num_experts} experts"
             )
-        if not isinstance(p.capacity_factor, int | float) or not p.capacity_factor > 0:
-            raise PipelineError(
-                f"{p.name}: capacity_factor is {p.capacity_factor!r}; it is a number above 0, such "
-                "as 1.25"
-            )
+        if p.capacity_factor is not None:
+            check_above_zero(p.name, "capacity_factor", p.capacity_factor, ", or None")
         check_choice(p.name, "activation", p.activation, ACTIVATIONS)
 
     @classmethod
     def Room(cls, p: Any, length: int) -> int:
         """How many tokens of a row an expert takes."""
-        return math.ceil(length * p.num_choices * p.capacity_factor / p.num_experts)
+        if p.capacity_factor is None:
+            return length
+        # A token goes to an expert once, so more room than tokens would stay empty.
+        return min(length, math.ceil(length * p.num_choices * p.capacity_factor / p.num_experts))
 
     @classmethod
     def NamedWeights(cls, p: Any) -> dict[str, Any]:

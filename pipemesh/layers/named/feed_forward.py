@@ -19,6 +19,8 @@ from pipemesh.lowering.ops.elementwise import broadcast
 ACTIVATIONS: dict[str, Callable[..., tf.Tensor]] = {
     "RELU": tf.nn.relu,
     "GELU": tf.nn.gelu,
+    # By tanh, as in GPT-2; the name is lingvo's.
+    "GELU_APPROXIMATE": lambda hidden: tf.nn.gelu(hidden, approximate=True),
     "SWIGLU": lambda hidden, gate: hidden * tf.nn.silu(gate),
 }
 GATED = ("SWIGLU",)
@@ -38,7 +40,7 @@ class FeedForward(NamedLayer):
         p = super().Params()
         p.Define("input_dim", 0, "Size of `embed`.")
         p.Define("hidden_dim", 0, "Size of `d_ff`.")
-        p.Define("activation", "RELU", "'RELU', 'GELU' or 'SWIGLU'.")
+        p.Define("activation", "RELU", "'RELU', 'GELU', 'GELU_APPROXIMATE' or 'SWIGLU'.")
         p.Define("use_bias", True, "Whether biases are added to the products.")
         p.Define("dropout_rate", 0.0, "Dropout rate of the hidden values.")
         return p

@@ -57,6 +57,18 @@ class NamedLayer(base_layer.BaseLayer):
         self._holders: dict[str, tuple[int, ...]] = {}
 
     @classmethod
+    def Params(cls) -> Any:
+        """Defines `given_weights`."""
+        p = super().Params()
+        p.Define(
+            "given_weights",
+            (),
+            "Names of weights that it does not make: another layer of a stack does, whose "
+            "`tied_weights` says so.",
+        )
+        return p
+
+    @classmethod
     def NamedWeights(cls, p: Any) -> dict[str, tuple[Shape | str, Any]]:
         """The layer's own weights: shape and initial value, by name.
 
@@ -68,14 +80,23 @@ class NamedLayer(base_layer.BaseLayer):
 
     @classmethod
     def ParameterBytes(cls, p: Any) -> int:
-        """Bytes of the layer's own weights, all slices together and each once."""
-        weights = cls.NamedWeights(p).values()
-        return sum(as_shape(shape).size for shape, _ in weights) * tf.as_dtype(p.dtype).size
+        """Bytes of the weights that the layer makes, all slices together and each once."""
+        made = [n for n in cls.NamedWeights(p) if n not in p.given_weights]
+        sizes = [as_shape(cls.NamedWeights(p)[name][0]).size for name in made]
+        return sum(sizes) * tf.as_dtype(p.dtype).size
 
     def _CreateLayerVariables(self) -> None:
         super()._CreateLayerVariables()
-        for name, (shape, init) in self.NamedWeights(self.params).items():
-            self.CreateNamedVariable(name, shape, init)
+        p, weights = self.params, self.NamedWeights(self.params)
+        for name in p.given_weights:
+            if name not in weights:
+                raise ShapeError(
+                    f"layer {p.name!r} has no weight {name!r} to be given"
+                    f"{nearest_text(name, weights)}"
+                )
+        for name, (shape, init) in weights.items():
+            if name not in p.given_weights:
+                self.CreateNamedVariable(name, shape, init)
 
     def CreateNamedVariable(
         self, name: str, shape: Shape | str, init: Any, dtype: Any = None
@@ -119,6 +140,46 @@ class NamedLayer(base_layer.BaseLayer):
                 before, after = made.name.removesuffix(":0").rsplit(f"/{variable}/", 1)
                 part = Slice(tuple(shape.sizes), tuple(layout.slice_begin(group[0])))
                 mark_slice(made, f"{before}/{name}/{after}", part)
+        self._named_shapes[name] = shape
+
+    def ShareWeight(self, name: str, layer: NamedLayer, weight: str) -> None:
+        """Makes a weight of another layer one of this layer, in the order of dims that it has.
+
+        Args:
+            name: one of `given_weights`.
+            layer: the other one, made under the same rules.
+            weight: its name there.
+
+        Raises:
+            ShapeError: it has no such weight, or its dims are others.
+            LayoutError: they were made under rules that split it differently.
+        """
+        p = self.params
+        if weight not in layer._named_shapes:
+            raise ShapeError(
+                f"layer {layer.params.name!r} has no weight {weight!r} to share"
+                f"{nearest_text(weight, layer._named_shapes)}"
+            )
+        shape = layer._named_shapes[weight]
+        wanted = as_shape(self.NamedWeights(p)[name][0])
+        if sorted(zip(shape.names, shape.sizes, strict=True)) != sorted(
+            zip(wanted.names, wanted.sizes, strict=True)
+        ):
+            raise ShapeError(
+                f"weight {name!r} of layer {p.name!r} has dims '{wanted}', but {weight!r} of layer "
+                f"{layer.params.name!r}, which it is to share, has '{shape}'; give both layers the "
+                "same sizes"
+            )
+        layout = current_lowering().tensor_layout(shape)
+        for own, of in zip(slice_names(name, layout), slice_names(weight, layout), strict=True):
+            if of not in layer._private_theta:
+                raise LayoutError(
+                    f"weight {weight!r} of layer {layer.params.name!r} is not cut as mesh "
+                    f"'{layout.mesh}' with rules '{current_lowering().rules}' says; make the "
+                    "layers that share it under the same mesh and rules"
+                )
+            self._holders[own] = layer._holders[of]
+            self.AddExtraTheta(own, layer._private_theta[of])
         self._named_shapes[name] = shape
 
     def Weight(self, theta: Any, name: str) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 from lingvo.core import py_utils
 
-from pipemesh.layers.check_params import check_choice, check_whole
+from pipemesh.layers.check_params import check_above_zero, check_choice, check_whole
 from pipemesh.layers.named.named_layer import NamedLayer
 from pipemesh.lowering import Tensor, ops
 from pipemesh.lowering.ops.elementwise import broadcast
@@ -41,6 +41,7 @@ class Norm(NamedLayer):
         p = self.params
         check_whole(p.name, "input_dim", p.input_dim, 1)
         check_choice(p.name, "kind", p.kind, KINDS)
+        check_above_zero(p.name, "epsilon", p.epsilon)
 
     @classmethod
     def NamedWeights(cls, p: Any) -> dict[str, Any]:

@@ -8,16 +8,18 @@ from lingvo.core import py_utils
 
 from pipemesh.layers.named.attention import Attention
 from pipemesh.layers.named.dropout import Dropout
+from pipemesh.layers.named.experts import Experts
 from pipemesh.layers.named.feed_forward import FeedForward
 from pipemesh.layers.named.named_layer import NamedLayer
 from pipemesh.layers.named.norm import Norm
-from pipemesh.lowering import Tensor
 
 
 class TransformerBlock(NamedLayer):
     """Attention, then a feed-forward layer, each of what is normalized, and added to its input.
 
-    Under the rules `heads:model;d_ff:model` each half ends in one all-reduce.
+    Under the rules `heads:model;d_ff:model` each half ends in one all-reduce. With
+    `feed_forward_tpl=Experts.Params()` it is a block of a mixture of experts, and returns their
+    balance loss as well.
 
     Example:
         >>> import tensorflow as tf
@@ -37,11 +39,13 @@ class TransformerBlock(NamedLayer):
         p = super().Params()
         p.Define("input_dim", 0, "Size of `embed`.")
         p.Define("num_heads", 1, "Size of `heads`.")
-        p.Define("hidden_dim", 0, "Size of `d_ff`.")
+        p.Define("hidden_dim", 0, "Size of `d_ff`, or of `expert_ff`.")
         p.Define("dropout_rate", 0.0, "Dropout rate of what is added to the inputs.")
         p.Define("norm_tpl", Norm.Params(), "Of both norms.")
         p.Define("attention_tpl", Attention.Params(), "Of the attention.")
-        p.Define("feed_forward_tpl", FeedForward.Params(), "Of the feed-forward layer.")
+        p.Define(
+            "feed_forward_tpl", FeedForward.Params(), "Of the feed-forward layer, or of `Experts`."
+        )
         return p
 
     def __init__(self, params: Any) -> None:
@@ -72,7 +76,7 @@ class TransformerBlock(NamedLayer):
         segment_ids: Any = None,
         segment_pos: Any = None,
         paddings: Any = None,
-    ) -> Tensor:
+    ) -> Any:
         """Computes the block.
 
         Args:
@@ -81,14 +85,21 @@ class TransformerBlock(NamedLayer):
             segment_ids: see `Attention.FProp`, as for the others.
             segment_pos: positions.
             paddings: 1 where there is no token.
+
+        Returns:
+            `batch;length;embed`; with experts also their balance loss, `batch`.
         """
         x = self.Named(x, "batch;length;embed")
         y = self.attention_norm.FProp(theta.attention_norm, x)
         y = self.attention.FProp(theta.attention, y, segment_ids, segment_pos, paddings)
         x = x + self.attention_dropout.FProp(theta.attention_dropout, y)
         y = self.feed_forward_norm.FProp(theta.feed_forward_norm, x)
-        y = self.feed_forward.FProp(theta.feed_forward, y)
-        return x + self.feed_forward_dropout.FProp(theta.feed_forward_dropout, y)
+        if isinstance(self.feed_forward, Experts):
+            y, balance = self.feed_forward.FProp(theta.feed_forward, y, paddings)
+        else:
+            y, balance = self.feed_forward.FProp(theta.feed_forward, y), None
+        y = x + self.feed_forward_dropout.FProp(theta.feed_forward_dropout, y)
+        return y if balance is None else (y, balance)
 
     @classmethod
     def FPropMeta(cls, p: Any, x: Any, *rest: Any) -> Any:
@@ -97,6 +108,6 @@ class TransformerBlock(NamedLayer):
         metas = [child.cls.FPropMeta(child, x) for child in cls.ChildParams(p).values()]
         return py_utils.NestedMap(
             flops=sum(meta.flops for meta in metas),
-            out_shapes=(x,),
+            out_shapes=max((meta.out_shapes for meta in metas), key=len),
             parameter_bytes=sum(meta.parameter_bytes for meta in metas),
         )

@@ -299,7 +299,7 @@ class PipeliningLayer(SeqLayer):
         check_micro_batch_size(p, inputs)
         cells = [self.children[name] for name in self._cell_names]
         weights = [
-            StageWeights(cell, theta[name], home.replica(0))
+            StageWeights(cell, theta[name], home)
             for cell, name, home in zip(cells, self._cell_names, homes, strict=True)
         ]
         return structure, inputs, weights, [c.GetAccumulatorValues().Flatten() for c in cells]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import lingvo.compat as tf
@@ -18,7 +19,9 @@ from pipemesh.layers.feature_extraction import (
 from pipemesh.layers.layer_names import check_weights_are_its_own
 from pipemesh.layers.named.values import exported
 from pipemesh.layers.pipeline.homes import mesh_of, stage_homes
+from pipemesh.layers.pipeline.spread_weights import spread_weights
 from pipemesh.layers.pipeline.stage_lowering import StageLowering
+from pipemesh.layers.pipeline.tied_weights import tie_weights, with_given_weights
 from pipemesh.layers.step_seed import name_in_task, step_of_call, whole_batch_randomness
 from pipemesh.recurrent import Home
 
@@ -59,6 +62,12 @@ class SeqLayer(base_layer.BaseLayer):
             "'batch:data;d_ff:model'; by default as in `mesh_cluster`.",
         )
         p.Define(
+            "tied_weights",
+            {},
+            "Weights that layers with named dims take from others of the stack, as "
+            "{'layer.weight': 'other.weight'}: {'softmax.w': 'embedding.table'}.",
+        )
+        p.Define(
             "allow_idle",
             False,
             "Whether mesh_shape may have axes that nothing is split over, whose devices idle.",
@@ -73,10 +82,12 @@ class SeqLayer(base_layer.BaseLayer):
         check_layers(p.name, "cell_tpl", p.cell_tpl)
         check_distinct(p.name, before_tpl=p.before_tpl, cell_tpl=p.cell_tpl)
         devices = [""] * max(len(p.cell_tpl), 1)
-        if py_utils.use_tpu() or py_utils.IsEagerMode():
+        eagerly = py_utils.IsEagerMode()
+        if py_utils.use_tpu() or eagerly:
             # A TF1 trainer places variables itself; here they lie with the stage that uses them.
             devices = self.StageDevices()
         tpls, random_names = with_distinct_names([*p.before_tpl, *p.cell_tpl])
+        tpls = with_given_weights(p.name, p.tied_weights, tpls)
         names = [tpl.name for tpl in tpls]
         num_before = len(p.before_tpl)
         self._before_names, self._cell_names = names[:num_before], names[num_before:]
@@ -86,10 +97,18 @@ class SeqLayer(base_layer.BaseLayer):
             with tf.device(devices[0]):
                 self.CreateChild(tpl.name, tpl)
         # Where nothing is split, it may be called under another cluster than it is made under.
-        homes = self.StageHomes() if self._lowering.splits else [Home(("",))] * len(p.cell_tpl)
+        known = self._lowering.splits or any(devices)
+        homes = self.StageHomes() if known else [Home(("",))] * len(p.cell_tpl)
         for tpl, device, home in zip(tpls[num_before:], devices, homes, strict=False):
-            with tf.device(device), self._lowering.on(home.replica(0)):
+            with (
+                tf.device(device),
+                self._lowering.on(home.replica(0)),
+                spread_weights(home) if eagerly else contextlib.nullcontext(),
+            ):
                 self.CreateChild(tpl.name, tpl)
+        if p.tied_weights:
+            with self._lowering.on(homes[0].replica(0)):
+                tie_weights(p.name, p.tied_weights, [self.children[name] for name in names])
         self._lowering.check(p.name, [self.children[name] for name in self._cell_names])
         self._weights_are_its_own = False
 
@@ -99,7 +118,7 @@ class SeqLayer(base_layer.BaseLayer):
         return stage_homes(self.cluster, places, self.params)
 
     def StageDevices(self) -> list[str]:
-        """The first device of each stage, where its weights lie."""
+        """The first device of each stage."""
         return [home.first for home in self.StageHomes()]
 
     def _child_variable_scope_override(self) -> dict[str, list[Any]]:

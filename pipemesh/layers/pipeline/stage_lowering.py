@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,9 +13,11 @@ from lingvo.core import py_utils
 
 from pipemesh.errors import LayoutError, PipelineError
 from pipemesh.layers.named import NamedLayer, lowering_scope
+from pipemesh.layers.pipeline.spread_weights import replica_of
 from pipemesh.lowering import PlacementLowering
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.plan.places import BATCH, inner_mesh, inner_rules
+from pipemesh.recurrent import Home
 
 
 class StageLowering:
@@ -85,36 +88,34 @@ class StageLowering:
 
 
 class StageWeights:
-    """The weights of a stage as the executor takes them: each tensor on one device of a replica.
+    """The weights of a stage as the executor takes them: each tensor on one device of its home.
 
     Args:
         cell: the stage, a lingvo layer.
         theta: its weights.
-        devices: of its first replica.
+        home: of the stage.
 
     Attributes:
-        tensors: all of them; what several devices need is there once for each.
-        places: for each on which of a replica's devices it lies.
-        copies: numbers of those that are copies of another one.
+        tensors: all of them; what several devices of a replica need is there once for each.
+        places: for each on which of the home's devices it lies.
+        copies: numbers of those that are copies of another one, whose number they have.
     """
 
-    def __init__(self, cell: Any, theta: Any, devices: Sequence[str]) -> None:
+    def __init__(self, cell: Any, theta: Any, home: Home) -> None:
         self._theta = theta
         self.tensors: list[Any] = []
         self.places: list[int] = []
-        copies: set[int] = set()
+        self.copies: dict[int, int] = {}
         self._counts: list[int] = []
-        for weight, found in zip(theta.Flatten(), _holders(cell, theta).Flatten(), strict=True):
-            # A plain layer computes on the first device.
-            holders = found or (0,)
-            self._counts.append(len(holders))
-            for number, place in enumerate(holders):
+        for weight, found in zip(theta.Flatten(), _held(cell, theta).Flatten(), strict=True):
+            self._counts.append(len(found.holders))
+            first = replica_of(found.variable, home) * home.group
+            for number, holder in enumerate(found.holders):
                 if number:
-                    copies.add(len(self.tensors))
-                with tf.device(devices[place]):
+                    self.copies[len(self.tensors)] = len(self.tensors) - number
+                with tf.device(home.devices[first + holder]):
                     self.tensors.append(tf.identity(weight) if number else weight)
-                self.places.append(place)
-        self.copies = frozenset(copies)
+                self.places.append(first + holder)
 
     def spread(self, values: Sequence[Any]) -> list[Any]:
         """What is there for each weight, once for each tensor."""
@@ -144,13 +145,29 @@ def _children(layer: Any) -> list[Any]:
     return found
 
 
-def _holders(layer: Any, theta: Any) -> Any:
-    """For each weight in a layer's theta the processors that hold it; none for a plain layer's."""
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """A weight of a layer.
+
+    Attributes:
+        holders: the devices of a replica that need it; plain layers compute on the first one.
+        variable: that it is; None for what is none.
+    """
+
+    holders: tuple[int, ...]
+    variable: Any
+
+
+def _held(layer: Any, theta: Any) -> Any:
+    """For each weight in a layer's theta who holds it, and what it is."""
     if isinstance(layer, list | tuple):
-        return [_holders(part, own) for part, own in zip(layer, theta, strict=True)]
+        return [_held(part, own) for part, own in zip(layer, theta, strict=True)]
     own = layer.weight_holders() if isinstance(layer, NamedLayer) else {}
-    found = {
-        name: _holders(layer.children[name], value) if name in layer.children else own.get(name)
-        for name, value in theta.items()
-    }
+    variables = layer.vars
+    found = {}
+    for name, value in theta.items():
+        if name in layer.children:
+            found[name] = _held(layer.children[name], value)
+        else:
+            found[name] = _Held(own.get(name, (0,)), variables.get(name))
     return py_utils.NestedMap(found)

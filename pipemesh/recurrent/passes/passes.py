@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Container, Sequence
 
 import tensorflow as tf
@@ -211,6 +212,14 @@ class Passes:
     def accumulator_places(self) -> list[int]:
         """The place of each sum of weight gradients."""
         return [self._traced.place(theta) for theta in self._differentiated]
+
+    @functools.cached_property
+    def accumulator_owners(self) -> list[int]:
+        """The place of the weight of each sum, where those of all replicas are added up."""
+        traced = self._traced
+        owners = itertools.cycle(traced.stage.owners)
+        named = zip(owners, traced.gradients.of_theta)  # noqa: B905
+        return [owner for owner, name in named if name is not None]
 
     @functools.cached_property
     def accumulator_replicas(self) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -48,6 +48,15 @@ class Places:
             known = [is_device(device, name) for name in self._home.replica(replica)]
             self._numbers[device, replica] = known.index(True) if True in known else 0
         return self._numbers[device, replica]
+
+
+def detached(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The tensors without their gradients, each on its own device: else they might leave it."""
+    found = []
+    for tensor in tensors:
+        with tf.device(tensor.device):
+            found.append(tf.stop_gradient(tensor))
+    return found
 
 
 def identity_beside(tensor: tf.Tensor) -> tf.Tensor:

@@ -176,7 +176,7 @@ class TracedStage:
         self.stage = dataclasses.replace(
             stage,
             theta=[*stage.theta, *values],
-            places=[*stage.theta_places, *(0 for _ in values)],
+            places=[*stage.owners, *(0 for _ in values)],
             carry=carry,
         )
 

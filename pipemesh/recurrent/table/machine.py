@@ -371,11 +371,14 @@ class Machine:
 
 
 def _of_every_replica(stage: Stage) -> Tensors:
-    """The weights of a stage, then a copy of them for each other replica, made once a step."""
-    copies = list(stage.theta)
-    for number in range(1, stage.of_home.num_replicas):
-        devices = stage.of_home.replica(number)
-        for tensor, place in zip(stage.theta, stage.theta_places, strict=True):
-            with tf.device(devices[place]):
-                copies.append(tf.identity(tensor))
-    return copies
+    """The weights of a stage for each replica: copies, made once a step, of those of others."""
+    found: list[tf.Tensor] = []
+    for number in range(stage.of_home.num_replicas):
+        first = number * stage.of_home.group
+        for tensor, owner, place in zip(stage.theta, stage.owners, stage.theta_places, strict=True):
+            if owner == first + place:
+                found.append(tensor)
+                continue
+            with tf.device(stage.devices[first + place]):
+                found.append(tf.identity(tensor))
+    return found

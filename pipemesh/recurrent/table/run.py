@@ -15,8 +15,7 @@ from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.passes.captures import is_constant
 from pipemesh.recurrent.passes.passes import Grads, Tensors
-from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
-from pipemesh.recurrent.passes.tracing import specs_of
+from pipemesh.recurrent.passes.traced_stage import Cutting
 from pipemesh.recurrent.precision import cast_floating, sum_dtype
 from pipemesh.recurrent.remat import policy_of
 from pipemesh.recurrent.stage import Stage
@@ -28,9 +27,9 @@ from pipemesh.recurrent.table.fit import (
     microbatch_size,
     num_replicas,
 )
-from pipemesh.recurrent.table.kinds import Kind
 from pipemesh.recurrent.table.machine import Machine
 from pipemesh.recurrent.table.rolled import Rolled
+from pipemesh.recurrent.table.sizes import Sizes
 from pipemesh.recurrent.table.state import State, empty_notes
 from pipemesh.recurrent.table.unrolled import Unrolled
 from pipemesh.recurrent.watch.strict_devices import check_devices
@@ -81,6 +80,7 @@ class Run:
         items: everything there is to perform, in order.
         sources: what gradients flow to: the inputs, each stage's theta, recurrent stages' states.
         last_specs: of the last stage's outputs for one microbatch.
+        sizes: what it holds and sends, in bytes.
     """
 
     def __init__(
@@ -152,7 +152,8 @@ class Run:
             traced.check_pure()
         self.checks = Checks(policy, self._machine.traced, self._machine.probes, cutting)
         state = State.before(self._stages, schedule.stage_devices)
-        mode_of = self._modes = policy_of(options.remat).modes(schedule)
+        mode_of = policy_of(options.remat).modes(schedule)
+        self.sizes = Sizes(self._machine, mode_of)
         arguments = (self._machine, state, self._stages, held, cutting, mode_of)
         order = execution_order(schedule)
         self.items: Sequence[Action | Loop] = order
@@ -194,58 +195,6 @@ class Run:
             if traced.summaries is not None:
                 traced.summaries.collect(carry.pop())
             self.state.carries[number] = carry
-
-    def weight_bytes(self, stage: int, place: int) -> int:
-        """What a device of a stage's home, by its number, holds of weights."""
-        held, group = self._stages[stage], self._stages[stage].of_home.group
-        return _of_place(specs_of(held.theta), held.theta_places, place % group)
-
-    def carry_bytes(self, stage: int) -> int:
-        """What a stage hands from microbatch to microbatch, and from replica to replica."""
-        return num_bytes(specs_of(self._stages[stage].carry))
-
-    def sum_bytes(self, stage: int, place: int) -> int:
-        """What a device of a stage's home, by its number, holds of sums of weights' gradients."""
-        passes = self._machine.passes(stage, self._modes[stage, 0])
-        return _of_place(passes.accumulator_specs, passes.accumulator_places, place)
-
-    def value_bytes(self, kind: Kind[Any], stage: int, place: int, microbatch: int = 0) -> int:
-        """What a device of a stage's home, by its number, leaves of a kind.
-
-        The `OUTPUTS` of stage -1 are the pipeline's inputs.
-        """
-        machine = self._machine
-        if stage < 0:
-            first = machine.traced[0]
-            return _of_place([*map(first.spec, first.inputs)], machine.input_places(0), place)
-        mode = self._modes[stage, microbatch]
-        specs, places = machine.specs(kind, stage, mode), machine.places(kind, stage, mode)
-        return _of_place(specs, places, place)
-
-    def crossing_bytes(self, action: Action) -> dict[tuple[int, int], int]:
-        """What goes from device to device of a home while an action computes.
-
-        Returns:
-            Bytes by the numbers of two devices, from where and to where.
-        """
-        stage = action.stage
-        traced = self._machine.traced[stage]
-        cuts = self._machine.passes(stage, self._modes[stage, action.microbatch]).cuts
-        found: dict[tuple[int, int], int] = {}
-        sent: set[tuple[str, int]] = set()
-        for tensor, node in traced.cut.uses(cuts.nodes(action.kind, stage == 0)):
-            source, target = traced.place(tensor), traced.place(f"{node}:0")
-            # Of what several nodes of a device take, it gets one.
-            if source != target and (tensor, target) not in sent:
-                sent.add((tensor, target))
-                size = num_bytes([traced.spec(tensor)])
-                found[source, target] = found.get((source, target), 0) + size
-        return found
-
-    def kept_names(self, stage: int) -> tuple[TracedStage, list[str]]:
-        """A stage, and the tensors that its forward pass of the first microbatch leaves."""
-        passes = self._machine.passes(stage, self._modes[stage, 0])
-        return self._machine.traced[stage], passes.cuts.kept
 
     def outputs(self) -> list[tf.Tensor]:
         """The outputs of the last stage for the whole batch."""
@@ -364,24 +313,14 @@ def _frozen(stage: Stage, compute_dtype: tf.DType | None) -> Stage:
     return dataclasses.replace(stage, theta=theta, carry=carry)
 
 
-def num_bytes(specs: Sequence[tf.TensorSpec]) -> int:
-    """How much memory tensors of these shapes and dtypes take."""
-    return sum(spec.shape.num_elements() * spec.dtype.size for spec in specs)
-
-
-def _of_place(specs: Sequence[tf.TensorSpec | None], places: Sequence[int], place: int) -> int:
-    mine = zip(specs, places, strict=True)
-    return num_bytes([spec for spec, found in mine if found == place and spec is not None])
-
-
 def _by_place(stage: Stage, num_more: int = 0) -> dict[int, list[int]]:
-    """For each of a replica's devices the numbers of the weights on it, the first device first.
+    """For each of a home's devices the numbers of the weights on it, the first device first.
 
     Args:
         stage: the stage.
         num_more: how many weights it has besides, on the first device.
     """
-    places = [*stage.theta_places, *[0] * num_more]
+    places = [*stage.owners, *[0] * num_more]
     return {
         place: [i for i, found in enumerate(places) if found == place]
         for place in sorted({0, *places})

@@ -91,7 +91,18 @@ def loss_of(outputs):
     )
 
 
-def run(params, inputs, mesh_text="model:1", rules=RULES, call=None, scale=0.3, step=3, calls=None):
+def run(
+    params,
+    inputs,
+    mesh_text="model:1",
+    rules=RULES,
+    call=None,
+    scale=0.3,
+    step=3,
+    calls=None,
+    values=None,
+    loss=loss_of,
+):
     """Makes the layer, gives its weights the values of their names, and calls it in a function.
 
     Args:
@@ -103,6 +114,8 @@ def run(params, inputs, mesh_text="model:1", rules=RULES, call=None, scale=0.3, 
         scale: of the weights; None for their initial values.
         step: the global step.
         calls: a lowering to call the layer with; by default the one that it was made with.
+        values: whole weights by path, in place of those of the names.
+        loss: of the outputs; what is differentiated.
     """
     call = call or (lambda layer, theta, *args: layer.FProp(theta, *args))
     lowering = make_lowering(mesh_text, rules)
@@ -116,10 +129,11 @@ def run(params, inputs, mesh_text="model:1", rules=RULES, call=None, scale=0.3, 
         assert sorted(itertools.chain(*(names for _, names in weights.values()))) == sorted(
             variables
         )
+        assert values is None or values.keys() == weights.keys()
         for path, (layout, names) in weights.items():
             for group, name in zip(slice_groups(layout), names, strict=True):
-                if scale is not None:
-                    whole = scale * value_of(path, layout.shape.sizes)
+                if values is not None or scale is not None:
+                    whole = values[path] if values else scale * value_of(path, layout.shape.sizes)
                     variables[name].assign(whole[layout.slice_ranges(group[0])])
 
         @tf.function(autograph=False)
@@ -130,8 +144,8 @@ def run(params, inputs, mesh_text="model:1", rules=RULES, call=None, scale=0.3, 
                 # Tensors, as a pipeline passes them.
                 theta = layer.theta.Transform(tf.convert_to_tensor)
                 outputs = exported(call(layer, theta, *filled))
-                loss = loss_of(outputs)
-            return outputs, tape.gradient(loss, variables)
+                total = loss(outputs)
+            return outputs, tape.gradient(total, variables)
 
         outputs, grads = compute(*(tf.constant(x) for x in inputs if x is not None))
         grads = {

@@ -106,6 +106,7 @@ def test_meta_counts_all_products():
         ({"relative_buckets": 1}, "relative_buckets is 1"),
         ({"block_size": 0}, "block_size is 0"),
         ({"use_bias": "no"}, "use_bias is 'no'"),
+        ({"rotary_base": 0}, "rotary_base is 0; it must be a number above 0"),
     ],
 )
 def test_params_that_do_not_fit_are_errors(changes, message):

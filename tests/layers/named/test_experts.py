@@ -66,6 +66,23 @@ def test_two_choices(mesh):
     run(PARAMS, [X], mesh, LAYOUTS[mesh]).assert_close(*plain(2, room=4))
 
 
+@pytest.mark.parametrize(("mesh", "capacity"), [("model:2", None), ("data:2", None), ("data:2", 9)])
+def test_room_for_all_tokens(mesh, capacity):
+    # All tokens choose the first expert, which by default has room for two.
+    def call(layer, theta, x):
+        theta.w_router = tf.constant([[50.0, 0.0, 0.0, 0.0]] + [[0.0] * 4] * 4)
+        return layer.FProp(theta, x)[0]
+
+    x = np.concatenate([np.ones([4, 6, 1], np.float32), X[..., 1:]], -1)
+    params = PARAMS.Copy().Set(num_choices=1)
+    assert (run(params, [x], call=call).outputs[0][:, 2:] == 0).all()
+    params.capacity_factor = capacity
+    w_in, w_out = (0.3 * value_of(name, shape)[0] for name, shape in list(SHAPES.items())[1:])
+    found = run(params, [x], mesh, LAYOUTS[mesh], call=call).outputs[0]
+    np.testing.assert_allclose(found, np.maximum(x @ w_in, 0) @ w_out, 1e-5, 1e-6)
+    assert Experts.Room(params, 6) == 6
+
+
 @pytest.mark.parametrize("mesh", ["model:1", "data:2"])
 def test_one_choice_with_little_room_and_padding(mesh):
     params = PARAMS.Copy().Set(num_choices=1, capacity_factor=1.0, activation="SWIGLU")
@@ -105,7 +122,7 @@ def test_the_loss_is_one_where_all_are_chosen_alike():
     [
         ({"num_choices": 3}, "num_choices is 3; a token meets 1 or 2 of the 4"),
         ({"num_experts": 1}, "num_choices is 2; a token meets 1 or 2 of the 1"),
-        ({"capacity_factor": 0}, "capacity_factor is 0"),
+        ({"capacity_factor": 0}, "capacity_factor is 0; it must be a number above 0, or None"),
         ({"activation": "RELLU"}, "did you mean 'RELU'"),
     ],
 )
@@ -120,6 +137,11 @@ def test_experts_that_do_not_divide_are_an_error():
         pytest.raises(LayoutError, match=r"'experts' of .* size 6, which .* cut into 4"),
     ):
         PARAMS.Copy().Set(num_experts=6).Instantiate()
+
+
+def test_meta_of_room_for_all_tokens():
+    meta = Experts.FPropMeta(PARAMS.Copy().Set(capacity_factor=None), tshape.Shape([4, 6, 5]))
+    assert meta.flops == 2 * 4 * (6 * 5 * 4 + 4 * 6 * 2 * 5 * 2)
 
 
 def test_meta_counts_the_router_and_all_slots():

@@ -1,5 +1,6 @@
 """The feed-forward layer equals plain TensorFlow under every layout."""
 
+import numpy as np
 import pytest
 import tensorflow as tf
 from lingvo.core import tshape
@@ -11,9 +12,17 @@ from tests.layers.named.harness import MESHES, make_lowering, reference, run, va
 X = value_of("x", [4, 3, 6])
 PARAMS = FeedForward.Params().Set(name="ff", input_dim=6, hidden_dim=8)
 SHAPES = {"w_in": [6, 8], "b_in": [8], "w_out": [8, 6], "b_out": [6]}
+
+
+def approximate_gelu(x):
+    return 0.5 * x * (1 + tf.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
 PLAIN = {
     "RELU": lambda w: tf.maximum(X @ w["w_in"] + w["b_in"], 0.0),
     "GELU": lambda w: tf.nn.gelu(X @ w["w_in"] + w["b_in"]),
+    # Hendrycks and Gimpel, "GELUs", 2016, section 2.
+    "GELU_APPROXIMATE": lambda w: approximate_gelu(X @ w["w_in"] + w["b_in"]),
     "SWIGLU": lambda w: (
         (X @ w["w_in"] + w["b_in"])
         * (X @ w["w_gate"] + w["b_gate"])
@@ -24,7 +33,12 @@ PLAIN = {
 
 @pytest.mark.parametrize(
     ("mesh", "activation"),
-    [*((mesh, "RELU") for mesh in MESHES), ("model:2", "GELU"), ("data:2;model:2", "SWIGLU")],
+    [
+        *((mesh, "RELU") for mesh in MESHES),
+        ("model:2", "GELU"),
+        ("model:2", "GELU_APPROXIMATE"),
+        ("data:2;model:2", "SWIGLU"),
+    ],
 )
 def test_results_and_gradients_are_those_of_plain_tensorflow(mesh, activation):
     gate = {"w_gate": [6, 8], "b_gate": [8]} if activation == "SWIGLU" else {}

@@ -1,5 +1,6 @@
 """Norms equal plain NumPy-like formulas under every layout."""
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -41,6 +42,14 @@ def test_moments_of_bfloat16_are_computed_in_float32():
     wanted = (tf.cast(rounded, tf.float32) - mean) / tf.sqrt(variance + 1e-6)
     assert found.dtype == tf.bfloat16.as_numpy_dtype
     assert abs(found.astype("float32") - wanted.numpy()).max() < 0.01
+
+
+def test_epsilon():
+    found = run(PARAMS.Copy().Set(epsilon=0.5, kind="rms"), [X], scale=None).outputs[0]
+    wanted = X / np.sqrt((X**2).mean(-1, keepdims=True) + 0.5)
+    np.testing.assert_allclose(found, wanted, 1e-5, 1e-6)
+    with pytest.raises(PipelineError, match="epsilon is 0; it must be a number above 0"):
+        PARAMS.Copy().Set(epsilon=0).Instantiate()
 
 
 def test_an_unknown_kind_is_an_error_with_the_nearest_name():

@@ -198,20 +198,23 @@ def thinned(cases: Mapping[str, Case], meshes: Sequence[str]) -> list[tuple[str,
     ]
 
 
-def sampled(cases: Mapping[str, Case], mesh: str, shift: int = 0) -> list[Any]:
+def sampled(cases: Mapping[str, Case], mesh: str, shift: int = 0, every: int = 1) -> list[Any]:
     """Pairs of mesh and name of a case, all of them; those beyond the default are `exhaustive`.
 
-    By default every case meets the mesh that is given, and one of the small ones: together the
-    cases meet all.
+    By default every case meets one of the small meshes, together the cases meet all of these, and
+    every so many the mesh that is given.
 
     Args:
         cases: by name.
-        mesh: that all cases meet.
+        mesh: the large one.
         shift: who gives another one meets other small meshes.
+        every: how many cases there are to one that meets the large mesh.
     """
     found = []
     for number, name in enumerate(cases):
-        default = {mesh, SMALL_MESHES[(number + shift) % len(SMALL_MESHES)]}
+        default = {SMALL_MESHES[(number + shift) % len(SMALL_MESHES)]}
+        if number % every == 0:
+            default.add(mesh)
         for other in MESHES:
             marks = () if other in default else pytest.mark.exhaustive
             found.append(pytest.param(other, name, marks=marks))

@@ -7,7 +7,7 @@ import tensorflow as tf
 from lingvo.core import py_utils
 
 from models.one_billion_word.params import OneBillionWordTiny, layers_of
-from pipemesh.layers import FeatureExtractionLayer
+from pipemesh.layers import FeatureExtractionLayer, SeqLayer, mesh_cluster
 from pipemesh.layers.partition_layers import named_layers
 from tests.layers.harness import cluster
 
@@ -67,7 +67,8 @@ def pipelined(config):
 def plain(config):
     """The same model without a pipeline."""
     p = pipelined(config)
-    p.stack = FeatureExtractionLayer.Params().Set(sub=named_layers(layers_of(config)))
+    stage = FeatureExtractionLayer.Params().Set(name="plain", sub=named_layers(layers_of(config)))
+    p.stack = SeqLayer.Params().Set(cell_tpl=[stage])
     return p
 
 
@@ -122,6 +123,30 @@ def run_tf2(task_params, batch, *, steps=3, num_devices=1):
                 initial,
                 {v.name: v.numpy() for v in variables},
             )
+    finally:
+        py_utils.SetEagerMode(False, test_mode=True)
+
+
+def losses(config, batches):
+    """The loss of a step on each batch, as the configuration's plan runs it."""
+    plan = config.PLAN
+    py_utils.SetEagerMode(True, test_mode=True)
+    try:
+        with mesh_cluster(plan.mesh, layout=plan.layout):
+            step = py_utils.GetOrCreateGlobalStepVar()
+            step.assign(0)
+            tf.random.set_seed(SEED)
+            task = pipelined(config).Instantiate()
+
+            @tf.function(autograph=False)
+            def train_step(batch):
+                with py_utils.GradientTape(), py_utils.GlobalStepContext(step):
+                    scores, _ = task.FPropTower(task.theta, py_utils.NestedMap(batch))
+                    task.learners[0].Apply(scores, task.vars)
+                step.assign_add(1)
+                return scores.loss[0]
+
+            return [float(train_step(batch)) for batch in batches]
     finally:
         py_utils.SetEagerMode(False, test_mode=True)
 

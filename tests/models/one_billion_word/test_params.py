@@ -4,7 +4,14 @@ import pytest
 from lingvo import model_registry
 from lingvo.core import optimizer, schedule
 
+from models.one_billion_word.named_transformer import (
+    ExpertsBlock,
+    NamedBlock,
+    NamedEmbedding,
+    NamedSoftmax,
+)
 from models.one_billion_word.params import CONFIGURATIONS, OneBillionWordGPipe32
+from models.one_billion_word.sizes import LAYERS
 from models.one_billion_word.transformer import Block, Embedding, Softmax
 
 
@@ -18,14 +25,20 @@ def test_every_configuration_is_registered(name):
         assert params.task.name == "language_model"
 
 
+@pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_stages_hold_every_layer_once_and_in_order(name):
+def test_stages_hold_every_layer_once_and_in_order(name, layers):
     config = CONFIGURATIONS[name]()
+    config.LAYERS = layers
     stack = config.Task().stack
     assert len(stack.cell_tpl) == config.PLAN.num_stages
     assert config.BATCH_SIZE % stack.num_micro_batches == 0
     layers = [layer for cell in stack.cell_tpl for layer in cell.sub]
-    assert [layer.cls for layer in layers] == [Embedding, *[Block] * config.NUM_LAYERS, Softmax]
+    first, block, last = {
+        "lingvo": (Embedding, Block, Softmax),
+        "named": (NamedEmbedding, ExpertsBlock if config.NUM_EXPERTS else NamedBlock, NamedSoftmax),
+    }[config.LAYERS]
+    assert [layer.cls for layer in layers] == [first, *[block] * config.NUM_LAYERS, last]
     assert [layer.name for layer in layers] == [f"cell_{i:03d}" for i in range(len(layers))]
 
 
@@ -33,14 +46,14 @@ def test_gpipe32_is_what_its_name_promises():
     config = OneBillionWordGPipe32()
     task = config.Task()
     cells = task.stack.cell_tpl
-    assert [sum(layer.cls is Block for layer in cell.sub) for cell in cells] == [8, 8, 8, 8]
+    assert [sum(layer.cls is NamedBlock for layer in cell.sub) for cell in cells] == [8, 8, 8, 8]
     assert task.stack.num_micro_batches == 32
     assert (config.BATCH_SIZE, config.SEQUENCE_LENGTH) == (32, 1024)
     embedding, block, softmax = cells[0].sub[0], cells[2].sub[3], cells[3].sub[-1]
-    assert (embedding.vocab_size, embedding.model_dim) == (32_000, 2048)
-    assert (softmax.vocab_size, softmax.model_dim) == (32_000, 2048)
-    assert (block.model_dim, block.hidden_dim, block.num_heads) == (2048, 8192, 16)
-    assert embedding.dropout_prob == block.dropout_prob == 0.1
+    assert (embedding.vocab_size, embedding.embedding_dim) == (32_000, 2048)
+    assert (softmax.vocab_size, softmax.input_dim) == (32_000, 2048)
+    assert (block.input_dim, block.hidden_dim, block.num_heads) == (2048, 8192, 16)
+    assert embedding.dropout_rate == block.dropout_rate == 0.1
     learner = task.train.learner
     assert learner.optimizer.cls is optimizer.Adam
     assert learner.lr_schedule.cls is schedule.TransformerSchedule

@@ -6,8 +6,7 @@ import tensorflow as tf
 
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.recurrent import Options
-from pipemesh.recurrent.table.kinds import GRADS, KEPT, OUTPUTS
-from pipemesh.recurrent.table.run import Run, num_bytes, with_loss
+from pipemesh.recurrent.table.run import Run, with_loss
 from pipemesh.schedule import execution_order, gpipe, one_f_one_b
 from pipemesh.schedule.repeats import Loop
 from tests.recurrent.table.small import MICROBATCHES, WEIGHTS, X, small_stages
@@ -59,18 +58,6 @@ def test_gradients_flow_to_inputs_and_weights_on_their_devices():
             [*WEIGHTS[1].shape],
         ]
         assert run.last_specs == [tf.TensorSpec([2, 3])]
-
-
-def test_bytes_are_those_of_shapes_and_dtypes():
-    assert num_bytes([tf.TensorSpec([2, 3]), tf.TensorSpec([], tf.int64)]) == 32
-    with tf.Graph().as_default():
-        run = run_of(gpipe(2, MICROBATCHES))
-        assert (run.weight_bytes(1, 0), run.sum_bytes(1, 0)) == (36, 36)
-        assert run.value_bytes(KEPT, 1, 0) == 24
-        assert run.value_bytes(OUTPUTS, -1, 0) == run.value_bytes(GRADS, 1, 0) == 24
-        assert run.carry_bytes(0) == 4
-        half = run_of(gpipe(2, MICROBATCHES), compute_dtype="bfloat16")
-        assert (half.weight_bytes(1, 0), half.sum_bytes(1, 0)) == (18, 36)
 
 
 def test_of_a_last_stage_the_loss_alone_has_a_gradient():

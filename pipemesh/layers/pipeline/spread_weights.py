@@ -1,0 +1,58 @@
+"""Which replica of a stage holds which of its weights."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from pipemesh.backend.devices import device_of_scope, is_device
+from pipemesh.backend.static_shape import static_sizes
+from pipemesh.recurrent import Home
+
+
+@contextlib.contextmanager
+def spread_weights(home: Home) -> Iterator[None]:
+    """Spreads variables that are made inside, eagerly, over the replicas of a stage.
+
+    Each lies on the replica that has the fewest bytes so far, at the place among its devices that
+    it would have in the first one. There its optimizer keeps its state, the gradients of all
+    replicas are added up, and from there the others get it, once a step: stage 1 of ZeRO
+    (Rajbhandari et al., 2020), weight by weight.
+
+    Args:
+        home: of the stage.
+    """
+    held: collections.Counter[int] = collections.Counter()
+
+    def create(make: Callable[..., Any], **kwargs: Any) -> Any:
+        here = device_of_scope()
+        places = [n for n, name in enumerate(home.replica(0)) if here and is_device(here, name)]
+        if not places:
+            return make(**kwargs)
+        devices = [home.replica(number)[places[0]] for number in range(home.num_replicas)]
+        number = min(range(len(devices)), key=lambda n: held[n * home.group + places[0]])
+        with tf.device(devices[number]):
+            variable = make(**kwargs)
+        size = math.prod(static_sizes(variable)) * variable.dtype.size
+        held[number * home.group + places[0]] += size
+        return variable
+
+    if home.num_replicas == 1:
+        yield
+        return
+    with tf.compat.v1.variable_creator_scope(create):
+        yield
+
+
+def replica_of(variable: Any, home: Home) -> int:
+    """The number of the replica that a variable lies on; 0 for what lies on none of them."""
+    pinned = getattr(variable, "device", None)
+    if not pinned or home.num_replicas == 1:
+        return 0
+    numbers = [n for n, device in enumerate(home.devices) if is_device(pinned, device)]
+    return numbers[0] // home.group if numbers else 0

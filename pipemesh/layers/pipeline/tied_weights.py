@@ -1,0 +1,115 @@
+"""Weights that a layer of a stack takes from another one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pipemesh.errors import PipelineError
+from pipemesh.layers.feature_extraction import FeatureExtractionLayer, is_stage
+from pipemesh.layers.named import NamedLayer
+from pipemesh.text import nearest_text
+
+
+def with_given_weights(owner: str, tied: Any, params: Sequence[Any]) -> list[Any]:
+    """Params of stages whose layers do not make the weights that they are given.
+
+    Args:
+        owner: name of the stack.
+        tied: `layer.weight` that is given, by name of it the one that is made.
+        params: of stages and bare layers; those that change are copied.
+
+    Raises:
+        PipelineError: these are no such names, or there is no such layer with named dims.
+    """
+    if not isinstance(tied, Mapping):
+        raise PipelineError(
+            f"{owner}: tied_weights is {tied!r}; it is a dict such as "
+            "{'softmax.w': 'embedding.table'}"
+        )
+    given: dict[str, list[str]] = {}
+    for target, source in tied.items():
+        layer, weight = _parse(owner, target)
+        given.setdefault(layer, []).append(weight)
+        if source in tied:
+            raise PipelineError(
+                f"{owner}: tied_weights gives {target!r} the weight {source!r}, which is given "
+                f"itself; name the one that is made: {tied[source]!r}"
+            )
+        _parse(owner, source)
+    changed = [_changed(p, given) for p in params]
+    names = [name for p in params for name in _names(p)]
+    for layer in given:
+        _check_known(owner, layer, names)
+    return changed
+
+
+def _changed(p: Any, given: Mapping[str, list[str]]) -> Any:
+    if is_stage(p):
+        p = p.Copy()
+        p.sub = [_changed(sub, given) for sub in p.sub]
+    elif p.name in given and issubclass(p.cls, NamedLayer):
+        p = p.Copy().Set(given_weights=tuple(given[p.name]))
+    return p
+
+
+def _names(p: Any) -> list[str]:
+    return [name for sub in p.sub for name in _names(sub)] if is_stage(p) else [p.name]
+
+
+def tie_weights(owner: str, tied: Mapping[str, str], layers: Sequence[Any]) -> None:
+    """Gives the layers of a stack the weights that they share.
+
+    Args:
+        owner: name of the stack.
+        tied: as for `with_given_weights`.
+        layers: stages and bare layers.
+
+    Raises:
+        PipelineError: there is no such layer with named dims.
+        ShapeError: a layer has no such weight.
+        LayoutError: the dims of two weights are not the same.
+    """
+    known = [leaf for layer in layers for leaf in _leaves(layer)]
+    for target, source in tied.items():
+        (to, name), (of, weight) = _parse(owner, target), _parse(owner, source)
+        _found(owner, to, known).ShareWeight(name, _found(owner, of, known), weight)
+
+
+def _leaves(layer: Any) -> Iterator[Any]:
+    if not isinstance(layer, FeatureExtractionLayer):
+        yield layer
+        return
+    for child in layer.children.values():
+        yield from _leaves(child)
+
+
+def _parse(owner: str, text: Any) -> tuple[str, str]:
+    layer, dot, weight = text.rpartition(".") if isinstance(text, str) else ("", "", "")
+    if not (layer and dot and weight):
+        raise PipelineError(
+            f"{owner}: tied_weights has {text!r}; write the name of a layer, a dot, and that of "
+            "its weight, such as 'embedding.table'"
+        )
+    return layer, weight
+
+
+def _check_known(owner: str, name: str, names: Sequence[str]) -> None:
+    count = names.count(name)
+    if count != 1:
+        hint = nearest_text(name, names) if not count else "; give each a name of its own"
+        raise PipelineError(
+            f"{owner}: tied_weights names the layer {name!r}, of which there are {count}{hint}"
+        )
+
+
+def _found(owner: str, name: str, layers: Sequence[Any]) -> NamedLayer:
+    _check_known(owner, name, [layer.params.name for layer in layers])
+    layer = next(layer for layer in layers if layer.params.name == name)
+    if not isinstance(layer, NamedLayer):
+        raise PipelineError(
+            f"{owner}: tied_weights names {name!r}, a {type(layer).__name__}, but only layers with "
+            "named dims take and give weights so; for others set child_variable_scope_override of "
+            "both stages"
+        )
+    return layer

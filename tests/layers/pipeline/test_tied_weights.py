@@ -1,0 +1,136 @@
+"""Layers with named dims that share a weight train as the plain model does, wherever they lie."""
+
+import itertools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from lingvo.core import layers, py_utils
+
+from pipemesh.errors import PipelineError, ShapeError
+from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, SeqLayer
+from pipemesh.layers.named import Embedding, FeedForward, SoftmaxCrossEntropy
+from tests.layers.harness import run_tf1, run_tf2
+
+VOCAB, WIDTH = 12, 4
+RNG = np.random.default_rng(0)
+IDS = RNG.integers(0, VOCAB, [8, 6]).astype(np.int32)
+LABELS = RNG.integers(0, VOCAB, [8, 6]).astype(np.int32)
+TIED = {"named_head.w": "named_embedding.table"}
+
+
+class Embed(Embedding):
+    """Hands the labels through."""
+
+    def FProp(self, theta, ids, labels):
+        return super().FProp(theta, ids), labels
+
+
+class Feed(FeedForward):
+    """Hands the labels through."""
+
+    def FProp(self, theta, x, labels):
+        return super().FProp(theta, x), labels
+
+
+class Head(SoftmaxCrossEntropy):
+    def FProp(self, theta, x, labels):
+        return super().FProp(theta, x, labels)[:2]
+
+
+def stack(bounds, cls=PipeliningLayer, tied=TIED, **kwargs):
+    feed = Feed.Params().Set(input_dim=WIDTH, hidden_dim=8, dropout_rate=0.2)
+    params = [
+        Embed.Params().Set(name="named_embedding", vocab_size=VOCAB, embedding_dim=WIDTH),
+        *(feed.Copy().Set(name=f"named_feed{i}") for i in range(2)),
+        Head.Params().Set(name="named_head", vocab_size=VOCAB, input_dim=WIDTH),
+    ]
+    cells = [
+        FeatureExtractionLayer.Params().Set(name=f"s{i}", sub=params[a:b])
+        for i, (a, b) in enumerate(itertools.pairwise(bounds))
+    ]
+    params = cls.Params().Set(name="stack", cell_tpl=cells, tied_weights=tied)
+    if cls is PipeliningLayer:
+        params.Set(loss_inside=True, **kwargs)
+    return params
+
+
+def first(outputs):
+    return outputs[0]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """The plain stack's results, computed once for each mode."""
+    cache = {}
+
+    def get(run):
+        if run not in cache:
+            plain = stack([0, 4], cls=SeqLayer)
+            cache[run] = run(plain, [IDS, LABELS], steps=3, loss=first)
+        return cache[run]
+
+    return get
+
+
+@pytest.mark.parametrize("run", [run_tf1, run_tf2])
+@pytest.mark.parametrize(
+    ("mesh", "bounds", "schedule"),
+    [
+        ("layers:2", [0, 2, 4], "1f1b"),
+        ("layers:2;data:2;model:2 vocab:model;d_ff:model", [0, 2, 4], "zb_h1"),
+        # The first and the last stage lie on one home.
+        ("layers:2;model:2 vocab:model", [0, 1, 2, 3, 4], "zb_v"),
+    ],
+)
+def test_one_table_for_the_first_and_the_last_layer(run, expected, mesh, bounds, schedule):
+    params = stack(bounds, num_micro_batches=2, schedule=schedule)
+    found = run(params, [IDS, LABELS], steps=3, loss=first, num_devices=mesh)
+    wanted = expected(run)
+    found.assert_close(wanted, rtol=2e-4, atol=2e-5)
+    # It is one variable, with one entry in a checkpoint and one part in a norm.
+    names = {name.partition("_slice")[0].partition("/var")[0] for name in found.weights}
+    assert "named_embedding/table" in names and "named_head/w" not in names
+
+
+def test_the_gradient_is_the_sum_of_both_uses(expected):
+    untied = run_tf2(stack([0, 4], cls=SeqLayer, tied={}), [IDS, LABELS], loss=first)
+    tied = expected(run_tf2)
+    table = next(g for name, g in tied.grads.items() if "table" in name)
+    other = next(g for name, g in untied.grads.items() if "named_head/w" in name)
+    assert table.shape == (VOCAB, WIDTH) and other.shape == (WIDTH, VOCAB)
+    # All rows have a gradient, though not all tokens are looked up.
+    assert np.abs(table).sum(axis=1).all()
+
+
+@pytest.mark.parametrize(
+    ("tied", "error", "text"),
+    [
+        (["named_head.w"], PipelineError, r"is \['named_head.w'\]; it is a dict such as"),
+        ({"named_head": "x.y"}, PipelineError, r"has 'named_head'; write the name of a layer, a"),
+        ({"named_haed.w": "x.y"}, PipelineError, r"'named_haed', of which there are 0; did you"),
+        ({"named_head.v": "x.y"}, ShapeError, r"'named_head' has no weight 'v' to be given"),
+        ({"named_head.w": "fc.w"}, PipelineError, r"'fc', a FCLayer, but only layers with named"),
+        (
+            {"named_head.w": "named_embedding.tabel"},
+            ShapeError,
+            r"'named_embedding' has no weight 'tabel' to share; did you mean 'table'",
+        ),
+        (
+            {"named_head.w": "named_feed0.w_in"},
+            ShapeError,
+            r"has dims 'embed:4;vocab:12', but 'w_in' of layer 'named_feed0'.* 'embed:4;d_ff:8'",
+        ),
+        (
+            {"named_head.w": "named_feed0.w_in", "named_feed0.w_in": "named_feed1.w_in"},
+            PipelineError,
+            r"which is given itself; name the one that is made: 'named_feed1.w_in'",
+        ),
+    ],
+)
+def test_what_cannot_be_tied_is_an_error(tied, error, text):
+    params = stack([0, 4], cls=SeqLayer, tied=tied)
+    fc = layers.FCLayer.Params().Set(name="fc", input_dim=4, output_dim=4)
+    params.cell_tpl[0].sub.append(fc)
+    with tf.Graph().as_default(), pytest.raises(error, match=text), py_utils.VariableStore():
+        params.Instantiate()

@@ -1,0 +1,151 @@
+"""Nothing but speed depends on the plan: every one gives the losses of the plain model."""
+
+import itertools
+import random
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies
+
+from pipemesh.errors import PipemeshError
+from pipemesh.plan import Plan
+from tests.models.one_billion_word.language_model import losses, random_batch, small
+
+STEPS = 20
+BATCHES = [random_batch(seed) for seed in range(STEPS)]
+# A step size at which round-off stays round-off; a norm that clips in most steps.
+CALM = {
+    "LAYERS": "named",
+    "NUM_LAYERS": 2,
+    "NUM_HEADS": 4,
+    "DROPOUT_PROB": 0.1,
+    "LEARNING_RATE": 0.02,
+    "CLIP_GRADIENT_NORM": 0.3,
+}
+MODELS = {
+    "dense": {},
+    "tied": {"TIED_EMBEDDINGS": True},
+    "experts": {"NUM_EXPERTS": 4, "HIDDEN_DIM": 16},
+}
+SPLIT = {
+    "dense": ("heads", "d_ff", "vocab"),
+    "tied": ("heads", "d_ff", "vocab"),
+    "experts": ("heads", "experts", "vocab"),
+}
+SCHEDULES = ("gpipe", "1f1b", "interleaved:2", "zb_h1", "zb_v")
+NAMES = (("data", "model"), ("rows", "tensor"), ("b", "a"))
+
+
+def plan_of(model, layers, data, size, schedule, microbatches, names, order):
+    """A plan of these sizes along its three axes; None if there is none."""
+    rows, tensor = names
+    axes = [("layers", layers), (rows, data), (tensor, size)]
+    mesh = ";".join(f"{axes[i][0]}:{axes[i][1]}" for i in order)
+    rules = [f"batch:{rows}", *(f"{dim}:{tensor}" for dim in SPLIT[model])]
+    try:
+        plan = Plan(mesh, ";".join(rules), schedule, microbatches)
+        plan.check_batch(BATCHES[0]["ids"].shape[0])
+        plan.check_layers(CALM["NUM_LAYERS"] + 2)
+    except PipemeshError:
+        return None
+    return plan if 1 < plan.mesh.num_devices <= 8 else None
+
+
+def drawn(model, number, seed):
+    """Legal plans, drawn so that each schedule and each mesh has its turn."""
+    draw = random.Random(seed)
+    meshes = [m for m in itertools.product((1, 2, 4), repeat=3) if 1 < np.prod(m) <= 8]
+    draw.shuffle(meshes)
+    turns = itertools.count()
+    found = []
+    while len(found) < number:
+        turn = next(turns)
+        plan = plan_of(
+            model,
+            *meshes[turn % len(meshes)],
+            SCHEDULES[turn % len(SCHEDULES)],
+            draw.choice([2, 4, 8]),
+            draw.choice(NAMES),
+            draw.sample(range(3), 3),
+        )
+        if plan is not None and plan not in found:
+            found.append(plan)
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """The losses of the plain model, computed once for each."""
+    cache = {}
+
+    def get(model):
+        if model not in cache:
+            config = small(**CALM, **MODELS[model], PLAN=Plan(), PIPELINED=False)
+            cache[model] = losses(config, BATCHES)
+        return cache[model]
+
+    return get
+
+
+def assert_equal(expected, model, plan):
+    found = losses(small(**CALM, **MODELS[model], PLAN=plan), BATCHES)
+    np.testing.assert_allclose(found, expected(model), rtol=1e-5, err_msg=str(plan))
+
+
+def cases():
+    for model, number, by_default in (("dense", 30, 2), ("tied", 10, 1), ("experts", 10, 1)):
+        for i, plan in enumerate(drawn(model, number, seed=1)):
+            marks = [pytest.mark.slow] if i < by_default else [pytest.mark.exhaustive]
+            yield pytest.param(model, plan, id=f"{model}-{plan}", marks=marks)
+
+
+@pytest.mark.parametrize(("model", "plan"), list(cases()))
+def test_losses_of_20_steps_are_those_of_the_plain_model(expected, model, plan):
+    assert_equal(expected, model, plan)
+
+
+@strategies.composite
+def legal_plans(draw):
+    model = draw(strategies.sampled_from(list(MODELS)))
+    sizes = [draw(strategies.sampled_from((1, 2, 4))) for _ in range(3)]
+    plan = plan_of(
+        model,
+        *sizes,
+        draw(strategies.sampled_from(SCHEDULES)),
+        draw(strategies.sampled_from((1, 2, 4, 8))),
+        draw(strategies.sampled_from(NAMES)),
+        draw(strategies.permutations(range(3))),
+    )
+    hypothesis.assume(plan is not None)
+    return model, plan
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(7200)
+@hypothesis.settings(
+    max_examples=200,
+    suppress_health_check=list(hypothesis.HealthCheck),
+    phases=[hypothesis.Phase.generate],
+)
+@hypothesis.given(legal_plans())
+def test_losses_under_any_legal_plan(expected, case):
+    assert_equal(expected, *case)
+
+
+def test_the_drawn_plans_have_every_schedule_and_every_mesh():
+    plans = drawn("dense", 30, seed=1)
+    assert {plan.schedule for plan in plans} == set(SCHEDULES)
+    assert {tuple(sorted(plan.mesh.axis_names)) for plan in plans} == {
+        tuple(sorted(("layers", *names))) for names in NAMES
+    }
+    assert len({plan.num_microbatches for plan in plans}) == 3
+
+
+def test_the_gradient_is_clipped_in_some_steps():
+    """Else nothing would show that the norm is that of all slices."""
+    free = losses(
+        small(**{**CALM, "CLIP_GRADIENT_NORM": 0.0}, PIPELINED=False, PLAN=Plan()), BATCHES
+    )
+    clipped = losses(small(**CALM, PIPELINED=False, PLAN=Plan()), BATCHES)
+    assert not np.allclose(free, clipped, rtol=1e-4)
