@@ -1,10 +1,14 @@
 """A tensor is one in a checkpoint, whatever it was cut into."""
 
+import contextlib
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.backend.sliced_variables import Slice, SlicedVariable
+from pipemesh.backend.sliced_variables import Slice, SlicedVariable, mark_slice, slice_of
 
 VALUE = np.arange(24, dtype=np.float32).reshape(4, 6)
 CUTS = {
@@ -50,3 +54,16 @@ def test_a_tensor_of_another_size_is_an_error(tmp_path):
     part = tf.Variable(tf.zeros([4, 4]))
     with pytest.raises((tf.errors.OpError, ValueError)):
         tf.train.Checkpoint(x=SlicedVariable([(part, Slice((4, 8), (0, 4)))])).read(path)
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_variable_keeps_which_slice_it_is_and_nothing_keeps_the_variable(eager):
+    with contextlib.nullcontext() if eager else tf.Graph().as_default():
+        part, other = tf.Variable([1.0, 2.0]), tf.Variable([1.0])
+        mark_slice(part, "w", Slice((4,), (2,)))
+        assert slice_of(part) == ("w", Slice((4,), (2,)))
+        assert slice_of(other) is None and slice_of(part.read_value()) is None
+    gone = weakref.ref(part)
+    del part
+    gc.collect()
+    assert not eager or gone() is None

@@ -98,5 +98,6 @@ def train(params, value, grads, cuts, *, eager, rate=0.1):
                 for slices in slices_of:
                     session.run(update, dict(zip(feeds, slices, strict=True)))
                     found.append(join(value.shape, parts, session.run([v for v, _, _ in made])))
-        kept = {v.name: v.shape.as_list() for v in optimizer._optimizer.variables()}
-        return found, kept
+        # One that hands gradients on has none of its own.
+        own = optimizer._optimizer.variables() if optimizer._optimizer else []
+        return found, {v.name: v.shape.as_list() for v in own}

@@ -64,6 +64,28 @@ def test_on_slices_it_is_lingvos_on_the_whole_weight(sizes, cuts, options, eager
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+def accumulated(inner):
+    return optimizer.Accumulator.Params().Set(optimizer_tpl=inner, accum_steps=2)
+
+
+def chosen(inner):
+    others = (optimizer.SGD.Params(), 0.1)
+    by_name = {r"layer/w(_slice_\d+)?/var": (inner, 0.1), "default_optimizer": others}
+    return optimizer.CompositeOptimizer.Params().Set(optimizer_map=by_name)
+
+
+@pytest.mark.parametrize("outer", [accumulated, chosen])
+def test_inside_of_another_optimizer_it_is_lingvos_on_the_whole_weight(outer):
+    value, grads = values((8, 6))
+    theirs, ours = (
+        train(outer(kind.Params().Set(**CHECKED)), value, grads, cuts, eager=False)[0]
+        for kind, cuts in ((optimizer.XLAShardingAdafactor, (1, 1)), (Adafactor, (2, 3)))
+    )
+    assert not np.array_equal(ours[-1], value)
+    for one, other in zip(theirs, ours, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("eager", [True, False])
 def test_a_step_that_is_not_finite_moves_no_slice(eager):
     value, grads = values((8, 6))

@@ -46,6 +46,7 @@ def test_help_needs_no_tensorflow_and_is_no_failure(flag):
         (["--boundaries=0,3"], ["--mesh_shape='layers:2': ", "2 stages have 3 layer indices"]),
         (["--boundaries=0,a"], ["--boundaries='0,a': 'a' is no whole number"]),
         (["--boundaries=0,3,9"], ["boundaries end at 9, but there are 7 layers"]),
+        (["--optimizer=adan"], ["--optimizer=adan", "adam|adafactor|sgd|momentum"]),
         (["--learning_rate=inf"], ["--learning_rate=inf", "finite"]),
         (["--learning_rate=1e39"], ["--learning_rate=1e+39", "at most 3.4e+38"]),
         (["--batch_size=99999999999"], ["at most 2147483647"]),
