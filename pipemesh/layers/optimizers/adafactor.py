@@ -96,21 +96,15 @@ class SlicedAdafactorOptimizer(optimizer.XLAShardingAdafactorOptimizer):
                 self._statistics[name] = self._make_statistics(name, weight)
 
     def _make_statistics(self, name: str, weight: Pieces) -> dict[str, Pieces]:
-        # In lingvo's order: TensorFlow numbers the names.
-        like = {"m": weight} if self._beta1 else {}
         dims = self._factored_dims(weight.whole)
-        if dims:
-            like |= {"vr": weight.without(dims[0]), "vc": weight.without(dims[1])}
-        else:
-            like["v"] = weight
-        removed = {"vr": dims[0], "vc": dims[1]} if dims else {}
-        return {
-            kind: self._make_statistic(name, pieces, removed.get(kind))
-            for kind, pieces in like.items()
-        }
+        second: dict[str, int | None] = {"vr": dims[0], "vc": dims[1]} if dims else {"v": None}
+        # In lingvo's order: TensorFlow numbers the names.
+        kinds = {"m": None, **second} if self._beta1 else second
+        return {kind: self._make_statistic(name, weight, gone) for kind, gone in kinds.items()}
 
-    def _make_statistic(self, name: str, like: Pieces, removed: int | None) -> Pieces:
+    def _make_statistic(self, name: str, weight: Pieces, removed: int | None) -> Pieces:
         """Zeros of the sizes of slices, but for a dim, under the name that a whole one has."""
+        like = weight if removed is None else weight.without(removed)
         parts = {}
         with tf.compat.v1.variable_scope(None, f"{name}/{self._name}") as scope:
             for number, (begin, (beside, variable)) in enumerate(like.parts.items()):

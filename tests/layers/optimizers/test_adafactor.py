@@ -64,6 +64,33 @@ def test_on_slices_it_is_lingvos_on_the_whole_weight(sizes, cuts, options, eager
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+def test_nothing_but_sums_of_rows_and_columns_and_numbers_travel():
+    value = values((8, 6))[0]
+    with mode(eager=False):
+        py_utils.GetOrCreateGlobalStepVar()
+        made = make(value, (2, 3))
+        grads = []
+        for variable, _, lengths in made:
+            with tf.device(variable.device):
+                grads.append(tf.compat.v1.placeholder(tf.float32, lengths))
+        pairs = [py_utils.VarGrad(v, g) for (v, _, _), g in zip(made, grads, strict=True)]
+        params = Adafactor.Params().Set(**CHECKED, clipping_threshold=1.0)
+        params.Instantiate().Apply(0.1, py_utils.NestedMap(w=pairs))
+        operations = tf.compat.v1.get_default_graph().get_operations()
+        tensors = [t for op in operations for t in op.outputs if t.dtype.is_floating]
+        assert max(t.shape.num_elements() for t in tensors) == 4 * 2, "no more than a slice"
+        sent = [
+            tensor.shape.as_list()
+            for op in operations
+            for tensor in op.inputs
+            if tensor.dtype.is_floating and tensor.device != op.device
+            # Initial values have no device.
+            if tensor.op.type != "Const"
+        ]
+        # Rows' sums there, what they are multiplied by back; columns' as well.
+        assert {tuple(shape) for shape in sent if shape} == {(4,), (2,)}
+
+
 def accumulated(inner):
     return optimizer.Accumulator.Params().Set(optimizer_tpl=inner, accum_steps=2)
 
