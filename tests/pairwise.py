@@ -31,7 +31,7 @@ def pairwise(*factors):
 
 
 def in_turn(*factors):
-    """The whole product as pytest's params, of which each value comes once; others are `exhaustive`.
+    """The whole product as pytest's params; those beyond one of each value are `exhaustive`.
 
     For factors that do not meet in the code: each is tried with some value of the others.
 
