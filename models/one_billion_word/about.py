@@ -33,6 +33,7 @@ _MODEL = (
     "NUM_EXPERTS",
     "EXPERT_CHOICES",
     "CAPACITY_FACTOR",
+    "OPTIMIZER",
     "SEQUENCE_LENGTH",
     "SEED",
 )

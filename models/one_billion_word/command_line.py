@@ -13,7 +13,7 @@ from absl import flags
 from models.command import FlagError, define_devices
 from models.command import parse as parse_flags
 from models.one_billion_word.request import EVAL_BATCHES, Request
-from models.one_billion_word.sizes import LAYERS, SIZES, Settings, dims_of
+from models.one_billion_word.sizes import LAYERS, OPTIMIZERS, SIZES, Settings, dims_of
 from pipemesh.errors import LayoutError, PipemeshError, PlanError, ScheduleError
 from pipemesh.plan import Plan
 from pipemesh.plan.text_form import of_value
@@ -74,6 +74,13 @@ flags.DEFINE_enum(
 flags.DEFINE_boolean(
     "strict_devices", False, "Whether an operation that leaves its stage's device is an error."
 )
+flags.DEFINE_enum(
+    "optimizer",
+    None,
+    list(OPTIMIZERS),
+    "How weights move along their gradients; each wants a --learning_rate of its own. "
+    "Default: the model's.",
+)
 flags.DEFINE_float("learning_rate", None, "Factor of the learning rate; default: the model's.")
 flags.DEFINE_integer("steps", 300, "Train up to this step.", lower_bound=0)
 flags.DEFINE_string("logdir", None, "Folder of checkpoints, summaries and vocabulary.")
@@ -110,6 +117,7 @@ _OF_SETTINGS = {
     "batch_size": "BATCH_SIZE",
     "vocab_size": "VOCAB_SIZE",
     "sequence_length": "SEQUENCE_LENGTH",
+    "optimizer": "OPTIMIZER",
     "learning_rate": "LEARNING_RATE",
     "layers": "LAYERS",
 }

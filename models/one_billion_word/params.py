@@ -15,6 +15,7 @@ from models.one_billion_word.named_transformer import named_layers_of, tied_weig
 from models.one_billion_word.task import LanguageModel
 from models.one_billion_word.transformer import Block, Embedding, Softmax
 from pipemesh.layers import PartitionSequentialLayers, PipeliningLayer
+from pipemesh.layers.optimizers import Adafactor
 from pipemesh.layers.partition_layers import layer_flops, named_layers, stage_params
 from pipemesh.partition import Partition
 
@@ -66,7 +67,7 @@ class LanguageModelParams(sizes.Settings, base_model_params.SingleTaskModelParam
         )
         p.train.learner = learner.Learner.Params().Set(
             name="loss",
-            optimizer=optimizer.Adam.ParamsB(),
+            optimizer=optimizer_of(self),
             learning_rate=self.LEARNING_RATE,
             lr_schedule=schedule.TransformerSchedule.Params().Set(
                 warmup_steps=self.WARMUP_STEPS, model_dim=self.MODEL_DIM
@@ -79,6 +80,17 @@ class LanguageModelParams(sizes.Settings, base_model_params.SingleTaskModelParam
 
 
 # Functions of a configuration: its public methods would be data sets of lingvo.
+
+
+def optimizer_of(config: LanguageModelParams) -> Any:
+    """Params of the optimizer; all of them are right on weights that a layout cuts."""
+    return {
+        "adam": optimizer.Adam.ParamsB(),
+        # As its authors recommend, for steps relative to the size of a weight.
+        "adafactor": Adafactor.Params().Set(decay_exponent_pow=0.8, clipping_threshold=1.0),
+        "sgd": optimizer.SGD.Params(),
+        "momentum": optimizer.Momentum.Params(),
+    }[config.OPTIMIZER]
 
 
 def layers_of(config: LanguageModelParams) -> list[Any]:

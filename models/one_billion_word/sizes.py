@@ -31,6 +31,8 @@ class Settings:
     # How it is run; the layers that are cut are the embedding, the blocks and the softmax.
     PLAN = Plan(Mesh.from_text("layers:2"), num_microbatches=8)
     DROPOUT_PROB = 0.1
+    # One of OPTIMIZERS.
+    OPTIMIZER = "adam"
     LEARNING_RATE = 1.0
     WARMUP_STEPS = 4000
     CLIP_GRADIENT_NORM = 0.0
@@ -119,6 +121,9 @@ def dims_of(settings: Settings) -> tuple[str, ...]:
     hidden = ("experts", "expert_ff") if settings.NUM_EXPERTS else ("d_ff",)
     return ("batch", "heads", *hidden, "vocab")
 
+
+# How weights move along their gradients.
+OPTIMIZERS = ("adam", "adafactor", "sgd", "momentum")
 
 # By the name under which lingvo knows the configuration.
 SIZES: dict[str, type[Settings]] = {

@@ -39,6 +39,30 @@ class Slice:
         return f"{' '.join(map(str, self.whole))} {parts}"
 
 
+# Where a variable keeps which slice it is.
+_MARK = "_pipemesh_slice"
+
+
+def mark_slice(variable: tf.Variable, name: str, part: Slice) -> None:
+    """Notes on a variable that it is a slice.
+
+    Args:
+        variable: the slice.
+        name: that the whole tensor would have as a single variable, without `:0`.
+        part: which part of it the variable has.
+    """
+    setattr(variable, _MARK, (name, part))
+
+
+def slice_of(variable: Any) -> tuple[str, Slice] | None:
+    """What was noted on a variable: the name of the whole tensor, and which part it is.
+
+    Returns:
+        None for a variable that is no slice.
+    """
+    return getattr(variable, _MARK, None)
+
+
 class SlicedVariable(Trackable):
     """Variables that have the parts of one tensor, to be tracked by a `tf.train.Checkpoint`.
 

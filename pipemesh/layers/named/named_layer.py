@@ -8,7 +8,7 @@ import lingvo.compat as lingvo_tf
 import tensorflow as tf
 from lingvo.core import base_layer, py_utils
 
-from pipemesh.backend.sliced_variables import Slice
+from pipemesh.backend.sliced_variables import Slice, mark_slice
 from pipemesh.errors import LayoutError, ShapeError
 from pipemesh.layers.named.block_init import BlockInit, initializer_of
 from pipemesh.layers.named.scope import current_lowering
@@ -19,6 +19,7 @@ from pipemesh.layers.named.weight_slices import (
     slice_groups,
     slice_names,
 )
+from pipemesh.layers.optimizers.right_on_slices import check_learners
 from pipemesh.lowering import Tensor, ops
 from pipemesh.lowering.arguments import as_shape, dim_names
 from pipemesh.mesh import Shape
@@ -54,7 +55,6 @@ class NamedLayer(base_layer.BaseLayer):
         # By name, the shape of each whole weight, and who holds each variable.
         self._named_shapes: dict[str, Shape] = {}
         self._holders: dict[str, tuple[int, ...]] = {}
-        self._slices: dict[str, tuple[str, Slice]] = {}
 
     @classmethod
     def Params(cls) -> Any:
@@ -126,9 +126,6 @@ class NamedLayer(base_layer.BaseLayer):
         devices = getattr(lowering, "devices", None)
         for variable, group in zip(slice_names(name, layout), groups, strict=True):
             self._holders[variable] = group
-            if len(groups) > 1:
-                part = Slice(tuple(shape.sizes), tuple(layout.slice_begin(group[0])))
-                self._slices[variable] = name, part
             block = BlockInit(initializer, shape.sizes, layout.slice_begin(group[0]))
             weights = py_utils.WeightParams(
                 list(layout.slice_shape),
@@ -137,6 +134,12 @@ class NamedLayer(base_layer.BaseLayer):
             )
             with tf.device(devices[group[0]] if devices else ""):
                 self.CreateVariable(variable, weights)
+            if len(groups) > 1:
+                check_learners()
+                made = self._private_vars[variable]
+                before, after = made.name.removesuffix(":0").rsplit(f"/{variable}/", 1)
+                part = Slice(tuple(shape.sizes), tuple(layout.slice_begin(group[0])))
+                mark_slice(made, f"{before}/{name}/{after}", part)
         self._named_shapes[name] = shape
 
     def ShareWeight(self, name: str, layer: NamedLayer, weight: str) -> None:
@@ -271,10 +274,6 @@ class NamedLayer(base_layer.BaseLayer):
             of them owns it.
         """
         return dict(self._holders)
-
-    def weight_slices(self) -> dict[str, tuple[str, Slice]]:
-        """For each variable that is a slice the name of the weight, and which slice it is."""
-        return dict(self._slices)
 
     def dims(self) -> set[str]:
         """The names of the dims of the layer's own weights and inputs, which rules may split."""

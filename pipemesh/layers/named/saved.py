@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.backend.sliced_variables import Slice, SlicedVariable
-from pipemesh.layers.named.named_layer import NamedLayer
+from pipemesh.backend.sliced_variables import Slice, SlicedVariable, slice_of
 
 
 def by_logical_name(layer: Any, variables: Sequence[Any]) -> dict[str, Any]:
@@ -36,28 +35,19 @@ def by_logical_name(layer: Any, variables: Sequence[Any]) -> dict[str, Any]:
         >>> len(layer.vars.Flatten()), list(by_logical_name(layer, layer.vars.Flatten()))
         (4, ['ff/w_in/var', 'ff/w_out/var'])
     """
-    slices = dict(_slices(layer))
+    slices = {v.name: slice_of(v) for v in layer.vars.Flatten()}
     found: dict[str, Any] = {}
     parts: dict[str, list[tuple[tf.Variable, Slice]]] = {}
     for variable in variables:
         name = variable.name.removesuffix(":0")
-        # The optimizer's name stands behind that of the weight.
-        of = next((n for n in (name, name.rpartition("/")[0]) if n in slices), None)
-        if of is None or variable.shape.rank != len(slices[of][1].whole):
-            found[name] = variable
-            continue
-        logical, part = slices[of]
-        logical += name.removeprefix(of)
-        parts.setdefault(logical, []).append((variable, part))
+        marked = slice_of(variable)
+        if marked is None:
+            # The optimizer's name stands behind that of the weight.
+            of, _, state = name.rpartition("/")
+            marked = slices.get(f"{of}:0")
+            if marked is None or variable.shape.rank != len(marked[1].whole):
+                found[name] = variable
+                continue
+            marked = f"{marked[0]}/{state}", marked[1]
+        parts.setdefault(marked[0], []).append((variable, marked[1]))
     return found | {name: SlicedVariable(own) for name, own in parts.items()}
-
-
-def _slices(layer: Any) -> Iterator[tuple[str, tuple[str, Slice]]]:
-    """For the name of each variable that is a slice the logical name, and which slice it is."""
-    if isinstance(layer, NamedLayer):
-        for key, (logical, part) in layer.weight_slices().items():
-            name = layer.vars[key].name.removesuffix(":0")
-            yield name, (f"/{logical}/".join(name.rsplit(f"/{key}/", 1)), part)
-    for child in layer.children.values():
-        for each in child if isinstance(child, list | tuple) else [child]:
-            yield from _slices(each)

@@ -1,0 +1,257 @@
+"""Adafactor on weights that lie in slices: statistics are those of whole weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from lingvo.core import optimizer, py_utils
+
+from pipemesh.backend.sliced_variables import Slice, mark_slice, slice_of
+from pipemesh.backend.static_shape import static_sizes
+from pipemesh.errors import PipelineError
+from pipemesh.layers.optimizers.pieces import Piece, Pieces
+
+
+class Adafactor(optimizer.XLAShardingAdafactor):
+    """lingvo's `XLAShardingAdafactor`, with the same results on weights that a layout cuts.
+
+    Its params are the same ones. Weights that are not cut take lingvo's own way. Of those that are,
+    the statistics of rows and columns lie in pieces beside the slices, and sums of rows and columns
+    and single numbers are all that goes from device to device.
+
+    It also asks for the decay rate in each step: lingvo's is the one of the step in which the
+    optimizer was made, for ever, where it is made outside of a graph.
+
+    Example:
+        >>> from pipemesh.layers.optimizers import Adafactor
+        >>> params = Adafactor.Params().Set(beta1=0.9, decay_exponent_pow=0.8)
+    """
+
+    right_on_slices = True
+
+    def GetOptimizer(self, lr: Any) -> Any:
+        """Makes TensorFlow's optimizer.
+
+        Args:
+            lr: the learning rate, or what returns it.
+        """
+        p = self.params
+        return SlicedAdafactorOptimizer(
+            learning_rate=lr,
+            factored=p.factored,
+            clipping_threshold=p.clipping_threshold,
+            multiply_by_parameter_scale=p.multiply_by_parameter_scale,
+            decay_rate=self.DecayRate,
+            beta1=p.beta1,
+            min_dim_size_to_factor=p.min_dim_size_to_factor,
+            cond_is_finite=p.cond_is_finite,
+            name=p.name,
+        )
+
+    def DecayRate(self) -> tf.Tensor:
+        """How much of its second moments a step keeps.
+
+        Shazeer and Stern, "Adafactor", 2018, section 7.2: 1 - t**-c with `decay_exponent_pow` c,
+        otherwise Adam's, with the correction of the bias in it.
+        """
+        p, counter = self.params, py_utils.GetGlobalStep()
+        assert counter is not None, "lingvo's learners need a global step"
+        step = tf.cast(counter, tf.float32)
+        if p.decay_exponent_pow:
+            return 1.0 - tf.pow(step - p.decay_exponent_offset + 1.0, -p.decay_exponent_pow)
+        kept, t = p.beta2, step + 1.0
+        return kept * (1.0 - tf.pow(kept, t - 1.0)) / (1.0 - tf.pow(kept, t))
+
+
+class SlicedAdafactorOptimizer(optimizer.XLAShardingAdafactorOptimizer):
+    """TensorFlow's optimizer of `Adafactor`.
+
+    Args:
+        decay_rate: returns the rate; asked once for each application of gradients.
+        **options: of lingvo's.
+    """
+
+    def __init__(self, decay_rate: Callable[[], tf.Tensor], **options: Any) -> None:
+        super().__init__(decay_rate=decay_rate, **options)
+        self._decay_of_step = decay_rate
+        # By weight, what each kind of statistic has in its pieces.
+        self._statistics: dict[str, dict[str, Pieces]] = {}
+        # Slices with their gradients, until all have come.
+        self._gradients: dict[str, tuple[tf.Variable, tf.Tensor]] = {}
+
+    def variables(self) -> list[tf.Variable]:
+        """All statistics."""
+        kinds = [kind for weight in self._statistics.values() for kind in weight.values()]
+        pieces = [variable for kind in kinds for variable in kind.values]
+        return sorted([*super().variables(), *pieces], key=lambda variable: variable.name)
+
+    def _create_slots(self, var_list: Sequence[tf.Variable]) -> None:
+        super()._create_slots([v for v in var_list if slice_of(v) is None])
+        cut = [v for v in var_list if slice_of(v) is not None]
+        for name, weight in weights_of(cut, self._name).items():
+            if name not in self._statistics:
+                self._statistics[name] = self._make_statistics(name, weight)
+
+    def _make_statistics(self, name: str, weight: Pieces) -> dict[str, Pieces]:
+        # In lingvo's order: TensorFlow numbers the names.
+        like = {"m": weight} if self._beta1 else {}
+        dims = self._factored_dims(weight.whole)
+        if dims:
+            like |= {"vr": weight.without(dims[0]), "vc": weight.without(dims[1])}
+        else:
+            like["v"] = weight
+        removed = {"vr": dims[0], "vc": dims[1]} if dims else {}
+        return {
+            kind: self._make_statistic(name, pieces, removed.get(kind))
+            for kind, pieces in like.items()
+        }
+
+    def _make_statistic(self, name: str, like: Pieces, removed: int | None) -> Pieces:
+        """Zeros of the sizes of slices, but for a dim, under the name that a whole one has."""
+        parts = {}
+        with tf.compat.v1.variable_scope(None, f"{name}/{self._name}") as scope:
+            for number, (begin, (beside, variable)) in enumerate(like.parts.items()):
+                sizes = static_sizes(variable)
+                if removed is not None:
+                    del sizes[removed]
+                with tf.device(beside.device):
+                    made = tf.compat.v1.get_variable(
+                        f"slice_{number}",
+                        sizes,
+                        beside.dtype,
+                        tf.compat.v1.zeros_initializer(),
+                        trainable=False,
+                        use_resource=True,
+                    )
+                mark_slice(made, scope.name, Slice(tuple(like.whole), begin))
+                parts[begin] = Piece(beside, made)
+        return Pieces(like.whole, parts)
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        self._decay_rate = self._decay_of_step()
+        self._gradients = {}
+
+    def _resource_apply_dense(self, grad: Any, var: tf.Variable) -> Any:
+        if slice_of(var) is None:
+            return super()._resource_apply_dense(grad, var)
+        # The update of a slice needs the gradients of all, which come one by one.
+        self._gradients[var.name] = var, tf.cast(grad, var.dtype)
+        return tf.no_op()
+
+    def _finish(self, update_ops: list[Any], name_scope: str) -> Any:
+        updates = []
+        weights = weights_of([v for v, _ in self._gradients.values()], self._name)
+        for name, weight in weights.items():
+            grads = weight.map(lambda variable: self._gradients[variable.name][1])
+            updates += self._update(weight, grads, self._statistics[name])
+        self._gradients = {}
+        return super()._finish([*update_ops, *updates], name_scope)
+
+    def _update(self, weight: Pieces, grads: Pieces, old: dict[str, Pieces]) -> list[Any]:
+        """As lingvo's `_resource_apply_dense`, of whole weights."""
+        dtype = grads.values[0].dtype
+        decay = tf.cast(self._decay_rate, dtype)
+        mixing = tf.cast(1.0 - decay, dtype)
+        rate: Any = optimizer.GetLrValue(self._learning_rate)
+        scale = tf.cast(rate, dtype)
+        if self._multiply_by_parameter_scale:
+            least = tf.constant(self._epsilon2, dtype)
+            scale = tf.maximum(weight.root_mean_square(), least) * scale
+        squares = grads.map(lambda grad: tf.square(grad) + tf.cast(self._epsilon1, dtype))
+
+        def moved(kind: str, by: Pieces) -> Pieces:
+            return old[kind].map(lambda before, now: before * decay + now * mixing, by)
+
+        dims = self._factored_dims(weight.whole)
+        if dims:
+            new = {
+                "vr": moved("vr", squares.mean(dims[0])),
+                "vc": moved("vc", squares.mean(dims[1])),
+            }
+            # Like lingvo, along the last dim, whichever was reduced.
+            last = len(weight.whole) - 2
+            long_term = new["vr"].mean(last).spread(new["vr"], last)
+            rows = new["vr"].map(lambda row, mean: tf.math.rsqrt(row / mean), long_term)
+            columns = new["vc"].map(tf.math.rsqrt)
+            x = grads.map(
+                lambda grad, row, column: grad * row * column,
+                rows.spread(grads, dims[0]),
+                columns.spread(grads, dims[1]),
+            )
+        else:
+            new = {"v": moved("v", squares)}
+            x = grads.map(lambda grad, v: grad * tf.math.rsqrt(v), new["v"])
+        good = self._finite(None, squares, *new.values())
+        updates = [op for kind, pieces in new.items() for op in _assign(old[kind], pieces, good)]
+        if self._clipping_threshold is not None:
+            above = x.root_mean_square() / tf.constant(self._clipping_threshold, dtype)
+            denominator = tf.maximum(tf.constant(1.0, dtype), above)
+            x = x.map(lambda part: part / denominator)
+        step = x.map(lambda part: part * scale)
+        if self._beta1:
+            kept, rest = (tf.constant(b, dtype) for b in (self._beta1, 1.0 - self._beta1))
+            step = old["m"].map(lambda m, now: m * kept + now * rest, step)
+            good = self._finite(good, step)
+            updates += _assign(old["m"], step, good)
+        good = self._finite(good, step)
+        if good is not None:
+            step = step.map(lambda part: tf.where(good, part, tf.zeros_like(part)))
+        return updates + weight.map(lambda v, part: v.assign_sub(part), step).values
+
+    def _finite(self, before: tf.Tensor | None, *tensors: Pieces) -> tf.Tensor | None:
+        """Whether tensors are finite, and those before; None if nobody asks."""
+        if not self._cond_is_finite:
+            return None
+        known = [tensor.is_finite() for tensor in tensors]
+        return tf.reduce_all(tf.stack(known if before is None else [before, *known]))
+
+
+def _assign(variables: Pieces, new: Pieces, good: tf.Tensor | None) -> list[Any]:
+    def assign(variable: tf.Variable, value: tf.Tensor) -> Any:
+        return variable.assign(value if good is None else tf.where(good, value, variable))
+
+    return variables.map(assign, new).values
+
+
+def weights_of(slices: Sequence[tf.Variable], user: str) -> dict[str, Pieces]:
+    """Puts slices together to weights.
+
+    Args:
+        slices: variables that are slices, in any order.
+        user: who needs them, for errors.
+
+    Returns:
+        By logical name each weight.
+
+    Raises:
+        PipelineError: slices of a weight are missing, or there are two weights of one name.
+    """
+    wholes: dict[str, list[int]] = {}
+    found: dict[str, dict[tuple[int, ...], Piece]] = {}
+    elements: dict[str, int] = {}
+    for variable in slices:
+        marked = slice_of(variable)
+        assert marked is not None
+        name, part = marked
+        wholes[name] = list(part.whole)
+        own = found.setdefault(name, {})
+        if part.begin in own:
+            raise PipelineError(
+                f"{user}: {variable.name!r} and {own[part.begin].beside.name!r} are the same slice "
+                f"of weight {name!r}; give layers names of their own"
+            )
+        own[part.begin] = Piece(variable, variable)
+        elements[name] = elements.get(name, 0) + math.prod(static_sizes(variable))
+    for name, number in elements.items():
+        if number != math.prod(wholes[name]):
+            raise PipelineError(
+                f"{user}: weight {name!r} has {math.prod(wholes[name])} elements, but its slices "
+                f"with gradients have {number}; update all slices of a weight or none"
+            )
+    return {
+        name: Pieces(wholes[name], dict(sorted(parts.items()))) for name, parts in found.items()
+    }

@@ -1,0 +1,152 @@
+"""What of lingvo's learners and optimizers is right on weights that a layout cuts into slices.
+
+Each slice is a variable of its own to them, so what they do must be the same whether they see a
+whole weight or its slices.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from lingvo.core import learner, optimizer
+
+from pipemesh.backend.sliced_variables import slice_of
+from pipemesh.errors import PipelineError
+
+# They update each element of a weight by itself. Others say so, or that they know slices, by a
+# class attribute `right_on_slices`.
+ELEMENTWISE = (
+    optimizer.SGD,
+    optimizer.Momentum,
+    optimizer.RMSProp,
+    optimizer.Adagrad,
+    optimizer.AdaDelta,
+    optimizer.Adam,
+    optimizer.AdamV2,
+)
+# They hand gradients, or sums of them, to an optimizer.
+_HANDING_ON = (optimizer.Accumulator, optimizer.DynamicAccumulator)
+_CHECKS = "_pipemesh_checks_slices"
+
+
+def check_learners() -> None:
+    """Makes all of lingvo's learners check what they are given, from now on."""
+    if not hasattr(learner.Learner.Apply, _CHECKS):
+        learner.Learner.Apply = _checking(learner.Learner.Apply)
+
+
+def _checking(apply: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(apply)
+    def checked(self: Any, metrics: Any, vmap: Any, *args: Any, **kwargs: Any) -> Any:
+        check_learner(self.params, vmap.Flatten())
+        return apply(self, metrics, vmap, *args, **kwargs)
+
+    setattr(checked, _CHECKS, True)
+    return checked
+
+
+def check_learner(p: Any, variables: Sequence[tf.Variable]) -> None:
+    """Checks that a learner does to slices what it would do to whole weights.
+
+    Learners do so themselves when they build a step, if a layer with named dims has cut a weight.
+
+    Args:
+        p: params of a `lingvo.core.learner.Learner`.
+        variables: that it is given.
+
+    Raises:
+        PipelineError: it does not; says what to change.
+
+    Example:
+        >>> from lingvo.core import learner, optimizer
+        >>> p = learner.Learner.Params().Set(optimizer=optimizer.DistributedShampoo.Params())
+        >>> check_learner(p, [tf.Variable([1.0])])
+    """
+    slices = [variable for variable in variables if slice_of(variable) is not None]
+    if not slices:
+        return
+    where = f"learner {p.name!r} is given slices of weights, such as {slices[0].name!r}, but"
+    if p.clip_gradient_single_norm_to_value:
+        raise PipelineError(
+            f"{where} clip_gradient_single_norm_to_value={p.clip_gradient_single_norm_to_value} "
+            "would clip each slice by its own norm; use clip_gradient_norm_to_value, or a layout "
+            "that cuts no weights"
+        )
+    if p.skip_zero_gradients == "variable":
+        raise PipelineError(
+            f"{where} skip_zero_gradients='variable' would look at each slice by itself; use "
+            "'weight' or None, or a layout that cuts no weights"
+        )
+    combiner = p.gradient_combiner
+    if combiner is not None and not _says_so(combiner):
+        raise PipelineError(
+            f"{where} gradient_combiner {combiner.cls.__name__} is not known to combine gradients "
+            "element by element; set right_on_slices = True in its class if it does, or use a "
+            "layout that cuts no weights"
+        )
+    patterns = [
+        ("bprop_variable_filter", p.bprop_variable_filter, re.search),
+        ("bprop_variable_exclusion", p.bprop_variable_exclusion, re.search),
+    ]
+    for used in _optimizers(p.optimizer):
+        if used.cls is optimizer.CompositeOptimizer:
+            patterns += [("optimizer_map", regex, re.match) for regex in used.optimizer_map]
+        elif used.cls not in ELEMENTWISE and not _says_so(used):
+            raise PipelineError(
+                f"{where} optimizer {used.cls.__name__} would take each of them for a weight of "
+                f"its own; use {_instead(used)}, or a layout that cuts no weights. An optimizer of "
+                "your own that updates each element by itself has right_on_slices = True in its "
+                "class"
+            )
+    for field, pattern, match in patterns:
+        if pattern:
+            _check_pattern(where, field, pattern, match, slices)
+
+
+def _says_so(params: Any) -> bool:
+    return getattr(params.cls, "right_on_slices", False)
+
+
+def _optimizers(p: Any) -> Iterator[Any]:
+    """The params of an optimizer's innermost ones, and of those that choose one by name."""
+    if p.cls is optimizer.CompositeOptimizer:
+        yield p
+        for inner, _ in p.optimizer_map.values():
+            yield from _optimizers(inner)
+    elif p.cls in _HANDING_ON:
+        yield from _optimizers(p.optimizer_tpl)
+    else:
+        yield p
+
+
+def _instead(p: Any) -> str:
+    if issubclass(p.cls, optimizer.XLAShardingAdafactor):
+        return "pipemesh.layers.optimizers.Adafactor, whose params are the same"
+    names = [cls.__name__ for cls in (*ELEMENTWISE, *_HANDING_ON, optimizer.CompositeOptimizer)]
+    return f"{', '.join(names)} of lingvo, pipemesh.layers.optimizers.Adafactor"
+
+
+def _check_pattern(
+    where: str,
+    field: str,
+    pattern: str,
+    match: Callable[[str, str], Any],
+    slices: Sequence[tf.Variable],
+) -> None:
+    """Checks that a pattern finds slices by their names if, and only if, it finds the weight."""
+    for variable in slices:
+        marked = slice_of(variable)
+        whole = f"{marked[0]}:0" if marked else variable.name
+        if bool(match(pattern, variable.name)) != bool(match(pattern, whole)):
+            finds, other = (whole, variable.name)
+            if match(pattern, variable.name):
+                finds, other = other, finds
+            raise PipelineError(
+                f"{where} {field} {pattern!r} finds {finds!r} and not {other!r}, which is of the "
+                "same weight; write a pattern that finds both or none, such as "
+                r"'w(_slice_\d+)?/var' for 'w/var'"
+            )

@@ -1,0 +1,165 @@
+"""Adafactor on slices is lingvo's on whole weights."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from lingvo.core import optimizer, py_utils
+
+from pipemesh.backend.optimizers import create_slots
+from pipemesh.backend.sliced_variables import Slice, slice_of
+from pipemesh.errors import PipelineError
+from pipemesh.layers.named import by_logical_name
+from pipemesh.layers.optimizers import Adafactor
+from tests.layers.optimizers.harness import NAME, make, mode, part_of, train
+
+STEPS = 5
+# Sizes of a weight, and in how many slices each dim is cut.
+CUTS = [
+    ((12,), (3,)),
+    ((8, 6), (2, 1)),
+    ((8, 6), (1, 3)),
+    ((6, 8), (2, 2)),
+    ((4, 6, 8), (2, 1, 1)),
+    ((8, 4, 6), (1, 1, 3)),
+    ((8, 6, 4), (1, 2, 1)),
+    ((8, 6, 4), (2, 1, 2)),
+    ((6, 8, 2), (3, 2, 1)),
+    ((4, 8, 6), (2, 2, 2)),
+]
+OPTIONS = {
+    "defaults": {},
+    "all": {"beta1": 0.9, "clipping_threshold": 0.5, "decay_exponent_pow": 0.8},
+    "no scale": {"multiply_by_parameter_scale": False, "beta1": 0.9, "beta2": 0.9},
+    "clipped": {"clipping_threshold": 0.5, "cond_is_finite": True},
+    "whole moments": {"factored": False, "clipping_threshold": 1.0, "beta1": 0.5},
+}
+CHECKED = {"min_dim_size_to_factor": 3, "cond_is_finite": True, "beta1": 0.5}
+
+
+def values(sizes):
+    rng = np.random.default_rng(sum(sizes))
+    draw = [rng.normal(size=sizes).astype(np.float32) for _ in range(STEPS + 1)]
+    # Rows, columns and steps of different sizes.
+    scale = np.exp(rng.normal(size=sizes)).astype(np.float32)
+    return draw[0], [grad * scale * (i + 1) for i, grad in enumerate(draw[1:])]
+
+
+def both(sizes, cuts, eager, **options):
+    value, grads = values(sizes)
+    options = {"min_dim_size_to_factor": 3, **options}
+    whole = optimizer.XLAShardingAdafactor.Params().Set(**options)
+    mine = Adafactor.Params().Set(**options)
+    # lingvo's runs in graphs alone: eagerly its decay rate is a tensor of another graph.
+    theirs, _ = train(whole, value, grads, [1] * len(sizes), eager=False)
+    ours, _ = train(mine, value, grads, cuts, eager=eager)
+    return theirs, ours
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(("sizes", "cuts"), CUTS)
+@pytest.mark.parametrize("eager", [True, False])
+def test_on_slices_it_is_lingvos_on_the_whole_weight(sizes, cuts, options, eager):
+    theirs, ours = both(sizes, cuts, eager, **options)
+    for one, other in zip(theirs, ours, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_step_that_is_not_finite_moves_no_slice(eager):
+    value, grads = values((8, 6))
+    grads[1][5, 2] = np.inf
+    theirs, ours = (
+        train(kind.Params().Set(**CHECKED), value, grads, cuts, eager=eager and kind is Adafactor)
+        for kind, cuts in ((optimizer.XLAShardingAdafactor, (1, 1)), (Adafactor, (2, 3)))
+    )
+    np.testing.assert_array_equal(ours[0][1], ours[0][0])
+    for one, other in zip(theirs[0], ours[0], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize(
+    ("cuts", "columns", "rows"), [((1, 3), 1, 3), ((2, 1), 2, 1), ((2, 3), 2, 3)]
+)
+def test_what_slices_share_is_one_variable(eager, cuts, columns, rows):
+    value, grads = values((8, 6))
+    params = Adafactor.Params().Set(min_dim_size_to_factor=3)
+    _, kept = train(params, value, grads, cuts, eager=eager)
+    # Of the columns' sums, the larger dim is gone first.
+    assert kept == {
+        **{f"layer/w/var/Adafactor/slice_{i}:0": [6 // rows] for i in range(rows)},
+        **{f"layer/w/var/Adafactor_1/slice_{i}:0": [8 // columns] for i in range(columns)},
+    }
+
+
+def test_statistics_lie_beside_slices_and_are_whole_in_checkpoints(tmp_path):
+    value = values((8, 6))[0]
+    params = Adafactor.Params().Set(min_dim_size_to_factor=3, beta1=0.9)
+
+    def made(cuts, fill):
+        with mode(eager=True):
+            step = py_utils.GetOrCreateGlobalStepVar()
+            weights = [variable for variable, _, _ in make(value, cuts)]
+            with py_utils.GlobalStepContext(step):
+                slots = params.Instantiate().GetOptimizer(0.1)
+            create_slots(slots, weights)
+            for variable in slots.variables():
+                if fill:
+                    variable.assign(tf.random.normal(variable.shape))
+        layer = py_utils.NestedMap(vars=py_utils.NestedMap(w=weights))
+        names = by_logical_name(layer, slots.variables())
+        return weights, slots.variables(), tf.train.Checkpoint(**_safe(names)), names
+
+    _, before, saved, names = made((2, 3), True)
+    assert sorted(names) == [f"{NAME}/Adafactor{end}" for end in ("", "_1", "_2")]
+    path = saved.write(str(tmp_path / "ckpt"))
+    wholes = {}
+    for cuts in [(2, 3), (1, 1), (4, 1), (1, 2)]:
+        weights, after, target, now = made(cuts, False)
+        assert sorted(now) == sorted(names)
+        target.read(path).assert_consumed()
+        homes = {variable.device for variable in weights}
+        assert {variable.device for variable in after} <= homes
+        for name, whole in _wholes(after).items():
+            np.testing.assert_array_equal(whole, wholes.setdefault(name, whole))
+    assert {name: whole.shape for name, whole in wholes.items()} == {
+        f"{NAME}/Adafactor": (8, 6),
+        f"{NAME}/Adafactor_1": (6,),
+        f"{NAME}/Adafactor_2": (8,),
+    }
+    assert all(np.all(whole != 0) for whole in wholes.values())
+    for name, whole in _wholes(before).items():
+        np.testing.assert_array_equal(whole, wholes[name])
+
+
+def _safe(names):
+    return {name.replace("/", "."): value for name, value in names.items()}
+
+
+def _wholes(variables):
+    """Statistics by name, put together of their pieces."""
+    wholes = {}
+    for variable in variables:
+        sizes = variable.shape.as_list()
+        own = variable.name.removesuffix(":0"), Slice(tuple(sizes), (0,) * len(sizes))
+        name, part = slice_of(variable) or own
+        whole = wholes.setdefault(name, np.zeros(part.whole, np.float32))
+        part_of(whole, part.begin, sizes)[...] = variable.numpy()
+    return wholes
+
+
+def test_a_weight_without_all_its_slices_is_an_error():
+    value = values((8, 6))[0]
+    with mode(eager=True):
+        py_utils.GetOrCreateGlobalStepVar()
+        weights = [variable for variable, _, _ in make(value, (2, 1))]
+        slots = Adafactor.Params().Instantiate().GetOptimizer(0.1)
+        told = "weight 'layer/w/var' has 48 elements, but its slices with gradients have 24; update"
+        with pytest.raises(PipelineError, match=told):
+            slots.apply_gradients([(tf.ones([4, 6]), weights[0])])
+        with pytest.raises(PipelineError, match="are the same slice of weight 'layer/w/var'; give"):
+            slots.apply_gradients([(tf.ones([4, 6]), weights[i]) for i in (0, 0)])
+        rows = tf.IndexedSlices(tf.ones([2, 6]), tf.constant([1, 1]), tf.constant([4, 6]))
+        slots.apply_gradients(zip([rows, tf.zeros([4, 6])], weights, strict=True))
+        moved = np.concatenate(weights) != value
+        assert moved.all(axis=1).tolist() == [i == 1 for i in range(8)]

@@ -1,0 +1,103 @@
+"""Every optimizer trains alike under every layout, and goes on from checkpoints of another."""
+
+import functools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from models.one_billion_word import params
+from models.one_billion_word.about import CheckpointError
+from models.one_billion_word.sizes import OPTIMIZERS
+from pipemesh.plan import Plan
+from tests.models.one_billion_word.small_training import scalars, small_request
+
+STEPS = 8
+CALM = {
+    "LAYERS": "named",
+    "NUM_LAYERS": 2,
+    "NUM_HEADS": 4,
+    "DROPOUT_PROB": 0.2,
+    # So small that it clips in each step.
+    "CLIP_GRADIENT_NORM": 0.2,
+}
+# At which round-off stays round-off.
+RATES = {"adam": 0.02, "adafactor": 0.2, "sgd": 8.0, "momentum": 2.0}
+LAYOUT = "batch:data;heads:model;d_ff:model;vocab:model"
+SPLIT = Plan("layers:2;data:2;model:2", LAYOUT, "1f1b", 4)
+
+
+@pytest.fixture(autouse=True)
+def small_dims_are_factored(monkeypatch):
+    original = params.optimizer_of
+
+    def optimizer_of(config):
+        chosen = original(config)
+        if config.OPTIMIZER == "adafactor":
+            chosen.min_dim_size_to_factor = 4
+        return chosen
+
+    monkeypatch.setattr(params, "optimizer_of", optimizer_of)
+
+
+@pytest.fixture(scope="module")
+def plain_folder(tmp_path_factory):
+    return functools.cache(tmp_path_factory.mktemp)
+
+
+@pytest.fixture
+def plain(plain_folder, folder, train):
+    """Trains without a pipeline, once for each optimizer."""
+
+    def trained(optimizer):
+        logdir = plain_folder(optimizer)
+        if not (logdir / f"ckpt-{STEPS}.index").exists():
+            assert train(request(logdir, folder, optimizer, Plan(), PIPELINED=False)) == 0
+        return logdir
+
+    return trained
+
+
+def request(logdir, folder, optimizer, plan, **changes):
+    settings = {**CALM, "OPTIMIZER": optimizer, "LEARNING_RATE": RATES[optimizer]}
+    settings |= {"steps": STEPS, "save_every": STEPS, "plan": plan}
+    return small_request(logdir, folder, **settings | changes)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.slow
+def test_losses_are_those_of_the_plain_model(plain, train, folder, tmp_path, optimizer):
+    assert train(request(tmp_path, folder, optimizer, SPLIT, STRICT_DEVICES=True)) == 0
+    losses = scalars(plain(optimizer), "loss")
+    np.testing.assert_allclose(scalars(tmp_path, "loss"), losses, rtol=1e-5)
+    assert losses[-1] < losses[0] - 0.01
+
+
+@pytest.mark.slow
+def test_adafactor_goes_on_under_another_split(plain, train, folder, tmp_path):
+    for steps, plan in (
+        (3, SPLIT),
+        (6, Plan("layers:1;model:4", "heads:model;d_ff:model;vocab:model", num_microbatches=2)),
+        (STEPS, Plan("layers:3", num_microbatches=4)),
+    ):
+        asked = request(tmp_path, folder, "adafactor", plan, steps=steps, save_every=3)
+        assert train(asked) == 0
+    logdir = plain("adafactor")
+    np.testing.assert_allclose(scalars(tmp_path, "loss"), scalars(logdir, "loss"), rtol=1e-5)
+    mine, other = (tf.train.load_checkpoint(str(p / f"ckpt-{STEPS}")) for p in (tmp_path, logdir))
+    shapes, wanted = (
+        {k: v for k, v in r.get_variable_to_shape_map().items() if k.startswith(("weights", "opt"))}
+        for r in (mine, other)
+    )
+    assert shapes == wanted
+    assert not any("slice" in name for name in shapes)
+
+
+@pytest.mark.slow
+def test_another_optimizer_than_the_checkpoints_is_refused(train, folder, tmp_path):
+    asked = functools.partial(request, tmp_path, folder, plan=Plan(num_microbatches=2))
+    assert train(asked("sgd", steps=1)) == 0
+    with pytest.raises(CheckpointError, match=r"another model \(optimizer sgd there, momentum now"):
+        train(asked("momentum", steps=2))
+    assert train(asked("sgd", steps=2)) == 0
+    assert len(scalars(tmp_path, "loss")) == 2
