@@ -13,12 +13,7 @@ def pairwise(*factors):
             written out one after the other.
     """
     product = list(itertools.product(*map(range, map(len, factors))))
-    chosen, missing = set(), {pair for case in product for pair in _pairs(case)}
-    while missing:
-        # The first of those that show most; there is one, since each pair is in the product.
-        best = max(product, key=lambda case: len(missing & _pairs(case)))
-        chosen.add(best)
-        missing -= _pairs(best)
+    chosen = covering(product)
     params = []
     for case in product:
         values = []
@@ -31,7 +26,7 @@ def pairwise(*factors):
 
 
 def in_turn(*factors):
-    """The whole product as pytest's params, of which each value comes once; others are `exhaustive`.
+    """The whole product as pytest's params; those beyond one of each value are `exhaustive`.
 
     For factors that do not meet in the code: each is tried with some value of the others.
 
@@ -49,6 +44,22 @@ def in_turn(*factors):
         marks = () if case in chosen else pytest.mark.exhaustive
         params.append(pytest.param(*values, marks=marks))
     return params
+
+
+def covering(cases):
+    """Of some cases, each a tuple of values, a few in which every two values meet that ever do.
+
+    Args:
+        cases: tuples of one length.
+    """
+    pairs = {case: _pairs(case) for case in cases}
+    chosen, missing = set(), set().union(*pairs.values())
+    while missing:
+        # The first of those that show most; there is one, since each pair is one of a case.
+        best = max(cases, key=lambda case: len(missing & pairs[case]))
+        chosen.add(best)
+        missing -= pairs[best]
+    return chosen
 
 
 def _pairs(case):

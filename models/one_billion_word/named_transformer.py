@@ -44,7 +44,8 @@ class NamedBlock(named.TransformerBlock):
 
     @classmethod
     def FPropMeta(cls, p, x, *rest):
-        return _handing_on(super().FPropMeta(p, x), rest)
+        # Behind labels and weights.
+        return _handing_on(super().FPropMeta(p, x, *rest[2:]), rest)
 
 
 class ExpertsBlock(named.TransformerBlock):
@@ -61,7 +62,9 @@ class ExpertsBlock(named.TransformerBlock):
 
     @classmethod
     def FPropMeta(cls, p, x, *rest):
-        return _handing_on(super().FPropMeta(p, x), (*rest[:4], tshape.Shape([x[0]])))
+        # Paddings are made of segments.
+        tokens = (*rest[2:4], rest[2]) if len(rest) > 3 else ()
+        return _handing_on(super().FPropMeta(p, x, *tokens), (*rest[:4], tshape.Shape([x[0]])))
 
 
 class NamedSoftmax(named.SoftmaxCrossEntropy):
@@ -78,7 +81,11 @@ class NamedSoftmax(named.SoftmaxCrossEntropy):
 
     def __init__(self, params):
         super().__init__(params)
-        self.CreateChild("norm", named.Norm.Params().Set(input_dim=self.params.input_dim))
+        self.CreateChild("norm", self.NormParams(self.params))
+
+    @classmethod
+    def NormParams(cls, p):
+        return named.Norm.Params().Set(input_dim=p.input_dim)
 
     def FProp(self, theta, x, labels, weights, segment_ids, segment_pos, *balance):
         del segment_ids, segment_pos
@@ -89,6 +96,17 @@ class NamedSoftmax(named.SoftmaxCrossEntropy):
             balances = ops.reduce_sum(self.Named(each, "batch") * tokens)
             loss = loss + balances * self.params.balance_weight
         return loss, total, xent
+
+    @classmethod
+    def CountCosts(cls, p, tally, x, labels=None, weights=None, *rest):
+        x = cls.CountPart(p, cls.NormParams(p), tally, x)
+        found = super().CountCosts(p, tally, x, labels, weights)
+        for each in rest[2:]:
+            # Balances times numbers of tokens.
+            each = tally.given(each, "batch", found[2].dtype)
+            tally.keep(each, tally.reduce(found[2], "length"))
+            tally.reduce(each, "batch")
+        return found
 
 
 def named_layers_of(config: Any) -> list[Any]:

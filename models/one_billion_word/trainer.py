@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -80,7 +80,7 @@ class Trainer:
             self.devices = [home.devices for home in self.task.stack.StageHomes()]
         self._vocabulary = vocabulary
         self._learner = self.task.learners[0]
-        self._prepare_optimizer()
+        prepare_optimizer(self._learner, self.task.vars.Flatten(), self._step)
         self.about = about
         self._checkpoints = Checkpoints(
             logdir,
@@ -330,18 +330,27 @@ class Trainer:
     def _evaluate_batch(self, batch: Any) -> tf.Tensor:
         return self.task.ComputePredictions(self.task.theta, py_utils.NestedMap(batch)).xent
 
-    def _prepare_optimizer(self) -> None:
-        """Makes the optimizer's variables now, so that a checkpoint can be restored into them."""
-        lingvo_optimizer = self._learner.optimizer
-        with py_utils.GlobalStepContext(self._step):
-            slots = lingvo_optimizer.GetOptimizer(self._learner.LearningRate)
-        variables = self.task.vars.Flatten()
-        with tf.init_scope():
-            create_slots(slots, variables)
-        lingvo_optimizer._optimizer = slots
-
     def _optimizer_variables(self) -> list[tf.Variable]:
         return self._learner.optimizer._optimizer.variables()
+
+
+def prepare_optimizer(learner: Any, variables: Sequence[tf.Variable], step: tf.Variable) -> None:
+    """Makes the optimizer's variables now.
+
+    So a checkpoint can be restored into them, and a function that trains is traced once: TensorFlow
+    traces it again if it makes variables.
+
+    Args:
+        learner: lingvo's.
+        variables: that it will update.
+        step: the global step.
+    """
+    lingvo_optimizer = learner.optimizer
+    with py_utils.GlobalStepContext(step):
+        slots = lingvo_optimizer.GetOptimizer(learner.LearningRate)
+    with tf.init_scope():
+        create_slots(slots, variables)
+    lingvo_optimizer._optimizer = slots
 
 
 def _vanished(error: Exception) -> TextError:

@@ -17,6 +17,7 @@ Grads = Sequence[tf.Tensor | None]
 _numbers = itertools.count()
 # In the names that TensorFlow gives the function's graphs.
 _NAME = "__pipemesh_passes_on_"
+_GRADIENT = "PipemeshGradient"
 
 
 @tf.function(autograph=False)
@@ -33,6 +34,16 @@ def passes_on(node: Any) -> bool:
         node: a `NodeDef`.
     """
     return node.op == "PartitionedCall" and _NAME in node.attr["f"].func.name
+
+
+def had_gradient(node: Any) -> bool:
+    """Whether a node of a graph, on one device, hands its inputs on and had a gradient of its own.
+
+    Args:
+        node: a `NodeDef`.
+    """
+    gradient = node.attr["_gradient_op_type"].s if "_gradient_op_type" in node.attr else b""
+    return node.op == "IdentityN" and gradient.startswith(_GRADIENT.encode())
 
 
 def attach_gradient(
@@ -71,7 +82,7 @@ def attach_gradient(
     def all_grads(*grads: tf.Tensor | tf.IndexedSlices) -> list[tf.Tensor | None]:
         return [None] * number + input_grads(*grads)
 
-    name = f"PipemeshGradient{next(_numbers)}"
+    name = f"{_GRADIENT}{next(_numbers)}"
     graph = tf.compat.v1.get_default_graph()
     register(name, lambda _, *grads: all_grads(*grads), graph)
     kind = "PartitionedCall" if across_devices else "IdentityN"

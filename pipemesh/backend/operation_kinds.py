@@ -44,6 +44,8 @@ LOOPS = frozenset(("While", "StatelessWhile"))
 
 # They hand on what they are given.
 IDENTITIES = frozenset(("Identity", "IdentityN"))
+# They give a tensor another shape; the memory is the same.
+RESHAPES = frozenset(("Reshape", "ExpandDims", "Squeeze"))
 # There is no gradient beyond them.
 WITHOUT_GRADIENT = frozenset(("Const", "StopGradient"))
 

@@ -57,7 +57,7 @@ def layer_costs(
         (80, 128)
     """
     layers = named_layers(params)
-    metas = layer_metas(layers, *shapes)
+    metas = layer_metas([_computing_in(layer, fprop_dtype) for layer in layers], *shapes)
     if not measured and all(map(_says_all, metas)):
         return [
             LayerCost(
@@ -109,6 +109,13 @@ class _Traced:
     memory: StageMemory
     parameter_bytes: int
     seconds: tuple[float, float] | None = None
+
+
+def _computing_in(layer: Any, fprop_dtype: Any) -> Any:
+    """The params as they are in a stage that computes in a dtype."""
+    if fprop_dtype is None or layer.fprop_dtype is not None:
+        return layer
+    return layer.Copy().Set(fprop_dtype=fprop_dtype)
 
 
 def _says_all(meta: Meta) -> bool:

@@ -27,12 +27,19 @@ class Meta:
         out_shapes: a `tshape.Shape`, or None, for each output.
         parameter_bytes: of all weights, or None if it does not say.
         activation_bytes: what the layer keeps for its backward pass, or None.
+        communication_bytes: what its processors send to each other, forward and backward, or None.
     """
 
     flops: float
     out_shapes: tuple[Any, ...]
     parameter_bytes: float | None = None
     activation_bytes: float | None = None
+    communication_bytes: float | None = None
+
+    @classmethod
+    def bytes_said(cls) -> tuple[str, ...]:
+        """The names of what a layer may leave unsaid."""
+        return tuple(field.name for field in dataclasses.fields(cls) if field.default is None)
 
 
 def layer_flops(layers: list[Any], *shapes: Any) -> list[float]:
@@ -99,7 +106,7 @@ def _meta(layer: Any, shapes: tuple[Any, ...]) -> Meta:
         raise PartitionError(f"{where}: FPropMeta returns {meta!r}; {_META}") from error
     if isinstance(out_shapes, tshape.Shape) or not isinstance(out_shapes, (list, tuple)):
         raise PartitionError(f"{where}: FPropMeta returns out_shapes {out_shapes!r}; {_META}")
-    said = {name: getattr(meta, name, None) for name in ("parameter_bytes", "activation_bytes")}
+    said = {name: getattr(meta, name, None) for name in Meta.bytes_said()}
     for name, value in said.items():
         if value is not None and number_problem(value):
             raise PartitionError(

@@ -132,7 +132,8 @@ def predict_memory(
 
 def _of_stage(run: Run, stage: int, place: int) -> StageMemory:
     traced, kept = run.sizes.kept_names(stage)
-    names = set(kept)
+    # An input that is kept may have an identity's name.
+    names = {same for name in kept for same in traced.cut.same_value(name)}
     inputs, outputs = (
         [name for name in every if traced.place(name) == place]
         for every in (traced.inputs, traced.outputs)

@@ -11,6 +11,7 @@ from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer
 from pipemesh.layers import costs as costs_module
 from pipemesh.layers.costs import layer_costs
 from pipemesh.layers.layer_list import named_layers
+from pipemesh.layers.named import TransformerBlock
 from pipemesh.partition import partition
 from pipemesh.schedule import build, simulate
 from tests.layers.blocks import WIDTH, blocks
@@ -195,3 +196,21 @@ def test_measured_costs_are_seconds_and_bytes_are_the_same():
         assert getattr(measured, name) == getattr(counted, name)
     with tf.Graph().as_default(), pytest.raises(PartitionError, match="outside of any graph"):
         layer_costs([dense], spec, measured=True)
+
+
+@pytest.mark.parametrize("dtype", [None, tf.bfloat16])
+def test_layers_with_named_dims_say_what_the_pipeline_would_trace(dtype):
+    block = TransformerBlock.Params().Set(input_dim=8, num_heads=2, hidden_dim=12)
+    [cost] = layer_costs([block], tshape.Shape([2, 3, 8]), fprop_dtype=dtype)
+    stage = FeatureExtractionLayer.Params().Set(name="stage", sub=[block.Copy().Set(name="b")])
+    params = PipeliningLayer.Params().Set(
+        name="pipe", cell_tpl=[stage], remat="none", check_numerics="off", fprop_dtype=dtype
+    )
+    py_utils.SetEagerMode(False, test_mode=True)
+    with tf.Graph().as_default(), cluster(1):
+        py_utils.GetOrCreateGlobalStepVar()
+        layer = params.Instantiate()
+        [device] = layer.PredictMemory(tf.TensorSpec([2, 3, 8]))
+    assert cost.activation_bytes == device.kept
+    sizes = [variable.shape.num_elements() for variable in layer.vars.Flatten()]
+    assert cost.parameter_bytes == FLOAT * sum(sizes)

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.lowering.ops.einsum import local_product
+from pipemesh.lowering import PlacementLowering, ops
+from pipemesh.lowering.ops.einsum import local_product, products
+from pipemesh.mesh import LayoutRules, Mesh
 
 SIZES = dict(zip("abcdk", (2, 3, 4, 5, 6), strict=True))
 
@@ -79,3 +81,26 @@ def test_integers_and_unknown_sizes_are_left_to_einsum():
     assert kinds(terms, result, x, y) == {"Einsum"}
     unknown = tf.TensorSpec([None, 6])
     assert kinds(terms, result, unknown, tf.TensorSpec([6, 3])) == {"Einsum"}
+
+
+def test_the_gradient_of_a_common_operand_is_sent_once():
+    def gradient(together):
+        mesh, rules = Mesh.from_text("m:2"), LayoutRules.from_text("p:m;q:m")
+        lowering = PlacementLowering(mesh, rules, ["CPU:0", "CPU:1"])
+        array = tf.constant(random("ab"))
+        with tf.GradientTape() as tape:
+            tape.watch(array)
+            x = ops.import_tensor(lowering, array, "a:2;b:3")
+            p = ops.import_tensor(lowering, np.full([3, 4], 2, np.float32), "b:3;p:4")
+            q = ops.import_tensor(lowering, np.full([3, 6], 3, np.float32), "b:3;q:6")
+            if together:
+                found = products(x, [p, q], [["a", "p"], ["a", "q"]])
+            else:
+                found = [ops.einsum([x, w], ["a", name]) for w, name in ((p, "p"), (q, "q"))]
+            loss = ops.export_tensor(sum(ops.reduce_sum(ops.square(y)) for y in found))
+        grad = tape.gradient(loss, array)
+        return grad, lowering.costs.rows[("m",), "all_reduce", "backward"][0]
+
+    (one, calls), (each, more) = gradient(together=True), gradient(together=False)
+    np.testing.assert_allclose(one, each, 1e-6)
+    assert (calls, more) == (1, 2)

@@ -124,3 +124,18 @@ def test_what_follows_from_the_losses_gradient_alone_is_not_kept_for_every_micro
     assert held("peak") - begin <= 8 * one_mb
     assert float(loss) == microbatches * rows * width
     np.testing.assert_array_equal(grad, np.full(width, 2 * microbatches * rows, np.float32))
+
+
+def test_a_tensor_that_is_needed_in_several_shapes_counts_once():
+    def reshaped(theta, carry, inputs, microbatch, step):
+        h = tf.nn.tanh(tf.matmul(inputs[0], theta[0]))
+        # The gradient of tanh needs its result, and that of the product the same in another shape.
+        flat = tf.reshape(h, [2 * ROWS, HIDDEN // 2])
+        return [tf.reshape(tf.matmul(flat, tf.reshape(theta[1], [HIDDEN // 2, 8])), [ROWS, 16])], []
+
+    with tf.Graph().as_default():
+        theta = [tf.ones([WIDTH, HIDDEN]), tf.ones([HIDDEN, WIDTH])]
+        stage = Stage("s", reshaped, theta, [], "CPU:0")
+        x = tf.ones([ROWS, WIDTH])
+        (device,) = predict_memory([stage], [x], gpipe(1, 1), options=Options(remat="none"))
+    assert device.kept == INPUT + INSIDE

@@ -28,6 +28,7 @@ from pipemesh.layers.named.norm import Norm
 from pipemesh.layers.named.saved import by_logical_name
 from pipemesh.layers.named.scope import current_lowering, lowering_scope
 from pipemesh.layers.named.softmax import SoftmaxCrossEntropy
+from pipemesh.layers.named.tally import Tally
 from pipemesh.layers.named.transformer_block import TransformerBlock
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "NamedLayer",
     "Norm",
     "SoftmaxCrossEntropy",
+    "Tally",
     "TransformerBlock",
     "by_logical_name",
     "current_lowering",

@@ -15,8 +15,11 @@ from pipemesh.layers.named.block_attention import Blocks, Buckets, block_attenti
 from pipemesh.layers.named.named_layer import NamedLayer
 from pipemesh.layers.named.positions import rotated
 from pipemesh.layers.named.scope import current_lowering
+from pipemesh.layers.named.tally import Tally, Value
 from pipemesh.lowering import Lowering, Tensor, ops
+from pipemesh.lowering.ops.einsum import products
 from pipemesh.lowering.tensor import union_axes
+from pipemesh.mesh import Dim, Shape
 
 
 class Attention(NamedLayer):
@@ -80,7 +83,7 @@ class Attention(NamedLayer):
                 f"{p.relative_max_distance}; there are 2 or more buckets, and half of them less "
                 "than the distance"
             )
-        self._CheckLayout(current_lowering())
+        _check_layout(p, current_lowering())
 
     @classmethod
     def NamedWeights(cls, p: Any) -> dict[str, Any]:
@@ -128,13 +131,12 @@ class Attention(NamedLayer):
         """
         p = self.params
         x = self.Named(x, "batch;length;embed")
-        self._CheckLayout(x.lowering)
+        _check_layout(p, x.lowering)
         kv_name = _kv_name(p)
-        q = self._Product(theta, "q", [x], ["batch", "length", "heads", "head_dim"])
-        k, v = (
-            self._Product(theta, name, [x], ["batch", "length", kv_name, "head_dim"])
-            for name in ("k", "v")
-        )
+        names = ("q", "k", "v")
+        dims = [["batch", "length", name, "head_dim"] for name in ("heads", kv_name, kv_name)]
+        found = products(x, [self.Weight(theta, f"w_{name}") for name in names], dims)
+        q, k, v = (self._Biased(theta, *each) for each in zip(names, found, strict=True))
         optional = {
             "segments": segment_ids,
             "positions": segment_pos if p.use_rotary else None,
@@ -148,10 +150,10 @@ class Attention(NamedLayer):
         if p.relative_buckets:
             given["table"] = self.Weight(theta, "relative_bias")
         attended = self._Attend(q, k, v, given)
-        return self._Product(theta, "out", [attended], ["batch", "length", "embed"])
+        product = ops.einsum([attended, self.Weight(theta, "w_out")], ["batch", "length", "embed"])
+        return self._Biased(theta, "out", product)
 
-    def _Product(self, theta: Any, name: str, x: list[Tensor], dims: list[str]) -> Tensor:
-        product = ops.einsum([*x, self.Weight(theta, f"w_{name}")], dims)
+    def _Biased(self, theta: Any, name: str, product: Tensor) -> Tensor:
         return product + self.Weight(theta, f"b_{name}") if self.params.use_bias else product
 
     def _Attend(self, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Tensor]) -> Tensor:
@@ -181,49 +183,85 @@ class Attention(NamedLayer):
 
         return Tensor(lowering, lowering.map(local, *operands), q.shape)
 
-    def _CheckLayout(self, lowering: Lowering) -> None:
-        """Checks that each processor has the keys of its heads, and whole sequences."""
-        p, rules = self.params, lowering.rules
-        for dim in ("length", "head_dim"):
-            axis = rules.axis(dim)
-            if axis is not None and lowering.mesh.size(axis) > 1:
-                raise LayoutError(
-                    f"{p.name}: the rule '{dim}:{axis}' splits dim {dim!r}, of which attention "
-                    "needs all on each processor; remove the rule, or split 'heads' or 'batch'"
-                )
-        heads_axis, kv_axis = rules.axis("heads"), rules.axis("kv_heads")
-        if not _kv_heads(p) or heads_axis == kv_axis:
-            return
-        if kv_axis is not None:
-            raise LayoutError(
-                f"{p.name}: the rule 'kv_heads:{kv_axis}' splits keys, but 'heads' "
-                + (f"is split over {heads_axis!r}" if heads_axis else "has no rule")
-                + f"; heads have to lie with their keys: write 'heads:{kv_axis};kv_heads:{kv_axis}'"
-            )
-        here = p.num_heads // lowering.mesh.size(str(heads_axis))
-        shared = p.num_heads // p.num_kv_heads
-        if here and here % shared and shared % here:
-            raise LayoutError(
-                f"{p.name}: axis {heads_axis!r} of mesh '{lowering.mesh}' leaves a processor "
-                f"{here} heads, of which {shared} share a key, so groups are cut unevenly; change "
-                f"num_kv_heads {p.num_kv_heads} or the size of the axis so that one of both "
-                "numbers divides the other"
-            )
+    @classmethod
+    def CountCosts(
+        cls,
+        p: Any,
+        tally: Tally,
+        x: Any,
+        segment_ids: Any = None,
+        segment_pos: Any = None,
+        paddings: Any = None,
+    ) -> Value:
+        """The products of weights, and those of all pairs of blocks."""
+        _check_layout(p, tally.lowering)
+        x = tally.given(x, "batch;length;embed", py_utils.FPropDtype(p))
+        weights = cls.CountedWeights(p, tally)
+        names = ("q", "k", "v")
+        dims = [f"batch;length;{name};head_dim" for name in ("heads", _kv_name(p), _kv_name(p))]
+        q, k, v = tally.products(x, [weights[f"w_{name}"] for name in names], dims)
+        if p.use_bias:
+            for name, product in zip(names, (q, k, v), strict=True):
+                tally.meet(product, weights[f"b_{name}"])
+        tokens = q.shape.select("batch", "length")
+        packed = [name for name in (segment_ids, paddings) if name is not None]
+        given = [tally.made(tokens, q, tf.int32) for _ in packed]
+        tally.meet(q, k, v, *given, *([weights["relative_bias"]] if p.relative_buckets else []))
+        if p.use_rotary and segment_pos is not None:
+            angles = Shape((*tokens, Dim("angles", _head_dim(p) // 2)))
+            tally.keep(*(tally.made(angles, q, tf.float32) for _ in ("sines", "cosines")))
+        attended = cls._CountAttended(p, tally, q, k, v, bool(packed))
+        result = tally.einsum([attended, weights["w_out"]], "batch;length;embed")
+        if p.use_bias:
+            tally.meet(result, weights["b_out"])
+        return result
 
     @classmethod
-    def FPropMeta(cls, p: Any, x: Any, *rest: Any) -> Any:
-        """Flops are those of the products: of weights, and of all pairs of blocks."""
-        del rest
-        batch, length, _ = x
-        inner = p.num_heads * _head_dim(p)
-        keys = (_kv_heads(p) or p.num_heads) * _head_dim(p)
-        weights = p.input_dim * (2 * inner + 2 * keys)
-        blocks = Blocks.of(length, p.block_size)
-        scores = 2 * inner * len(blocks.pairs) * blocks.size**2
-        return py_utils.NestedMap(
-            flops=2 * batch * (length * weights + scores),
-            out_shapes=(x,),
-            parameter_bytes=cls.ParameterBytes(p),
+    def _CountAttended(
+        cls, p: Any, tally: Tally, q: Value, k: Value, v: Value, packed: bool
+    ) -> Value:
+        """What `block_attention` keeps: its inputs, its output, and a sum for each query."""
+        batch, length, heads, head_dim = q.shape
+        blocks = Blocks.of(length.size, p.block_size)
+        tally.flops += (
+            4 * batch.size * heads.size * head_dim.size * len(blocks.pairs) * blocks.size**2
+        )
+        # Blocks may reach beyond the sequence.
+        padded = Shape((batch, Dim("length", blocks.number * blocks.size), heads))
+        attended = tally.made(q.shape, q)
+        tally.keep(q, k, v, attended, tally.made(padded, q, tf.float32))
+        if packed:
+            tally.keep(tally.made(padded.without("heads"), q, tf.int32))
+        return attended
+
+
+def _check_layout(p: Any, lowering: Lowering) -> None:
+    """Checks that each processor has the keys of its heads, and whole sequences."""
+    rules = lowering.rules
+    for dim in ("length", "head_dim"):
+        axis = rules.axis(dim)
+        if axis is not None and lowering.mesh.size(axis) > 1:
+            raise LayoutError(
+                f"{p.name}: the rule '{dim}:{axis}' splits dim {dim!r}, of which attention "
+                "needs all on each processor; remove the rule, or split 'heads' or 'batch'"
+            )
+    heads_axis, kv_axis = rules.axis("heads"), rules.axis("kv_heads")
+    if not _kv_heads(p) or heads_axis == kv_axis:
+        return
+    if kv_axis is not None:
+        raise LayoutError(
+            f"{p.name}: the rule 'kv_heads:{kv_axis}' splits keys, but 'heads' "
+            + (f"is split over {heads_axis!r}" if heads_axis else "has no rule")
+            + f"; heads have to lie with their keys: write 'heads:{kv_axis};kv_heads:{kv_axis}'"
+        )
+    here = p.num_heads // lowering.mesh.size(str(heads_axis))
+    shared = p.num_heads // p.num_kv_heads
+    if here and here % shared and shared % here:
+        raise LayoutError(
+            f"{p.name}: axis {heads_axis!r} of mesh '{lowering.mesh}' leaves a processor "
+            f"{here} heads, of which {shared} share a key, so groups are cut unevenly; change "
+            f"num_kv_heads {p.num_kv_heads} or the size of the axis so that one of both "
+            "numbers divides the other"
         )
 
 

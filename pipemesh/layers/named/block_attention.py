@@ -190,7 +190,9 @@ class _Attention:
             _Rows.of(tf.zeros([number, *rows, self.dim])),
         )
         output = tf.cast(self._without_blocks(totals / sums), q.dtype)
-        return output, tops + tf.math.log(sums)
+        # Together: what computes the output computes the logarithms, too, and nobody keeps the
+        # two things that they are made of instead.
+        return tuple(tf.identity_n([output, tops + tf.math.log(sums)]))
 
     def backward(
         self,

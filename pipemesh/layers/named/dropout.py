@@ -6,11 +6,13 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import tensorflow as tf
 from lingvo.core import py_utils
 
 from pipemesh import randomness
 from pipemesh.errors import PipelineError
 from pipemesh.layers.named.named_layer import NamedLayer
+from pipemesh.layers.named.tally import Tally, Value
 from pipemesh.layers.step_seed import GenerateStepSeedPair, step_of_call, whole_batch_randomness
 from pipemesh.lowering import Tensor, ops
 
@@ -63,6 +65,14 @@ class Dropout(NamedLayer):
             yield
 
     @classmethod
-    def FPropMeta(cls, p: Any, x: Any) -> Any:
-        """No products of matrices."""
-        return py_utils.NestedMap(flops=0, out_shapes=(x,), parameter_bytes=0)
+    def CountCosts(cls, p: Any, tally: Tally, x: Any) -> Value:
+        """The mask. Sizes without names are those of `batch;length;embed`."""
+        x = (
+            x
+            if isinstance(x, Value)
+            else tally.given(x, "batch;length;embed", py_utils.FPropDtype(p))
+        )
+        if p.rate == 0:
+            return x
+        tally.keep(tally.made(x.shape, x, tf.bool))
+        return tally.made(x.shape, x)

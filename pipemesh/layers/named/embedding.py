@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
 import tensorflow as tf
-from lingvo.core import py_utils, tshape
+from lingvo.core import py_utils
 
 from pipemesh.errors import PipelineError
 from pipemesh.layers.check_params import check_choice, check_flags, check_whole
 from pipemesh.layers.named.dropout import Dropout
 from pipemesh.layers.named.named_layer import NamedLayer
 from pipemesh.layers.named.positions import sinusoids
+from pipemesh.layers.named.tally import Tally, Value
 from pipemesh.lowering import Tensor, ops
 from pipemesh.lowering.ops.lookup import local_start
 from pipemesh.mesh import Dim, Shape
@@ -111,11 +113,14 @@ class Embedding(NamedLayer):
         return ops.cast(found, py_utils.FPropDtype(p))
 
     @classmethod
-    def FPropMeta(cls, p: Any, ids: Any, *rest: Any) -> Any:
-        """There are no products of matrices."""
-        del rest
-        return py_utils.NestedMap(
-            flops=0,
-            out_shapes=(tshape.Shape([ids[0], ids[1], p.embedding_dim]),),
-            parameter_bytes=cls.ParameterBytes(p),
-        )
+    def CountCosts(cls, p: Any, tally: Tally, ids: Any, segment_pos: Any = None) -> Value:
+        """Lookups, whose gradients read which rows they found."""
+        ids = tally.given(ids, "batch;length", tf.int32)
+        weights = cls.CountedWeights(p, tally)
+        x = tally.gather(weights["table"], ids, "vocab")
+        if p.positions == "learned":
+            dims = "length" if segment_pos is None else "batch;length"
+            # Places by themselves are the same for all inputs.
+            places = dataclasses.replace(tally.made(dims, ids), differs=segment_pos is not None)
+            tally.meet(x, tally.gather(weights["positions"], places, "positions"))
+        return cls.CountPart(p, Dropout.Params().Set(rate=p.dropout_rate), tally, x)

@@ -6,16 +6,22 @@ import math
 from typing import Any
 
 import tensorflow as tf
-from lingvo.core import py_utils, tshape
+from lingvo.core import py_utils
 
-from pipemesh.errors import PipelineError
+from pipemesh.errors import LayoutError, PipelineError
 from pipemesh.layers.check_params import check_above_zero, check_choice, check_whole
-from pipemesh.layers.named.feed_forward import ACTIVATIONS, GATED
+from pipemesh.layers.named.feed_forward import ACTIVATIONS, GATED, count_activation
 from pipemesh.layers.named.named_layer import NamedLayer
 from pipemesh.layers.named.routing import places_of, tokens_of
-from pipemesh.lowering import Tensor, ops
+from pipemesh.layers.named.scope import current_lowering
+from pipemesh.layers.named.tally import Tally, Value
+from pipemesh.lowering import Lowering, Tensor, ops
+from pipemesh.lowering.ops.einsum import products
 from pipemesh.lowering.ops.elementwise import broadcast
-from pipemesh.mesh import Dim, Shape
+from pipemesh.mesh import Dim, LayoutRules, Shape
+
+# Dims by which tokens are given their places.
+_WHOLE = ("length", "router", "choice", "room", "slots")
 
 
 class Experts(NamedLayer):
@@ -61,6 +67,7 @@ class Experts(NamedLayer):
         if p.capacity_factor is not None:
             check_above_zero(p.name, "capacity_factor", p.capacity_factor, ", or None")
         check_choice(p.name, "activation", p.activation, ACTIVATIONS)
+        _check_layout(p, current_lowering())
 
     @classmethod
     def Room(cls, p: Any, length: int) -> int:
@@ -99,6 +106,7 @@ class Experts(NamedLayer):
         """
         p = self.params
         x = self.Named(x, "batch;length;embed")
+        _check_layout(p, x.lowering)
         if paddings is not None:
             paddings = ops.greater(self.Named(paddings, "batch;length"), 0.5)
         logits = ops.einsum([x, self.Weight(theta, "w_router")], ["batch", "length", "router"])
@@ -132,10 +140,7 @@ class Experts(NamedLayer):
             places.slices,
         )
         given = ops.gather(x, Tensor(lowering, tokens, each), "length")
-        rules = lowering.rules
-        # One axis cannot split both, so it moves from the rows to the experts.
-        travels = rules.axis("experts") is not None and rules.axis("experts") == rules.axis("batch")
-        there = {"router": "experts", **({"batch": "rows"} if travels else {})}
+        there = _there(lowering.rules)
         answers = self._Meet(theta, ops.rename(given, there))
         answers = ops.rename(answers, {new: old for old, new in there.items()})
         table = ops.reshape(answers, Shape((batch, Dim("slots", slots), embed)))
@@ -145,11 +150,9 @@ class Experts(NamedLayer):
         p = self.params
         rows, experts, room, _ = x.shape.names
         names = ("w_in", "w_gate") if p.activation in GATED else ("w_in",)
-        products = [
-            ops.einsum([x, self.Weight(theta, name)], [rows, experts, room, "expert_ff"])
-            for name in names
-        ]
-        hidden = broadcast(ACTIVATIONS[p.activation], products)
+        weights = [self.Weight(theta, name) for name in names]
+        into = products(x, weights, [[rows, experts, room, "expert_ff"]] * len(names))
+        hidden = broadcast(ACTIVATIONS[p.activation], into)
         return ops.einsum([hidden, self.Weight(theta, "w_out")], [rows, experts, room, "embed"])
 
     def _Balance(self, chances: Tensor, chosen: Tensor, paddings: Tensor | None) -> Tensor:
@@ -167,17 +170,66 @@ class Experts(NamedLayer):
         return ops.reduce_sum(parts[0] * parts[1], "router") * float(p.num_experts)
 
     @classmethod
-    def FPropMeta(cls, p: Any, x: Any, *rest: Any) -> Any:
-        """Flops are those of the products: the router's, and of all slots, empty ones included."""
-        del rest
-        batch, length, _ = x
-        products = 3 if p.activation in GATED else 2
-        slots = p.num_experts * cls.Room(p, int(length))
-        return py_utils.NestedMap(
-            flops=2
-            * batch
-            * p.input_dim
-            * (length * p.num_experts + slots * products * p.hidden_dim),
-            out_shapes=(x, tshape.Shape([batch])),
-            parameter_bytes=cls.ParameterBytes(p),
+    def CountCosts(cls, p: Any, tally: Tally, x: Any, paddings: Any = None) -> tuple[Value, Value]:
+        """The products: the router's, those of all slots, empty ones included, and the mean."""
+        _check_layout(p, tally.lowering)
+        x = tally.given(x, "batch;length;embed", py_utils.FPropDtype(p))
+        weights = cls.CountedWeights(p, tally)
+        batch, length, embed = x.shape
+        logits = tally.einsum([x, weights["w_router"]], "batch;length;router")
+        raised = tally.made(logits.shape, logits, tf.float32)
+        total = tally.reduce(raised, "router")
+        chances = tally.made(raised.shape, raised)
+        choices = Shape((batch, length, Dim("choice", p.num_choices)))
+        chosen = tally.made(choices, raised, tf.int32)
+        gates = tally.made(choices, chances)
+        tally.keep(raised, total, chosen)
+        if p.num_choices > 1:
+            tally.keep(gates, tally.reduce(gates, "choice"))
+            gates = tally.made(choices, gates)
+        slots = Shape((batch, Dim("router", p.num_experts), Dim("room", cls.Room(p, length.size))))
+        given = tally.gather(x, tally.made(slots, chosen), "length")
+        answers = cls._CountMet(p, tally, given, weights)
+        table = tally.made(
+            Shape((batch, Dim("slots", slots.without("batch").size), embed)), answers
         )
+        found = tally.gather(table, tally.made(choices, chosen), "slots")
+        gates = gates if gates.dtype == x.dtype else tally.made(choices, gates, x.dtype)
+        y = tally.einsum([found, gates], "batch;length;embed")
+        # The parts of tokens that chose each expert first; with paddings, of which tokens, too.
+        tally.keep(tally.reduce(chances, "length"))
+        if paddings is not None:
+            tally.keep(*(tally.made(dims, chances) for dims in ("batch;length", "batch")))
+        return y, tally.made("batch", chances)
+
+    @classmethod
+    def _CountMet(cls, p: Any, tally: Tally, given: Value, weights: dict[str, Value]) -> Value:
+        there = _there(tally.lowering.rules)
+        given = tally.rename(given, there)
+        rows = given.shape.names[0]
+        names = ("w_in", "w_gate") if p.activation in GATED else ("w_in",)
+        dims = [f"{rows};experts;room;expert_ff"] * len(names)
+        products = tally.products(given, [weights[name] for name in names], dims)
+        hidden = count_activation(p.activation, tally, products)
+        answers = tally.einsum([hidden, weights["w_out"]], f"{rows};experts;room;embed")
+        return tally.rename(answers, {new: old for old, new in there.items()})
+
+
+def _check_layout(p: Any, lowering: Lowering) -> None:
+    """Checks that each row is routed on one processor."""
+    for dim in _WHOLE:
+        axis = lowering.rules.axis(dim)
+        if axis is not None and lowering.mesh.size(axis) > 1:
+            raise LayoutError(
+                f"{p.name}: the rule '{dim}:{axis}' splits dim {dim!r}, of which each processor "
+                "needs all to give tokens their places; remove the rule, or split 'batch', "
+                "'experts', 'expert_ff' or 'embed'"
+            )
+
+
+def _there(rules: LayoutRules) -> dict[str, str]:
+    """The names that the dims of tokens have where the experts are."""
+    axis = rules.axis("experts")
+    # One axis cannot split both, so it moves from the rows to the experts.
+    travels = axis is not None and axis == rules.axis("batch")
+    return {"router": "experts", **({"batch": "rows"} if travels else {})}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -12,7 +12,9 @@ from lingvo.core import py_utils
 from pipemesh.layers.check_params import check_choice, check_flags, check_whole
 from pipemesh.layers.named.dropout import Dropout
 from pipemesh.layers.named.named_layer import NamedLayer
+from pipemesh.layers.named.tally import Tally, Value
 from pipemesh.lowering import Tensor, ops
+from pipemesh.lowering.ops.einsum import products
 from pipemesh.lowering.ops.elementwise import broadcast
 
 # Functions of one hidden value, or of a hidden value and its gate.
@@ -24,6 +26,13 @@ ACTIVATIONS: dict[str, Callable[..., tf.Tensor]] = {
     "SWIGLU": lambda hidden, gate: hidden * tf.nn.silu(gate),
 }
 GATED = ("SWIGLU",)
+# How many tensors of the size of a hidden value their gradients read, and whether the result, too.
+READ_BY_GRADIENT = {
+    "RELU": (0, True),
+    "GELU": (3, False),
+    "GELU_APPROXIMATE": (4, False),
+    "SWIGLU": (3, False),
+}
 
 
 class FeedForward(NamedLayer):
@@ -78,27 +87,55 @@ class FeedForward(NamedLayer):
         p = self.params
         x = self.Named(x, "batch;length;embed")
         parts = ["in", "gate"] if p.activation in GATED else ["in"]
-        products = [
-            ops.einsum([x, self.Weight(theta, f"w_{part}")], ["batch", "length", "d_ff"])
-            for part in parts
-        ]
+        weights = [self.Weight(theta, f"w_{part}") for part in parts]
+        hidden_dims = [["batch", "length", "d_ff"]] * len(parts)
+        into = products(x, weights, hidden_dims)
         biases = [self.Weight(theta, f"b_{part}") for part in parts] if p.use_bias else []
         activation = ACTIVATIONS[p.activation]
 
         def activated(*values: tf.Tensor) -> tf.Tensor:
-            products, biases = values[: len(parts)], values[len(parts) :]
-            return activation(*(map(tf.add, products, biases) if biases else products))
+            into, biases = values[: len(parts)], values[len(parts) :]
+            return activation(*(map(tf.add, into, biases) if biases else into))
 
-        hidden = broadcast(activated, [*products, *biases])
+        hidden = broadcast(activated, [*into, *biases])
         hidden = self.dropout.FProp(theta.dropout, hidden)
         result = ops.einsum([hidden, self.Weight(theta, "w_out")], ["batch", "length", "embed"])
         return result + self.Weight(theta, "b_out") if p.use_bias else result
 
     @classmethod
-    def FPropMeta(cls, p: Any, x: Any) -> Any:
-        """Flops are those of the products, two for each weight and token."""
-        products = 3 if p.activation in GATED else 2
-        flops = 2 * x[0] * x[1] * products * p.input_dim * p.hidden_dim
-        return py_utils.NestedMap(
-            flops=flops, out_shapes=(x,), parameter_bytes=cls.ParameterBytes(p)
+    def CountCosts(cls, p: Any, tally: Tally, x: Any) -> Value:
+        """The products, and what the nonlinearity's gradient reads."""
+        x = tally.given(x, "batch;length;embed", py_utils.FPropDtype(p))
+        weights = cls.CountedWeights(p, tally)
+        parts = ["in", "gate"] if p.activation in GATED else ["in"]
+        products = tally.products(
+            x, [weights[f"w_{part}"] for part in parts], ["batch;length;d_ff"] * len(parts)
         )
+        biases = [weights[f"b_{part}"] for part in parts] if p.use_bias else []
+        hidden = count_activation(p.activation, tally, products, biases)
+        hidden = cls.CountPart(p, Dropout.Params().Set(rate=p.dropout_rate), tally, hidden)
+        result = tally.einsum([hidden, weights["w_out"]], "batch;length;embed")
+        if p.use_bias:
+            tally.meet(result, weights["b_out"])
+        return result
+
+
+def count_activation(
+    activation: str, tally: Tally, products: Sequence[Value], biases: Sequence[Value] = ()
+) -> Value:
+    """Counts what the gradient of a nonlinearity reads, and gives its result.
+
+    Args:
+        activation: its name.
+        tally: counts.
+        products: one, or two of which one is a gate.
+        biases: what is added to them.
+    """
+    tally.meet(*products, *biases)
+    read, reads_result = READ_BY_GRADIENT[activation]
+    shape = products[0].shape
+    tally.keep(*(tally.made(shape, products[0]) for _ in range(read)))
+    result = tally.made(shape, products[0])
+    if reads_result:
+        tally.keep(result)
+    return result

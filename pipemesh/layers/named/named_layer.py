@@ -6,12 +6,13 @@ from typing import Any
 
 import lingvo.compat as lingvo_tf
 import tensorflow as tf
-from lingvo.core import base_layer, py_utils
+from lingvo.core import base_layer, py_utils, tshape
 
 from pipemesh.backend.sliced_variables import Slice, mark_slice
 from pipemesh.errors import LayoutError, ShapeError
 from pipemesh.layers.named.block_init import BlockInit, initializer_of
 from pipemesh.layers.named.scope import current_lowering
+from pipemesh.layers.named.tally import Tally, Value
 from pipemesh.layers.named.weight_slices import (
     from_slices,
     from_whole,
@@ -84,6 +85,97 @@ class NamedLayer(base_layer.BaseLayer):
         made = [n for n in cls.NamedWeights(p) if n not in p.given_weights]
         sizes = [as_shape(cls.NamedWeights(p)[name][0]).size for name in made]
         return sum(sizes) * tf.as_dtype(p.dtype).size
+
+    @classmethod
+    def FPropMeta(cls, p: Any, *shapes: Any) -> Any:
+        """What one forward and one backward pass cost under the current lowering.
+
+        Args:
+            p: params of the layer.
+            *shapes: a `tshape.Shape` of each input of `FProp`, or None.
+
+        Returns:
+            A NestedMap with these figures, for the whole layer: all processors of the lowering,
+            in a pipeline those of one replica, are added up.
+
+            * `flops`: of the products of matrices of the forward pass, two for each product of
+              two numbers; attention's are those of all pairs of blocks, seen or not. Nothing else
+              counts: no element-wise operation, no lookup, no reduction.
+            * `out_shapes`: a `tshape.Shape` of each output.
+            * `parameter_bytes`: of the weights, all slices together and each once.
+            * `activation_bytes`: of what the forward pass leaves for the backward pass, if nothing
+              is recomputed and gradients of all inputs and weights are wanted: each tensor that
+              gradients read and that depends on the inputs, an input too, once, however many
+              gradients read it and in whatever shape. What is equal on several processors counts
+              once for each, unless nothing but the gradient of a weight reads it that they have
+              copies of: one of them has the gradient. Weights and their copies do not count.
+            * `communication_bytes`: that processors send to each other, forward and backward, as
+              `CommunicationCosts` counts them; 0 on one processor. Whole tensors that enter or
+              leave the mesh, and copies of weights, do not count.
+
+        Raises:
+            LayoutError: the rules cannot split a tensor of the layer.
+        """
+        tally = Tally(current_lowering())
+        found = cls.Count(p, tally, *shapes)
+        outputs = found if isinstance(found, tuple) else (found,)
+        return py_utils.NestedMap(
+            flops=tally.flops,
+            out_shapes=tuple(tshape.Shape(list(value.shape.sizes)) for value in outputs),
+            parameter_bytes=tally.parameter_bytes,
+            activation_bytes=tally.activation_bytes,
+            communication_bytes=tally.communication_bytes,
+        )
+
+    @classmethod
+    def Count(cls, p: Any, tally: Tally, *shapes: Any) -> Any:
+        """Adds all that the layer costs to a tally; returns a value for each output."""
+        tally.parameter_bytes += cls.ParameterBytes(p)
+        return cls.CountCosts(p, tally, *shapes)
+
+    @classmethod
+    def CountPart(cls, p: Any, part: Any, tally: Tally, *shapes: Any) -> Any:
+        """The same of a layer that is a part of this one.
+
+        Args:
+            p: params of this layer, from which the part has its dtypes.
+            part: params of the part.
+            tally: counts.
+            *shapes: values, or shapes, of the inputs of the part.
+        """
+        part = base_layer.BaseLayer.CopyBaseParams(p, part.Copy())
+        return part.cls.Count(part, tally, *shapes)
+
+    @classmethod
+    def CountCosts(cls, p: Any, tally: Tally, *shapes: Any) -> Any:
+        """Goes through the layer as `FProp` does, with values that are shapes alone.
+
+        A subclass that is to be cut by cost overrides it; `ParameterBytes` is added by `Count`.
+
+        Args:
+            p: params of the layer.
+            tally: counts.
+            *shapes: of each input of `FProp` its sizes, a `Value` or None.
+
+        Returns:
+            A `Value`, or a tuple of one for each output.
+
+        Raises:
+            NotImplementedError: the class does not say what it costs.
+        """
+        del p, tally, shapes
+        raise NotImplementedError(
+            f"{cls.__name__} does not say what it costs; override CountCosts(cls, p, tally, "
+            "*shapes)"
+        )
+
+    @classmethod
+    def CountedWeights(cls, p: Any, tally: Tally) -> dict[str, Value]:
+        """The layer's own weights as values, by name."""
+        dtype = py_utils.FPropDtype(p)
+        return {
+            name: tally.weight(shape, dtype) for name, (shape, _) in cls.NamedWeights(p).items()
+        }
 
     def _CreateLayerVariables(self) -> None:
         super()._CreateLayerVariables()

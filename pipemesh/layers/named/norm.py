@@ -9,6 +9,7 @@ from lingvo.core import py_utils
 
 from pipemesh.layers.check_params import check_above_zero, check_choice, check_whole
 from pipemesh.layers.named.named_layer import NamedLayer
+from pipemesh.layers.named.tally import Tally, Value
 from pipemesh.lowering import Tensor, ops
 from pipemesh.lowering.ops.elementwise import broadcast
 
@@ -72,6 +73,17 @@ class Norm(NamedLayer):
         return broadcast(normalized, [centered, square, *weights], x.shape)
 
     @classmethod
-    def FPropMeta(cls, p: Any, x: Any) -> Any:
-        """No products of matrices."""
-        return py_utils.NestedMap(flops=0, out_shapes=(x,), parameter_bytes=cls.ParameterBytes(p))
+    def CountCosts(cls, p: Any, tally: Tally, x: Any) -> Value:
+        """Moments, which are sent where `embed` is split."""
+        x = tally.given(x, "batch;length;embed", py_utils.FPropDtype(p))
+        centered = x if x.dtype == tf.float32 else tally.made(x.shape, x, tf.float32)
+        if p.kind == "layer":
+            mean = tally.reduce(centered, "embed")
+            tally.meet(centered, mean)
+            centered = tally.made(x.shape, centered)
+        moment = tally.reduce(centered, "embed")
+        axes = tally.meet(centered, moment, *cls.CountedWeights(p, tally).values())
+        tally.keep(centered, moment)
+        # Their product, for the gradient of the scale.
+        tally.keep(tally.made(x.shape, centered), axes=axes)
+        return tally.made(x.shape, x)

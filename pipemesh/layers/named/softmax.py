@@ -6,11 +6,12 @@ import math
 from typing import Any
 
 import tensorflow as tf
-from lingvo.core import py_utils, tshape
+from lingvo.core import py_utils
 
 from pipemesh.errors import PipelineError
 from pipemesh.layers.check_params import check_flags, check_whole
 from pipemesh.layers.named.named_layer import NamedLayer
+from pipemesh.layers.named.tally import Tally, Value
 from pipemesh.lowering import Tensor, ops
 
 
@@ -93,12 +94,24 @@ class SoftmaxCrossEntropy(NamedLayer):
         return ops.reduce_sum(xent * weights), ops.reduce_sum(weights), xent
 
     @classmethod
-    def FPropMeta(cls, p: Any, x: Any, *rest: Any) -> Any:
-        """Flops are those of the logits, two for each weight and token."""
-        del rest
-        scalar = tshape.Shape([])
-        return py_utils.NestedMap(
-            flops=2 * x[0] * x[1] * p.input_dim * p.vocab_size,
-            out_shapes=(scalar, scalar, tshape.Shape([x[0], x[1]])),
-            parameter_bytes=cls.ParameterBytes(p),
-        )
+    def CountCosts(
+        cls, p: Any, tally: Tally, x: Any, labels: Any = None, weights: Any = None
+    ) -> tuple[Value, Value, Value]:
+        """The logits, of which the gradient reads exponentials and their sums."""
+        x = tally.given(x, "batch;length;embed", py_utils.FPropDtype(p))
+        own = cls.CountedWeights(p, tally)
+        logits = tally.einsum([x, own["w"]], "batch;length;vocab")
+        if p.use_bias:
+            tally.meet(logits, own["b"])
+        logits = tally.made(logits.shape, logits, tf.float32)
+        labels = tally.given(x.shape.sizes[:2], "batch;length", tf.int32)
+        right = tally.gather(logits, labels, "vocab")
+        if p.label_smoothing:
+            tally.reduce(logits, "vocab")
+        # The greatest one, and the sum of exponentials.
+        tally.keep(tally.made(logits.shape, logits), tally.reduce(logits, "vocab", times=2))
+        xent = tally.made(right.shape, right)
+        of_labels = tally.made(right.shape, right)
+        tally.keep(*[] if weights is None else [xent, of_labels])
+        scalar = tally.reduce(xent, "batch;length", times=2)
+        return scalar, tally.made(scalar.shape, scalar), xent

@@ -12,6 +12,7 @@ from pipemesh.layers.named.experts import Experts
 from pipemesh.layers.named.feed_forward import FeedForward
 from pipemesh.layers.named.named_layer import NamedLayer
 from pipemesh.layers.named.norm import Norm
+from pipemesh.layers.named.tally import Tally
 
 
 class TransformerBlock(NamedLayer):
@@ -102,12 +103,19 @@ class TransformerBlock(NamedLayer):
         return y if balance is None else (y, balance)
 
     @classmethod
-    def FPropMeta(cls, p: Any, x: Any, *rest: Any) -> Any:
-        """The sums of the parts'."""
-        del rest
-        metas = [child.cls.FPropMeta(child, x) for child in cls.ChildParams(p).values()]
-        return py_utils.NestedMap(
-            flops=sum(meta.flops for meta in metas),
-            out_shapes=max((meta.out_shapes for meta in metas), key=len),
-            parameter_bytes=sum(meta.parameter_bytes for meta in metas),
-        )
+    def CountCosts(cls, p: Any, tally: Tally, x: Any, *tokens: Any) -> Any:
+        """The sum of the parts."""
+        x = tally.given(x, "batch;length;embed", py_utils.FPropDtype(p))
+        parts = cls.ChildParams(p)
+        y = cls.CountPart(p, parts["attention_norm"], tally, x)
+        y = cls.CountPart(p, parts["attention"], tally, y, *tokens)
+        y = cls.CountPart(p, parts["attention_dropout"], tally, y)
+        x = tally.made(x.shape, x)
+        y = cls.CountPart(p, parts["feed_forward_norm"], tally, x)
+        # Experts route no paddings.
+        routed = tokens[2:] if issubclass(parts["feed_forward"].cls, Experts) else ()
+        found = cls.CountPart(p, parts["feed_forward"], tally, y, *routed)
+        y, *balance = found if isinstance(found, tuple) else (found,)
+        cls.CountPart(p, parts["feed_forward_dropout"], tally, y)
+        y = tally.made(x.shape, x)
+        return (y, *balance) if balance else y

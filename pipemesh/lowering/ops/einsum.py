@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import ShapeError
+from pipemesh.lowering.lowering import Slices
 from pipemesh.lowering.registry import register
 from pipemesh.lowering.tensor import Tensor, check_same_dtype, check_same_lowering, union_axes
 from pipemesh.mesh import Shape
@@ -38,6 +39,40 @@ def einsum(operands: Sequence[Tensor], dims: Sequence[str]) -> Tensor:
         `einsum([x, w], ["batch", "out"])` with x of `batch, hidden` and w of `hidden, out` is a
         product of matrices.
     """
+    check_same_lowering(operands)
+    axes = union_axes(operands)
+    return _product(operands, [operand.vary(axes) for operand in operands], dims)
+
+
+def products(x: Tensor, others: Sequence[Tensor], dims: Sequence[Sequence[str]]) -> list[Tensor]:
+    """Products of one operand with several, each an `einsum`.
+
+    By itself, each would sum the gradient of `x` over the axes that its other operand is split
+    over. Here the gradients are added first, so that they are sent once.
+
+    Args:
+        x: the operand of all.
+        others: the other operand of each.
+        dims: of the result of each.
+
+    Raises:
+        ShapeError: see `einsum`.
+        LayoutError: see `einsum`.
+    """
+    check_same_lowering([x, *others])
+    varied: dict[tuple[str, ...], Slices] = {}
+    results: list[Tensor] = []
+    for other, names in zip(others, dims, strict=True):
+        axes = union_axes([x, other])
+        lacking = tuple(axis for axis in axes if axis not in x.split_axes)
+        if lacking not in varied:
+            varied[lacking] = x.vary(lacking)
+        results.append(_product([x, other], [varied[lacking], other.vary(axes)], names))
+    return results
+
+
+def _product(operands: Sequence[Tensor], varied: Sequence[Slices], dims: Sequence[str]) -> Tensor:
+    """The product of operands whose slices were let into what differs along all of their axes."""
     lowering = check_same_lowering(operands)
     check_same_dtype(operands)
     union = functools.reduce(operator.or_, (operand.shape for operand in operands))
@@ -52,11 +87,10 @@ def einsum(operands: Sequence[Tensor], dims: Sequence[str]) -> Tensor:
     def term(of: Shape) -> str:
         return "".join(letters[name] for name in of.names)
 
-    axes = union_axes(operands)
     partial = lowering.map(
-        local_product([term(operand.shape) for operand in operands], term(shape)),
-        *(operand.vary(axes) for operand in operands),
+        local_product([term(operand.shape) for operand in operands], term(shape)), *varied
     )
+    axes = union_axes(operands)
     kept = lowering.tensor_layout(shape).split_axes
     total = lowering.all_reduce(partial, [axis for axis in axes if axis not in kept])
     return Tensor(lowering, total, shape)

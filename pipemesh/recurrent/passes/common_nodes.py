@@ -11,7 +11,7 @@ from collections.abc import Container, Hashable, Mapping, Sequence
 
 import tensorflow as tf
 
-from pipemesh.backend.attach_gradient import passes_on
+from pipemesh.backend.attach_gradient import had_gradient, passes_on
 from pipemesh.backend.functions import Bodies
 from pipemesh.backend.purity import has_effect, is_stateful
 
@@ -53,6 +53,10 @@ def use_first(
             return handed_on[name]
         return source if name not in same else f"{same[name]}:{index}" if index else same[name]
 
+    def lies_with(source: str, node: tf.compat.v1.NodeDef) -> bool:
+        other = known[source.partition(":")[0]]
+        return other.device == node.device and layer_of.get(other.name) == layer_of.get(node.name)
+
     for node in nodes:
         sources = [resolved(source) for source in node.input]
         if sources != list(node.input):
@@ -62,13 +66,16 @@ def use_first(
             # It is there for the gradient, lies on one device, and its tensors on several. What is
             # asked for by its name is still there.
             passed_on[node.name] = sources
+        elif had_gradient(node):
+            passed_on[node.name] = [
+                source if lies_with(source, node) else f"{node.name}:{i}"
+                for i, source in enumerate(sources)
+            ]
         if node.name in kept:
             continue
         name, layer = node.name, layer_of.get(node.name)
-        if node.op in _HAND_ON:
-            source = sources[0].partition(":")[0]
-            if known[source].device == node.device and layer_of.get(source) == layer:
-                handed_on[name] = sources[0]
+        if node.op in _HAND_ON and lies_with(sources[0], node):
+            handed_on[name] = sources[0]
         elif node.op != "Placeholder" and not is_stateful(node.op) and not has_effect(node, bodies):
             key = (
                 *(node.op, node.device, tuple(sources), layer if sources else None),

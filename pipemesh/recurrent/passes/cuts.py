@@ -60,6 +60,8 @@ class Cuts:
         given = [*traced.carry, *traced.handed_on, *traced.inputs]
         known |= {node_of(name) for name in given}
         known -= {node_of(name) for name in traced.scalars}
+        # A tensor in another shape is the same memory: to keep it by itself would count it twice.
+        known -= traced.cut.reshapes(self.computed)
         wanted = [*self.theta_names, *self.upstream_names]
         return traced.cut.frontier(wanted, known)
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from pipemesh.backend import nccl
 from pipemesh.backend.functions import Bodies
-from pipemesh.backend.operation_kinds import CHECK_AND_HAND_ON
+from pipemesh.backend.operation_kinds import CHECK_AND_HAND_ON, RESHAPES
 from pipemesh.backend.purity import check_pure, has_effect
 from pipemesh.recurrent.passes.common_nodes import use_first
 
@@ -92,6 +92,10 @@ class GraphCut:
         for name in nodes:
             for source in self._nodes[name].input:
                 yield tensor_name(source), name
+
+    def reshapes(self, nodes: Iterable[str]) -> set[str]:
+        """Those of some nodes that give a tensor another shape, and no other memory."""
+        return {name for name in nodes if self._nodes[name].op in RESHAPES}
 
     def same_value(self, tensor: str) -> set[str]:
         """A tensor, and those that become it unchanged."""

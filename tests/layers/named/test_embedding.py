@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from lingvo.core import tshape
 
 from pipemesh.errors import LayoutError, PipelineError
 from pipemesh.layers.named import Embedding, lowering_scope
@@ -59,14 +58,6 @@ def test_each_processor_has_its_rows_and_one_all_reduce():
     assert value_of("table", [8, 4]).shape == found.grads["table"].shape
 
 
-@pytest.mark.parametrize("mesh", ["model:2", "data:2;model:2"])
-def test_what_is_dropped_does_not_depend_on_the_layout(mesh):
-    params = PARAMS.Copy().Set(dropout_rate=0.5)
-    whole = run(params, [IDS])
-    assert (whole.outputs[0] == 0).any()
-    run(params, [IDS], mesh).assert_close(whole.outputs, whole.grads)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -93,9 +84,3 @@ def test_a_vocabulary_that_does_not_divide_is_an_error():
         pytest.raises(LayoutError, match=r"'vocab' of .* size 10, which .* cut into 4"),
     ):
         PARAMS.Copy().Set(vocab_size=10).Instantiate()
-
-
-def test_meta():
-    meta = Embedding.FPropMeta(PARAMS, tshape.Shape([2, 5]))
-    assert meta.flops == 0 and meta.parameter_bytes == 4 * 8 * 4
-    assert meta.out_shapes[0].ToTensorShape().as_list() == [2, 5, 4]

@@ -141,11 +141,21 @@ def test_experts_that_do_not_divide_are_an_error():
 
 def test_meta_of_room_for_all_tokens():
     meta = Experts.FPropMeta(PARAMS.Copy().Set(capacity_factor=None), tshape.Shape([4, 6, 5]))
-    assert meta.flops == 2 * 4 * (6 * 5 * 4 + 4 * 6 * 2 * 5 * 2)
+    assert meta.flops == 2 * 4 * (6 * 5 * 4 + 4 * 6 * 2 * 5 * 2 + 6 * 2 * 5)
+
+
+@pytest.mark.parametrize("dim", ["length", "router", "room"])
+def test_dims_by_which_tokens_find_their_places_cannot_be_split(dim):
+    # Split rows were routed slice by slice, each with the room of the whole row: wrong numbers.
+    with (
+        lowering_scope(make_lowering("model:2", f"{dim}:model")),
+        pytest.raises(LayoutError, match=f"rule '{dim}:model' splits dim '{dim}', .* remove"),
+    ):
+        PARAMS.Copy().Instantiate()
 
 
 def test_meta_counts_the_router_and_all_slots():
     meta = Experts.FPropMeta(PARAMS, tshape.Shape([4, 6, 5]))
-    # Two choices of six tokens, 1.25 times, over four experts: 3.75.
-    assert meta.flops == 2 * 4 * (6 * 5 * 4 + 4 * 4 * 2 * 5 * 2)
+    # Two choices of six tokens, 1.25 times, over four experts: 3.75. The last are means of answers.
+    assert meta.flops == 2 * 4 * (6 * 5 * 4 + 4 * 4 * 2 * 5 * 2 + 6 * 2 * 5)
     assert meta.parameter_bytes == 4 * (5 * 4 + 2 * 4 * 5 * 2)

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from lingvo.core import tshape
 
 from pipemesh.errors import LayoutError, PipelineError
 from pipemesh.layers.named import FeedForward, lowering_scope
@@ -56,14 +55,6 @@ def test_without_biases():
     run(PARAMS.Copy().Set(use_bias=False), [X], "model:2").assert_close(*wanted)
 
 
-def test_embed_may_be_split_instead():
-    wanted = reference(
-        lambda w: PLAIN["RELU"](w) @ w["w_out"] + w["b_out"],
-        SHAPES,
-    )
-    run(PARAMS, [X], "model:2", rules="embed:model").assert_close(*wanted)
-
-
 @pytest.mark.parametrize("mesh", ["model:4", "data:2;model:2"])
 def test_what_is_dropped_does_not_depend_on_the_layout(mesh):
     params = PARAMS.Copy().Set(dropout_rate=0.5)
@@ -89,11 +80,3 @@ def test_hidden_values_that_do_not_divide_are_an_error_before_anything_runs():
         pytest.raises(LayoutError, match=r"'d_ff' .* size 10, which .* cannot cut into 4"),
     ):
         PARAMS.Copy().Set(hidden_dim=10).Instantiate()
-
-
-def test_meta_counts_the_products_and_the_bytes_of_the_weights():
-    meta = FeedForward.FPropMeta(PARAMS, tshape.Shape([4, 3, 6]))
-    assert meta.flops == 2 * (4 * 3) * (6 * 8 + 8 * 6)
-    assert meta.parameter_bytes == 4 * (6 * 8 + 8 + 8 * 6 + 6)
-    gated = FeedForward.FPropMeta(PARAMS.Copy().Set(activation="SWIGLU"), tshape.Shape([4, 3, 6]))
-    assert gated.flops == meta.flops * 3 / 2

@@ -175,27 +175,6 @@ def test_tuples_of_another_length_and_slices_for_a_core_are_errors():
             layer.Weight(copies, "w")
 
 
-def test_in_a_graph_of_tensorflow_1_too():
-    py_utils.SetEagerMode(False, test_mode=True)
-    lowering = make_lowering("data:2;model:2")
-    with tf.Graph().as_default(), cluster(1), lowering_scope(lowering):
-        layer = PRODUCT.Copy().Instantiate()
-        y = layer.FPropDefaultTheta(tf.constant(X))
-        loss = ops.reduce_sum(ops.square(y))
-        variables = dict(layer.vars.FlattenItems())
-        grads = tf.gradients(ops.export_tensor(loss), list(variables.values()))
-        with tf.compat.v1.Session() as session:
-            session.run(tf.compat.v1.global_variables_initializer())
-            y, values, grads = session.run([ops.export_tensor(y), variables, grads])
-    w = np.concatenate([values["w_slice_0"], values["w_slice_1"]], axis=1)
-    np.testing.assert_allclose(y, (X + values["b"]) @ w, 1e-5, 1e-6)
-    found = dict(zip(variables, grads, strict=True))
-    np.testing.assert_allclose(found["b"], (2 * y @ w.T).sum(0), 1e-4, 1e-5)
-    np.testing.assert_allclose(
-        found["w_slice_1"], ((X + values["b"]).T @ (2 * y))[:, 4:], 1e-4, 1e-5
-    )
-
-
 def test_a_layer_called_under_a_mesh_that_splits_it_otherwise_is_an_error():
     layer = make(PRODUCT, make_lowering("model:2"))
     with (

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from lingvo.core import tshape
 
 from pipemesh.errors import PipelineError
 from pipemesh.layers.named import SoftmaxCrossEntropy, lowering_scope
@@ -66,10 +65,3 @@ def test_a_smoothing_that_is_no_part_is_an_error(smoothing):
 def test_rules_for_other_layers_do_not_matter():
     with lowering_scope(make_lowering("data:2;model:2", RULES + ";columns:model")):
         assert PARAMS.Copy().Instantiate().weight_holders()["w_slice_1"] == (1, 3)
-
-
-def test_meta_counts_the_logits():
-    meta = SoftmaxCrossEntropy.FPropMeta(PARAMS, tshape.Shape([2, 3, 5]))
-    assert meta.flops == 2 * (2 * 3) * 5 * 8
-    assert meta.parameter_bytes == 4 * (5 * 8 + 8)
-    assert len(meta.out_shapes) == 3

@@ -6,8 +6,8 @@ import tensorflow as tf
 from lingvo.core import tshape
 
 from pipemesh.layers import FeatureExtractionLayer
-from pipemesh.layers.named import TransformerBlock
-from tests.layers.named.harness import MESHES, reference, run, value_of
+from pipemesh.layers.named import TransformerBlock, lowering_scope
+from tests.layers.named.harness import MESHES, make_lowering, reference, run, value_of
 from tests.layers.named.test_block_attention import plain_attention
 
 X = value_of("x", [2, 5, 8])
@@ -76,8 +76,23 @@ def test_templates_reach_the_parts():
     assert "feed_forward.w_gate" in found.grads
 
 
-def test_meta_is_the_sum_of_the_parts():
-    meta = TransformerBlock.FPropMeta(PARAMS, tshape.Shape([2, 5, 8]))
-    products = 4 * 8 * 8 + 2 * 8 * 12
-    assert meta.flops == 2 * 2 * (5 * products + 2 * 8 * 5 * 5)
-    assert meta.parameter_bytes == 4 * sum(int(np.prod(shape)) for shape in SHAPES.values())
+@pytest.mark.parametrize("activation", ["RELU", "SWIGLU"])
+def test_there_are_two_all_reduces_forward_and_two_backward(activation):
+    # Queries, keys and values, and both products of a gate, send one gradient together.
+    params = PARAMS.Copy()
+    params.feed_forward_tpl.activation = activation
+
+    def call(layer, theta, x):
+        # Makes the gradient of the block's input wanted.
+        return layer.FProp(theta, layer.Named(x, "batch;length;embed") * theta.attention.b_out[0])
+
+    costs = run(params, [X], "model:2", call=call).lowering.costs
+    assert [costs.rows[("model",), "all_reduce", way][0] for way in ("forward", "backward")] == [
+        2,
+        2,
+    ]
+    size = X.nbytes
+    assert costs.total_bytes == 4 * size
+    with lowering_scope(make_lowering("model:2")):
+        meta = TransformerBlock.FPropMeta(params, tshape.Shape(X.shape))
+    assert meta.communication_bytes == 2 * 4 * size

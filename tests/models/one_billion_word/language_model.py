@@ -7,6 +7,7 @@ import tensorflow as tf
 from lingvo.core import py_utils
 
 from models.one_billion_word.params import OneBillionWordTiny, layers_of
+from models.one_billion_word.trainer import prepare_optimizer
 from pipemesh.layers import FeatureExtractionLayer, SeqLayer, mesh_cluster
 from pipemesh.layers.partition_layers import named_layers
 from tests.layers.harness import cluster
@@ -95,6 +96,7 @@ def run_tf2(task_params, batch, *, steps=3, num_devices=1):
             tf.random.set_seed(SEED)
             task = task_params.Instantiate()
             variables = task.vars.Flatten()
+            prepare_optimizer(task.learners[0], variables, step)
             tensors = py_utils.NestedMap({k: tf.constant(v) for k, v in batch.items()})
 
             def train_step():
@@ -137,6 +139,7 @@ def losses(config, batches):
             step.assign(0)
             tf.random.set_seed(SEED)
             task = pipelined(config).Instantiate()
+            prepare_optimizer(task.learners[0], task.vars.Flatten(), step)
 
             @tf.function(autograph=False)
             def train_step(batch):

@@ -31,8 +31,8 @@ def plain_losses(plain, folder, train):
     return scalars(plain, "loss")
 
 
-# All of these tables run with replicas in the tests of stages, and plans of all kinds by their steps
-# alone; by default here: the table that has most kinds of actions and two stages a device.
+# All of these tables run with replicas in the tests of stages, and plans of all kinds by their
+# steps alone; by default here: the one with most kinds of actions and two stages a device.
 @pytest.mark.parametrize(
     ("schedule", "mesh", "num_microbatches"),
     [

@@ -1,0 +1,295 @@
+"""What layers with named dims compute, keep and send, counted from shapes alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import tensorflow as tf
+
+from pipemesh.errors import PartitionError
+from pipemesh.lowering.arguments import dim_names
+from pipemesh.lowering.costs import CommunicationCosts
+from pipemesh.lowering.lowering import Lowering
+from pipemesh.lowering.ops.relayout import change_splits
+from pipemesh.mesh import Dim, Shape
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Value:
+    """A tensor that is not there; two are never equal.
+
+    Attributes:
+        shape: of the whole tensor.
+        dtype: of its elements.
+        differs: whether it depends on the inputs: weights are there anyway.
+        has_gradient: whether a gradient flows to it.
+    """
+
+    shape: Shape
+    dtype: tf.DType
+    differs: bool = True
+    has_gradient: bool = True
+
+
+class Tally:
+    """Goes through a layer as `FProp` does, and counts; nothing is computed, no graph is built.
+
+    Each method counts what the operation of its name does: its products of matrices, its
+    communication forward and backward, and what its gradient reads. `keep` adds what the gradient
+    of something else reads. A tensor that several gradients read counts once.
+
+    Args:
+        lowering: whose mesh and rules say what is split.
+
+    Attributes:
+        lowering: the same.
+        flops: of products of matrices, in the forward pass: two for each product of two numbers.
+        parameter_bytes: of weights, all slices together and each once.
+        activation_bytes: of what is kept for the backward pass, on all processors together.
+        costs: what one processor sends.
+
+    Example:
+        >>> from pipemesh.layers.named import current_lowering
+        >>> tally = Tally(current_lowering())
+        >>> x = tally.given([2, 3, 4], "batch;length;embed", tf.float32)
+        >>> w = tally.weight("embed:4;d_ff:8", tf.float32)
+        >>> y = tally.einsum([x, w], "batch;length;d_ff")
+        >>> str(y.shape), tally.flops, tally.activation_bytes, tally.parameter_bytes
+        ('batch:2;length:3;d_ff:8', 384, 96, 128)
+    """
+
+    def __init__(self, lowering: Lowering) -> None:
+        self.flops = self.parameter_bytes = self.activation_bytes = 0
+        self.costs = CommunicationCosts(lowering.mesh)
+        self.lowering = lowering
+        self._rules = lowering.rules
+        self._mesh = lowering.mesh
+        self._kept: dict[Value, int] = {}
+
+    @property
+    def communication_bytes(self) -> int:
+        """What all processors send, both passes together."""
+        return self._mesh.num_devices * self.costs.total_bytes
+
+    def given(self, x: Any, dims: str, dtype: tf.DType) -> Value:
+        """An input.
+
+        Args:
+            x: sizes, such as a `tshape.Shape`, or a value with these dims.
+            dims: names of its dims.
+            dtype: that the layer computes in; integers have no gradient.
+
+        Raises:
+            PartitionError: there are more or fewer sizes, or one is not known.
+            LayoutError: the rules cannot split it.
+        """
+        names = dim_names(dims)
+        if isinstance(x, Value):
+            return self.transposed(x, names)
+        try:
+            sizes = [int(size) for size in x]
+        except TypeError as error:
+            raise PartitionError(f"the shape of '{dims}' is {x}; every size has to be known") from (
+                error
+            )
+        if len(sizes) != len(names):
+            raise PartitionError(f"the shape {x} was given for the dims '{dims}'; give one of each")
+        shape = Shape(tuple(map(Dim, names, sizes)))
+        # Whether it can be split so.
+        self._rules.tensor_layout(shape, self._mesh)
+        return Value(shape, dtype, has_gradient=dtype.is_floating)
+
+    def weight(self, shape: Any, dtype: tf.DType) -> Value:
+        """A weight, whose bytes are counted by the layer that has it."""
+        return Value(Shape.from_text(shape) if isinstance(shape, str) else shape, dtype, False)
+
+    def made(self, dims: Shape | str, like: Value, dtype: tf.DType | None = None) -> Value:
+        """Something new that was computed from a value, in one device's part of the work.
+
+        Args:
+            dims: its shape, or names of dims of the value.
+            like: what it was computed from; of the same dtype if no other is given.
+            dtype: integers and booleans have no gradient.
+        """
+        shape = dims if isinstance(dims, Shape) else like.shape.select(*dim_names(dims))
+        dtype = dtype or like.dtype
+        has_gradient = like.has_gradient and dtype.is_floating
+        return Value(shape, dtype, like.differs, has_gradient)
+
+    def transposed(self, x: Value, names: Sequence[str]) -> Value:
+        """The value itself where the order stays."""
+        return x if x.shape.names == tuple(names) else self.made(x.shape.select(*names), x)
+
+    def keep(self, *values: Value, axes: Sequence[str] | None = None) -> None:
+        """Counts what a gradient reads.
+
+        Args:
+            *values: what is read.
+            axes: if only the gradient of a weight reads it, those along which that is not the
+                same, so that a copy of it is no more work; by default it is another one on each
+                processor.
+        """
+        number = self._mesh.num_devices
+        if axes is not None:
+            number = math.prod(self._mesh.size(axis) for axis in set(axes))
+        for value in values:
+            if value.differs and self._kept.get(value, 0) < number:
+                more = number - self._kept.get(value, 0)
+                self._kept[value] = number
+                self.activation_bytes += more * _bytes(self._slice(value))
+
+    def meet(self, *values: Value, axes: Sequence[str] = ()) -> tuple[str, ...]:
+        """Lets values meet on each processor: what is equal along axes enters what differs.
+
+        Args:
+            *values: the operands.
+            axes: along which something else differs that they meet.
+
+        Returns:
+            All axes along which the operands differ.
+        """
+        all_axes = dict.fromkeys(axes)
+        for value in values:
+            all_axes |= dict.fromkeys(self._axes(value))
+        for value in values:
+            self.vary(value, tuple(all_axes))
+        return tuple(all_axes)
+
+    def vary(self, x: Value, axes: Sequence[str]) -> None:
+        """Sums the gradient of what is equal along axes."""
+        if x.has_gradient:
+            own = self._axes(x)
+            self._send("all_reduce", x, [axis for axis in axes if axis not in own], backward=True)
+
+    def all_reduce(self, x: Value, axes: Sequence[str]) -> None:
+        """Makes a value equal along axes."""
+        self._send("all_reduce", x, axes, backward=False)
+
+    def reduce(self, x: Value, dims: str, times: int = 1) -> Value:
+        """Reduces over dims, `times` such results at once; keeps nothing."""
+        stay = self.made(x.shape.without(*dim_names(dims)), x)
+        axes = [axis for axis in self._axes(x) if axis not in self._axes(stay)]
+        for _ in range(times):
+            self.all_reduce(stay, axes)
+        return stay
+
+    def einsum(self, operands: Sequence[Value], dims: str, met: bool = False) -> Value:
+        """A product of two operands, which the gradient of the other one reads.
+
+        Args:
+            operands: two.
+            dims: of the result.
+            met: whether the first operand was let in before, together with others.
+        """
+        first, second = operands
+        union = first.shape | second.shape
+        self._rules.tensor_layout(union, self._mesh)
+        self.flops += 2 * union.size
+        if met:
+            axes = tuple(dict.fromkeys((*self._axes(first), *self._axes(second))))
+            self.vary(second, axes)
+        else:
+            axes = self.meet(first, second)
+        for one, other in ((first, second), (second, first)):
+            self.keep(one, axes=None if other.differs else axes)
+        result = Value(union.select(*dim_names(dims)), first.dtype)
+        self.all_reduce(result, [axis for axis in axes if axis not in self._axes(result)])
+        return result
+
+    def products(self, x: Value, weights: Sequence[Value], dims: Sequence[str]) -> list[Value]:
+        """Products of one operand, as `pipemesh.lowering.ops.einsum.products`."""
+        own = self._axes(x)
+        lacking = [
+            tuple(axis for axis in self._axes(weight) if axis not in own) for weight in weights
+        ]
+        for axes in dict.fromkeys(lacking):
+            self.vary(x, axes)
+        return [
+            self.einsum([x, weight], names, met=True)
+            for weight, names in zip(weights, dims, strict=True)
+        ]
+
+    def gather(self, table: Value, indices: Value, dim: str) -> Value:
+        """Takes rows out of a table; its gradient reads which rows, and whether they are there."""
+        self._rules.tensor_layout(table.shape | indices.shape, self._mesh)
+        axes = tuple(dict.fromkeys((*self._axes(table), *self._axes(indices))))
+        self.vary(table, axes)
+        found = (self.made(indices.shape, indices, dtype) for dtype in (None, tf.bool))
+        self.keep(*found, axes=None if table.differs else axes)
+        names = indices.shape.names
+        own = table.shape.without(dim, *(name for name in names if name in table.shape.names))
+        found = Value(Shape((*indices.shape.dims, *own.dims)), table.dtype)
+        axis = self._rules.axis(dim)
+        self.all_reduce(found, [axis] if axis else [])
+        return found
+
+    def rename(self, x: Value, names: dict[str, str]) -> Value:
+        """Gives dims other names, so that splits may move."""
+        shape = Shape(tuple(Dim(names.get(dim.name, dim.name), dim.size) for dim in x.shape))
+        renamed = self.made(shape, x)
+        old, new = (self._rules.tensor_layout(s, self._mesh).axes for s in (x.shape, shape))
+        moved = change_splits(
+            cast(Lowering, _Moves(self)), cast(Any, (self._slice(x), x.has_gradient)), old, new
+        )
+        assert moved[0] == self._slice(renamed)
+        return renamed
+
+    def _axes(self, x: Value) -> tuple[str, ...]:
+        return self._rules.tensor_layout(x.shape, self._mesh).split_axes
+
+    def _slice(self, x: Value) -> tf.TensorSpec:
+        return tf.TensorSpec(self._rules.tensor_layout(x.shape, self._mesh).slice_shape, x.dtype)
+
+    def _send(self, primitive: str, x: Value, axes: Sequence[str], backward: bool) -> None:
+        self.send(primitive, axes, self._slice(x), backward)
+
+    def send(
+        self, primitive: str, axes: Sequence[str], slice_: tf.TensorSpec, backward: bool
+    ) -> None:
+        """Counts a call along those axes that have more than one processor."""
+        wide = [axis for axis in axes if self._mesh.size(axis) > 1]
+        if wide:
+            self.costs.add(primitive, wide, cast(Any, slice_), backward)
+
+
+@dataclasses.dataclass
+class _Moves:
+    """Stands for a lowering whose values are the specs of slices, and whether they have gradients.
+
+    What moves forward moves back; what is gathered is cut, and the other way round.
+    """
+
+    tally: Tally
+
+    def all_gather(self, x: Any, axis: str, dim: int) -> Any:
+        self.tally.send("all_gather", [axis], x[0], backward=False)
+        return self._resized(x, axis, whole=dim)
+
+    def all_to_all(self, x: Any, axis: str, split_dim: int, concat_dim: int) -> Any:
+        self.tally.send("all_to_all", [axis], x[0], backward=False)
+        if x[1]:
+            self.tally.send("all_to_all", [axis], x[0], backward=True)
+        return self._resized(x, axis, whole=concat_dim, split=split_dim)
+
+    def slice_along(self, x: Any, axis: str, dim: int) -> Any:
+        result = self._resized(x, axis, split=dim)
+        if x[1]:
+            self.tally.send("all_gather", [axis], result[0], backward=True)
+        return result
+
+    def _resized(
+        self, x: Any, axis: str, whole: int | None = None, split: int | None = None
+    ) -> Any:
+        parts, sizes = self.tally.costs.mesh.size(axis), x[0].shape.as_list()
+        if whole is not None:
+            sizes[whole] *= parts
+        if split is not None:
+            sizes[split] //= parts
+        return tf.TensorSpec(sizes, x[0].dtype), x[1]
+
+
+def _bytes(slice_: tf.TensorSpec) -> int:
+    return (slice_.shape.num_elements() or 0) * slice_.dtype.size

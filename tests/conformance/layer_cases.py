@@ -1,0 +1,216 @@
+"""One case for each way of the layers with named dims, and the layouts that each allows."""
+
+import dataclasses
+import functools
+import inspect
+import itertools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from lingvo.core import tshape
+
+from pipemesh.errors import LayoutError
+from pipemesh.layers import named
+from pipemesh.layers.named.feed_forward import ACTIVATIONS
+from pipemesh.layers.named.tally import Tally
+from pipemesh.lowering import PlacementLowering
+from pipemesh.mesh import LayoutRules, Mesh
+from tests.layers.named.harness import value_of
+from tests.pairwise import covering
+
+MESH = Mesh.from_text("a:2;b:2")
+BATCH, LENGTH, EMBED, VOCAB = 4, 6, 8, 8
+X = value_of("x", [BATCH, LENGTH, EMBED])
+IDS = np.random.default_rng(1).integers(0, VOCAB, [BATCH, LENGTH]).astype(np.int32)
+LABELS = np.random.default_rng(2).integers(0, VOCAB, [BATCH, LENGTH]).astype(np.int32)
+WEIGHTS = np.random.default_rng(3).uniform(size=[BATCH, LENGTH]).astype(np.float32)
+SEGMENTS = np.array([[0, 0, 1, 1, 1, 2], [3, 3, 3, 3, 5, 5]] * 2, np.int32)
+POSITIONS = np.array([[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 0, 1]] * 2, np.int32)
+PADDINGS = np.array([[0, 0, 0, 0, 0, 1], [0, 0, 0, 1, 1, 1]] * 2, np.float32)
+
+
+class Dropout(named.Dropout):
+    """Takes a plain tensor."""
+
+    def FProp(self, theta, x):
+        return super().FProp(theta, self.Named(x, "batch;length;embed"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A layer with its inputs.
+
+    Attributes:
+        name: `<class>-<variant>`.
+        params: of the layer.
+        inputs: arrays, or None.
+        dims: those that rules may split, beside `batch`, `length` and `embed`.
+    """
+
+    name: str
+    params: object
+    inputs: tuple
+    dims: tuple[str, ...]
+
+    def shapes(self):
+        """As `FPropMeta` takes them."""
+        return [None if x is None else tshape.Shape(list(x.shape)) for x in self.inputs]
+
+    def specs(self):
+        return [None if x is None else tf.TensorSpec(x.shape, x.dtype) for x in self.inputs]
+
+    def meta(self, lowering):
+        with named.lowering_scope(lowering):
+            return self.params.cls.FPropMeta(self.params, *self.shapes())
+
+    def tally(self, lowering):
+        tally = Tally(lowering)
+        self.params.cls.Count(self.params, tally, *self.shapes())
+        return tally
+
+    @functools.cached_property
+    def layouts(self):
+        """All that are legal, without those that differ by exchanging the axes."""
+        return [rules for rules in self.all_layouts() if self.is_legal(rules)]
+
+    def all_layouts(self):
+        dims = ("batch", "length", "embed", *self.dims)
+        for axes in itertools.product((None, *MESH.axis_names), repeat=len(dims)):
+            used, of_tokens = (list(filter(None, some)) for some in (axes, axes[:3]))
+            if not used or used[0] != MESH.axis_names[0] or len(set(of_tokens)) < len(of_tokens):
+                continue
+            yield LayoutRules(tuple((d, axis) for d, axis in zip(dims, axes, strict=True) if axis))
+
+    @property
+    def most_split(self):
+        """The layout that splits most dims."""
+        return max(self.layouts, key=lambda rules: len(rules.rules))
+
+    def is_legal(self, rules):
+        try:
+            self.meta(placement(rules))
+        except LayoutError:
+            return False
+        return True
+
+
+def placement(rules, mesh=MESH):
+    return PlacementLowering(mesh, rules, [f"CPU:{i}" for i in range(mesh.num_devices)])
+
+
+def alone():
+    return placement(LayoutRules(), Mesh.from_text("a:1"))
+
+
+def _cases():
+    for activation in ACTIVATIONS:
+        params = named.FeedForward.Params().Set(input_dim=EMBED, hidden_dim=12)
+        yield activation, params.Set(activation=activation), [X], ["d_ff"]
+        if not activation.startswith("GELU"):
+            dropping = params.Copy().Set(dropout_rate=0.3, use_bias=False)
+            yield f"{activation}-dropout", dropping, [X], ["d_ff"]
+
+    attention = named.Attention.Params().Set(input_dim=EMBED, num_heads=4, block_size=4)
+    variants = {
+        "plain": ({}, [X]),
+        "one_block": ({"block_size": 8, "use_bias": False}, [X]),
+        "packed": ({"num_kv_heads": 2}, [X, SEGMENTS]),
+        "rotary": ({"num_kv_heads": 2, "use_rotary": True, "use_bias": False}, [X]),
+        "positions": ({"use_rotary": True}, [X, SEGMENTS, POSITIONS]),
+        "relative": ({"relative_buckets": 6, "relative_max_distance": 9}, [X]),
+        "paddings": ({"num_kv_heads": 1, "dim_per_head": 3}, [X, SEGMENTS, None, PADDINGS]),
+    }
+    for name, (changes, inputs) in variants.items():
+        dims = ["heads", "kv_heads"] if changes.get("num_kv_heads") else ["heads"]
+        yield name, attention.Copy().Set(**changes), inputs, dims
+
+    for kind in ("layer", "rms"):
+        yield kind, named.Norm.Params().Set(input_dim=EMBED, kind=kind), [X], []
+    yield "rate", Dropout.Params().Set(rate=0.4), [X], []
+    yield "rate_0", Dropout.Params(), [X], []
+
+    embedding = named.Embedding.Params().Set(vocab_size=VOCAB, embedding_dim=EMBED, max_length=8)
+    for positions in ("none", "sinusoidal", "learned"):
+        params = embedding.Copy().Set(positions=positions, scale_sqrt_depth=True)
+        dims = ["vocab", "positions"] if positions == "learned" else ["vocab"]
+        yield positions, params, [IDS], dims
+    packed = embedding.Copy().Set(positions="learned", dropout_rate=0.3)
+    yield "packed", packed, [IDS, POSITIONS], ["vocab", "positions"]
+
+    softmax = named.SoftmaxCrossEntropy.Params().Set(input_dim=EMBED, vocab_size=VOCAB)
+    yield "plain", softmax, [X, LABELS], ["vocab"]
+    yield "weights", softmax.Copy().Set(use_bias=False), [X, LABELS, WEIGHTS], ["vocab"]
+    smooth = softmax.Copy().Set(label_smoothing=0.2)
+    yield "smoothing", smooth, [X, LABELS, WEIGHTS], ["vocab"]
+
+    experts = named.Experts.Params().Set(input_dim=EMBED, hidden_dim=4, num_experts=4)
+    dims = ["experts", "expert_ff"]
+    yield "top_2", experts, [X], dims
+    yield "room_for_all", experts.Copy().Set(capacity_factor=None), [X], dims
+    little = experts.Copy().Set(num_choices=1, capacity_factor=1.0, activation="SWIGLU")
+    yield "top_1", little, [X, PADDINGS], dims
+
+    block = named.TransformerBlock.Params().Set(input_dim=EMBED, num_heads=4, hidden_dim=12)
+    block.attention_tpl.block_size = 4
+    yield "plain", block, [X], ["heads", "d_ff"]
+    mixture = block.Copy().Set(hidden_dim=4)
+    mixture.feed_forward_tpl = named.Experts.Params().Set(num_experts=4, activation="SWIGLU")
+    dims = ["heads", "experts", "expert_ff"]
+    yield "experts", mixture, [X, SEGMENTS, None, PADDINGS], dims
+    llama = block.Copy().Set(dropout_rate=0.3)
+    llama.norm_tpl.kind = "rms"
+    llama.attention_tpl.Set(num_kv_heads=2, use_rotary=True, use_bias=False)
+    llama.feed_forward_tpl.Set(activation="SWIGLU", use_bias=False, dropout_rate=0.3)
+    yield "llama", llama, [X, SEGMENTS, POSITIONS], ["heads", "kv_heads", "d_ff"]
+
+
+CASES = {}
+for label, its_params, arrays, its_dims in _cases():
+    title = f"{its_params.cls.__name__}-{label}"
+    case = Case(title, its_params.Copy().Set(name="layer"), tuple(arrays), tuple(its_dims))
+    assert CASES.setdefault(title, case) is case
+
+# What the room exports that is a layer.
+CLASSES = {
+    name: thing
+    for name, thing in vars(named).items()
+    if name in named.__all__
+    and inspect.isclass(thing)
+    and issubclass(thing, named.NamedLayer)
+    and thing is not named.NamedLayer
+}
+
+
+def of_classes():
+    """For each class its cases."""
+    found = {name: [] for name in CLASSES}
+    for case in CASES.values():
+        found[case.params.cls.__name__].append(case)
+    return found
+
+
+def with_layouts(*others):
+    """pytest's params: name of a case, layout, and one of each of the others.
+
+    Of each class every two of these meet by default: a variant, the axis of a dim, each of the
+    others. The rest is `exhaustive`.
+    """
+    params = []
+    for cases in of_classes().values():
+        dims = dict.fromkeys(dim for case in cases for dim in case.dims)
+        product = [
+            (case.name, rules, rest)
+            for case in cases
+            for rules in case.layouts
+            for rest in itertools.product(*others)
+        ]
+        values = [
+            (name, *(rules.axis(dim) for dim in ("batch", "length", "embed", *dims)), *rest)
+            for name, rules, rest in product
+        ]
+        chosen = covering(values)
+        for (name, rules, rest), value in zip(product, values, strict=True):
+            marks = () if value in chosen else pytest.mark.exhaustive
+            params.append(pytest.param(name, str(rules), *rest, marks=marks))
+    return params

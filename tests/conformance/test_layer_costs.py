@@ -1,0 +1,156 @@
+"""What layers say of themselves is what their graphs show."""
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import tensorflow as tf
+from lingvo.core import py_utils
+
+from pipemesh.backend.functions import called_functions
+from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer
+from pipemesh.layers.named import NamedLayer, lowering_scope
+from pipemesh.mesh import LayoutRules
+from tests.conformance.layer_cases import BATCH, CASES, MESH, alone, of_classes, placement
+from tests.conformance.layer_runs import executing, plain
+from tests.layers.harness import cluster
+
+PRODUCTS = ("MatMul", "BatchMatMulV2")
+
+
+def flops_of(graph):
+    """Of all products of matrices in a graph; those in a loop as often as it turns."""
+    total = 0
+    for operation in graph.get_operations():
+        shapes = [tensor.shape.as_list() for tensor in operation.inputs]
+        if operation.type == "Einsum":
+            terms = operation.get_attr("equation").decode().partition("->")[0].replace(",", "")
+            sizes = dict(zip(terms, itertools.chain(*shapes), strict=True))
+            total += 2 * math.prod(sizes.values())
+        elif operation.type in PRODUCTS:
+            flags = ("transpose_a",) if operation.type == "MatMul" else ("adj_x",)
+            summed = shapes[0][-2 if operation.get_attr(flags[0]) else -1]
+            total += 2 * summed * operation.outputs[0].shape.num_elements()
+        else:
+            functions = list(called_functions(graph, operation))
+            times = 1
+            if operation.type in ("While", "StatelessWhile"):
+                condition, body = functions
+                functions = [body]
+                # It counts from 0 up to a constant.
+                (less,) = [op for op in condition.get_operations() if op.type == "Less"]
+                times = int(tf.get_static_value(less.inputs[1]))
+            total += times * sum(map(flops_of, functions))
+    return total
+
+
+def traced(case, lowering):
+    """The graph of a forward pass, and its layer."""
+    with executing(eagerly=False), lowering_scope(lowering):
+        py_utils.GetOrCreateGlobalStepVar()
+        layer = case.params.Copy().Instantiate()
+        layer.FPropDefaultTheta(*(None if x is None else tf.constant(x) for x in case.inputs))
+        return tf.compat.v1.get_default_graph(), layer
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_flops_weights_and_shapes(name):
+    case = CASES[name]
+    meta = case.meta(alone())
+    graph, layer = traced(case, alone())
+    assert meta.flops == flops_of(graph)
+    weights = layer.vars.Flatten()
+    assert meta.parameter_bytes == sum(v.shape.num_elements() * v.dtype.size for v in weights)
+    assert sizes_of(meta) == [list(y.shape) for y in plain(name).outputs]
+    assert meta.communication_bytes == 0
+    # All processors together, as if it were one.
+    split = case.meta(placement(case.most_split))
+    assert (split.flops, split.parameter_bytes) == (meta.flops, meta.parameter_bytes)
+    assert sizes_of(split) == sizes_of(meta)
+
+
+def sizes_of(meta):
+    return [shape.ToTensorShape().as_list() for shape in meta.out_shapes]
+
+
+class Enter(NamedLayer):
+    """Gives its inputs to the next stage in slices, as layers between others get them."""
+
+    def FProp(self, theta, *inputs):
+        del theta
+        dims = ["batch", "length", "embed"]
+        found = [None if x is None else self.Named(x, dims[: x.shape.rank]) for x in inputs]
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def dims(self):
+        return {"batch", "length", "embed"}
+
+
+class Leave(NamedLayer):
+    """Returns every copy of every slice, which other layers would go on with."""
+
+    def FProp(self, theta, *outputs):
+        del theta
+        slices = itertools.chain(*(y.slices for y in outputs))
+        # Scalars belong to no example.
+        return tuple(tf.broadcast_to(y, [BATCH]) if y.shape.rank == 0 else y for y in slices)
+
+
+def kept(case, mesh="", rules=""):
+    """What all devices of a replica keep of a microbatch, in a pipeline's stage of this layer."""
+    enter, leave = (cls.Params().Set(name=cls.__name__) for cls in (Enter, Leave))
+    cells = [
+        FeatureExtractionLayer.Params().Set(name=f"stage{i}", sub=subs)
+        for i, subs in enumerate([[enter], [case.params.Copy(), leave]])
+    ]
+    pipeline = PipeliningLayer.Params().Set(
+        name="pipeline", cell_tpl=cells, remat="none", check_numerics="off"
+    )
+    py_utils.SetEagerMode(False, test_mode=True)
+    with tf.Graph().as_default(), cluster(f"layers:2{mesh} {rules}"):
+        py_utils.GetOrCreateGlobalStepVar()
+        devices = pipeline.Instantiate().PredictMemory(*case.specs())
+    return sum(device.kept for device in devices[len(devices) // 2 :])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_kept_for_the_backward_pass(name):
+    case = CASES[name]
+    assert case.meta(alone()).activation_bytes == kept(case)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=() if name in ("Experts-top_2", "TransformerBlock-llama") else mark
+        )
+        for mark in [pytest.mark.exhaustive]
+        for name in CASES
+    ],
+)
+def test_what_is_kept_in_bfloat16(name):
+    params = CASES[name].params.Copy().Set(fprop_dtype=tf.bfloat16)
+    case = dataclasses.replace(CASES[name], params=params)
+    assert case.meta(alone()).activation_bytes == kept(case)
+
+
+def inner(case):
+    """Of what can be split within a replica the most."""
+    rules = [r.rules for r in case.layouts if "batch" not in dict(r.rules)]
+    return LayoutRules(max(rules, key=len))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(case.name, marks=() if case is cases[-1] else pytest.mark.exhaustive)
+        for cases in of_classes().values()
+        for case in cases
+    ],
+)
+def test_what_is_kept_by_all_devices_of_a_replica(name):
+    case = CASES[name]
+    rules = inner(case)
+    assert case.meta(placement(rules)).activation_bytes == kept(case, f";{MESH}", str(rules))
