@@ -190,27 +190,23 @@ def of_classes():
     return found
 
 
-def with_layouts(*others):
-    """pytest's params: name of a case, layout, and one of each of the others.
+def with_layouts():
+    """pytest's params: name of a case, layout.
 
-    Of each class every two of these meet by default: a variant, the axis of a dim, each of the
-    others. The rest is `exhaustive`.
+    By default, of each class every two dims are split over every two axes that ever go together,
+    and every case has each of its dims split and whole. The rest is `exhaustive`.
     """
     params = []
     for cases in of_classes().values():
-        dims = dict.fromkeys(dim for case in cases for dim in case.dims)
-        product = [
-            (case.name, rules, rest)
-            for case in cases
-            for rules in case.layouts
-            for rest in itertools.product(*others)
-        ]
-        values = [
-            (name, *(rules.axis(dim) for dim in ("batch", "length", "embed", *dims)), *rest)
-            for name, rules, rest in product
-        ]
-        chosen = covering(values)
-        for (name, rules, rest), value in zip(product, values, strict=True):
-            marks = () if value in chosen else pytest.mark.exhaustive
-            params.append(pytest.param(name, str(rules), *rest, marks=marks))
+        shown = {}
+        for case in cases:
+            for rules in case.layouts:
+                dims = ("batch", "length", "embed", *case.dims)
+                axes = [(dim, rules.axis(dim)) for dim in dims]
+                split = {(case.name, dim, axis is not None) for dim, axis in axes}
+                shown[case.name, str(rules)] = {*itertools.combinations(axes, 2), *split}
+        chosen = covering(shown)
+        for values in shown:
+            marks = () if values in chosen else pytest.mark.exhaustive
+            params.append(pytest.param(*values, marks=marks))
     return params
