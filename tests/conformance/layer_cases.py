@@ -111,14 +111,14 @@ def _cases():
             dropping = params.Copy().Set(dropout_rate=0.3, use_bias=False)
             yield f"{activation}-dropout", dropping, [X], ["d_ff"]
 
-    attention = named.Attention.Params().Set(input_dim=EMBED, num_heads=4, block_size=4)
+    attention = named.Attention.Params().Set(input_dim=EMBED, num_heads=4)
     variants = {
-        "plain": ({}, [X]),
-        "one_block": ({"block_size": 8, "use_bias": False}, [X]),
-        "packed": ({"num_kv_heads": 2}, [X, SEGMENTS]),
+        "plain": ({"block_size": 4}, [X]),
+        "one_block": ({"use_bias": False}, [X]),
+        "packed": ({"num_kv_heads": 2, "block_size": 4}, [X, SEGMENTS]),
         "rotary": ({"num_kv_heads": 2, "use_rotary": True, "use_bias": False}, [X]),
         "positions": ({"use_rotary": True}, [X, SEGMENTS, POSITIONS]),
-        "relative": ({"relative_buckets": 6, "relative_max_distance": 9}, [X]),
+        "relative": ({"relative_buckets": 6, "relative_max_distance": 9, "block_size": 4}, [X]),
         "paddings": ({"num_kv_heads": 1, "dim_per_head": 3}, [X, SEGMENTS, None, PADDINGS]),
     }
     for name, (changes, inputs) in variants.items():
@@ -152,7 +152,6 @@ def _cases():
     yield "top_1", little, [X, PADDINGS], dims
 
     block = named.TransformerBlock.Params().Set(input_dim=EMBED, num_heads=4, hidden_dim=12)
-    block.attention_tpl.block_size = 4
     yield "plain", block, [X], ["heads", "d_ff"]
     mixture = block.Copy().Set(hidden_dim=4)
     mixture.feed_forward_tpl = named.Experts.Params().Set(num_experts=4, activation="SWIGLU")
