@@ -13,7 +13,7 @@ def pairwise(*factors):
             written out one after the other.
     """
     product = list(itertools.product(*map(range, map(len, factors))))
-    chosen = covering(product)
+    chosen = covering({case: _pairs(case) for case in product})
     params = []
     for case in product:
         values = []
@@ -47,18 +47,17 @@ def in_turn(*factors):
 
 
 def covering(cases):
-    """Of some cases, each a tuple of values, a few in which every two values meet that ever do.
+    """Of some cases a few that show all that any of them does.
 
     Args:
-        cases: tuples of one length.
+        cases: for each the set of what it shows.
     """
-    pairs = {case: _pairs(case) for case in cases}
-    chosen, missing = set(), set().union(*pairs.values())
+    chosen, missing = set(), set().union(*cases.values())
     while missing:
-        # The first of those that show most; there is one, since each pair is one of a case.
-        best = max(cases, key=lambda case: len(missing & pairs[case]))
+        # The first of those that show most; there is one, since a case shows what is missing.
+        best = max(cases, key=lambda case: len(missing & cases[case]))
         chosen.add(best)
-        missing -= pairs[best]
+        missing -= cases[best]
     return chosen
 
 

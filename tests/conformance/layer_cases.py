@@ -111,14 +111,14 @@ def _cases():
             dropping = params.Copy().Set(dropout_rate=0.3, use_bias=False)
             yield f"{activation}-dropout", dropping, [X], ["d_ff"]
 
-    attention = named.Attention.Params().Set(input_dim=EMBED, num_heads=4, block_size=4)
+    attention = named.Attention.Params().Set(input_dim=EMBED, num_heads=4)
     variants = {
-        "plain": ({}, [X]),
-        "one_block": ({"block_size": 8, "use_bias": False}, [X]),
-        "packed": ({"num_kv_heads": 2}, [X, SEGMENTS]),
+        "plain": ({"block_size": 4}, [X]),
+        "one_block": ({"use_bias": False}, [X]),
+        "packed": ({"num_kv_heads": 2, "block_size": 4}, [X, SEGMENTS]),
         "rotary": ({"num_kv_heads": 2, "use_rotary": True, "use_bias": False}, [X]),
         "positions": ({"use_rotary": True}, [X, SEGMENTS, POSITIONS]),
-        "relative": ({"relative_buckets": 6, "relative_max_distance": 9}, [X]),
+        "relative": ({"relative_buckets": 6, "relative_max_distance": 9, "block_size": 4}, [X]),
         "paddings": ({"num_kv_heads": 1, "dim_per_head": 3}, [X, SEGMENTS, None, PADDINGS]),
     }
     for name, (changes, inputs) in variants.items():
@@ -152,7 +152,6 @@ def _cases():
     yield "top_1", little, [X, PADDINGS], dims
 
     block = named.TransformerBlock.Params().Set(input_dim=EMBED, num_heads=4, hidden_dim=12)
-    block.attention_tpl.block_size = 4
     yield "plain", block, [X], ["heads", "d_ff"]
     mixture = block.Copy().Set(hidden_dim=4)
     mixture.feed_forward_tpl = named.Experts.Params().Set(num_experts=4, activation="SWIGLU")
@@ -190,27 +189,23 @@ def of_classes():
     return found
 
 
-def with_layouts(*others):
-    """pytest's params: name of a case, layout, and one of each of the others.
+def with_layouts():
+    """pytest's params: name of a case, layout.
 
-    Of each class every two of these meet by default: a variant, the axis of a dim, each of the
-    others. The rest is `exhaustive`.
+    By default, of each class every two dims are split over every two axes that ever go together,
+    and every case has each of its dims split and whole. The rest is `exhaustive`.
     """
     params = []
     for cases in of_classes().values():
-        dims = dict.fromkeys(dim for case in cases for dim in case.dims)
-        product = [
-            (case.name, rules, rest)
-            for case in cases
-            for rules in case.layouts
-            for rest in itertools.product(*others)
-        ]
-        values = [
-            (name, *(rules.axis(dim) for dim in ("batch", "length", "embed", *dims)), *rest)
-            for name, rules, rest in product
-        ]
-        chosen = covering(values)
-        for (name, rules, rest), value in zip(product, values, strict=True):
-            marks = () if value in chosen else pytest.mark.exhaustive
-            params.append(pytest.param(name, str(rules), *rest, marks=marks))
+        shown = {}
+        for case in cases:
+            for rules in case.layouts:
+                dims = ("batch", "length", "embed", *case.dims)
+                axes = [(dim, rules.axis(dim)) for dim in dims]
+                split = {(case.name, dim, axis is not None) for dim, axis in axes}
+                shown[case.name, str(rules)] = {*itertools.combinations(axes, 2), *split}
+        chosen = covering(shown)
+        for values in shown:
+            marks = () if values in chosen else pytest.mark.exhaustive
+            params.append(pytest.param(*values, marks=marks))
     return params

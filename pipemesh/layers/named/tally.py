@@ -57,8 +57,8 @@ class Tally:
         >>> x = tally.given([2, 3, 4], "batch;length;embed", tf.float32)
         >>> w = tally.weight("embed:4;d_ff:8", tf.float32)
         >>> y = tally.einsum([x, w], "batch;length;d_ff")
-        >>> str(y.shape), tally.flops, tally.activation_bytes, tally.parameter_bytes
-        ('batch:2;length:3;d_ff:8', 384, 96, 128)
+        >>> str(y.shape), tally.flops, tally.activation_bytes
+        ('batch:2;length:3;d_ff:8', 384, 96)
     """
 
     def __init__(self, lowering: Lowering) -> None:
