@@ -65,6 +65,9 @@ class LanguageModelParams(sizes.Settings, base_model_params.SingleTaskModelParam
             strict_devices=self.STRICT_DEVICES,
             pipelined=self.PIPELINED,
         )
+        if plan.layout.rules:
+            # For lingvo's own clusters, which know devices and no axes.
+            p.stack.Set(mesh_shape=str(plan.mesh), layout=str(plan.layout))
         p.train.learner = learner.Learner.Params().Set(
             name="loss",
             optimizer=optimizer_of(self),

@@ -50,7 +50,9 @@ def stage_homes(cluster: Any, places: Sequence[int], p: Any) -> list[Home]:
         device = cluster.device
     else:
         device = cluster.WorkerDeviceInModelSplit
-        if cluster.num_devices_per_split < mesh.num_devices:
+        # lingvo's controller makes the variables and computes nothing: one device will do.
+        computes = cluster.job != "controller"
+        if computes and cluster.num_devices_per_split < mesh.num_devices:
             raise PipelineError(
                 f"{name}: mesh_shape '{mesh}' has {mesh.num_devices} processors, but the cluster's "
                 f"model split has {cluster.num_devices_per_split} devices; use a smaller mesh, or "

@@ -100,9 +100,11 @@ class SeqLayer(base_layer.BaseLayer):
         known = self._lowering.splits or any(devices)
         homes = self.StageHomes() if known else [Home(("",))] * len(p.cell_tpl)
         for tpl, device, home in zip(tpls[num_before:], devices, homes, strict=False):
+            # Slices, too, lie where a TF1 trainer places them.
+            replica = home.replica(0) if device else ("",) * home.group
             with (
                 tf.device(device),
-                self._lowering.on(home.replica(0)),
+                self._lowering.on(replica),
                 spread_weights(home) if eagerly else contextlib.nullcontext(),
             ):
                 self.CreateChild(tpl.name, tpl)

@@ -19,6 +19,8 @@ def params(mesh_shape=None, layout=None, allow_idle=False):
 class Split:
     """A cluster that is no mesh, whose model split has some devices."""
 
+    job = "trainer_client"
+
     def __init__(self, number):
         self.num_devices_per_split = number
 
@@ -98,3 +100,10 @@ def test_a_mesh_that_is_entered_is_the_one_of_the_stack():
             mesh_of(entered, params("layers:2"))
         with pytest.raises(PipelineError, match=r"^stack: layout is 'a:data', .*one of them"):
             mesh_of(entered, params(layout="a:data"))
+
+
+def test_a_controller_which_computes_nothing_has_one_device_for_all():
+    split = Split(1)
+    split.job = "controller"
+    kwargs = {"mesh_shape": "layers:2;data:2", "layout": "batch:data"}
+    assert devices(split, range(2), **kwargs) == [("D0", "D0")] * 2

@@ -85,17 +85,12 @@ def lingvos_trainer(cache_dir, tmp_path_factory):
     """Runs lingvo's trainer in a process of its own, always with one log directory."""
     logdir = tmp_path_factory.mktemp("lingvo")
 
-    def run(*flags):
-        sizes = {
-            **SMALL,
-            "VOCAB_SIZE": 600,
-            "PLAN": "mesh=layers:2 num_microbatches=2",
-            "CACHE_DIR": cache_dir,
-        }
+    def run(*flags, plan="mesh=layers:2 num_microbatches=2", folder=logdir):
+        sizes = {**SMALL, "VOCAB_SIZE": 600, "PLAN": plan, "CACHE_DIR": cache_dir}
         common = [
             "--run_locally=cpu",
             "--model=models.one_billion_word.params.OneBillionWordTiny",
-            f"--logdir={logdir}",
+            f"--logdir={folder}",
             "--model_params_override=train.max_steps:3",
         ]
         program = [sys.executable, "-c", TRAINER, json.dumps(sizes)]
@@ -126,6 +121,22 @@ def test_the_registered_model_trains_under_lingvos_trainer_on_two_devices(traine
     # The logarithm of 600 pieces is what a model that knows nothing pays.
     assert all(abs(float(loss) - math.log(600)) < 1 for _, loss in steps)
     assert re.search(r"InitDevices .*device:CPU:0'.*device:CPU:1'\]", done.stderr)
+
+
+@pytest.mark.exhaustive
+def test_it_trains_under_lingvos_trainer_split_over_three_axes(lingvos_trainer, tmp_path):
+    plan = (
+        "mesh=layers:2;data:2;model:2 layout=batch:data;heads:model;d_ff:model;vocab:model "
+        "num_microbatches=2"
+    )
+    flags = ["--mode=sync", "--job=controller,trainer_client", "--worker_split_size=8"]
+    done, _ = lingvos_trainer(*flags, plan=plan, folder=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = re.findall(r"step: +(\d+), .* loss:(\S+)", done.stderr)
+    assert [int(step) for step, _ in steps] == [1, 2, 3]
+    assert all(abs(float(loss) - math.log(600)) < 1 for _, loss in steps)
+    names = {name for name, _ in tf.train.list_variables(str(tmp_path / "train"))}
+    assert any("table_slice_1" in name for name in names)
 
 
 @pytest.mark.slow
