@@ -64,7 +64,17 @@ def request(logdir, folder, optimizer, plan, **changes):
     return small_request(logdir, folder, **settings | changes)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+# By default the two that are unlike the one that all other tests train with.
+BY_DEFAULT = ("adafactor", "momentum")
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.exhaustive)
+        for name in OPTIMIZERS
+    ],
+)
 @pytest.mark.slow
 def test_losses_are_those_of_the_plain_model(plain, train, folder, tmp_path, optimizer):
     assert train(request(tmp_path, folder, optimizer, SPLIT, STRICT_DEVICES=True)) == 0
