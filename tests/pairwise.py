@@ -12,17 +12,8 @@ def pairwise(*factors):
         *factors: the values of each parameter; those that are tuples of several parameters are
             written out one after the other.
     """
-    product = list(itertools.product(*map(range, map(len, factors))))
-    chosen = covering({case: _pairs(case) for case in product})
-    params = []
-    for case in product:
-        values = []
-        for factor, index in zip(factors, case, strict=True):
-            value = factor[index]
-            values += value if isinstance(value, tuple) else [value]
-        marks = () if case in chosen else pytest.mark.exhaustive
-        params.append(pytest.param(*values, marks=marks))
-    return params
+    chosen = covering({case: _pairs(case) for case in _product(factors)})
+    return _params(factors, chosen)
 
 
 def in_turn(*factors):
@@ -35,15 +26,7 @@ def in_turn(*factors):
     """
     longest = max(map(len, factors))
     chosen = {tuple(turn % len(factor) for factor in factors) for turn in range(longest)}
-    params = []
-    for case in itertools.product(*map(range, map(len, factors))):
-        values = []
-        for factor, index in zip(factors, case, strict=True):
-            value = factor[index]
-            values += value if isinstance(value, tuple) else [value]
-        marks = () if case in chosen else pytest.mark.exhaustive
-        params.append(pytest.param(*values, marks=marks))
-    return params
+    return _params(factors, chosen)
 
 
 def covering(cases):
@@ -63,3 +46,20 @@ def covering(cases):
 
 def _pairs(case):
     return set(itertools.combinations(enumerate(case), 2))
+
+
+def _product(factors):
+    return itertools.product(*map(range, map(len, factors)))
+
+
+def _params(factors, chosen):
+    """The whole product, of which those that are not chosen are `exhaustive`."""
+    params = []
+    for case in _product(factors):
+        values = []
+        for factor, index in zip(factors, case, strict=True):
+            value = factor[index]
+            values += value if isinstance(value, tuple) else [value]
+        marks = () if case in chosen else pytest.mark.exhaustive
+        params.append(pytest.param(*values, marks=marks))
+    return params

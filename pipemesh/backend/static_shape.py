@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import tensorflow as tf
 
 
@@ -11,3 +13,13 @@ def static_sizes(value: tf.Tensor | tf.TensorSpec) -> list[int]:
     known = [size for size in sizes if size is not None]
     assert len(known) == len(sizes), f"a static shape is needed, not {value.shape}"
     return known
+
+
+def num_bytes(values: Iterable[tf.Tensor | tf.TensorSpec | tf.Variable]) -> int:
+    """How much memory things of these shapes and dtypes take.
+
+    Example:
+        >>> num_bytes([tf.TensorSpec([2, 3]), tf.TensorSpec([], tf.int64)])
+        32
+    """
+    return sum(value.shape.num_elements() * value.dtype.size for value in values)

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 from lingvo.core import py_utils, tshape
 
-from pipemesh.backend.static_shape import static_sizes
+from pipemesh.backend.static_shape import num_bytes, static_sizes
 from pipemesh.errors import PartitionError
 from pipemesh.layers.feature_extraction import FeatureExtractionLayer
 from pipemesh.layers.layer_list import named_layers
@@ -20,7 +20,6 @@ from pipemesh.layers.pipeline.pipelining import PipeliningLayer
 from pipemesh.mesh import Mesh
 from pipemesh.partition import LayerCost, profile_costs
 from pipemesh.recurrent.memory import StageMemory
-from pipemesh.recurrent.table.sizes import num_bytes
 
 
 def layer_costs(

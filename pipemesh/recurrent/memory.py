@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from pipemesh.backend.static_shape import num_bytes
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.kinds import KEPT, PENDING
 from pipemesh.recurrent.table.run import Run
-from pipemesh.recurrent.table.sizes import num_bytes
 from pipemesh.schedule import Schedule
 
 

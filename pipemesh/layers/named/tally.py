@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import tensorflow as tf
 
+from pipemesh.backend.static_shape import num_bytes
 from pipemesh.errors import PartitionError
 from pipemesh.lowering.arguments import dim_names
 from pipemesh.lowering.costs import CommunicationCosts
@@ -139,7 +140,7 @@ class Tally:
             if value.differs and self._kept.get(value, 0) < number:
                 more = number - self._kept.get(value, 0)
                 self._kept[value] = number
-                self.activation_bytes += more * _bytes(self._slice(value))
+                self.activation_bytes += more * num_bytes([self._slice(value)])
 
     def meet(self, *values: Value, axes: Sequence[str] = ()) -> tuple[str, ...]:
         """Lets values meet on each processor: what is equal along axes enters what differs.
@@ -289,7 +290,3 @@ class _Moves:
         if split is not None:
             sizes[split] //= parts
         return tf.TensorSpec(sizes, x[0].dtype), x[1]
-
-
-def _bytes(slice_: tf.TensorSpec) -> int:
-    return (slice_.shape.num_elements() or 0) * slice_.dtype.size

@@ -81,11 +81,10 @@ class SeqLayer(base_layer.BaseLayer):
         check_layers(p.name, "before_tpl", p.before_tpl)
         check_layers(p.name, "cell_tpl", p.cell_tpl)
         check_distinct(p.name, before_tpl=p.before_tpl, cell_tpl=p.cell_tpl)
-        devices = [""] * max(len(p.cell_tpl), 1)
         eagerly = py_utils.IsEagerMode()
-        if py_utils.use_tpu() or eagerly:
-            # A TF1 trainer places variables itself; here they lie with the stage that uses them.
-            devices = self.StageDevices()
+        # A TF1 trainer places variables itself; else they lie with the stage that uses them.
+        pinned = py_utils.use_tpu() or eagerly
+        homes = self.StageHomes() if pinned else []
         tpls, random_names = with_distinct_names([*p.before_tpl, *p.cell_tpl])
         tpls = with_given_weights(p.name, p.tied_weights, tpls)
         names = [tpl.name for tpl in tpls]
@@ -94,16 +93,16 @@ class SeqLayer(base_layer.BaseLayer):
         self._random_names = dict(zip(names, random_names, strict=True))
         self._lowering = StageLowering(*mesh_of(self.cluster, p))
         for tpl in tpls[:num_before]:
-            with tf.device(devices[0]):
+            with tf.device(homes[0].first if pinned else ""):
                 self.CreateChild(tpl.name, tpl)
-        # Where nothing is split, it may be called under another cluster than it is made under.
-        known = self._lowering.splits or any(devices)
-        homes = self.StageHomes() if known else [Home(("",))] * len(p.cell_tpl)
-        for tpl, device, home in zip(tpls[num_before:], devices, homes, strict=False):
-            # Slices, too, lie where a TF1 trainer places them.
-            replica = home.replica(0) if device else ("",) * home.group
+        if not pinned:
+            # Where nothing is split, it may be called under another cluster than it is made under.
+            splits = self._lowering.splits
+            homes = self.StageHomes() if splits else [Home(("",))] * len(p.cell_tpl)
+        for tpl, home in zip(tpls[num_before:], homes, strict=False):
+            replica = home.replica(0) if pinned else ("",) * home.group
             with (
-                tf.device(device),
+                tf.device(replica[0]),
                 self._lowering.on(replica),
                 spread_weights(home) if eagerly else contextlib.nullcontext(),
             ):

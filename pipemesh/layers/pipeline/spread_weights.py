@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from pipemesh.backend.devices import device_of_scope, is_device
-from pipemesh.backend.static_shape import static_sizes
+from pipemesh.backend.static_shape import num_bytes
 from pipemesh.recurrent import Home
 
 
@@ -38,8 +37,7 @@ def spread_weights(home: Home) -> Iterator[None]:
         number = min(range(len(devices)), key=lambda n: held[n * home.group + places[0]])
         with tf.device(devices[number]):
             variable = make(**kwargs)
-        size = math.prod(static_sizes(variable)) * variable.dtype.size
-        held[number * home.group + places[0]] += size
+        held[number * home.group + places[0]] += num_bytes([variable])
         return variable
 
     if home.num_replicas == 1:

@@ -27,6 +27,8 @@ def with_given_weights(owner: str, tied: Any, params: Sequence[Any]) -> list[Any
             f"{owner}: tied_weights is {tied!r}; it is a dict such as "
             "{'softmax.w': 'embedding.table'}"
         )
+    if not tied:
+        return list(params)
     given: dict[str, list[str]] = {}
     for target, source in tied.items():
         layer, weight = _parse(owner, target)

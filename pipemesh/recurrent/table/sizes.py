@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from pipemesh.backend.static_shape import num_bytes
 from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.recurrent.passes.tracing import specs_of
 from pipemesh.recurrent.remat import Mode
@@ -101,11 +102,6 @@ class Sizes:
         """A stage, and the tensors that its forward pass of the first microbatch leaves."""
         passes = self._machine.passes(stage, self._modes[stage, 0])
         return self._machine.traced[stage], passes.cuts.kept
-
-
-def num_bytes(specs: Sequence[tf.TensorSpec]) -> int:
-    """How much memory tensors of these shapes and dtypes take."""
-    return sum(spec.shape.num_elements() * spec.dtype.size for spec in specs)
 
 
 def _of_place(specs: Sequence[tf.TensorSpec | None], places: Sequence[int], place: int) -> int:
