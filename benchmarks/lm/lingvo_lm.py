@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from shared.stack import quiet
+from shared.stack import quiet, started_session
 
 STAGES, INTER_OP = 2, 4
 
@@ -60,11 +60,5 @@ def lingvo_step(num_microbatches: int) -> Callable[[], tuple[float]]:
         adam = optimizer.Adam.ParamsB().Set(name="adam").Instantiate().GetOptimizer(1e-3)
         pairs = [(g, v) for g, v in zip(grads, variables, strict=True) if g is not None]
         train = adam.apply_gradients(pairs)
-        config = tf.compat.v1.ConfigProto(
-            device_count={"CPU": STAGES},
-            inter_op_parallelism_threads=INTER_OP,
-            intra_op_parallelism_threads=1,
-        )
-        session = tf.compat.v1.Session(config=config)
-        session.run(tf.compat.v1.global_variables_initializer())
+        session = started_session(STAGES, INTER_OP)
     return lambda: (float(session.run([found.avg_xent, train])[0]),)

@@ -236,6 +236,25 @@ def tf2_step(
     return run
 
 
+def started_session(num_devices: int, inter_op: int) -> Any:
+    """A TF1 session of the current graph, its variables initialized, one intra-op thread.
+
+    Args:
+        num_devices: number of CPU devices.
+        inter_op: number of inter-op threads.
+    """
+    import tensorflow as tf
+
+    config = tf.compat.v1.ConfigProto(
+        device_count={"CPU": num_devices},
+        inter_op_parallelism_threads=inter_op,
+        intra_op_parallelism_threads=1,
+    )
+    session = tf.compat.v1.Session(config=config)
+    session.run(tf.compat.v1.global_variables_initializer())
+    return session
+
+
 def lingvo_step(
     stack: Stack,
     inter_op: int,
@@ -267,12 +286,6 @@ def lingvo_step(
             loss = loss_of(layer.FPropDefaultTheta(tf.constant(stack.batch())))
             grads = tf.compat.v1.gradients(loss, variables, colocate_gradients_with_ops=True)
             fetches = [loss, tf.linalg.global_norm(grads[:1]), [grad.op for grad in grads]]
-        config = tf.compat.v1.ConfigProto(
-            device_count={"CPU": stack.stages},
-            inter_op_parallelism_threads=inter_op,
-            intra_op_parallelism_threads=1,
-        )
-        session = tf.compat.v1.Session(config=config)
-        session.run(tf.compat.v1.global_variables_initializer())
+        session = started_session(stack.stages, inter_op)
         fill(variables, lambda variable, value: variable.load(value, session))
     return lambda: tuple(float(v) for v in session.run(fetches)[:2])
