@@ -131,8 +131,7 @@ def _draw(
     """Draws a block a few rows at a time, where dims behind the first are split."""
 
     def draw(first: Sequence[int], rows: Sequence[int]) -> tf.Tensor:
-        at = [tf.constant(i) for i in first]
-        return draw_block(raw, sizes, at, rows, tf.constant(seed, tf.int64), dtype)
+        return draw_block(raw, sizes, first, rows, tf.constant(seed, tf.int64), dtype)
 
     def pieces(dim: int, first: list[int], rows: list[int]) -> tf.Tensor:
         behind = math.prod(sizes[dim + 1 :])

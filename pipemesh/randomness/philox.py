@@ -17,7 +17,7 @@ RawDraw = Callable[..., Any]
 def draw_block(
     raw: RawDraw,
     sizes: Sequence[int],
-    begin: Sequence[tf.Tensor],
+    begin: Sequence[tf.Tensor | int],
     block: Sequence[int],
     seed: tf.Tensor,
     dtype: tf.DType,
@@ -31,7 +31,7 @@ def draw_block(
     Args:
         raw: draws with keywords shape, key, counter, alg and dtype.
         sizes: of the whole tensor.
-        begin: where the block begins: an int32 scalar for each dim.
+        begin: where the block begins: for each dim a number, or an int32 scalar.
         block: the sizes of the block.
         seed: two integers.
         dtype: of the numbers.
@@ -60,14 +60,36 @@ def draw_block(
     lead = next((i for i, size in enumerate(block) if size > 1), len(block) - 1) + 1
     # A count gives 128 bits, and no number takes fewer than 32 of them.
     group = 16 // max(4, dtype.size)
-    rest = math.prod(sizes[lead:])
-    run = block[lead - 1] * rest
-    start = tf.zeros([], tf.int64)
-    for at, size in zip(begin[:lead], sizes[:lead], strict=True):
-        start = start * size + tf.cast(at, tf.int64)
-    start = start * rest
-    advanced = advance_counter(counter, start // group)
-    numbers = draw([run + group - 1], advanced)
-    numbers = tf.slice(numbers, [tf.math.floormod(start, group)], [run])
-    numbers = tf.reshape(numbers, [*block[:lead], *sizes[lead:]])
-    return tf.slice(numbers, tf.stack([*[tf.constant(0)] * lead, *begin[lead:]]), block)
+    begin = [_known(at) for at in begin]
+    strides = [math.prod(sizes[i + 1 :]) for i in range(lead)]
+    drawn = [*block[:lead], *sizes[lead:]]
+    if all(isinstance(at, int) or s % group == 0 for at, s in zip(begin, strides, strict=False)):
+        # Where the block begins within a group is known before it is drawn; mostly at its start.
+        fixed = sum(at * s for at, s in zip(begin, strides, strict=False) if isinstance(at, int))
+        moved = [
+            tf.cast(at, tf.int64) * (s // group)
+            for at, s in zip(begin, strides, strict=False)
+            if not isinstance(at, int)
+        ]
+        steps, skipped = divmod(fixed, group)
+        if steps:
+            moved.append(tf.constant(steps, tf.int64))
+        first = advance_counter(counter, tf.add_n(moved)) if moved else counter
+    else:
+        start = sum(tf.cast(at, tf.int64) * s for at, s in zip(begin, strides, strict=False))
+        first, skipped = advance_counter(counter, start // group), tf.math.floormod(start, group)
+    if isinstance(skipped, int) and skipped == 0:
+        numbers = draw(drawn, first)
+    else:
+        run = math.prod(drawn)
+        numbers = draw([run + group - 1], first)
+        numbers = tf.reshape(tf.slice(numbers, [skipped], [run]), drawn)
+    if drawn == list(block):
+        return numbers
+    return tf.slice(numbers, [*[0] * lead, *begin[lead:]], block)
+
+
+def _known(at: tf.Tensor | int) -> tf.Tensor | int:
+    """A number that is known before anything runs as one of Python."""
+    value = at if isinstance(at, int) else tf.get_static_value(at)
+    return at if value is None else int(value)

@@ -53,3 +53,26 @@ def test_of_leading_dims_no_other_numbers_are_drawn():
 
     block_of(raw, (1000, 10), (500, 0), (2, 10))
     assert len(drawn) == 1 and drawn[0] < 30
+
+
+@pytest.mark.parametrize("begin", [500, tf.constant(500)])
+def test_what_begins_with_a_group_is_drawn_by_itself(begin):
+    drawn = []
+
+    def raw(shape, **kwargs):
+        drawn.append(tuple(shape.numpy()))
+        return UNIFORM(shape=shape, **kwargs)
+
+    found = draw_block(raw, (1000, 12), [begin, 0], (2, 12), SEED, tf.float32)
+    assert drawn == [(2, 12)]
+    np.testing.assert_array_equal(found, block_of(UNIFORM, (1000, 12), (0, 0), (1000, 12))[500:502])
+
+
+@pytest.mark.parametrize("sizes", [(6, 5, 7), (6, 4, 8)])
+def test_where_a_block_begins_may_be_known_only_when_it_is_drawn(sizes):
+    run = tf.function(
+        lambda at: draw_block(UNIFORM, sizes, [at, 1, 0], (1, 2, sizes[2]), SEED, tf.float32)
+    )
+    whole = block_of(UNIFORM, sizes, (0, 0, 0), sizes)
+    for at in range(sizes[0]):
+        np.testing.assert_array_equal(run(tf.constant(at)), whole[at : at + 1, 1:3])

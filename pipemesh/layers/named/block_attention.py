@@ -83,8 +83,10 @@ class Blocks:
         """Each block of queries with the blocks of keys that it may see, in order."""
         return [(i, j) for i in range(self.number) for j in range(i + 1)]
 
-    def padded(self, x: tf.Tensor, value: int = 0) -> tf.Tensor:
-        """`[batch, length, ...]` as `[number, batch, size, ...]`."""
+    def padded(self, x: tf.Tensor, value: int = 0) -> Sequence[tf.Tensor] | tf.Tensor:
+        """`[batch, length, ...]` as `[number, batch, size, ...]`; one block as a list of it."""
+        if self.number == 1:
+            return [x]
         after = self.number * self.size - self.length
         paddings = [[0, after if i == 1 else 0] for i in range(x.shape.rank)]
         x = tf.pad(x, paddings, constant_values=value) if after else x
@@ -92,8 +94,11 @@ class Blocks:
         x = tf.reshape(x, [batch, self.number, self.size, *rest])
         return tf.transpose(x, [1, 0, *range(2, x.shape.rank)])
 
-    def joined(self, x: tf.Tensor) -> tf.Tensor:
+    def joined(self, blocks: Sequence[tf.Tensor] | tf.Tensor) -> tf.Tensor:
         """The way back."""
+        if self.number == 1:
+            return blocks[0]
+        x = tf.convert_to_tensor(blocks)
         x = tf.transpose(x, [1, 0, *range(2, x.shape.rank)])
         batch, _, _, *rest = static_sizes(x)
         return tf.reshape(x, [batch, self.number * self.size, *rest])[:, : self.length]
@@ -146,7 +151,7 @@ class _Attention:
     """The sizes of one attention, and its computation.
 
     Blocks of queries are `[blocks, batch, kv_heads, heads a key * size, dim]`, those of keys
-    `[blocks, batch, kv_heads, size, dim]`.
+    `[blocks, batch, kv_heads, size, dim]`. One block is a list of one tensor.
     """
 
     def __init__(
@@ -168,28 +173,37 @@ class _Attention:
         self, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, table: tf.Tensor | None = None
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """The output, and for each block and query the logarithm of its sum of exponentials."""
-        queries, keys, values = self._queries(q), self._keys(k), self._keys(v)
-        rows = [self.batch, self.kv_heads, self.shared * self.blocks.size]
+        queries, keys, values = (self._cut(x) for x in (q, k, v))
+
+        def meet(i: Any, j: Any, before: tf.Tensor | None = None) -> Any:
+            scores = self._scores(i, j, queries[i], keys[j], table)
+            top = tf.reduce_max(scores, -1, keepdims=True)
+            top = top if before is None else tf.maximum(before, top)
+            raised = tf.exp(scores - top)
+            weighed = tf.matmul(tf.cast(raised, v.dtype), values[j])
+            added = tf.reduce_sum(raised, -1, keepdims=True)
+            return top, added, tf.cast(weighed, tf.float32)
 
         def body(i: Any, j: Any, tops: _Rows, sums: _Rows, totals: _Rows) -> Any:
-            scores = self._scores(i, j, queries[i], keys[j], table)
             before = tops[i]
-            top = tf.maximum(before, tf.reduce_max(scores, -1, keepdims=True))
+            top, added, weighed = meet(i, j, before)
             # Where all so far were unseen, these are ones; the first seen score makes them zeros.
-            raised, less = tf.exp(scores - top), tf.exp(before - top)
-            weighed = tf.matmul(tf.cast(raised, v.dtype), values[j])
-            total = totals[i] * less + tf.cast(weighed, tf.float32)
-            added = sums[i] * less + tf.reduce_sum(raised, -1, keepdims=True)
-            return tops.put(i, top), sums.put(i, added), totals.put(i, total)
+            less = tf.exp(before - top)
+            found = sums[i] * less + added, totals[i] * less + weighed
+            return tops.put(i, top), sums.put(i, found[0]), totals.put(i, found[1])
 
         number = self.blocks.number
-        tops, sums, totals = self._over_pairs(
-            body,
-            _Rows.of(tf.fill([number, *rows, 1], _LOW)),
-            _Rows.of(tf.zeros([number, *rows, 1])),
-            _Rows.of(tf.zeros([number, *rows, self.dim])),
-        )
-        output = tf.cast(self._without_blocks(totals / sums), q.dtype)
+        if number == 1:
+            tops, sums, totals = meet(0, 0)
+        else:
+            rows = [number, self.batch, self.kv_heads, self.shared * self.blocks.size]
+            tops, sums, totals = self._over_pairs(
+                body,
+                _Rows.of(tf.fill([*rows, 1], _LOW)),
+                _Rows.of(tf.zeros([*rows, 1])),
+                _Rows.of(tf.zeros([*rows, self.dim])),
+            )
+        output = tf.cast(self._joined(totals / sums), q.dtype)
         # Together: what computes the output computes the logarithms, too, and nobody keeps the
         # two things that they are made of instead.
         return tuple(tf.identity_n([output, tops + tf.math.log(sums)]))
@@ -205,39 +219,45 @@ class _Attention:
         table: tf.Tensor | None = None,
     ) -> list[tf.Tensor]:
         """Gradients of queries, keys, values and the table."""
-        queries, keys, values = self._queries(q), self._keys(k), self._keys(v)
-        wanted = self._queries(grad)
+        queries, keys, values, wanted = (self._cut(x) for x in (q, k, v, grad))
         # What each query's gradients of scores have to be diminished by to sum to 0.
-        means = tf.reduce_sum(
-            tf.cast(wanted, tf.float32) * tf.cast(self._queries(output), tf.float32),
-            -1,
-            keepdims=True,
+        means = self._cut(
+            tf.reduce_sum(
+                tf.cast(grad, tf.float32) * tf.cast(output, tf.float32), -1, keepdims=True
+            )
         )
+        sums = [logs] if self.blocks.number == 1 else logs
 
-        def body(i: Any, j: Any, dq: _Rows, dk: _Rows, dv: _Rows, *dtable: _Rows) -> Any:
-            weights = tf.exp(self._scores(i, j, queries[i], keys[j], table) - logs[i])
+        def meet(i: Any, j: Any) -> list[tf.Tensor]:
+            weights = tf.exp(self._scores(i, j, queries[i], keys[j], table) - sums[i])
             dweights = tf.matmul(wanted[i], values[j], transpose_b=True)
             dscores = weights * (tf.cast(dweights, tf.float32) - means[i])
             low = tf.cast(dscores, q.dtype)
-            found = (
-                dq.add(i, tf.matmul(low, keys[j])),
-                dk.add(j, tf.matmul(low, queries[i], transpose_a=True)),
-                dv.add(j, tf.matmul(tf.cast(weights, q.dtype), wanted[i], transpose_a=True)),
-            )
-            return *found, *(rows.add(0, self._table_gradient(i, j, dscores)) for rows in dtable)
+            found = [
+                tf.matmul(low, keys[j]),
+                tf.matmul(low, queries[i], transpose_a=True),
+                tf.matmul(tf.cast(weights, q.dtype), wanted[i], transpose_a=True),
+            ]
+            return found if table is None else [*found, self._table_gradient(i, j, dscores)]
 
-        zeros = [_Rows.of(tf.zeros(x.shape)) for x in (queries, keys, values)]
-        dtable = [] if table is None else [_Rows.of(tf.zeros([1, *table.shape]))]
-        dq, dk, dv, *dtable = self._over_pairs(body, *zeros, *dtable)
-        found = [self._without_blocks(x) for x in (dq, dk, dv)] + [rows[0] for rows in dtable]
+        def body(i: Any, j: Any, *rows: _Rows) -> Any:
+            places = [i, j, j, 0][: len(rows)]
+            return [r.add(at, g) for r, at, g in zip(rows, places, meet(i, j), strict=True)]
+
         inputs = [q, k, v] if table is None else [q, k, v, table]
+        if self.blocks.number == 1:
+            found = meet(0, 0)
+        else:
+            zeros = [_Rows.of(tf.zeros(x.shape)) for x in (queries, keys, values)]
+            dtable = [] if table is None else [_Rows.of(tf.zeros([1, *table.shape]))]
+            found = self._over_pairs(body, *zeros, *dtable)
+            found = [*found[:3], *(rows[0] for rows in found[3:])]
+        found = [*map(self._joined, found[:3]), *found[3:]]
         return [tf.cast(g, x.dtype) for g, x in zip(found, inputs, strict=True)]
 
     def _over_pairs(self, body: Any, *state: _Rows) -> Any:
         """Applies `body(i, j, *state)` to all pairs of blocks, one after the other."""
         pairs = self.blocks.pairs
-        if len(pairs) == 1:
-            return [rows.stacked() for rows in body(0, 0, *state)]
         first, second = (tf.constant(numbers) for numbers in zip(*pairs, strict=True))
 
         def turn(at: tf.Tensor, *handles: tf.Tensor) -> Any:
@@ -259,24 +279,27 @@ class _Attention:
         """Scores in float32, so low that they do not count where a key is not seen."""
         size = self.blocks.size
         scores = tf.cast(tf.matmul(queries, keys, transpose_b=True), tf.float32)
-        parts = [self.batch, self.kv_heads, self.shared, size, size]
+        shape = static_sizes(scores)
         distance = self._distance(i, j)
-        seen = (distance >= 0)[None]
+        seen = distance >= 0
         if self.segments is not None:
-            seen = seen & tf.equal(self.segments[i][:, :, None], self.segments[j][:, None, :])
-        seen = seen[:, None, None]
-        scores = tf.reshape(scores, parts)
+            mine, theirs = tf.expand_dims(self.segments[i], 2), tf.expand_dims(self.segments[j], 1)
+            seen = tf.expand_dims(seen & tf.equal(mine, theirs), 1)
+        if self.shared > 1:
+            scores = tf.reshape(scores, [self.batch, self.kv_heads, self.shared, size, size])
+            seen = seen if self.segments is None else tf.expand_dims(seen, 1)
         if table is not None:
             assert self.buckets is not None
             bias = tf.gather(tf.cast(table, tf.float32), self.buckets.of(distance))
-            scores += tf.reshape(tf.transpose(bias, [2, 0, 1]), [1, *parts[1:]])
+            scores += tf.reshape(tf.transpose(bias, [2, 0, 1]), [1, *static_sizes(scores)[1:]])
         scores = tf.where(seen, scores, _LOW)
-        return tf.reshape(scores, [self.batch, self.kv_heads, self.shared * size, size])
+        return tf.reshape(scores, shape) if self.shared > 1 else scores
 
     def _distance(self, i: Any, j: Any) -> tf.Tensor:
         size = self.blocks.size
         places = tf.range(size)
-        return (i - j) * size + places[:, None] - places[None, :]
+        distance = tf.expand_dims(places, 1) - tf.expand_dims(places, 0)
+        return distance if i is j else (i - j) * size + distance
 
     def _table_gradient(self, i: Any, j: Any, dscores: tf.Tensor) -> tf.Tensor:
         assert self.buckets is not None
@@ -286,22 +309,41 @@ class _Attention:
         places = tf.reshape(self.buckets.of(self._distance(i, j)), [-1])
         return tf.math.unsorted_segment_sum(rows, places, self.buckets.number)
 
-    def _queries(self, x: tf.Tensor) -> tf.Tensor:
-        x = self.blocks.padded(x)
-        n, batch, size, _, dim = static_sizes(x)
-        x = tf.reshape(x, [n, batch, size, self.kv_heads, self.shared, dim])
-        x = tf.transpose(x, [0, 1, 3, 4, 2, 5])
-        return tf.reshape(x, [n, batch, self.kv_heads, self.shared * size, dim])
+    def _cut(self, x: tf.Tensor) -> Any:
+        """Blocks of `[batch, length, heads or kv_heads, dim]`."""
+        if self.blocks.number == 1:
+            return [self._heads_first(x)]
+        blocks = tf.convert_to_tensor(self.blocks.padded(x))
+        n, batch, *rest = static_sizes(blocks)
+        x = self._heads_first(tf.reshape(blocks, [n * batch, *rest]))
+        return tf.reshape(x, [n, batch, *static_sizes(x)[1:]])
 
-    def _keys(self, x: tf.Tensor) -> tf.Tensor:
-        return tf.transpose(self.blocks.padded(x), [0, 1, 3, 2, 4])
-
-    def _without_blocks(self, x: tf.Tensor) -> tf.Tensor:
+    def _joined(self, x: tf.Tensor) -> tf.Tensor:
         """Blocks of queries or keys as `[batch, length, heads or kv_heads, dim]`."""
-        n, batch, kv_heads, _, dim = static_sizes(x)
-        x = tf.reshape(x, [n, batch, kv_heads, -1, self.blocks.size, dim])
-        x = tf.transpose(x, [0, 1, 4, 2, 3, 5])
-        return self.blocks.joined(tf.reshape(x, [n, batch, self.blocks.size, -1, dim]))
+        if self.blocks.number == 1:
+            return self._heads_last(x)
+        n, batch, *rest = static_sizes(x)
+        x = self._heads_last(tf.reshape(x, [n * batch, *rest]))
+        return self.blocks.joined(tf.reshape(x, [n, batch, *static_sizes(x)[1:]]))
+
+    def _heads_first(self, x: tf.Tensor) -> tf.Tensor:
+        """`[batch, size, heads, dim]` as `[batch, kv_heads, heads a key * size, dim]`."""
+        batch, size, heads, dim = static_sizes(x)
+        if heads == self.kv_heads:
+            return tf.transpose(x, [0, 2, 1, 3])
+        x = tf.reshape(x, [batch, size, self.kv_heads, self.shared, dim])
+        x = tf.transpose(x, [0, 2, 3, 1, 4])
+        return tf.reshape(x, [batch, self.kv_heads, self.shared * size, dim])
+
+    def _heads_last(self, x: tf.Tensor) -> tf.Tensor:
+        """The way back."""
+        size = self.blocks.size
+        batch, kv_heads, rows, dim = static_sizes(x)
+        if rows == size:
+            return tf.transpose(x, [0, 2, 1, 3])
+        x = tf.reshape(x, [batch, kv_heads, rows // size, size, dim])
+        x = tf.transpose(x, [0, 3, 1, 2, 4])
+        return tf.reshape(x, [batch, size, kv_heads * rows // size, dim])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,24 +33,21 @@ def _draw(
             raise LayoutError(f"what draws a named tensor {inside.refusal}")
         return inside.draw(shape, seed, dtype, raw)
     layout = lowering.tensor_layout(shape)
-    begins: list[Slices] = []
-    for size, axis in zip(layout.slice_shape, layout.axes, strict=True):
-        if axis is None:
-            begins.append(lowering.raw_map(lambda: tf.constant(0)))
-        else:
-            begins.append(
-                lowering.raw_map(lambda at, size=size: at * size, lowering.coordinate(axis))
-            )
+    split = [i for i, axis in enumerate(layout.axes) if axis is not None]
     seed = tf.convert_to_tensor(seed)
     name = note_draw(shape.sizes) if is_active() else None
     share = None if name is None else share_of_draw(name, shape.sizes)
 
-    def draw(*begin: tf.Tensor) -> tf.Tensor:
+    def draw(*coordinates: tf.Tensor) -> tf.Tensor:
+        begin: list[tf.Tensor | int] = [0] * len(shape)
+        for i, at in zip(split, coordinates, strict=True):
+            known = tf.get_static_value(at)
+            begin[i] = (at if known is None else int(known)) * layout.slice_shape[i]
         if share is None:
             return draw_block(raw, shape.sizes, begin, layout.slice_shape, seed, dtype)
         return _draw_share(raw, share, shape.sizes, begin, layout.slice_shape, seed, dtype)
 
-    slices = lowering.raw_map(draw, *begins)
+    slices = lowering.raw_map(draw, *(lowering.coordinate(str(layout.axes[i])) for i in split))
     if (
         name is not None
         and len(slices) == lowering.mesh.num_devices
@@ -67,7 +64,7 @@ def _draw_share(
     raw: RawDraw,
     share: Share,
     sizes: Sequence[int],
-    begin: Sequence[tf.Tensor],
+    begin: Sequence[tf.Tensor | int],
     block: Sequence[int],
     seed: tf.Tensor,
     dtype: tf.DType,
@@ -79,7 +76,8 @@ def _draw_share(
     mine = sizes[dim] // before
     first = tf.cast(share.position.microbatch, tf.int32) * mine
     if before == 1:
-        begins = [at + first if i == dim else at for i, at in enumerate(begin)]
+        begins, at = list(begin), begin[dim]
+        begins[dim] = first if isinstance(at, int) and at == 0 else at + first
         return draw_block(raw, share.whole, begins, block, seed, dtype)
     # Other dims are folded into the batch's and come before it: to its examples, the microbatch
     # is no run of elements. All of them are drawn and the block is cut out.
@@ -88,18 +86,16 @@ def _draw_share(
     def unfold(of: Sequence[Any], *two: Any) -> list[Any]:
         return [*of[:dim], *two, *of[dim + 1 :]]
 
-    zero = tf.constant(0)
     numbers = draw_block(
         raw,
         unfold(share.whole, before, examples),
-        unfold(begin, zero, first),
+        unfold(begin, 0, first),
         unfold(block, before, mine),
         seed,
         dtype,
     )
     numbers = tf.reshape(numbers, unfold(block, sizes[dim]))
-    begins = [at if i == dim else zero for i, at in enumerate(begin)]
-    return tf.slice(numbers, tf.stack(begins), block)
+    return tf.slice(numbers, [at if i == dim else 0 for i, at in enumerate(begin)], block)
 
 
 @register("random")

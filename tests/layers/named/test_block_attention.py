@@ -137,3 +137,13 @@ def test_blocks_cover_the_length(length, most):
     assert blocks.size <= most and blocks.number * blocks.size >= length
     x = tf.reshape(tf.range(2 * length * 3), [2, length, 3])
     np.testing.assert_array_equal(blocks.joined(blocks.padded(x)), x)
+
+
+def test_of_one_block_nothing_is_corrected():
+    @tf.function(autograph=False)
+    def run(q, k, v):
+        return differentiated(lambda *args: block_attention(*args, block_size=8), [q, k, v])
+
+    kinds = [op.type for op in run.get_concrete_function(*inputs(8)).graph.get_operations()]
+    assert kinds.count("Exp") == 2
+    assert not {"While", "TensorListFromTensor", "Maximum"} & set(kinds)

@@ -55,3 +55,26 @@ def test_epsilon():
 def test_an_unknown_kind_is_an_error_with_the_nearest_name():
     with pytest.raises(PipelineError, match="kind is 'layr'; did you mean 'layer'"):
         PARAMS.Copy().Set(kind="layr").Instantiate()
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_second_derivatives(kind):
+    layer = PARAMS.Copy().Set(kind=kind).Instantiate()
+    x = tf.constant(X)
+
+    def squared_gradient(forward):
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                y = tf.reduce_sum(forward() ** 3)
+            found = tf.reduce_sum(inner.gradient(y, x) ** 2)
+        return outer.gradient(found, x)
+
+    def plain():
+        centered = x - tf.reduce_mean(x, 2, keepdims=True) if kind == "layer" else x
+        return centered * tf.math.rsqrt(tf.reduce_mean(centered**2, 2, keepdims=True) + 1e-6)
+
+    weights = [tf.zeros([8])] * len(layer.NamedWeights(layer.params))
+    found = squared_gradient(lambda: layer._WholeVectors(x, *weights))
+    np.testing.assert_allclose(found, squared_gradient(plain), 1e-3, 1e-3)
