@@ -52,8 +52,8 @@ def prepare_graphs_quickly() -> None:
 
     The graphs of a pipeline hold little that a second look would find, and the optimizer is most
     of what TensorFlow does before a graph runs for the first time. On CPUs it leaves memory
-    alone, too: in what order a pipeline computes is its schedule's. Sessions of TF1 have a
-    configuration of their own.
+    alone, too: in what order a pipeline computes is its schedule's; and the layout of images,
+    which it would go through to change nothing. Sessions of TF1 have a configuration of their own.
 
     Raises:
         DeviceError: TensorFlow has started already.
@@ -73,6 +73,7 @@ def prepare_graphs_quickly() -> None:
     rewrites.meta_optimizer_iterations = rewrites.ONE
     if not tf.config.list_physical_devices("GPU"):
         rewrites.memory_optimization = rewrites.NO_MEM_OPT
+        rewrites.layout_optimizer = rewrites.OFF
     started._config = config
 
 

@@ -72,15 +72,18 @@ __all__ = [
 Operand = Any  # A Tensor, or a number: of Python, of NumPy, or a tf.Tensor without dims.
 
 
+def in_order(tensor: tf.Tensor, order: Sequence[int]) -> tf.Tensor:
+    """A tensor with its dims in another order; itself if it is the same."""
+    return tensor if list(order) == sorted(order) else tf.transpose(tensor, order)
+
+
 def align(tensor: tf.Tensor, names: Sequence[str], wanted: Sequence[str]) -> tf.Tensor:
     """Brings the dims of a slice into an order, with dims of size 1 for those that it lacks.
 
     Those that it lacks in front are left out: broadcasting adds them, and its gradient is one sum.
     """
     present = [name for name in wanted if name in names]
-    order = [names.index(name) for name in present]
-    if order != sorted(order):
-        tensor = tf.transpose(tensor, order)
+    tensor = in_order(tensor, [names.index(name) for name in present])
     wanted = wanted[wanted.index(present[0]) :] if present else []
     if len(present) == len(wanted):
         return tensor

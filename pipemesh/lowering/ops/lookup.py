@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from pipemesh.errors import ShapeError
 from pipemesh.lowering.lowering import Lowering, Slices
+from pipemesh.lowering.ops.elementwise import in_order
 from pipemesh.lowering.ops.relayout import transpose
 from pipemesh.lowering.registry import register
 from pipemesh.lowering.tensor import Tensor, check_same_lowering, union_axes
@@ -78,8 +79,8 @@ def gather(table: Tensor, indices: Tensor, dim: str) -> Tensor:
     axes = union_axes([table, indices])
 
     def local(rows: tf.Tensor, at: tf.Tensor, begin: tf.Tensor) -> tf.Tensor:
-        rows = tf.transpose(rows, [table.shape.index(n) for n in (*shared.names, dim, *own.names)])
-        at = tf.transpose(at, [indices.shape.index(n) for n in (*shared.names, *rest.names)])
+        rows = in_order(rows, [table.shape.index(n) for n in (*shared.names, dim, *own.names)])
+        at = in_order(at, [indices.shape.index(n) for n in (*shared.names, *rest.names)])
         at = at - tf.cast(begin, at.dtype)
         present = (at >= 0) & (at < size)
         if not size:

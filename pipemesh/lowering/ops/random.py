@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.errors import LayoutError, ShapeError
-from pipemesh.lowering.lowering import Lowering, Slices
+from pipemesh.lowering.lowering import Lowering
 from pipemesh.lowering.ops import elementwise
 from pipemesh.lowering.ops.transfer import as_shape
 from pipemesh.lowering.registry import register
