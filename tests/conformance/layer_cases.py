@@ -21,7 +21,9 @@ from tests.pairwise import covering
 
 MESH = Mesh.from_text("a:2;b:2")
 BATCH, LENGTH, EMBED, VOCAB = 4, 6, 8, 8
+TOKENS, PIXELS = ("batch", "length", "embed"), ("batch", "height", "width", "channels")
 X = value_of("x", [BATCH, LENGTH, EMBED])
+IMAGE = value_of("image", [BATCH, 8, 6, 4])
 IDS = np.random.default_rng(1).integers(0, VOCAB, [BATCH, LENGTH]).astype(np.int32)
 LABELS = np.random.default_rng(2).integers(0, VOCAB, [BATCH, LENGTH]).astype(np.int32)
 WEIGHTS = np.random.default_rng(3).uniform(size=[BATCH, LENGTH]).astype(np.float32)
@@ -45,13 +47,15 @@ class Case:
         name: `<class>-<variant>`.
         params: of the layer.
         inputs: arrays, or None.
-        dims: those that rules may split, beside `batch`, `length` and `embed`.
+        dims: those that rules may split, beside those of its first input.
+        tokens: the dims of its first input and of its output.
     """
 
     name: str
     params: object
     inputs: tuple
     dims: tuple[str, ...]
+    tokens: tuple[str, ...] = TOKENS
 
     def shapes(self):
         """As `FPropMeta` takes them."""
@@ -75,9 +79,11 @@ class Case:
         return [rules for rules in self.all_layouts() if self.is_legal(rules)]
 
     def all_layouts(self):
-        dims = ("batch", "length", "embed", *self.dims)
+        dims = (*self.tokens, *self.dims)
         for axes in itertools.product((None, *MESH.axis_names), repeat=len(dims)):
-            used, of_tokens = (list(filter(None, some)) for some in (axes, axes[:3]))
+            used, of_tokens = (
+                list(filter(None, some)) for some in (axes, axes[: len(self.tokens)])
+            )
             if not used or used[0] != MESH.axis_names[0] or len(set(of_tokens)) < len(of_tokens):
                 continue
             yield LayoutRules(tuple((d, axis) for d, axis in zip(dims, axes, strict=True) if axis))
@@ -163,11 +169,21 @@ def _cases():
     llama.feed_forward_tpl.Set(activation="SWIGLU", use_bias=False, dropout_rate=0.3)
     yield "llama", llama, [X, SEGMENTS, POSITIONS], ["heads", "kv_heads", "d_ff"]
 
+    convolution = named.Convolution.Params().Set(input_dim=4, output_dim=8)
+    yield "valid", convolution.Copy().Set(padding="VALID", window=(3, 1)), [IMAGE], ["features"]
+    strided = convolution.Copy().Set(strides=(2, 1), activation="NONE", window=(5, 2))
+    yield "strides", strided, [IMAGE], ["features"]
+    pixels = convolution.Copy().Set(window=(1, 1), use_bias=False, activation="GELU")
+    yield "pixels", pixels, [IMAGE], ["features"]
+    yield "residual", convolution.Copy().Set(output_dim=4, residual=True), [IMAGE], ["features"]
+
 
 CASES = {}
 for label, its_params, arrays, its_dims in _cases():
     title = f"{its_params.cls.__name__}-{label}"
-    case = Case(title, its_params.Copy().Set(name="layer"), tuple(arrays), tuple(its_dims))
+    tokens = PIXELS if its_params.cls is named.Convolution else TOKENS
+    its_params = its_params.Copy().Set(name="layer")
+    case = Case(title, its_params, tuple(arrays), tuple(its_dims), tokens)
     assert CASES.setdefault(title, case) is case
 
 # What the room exports that is a layer.
@@ -200,7 +216,7 @@ def with_layouts():
         shown = {}
         for case in cases:
             for rules in case.layouts:
-                dims = ("batch", "length", "embed", *case.dims)
+                dims = (*case.tokens, *case.dims)
                 axes = [(dim, rules.axis(dim)) for dim in dims]
                 split = {(case.name, dim, axis is not None) for dim, axis in axes}
                 shown[case.name, str(rules)] = {*itertools.combinations(axes, 2), *split}

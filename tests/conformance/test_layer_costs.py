@@ -32,6 +32,8 @@ def flops_of(graph):
             flags = ("transpose_a",) if operation.type == "MatMul" else ("adj_x",)
             summed = shapes[0][-2 if operation.get_attr(flags[0]) else -1]
             total += 2 * summed * operation.outputs[0].shape.num_elements()
+        elif operation.type == "Conv2D":
+            total += 2 * math.prod(shapes[1][:-1]) * operation.outputs[0].shape.num_elements()
         else:
             functions = list(called_functions(graph, operation))
             times = 1
@@ -77,14 +79,20 @@ def sizes_of(meta):
 class Enter(NamedLayer):
     """Gives its inputs to the next stage in slices, as layers between others get them."""
 
+    @classmethod
+    def Params(cls):
+        p = super().Params()
+        p.Define("tokens", (), "Names of the dims of the first input; others have the first few.")
+        return p
+
     def FProp(self, theta, *inputs):
         del theta
-        dims = ["batch", "length", "embed"]
+        dims = self.params.tokens
         found = [None if x is None else self.Named(x, dims[: x.shape.rank]) for x in inputs]
         return found[0] if len(found) == 1 else tuple(found)
 
     def dims(self):
-        return {"batch", "length", "embed"}
+        return set(self.params.tokens)
 
 
 class Leave(NamedLayer):
@@ -100,6 +108,7 @@ class Leave(NamedLayer):
 def kept(case, mesh="", rules=""):
     """What all devices of a replica keep of a microbatch, in a pipeline's stage of this layer."""
     enter, leave = (cls.Params().Set(name=cls.__name__) for cls in (Enter, Leave))
+    enter.tokens = case.tokens
     cells = [
         FeatureExtractionLayer.Params().Set(name=f"stage{i}", sub=subs)
         for i, subs in enumerate([[enter], [case.params.Copy(), leave]])

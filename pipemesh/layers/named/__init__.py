@@ -19,6 +19,7 @@ Example:
 """
 
 from pipemesh.layers.named.attention import Attention
+from pipemesh.layers.named.convolution import Convolution
 from pipemesh.layers.named.dropout import Dropout
 from pipemesh.layers.named.embedding import Embedding
 from pipemesh.layers.named.experts import Experts
@@ -33,6 +34,7 @@ from pipemesh.layers.named.transformer_block import TransformerBlock
 
 __all__ = [
     "Attention",
+    "Convolution",
     "Dropout",
     "Embedding",
     "Experts",

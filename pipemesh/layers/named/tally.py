@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import tensorflow as tf
@@ -14,7 +14,9 @@ from pipemesh.errors import PartitionError
 from pipemesh.lowering.arguments import dim_names
 from pipemesh.lowering.costs import CommunicationCosts
 from pipemesh.lowering.lowering import Lowering
+from pipemesh.lowering.ops.convolution import windows_of
 from pipemesh.lowering.ops.relayout import change_splits
+from pipemesh.lowering.ops.windows import rows_sent
 from pipemesh.mesh import Dim, Shape
 
 
@@ -226,6 +228,43 @@ class Tally:
         axis = self._rules.axis(dim)
         self.all_reduce(found, [axis] if axis else [])
         return found
+
+    def convolution(
+        self,
+        x: Value,
+        filters: Value,
+        window: Mapping[str, str],
+        padding: str,
+        strides: Mapping[str, int],
+    ) -> Value:
+        """A convolution with weights, as `pipemesh.lowering.ops.conv2d`.
+
+        Its gradient reads the rows that windows slide over, those of neighbours and zeros too.
+        """
+        shape, runs = windows_of(
+            x.shape, filters.shape, window, padding, strides, self._rules, self._mesh
+        )
+        summed = filters.shape - shape
+        self._rules.tensor_layout(x.shape | shape.without(*runs), self._mesh)
+        self.flops += 2 * summed.size * shape.size
+        axes = self.meet(x, filters)
+        rows = x
+        for name, of in runs.items():
+            axis, own = self._rules.axis(name), rows.shape[name].size
+            parts = self._mesh.size(axis) if axis else 1
+            for number in rows_sent(of, parts):
+                sent = self._slice(self._with_rows(rows, name, number * parts))
+                for backward in (False, True) if x.has_gradient else (False,):
+                    self.send("permute", [str(axis)], sent, backward)
+            if of.start or of.length * parts != own:
+                rows = self._with_rows(rows, name, of.length * parts)
+        self.keep(rows, axes=axes)
+        result = Value(shape, x.dtype)
+        self.all_reduce(result, [axis for axis in axes if axis not in self._axes(result)])
+        return result
+
+    def _with_rows(self, x: Value, name: str, number: int) -> Value:
+        return self.made(x.shape.replace(name, Dim(name, number)), x)
 
     def rename(self, x: Value, names: dict[str, str]) -> Value:
         """Gives dims other names, so that splits may move."""

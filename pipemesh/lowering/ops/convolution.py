@@ -11,11 +11,12 @@ import tensorflow as tf
 from pipemesh.backend.kept_gradients import custom_gradient
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import ShapeError
+from pipemesh.lowering.ops.elementwise import in_order
 from pipemesh.lowering.ops.relayout import change_splits
 from pipemesh.lowering.ops.windows import Windows, take_windows
 from pipemesh.lowering.registry import register
 from pipemesh.lowering.tensor import Tensor, check_same_dtype, check_same_lowering
-from pipemesh.mesh import Dim, Shape
+from pipemesh.mesh import Dim, LayoutRules, Mesh, Shape
 from pipemesh.text import nearest_text
 
 # "SAME" or "VALID".
@@ -142,12 +143,7 @@ def _conv(
     shared = x.shape.without(*window) & rest
     out = rest - shared
     batch = x.shape.without(*window, *shared.names)
-    shape, starts = x.shape.without(*shared.names), dict[str, int]()
-    for name, of in window.items():
-        reach = (kernel[of].size - 1) * spread[name] + 1
-        size, starts[name] = _output(x.shape[name], reach, steps[name], padding)
-        shape = shape.replace(name, Dim(name, size))
-    shape = Shape((*shape.dims, *out.dims))
+    shape, starts = _result(x.shape, filters.shape, window, padding, steps, spread)
     layout = lowering.tensor_layout(shape)
     # All dims together, as they meet in the products; those of the window are whole.
     lowering.tensor_layout(Shape((*x.shape.dims, *out.dims)))
@@ -160,12 +156,9 @@ def _conv(
     weights = lowering.vary(weights, [axis for axis in axes if axis not in own])
     rows = x.vary(axes)
     for name, of in window.items():
-        at, step = x.shape.index(name), steps[name]
-        share = layout.slice_shape[shape.index(name)]
+        at, share = x.shape.index(name), layout.slice_shape[shape.index(name)]
         reach = (kernel[of].size - 1) * spread[name] + 1
-        runs = Windows(
-            x.shape[name].size, starts[name], share * step, max(share - 1, 0) * step + reach
-        )
+        runs = _runs(x.shape[name], starts[name], share, steps[name], reach)
         rows = take_windows(lowering, rows, x.layout.axes[at], at, runs)
 
     x_order = [x.shape.index(name) for name in (*batch.names, *window, *shared.names)]
@@ -173,7 +166,7 @@ def _conv(
     computed = (*batch.names, *window, *out.names)
 
     def local(image: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
-        image, weight = tf.transpose(image, x_order), tf.transpose(weight, order)
+        image, weight = in_order(image, x_order), in_order(weight, order)
         sizes, outs = static_sizes(image), static_sizes(weight)[rank + len(shared) :]
         batches, spatial = sizes[: len(batch)], sizes[len(batch) : len(batch) + rank]
         channels = math.prod(sizes[len(batch) + rank :])
@@ -186,11 +179,77 @@ def _conv(
         # Of an empty batch, TensorFlow returns an image of other sizes, as empty as the right one.
         slid = [layout.slice_shape[shape.index(name)] for name in window]
         found = tf.reshape(found, [*batches, *slid, *outs])
-        return tf.transpose(found, [computed.index(name) for name in shape.names])
+        return in_order(found, [computed.index(name) for name in shape.names])
 
     partial = lowering.map(local, rows, weights)
     summed = [axis for axis in axes if axis not in layout.split_axes]
     return Tensor(lowering, lowering.all_reduce(partial, summed), shape)
+
+
+def windows_of(
+    x: Shape,
+    filters: Shape,
+    window: Mapping[str, str],
+    padding: str,
+    strides: Mapping[str, int],
+    rules: LayoutRules,
+    mesh: Mesh,
+) -> tuple[Shape, dict[str, Windows]]:
+    """What a convolution gives, and which rows it needs for it.
+
+    Args:
+        x: shape of the images.
+        filters: of the filters.
+        window: as for `conv2d`.
+        padding: `"SAME"` or `"VALID"`.
+        strides: one for each name.
+        rules: that split.
+        mesh: over which.
+
+    Returns:
+        The shape of the result, and for each dim that is slid over the runs of rows.
+
+    Raises:
+        ShapeError: a window is greater than `x`.
+        LayoutError: the result cannot be split as the rules say.
+    """
+    shape, starts = _result(x, filters, window, padding, strides, dict.fromkeys(window, 1))
+    layout = rules.tensor_layout(shape, mesh)
+    runs = {
+        name: _runs(
+            x[name],
+            starts[name],
+            layout.slice_shape[shape.index(name)],
+            strides[name],
+            filters[of].size,
+        )
+        for name, of in window.items()
+    }
+    return shape, runs
+
+
+def _result(
+    x: Shape,
+    filters: Shape,
+    window: Mapping[str, str],
+    padding: str,
+    steps: Mapping[str, int],
+    spread: Mapping[str, int],
+) -> tuple[Shape, dict[str, int]]:
+    """The shape of the result, and for each dim the row at which the first window begins."""
+    rest = filters.without(*window.values())
+    shared = x.without(*window) & rest
+    shape, starts = x.without(*shared.names), dict[str, int]()
+    for name, of in window.items():
+        reach = (filters[of].size - 1) * spread[name] + 1
+        size, starts[name] = _output(x[name], reach, steps[name], padding)
+        shape = shape.replace(name, Dim(name, size))
+    return Shape((*shape.dims, *(rest - shared).dims)), starts
+
+
+def _runs(dim: Dim, start: int, share: int, step: int, reach: int) -> Windows:
+    """The rows of a dim that each processor's share of windows needs."""
+    return Windows(dim.size, start, share * step, max(share - 1, 0) * step + reach)
 
 
 def _convolve(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -71,14 +71,25 @@ def take_windows(
     return _across_slices(lowering, x, axis or "", dim, windows, parts)
 
 
-def _along_slices(
-    lowering: Lowering, x: Slices, axis: str | None, dim: int, windows: Windows, parts: int
-) -> Slices:
+def rows_sent(windows: Windows, parts: int) -> list[int]:
+    """How many rows each permute of `take_windows` sends.
+
+    Args:
+        windows: the runs.
+        parts: the number of slices of the dim.
+    """
+    rows = windows.size // parts
+    if parts == 1 or rows == 0:
+        return []
+    if windows.stride == rows:
+        return [n for _, n, pairs in _blocks(windows, parts) if any(a != b for a, b in pairs)]
+    return [piece.length for piece in _pieces(windows, parts) if piece.distance]
+
+
+def _blocks(windows: Windows, parts: int) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
+    """Of runs that follow the slices each block: first row, length, and who sends it to whom."""
     rows = windows.size // parts
     end = windows.start + windows.length
-    pieces: list[Slices] = []
-    # For each block of the run, in order: the piece that it is, or the number of its zeros.
-    blocks: list[int | None] = []
     for distance in range(windows.start // rows, -(-end // rows)):
         begin = max(windows.start - distance * rows, 0)
         length = min(end - distance * rows, rows) - begin
@@ -87,6 +98,17 @@ def _along_slices(
             for at in range(parts)
             if windows.wrap or 0 <= at + distance < parts
         ]
+        yield begin, length, pairs
+
+
+def _along_slices(
+    lowering: Lowering, x: Slices, axis: str | None, dim: int, windows: Windows, parts: int
+) -> Slices:
+    rows = windows.size // parts
+    pieces: list[Slices] = []
+    # For each block of the run, in order: the piece that it is, or the number of its zeros.
+    blocks: list[int | None] = []
+    for begin, length, pairs in _blocks(windows, parts):
         if not pairs:
             blocks.append(length)
             continue
@@ -111,12 +133,28 @@ def _along_slices(
     return lowering.map(join, *pieces)
 
 
-def _across_slices(
-    lowering: Lowering, x: Slices, axis: str, dim: int, windows: Windows, parts: int
-) -> Slices:
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """Rows that each processor gets from another one, so many further on.
+
+    Attributes:
+        distance: how many.
+        length: the number of rows.
+        sources: where they begin in the slice of each source.
+        places: where they go in the run of each target.
+        targets: those that get some.
+    """
+
+    distance: int
+    length: int
+    sources: list[int]
+    places: list[int]
+    targets: list[int]
+
+
+def _pieces(windows: Windows, parts: int) -> Iterator[_Piece]:
+    """What runs are made of that do not follow the slices."""
     rows = windows.size // parts
-    at = lowering.coordinate(axis)
-    pieces: list[Slices] = []
     for distance in range(1 - parts, parts):
         # For each target the rows of its source, counted within the source's slice.
         needed: dict[int, tuple[int, int]] = {}
@@ -136,16 +174,26 @@ def _across_slices(
             sources[source] = min(begin, rows - length)
             row = source * rows + sources[source]
             places[target] = row - windows.start - target * windows.stride
+        yield _Piece(distance, length, sources, places, list(needed))
 
-        def cut(t: tf.Tensor, i: tf.Tensor, begins: list[int] = sources, n: int = length):
-            return _rows_from(t, dim, tf.constant(begins)[i], n)
 
-        def place(t: tf.Tensor, i: tf.Tensor, begins: list[int] = places) -> tf.Tensor:
-            return _rows_from(t, dim, -tf.constant(begins)[i], windows.length)
+def _across_slices(
+    lowering: Lowering, x: Slices, axis: str, dim: int, windows: Windows, parts: int
+) -> Slices:
+    rows = windows.size // parts
+    at = lowering.coordinate(axis)
+    pieces: list[Slices] = []
+    for found in _pieces(windows, parts):
 
-        piece = lowering.map(cut, x, at) if length < rows else x
-        if distance:
-            pairs = [(target + distance, target) for target in needed]
+        def cut(t: tf.Tensor, i: tf.Tensor, of: _Piece = found) -> tf.Tensor:
+            return _rows_from(t, dim, tf.constant(of.sources)[i], of.length)
+
+        def place(t: tf.Tensor, i: tf.Tensor, of: _Piece = found) -> tf.Tensor:
+            return _rows_from(t, dim, -tf.constant(of.places)[i], windows.length)
+
+        piece = lowering.map(cut, x, at) if found.length < rows else x
+        if found.distance:
+            pairs = [(target + found.distance, target) for target in found.targets]
             piece = lowering.permute(piece, axis, pairs)
         pieces.append(lowering.map(place, piece, at))
     if not pieces:
