@@ -19,6 +19,7 @@ from pipemesh.layers import lingvo_loader as lingvo_loader  # isort: skip
 
 from pipemesh.layers.costs import layer_costs
 from pipemesh.layers.feature_extraction import FeatureExtractionLayer
+from pipemesh.layers.function_layer import FunctionLayer
 from pipemesh.layers.keras_layer import KerasLayer
 from pipemesh.layers.lingvo_checkpoint import lingvo_checkpoint_rules, lingvo_names
 from pipemesh.layers.mesh_cluster import mesh_cluster
@@ -33,6 +34,7 @@ from pipemesh.layers.step_seed import (
 
 __all__ = [
     "FeatureExtractionLayer",
+    "FunctionLayer",
     "GenerateStepSeedPair",
     "GetOverWriteGlobalStep",
     "KerasLayer",

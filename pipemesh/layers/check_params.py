@@ -77,6 +77,8 @@ def check_layer(where: str, layer: Any) -> None:
         )
     elif isinstance(layer, type):
         way_out = f"write {layer.__name__}.Params()"
+    elif callable(layer):
+        way_out = "write FunctionLayer.Params().Set(name=..., function=...)"
     else:
         way_out = "write SomeLayer.Params()"
     raise PipelineError(f"{where} is {_short(layer)}, not the Params of a layer; {way_out}")

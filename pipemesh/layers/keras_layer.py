@@ -8,13 +8,12 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from lingvo.core import base_layer, py_utils, tshape
+from lingvo.core import base_layer, py_utils
 
-from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import PipelineError
 from pipemesh.layers.check_params import with_article
-from pipemesh.layers.feature_extraction import to_tuple
 from pipemesh.layers.step_seed import GenerateStepSeedPair
+from pipemesh.layers.traced_meta import traced_meta
 
 _SEED_STATE = "seed_generator_state"
 
@@ -141,16 +140,12 @@ class KerasLayer(base_layer.BaseLayer):
         # Keras knows the shapes of the outputs without a weight's value.
         layer = _built(p)
         specs = [tf.TensorSpec(size, layer.compute_dtype) for size in sizes]
-        function = tf.function(lambda *x: layer(*x, training=False), autograph=False)
-        graph = function.get_concrete_function(*specs).graph
-        outputs = [t for t in to_tuple(graph.structured_outputs) if t is not None]
-        flops = _products(graph) if p.flops is None else p.flops(*shapes)
+        meta = traced_meta(lambda *x: layer(*x, training=False), specs)
+        if p.flops is not None:
+            meta.flops = p.flops(*shapes)
         number = sum(math.prod(v.shape) for v in layer.trainable_variables)
-        return py_utils.NestedMap(
-            flops=flops,
-            out_shapes=tuple(tshape.Shape(t.shape.as_list()) for t in outputs),
-            parameter_bytes=number * tf.as_dtype(layer.variable_dtype).size,
-        )
+        meta.parameter_bytes = number * tf.as_dtype(layer.variable_dtype).size
+        return meta
 
 
 def _built(p: Any) -> Any:
@@ -200,32 +195,3 @@ def _names(variables: Sequence[Any]) -> list[str]:
 
 def _is_seed(variable: Any) -> bool:
     return variable.path.rpartition("/")[2] == _SEED_STATE
-
-
-def _products(graph: Any) -> int:
-    """Flops of the products and convolutions of a graph with static shapes."""
-    return sum(_flops(op) for op in graph.get_operations())
-
-
-def _flops(op: tf.Operation) -> int:
-    """Two for each product of two numbers that an operation adds up."""
-    if op.type in ("MatMul", "BatchMatMulV2"):
-        name = "transpose_a" if op.type == "MatMul" else "adj_x"
-        inner = static_sizes(op.inputs[0])[-2 if op.get_attr(name) else -1]
-        return 2 * inner * math.prod(static_sizes(op.outputs[0]))
-    if op.type == "Einsum":
-        given, result = op.get_attr("equation").decode().split("->")
-        names = given.split(",")
-        # An ellipsis stands in front, if at all.
-        sizes = {
-            letter: size
-            for text, tensor in zip(names, op.inputs, strict=True)
-            for letter, size in zip(reversed(text), reversed(static_sizes(tensor)), strict=False)
-            if letter not in f"{result}."
-        }
-        summed = math.prod(sizes.values()) * math.prod(static_sizes(op.outputs[0]))
-        return 2 * summed if len(names) > 1 else 0
-    if op.type in ("Conv2D", "Conv3D"):
-        window = static_sizes(op.inputs[1])
-        return 2 * math.prod(window[:-1]) * math.prod(static_sizes(op.outputs[0]))
-    return 0

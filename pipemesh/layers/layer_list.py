@@ -9,11 +9,16 @@ from lingvo.core import builder_layers
 from pipemesh.errors import PartitionError, PipelineError
 from pipemesh.layers.check_params import check_layer
 from pipemesh.layers.feature_extraction import FeatureExtractionLayer
+from pipemesh.layers.function_layer import as_layer
 
 
 def named_layers(params: Any) -> list[Any]:
-    """Copies of the params of all layers of a sequence, named by their place in it."""
+    """Copies of the params of all layers of a sequence, named by their place in it.
+
+    In a list, plain functions are layers as well.
+    """
     if isinstance(params, (list, tuple)):
+        params = [as_layer(p) for p in params]
         for p in params:
             _check(p)
         layers = [p.Copy() for p in params]

@@ -41,7 +41,7 @@ def PartitionSequentialLayers(
     of stages, and so are their variables.
 
     Args:
-        params: params of a `SequentialLayer`, or a list of layers' params.
+        params: params of a `SequentialLayer`, or a list of layers' params and plain functions.
         num_partitions: the number of stages.
         *shapes: `tshape.Shape` of each input of the first layer; None for an input that is None.
             With `memory_limit` or `bandwidth` they must be those of one microbatch, and inputs
