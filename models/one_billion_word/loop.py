@@ -27,11 +27,15 @@ from models.one_billion_word.request import Request
 from models.one_billion_word.trainer import TextError, Trainer
 from models.one_billion_word.unigram import fit_unigram
 from models.one_billion_word.vocabulary import Vocabulary
+from pipemesh.backend.peak import peak_memory
+from pipemesh.partition.text import bytes_text
 from pipemesh.schedule.render import to_html, to_trace
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # A shell reports the number of the signal beyond this.
 _BY_SIGNAL = 128
+# Steps that speed is told of once.
+_MEASURED_STEPS = 5
 
 
 class Loop:
@@ -51,6 +55,8 @@ class Loop:
         self._corpus, self._vocabulary = corpus, vocabulary
         self._stop: int | None = None
         self._rate: float | None = None
+        # What the devices can do in flops a second; the first steps, and their seconds.
+        self._peak, self._measured_steps, self._seconds = 0.0, 0, 0.0
         self._writers: dict[str, Any] = {}
         self._complained: set[str] = set()
 
@@ -84,6 +90,9 @@ class Loop:
     def _train(self) -> None:
         trainer, request = self._trainer, self._request
         steps = request.steps
+        if trainer.step < steps:
+            with waiting("measuring the devices"):
+                self._peak = trainer.peak_flops()
         terminal = sys.stderr.isatty()
         with tqdm(
             total=max(steps, trainer.step),
@@ -99,6 +108,7 @@ class Loop:
                     with ticking(lambda _: bar.refresh(), period, period):
                         self._one_step(bar)
                     gc.enable()
+                    self._report(bar)
                 else:
                     self._one_step(bar)
                 done = trainer.step
@@ -110,6 +120,40 @@ class Loop:
                         self._summarize_heldout(score)
                         bar.write(f"step {done}: held out {describe(score)}", file=sys.stdout)
                         sys.stdout.flush()
+
+    def _report(self, bar: Any) -> None:
+        """Says what a step holds and sends, and writes how the weights lie beside the run."""
+        found = self._trainer.report
+        if found is None:
+            return
+        path = os.path.join(self._request.logdir, "layout.txt")
+        told = f"predicted of a step:\n{found}"
+        try:
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(f"{found.layout()}\n")
+            told = f"{told}\nlayout of the weights: {path}"
+        except OSError as error:
+            told = f"{told}\nthe layout of the weights cannot be written ({reason(error)})"
+        bar.write(told, file=sys.stdout)
+        sys.stdout.flush()
+
+    def _measured(self, bar: Any, seconds: float) -> None:
+        """Says what the first steps after the graph was built have shown."""
+        self._measured_steps += 1
+        self._seconds += seconds
+        if self._measured_steps == _MEASURED_STEPS:
+            share = self._mfu(self._seconds / _MEASURED_STEPS)
+            bar.write(
+                f"measured over {_MEASURED_STEPS} steps: {self._rate:,.0f} tokens/s, "
+                f"MFU {share:.1%} of {self._peak / 1e9:,.0f} GFLOP/s, "
+                f"{bytes_text(peak_memory(self._trainer.all_devices))}",
+                file=sys.stdout,
+            )
+            sys.stdout.flush()
+
+    def _mfu(self, seconds: float) -> float:
+        """The share of what the devices can do that the model's products make up."""
+        return ratio(self._trainer.flops, seconds * self._peak)
 
     def _save(self, bar: Any, last: bool) -> None:
         try:
@@ -145,8 +189,10 @@ class Loop:
         else:
             now = ratio(score.tokens, seconds)
             values["tokens_per_second"] = now
+            values["mfu"] = self._mfu(seconds)
             self._rate = 0.9 * self._rate + 0.1 * now if self._rate else now
             shown += f", {self._rate:,.0f} tokens/s"
+            self._measured(bar, seconds)
         self._summarize("train", **values)
         bar.set_postfix_str(shown, refresh=False)
         bar.update()

@@ -113,9 +113,9 @@ def layers_of(config: LanguageModelParams) -> list[Any]:
     return [embedding, *(block.Copy() for _ in range(config.NUM_LAYERS)), softmax]
 
 
-def input_shapes_of(config: LanguageModelParams) -> tuple[Any, ...]:
-    """Shapes of the five inputs of the stack, for one microbatch."""
-    size = config.BATCH_SIZE // config.PLAN.num_microbatches
+def input_shapes_of(config: LanguageModelParams, num_replicas: int = 1) -> tuple[Any, ...]:
+    """Shapes of the five inputs of the stack, for one microbatch, or a replica's part of it."""
+    size = config.BATCH_SIZE // config.PLAN.num_microbatches // num_replicas
     return (tshape.Shape([size, config.SEQUENCE_LENGTH]),) * 5
 
 

@@ -18,11 +18,13 @@ from models.one_billion_word.about import About
 from models.one_billion_word.checkpoint import Checkpoints, reason
 from models.one_billion_word.corpus import Corpus
 from models.one_billion_word.input import PREFETCHED_BATCHES, heldout_dataset, train_dataset
+from models.one_billion_word.params import input_shapes_of, stage_flops_of
 from models.one_billion_word.stage_table import stage_table
 from models.one_billion_word.vocabulary import Vocabulary
 from pipemesh.backend.optimizers import create_slots
+from pipemesh.backend.peak import peak_flops
 from pipemesh.errors import PipemeshError
-from pipemesh.layers import mesh_cluster
+from pipemesh.layers import Report, mesh_cluster, report
 from pipemesh.layers.named import by_logical_name
 from pipemesh.recurrent import ActionClock, Placement, record_placement
 from pipemesh.schedule import Timeline, simulate
@@ -57,6 +59,7 @@ class Trainer:
         devices: the devices of each stage, one for each replica.
         about: what is noted beside checkpoints.
         sample: the held-out batches to judge by while training.
+        report: what was predicted of a step, once its graph is built; None without a pipeline.
     """
 
     def __init__(
@@ -109,6 +112,8 @@ class Trainer:
             self._places = {restore: 0}
             for _ in range(skip):
                 self._next_batch()
+        self.report: Report | None = None
+        self.task.stack.noted_run = self._note_run
         self._train = tf.function(self._train_step, autograph=False)
         self._evaluate = tf.function(self._evaluate_batch, autograph=False)
         self._is_first = True
@@ -118,6 +123,27 @@ class Trainer:
     def _cluster(self, do_eval: bool = False) -> Any:
         plan = self._config.PLAN
         return mesh_cluster(plan.mesh, self._device_type, do_eval, plan.layout)
+
+    def _note_run(self, run: Any) -> None:
+        stack, config = self.task.stack, self._config
+        stack.noted_run = None
+        shapes = input_shapes_of(config, config.PLAN.num_replicas)
+        self.report = report(stack, run, shapes, self._optimizer_variables())
+
+    @property
+    def flops(self) -> float:
+        """Of a step: products of matrices, forward and backward, without what is computed again."""
+        return 3 * sum(stage_flops_of(self._config))
+
+    @property
+    def all_devices(self) -> list[str]:
+        """Those of all stages."""
+        return [device for home in self.devices for device in home]
+
+    def peak_flops(self) -> float:
+        """What the devices can compute a second, measured now."""
+        dtype = tf.as_dtype(self._config.PLAN.compute_dtype or tf.float32)
+        return peak_flops(self.all_devices, dtype)
 
     def stage_table(self) -> str:
         """Which layers each stage has, and where."""

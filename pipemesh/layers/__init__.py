@@ -26,6 +26,7 @@ from pipemesh.layers.mesh_cluster import mesh_cluster
 from pipemesh.layers.partition_layers import PartitionSequentialLayers
 from pipemesh.layers.pipeline.pipelining import PipeliningLayer
 from pipemesh.layers.pipeline.seq_layer import SeqLayer
+from pipemesh.layers.report import Report, report
 from pipemesh.layers.step_seed import (
     GenerateStepSeedPair,
     GetOverWriteGlobalStep,
@@ -40,10 +41,12 @@ __all__ = [
     "KerasLayer",
     "PartitionSequentialLayers",
     "PipeliningLayer",
+    "Report",
     "SeqLayer",
     "SetOverWriteGlobalStep",
     "layer_costs",
     "lingvo_checkpoint_rules",
     "lingvo_names",
     "mesh_cluster",
+    "report",
 ]

@@ -10,6 +10,7 @@ from lingvo.core import py_utils, tshape
 
 from pipemesh.errors import PartitionError
 from pipemesh.layers.check_params import with_article
+from pipemesh.lowering.costs import CommunicationCosts
 from pipemesh.partition.costs import number_problem
 
 _META = (
@@ -28,6 +29,7 @@ class Meta:
         parameter_bytes: of all weights, or None if it does not say.
         activation_bytes: what the layer keeps for its backward pass, or None.
         communication_bytes: what its processors send to each other, forward and backward, or None.
+        communication: what one of its processors sends, by axis and primitive, or None.
     """
 
     flops: float
@@ -35,11 +37,13 @@ class Meta:
     parameter_bytes: float | None = None
     activation_bytes: float | None = None
     communication_bytes: float | None = None
+    communication: CommunicationCosts | None = dataclasses.field(default=None, kw_only=True)
 
     @classmethod
     def bytes_said(cls) -> tuple[str, ...]:
         """The names of what a layer may leave unsaid."""
-        return tuple(field.name for field in dataclasses.fields(cls) if field.default is None)
+        fields = dataclasses.fields(cls)
+        return tuple(f.name for f in fields if f.default is None and not f.kw_only)
 
 
 def layer_flops(layers: list[Any], *shapes: Any) -> list[float]:
@@ -113,4 +117,5 @@ def _meta(layer: Any, shapes: tuple[Any, ...]) -> Meta:
                 f"{where}: FPropMeta returns {name}={value!r}; it must be a number of bytes, zero "
                 "or more"
             )
-    return Meta(flops, tuple(out_shapes), **said)
+    sent = getattr(meta, "communication", None)
+    return Meta(flops, tuple(out_shapes), **said, communication=sent)

@@ -29,14 +29,14 @@ from pipemesh import needs_tensorflow as needs_tensorflow  # isort: skip
 
 from pipemesh.recurrent.executor import pipeline, pipeline_loss
 from pipemesh.recurrent.home import Home, current_devices
-from pipemesh.recurrent.memory import DeviceMemory, predict_memory
+from pipemesh.recurrent.memory import DeviceMemory, memory_of, predict_memory
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.precision import LossScale
 from pipemesh.recurrent.remat import REMAT_POLICIES, RematPolicy, Selective
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.time.recurrent import Recurrent
 from pipemesh.recurrent.time.stacked_recurrent import StackedRecurrent
-from pipemesh.recurrent.transfers import Transfer, predict_transfers
+from pipemesh.recurrent.transfers import Transfer, predict_transfers, transfers_of
 from pipemesh.recurrent.watch.clock import ActionClock
 from pipemesh.recurrent.watch.explain import explain
 from pipemesh.recurrent.watch.placement import Placement, record_placement
@@ -57,9 +57,11 @@ __all__ = [
     "Transfer",
     "current_devices",
     "explain",
+    "memory_of",
     "pipeline",
     "pipeline_loss",
     "predict_memory",
     "predict_transfers",
     "record_placement",
+    "transfers_of",
 ]

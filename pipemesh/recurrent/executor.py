@@ -65,7 +65,9 @@ def pipeline(
         >>> [float(y) for y in run(tf.range(4.0))]
         [0.0, 4.0, 8.0, 12.0]
     """
-    run = Run(stages, inputs, schedule, step, options or Options(), performer)
+    run = Run(stages, inputs, schedule, step, options := options or Options(), performer)
+    if options.noted_run is not None:
+        options.noted_run(run)
     forwards, backwards = run.phases()
     if any(spec.shape.rank == 0 for spec in run.last_specs):
         raise PipelineError(
@@ -160,7 +162,7 @@ def pipeline_loss(
         [126.0, 84.0]
     """
     stages = [*stages[:-1], with_loss(stages[-1])] if stages else stages
-    run = Run(stages, inputs, schedule, step, options or Options())
+    run = Run(stages, inputs, schedule, step, options := options or Options())
     spec = run.last_specs[0] if run.last_specs else None
     if spec is None or spec.shape.rank != 0 or not spec.dtype.is_floating:
         given = "nothing" if spec is None else f"{spec.dtype.name} of shape {spec.shape}"
@@ -168,6 +170,8 @@ def pipeline_loss(
             f"the first output of the last stage is {given}; with the loss inside the pipeline it "
             "is the microbatch's loss, a floating scalar"
         )
+    if options.noted_run is not None:
+        options.noted_run(run)
     run.seed_loss()
     run.perform(run.items)
     losses, *others = run.outputs()

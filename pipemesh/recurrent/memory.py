@@ -44,12 +44,14 @@ class DeviceMemory:
             as the input of a stage that is the output of another on the same device, counts for
             both.
         stages: what each of its stages keeps of one microbatch. Left aside in comparisons.
+        device: its name. Left aside, too.
     """
 
     weights: int
     gradients: int
     kept: int
     stages: tuple[StageMemory, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    device: str = dataclasses.field(default="", compare=False, repr=False)
 
     @property
     def total(self) -> int:
@@ -97,7 +99,16 @@ def predict_memory(
         [320, 320]
         [80, 40]
     """
-    run = Run(stages, inputs, schedule, step, options or Options())
+    return memory_of(Run(stages, inputs, schedule, step, options or Options()))
+
+
+def memory_of(run: Run) -> list[DeviceMemory]:
+    """What a run holds; see `predict_memory`.
+
+    Args:
+        run: what `Options.noted_run` was given.
+    """
+    stages, schedule = run.stages, run.schedule
     found = []
     for home, row in enumerate(schedule.rows):
         own = [s for s, owner in enumerate(schedule.stage_devices) if owner == home]
@@ -126,7 +137,7 @@ def predict_memory(
             if not schedule.is_forward_only:
                 gradients = sum(run.sizes.sums(s, p) for s in own for p in places)
             each = tuple(_of_stage(run, s, places[0]) for s in own)
-            found.append(DeviceMemory(weights, gradients, peak, each))
+            found.append(DeviceMemory(weights, gradients, peak, each, device))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from pipemesh.errors import PipelineError
@@ -42,6 +43,7 @@ class Options:
         clock: notes when each action runs.
         strict_devices: whether an operation of a stage that is pinned to another device, or has no
             kernel for the device of its stage, is an error; see also `placement`.
+        noted_run: is given the run before it is performed, for `memory_of` and `transfers_of`.
     """
 
     batch_dim: int = 0
@@ -53,6 +55,7 @@ class Options:
     check_numerics: str | None = None
     clock: ActionClock | None = None
     strict_devices: bool = False
+    noted_run: Callable[[Any], None] | None = None
 
     def __post_init__(self) -> None:
         policy_of(self.remat)

@@ -95,10 +95,20 @@ def predict_transfers(
         weights           CPU:0  CPU:1      1     40
         weights           CPU:2  CPU:3      1     40
     """
-    run = Run(stages, inputs, schedule, step, options or Options())
+    return transfers_of(Run(stages, inputs, schedule, step, options or Options()))
+
+
+def transfers_of(run: Run, inside: bool = True) -> list[Transfer]:
+    """What a run sends; see `predict_transfers`.
+
+    Args:
+        run: what `Options.noted_run` was given.
+        inside: whether what goes between the devices of a replica inside of actions is counted,
+            for which all their nodes are gone through.
+    """
     times: collections.Counter[tuple[str, str, str]] = collections.Counter()
     sums: collections.Counter[tuple[str, str, str]] = collections.Counter()
-    for what, source, target, size in _each(run, stages, schedule):
+    for what, source, target, size in _each(run, inside):
         if source != target and size:
             times[what, source, target] += 1
             sums[what, source, target] += size
@@ -112,10 +122,9 @@ def table(transfers: Sequence[Transfer]) -> str:
     return "\n".join(columns(rows, left=(0, 1, 2)))
 
 
-def _each(
-    run: Run, stages: Sequence[Stage], schedule: Schedule
-) -> Iterator[tuple[str, str, str, int]]:
+def _each(run: Run, inside: bool) -> Iterator[tuple[str, str, str, int]]:
     """What is handed on, with where from, where to and bytes; also where both are one device."""
+    stages, schedule = run.stages, run.schedule
     last = len(stages) - 1
     for s, stage in enumerate(stages):
         for number, of in stage.copies.items():
@@ -143,6 +152,6 @@ def _each(
             elif action.kind in "BI" and s:
                 size = run.sizes.values(GRADS, s, place)
                 yield "gradients", device, stages[s - 1].devices[place], size
-        if home.group > 1:
+        if inside and home.group > 1:
             for (source, target), size in run.sizes.crossing(action).items():
                 yield "inside a stage", home.devices[source], home.devices[target], size

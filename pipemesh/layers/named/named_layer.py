@@ -109,6 +109,8 @@ class NamedLayer(base_layer.BaseLayer):
               gradients read it and in whatever shape. What is equal on several processors counts
               once for each, unless nothing but the gradient of a weight reads it that they have
               copies of: one of them has the gradient. Weights and their copies do not count.
+            * `communication`: what one processor sends, as `CommunicationCosts`, by axis and
+              primitive.
             * `communication_bytes`: that processors send to each other, forward and backward, as
               `CommunicationCosts` counts them; 0 on one processor. Whole tensors that enter or
               leave the mesh, and copies of weights, do not count.
@@ -124,6 +126,7 @@ class NamedLayer(base_layer.BaseLayer):
             out_shapes=tuple(tshape.Shape(list(value.shape.sizes)) for value in outputs),
             parameter_bytes=tally.parameter_bytes,
             activation_bytes=tally.activation_bytes,
+            communication=tally.costs,
             communication_bytes=tally.communication_bytes,
         )
 

@@ -98,6 +98,8 @@ class PipeliningLayer(SeqLayer):
         self.clock: ActionClock | None = None
         # Set it before a graph is built to have it tell where a value ceased to be finite.
         self.locates_errors = False
+        # Set it before a graph is built to be given its run; see `pipemesh.recurrent.Options`.
+        self.noted_run: Callable[[Any], None] | None = None
 
     def _CreateLayerVariables(self) -> None:
         super()._CreateLayerVariables()
@@ -346,6 +348,7 @@ class PipeliningLayer(SeqLayer):
             uncast_inputs=uncast,
             loss_scale=None if self.do_eval else self.loss_scale,
             clock=None if self.do_eval else self.clock,
+            noted_run=None if self.do_eval else self.noted_run,
             check_numerics=self._check_numerics(eagerly),
             strict_devices=p.strict_devices,
         )

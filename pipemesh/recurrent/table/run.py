@@ -79,6 +79,8 @@ class Run:
     Attributes:
         items: everything there is to perform, in order.
         sources: what gradients flow to: the inputs, each stage's theta, recurrent stages' states.
+        schedule: as given.
+        stages: as given.
         last_specs: of the last stage's outputs for one microbatch.
         sizes: what it holds and sends, in bytes.
     """
@@ -108,7 +110,7 @@ class Run:
         # Options choose one where none is given.
         policy = options.check_numerics
         assert policy is not None
-        self._schedule = schedule
+        self.schedule = schedule
         self._loss_scale = options.loss_scale
         self._has_clock = options.clock is not None
         if any(stage.recurrent for stage in stages):
@@ -129,6 +131,7 @@ class Run:
             options.clock,
             schedule.is_forward_only,
         )
+        self.stages = stages
         self._stages = self._machine.stages
         captured = [traced.captured for traced in self._machine.traced]
         self.sources = [
@@ -175,7 +178,7 @@ class Run:
         Raises:
             ScheduleError: on some device they cannot be told apart.
         """
-        check_phases(self._schedule)
+        check_phases(self.schedule)
         forwards = [item for item in self.items if _first(item).kind == "F"]
         return forwards, self.items[len(forwards) :]
 

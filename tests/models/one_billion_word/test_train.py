@@ -64,10 +64,23 @@ def test_what_it_prints_and_writes(whole):
     assert "held out at step 6: " in out
     assert "smoothed unigram model, same tokens: " in out
     assert f"checkpoint: {logdir}/ckpt-6" in out
+    told = out.partition("predicted of a step:\n")[2].splitlines()
+    assert told[0].split()[:3] == ["device", "weights", "optimizer"]
+    assert told[1].startswith("CPU:0 ") and told[2].startswith("CPU:1 ")
+    assert [line.split()[:3] for line in told[5:7]] == [
+        ["layers", "activations", "2"],
+        ["layers", "gradients", "2"],
+    ]
+    # Between a third, if the two stages were equal, and what the slower one leaves to the other.
+    assert 25 < float(re.search(r"^bubble (\d+\.\d)%$", out, re.MULTILINE)[1]) < 50
+    assert f"layout of the weights: {logdir}/layout.txt" in out
+    assert "stack.d0.cell_000.table " in (logdir / "layout.txt").read_text()
+    assert re.search(r"measured over 5 steps: [\d,]+ tokens/s, MFU \d+\.\d% of [\d,]+ GFLOP/s", out)
     train = scalars(logdir)
     assert {step for _, step in train} == {1, 2, 3, 4, 5, 6}
-    tags = {"loss", "learning_rate", "word_perplexity", "bits_per_byte", "tokens_per_second"}
+    tags = {"loss", "learning_rate", "word_perplexity", "bits_per_byte", "tokens_per_second", "mfu"}
     assert {tag for tag, _ in train} == tags
+    assert all(0 < value < 1 for (tag, _), value in train.items() if tag == "mfu")
     assert ("tokens_per_second", 1) not in train, "the first step builds the graph"
     assert np.isfinite(list(train.values())).all()
     assert {step for _, step in scalars(logdir, "heldout")} == {6}

@@ -1,0 +1,233 @@
+"""What a step of a stack will hold, send and idle, said before the first one runs."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pipemesh.backend.static_shape import num_bytes
+from pipemesh.layers.meta import Meta, layer_metas
+from pipemesh.layers.named import NamedLayer
+from pipemesh.mesh import Shape
+from pipemesh.partition.text import bytes_text
+from pipemesh.plan.places import home_of
+from pipemesh.recurrent import DeviceMemory, Home, Transfer, memory_of, transfers_of
+from pipemesh.schedule import Costs, simulate
+from pipemesh.text import columns
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """What goes along some axes in a step.
+
+    Attributes:
+        axes: names of the axes, joined by `+`.
+        what: `activations`, `gradients`, `weights` and so on, or a primitive and its pass.
+        times: how often a device does it.
+        bytes: of all devices together.
+    """
+
+    axes: str
+    what: str
+    times: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightLayout:
+    """How a weight lies on the devices.
+
+    Attributes:
+        name: the path of its layer and its own name.
+        shape: with names of dims, if it has some.
+        cut: the dims that are cut, each with the number of parts; empty if none is.
+        devices: of its parts.
+        bytes: of the whole weight.
+    """
+
+    name: str
+    shape: str
+    cut: str
+    devices: tuple[str, ...]
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What is known of a step before it runs.
+
+    Attributes:
+        memory: of each device.
+        optimizer: bytes of the optimizer's variables, by device.
+        sent: along each axis.
+        bubble: the share of the time that devices wait for each other, if actions took as long as
+            their flops say.
+        flops: of a step's products of matrices: those of the forward pass three times, whatever is
+            computed again (Chowdhery et al., "PaLM", 2022, appendix B).
+        weights: of all weights where they lie.
+    """
+
+    memory: tuple[DeviceMemory, ...]
+    optimizer: dict[str, int]
+    sent: tuple[Sent, ...]
+    bubble: float
+    flops: float
+    weights: tuple[WeightLayout, ...]
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [
+            ("device", "weights", "optimizer", "gradients", "activations", "in all")
+        ]
+        for found in self.memory:
+            state = self.optimizer.get(found.device, 0)
+            parts = (found.weights, state, found.gradients, found.kept)
+            rows.append((found.device, *map(bytes_text, (*parts, sum(parts)))))
+        lines = columns(rows)
+        if self.sent:
+            sent = [("axis", "what", "times", "bytes")]
+            sent += [(s.axes, s.what, f"{s.times:,}", bytes_text(s.bytes)) for s in self.sent]
+            lines += ["", *columns(sent, left=(0, 1))]
+        return "\n".join([*lines, "", f"bubble {self.bubble:.1%}"])
+
+    def layout(self) -> str:
+        """A line for each weight: its name, shape, cut, bytes and devices."""
+        rows = [("weight", "shape", "cut", "bytes", "devices")]
+        rows += [
+            (w.name, w.shape, w.cut or "-", bytes_text(w.bytes), " ".join(w.devices))
+            for w in self.weights
+        ]
+        return "\n".join(columns(rows, left=(0, 1, 2, 4)))
+
+
+def report(stack: Any, run: Any, shapes: Sequence[Any], optimizer: Sequence[Any] = ()) -> Report:
+    """What is predicted of a training step of a `PipeliningLayer`.
+
+    Nothing is traced for it: `stack.noted_run` gets the run when the step's graph is built.
+
+    Args:
+        stack: the layer, on the cluster that it was made on.
+        run: what `stack.noted_run` was given.
+        shapes: a `tshape.Shape` of each input, for the part of a microbatch that a replica gets.
+        optimizer: its variables.
+
+    Raises:
+        PartitionError: a layer has no `FPropMeta`.
+    """
+    homes = stack.StageHomes()
+    with stack._lowering.on(homes[0].replica(0)):
+        metas = _metas(stack, shapes)
+    held: collections.Counter[str] = collections.Counter()
+    for variable in optimizer:
+        held[short(variable.device)] += num_bytes([variable])
+    number = stack.schedule.num_microbatches
+    inside = _inside(metas, number, homes)
+    memory = [dataclasses.replace(m, device=short(m.device)) for m in memory_of(run)]
+    forward = [sum(meta.flops for meta in of_stage) for of_stage in metas]
+    again = 1 if stack.params.remat == "full" else 0
+    costs = Costs(forward, input_grad=[(1 + again) * f for f in forward], weight_grad=forward)
+    return Report(
+        memory=tuple(memory),
+        optimizer=dict(held),
+        # What is sent while actions compute is said by primitive.
+        sent=(*_between(transfers_of(run, inside=False), _coordinates(stack, homes)), *inside),
+        bubble=simulate(stack.schedule, costs).bubble_ratio,
+        flops=3 * number * homes[0].num_replicas * sum(forward),
+        weights=tuple(_layouts(stack)),
+    )
+
+
+def short(device: str) -> str:
+    """A device without the names of job, replica and task."""
+    return device.split("/")[-1].removeprefix("device:")
+
+
+def _metas(stack: Any, shapes: Sequence[Any]) -> list[list[Meta]]:
+    """What the layers of each stage say of themselves."""
+    cells = [stack.children[cell.name] for cell in stack.params.cell_tpl]
+    layers = [[cell.children[sub.name].params for sub in cell.params.sub] for cell in cells]
+    found = iter(layer_metas([layer for each in layers for layer in each], *shapes))
+    return [[next(found) for _ in each] for each in layers]
+
+
+def _coordinates(stack: Any, homes: Sequence[Home]) -> dict[str, dict[str, int]]:
+    """Where in the mesh each device lies."""
+    mesh, rules = stack.plan.mesh, stack.plan.layout
+    found: dict[str, dict[str, int]] = {}
+    for home, place in zip(homes, stack.schedule.stage_devices, strict=True):
+        processors = home_of(mesh, rules, place % mesh.num_stages)
+        for device, processor in zip(home.devices, processors, strict=True):
+            found.setdefault(short(device), mesh.coordinates(processor))
+    return found
+
+
+def _between(transfers: Sequence[Transfer], at: dict[str, dict[str, int]]) -> list[Sent]:
+    """What goes between actions, by the axes in which source and target differ."""
+    times: dict[tuple[str, str], int] = {}
+    sums: collections.Counter[tuple[str, str]] = collections.Counter()
+    for transfer in transfers:
+        source, target = at[short(transfer.source)], at[short(transfer.target)]
+        axes = "+".join(axis for axis in source if source[axis] != target[axis])
+        key = axes, transfer.what
+        times[key] = max(times.get(key, 0), transfer.times)
+        sums[key] += transfer.bytes
+    return [Sent(*key, times[key], sums[key]) for key in sorted(sums)]
+
+
+def _inside(
+    metas: Sequence[Sequence[Meta]], num_microbatches: int, homes: Sequence[Home]
+) -> list[Sent]:
+    """What the devices of a replica send while actions compute, by primitive."""
+    times: dict[tuple[str, str], int] = {}
+    sums: collections.Counter[tuple[str, str]] = collections.Counter()
+    for of_stage, home in zip(metas, homes, strict=True):
+        calls: collections.Counter[tuple[str, str]] = collections.Counter()
+        for costs in (meta.communication for meta in of_stage):
+            for (axes, primitive, direction), (number, sent) in (
+                costs.rows if costs else {}
+            ).items():
+                key = "+".join(axes), f"{primitive} {direction}"
+                calls[key] += number * num_microbatches
+                sums[key] += sent * num_microbatches * len(home)
+        for key, number in calls.items():
+            times[key] = max(times.get(key, 0), number)
+    return [Sent(*key, times[key], sums[key]) for key in sorted(sums)]
+
+
+def _layouts(layer: Any) -> Iterator[WeightLayout]:
+    """The weights of a layer and of those in it."""
+    own = dict(layer._private_vars)
+    if isinstance(layer, NamedLayer):
+        for name, shape in layer.named_shapes.items():
+            parts = [own.pop(n) for n in layer.weight_holders() if _is_part(n, name) and n in own]
+            if parts:
+                yield _layout(f"{layer.path}.{name}", parts, shape)
+    for name, variable in own.items():
+        yield _layout(f"{layer.path}.{name}", [variable], None)
+    for child in layer.children.values():
+        for each in child if isinstance(child, list | tuple) else [child]:
+            yield from _layouts(each)
+
+
+def _is_part(variable: str, name: str) -> bool:
+    head, _, number = variable.rpartition("_slice_")
+    return variable == name or (head == name and number.isdigit())
+
+
+def _layout(name: str, parts: Sequence[Any], shape: Shape | None) -> WeightLayout:
+    sizes = parts[0].shape.as_list()
+    cut = ""
+    if shape is not None:
+        cut = ";".join(
+            f"{dim.name}/{dim.size // size}"
+            for dim, size in zip(shape, sizes, strict=True)
+            if size and dim.size != size
+        )
+    return WeightLayout(
+        name,
+        "x".join(map(str, sizes)) if shape is None else str(shape),
+        cut,
+        tuple(short(part.device) for part in parts),
+        num_bytes(parts),
+    )

@@ -1,0 +1,143 @@
+"""What is said of a step before it runs: closed forms, and what its graph shows."""
+
+import pytest
+import tensorflow as tf
+from lingvo.core import layers, py_utils, tshape
+
+from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, Report, report
+from pipemesh.layers.named import TransformerBlock
+from tests.layers.harness import cluster
+
+BATCH, LENGTH, EMBED, HEADS, HIDDEN = 8, 6, 8, 2, 16
+MICROBATCHES, STAGES = 2, 2
+
+
+class Head(layers.base_layer.BaseLayer):
+    """A loss for each microbatch."""
+
+    def FProp(self, theta, x):
+        del theta
+        return tf.reduce_sum(x), tf.constant(1.0)
+
+    @classmethod
+    def FPropMeta(cls, p, x):
+        return py_utils.NestedMap(flops=0, out_shapes=(tshape.Shape([]), tshape.Shape([])))
+
+
+def reported(mesh, **changes):
+    """The report of two stages of one block each, and the layer."""
+    block = TransformerBlock.Params().Set(input_dim=EMBED, num_heads=HEADS, hidden_dim=HIDDEN)
+    subs = [[block.Copy().Set(name=f"block{i}")] for i in range(STAGES)]
+    subs[-1].append(Head.Params().Set(name="head"))
+    params = PipeliningLayer.Params().Set(
+        name="stack",
+        num_micro_batches=MICROBATCHES,
+        loss_inside=True,
+        schedule="1f1b",
+        remat="none",
+        cell_tpl=[
+            FeatureExtractionLayer.Params().Set(name=f"stage{i}", sub=sub)
+            for i, sub in enumerate(subs)
+        ],
+        **changes,
+    )
+    py_utils.SetEagerMode(True, test_mode=True)
+    try:
+        with cluster(mesh), py_utils.VariableStore():
+            layer = params.Instantiate()
+            homes = layer.StageHomes()
+            size = BATCH // MICROBATCHES // homes[0].num_replicas
+            found = []
+
+            def note(run):
+                shape = tshape.Shape([size, LENGTH, EMBED])
+                found.append(report(layer, run, [shape], layer.vars.Flatten()))
+
+            layer.noted_run = note
+
+            @tf.function(autograph=False)
+            def step(x):
+                with tf.GradientTape() as tape:
+                    loss = layer.FPropDefaultTheta(x)[0]
+                return tape.gradient(loss, layer.vars.Flatten())
+
+            step.get_concrete_function(tf.TensorSpec([BATCH, LENGTH, EMBED]))
+            return found[0], layer
+    finally:
+        py_utils.SetEagerMode(False, test_mode=True)
+
+
+def sent(found, axes):
+    return {s.what: (s.times, s.bytes) for s in found.sent if s.axes == axes}
+
+
+def test_along_layers_activations_go_and_gradients_come_back():
+    found, _ = reported("layers:2")
+    size = BATCH * LENGTH * EMBED * 4
+    assert sent(found, "layers") == {
+        "activations": (MICROBATCHES, size),
+        "gradients": (MICROBATCHES, size),
+    }
+    assert {s.axes for s in found.sent} == {"layers"}
+
+
+def test_along_model_there_are_megatrons_four_reductions_a_block():
+    found, _ = reported("layers:2;model:2 heads:model;d_ff:model")
+    # Half a tensor twice on each of the two devices of each stage: as much as a tensor each.
+    size = 2 * 2 * STAGES * BATCH * LENGTH * EMBED * 4
+    assert sent(found, "model") == {
+        "all_reduce forward": (2 * MICROBATCHES, size),
+        "all_reduce backward": (2 * MICROBATCHES, size),
+        **{k: v for k, v in sent(found, "model").items() if k == "weights"},
+    }
+
+
+def test_along_data_weights_go_out_and_gradients_come_back_once():
+    found, layer = reported("layers:2;data:2 batch:data")
+    weights = sum(v.shape.num_elements() * 4 for v in layer.vars.Flatten())
+    along = sent(found, "data")
+    assert along["weights"] == along["weight gradients"] == (1, weights)
+
+
+def test_memory_and_bubble_and_flops():
+    found, layer = reported("layers:2")
+    assert isinstance(found, Report)
+    assert [m.device for m in found.memory] == ["CPU:0", "CPU:1"]
+    weights = [
+        sum(v.shape.num_elements() * 4 for v in layer.children[f"stage{i}"].vars.Flatten())
+        for i in range(STAGES)
+    ]
+    assert [m.weights for m in found.memory] == weights
+    # The variables themselves stand for the optimizer's here.
+    assert found.optimizer == {f"CPU:{i}": weights[i] for i in range(STAGES)}
+    # 1F1B of equal stages, whose backward passes take twice the time (Narayanan et al., 2021).
+    assert found.bubble == pytest.approx((STAGES - 1) / (MICROBATCHES + STAGES - 1))
+    tokens = BATCH * LENGTH
+    products = 2 * tokens * (4 * EMBED * EMBED + 2 * EMBED * HIDDEN)
+    attention = 4 * BATCH * LENGTH * LENGTH * EMBED
+    assert found.flops == 3 * STAGES * (products + attention)
+
+
+def test_where_weights_lie():
+    found, layer = reported("layers:2;model:2 heads:model;d_ff:model")
+    lying = {w.name: w for w in found.weights}
+    assert sum(w.bytes for w in found.weights) == sum(
+        v.shape.num_elements() * 4 for v in layer.vars.Flatten()
+    )
+    w_q = lying["stack.stage1.block1.attention.w_q"]
+    assert (w_q.shape, w_q.cut) == ("embed:8;heads:2;head_dim:4", "heads/2")
+    assert w_q.devices == ("CPU:2", "CPU:3") and w_q.bytes == 4 * EMBED * EMBED
+    scale = lying["stack.stage0.block0.attention_norm.scale"]
+    assert (scale.cut, scale.devices) == ("", ("CPU:0",))
+
+
+def test_it_can_be_read():
+    found, _ = reported("layers:2;data:2;model:2 batch:data;heads:model;d_ff:model")
+    lines = str(found).splitlines()
+    assert lines[0].split() == "device weights optimizer gradients activations in all".split()
+    assert len([line for line in lines if line.startswith("CPU:")]) == 8
+    assert any(line.split()[:4] == ["model", "all_reduce", "forward", "4"] for line in lines)
+    assert lines[-1] == "bubble 33.3%"
+    first = found.layout().splitlines()
+    assert first[0].split() == ["weight", "shape", "cut", "bytes", "devices"]
+    assert any("heads/2" in line for line in first)
