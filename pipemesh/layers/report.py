@@ -116,7 +116,7 @@ def report(stack: Any, run: Any, shapes: Sequence[Any], optimizer: Sequence[Any]
         PartitionError: a layer has no `FPropMeta`.
     """
     homes = stack.StageHomes()
-    with stack._lowering.on(homes[0].replica(0)):
+    with stack.stage_lowering.on(homes[0].replica(0)):
         metas = _metas(stack, shapes)
     held: collections.Counter[str] = collections.Counter()
     for variable in optimizer:

@@ -113,6 +113,11 @@ class SeqLayer(base_layer.BaseLayer):
         self._lowering.check(p.name, [self.children[name] for name in self._cell_names])
         self._weights_are_its_own = False
 
+    @property
+    def stage_lowering(self) -> StageLowering:
+        """How layers with named dims are split inside of a replica."""
+        return self._lowering
+
     def StageHomes(self) -> list[Home]:
         """The devices of each stage."""
         places = range(max(len(self.params.cell_tpl), 1))
