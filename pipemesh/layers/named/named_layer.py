@@ -11,6 +11,7 @@ from lingvo.core import base_layer, py_utils, tshape
 from pipemesh.backend.sliced_variables import Slice, mark_slice
 from pipemesh.errors import LayoutError, ShapeError
 from pipemesh.layers.named.block_init import BlockInit, initializer_of
+from pipemesh.layers.named.replica_cut import current_replica_cut
 from pipemesh.layers.named.scope import current_lowering
 from pipemesh.layers.named.tally import Tally, Value
 from pipemesh.layers.named.weight_slices import (
@@ -112,6 +113,9 @@ class NamedLayer(base_layer.BaseLayer):
             * `communication_bytes`: that processors send to each other, forward and backward, as
               `CommunicationCosts` counts them; 0 on one processor. Whole tensors that enter or
               leave the mesh, and copies of weights, do not count.
+            * `fetched_bytes`: of weights that are cut over the replicas of a stage, inside of a
+              `replica_cut_scope`: what one of them gets from the others for the forward pass of a
+              microbatch; for the backward pass it gets as much at most. 0 elsewhere.
 
         Raises:
             LayoutError: the rules cannot split a tensor of the layer.
@@ -125,12 +129,17 @@ class NamedLayer(base_layer.BaseLayer):
             parameter_bytes=tally.parameter_bytes,
             activation_bytes=tally.activation_bytes,
             communication_bytes=tally.communication_bytes,
+            fetched_bytes=tally.fetched_bytes,
         )
 
     @classmethod
     def Count(cls, p: Any, tally: Tally, *shapes: Any) -> Any:
         """Adds all that the layer costs to a tally; returns a value for each output."""
         tally.parameter_bytes += cls.ParameterBytes(p)
+        if (cut := current_replica_cut()) is not None:
+            shapes_of_weights = [as_shape(shape) for shape, _ in cls.NamedWeights(p).values()]
+            away = sum(map(cut.size_elsewhere, shapes_of_weights))
+            tally.fetched_bytes += away * py_utils.FPropDtype(p).size
         return cls.CountCosts(p, tally, *shapes)
 
     @classmethod
@@ -357,7 +366,7 @@ class NamedLayer(base_layer.BaseLayer):
         return dict(self._named_shapes)
 
     def weight_parts(self) -> dict[str, WeightPart]:
-        """For each of the layer's own variables what part of a weight it is, and who needs it."""
+        """For each of the layer's own variables what part of a weight it is, and who holds it."""
         return dict(self._parts)
 
     def dims(self) -> set[str]:

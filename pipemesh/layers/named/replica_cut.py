@@ -46,6 +46,12 @@ class ReplicaCut:
         layout = self.rules.tensor_layout(shape, self.mesh)
         return layout if self.axis in layout.split_axes else None
 
+    def size_elsewhere(self, shape: Shape) -> int:
+        """How many elements of a weight lie on other replicas than the one that computes."""
+        if self.layout(shape) is None:
+            return 0
+        return shape.size - shape.size // self.mesh.size(self.axis)
+
 
 _current: contextvars.ContextVar[ReplicaCut | None] = contextvars.ContextVar("cut", default=None)
 _stays: contextvars.ContextVar[bool] = contextvars.ContextVar("stays", default=False)
@@ -53,7 +59,11 @@ _stays: contextvars.ContextVar[bool] = contextvars.ContextVar("stays", default=F
 
 @contextlib.contextmanager
 def replica_cut_scope(cut: ReplicaCut | None) -> Iterator[None]:
-    """Named layers inside are made, called and counted with weights that are cut so, or are not."""
+    """Named layers inside are made, called and counted with weights that are cut over replicas.
+
+    Args:
+        cut: how; None if they are not.
+    """
     token = _current.set(cut)
     try:
         yield

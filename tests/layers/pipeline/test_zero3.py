@@ -6,12 +6,12 @@ import contextlib
 import numpy as np
 import pytest
 import tensorflow as tf
-from lingvo.core import optimizer, py_utils
+from lingvo.core import optimizer, py_utils, tshape
 
 from pipemesh.backend.optimizers import create_slots
 from pipemesh.errors import LayoutError
 from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, SeqLayer, mesh_cluster
-from pipemesh.layers.named import FeedForward, by_logical_name
+from pipemesh.layers.named import FeedForward, ReplicaCut, by_logical_name, replica_cut_scope
 from pipemesh.mesh import LayoutRules, Mesh
 from tests.layers.harness import run_eagerly, run_tf1, run_tf2
 from tests.layers.pipeline.test_stage_lowering import WEIGHTS, X, plain, stack
@@ -54,6 +54,14 @@ def predicted(mesh, layout, remat="full"):
         for transfer in layer.PredictTransfers(rows):
             sent[transfer.what] += transfer.bytes
         return layer.PredictMemory(rows), sent
+
+
+def fetched_bytes(replicas):
+    """What a layer says of the forward pass of a microbatch on one replica."""
+    params = FeedForward.Params().Set(name="f", input_dim=WIDTH, hidden_dim=HIDDEN)
+    cut = ReplicaCut(Mesh.from_text(f"data:{replicas}"), LayoutRules.from_text("embed:data"))
+    with replica_cut_scope(cut):
+        return FeedForward.FPropMeta(params, tshape.Shape([ROWS, 2, WIDTH])).fetched_bytes
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +151,7 @@ def test_no_device_holds_the_weights_of_its_stage_through_the_step(replicas, rem
     others = replicas - 1
     assert once["weights"] == 2 * others * (MATRICES + BIASES)
     forward = MATRICES + WIDTH * 4
+    assert fetched_bytes(replicas) == forward * others // replicas
     # Nobody asks for the gradient of the first stage's inputs, which needs the first product's
     # weight, as computing again does. The other bias is in no gradient.
     backward = {"full": (MATRICES, MATRICES), "none": (MATRICES // 2, MATRICES)}[remat]
