@@ -200,7 +200,7 @@ def _layouts(layer: Any) -> Iterator[WeightLayout]:
     own = dict(layer._private_vars)
     if isinstance(layer, NamedLayer):
         for name, shape in layer.named_shapes.items():
-            parts = [own.pop(n) for n in layer.weight_holders() if _is_part(n, name) and n in own]
+            parts = [own.pop(n) for n in layer.weight_parts() if _is_part(n, name) and n in own]
             if parts:
                 yield _layout(f"{layer.path}.{name}", parts, shape)
     for name, variable in own.items():

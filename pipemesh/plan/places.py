@@ -17,7 +17,7 @@ def check_axes(layout: LayoutRules) -> None:
 
     Raises:
         LayoutError: the batch is split over the axis along which the stages lie, or another dim
-            over that axis or that of the batch.
+            over that axis.
     """
     if layout.axis(BATCH) == LAYERS_AXIS:
         raise LayoutError(
@@ -26,12 +26,11 @@ def check_axes(layout: LayoutRules) -> None:
             "'layers:2;data:2'"
         )
     for dim, axis in layout.rules:
-        if dim != BATCH and axis in (LAYERS_AXIS, layout.axis(BATCH)):
-            why = "along which the stages lie" if axis == LAYERS_AXIS else "as the batch is"
+        if dim != BATCH and axis == LAYERS_AXIS:
             raise LayoutError(
-                f"layout '{layout}' splits the dim {dim!r} over the axis {axis!r}, {why}; inside "
-                "of a stage dims are split over the other axes: give it one of its own, for "
-                f"example '{dim}:model' on 'layers:2;data:2;model:2'"
+                f"layout '{layout}' splits the dim {dim!r} over the axis 'layers', along which the "
+                "stages lie; inside of a stage dims are split over the other axes: give it one of "
+                f"its own, for example '{dim}:model' on 'layers:2;data:2;model:2'"
             )
 
 
@@ -41,9 +40,26 @@ def num_replicas(mesh: Mesh, layout: LayoutRules) -> int:
     return 1 if axis is None else mesh.size(axis)
 
 
+def replica_axis(mesh: Mesh, layout: LayoutRules) -> tuple[str, int] | None:
+    """The axis that the batch is split over, with its size; None if there is one replica."""
+    axis, number = layout.axis(BATCH), num_replicas(mesh, layout)
+    return None if axis is None or number == 1 else (axis, number)
+
+
+def cut_rules(layout: LayoutRules) -> LayoutRules:
+    """The rules for dims that are split as the batch is: weights that have them are cut so.
+
+    Example:
+        >>> str(cut_rules(LayoutRules.from_text("batch:data;embed:data;d_ff:model")))
+        'embed:data'
+    """
+    axis = layout.axis(BATCH)
+    return LayoutRules(tuple((dim, of) for dim, of in layout.rules if dim != BATCH and of == axis))
+
+
 def inner_axes(mesh: Mesh, layout: LayoutRules) -> list[str]:
     """The axes over which dims are split inside of a replica, in the order of the mesh."""
-    used = {axis for dim, axis in layout.rules if dim != BATCH}
+    used = {axis for _, axis in inner_rules(layout).rules}
     return [name for name in mesh.stage_mesh.axis_names if name in used]
 
 
@@ -55,7 +71,8 @@ def inner_mesh(mesh: Mesh, layout: LayoutRules) -> Mesh | None:
 
 def inner_rules(layout: LayoutRules) -> LayoutRules:
     """The rules for what is split inside of a replica."""
-    return LayoutRules(tuple((dim, axis) for dim, axis in layout.rules if dim != BATCH))
+    replicas = layout.axis(BATCH)
+    return LayoutRules(tuple((dim, axis) for dim, axis in layout.rules if axis != replicas))
 
 
 def home_of(mesh: Mesh, layout: LayoutRules, place: int) -> list[int]:

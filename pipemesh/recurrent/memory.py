@@ -129,10 +129,7 @@ def memory_of(run: Run) -> list[DeviceMemory]:
                 else:
                     held += (pending if action.kind == "I" else 0) - kept
                 peak = max(peak, held)
-            # Replicas that share a device share the weights.
-            group = stages[own[0]].of_home.group
-            once = {place % group: place for place in places}.values()
-            weights = sum(run.sizes.weights(s, place) for s in own for place in once)
+            weights = sum(run.sizes.weights(s, places) for s in own)
             gradients = 0
             if not schedule.is_forward_only:
                 gradients = sum(run.sizes.sums(s, p) for s in own for p in places)

@@ -35,6 +35,9 @@ class Stage:
         copies: numbers of those of `theta` that are another one's copy on another device of its
             replica, with the number of the other one. That one's gradient is the whole gradient;
             copies have none.
+        fetched: numbers of those of `theta` that other replicas have no copy of: an action that
+            uses one gets it from where it lies, and lets go of it. They are sent once an action
+            and replica, not once a step; gradients are summed and sent as those of the others are.
         recurrent: whether gradients flow through the carry, from each microbatch back to the one
             before and at last to `carry`. If not, the carry is a mere count of what was seen.
     """
@@ -51,6 +54,7 @@ class Stage:
     dtypes: Sequence[tf.DType] | None = None
     places: Sequence[int] | None = None
     copies: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    fetched: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "home", Home.of(self.home))
@@ -88,6 +92,13 @@ class Stage:
     def theta_places(self) -> Sequence[int]:
         """For each of `theta` on which of a replica's devices it, or its copy, lies."""
         return [owner % self.of_home.group for owner in self.owners]
+
+    def holders(self, number: int) -> range:
+        """The numbers of the home's devices that hold one of `theta`, or a copy, all the time."""
+        owner, home = self.owners[number], self.of_home
+        if number in self.fetched:
+            return range(owner, owner + 1)
+        return range(owner % home.group, len(home), home.group)
 
     @property
     def theta_devices(self) -> list[str]:

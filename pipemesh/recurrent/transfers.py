@@ -50,8 +50,9 @@ def predict_transfers(
 ) -> list[Transfer]:
     """What `pipeline` or `pipeline_loss` with these arguments would send between devices.
 
-    Weights of a stage with several replicas go out once a step, and the sums of their gradients
-    come back once, however many microbatches there are. What goes to and from the callers of a
+    Weights of a stage with several replicas go out once a step, those that are `fetched` once an
+    action that uses them, and the sums of their gradients come back once, however many
+    microbatches there are. What goes to and from the callers of a
     pipeline (the batch to the first stage's home, gradients of the batch) is not counted, nor are
     scalars that say what was checked.
 
@@ -152,6 +153,8 @@ def _each(run: Run, inside: bool) -> Iterator[tuple[str, str, str, int]]:
             elif action.kind in "BI" and s:
                 size = run.sizes.values(GRADS, s, place)
                 yield "gradients", device, stages[s - 1].devices[place], size
+        for (source, target), size in run.sizes.weights_fetched(action).items():
+            yield "weights", home.devices[source], home.devices[target], size
         if inside and home.group > 1:
             for (source, target), size in run.sizes.crossing(action).items():
                 yield "inside a stage", home.devices[source], home.devices[target], size

@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 from lingvo.core import py_utils
 
+from pipemesh.backend.sliced_variables import Slice, slice_of
 from pipemesh.layers import mesh_cluster
 from pipemesh.mesh import LayoutRules, Mesh
 
@@ -20,6 +21,8 @@ class Result:
     grads: dict[str, np.ndarray]
     weights: dict[str, np.ndarray]
     accumulators: list[np.ndarray]
+    # By name, of variables that are slices, which part of which weight they are.
+    slices: dict[str, tuple[str, Slice]] = dataclasses.field(default_factory=dict)
 
     def assert_close(self, other, **tolerance):
         tolerance = {"rtol": 2e-5, "atol": 2e-6, **tolerance}
@@ -27,26 +30,29 @@ class Result:
         for a, b in zip(self.outputs, other.outputs, strict=True):
             np.testing.assert_allclose(a, b, **tolerance)
         for mine, theirs in ((self.grads, other.grads), (self.weights, other.weights)):
-            mine = joined(mine, {name: value.shape for name, value in theirs.items()})
+            mine = joined(mine, self.slices)
             assert mine.keys() == theirs.keys()
             for name, value in mine.items():
                 np.testing.assert_allclose(value, theirs[name], err_msg=name, **tolerance)
 
 
-def joined(values, shapes):
+def joined(values, slices):
     """Slices of weights as the whole ones that the plain model has."""
-    parts = {}
-    for name, value in values.items():
-        whole, _, number = name.partition("_slice_")
-        parts.setdefault(f"{whole}/{number.partition('/')[2]}" if number else name, []).append(
-            value
-        )
     found = {}
-    for name, own in parts.items():
-        wanted = shapes.get(name, ())
-        dims = [d for d, (a, b) in enumerate(zip(own[0].shape, wanted, strict=False)) if a != b]
-        found[name] = np.concatenate(own, dims[0]) if dims else own[0]
+    for name, value in values.items():
+        if name not in slices:
+            found[name] = value
+            continue
+        of, part = slices[name]
+        whole = found.setdefault(f"{of}:0", np.zeros(part.whole, value.dtype))
+        ranges = zip(part.begin, value.shape, strict=True)
+        whole[tuple(slice(begin, begin + size) for begin, size in ranges)] = value
     return found
+
+
+def slices_among(variables):
+    """Those of variables that are slices, by name."""
+    return {v.name: slice_of(v) for v in variables if slice_of(v) is not None}
 
 
 def initial_value(variable):
@@ -109,7 +115,7 @@ def run_tf1(params, inputs, *, steps=0, num_devices=1, do_eval=False, loss=squar
             for _ in range(steps):
                 session.run(train)
             weights = session.run({v.name: v for v in variables})
-    return Result(outputs, grad_values, weights, accumulators)
+    return Result(outputs, grad_values, weights, accumulators, slices_among(variables))
 
 
 def run_tf2(
@@ -147,6 +153,7 @@ def run_tf2(
             result = Result(
                 [t.numpy() for t in outputs], named, {}, [t.numpy() for t in accumulators]
             )
+            result.slices = slices_among(variables)
             optimizer = tf.compat.v1.train.AdamOptimizer(0.05)
             for _ in range(steps):
                 _, grads, _ = compute()

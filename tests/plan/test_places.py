@@ -82,13 +82,20 @@ def test_the_mesh_of_a_replica_has_the_axes_that_other_dims_than_the_batch_are_s
     assert places.inner_mesh(whole, BY_DATA) is None
 
 
-@pytest.mark.parametrize(
-    ("layout", "text"),
-    [
-        ("d_ff:layers", "splits the dim 'd_ff' over the axis 'layers', along which the stages lie"),
-        ("batch:data;d_ff:data", "splits the dim 'd_ff' over the axis 'data', as the batch is"),
-    ],
-)
-def test_other_dims_have_axes_of_their_own(layout, text):
+def test_what_is_split_as_the_batch_is_are_weights_and_nothing_inside_of_a_replica():
+    whole = mesh("model:2;layers:2;data:2")
+    rules = LayoutRules.from_text("batch:data;embed:data;d_ff:model")
+    places.check_axes(rules)
+    assert str(places.cut_rules(rules)) == "embed:data"
+    assert str(places.inner_rules(rules)) == "d_ff:model"
+    assert str(places.inner_mesh(whole, rules)) == "model:2"
+    assert places.replica_axis(whole, rules) == ("data", 2)
+    assert places.home_of(whole, rules, 1) == [2, 6, 3, 7]
+    for text in ("d_ff:model", "batch:rows"):
+        assert places.replica_axis(mesh("model:2;rows:1"), LayoutRules.from_text(text)) is None
+
+
+def test_no_dim_is_split_along_the_stages():
+    text = "splits the dim 'd_ff' over the axis 'layers', along which the stages lie"
     with pytest.raises(LayoutError, match=text):
-        places.check_axes(LayoutRules.from_text(layout))
+        places.check_axes(LayoutRules.from_text("d_ff:layers"))

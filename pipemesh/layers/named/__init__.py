@@ -26,6 +26,7 @@ from pipemesh.layers.named.experts import Experts
 from pipemesh.layers.named.feed_forward import FeedForward
 from pipemesh.layers.named.named_layer import NamedLayer
 from pipemesh.layers.named.norm import Norm
+from pipemesh.layers.named.replica_cut import ReplicaCut, replica_cut_scope
 from pipemesh.layers.named.saved import by_logical_name
 from pipemesh.layers.named.scope import current_lowering, lowering_scope
 from pipemesh.layers.named.softmax import SoftmaxCrossEntropy
@@ -41,10 +42,12 @@ __all__ = [
     "FeedForward",
     "NamedLayer",
     "Norm",
+    "ReplicaCut",
     "SoftmaxCrossEntropy",
     "Tally",
     "TransformerBlock",
     "by_logical_name",
     "current_lowering",
     "lowering_scope",
+    "replica_cut_scope",
 ]

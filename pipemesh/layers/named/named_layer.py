@@ -11,14 +11,15 @@ from lingvo.core import base_layer, py_utils, tshape
 from pipemesh.backend.sliced_variables import Slice, mark_slice
 from pipemesh.errors import LayoutError, ShapeError
 from pipemesh.layers.named.block_init import BlockInit, initializer_of
+from pipemesh.layers.named.replica_cut import current_replica_cut
 from pipemesh.layers.named.scope import current_lowering
 from pipemesh.layers.named.tally import Tally, Value
 from pipemesh.layers.named.weight_slices import (
-    from_slices,
+    WeightPart,
+    from_parts,
     from_whole,
     held_by_processors,
-    slice_groups,
-    slice_names,
+    weight_parts,
 )
 from pipemesh.layers.optimizers.right_on_slices import check_learners
 from pipemesh.lowering import Tensor, ops
@@ -53,9 +54,9 @@ class NamedLayer(base_layer.BaseLayer):
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
-        # By name, the shape of each whole weight, and who holds each variable.
+        # By name, the shape of each whole weight, and for each variable what part of one it is.
         self._named_shapes: dict[str, Shape] = {}
-        self._holders: dict[str, tuple[int, ...]] = {}
+        self._parts: dict[str, WeightPart] = {}
 
     @classmethod
     def Params(cls) -> Any:
@@ -114,6 +115,9 @@ class NamedLayer(base_layer.BaseLayer):
             * `communication_bytes`: that processors send to each other, forward and backward, as
               `CommunicationCosts` counts them; 0 on one processor. Whole tensors that enter or
               leave the mesh, and copies of weights, do not count.
+            * `fetched_bytes`: of weights that are cut over the replicas of a stage, inside of a
+              `replica_cut_scope`: what one of them gets from the others for the forward pass of a
+              microbatch; for the backward pass it gets as much at most. 0 elsewhere.
 
         Raises:
             LayoutError: the rules cannot split a tensor of the layer.
@@ -128,12 +132,17 @@ class NamedLayer(base_layer.BaseLayer):
             activation_bytes=tally.activation_bytes,
             communication=tally.costs,
             communication_bytes=tally.communication_bytes,
+            fetched_bytes=tally.fetched_bytes,
         )
 
     @classmethod
     def Count(cls, p: Any, tally: Tally, *shapes: Any) -> Any:
         """Adds all that the layer costs to a tally; returns a value for each output."""
         tally.parameter_bytes += cls.ParameterBytes(p)
+        if (cut := current_replica_cut()) is not None:
+            shapes_of_weights = [as_shape(shape) for shape, _ in cls.NamedWeights(p).values()]
+            away = sum(map(cut.size_elsewhere, shapes_of_weights))
+            tally.fetched_bytes += away * py_utils.FPropDtype(p).size
         return cls.CountCosts(p, tally, *shapes)
 
     @classmethod
@@ -212,29 +221,27 @@ class NamedLayer(base_layer.BaseLayer):
             LayoutError: the weight cannot be split as the rules say.
             PipelineError: `init` is none that can be drawn slice by slice.
         """
-        shape, lowering = as_shape(shape), current_lowering()
-        layout = lowering.tensor_layout(shape)
+        shape = as_shape(shape)
+        parts = weight_parts(current_lowering(), name, shape)
         with lingvo_tf.variable_scope(name, auxiliary_name_scope=False) as scope:
             full_name = py_utils.GetVariableName(scope.name)
         initializer = initializer_of(init, full_name, self.params.random_seed)
-        groups = slice_groups(layout)
-        devices = getattr(lowering, "devices", None)
-        for variable, group in zip(slice_names(name, layout), groups, strict=True):
-            self._holders[variable] = group
-            block = BlockInit(initializer, shape.sizes, layout.slice_begin(group[0]))
+        for part in parts:
+            self._parts[part.name] = part
+            block = BlockInit(initializer, shape.sizes, part.begin)
             weights = py_utils.WeightParams(
-                list(layout.slice_shape),
+                list(part.sizes),
                 py_utils.WeightInit.CustomVarInit(block),
                 self.params.dtype if dtype is None else dtype,
             )
-            with tf.device(devices[group[0]] if devices else ""):
-                self.CreateVariable(variable, weights)
-            if len(groups) > 1:
+            with part.placed():
+                self.CreateVariable(part.name, weights)
+            if len(parts) > 1:
                 check_learners()
-                made = self._private_vars[variable]
-                before, after = made.name.removesuffix(":0").rsplit(f"/{variable}/", 1)
-                part = Slice(tuple(shape.sizes), tuple(layout.slice_begin(group[0])))
-                mark_slice(made, f"{before}/{name}/{after}", part)
+                made = self._private_vars[part.name]
+                before, after = made.name.removesuffix(":0").rsplit(f"/{part.name}/", 1)
+                cut = Slice(tuple(shape.sizes), part.begin)
+                mark_slice(made, f"{before}/{name}/{after}", cut)
         self._named_shapes[name] = shape
 
     def ShareWeight(self, name: str, layer: NamedLayer, weight: str) -> None:
@@ -265,16 +272,17 @@ class NamedLayer(base_layer.BaseLayer):
                 f"{layer.params.name!r}, which it is to share, has '{shape}'; give both layers the "
                 "same sizes"
             )
-        layout = current_lowering().tensor_layout(shape)
-        for own, of in zip(slice_names(name, layout), slice_names(weight, layout), strict=True):
+        lowering = current_lowering()
+        for part in weight_parts(lowering, name, shape):
+            of = weight + part.name.removeprefix(name)
             if of not in layer._private_theta:
                 raise LayoutError(
                     f"weight {weight!r} of layer {layer.params.name!r} is not cut as mesh "
-                    f"'{layout.mesh}' with rules '{current_lowering().rules}' says; make the "
+                    f"'{lowering.mesh}' with rules '{lowering.rules}' says; make the "
                     "layers that share it under the same mesh and rules"
                 )
-            self._holders[own] = layer._holders[of]
-            self.AddExtraTheta(own, layer._private_theta[of])
+            self._parts[part.name] = layer._parts[of]
+            self.AddExtraTheta(part.name, layer._private_theta[of])
         self._named_shapes[name] = shape
 
     def Weight(self, theta: Any, name: str) -> Tensor:
@@ -298,15 +306,14 @@ class NamedLayer(base_layer.BaseLayer):
                 f"{nearest_text(name, self._named_shapes)}"
             )
         lowering, shape = current_lowering(), self._named_shapes[name]
-        layout = lowering.tensor_layout(shape)
         if name in theta:
             given = theta[name]
             if isinstance(given, list | tuple):
                 slices = held_by_processors(lowering, given, name)
             else:
-                slices = from_whole(lowering, given, layout)
+                slices = from_whole(lowering, given, lowering.tensor_layout(shape))
         else:
-            names = slice_names(name, layout)
+            names = [part.name for part in weight_parts(lowering, name, shape)]
             number = sum(key.startswith(f"{name}_slice_") for key in theta)
             if number != len(names):
                 raise LayoutError(
@@ -314,7 +321,7 @@ class NamedLayer(base_layer.BaseLayer):
                     f"slices, but on mesh '{lowering.mesh}' with rules '{lowering.rules}' it has "
                     f"{len(names)}; make and call the layer under the same mesh and rules"
                 )
-            slices = from_slices(lowering, [theta[part] for part in names], layout, name)
+            slices = from_parts(lowering, [theta[part] for part in names], shape, name)
         return self._Cast(Tensor(lowering, slices, shape))
 
     def Named(self, x: Any, dims: Any) -> Tensor:
@@ -361,14 +368,9 @@ class NamedLayer(base_layer.BaseLayer):
         """The shapes of the layer's own whole weights, by logical name."""
         return dict(self._named_shapes)
 
-    def weight_holders(self) -> dict[str, tuple[int, ...]]:
-        """Who needs which of the layer's own variables.
-
-        Returns:
-            For each variable of a weight the processors that hold it, or a copy of it; the first
-            of them owns it.
-        """
-        return dict(self._holders)
+    def weight_parts(self) -> dict[str, WeightPart]:
+        """For each of the layer's own variables what part of a weight it is, and who holds it."""
+        return dict(self._parts)
 
     def dims(self) -> set[str]:
         """The names of the dims of the layer's own weights and inputs, which rules may split."""

@@ -51,6 +51,7 @@ class Tally:
         lowering: the same.
         flops: of products of matrices, in the forward pass: two for each product of two numbers.
         parameter_bytes: of weights, all slices together and each once.
+        fetched_bytes: of weights that are cut over replicas, what one of these gets from others.
         activation_bytes: of what is kept for the backward pass, on all processors together.
         costs: what one processor sends.
 
@@ -65,7 +66,7 @@ class Tally:
     """
 
     def __init__(self, lowering: Lowering) -> None:
-        self.flops = self.parameter_bytes = self.activation_bytes = 0
+        self.flops = self.parameter_bytes = self.fetched_bytes = self.activation_bytes = 0
         self.costs = CommunicationCosts(lowering.mesh)
         self.lowering = lowering
         self._rules = lowering.rules

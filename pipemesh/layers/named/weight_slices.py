@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -11,9 +13,10 @@ import tensorflow as tf
 from pipemesh.backend.attach_gradient import attach_gradient
 from pipemesh.backend.tapes import unrecorded
 from pipemesh.errors import LayoutError, ShapeError
+from pipemesh.layers.named.replica_cut import ReplicaCut, current_replica_cut, staying
 from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.lowering.placement import PlacementLowering
-from pipemesh.mesh import TensorLayout
+from pipemesh.mesh import Shape, TensorLayout
 
 
 def slice_groups(layout: TensorLayout) -> list[tuple[int, ...]]:
@@ -41,6 +44,105 @@ def slice_names(name: str, layout: TensorLayout) -> list[str]:
     """The names of the variables of a weight, one for each different slice."""
     number = len(slice_groups(layout))
     return [name] if number == 1 else [f"{name}_slice_{k}" for k in range(number)]
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightPart:
+    """A variable that a weight, or a slice of it, lies in.
+
+    Attributes:
+        name: of the variable.
+        begin: where in the whole weight it begins.
+        sizes: of it.
+        holders: the processors that need it; the first of them owns it.
+        replica: the only one that has it, if it is cut over the replicas of a stage.
+        device: where it is to lie; none if the scope says it.
+    """
+
+    name: str
+    begin: tuple[int, ...]
+    sizes: tuple[int, ...]
+    holders: tuple[int, ...]
+    replica: int | None
+    device: str
+
+    @contextlib.contextmanager
+    def placed(self) -> Iterator[None]:
+        """Inside, it is made where it belongs."""
+        with (
+            tf.device(self.device),
+            contextlib.nullcontext() if self.replica is None else staying(),
+        ):
+            yield
+
+
+def weight_parts(lowering: Lowering, name: str, shape: Shape) -> list[WeightPart]:
+    """The variables of a weight, under the current cut over replicas.
+
+    Args:
+        lowering: of a replica.
+        name: of the weight.
+        shape: of the whole weight.
+
+    Raises:
+        LayoutError: it cannot be cut as the rules say.
+    """
+    cut, layout = _layout(lowering, shape)
+    devices = getattr(lowering, "devices", ()) if cut is None else cut.devices
+    group = lowering.mesh.num_devices
+    found = []
+    for own, holders in zip(slice_names(name, layout), slice_groups(layout), strict=True):
+        first = holders[0]
+        found.append(
+            WeightPart(
+                name=own,
+                begin=tuple(layout.slice_begin(first)),
+                sizes=tuple(layout.slice_shape),
+                # One device of a replica gets the slices of all, and joins them for the others.
+                holders=holders if cut is None else (first % group,),
+                replica=None if cut is None else first // group,
+                device=devices[first] if devices else "",
+            )
+        )
+    return found
+
+
+def _layout(lowering: Lowering, shape: Shape) -> tuple[ReplicaCut | None, TensorLayout]:
+    """How a weight lies on the replicas, if it is cut over them, or else on the devices of one."""
+    cut = current_replica_cut()
+    layout = None if cut is None else cut.layout(shape)
+    return (None, lowering.tensor_layout(shape)) if layout is None else (cut, layout)
+
+
+def from_parts(lowering: Lowering, parts: Sequence[Any], shape: Shape, name: str) -> Slices:
+    """Gives each processor its copy of the slice that it holds.
+
+    Args:
+        lowering: of a replica.
+        parts: for each of `weight_parts` a tensor, or the copies for its holders.
+        shape: of the whole weight.
+        name: of the weight.
+
+    Raises:
+        LayoutError: the lowering is of another kind.
+        ShapeError: there are more or fewer copies than processors that hold the slice.
+    """
+    cut, layout = _layout(lowering, shape)
+    own = lowering.tensor_layout(shape)
+    if cut is None:
+        return from_slices(lowering, parts, own, name)
+    groups, group = slice_groups(own), lowering.mesh.num_devices
+    slices: list[list[Any]] = [[] for _ in groups]
+    for part, holders in zip(parts, slice_groups(layout), strict=True):
+        number = next(n for n, held in enumerate(groups) if holders[0] % group in held)
+        slices[number].append(tf.convert_to_tensor(part))
+    dim = layout.axes.index(cut.axis)
+    if group == 1:
+        return (tf.concat(slices[0], dim),)
+    # Slices of weights that are split over processors lie on these.
+    devices = [getattr(lowering, "devices", ())[held[0]] for held in groups]
+    joined = [_join(each, dim, device) for each, device in zip(slices, devices, strict=True)]
+    return from_slices(lowering, joined, own, name)
 
 
 def held_by_processors(lowering: Lowering, given: Sequence[Any], name: str) -> Slices:
@@ -128,3 +230,18 @@ def _collect(copies: Sequence[tf.Tensor], devices: Sequence[str]) -> tf.Tensor:
     with unrecorded(), tf.device(devices[0]):
         whole = tf.identity(copies[0])
     return attach_gradient([whole], copies, lambda grads: _spread(grads[0], devices), True)[0]
+
+
+def _join(slices: Sequence[tf.Tensor], dim: int, device: str) -> tf.Tensor:
+    """Joins slices on a device."""
+    with unrecorded(), tf.device(device):
+        whole = tf.concat(slices, dim)
+    number = len(slices)
+    return attach_gradient([whole], slices, lambda g: _part(g[0], dim, device, number), True)[0]
+
+
+def _part(whole: tf.Tensor, dim: int, device: str, number: int) -> list[tf.Tensor]:
+    """Cuts a tensor into equal slices on a device."""
+    with unrecorded(), tf.device(device):
+        slices = tf.split(whole, number, dim)
+    return attach_gradient(slices, [whole], lambda grads: [_join(grads, dim, device)], True)

@@ -274,10 +274,8 @@ class PipeliningLayer(SeqLayer):
             stages = self._stages(weights, homes, thetas, carries, structure, [])
             if self.params.loss_inside:
                 stages[-1] = with_loss(stages[-1])
-            step, options = (
-                tf.constant(0, tf.int64),
-                self._options(False, self._uncast(args, inputs)),
-            )
+            step = tf.constant(0, tf.int64)
+            options = self._options(False, self._uncast(args, inputs))
             schedule = self.schedule.only_forward() if self.do_eval else self.schedule
             found[:] = predict(stages, inputs, schedule, step=step, options=options)
 
@@ -327,6 +325,7 @@ class PipeliningLayer(SeqLayer):
                 dtypes=own.spread(compute_dtypes(self.children[name]).Flatten()),
                 places=own.places,
                 copies=own.copies,
+                fetched=own.fetched,
             )
             for i, (name, own, home) in enumerate(
                 zip(self._cell_names, weights, homes, strict=True)

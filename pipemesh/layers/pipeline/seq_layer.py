@@ -9,6 +9,7 @@ import lingvo.compat as tf
 from lingvo.core import base_layer, py_utils
 
 from pipemesh import randomness
+from pipemesh.errors import LayoutError
 from pipemesh.layers.check_params import check_distinct, check_flags, check_layers
 from pipemesh.layers.feature_extraction import (
     FeatureExtractionLayer,
@@ -92,6 +93,13 @@ class SeqLayer(base_layer.BaseLayer):
         self._before_names, self._cell_names = names[:num_before], names[num_before:]
         self._random_names = dict(zip(names, random_names, strict=True))
         self._lowering = StageLowering(*mesh_of(self.cluster, p))
+        if self._lowering.cuts_weights and not eagerly:
+            raise LayoutError(
+                f"{p.name}: layout '{mesh_of(self.cluster, p)[1]}' cuts weights over the axis that "
+                "the batch is split over, but in a TF1 graph lingvo's trainer places variables, "
+                "each as one; use TF2 (py_utils.SetEagerMode(True)), or leave rules for that axis "
+                "out but for the batch's"
+            )
         for tpl in tpls[:num_before]:
             with tf.device(homes[0].first if pinned else ""):
                 self.CreateChild(tpl.name, tpl)
@@ -103,7 +111,7 @@ class SeqLayer(base_layer.BaseLayer):
             replica = home.replica(0) if pinned else ("",) * home.group
             with (
                 tf.device(replica[0]),
-                self._lowering.on(replica),
+                self._lowering.on(replica, home),
                 spread_weights(home) if eagerly else contextlib.nullcontext(),
             ):
                 self.CreateChild(tpl.name, tpl)

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from pipemesh.backend.devices import device_of_scope, is_device
 from pipemesh.backend.static_shape import num_bytes
+from pipemesh.layers.named.replica_cut import stays
 from pipemesh.recurrent import Home
 
 
@@ -21,7 +22,8 @@ def spread_weights(home: Home) -> Iterator[None]:
     Each lies on the replica that has the fewest bytes so far, at the place among its devices that
     it would have in the first one. There its optimizer keeps its state, the gradients of all
     replicas are added up, and from there the others get it, once a step: stage 1 of ZeRO
-    (Rajbhandari et al., 2020), weight by weight.
+    (Rajbhandari et al., 2020), weight by weight. Slices of weights that layers with named dims cut
+    over the replicas stay where they are made.
 
     Args:
         home: of the stage.
@@ -31,7 +33,7 @@ def spread_weights(home: Home) -> Iterator[None]:
     def create(make: Callable[..., Any], **kwargs: Any) -> Any:
         here = device_of_scope()
         places = [n for n, name in enumerate(home.replica(0)) if here and is_device(here, name)]
-        if not places:
+        if stays() or not places:
             return make(**kwargs)
         devices = [home.replica(number)[places[0]] for number in range(home.num_replicas)]
         number = min(range(len(devices)), key=lambda n: held[n * home.group + places[0]])

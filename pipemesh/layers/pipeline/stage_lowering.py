@@ -13,11 +13,13 @@ from lingvo.core import py_utils
 
 from pipemesh.errors import LayoutError, PipelineError
 from pipemesh.layers.named import NamedLayer, lowering_scope
+from pipemesh.layers.named.replica_cut import ReplicaCut, replica_cut_scope
 from pipemesh.layers.pipeline.spread_weights import replica_of
 from pipemesh.lowering import PlacementLowering
 from pipemesh.mesh import LayoutRules, Mesh
-from pipemesh.plan.places import BATCH, inner_mesh, inner_rules
+from pipemesh.plan.places import BATCH, cut_rules, inner_mesh, inner_rules, replica_axis
 from pipemesh.recurrent import Home
+from pipemesh.text import nearest_text
 
 
 class StageLowering:
@@ -32,15 +34,30 @@ class StageLowering:
         self._layout = layout
         self._mesh = mesh
         self._inner = None if mesh is None else inner_mesh(mesh, layout)
+        axis = None if mesh is None else replica_axis(mesh, layout)
+        self._cut: ReplicaCut | None = None
+        if axis is not None and cut_rules(layout).rules:
+            axes = self._inner.axes if self._inner else ()
+            rules = LayoutRules((*inner_rules(layout).rules, *cut_rules(layout).rules))
+            self._cut = ReplicaCut(Mesh((axis, *axes)), rules)
 
     @property
     def splits(self) -> bool:
         """Whether anything but the batch is split."""
         return self._inner is not None
 
+    @property
+    def cuts_weights(self) -> bool:
+        """Whether weights are cut over the replicas."""
+        return self._cut is not None
+
     @contextlib.contextmanager
-    def on(self, devices: Sequence[str]) -> Iterator[None]:
+    def on(self, devices: Sequence[str], home: Home | None = None) -> Iterator[None]:
         """Inside, layers with named dims are made, or called, for a replica with these devices.
+
+        Args:
+            devices: of the replica.
+            home: the devices of all replicas, where layers are made.
 
         Raises:
             PipelineError: there are more or fewer than the stack was made for.
@@ -52,10 +69,14 @@ class StageLowering:
                 f"(mesh '{self._mesh or 'none'}', layout '{self._layout}') is called on replicas "
                 f"of {len(devices)}; make it under the mesh and the layout that it is called under"
             )
-        if self._inner is None:
-            yield
-            return
-        with lowering_scope(PlacementLowering(self._inner, inner_rules(self._layout), devices)):
+        with contextlib.ExitStack() as scopes:
+            cut = self._cut
+            if cut is not None and home is not None:
+                cut = dataclasses.replace(cut, devices=home.devices)
+            scopes.enter_context(replica_cut_scope(cut))
+            if self._inner is not None:
+                lowering = PlacementLowering(self._inner, inner_rules(self._layout), devices)
+                scopes.enter_context(lowering_scope(lowering))
             yield
 
     def check(self, name: str, stages: Sequence[Any]) -> None:
@@ -66,7 +87,8 @@ class StageLowering:
             stages: its stages.
 
         Raises:
-            LayoutError: a rule is for a dim that no layer has.
+            LayoutError: a rule is for a dim that no layer has, or one for weights alone for a dim
+                that no weight has.
         """
         if self._mesh is None:
             return
@@ -75,6 +97,14 @@ class StageLowering:
             self._layout.check(self._mesh, [BATCH, *sorted(set().union(*dims.values()))])
         except LayoutError as error:
             raise LayoutError(f"{name}: {error}") from error
+        of_weights = set().union(*map(_weight_dims, stages))
+        for dim, axis in cut_rules(self._layout).rules:
+            if dim not in of_weights:
+                raise LayoutError(
+                    f"{name}: rule '{dim}:{axis}' names the axis that the batch is split over, so "
+                    f"it cuts weights, but no weight has a dim {dim!r}"
+                    f"{nearest_text(dim, sorted(of_weights))}"
+                )
         if self._inner is None or self._inner.num_devices == 1:
             return
         for stage, found in dims.items():
@@ -99,6 +129,7 @@ class StageWeights:
         tensors: all of them; what several devices of a replica need is there once for each.
         places: for each on which of the home's devices it lies.
         copies: numbers of those that are copies of another one, whose number they have.
+        fetched: numbers of those that replicas get for each action, as they are cut over these.
     """
 
     def __init__(self, cell: Any, theta: Any, home: Home) -> None:
@@ -106,16 +137,23 @@ class StageWeights:
         self.tensors: list[Any] = []
         self.places: list[int] = []
         self.copies: dict[int, int] = {}
+        fetched: set[int] = set()
         self._counts: list[int] = []
         for weight, found in zip(theta.Flatten(), _held(cell, theta).Flatten(), strict=True):
             self._counts.append(len(found.holders))
-            first = replica_of(found.variable, home) * home.group
+            replica = found.replica
+            if replica is None:
+                replica = replica_of(found.variable, home)
+            else:
+                fetched.add(len(self.tensors))
+            first = replica * home.group
             for number, holder in enumerate(found.holders):
                 if number:
                     self.copies[len(self.tensors)] = len(self.tensors) - number
                 with tf.device(home.devices[first + holder]):
                     self.tensors.append(tf.identity(weight) if number else weight)
                 self.places.append(first + holder)
+        self.fetched = frozenset(fetched)
 
     def spread(self, values: Sequence[Any]) -> list[Any]:
         """What is there for each weight, once for each tensor."""
@@ -138,6 +176,13 @@ def _dims(layer: Any) -> set[str]:
     return found.union(*map(_dims, _children(layer)))
 
 
+def _weight_dims(layer: Any) -> set[str]:
+    """The names of the dims of the weights of a layer and its children."""
+    shapes = layer.named_shapes.values() if isinstance(layer, NamedLayer) else ()
+    found = {name for shape in shapes for name in shape.names}
+    return found.union(*map(_weight_dims, _children(layer)))
+
+
 def _children(layer: Any) -> list[Any]:
     found: list[Any] = []
     for child in layer.children.values():
@@ -152,22 +197,27 @@ class _Held:
     Attributes:
         holders: the devices of a replica that need it; plain layers compute on the first one.
         variable: that it is; None for what is none.
+        replica: the one that has it, if it is cut over replicas.
     """
 
     holders: tuple[int, ...]
     variable: Any
+    replica: int | None = None
 
 
 def _held(layer: Any, theta: Any) -> Any:
     """For each weight in a layer's theta who holds it, and what it is."""
     if isinstance(layer, list | tuple):
         return [_held(part, own) for part, own in zip(layer, theta, strict=True)]
-    own = layer.weight_holders() if isinstance(layer, NamedLayer) else {}
+    parts = layer.weight_parts() if isinstance(layer, NamedLayer) else {}
     variables = layer.vars
     found = {}
     for name, value in theta.items():
         if name in layer.children:
             found[name] = _held(layer.children[name], value)
+        elif name in parts:
+            part = parts[name]
+            found[name] = _Held(part.holders, variables.get(name), part.replica)
         else:
-            found[name] = _Held(own.get(name, (0,)), variables.get(name))
+            found[name] = _Held((0,), variables.get(name))
     return py_utils.NestedMap(found)

@@ -20,6 +20,7 @@ from pipemesh.recurrent.remat import FULL, Mode
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.kinds import GRADS, KEPT, OUTPUTS, PENDING, Kind
 from pipemesh.recurrent.table.state import State
+from pipemesh.recurrent.table.thetas import of_every_replica, with_fetched
 from pipemesh.recurrent.watch.clock import ActionClock
 from pipemesh.recurrent.watch.health import LOCATING, Direction
 from pipemesh.recurrent.watch.probes import Probe
@@ -103,7 +104,7 @@ class Machine:
                 for number, t in enumerate(self.traced)
             ],
         }
-        self._thetas = [_of_every_replica(stage) for stage in self._stages]
+        self._thetas = [of_every_replica(stage) for stage in self._stages]
         self._passes: dict[tuple[int, Mode], Passes] = {}
         keep_alive(self)
 
@@ -193,7 +194,7 @@ class Machine:
         inputs = self._gate(stage, inputs, self.input_places(stage), state)
         notes = state.notes["forward"]
         outputs, carry, kept, notes[stage] = passes.forward(
-            self._thetas[stage], state.carries[stage], inputs, scalars, notes[stage]
+            self._theta(stage, state), state.carries[stage], inputs, scalars, notes[stage]
         )
         outputs = self._pin(stage, outputs, where := self.places(OUTPUTS, stage))
         carry = self._pin(stage, carry, [0] * len(carry))
@@ -209,7 +210,7 @@ class Machine:
     ) -> None:
         state = values.state
         kept, grads = self._gated(passes, stage, values)
-        arguments = self._thetas[stage], kept, grads, scalars
+        arguments = self._theta(stage, state), kept, grads, scalars
         notes = state.notes["backward"]
         if kind == "B":
             result = passes.backward(*arguments, state.accumulators[stage], notes[stage])
@@ -258,10 +259,16 @@ class Machine:
         state = values.state
         places = [*map(self.traced[stage].place, passes.cuts.pending)]
         pending = self._gate(stage, values.read(PENDING, stage), places, state)
-        new = passes.weight_grad(self._thetas[stage], pending, scalars, state.accumulators[stage])
+        theta = self._theta(stage, state)
+        new = passes.weight_grad(theta, pending, scalars, state.accumulators[stage])
         new = self._pin(stage, new, passes.accumulator_places)
         state.accumulators[stage] = new
         self._finish(stage, state, (new, passes.accumulator_places))
+
+    def _theta(self, stage: int, state: State) -> Tensors:
+        """The weights of each replica, for one action."""
+        tokens = state.tokens[self.stage_devices[stage]]
+        return with_fetched(self._stages[stage], self._thetas[stage], tokens)
 
     def _result_grads(self, stage: int, values: Values) -> Tensors:
         """The gradients of all floating results of a stage; zeros where none has arrived."""
@@ -368,17 +375,3 @@ class Machine:
     def _cut(self, kind: Kind[Any], stage: int, mode: Mode) -> list[str]:
         cuts = self.passes(stage, mode).cuts
         return cuts.kept if kind == KEPT else cuts.pending
-
-
-def _of_every_replica(stage: Stage) -> Tensors:
-    """The weights of a stage for each replica: copies, made once a step, of those of others."""
-    found: list[tf.Tensor] = []
-    for number in range(stage.of_home.num_replicas):
-        first = number * stage.of_home.group
-        for tensor, owner, place in zip(stage.theta, stage.owners, stage.theta_places, strict=True):
-            if owner == first + place:
-                found.append(tensor)
-                continue
-            with tf.device(stage.devices[first + place]):
-                found.append(tf.identity(tensor))
-    return found

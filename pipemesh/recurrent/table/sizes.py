@@ -29,18 +29,33 @@ class Sizes:
         self._machine = machine
         self._modes = modes
 
-    def weights(self, stage: int, place: int) -> int:
-        """What a device of a stage's home, by its number, holds of weights."""
-        held, group = self._machine.stages[stage], self._machine.stages[stage].of_home.group
-        return _of_place(specs_of(held.theta), held.theta_places, place % group)
+    def weights(self, stage: int, places: Sequence[int]) -> int:
+        """What devices of a stage's home, by their numbers, hold of weights.
+
+        They may be one device that is named several times: what is alike on them counts once.
+        """
+        held = self._machine.stages[stage]
+        chosen = [i for i in range(len(held.theta)) if not {*held.holders(i)}.isdisjoint(places)]
+        return num_bytes(specs_of([held.theta[i] for i in chosen]))
 
     def weights_sent(self, stage: int) -> Mapping[tuple[int, int], int]:
         """What of a stage's weights goes from device to device of its home, by their numbers."""
         held, sent = self._machine.stages[stage], collections.Counter[tuple[int, int]]()
-        home = held.of_home
-        for spec, owner in zip(specs_of(held.theta), held.owners, strict=True):
-            for place in range(owner % home.group, len(home), home.group):
+        for i, (spec, owner) in enumerate(zip(specs_of(held.theta), held.owners, strict=True)):
+            for place in held.holders(i):
                 sent[owner, place] += num_bytes([spec])
+        return sent
+
+    def weights_fetched(self, action: Action) -> Mapping[tuple[int, int], int]:
+        """What of its stage's weights an action gets, from device to device of the home."""
+        held, sent = self._machine.stages[action.stage], collections.Counter[tuple[int, int]]()
+        if not held.fetched:
+            return sent
+        traced, count = self._machine.traced[action.stage], len(held.theta)
+        used = {tensor for tensor, _ in traced.cut.uses(self._nodes(action))}
+        for i, name in enumerate(traced.theta):
+            if i % count in held.fetched and name in used:
+                sent[held.owners[i % count], traced.place(name)] += num_bytes([traced.spec(name)])
         return sent
 
     def sums_sent(self, stage: int) -> Mapping[tuple[int, int], int]:
@@ -84,12 +99,10 @@ class Sizes:
         Returns:
             Bytes by the numbers of two devices, from where and to where.
         """
-        stage = action.stage
-        traced = self._machine.traced[stage]
-        cuts = self._machine.passes(stage, self._modes[stage, action.microbatch]).cuts
+        traced = self._machine.traced[action.stage]
         found: dict[tuple[int, int], int] = {}
         sent: set[tuple[str, int]] = set()
-        for tensor, node in traced.cut.uses(cuts.nodes(action.kind, stage == 0)):
+        for tensor, node in traced.cut.uses(self._nodes(action)):
             source, target = traced.place(tensor), traced.place(f"{node}:0")
             # Of what several nodes of a device take, it gets one.
             if source != target and (tensor, target) not in sent:
@@ -97,6 +110,12 @@ class Sizes:
                 size = num_bytes([traced.spec(tensor)])
                 found[source, target] = found.get((source, target), 0) + size
         return found
+
+    def _nodes(self, action: Action) -> set[str]:
+        """What an action computes of its stage's graph."""
+        stage = action.stage
+        passes = self._machine.passes(stage, self._modes[stage, action.microbatch])
+        return passes.cuts.nodes(action.kind, stage == 0)
 
     def kept_names(self, stage: int) -> tuple[TracedStage, list[str]]:
         """A stage, and the tensors that its forward pass of the first microbatch leaves."""

@@ -99,10 +99,14 @@ def test_initial_values_depend_on_name_and_seed():
 
 def test_a_layer_says_which_processors_hold_its_variables():
     layer = make(Pair.Params().Set(name="pair"), make_lowering("data:2;model:2"))
-    assert layer.weight_holders() == {"scale_slice_0": (0, 2), "scale_slice_1": (1, 3)}
+
+    def holders(layer):
+        return {name: part.holders for name, part in layer.weight_parts().items()}
+
+    assert holders(layer) == {"scale_slice_0": (0, 2), "scale_slice_1": (1, 3)}
     product = {"b": (0, 1, 2, 3), "w_slice_0": (0, 2), "w_slice_1": (1, 3)}
-    assert layer.first.weight_holders() == product
-    assert sorted(layer.first.weight_holders()) == sorted(layer.theta.first)
+    assert holders(layer.first) == product
+    assert sorted(layer.first.weight_parts()) == sorted(layer.theta.first)
     assert {"batch", "length"} < layer.dims()
 
 

@@ -64,4 +64,4 @@ def test_a_smoothing_that_is_no_part_is_an_error(smoothing):
 
 def test_rules_for_other_layers_do_not_matter():
     with lowering_scope(make_lowering("data:2;model:2", RULES + ";columns:model")):
-        assert PARAMS.Copy().Instantiate().weight_holders()["w_slice_1"] == (1, 3)
+        assert PARAMS.Copy().Instantiate().weight_parts()["w_slice_1"].holders == (1, 3)

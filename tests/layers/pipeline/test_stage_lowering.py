@@ -191,7 +191,6 @@ def test_a_stage_whose_devices_idle_is_a_warning(eagerly):
     ("layout", "text"),
     [
         ("d_ff:layers", r"'d_ff' over the axis 'layers', along which the stages lie"),
-        ("batch:data;d_ff:data", r"'d_ff' over the axis 'data', as the batch is"),
         ("batch:layers", "splits the batch over the axis 'layers'"),
     ],
 )

@@ -105,6 +105,14 @@ def test_losses_of_20_steps_are_those_of_the_plain_model(expected, model, plan):
     assert_equal(expected, model, plan)
 
 
+@pytest.mark.slow
+def test_losses_are_the_same_where_weights_are_cut_over_the_replicas(expected):
+    """With a table that two stages share, and clipped by the norm of all slices."""
+    rules = ";".join(f"{dim}:model" for dim in SPLIT["tied"])
+    plan = Plan("layers:2;data:2;model:2", f"batch:data;embed:data;{rules}", "1f1b", 2)
+    assert_equal(expected, "tied", plan)
+
+
 @strategies.composite
 def legal_plans(draw):
     model = draw(strategies.sampled_from(list(MODELS)))

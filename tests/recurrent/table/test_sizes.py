@@ -18,12 +18,12 @@ def test_bytes_are_those_of_shapes_and_dtypes():
     assert num_bytes([tf.TensorSpec([2, 3]), tf.TensorSpec([], tf.int64)]) == 32
     with tf.Graph().as_default():
         run = run_of(gpipe(2, MICROBATCHES))
-        assert (run.sizes.weights(1, 0), run.sizes.sums(1, 0)) == (36, 36)
+        assert (run.sizes.weights(1, [0]), run.sizes.sums(1, 0)) == (36, 36)
         assert run.sizes.values(KEPT, 1, 0) == 24
         assert run.sizes.values(OUTPUTS, -1, 0) == run.sizes.values(GRADS, 1, 0) == 24
         assert run.sizes.carries(0) == 4
         half = run_of(gpipe(2, MICROBATCHES), compute_dtype="bfloat16")
-        assert (half.sizes.weights(1, 0), half.sizes.sums(1, 0)) == (18, 36)
+        assert (half.sizes.weights(1, [0]), half.sizes.sums(1, 0)) == (18, 36)
 
 
 def test_weights_go_out_from_their_owners_and_their_gradients_come_back():
@@ -44,4 +44,4 @@ def test_weights_go_out_from_their_owners_and_their_gradients_come_back():
             (0, 1): 20,
         }
         # Each replica holds all of them while it computes.
-        assert sizes.weights(0, 0) == sizes.weights(0, 1) == 32
+        assert sizes.weights(0, [0]) == sizes.weights(0, [1]) == 32

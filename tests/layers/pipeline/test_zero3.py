@@ -1,0 +1,203 @@
+"""Weights that are cut over the replicas of a stage: stage 3 of ZeRO, by a rule of the layout."""
+
+import collections
+import contextlib
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from lingvo.core import optimizer, py_utils, tshape
+
+from pipemesh.backend.optimizers import create_slots
+from pipemesh.errors import LayoutError
+from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, SeqLayer, mesh_cluster
+from pipemesh.layers.named import FeedForward, ReplicaCut, by_logical_name, replica_cut_scope
+from pipemesh.mesh import LayoutRules, Mesh
+from tests.layers.harness import run_eagerly, run_tf1, run_tf2
+from tests.layers.pipeline.test_stage_lowering import WEIGHTS, X, plain, stack
+
+WIDTH, HIDDEN, ROWS, MICROBATCHES = 4, 8, 16, 4
+# A feed-forward layer has two matrices and two biases.
+MATRICES = 2 * WIDTH * HIDDEN * 4
+BIASES = (WIDTH + HIDDEN) * 4
+
+
+@contextlib.contextmanager
+def on(mesh, layout):
+    """Eagerly on a mesh."""
+    py_utils.SetEagerMode(True, test_mode=True)
+    try:
+        with mesh_cluster(Mesh.from_text(mesh), layout=LayoutRules.from_text(layout)):
+            yield
+    finally:
+        py_utils.SetEagerMode(False, test_mode=True)
+
+
+def two_layers(remat="full", input_dim=WIDTH):
+    """A stack of two stages with a feed-forward layer each."""
+    feeds = [
+        FeedForward.Params().Set(name=f"f{i}", input_dim=input_dim, hidden_dim=HIDDEN)
+        for i in range(2)
+    ]
+    cells = [FeatureExtractionLayer.Params().Set(name=f"s_{f.name}", sub=[f]) for f in feeds]
+    return PipeliningLayer.Params().Set(
+        name="stack", cell_tpl=cells, num_micro_batches=MICROBATCHES, remat=remat
+    )
+
+
+def predicted(mesh, layout, remat="full"):
+    """Memory by device, and the bytes that are sent of each kind."""
+    with on(mesh, layout):
+        layer = two_layers(remat).Instantiate()
+        rows = tf.TensorSpec([ROWS, 2, WIDTH], tf.float32)
+        sent = collections.Counter()
+        for transfer in layer.PredictTransfers(rows):
+            sent[transfer.what] += transfer.bytes
+        return layer.PredictMemory(rows), sent
+
+
+def fetched_bytes(replicas):
+    """What a layer says of the forward pass of a microbatch on one replica."""
+    params = FeedForward.Params().Set(name="f", input_dim=WIDTH, hidden_dim=HIDDEN)
+    cut = ReplicaCut(Mesh.from_text(f"data:{replicas}"), LayoutRules.from_text("embed:data"))
+    with replica_cut_scope(cut):
+        return FeedForward.FPropMeta(params, tshape.Shape([ROWS, 2, WIDTH])).fetched_bytes
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """The plain model's results, with its own loss and with a head's."""
+    own = run_tf2(plain(), [X], steps=3)
+    head = run_tf2(plain(True), [X, WEIGHTS], steps=3, loss=lambda outputs: outputs[0])
+    return own, head
+
+
+@pytest.mark.parametrize(
+    ("mesh", "num_stages", "kwargs"),
+    [
+        ("layers:2;data:2 embed:data", 2, {}),
+        ("layers:2;data:2 d_ff:data", 2, {"remat": "none"}),
+        ("layers:1;data:4 embed:data", 1, {"rolled": True}),
+        ("data:2;layers:2 embed:data", 4, {"schedule": "looped_bfs:2"}),
+        ("layers:2;data:2;model:2 embed:data;d_ff:model", 2, {}),
+        ("model:2;layers:1;data:2 embed:data;d_ff:model", 1, {"remat": "none", "rolled": True}),
+    ],
+)
+def test_everything_equals_the_plain_model_with_dropout_on(expected, mesh, num_stages, kwargs):
+    found = run_tf2(stack(num_stages, 2, **kwargs), [X], steps=3, num_devices=mesh)
+    assert any("_slice_" in name for name in found.weights)
+    found.assert_close(expected[0], rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_v"])
+def test_every_schedule_trains_with_the_loss_inside(expected, schedule):
+    params = stack(4 if schedule == "zb_v" else 2, 2, head=True, schedule=schedule)
+    found = run_tf2(
+        params,
+        [X, WEIGHTS],
+        steps=3,
+        num_devices="layers:2;data:2 embed:data",
+        loss=lambda outputs: outputs[0],
+    )
+    np.testing.assert_allclose(found.outputs[0], expected[1].outputs[0], rtol=1e-5)
+    found.assert_close(expected[1], rtol=2e-4, atol=2e-5)
+
+
+def test_without_microbatches_and_in_evaluation_it_is_the_same_model(expected):
+    mesh = "layers:2;data:2 embed:data"
+    for params in (stack(2, 2, pipelined=False), stack(2, 2, cls=SeqLayer)):
+        found = run_tf2(params, [X], steps=3, num_devices=mesh)
+        found.assert_close(expected[0], rtol=2e-4, atol=2e-5)
+    evaluated = [
+        run_eagerly(params, [X], num_devices=devices, do_eval=True, loss=None)
+        for params, devices in ((stack(2, 2), mesh), (plain(), 1))
+    ]
+    np.testing.assert_allclose(
+        evaluated[0].outputs[0], evaluated[1].outputs[0], rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("mesh", ["layers:2;data:2", "data:4;layers:2"])
+def test_each_replica_holds_its_slice_and_the_optimizers_state_of_it(mesh):
+    with on(mesh, "batch:data;d_ff:data"):
+        layer = two_layers().Instantiate()
+        for name, home in zip(("s_f0", "s_f1"), layer.StageHomes(), strict=True):
+            variables = layer.children[name].vars.Flatten()
+            adam = optimizer.Adam.ParamsB().Set(name="adam").Instantiate().GetOptimizer(0.1)
+            create_slots(adam, variables)
+            held = collections.Counter()
+            for variable in variables:
+                if "_slice_" in variable.name:
+                    for tensor in (variable, adam.get_slot(variable, "m")):
+                        held[tensor.device[-1]] += tensor.shape.num_elements() * 4
+            # All but the bias behind the second product has the dim.
+            share = (MATRICES + HIDDEN * 4) // len(home)
+            assert held == {device[-1]: 2 * share for device in home.devices}
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_no_device_holds_the_weights_of_its_stage_through_the_step(replicas, remat):
+    mesh = f"layers:2;data:{replicas}"
+    copied, once = predicted(mesh, "batch:data", remat)
+    cut, sent = predicted(mesh, "batch:data;embed:data", remat)
+    # The bias before the nonlinearity has no such dim.
+    share = (MATRICES + WIDTH * 4) // replicas + HIDDEN * 4
+    assert [d.weights for d in copied] == [MATRICES + BIASES] * 2 * replicas
+    assert [d.weights for d in cut] == [share] * 2 * replicas
+    # Nothing of them is kept from a forward to its backward pass, and sums are as they were.
+    assert [d.kept for d in cut] == [d.kept for d in copied]
+    assert [d.gradients for d in cut] == [d.gradients for d in copied]
+    others = replicas - 1
+    assert once["weights"] == 2 * others * (MATRICES + BIASES)
+    forward = MATRICES + WIDTH * 4
+    assert fetched_bytes(replicas) == forward * others // replicas
+    # Nobody asks for the gradient of the first stage's inputs, which needs the first product's
+    # weight, as computing again does. The other bias is in no gradient.
+    backward = {"full": (MATRICES, MATRICES), "none": (MATRICES // 2, MATRICES)}[remat]
+    fetched = MICROBATCHES * others * (2 * forward + sum(backward))
+    assert sent["weights"] == fetched + 2 * others * HIDDEN * 4
+    assert sent["weight gradients"] == once["weight gradients"] == once["weights"]
+
+
+def test_a_checkpoint_holds_whole_weights_and_goes_from_any_cut_to_any_other(tmp_path):
+    cuts = [
+        ("layers:2;data:2", "batch:data;embed:data"),
+        ("layers:2;data:2;model:2", "batch:data;embed:data;d_ff:model"),
+        ("layers:2;data:4", "batch:data;d_ff:data"),
+        ("layers:2;data:2", "batch:data"),
+    ]
+    path, first = str(tmp_path / "weights"), None
+    for mesh, layout in [*cuts, cuts[0]]:
+        with on(mesh, layout):
+            layer = two_layers().Instantiate()
+            variables = layer.vars.Flatten()
+            tracked = tf.train.Checkpoint(**by_logical_name(layer, variables))
+            if first is not None:
+                tracked.read(path).assert_consumed()
+            y = layer.FPropDefaultTheta(tf.constant(np.concatenate([X, X])))
+            first = y if first is None else first
+            np.testing.assert_allclose(y, first, rtol=1e-5, atol=1e-6)
+            tracked.write(path)
+    names = {name for name, _ in tf.train.list_variables(path)}
+    assert not any("_slice_" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("layout", "text"),
+    [
+        ("embed:data", r"dim 'embed' .* has size 6, .*axis 'data' .*cannot cut into 4 equal"),
+        ("embed:data;d_ff:data", r"dims 'embed' and 'd_ff' .* both split over axis 'data'"),
+        ("length:data", r"stack: rule 'length:data' .* cuts weights, but no weight has a dim"),
+        ("embd:data", r"stack: .*'embd'.*did you mean 'embed'"),
+    ],
+)
+def test_what_cannot_be_cut_is_an_error(layout, text):
+    with on("layers:2;data:4", f"batch:data;{layout}"):
+        with pytest.raises(LayoutError, match=text):
+            two_layers(input_dim=6).Instantiate()
+
+
+def test_in_a_graph_of_tf1_it_is_an_error():
+    with pytest.raises(LayoutError, match=r"cuts weights .* in a TF1 graph .*use TF2"):
+        run_tf1(stack(2, 2), [X], num_devices="layers:2;data:2 embed:data")

@@ -1,0 +1,143 @@
+"""Weights that lie in slices on the replicas of a stage, and are fetched for each action."""
+
+import collections
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.recurrent import (
+    Home,
+    Options,
+    Stage,
+    pipeline_loss,
+    predict_memory,
+    predict_transfers,
+    record_placement,
+)
+from pipemesh.schedule import ScheduleSpec
+
+HOMES = [Home(("CPU:0", "CPU:1")), Home(("CPU:2", "CPU:3"))]
+X = np.random.default_rng(0).normal(size=[16, 4]).astype(np.float32)
+W = [np.random.default_rng(i).normal(size=[4, 4]).astype(np.float32) for i in (1, 2)]
+MICROBATCHES = 4
+
+
+def product(theta, carry, inputs, microbatch, step):
+    return [tf.tanh(tf.matmul(inputs[0], tf.concat(theta, 0)))], []
+
+
+def squares(theta, carry, inputs, microbatch, step):
+    return [tf.reduce_sum(product(theta, carry, inputs, microbatch, step)[0][0] ** 2)], []
+
+
+def stages_of(slices, homes):
+    return [
+        Stage(
+            f"s{i}",
+            forward,
+            [tf.convert_to_tensor(t) for t in own],
+            [],
+            home,
+            places=[0, 1],
+            fetched=frozenset({0, 1}),
+        )
+        for i, (forward, own, home) in enumerate(
+            zip((product, squares), slices, homes, strict=True)
+        )
+    ]
+
+
+def homes_of(schedule):
+    return [HOMES[device] for device in schedule.stage_devices]
+
+
+def step(schedule, **options):
+    """A function that does a step; it returns the loss and the gradients of the slices."""
+    homes, slices = homes_of(schedule), []
+    for home, whole in zip(homes, W, strict=True):
+        slices.append([])
+        for device, part in zip(home.devices, np.split(whole, 2), strict=True):
+            with tf.device(device):
+                slices[-1].append(tf.Variable(part))
+    with tf.device(homes[-1].first):
+        seen = tf.Variable(0.0)
+
+    @tf.function(autograph=False)
+    def run():
+        with tf.GradientTape() as tape:
+            loss, _, _ = pipeline_loss(
+                stages_of(slices, homes), [tf.constant(X)], schedule, options=Options(**options)
+            )
+        each = [variable for own in slices for variable in own]
+        for variable, grad in zip(each, tape.gradient(loss, each), strict=True):
+            # What a function returns goes to the first device of all.
+            variable.assign_sub(grad)
+        seen.assign(loss)
+
+    return run, seen, slices
+
+
+@pytest.mark.parametrize("rolled", [False, True])
+@pytest.mark.parametrize("remat", ["full", "none"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1"])
+def test_loss_and_gradients_are_those_of_whole_weights(name, remat, rolled):
+    schedule = ScheduleSpec.from_text(name).build(2, MICROBATCHES)
+    run, seen, slices = step(schedule, remat=remat, rolled=rolled)
+    run()
+    weights = [tf.constant(w) for w in W]
+    with tf.GradientTape() as tape:
+        tape.watch(weights)
+        loss = tf.reduce_sum(tf.tanh(tf.matmul(tf.tanh(tf.matmul(X, weights[0])), weights[1])) ** 2)
+    np.testing.assert_allclose(seen, loss, rtol=1e-5)
+    for own, before, grad in zip(slices, W, tape.gradient(loss, weights), strict=True):
+        found = np.concatenate([part.numpy() for part in own])
+        np.testing.assert_allclose(before - found, grad, rtol=1e-5, atol=1e-5)
+
+
+def predicted(predict, schedule, **options):
+    with tf.Graph().as_default():
+        slices = [np.split(whole, 2) for whole in W]
+        stages = stages_of(slices, homes_of(schedule))
+        return predict(stages, [tf.constant(X)], schedule, options=Options(**options))
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_each_device_holds_its_slice(remat):
+    schedule = ScheduleSpec.from_text("1f1b").build(2, MICROBATCHES)
+    found = predicted(predict_memory, schedule, remat=remat)
+    assert [device.weights for device in found] == [W[0].nbytes // 2] * 4
+    # Each replica sums up what its rows give, for all of the weight.
+    assert [device.gradients for device in found] == [W[0].nbytes] * 4
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+def test_a_slice_goes_out_once_an_action_and_its_gradient_comes_back_once_a_step(name, remat):
+    schedule = ScheduleSpec.from_text(name).build(2, MICROBATCHES)
+    run, *_ = step(schedule, remat=remat, rolled=False, check_numerics="off")
+    with record_placement() as graphs:
+        run()
+    slices = collections.Counter()
+    for graph in graphs.partition_graphs:
+        for node in graph.node:
+            # What waits for an operation elsewhere gets a constant from there.
+            if node.op == "_Send" and "/ctrl/" not in node.input[0]:
+                ends = (node.attr[f"{end}_device"].s.decode()[-1] for end in ("send", "recv"))
+                slices[tuple(f"CPU:{end}" for end in ends)] += 1
+    found = predicted(predict_transfers, schedule, remat=remat)
+    wanted = collections.Counter()
+    for transfer in found:
+        if transfer.what != "inputs":
+            wanted[transfer.source, transfer.target] += transfer.times
+    assert slices == wanted
+    of_weights = {(t.source, t.target): t for t in found if t.what == "weights"}
+    assert of_weights.keys() == {(f"CPU:{a}", f"CPU:{a ^ 1}") for a in range(4)}
+    for (source, _), transfer in of_weights.items():
+        # The first stage has no gradient of its inputs, which alone would need its weights,
+        # but it computes its outputs again.
+        in_backward = source in ("CPU:2", "CPU:3") or remat == "full"
+        assert transfer.times == MICROBATCHES * (1 + in_backward)
+        assert transfer.bytes == transfer.times * W[0].nbytes // 2
+    sums = [(t.times, t.bytes) for t in found if t.what == "weight gradients"]
+    assert sums == [(1, W[0].nbytes // 2)] * 4
