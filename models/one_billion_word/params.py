@@ -61,6 +61,7 @@ class LanguageModelParams(sizes.Settings, base_model_params.SingleTaskModelParam
             schedule=plan.schedule,
             loss_inside=True,
             remat=plan.remat,
+            lowering=plan.lowering,
             fprop_dtype=plan.compute_dtype and tf.as_dtype(plan.compute_dtype),
             strict_devices=self.STRICT_DEVICES,
             pipelined=self.PIPELINED,
@@ -123,12 +124,20 @@ def stages_of(config: LanguageModelParams) -> list[Any]:
     """Params of the stages."""
     shapes = input_shapes_of(config)
     boundaries = config.PLAN.boundaries
+    if boundaries is None and config.PLAN.lowering == "simd":
+        boundaries = alike_boundaries(config)
     if boundaries is None:
         return PartitionSequentialLayers(layers_of(config), config.PLAN.num_stages, *shapes)
     layers = named_layers(layers_of(config))
     flops = layer_flops(layers, *shapes)
     costs = tuple(sum(flops[a:b]) for a, b in itertools.pairwise(boundaries))
     return stage_params(layers, Partition(boundaries, costs))
+
+
+def alike_boundaries(config: LanguageModelParams) -> tuple[int, ...]:
+    """Where layers are cut so that all stages have as many blocks."""
+    number, count = config.NUM_LAYERS, config.PLAN.num_stages
+    return (0, *(1 + number * stage // count for stage in range(1, count)), number + 2)
 
 
 def stage_flops_of(config: LanguageModelParams) -> list[float]:

@@ -13,6 +13,7 @@ from pipemesh.errors import LayoutError, ShapeError
 from pipemesh.layers.named.block_init import BlockInit, initializer_of
 from pipemesh.layers.named.scope import current_lowering
 from pipemesh.layers.named.tally import Tally, Value
+from pipemesh.layers.named.unnamed import is_unnamed
 from pipemesh.layers.named.weight_slices import (
     from_slices,
     from_whole,
@@ -281,8 +282,8 @@ class NamedLayer(base_layer.BaseLayer):
 
         Args:
             theta: of this layer. A weight that is not split is a tensor, or a tuple with what each
-                processor holds; a slice is a tensor, or a tuple with the copies for the processors
-                that hold it.
+                processor holds, or a tensor with named dims; a slice is a tensor, or a tuple with
+                the copies for the processors that hold it.
             name: the logical name.
 
         Raises:
@@ -298,6 +299,8 @@ class NamedLayer(base_layer.BaseLayer):
         layout = lowering.tensor_layout(shape)
         if name in theta:
             given = theta[name]
+            if isinstance(given, Tensor):
+                return self._Cast(given)
             if isinstance(given, list | tuple):
                 slices = held_by_processors(lowering, given, name)
             else:
@@ -332,6 +335,8 @@ class NamedLayer(base_layer.BaseLayer):
                     f"layer {self.params.name!r} is called with {x!r} of one lowering, inside of "
                     "the scope of another; call it in the scope that its inputs were made in"
                 )
+            if is_unnamed(x.shape) and len(names) == len(x.shape):
+                x = ops.rename(x, dict(zip(x.shape.names, names, strict=True)))
             if sorted(x.shape.names) != sorted(names):
                 raise ShapeError(
                     f"layer {self.params.name!r} takes dims '{';'.join(names)}', but was given "
