@@ -12,6 +12,7 @@ from lingvo.core import base_model_params, learner, optimizer, schedule, tshape
 from models.one_billion_word import sizes
 from models.one_billion_word.lingvo_input import OneBillionWordInput
 from models.one_billion_word.named_transformer import named_layers_of, tied_weights_of
+from models.one_billion_word.simd_plan import alike_boundaries
 from models.one_billion_word.task import LanguageModel
 from models.one_billion_word.transformer import Block, Embedding, Softmax
 from pipemesh.layers import PartitionSequentialLayers, PipeliningLayer
@@ -132,12 +133,6 @@ def stages_of(config: LanguageModelParams) -> list[Any]:
     flops = layer_flops(layers, *shapes)
     costs = tuple(sum(flops[a:b]) for a, b in itertools.pairwise(boundaries))
     return stage_params(layers, Partition(boundaries, costs))
-
-
-def alike_boundaries(config: LanguageModelParams) -> tuple[int, ...]:
-    """Where layers are cut so that all stages have as many blocks."""
-    number, count = config.NUM_LAYERS, config.PLAN.num_stages
-    return (0, *(1 + number * stage // count for stage in range(1, count)), number + 2)
 
 
 def stage_flops_of(config: LanguageModelParams) -> list[float]:
