@@ -103,17 +103,17 @@ class PipeliningLayer(SeqLayer):
 
     def _create_cells(self, tpls: Sequence[Any], homes: Sequence[Home], pinned: bool) -> None:
         p = self.params
-        self._simd: SimdStack | None = None
+        self.simd: SimdStack | None = None
         if p.pipelined and p.loss_inside and p.lowering == "simd":
             calls = self._fprop_before, self._fprop_cell
-            self._simd = SimdStack(self, self.plan, tpls, pinned, *calls)
-            self._cell_names, create = self._simd.names, super()._create_cells
-            self._simd.create(lambda stages: create(stages, homes, pinned))
+            self.simd = SimdStack(self, self.plan, tpls, pinned, *calls)
+            self._cell_names, create = self.simd.names, super()._create_cells
+            self.simd.create(lambda stages: create(stages, homes, pinned))
         else:
             super()._create_cells(tpls, homes, pinned)
 
     def _tying(self, homes: Sequence[Home]) -> contextlib.AbstractContextManager[Any]:
-        return super()._tying(homes) if self._simd is None else self._simd.made_on()
+        return super()._tying(homes) if self.simd is None else self.simd.made_on()
 
     def _CreateLayerVariables(self) -> None:
         super()._CreateLayerVariables()
@@ -185,8 +185,8 @@ class PipeliningLayer(SeqLayer):
             ScheduleError: the schedule needs the loss inside the pipeline.
         """
         p = self.params
-        if self._simd is not None:
-            return self._simd.run(theta, args)
+        if self.simd is not None:
+            return self.simd.run(theta, args)
         if not p.pipelined or (self.do_eval and self.cluster.num_devices_per_split == 1):
             return super().FProp(plain_theta(self, theta, self._cell_names), *cast_first(p, args))
         schedule = self.schedule

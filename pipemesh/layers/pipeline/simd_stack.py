@@ -13,9 +13,15 @@ from pipemesh import randomness
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import PipelineError
 from pipemesh.layers.feature_extraction import to_tuple
-from pipemesh.layers.named import NamedLayer, lowering_scope
+from pipemesh.layers.named import lowering_scope
 from pipemesh.layers.named.unnamed import unnamed
 from pipemesh.layers.named.values import exported
+from pipemesh.layers.pipeline.all_weights import (
+    check_named,
+    named_shapes,
+    named_weights,
+    theta_of,
+)
 from pipemesh.layers.pipeline.head import check_head
 from pipemesh.layers.pipeline.homes import mesh_devices
 from pipemesh.layers.pipeline.simd_cut import simd_cut
@@ -29,7 +35,6 @@ from pipemesh.layers.step_seed import (
     whole_batch_randomness,
 )
 from pipemesh.lowering import Lowering, PlacementLowering, Tensor, ops
-from pipemesh.lowering.lowering import Slices
 from pipemesh.mesh import LayoutRules, Shape
 from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.plan import Plan
@@ -98,8 +103,7 @@ class SimdStack:
             with self.made_on():
                 self._stack.CreateChild(tpl.name, tpl)
         create_stages(self._tpls)
-        self._first = self._layers(self._stages[0])[0]
-        _check_named(self._stack.params.name, self._first)
+        check_named(self._stack.params.name, self._alike[0])
 
     @contextlib.contextmanager
     def made_on(self) -> Iterator[None]:
@@ -111,16 +115,36 @@ class SimdStack:
         with tf.device(devices[0]), lowering_scope(PlacementLowering(mesh, self.rules, devices)):
             yield
 
-    def _layers(self, name: str) -> list[NamedLayer]:
-        """The layers of a stage."""
+    def _layers(self, name: str) -> list[Any]:
+        """The layers of a cell."""
         cell = self._stack.children[name]
         return [cell.children[sub.name] for sub in cell.params.sub]
 
     @property
+    def _alike(self) -> list[Any]:
+        """The alike layers."""
+        return [layer for name in self._stages for layer in self._layers(name)]
+
+    @property
+    def _others(self) -> list[Any]:
+        """Those before and behind them."""
+        return [layer for tpl in self._ends for layer in self._layers(tpl.name)]
+
+    @property
     def shapes(self) -> dict[str, Shape]:
-        """The shapes of the weights of the alike layers, stacked, by their paths in a layer."""
-        found = _named_weights(self._first)
-        return {path: self.pipeline.stacked(shape) for path, shape in found.items()}
+        """The shapes of all whole weights, by layer and path: `softmax.w`, `block0.norm.scale`.
+
+        The weights of the alike layers are stacked, under the name of the first of them. Of those
+        that layers share there is the one that is made.
+        """
+        found = {}
+        for layer in self._others:
+            found |= named_shapes(layer, f"{layer.params.name}.")
+        for name in self._stack.params.tied_weights:
+            del found[name]
+        first = self._alike[0]
+        own = named_shapes(first, f"{first.params.name}.")
+        return found | {path: self.pipeline.stacked(shape) for path, shape in own.items()}
 
     def run(self, theta: Any, args: tuple[Any, ...]) -> Any:
         """Runs the stack on the devices of the cluster that is entered.
@@ -162,7 +186,7 @@ class SimdStack:
         with tf.device(devices[0]), whole_batch_randomness(step):
             args = cast_first(p, to_tuple(self._call_before(theta, *args)))
             theta = plain_theta(stack, theta, [tpl.name for tpl in self._ends])
-            found = self(lowering, theta, self.weights(lowering, theta), args, step)
+            found = self(lowering, self.weights(lowering, theta), args, step, theta)
             outputs = to_tuple(exported(found))
             where = f"{p.name}: stage {self.names[-1]!r}"
             structure = StageStructure(outputs, False, where, "outputs")
@@ -176,51 +200,58 @@ class SimdStack:
             return structure.pack([loss, tf.cast(weight, loss.dtype), *metrics])
 
     def weights(self, lowering: PlacementLowering, theta: Any) -> dict[str, Tensor]:
-        """The weights of the alike layers, stacked on the devices where they lie.
+        """All weights of the shapes `shapes`, on the devices that compute with them.
 
         Args:
             lowering: of the whole mesh.
             theta: of the stack.
         """
-        mesh = self.pipeline.mesh
+        mesh, shapes = self.pipeline.mesh, self.shapes
+        found: dict[str, Tensor] = {}
+        with lowering_scope(lowering):
+            for tpl in self._ends:
+                for layer in self._layers(tpl.name):
+                    name = layer.params.name
+                    own = named_weights(layer, theta[tpl.name][name], f"{name}.")
+                    found |= {path: tensor for path, tensor in own.items() if path in shapes}
         inner = LayoutRules(tuple(rule for rule in self.rules.rules if rule[1] != LAYERS_AXIS))
-        # For each place its stages, and of each of these its layers' slices by path.
-        held: list[list[dict[str, Slices]]] = [[] for _ in range(mesh.num_stages)]
+        # For each place the weights of its layers, by path.
+        held: list[list[dict[str, Tensor]]] = [[] for _ in range(mesh.num_stages)]
         for number, cell in enumerate(self._stages):
             place = number % mesh.num_stages
             devices = [lowering.devices[i] for i in mesh.stage_processors(place)]
             with lowering_scope(PlacementLowering(mesh.stage_mesh, inner, devices)):
                 for layer in self._layers(cell):
-                    own = theta[cell][layer.params.name]
-                    held[place].append(_weights_of(layer, own))
-        found: dict[str, Tensor] = {}
-        for path, shape in self.shapes.items():
-            slices: dict[int, tf.Tensor] = {}
+                    held[place].append(named_weights(layer, theta[cell][layer.params.name]))
+        first = self._alike[0].params.name
+        for path in held[0][0]:
+            shape, slices = shapes[f"{first}.{path}"], {}
             sizes = lowering.tensor_layout(shape).slice_shape
             for place, layers in enumerate(held):
                 for i, processor in enumerate(mesh.stage_processors(place)):
                     with tf.device(lowering.devices[processor]):
-                        parts = tf.stack([layer[path][i] for layer in layers])
+                        parts = tf.stack([layer[path].slices[i] for layer in layers])
                         slices[processor] = tf.reshape(parts, sizes)
-            found[path] = Tensor(lowering, tuple(slices[i] for i in sorted(slices)), shape)
+            parts = tuple(slices[i] for i in sorted(slices))
+            found[f"{first}.{path}"] = Tensor(lowering, parts, shape)
         return found
 
     def __call__(
         self,
         lowering: Lowering,
-        theta: Any,
         weights: Mapping[str, Tensor],
         args: tuple[Any, ...],
         step: tf.Tensor | None,
+        theta: Any = None,
     ) -> Any:
         """Computes the stack, for a placement or as the program of a core.
 
         Args:
             lowering: of the whole mesh, with the rules `rules`.
-            theta: of the stack; of its cells those before and behind are used.
-            weights: of the alike layers, of the shapes `shapes`.
+            weights: of the shapes `shapes`, tensors of `lowering`.
             args: of the first layer, for the whole batch.
-            step: that random numbers are keyed by.
+            step: that random numbers are keyed by; to be entered with `whole_batch_randomness`.
+            theta: of the stack, where layers before or behind have weights without named dims.
 
         Returns:
             What the last layer returns; tensors with named dims are those of `lowering`.
@@ -230,11 +261,27 @@ class SimdStack:
         """
         with lowering_scope(lowering):
             if self._before is not None:
-                args = to_tuple(self._call_cell(theta[self._before], self._before, *args))
+                own = self._theta(self._before, weights, theta)
+                args = to_tuple(self._call_cell(own, self._before, *args))
             args = self._run(lowering, weights, args, step)
             if self._behind is None:
                 return args
-            return self._call_cell(theta[self._behind], self._behind, *args)
+            return self._call_cell(self._theta(self._behind, weights, theta), self._behind, *args)
+
+    def _theta(self, cell: str, weights: Mapping[str, Tensor], theta: Any) -> Any:
+        """The theta of a cell before or behind."""
+        tied = self._stack.params.tied_weights
+        return py_utils.NestedMap(
+            {
+                layer.params.name: theta_of(
+                    layer,
+                    lambda path: weights[tied.get(path, path)],
+                    None if theta is None else theta[cell][layer.params.name],
+                    f"{layer.params.name}.",
+                )
+                for layer in self._layers(cell)
+            }
+        )
 
     def _run(
         self,
@@ -249,7 +296,9 @@ class SimdStack:
         }
         travels = [i for i, arg in named.items() if arg.dtype.is_floating]
         along = [i for i in named if i not in travels]
-        stack, first = self._stack, self._first
+        stack, first = self._stack, self._alike[0]
+        prefix = f"{first.params.name}."
+        own = {path: tensor for path, tensor in weights.items() if path.startswith(prefix)}
         names = [name for cell in self._stages for name in self._random_names(cell)]
 
         def layer(
@@ -269,12 +318,13 @@ class SimdStack:
                 randomness.layer_aliases({}, name_in_task(stack)),
                 randomness.alike_layers_scope(names),
             ):
-                outputs = to_tuple(first.FProp(_theta_of(first, weights), *given))
+                theta = theta_of(first, weights.__getitem__, None, prefix)
+                outputs = to_tuple(first.FProp(theta, *given))
             self._check(given, outputs, along)
             return tuple(outputs[i] for i in travels)
 
         found = self.pipeline(
-            layer, tuple(named[i] for i in travels), weights, [named[i] for i in along]
+            layer, tuple(named[i] for i in travels), own, [named[i] for i in along]
         )
         results = list(args)
         for i, tensor in zip(travels, found, strict=True):
@@ -301,7 +351,7 @@ class SimdStack:
 
     def _check(self, given: list[Any], outputs: tuple[Any, ...], along: Sequence[int]) -> None:
         """Checks that what a layer returns may be given to the next one."""
-        name = f"{self._stack.params.name}: layer {self._first.params.name!r}"
+        name = f"{self._stack.params.name}: layer {self._alike[0].params.name!r}"
         if len(outputs) != len(given):
             raise PipelineError(
                 f"{name} takes {len(given)} arguments and returns {len(outputs)}; under "
@@ -313,48 +363,3 @@ class SimdStack:
                     f"{name} returns {value!r} for argument {i}, {given[i]!r}; under "
                     "lowering='simd' layers hand on what is not floating as it is"
                 )
-
-
-def _check_named(owner: str, layer: Any) -> None:
-    """Checks that all weights of an alike layer have named dims, and so can be stacked."""
-    if not isinstance(layer, NamedLayer) and layer.vars:
-        raise PipelineError(
-            f"{owner}: {layer.path!r}, a {type(layer).__name__} in the alike layers, has weights "
-            "without named dims, which lowering='simd' cannot stack; derive it from NamedLayer, or "
-            "use lowering='placement'"
-        )
-    for name, child in layer.children.items():
-        if isinstance(child, list | tuple):
-            raise PipelineError(
-                f"{owner}: {layer.path!r}, in the alike layers, has a list of layers ({name!r}), "
-                "which lowering='simd' does not stack; make each a child of its own, or use "
-                "lowering='placement'"
-            )
-        _check_named(owner, child)
-
-
-def _named_weights(layer: Any, path: str = "") -> dict[str, Shape]:
-    """The shapes of the weights of a layer and its children, by path."""
-    own = layer.named_shapes if isinstance(layer, NamedLayer) else {}
-    found = {path + name: shape for name, shape in own.items()}
-    for name, child in layer.children.items():
-        found |= _named_weights(child, f"{path}{name}.")
-    return found
-
-
-def _weights_of(layer: Any, theta: Any, path: str = "") -> dict[str, Slices]:
-    """The slices of the same weights, under the current lowering."""
-    own = layer.named_shapes if isinstance(layer, NamedLayer) else {}
-    found = {path + name: layer.Weight(theta, name).slices for name in own}
-    for name, child in layer.children.items():
-        found |= _weights_of(child, theta[name], f"{path}{name}.")
-    return found
-
-
-def _theta_of(layer: Any, weights: Mapping[str, Tensor], path: str = "") -> Any:
-    """The weights as the layer's theta."""
-    own = layer.named_shapes if isinstance(layer, NamedLayer) else {}
-    theta = py_utils.NestedMap({name: weights[path + name] for name in own})
-    for name, child in layer.children.items():
-        theta[name] = _theta_of(child, weights, f"{path}{name}.")
-    return theta
