@@ -106,6 +106,9 @@ def _rated(
     stages = len(stage_flops) / devices
     in_flight = max(timeline.peak_activations) / stages
     memory = _memory(settings, parts, in_flight, again, devices)
+    if plan.lowering == "simd":
+        # All devices compute the softmax for all microbatches at once.
+        memory += (parts // plan.num_replicas - 1) * _softmax(settings, parts)
     return timeline.makespan, Choice(plan, timeline.bubble_ratio, memory, available)
 
 
@@ -120,11 +123,16 @@ def _memory(settings: Settings, number: int, in_flight: float, again: bool, devi
     tokens = rows * length
     block = 2 * tokens * dim * (34 + 5 * settings.NUM_HEADS * length / dim)
     blocks = settings.NUM_LAYERS / devices
-    softmax = 3 * 4 * tokens * settings.VOCAB_SIZE
-    stage = blocks * block + softmax
+    stage = blocks * block + _softmax(settings, number)
     held = in_flight * 4 * tokens * dim + stage if again else in_flight * stage
     weights = blocks * (4 * dim**2 + 2 * dim * settings.HIDDEN_DIM) + settings.VOCAB_SIZE * dim
     return int(held + _COPIES * 4 * weights)
+
+
+def _softmax(settings: Settings, number: int) -> int:
+    """Bytes of the logits of a microbatch, and of what is made of them."""
+    tokens = settings.BATCH_SIZE // number * settings.SEQUENCE_LENGTH
+    return 3 * 4 * tokens * settings.VOCAB_SIZE
 
 
 def memory_of_cpu_device(devices: int) -> int:

@@ -12,10 +12,12 @@ from absl import flags
 
 from models.command import FlagError, define_devices
 from models.command import parse as parse_flags
+from models.one_billion_word import simd_plan
 from models.one_billion_word.request import EVAL_BATCHES, Request
 from models.one_billion_word.sizes import LAYERS, OPTIMIZERS, SIZES, Settings, dims_of
 from pipemesh.errors import LayoutError, PipemeshError, PlanError, ScheduleError
 from pipemesh.plan import Plan
+from pipemesh.plan.plan import LOWERINGS
 from pipemesh.plan.text_form import of_value
 from pipemesh.schedule_names import listing
 from pipemesh.text import nearest
@@ -70,6 +72,14 @@ flags.DEFINE_enum(
     None,
     ["float32", "bfloat16", "float16"],
     "What stages compute in; weights are float32 in any case.",
+)
+flags.DEFINE_enum(
+    "lowering",
+    None,
+    list(LOWERINGS),
+    "How stages run: by operations of their own in the order of the schedule ('placement'), or as "
+    "one program that all devices run, a loop over blocks that are alike ('simd'); default: the "
+    "model's, placement.",
 )
 flags.DEFINE_boolean(
     "strict_devices", False, "Whether an operation that leaves its stage's device is an error."
@@ -129,9 +139,12 @@ _OF_PLAN = {
     "num_microbatches": "num_microbatches",
     "boundaries": "boundaries",
     "remat": "remat",
+    "lowering": "lowering",
     "compute_dtype": "compute_dtype",
     "allow_idle": "allow_idle",
 }
+# Those that are nothing without a pipeline.
+_OF_PIPELINES = ("num_microbatches", "schedule", "boundaries", "remat", "lowering")
 _OF_REQUEST = (
     "steps",
     "save_every",
@@ -184,7 +197,11 @@ def request() -> Request:
             "leave --layers out, or choose another --model"
         )
     settings.PLAN = _plan(settings)
-    settings.CHOSEN = tuple(name for name in settings.CHOSEN if not FLAGS[name].present)
+    is_simd = settings.PLAN.lowering == "simd"
+    fixed = simd_plan.DEFAULTS if is_simd else {}
+    settings.CHOSEN = tuple(
+        name for name in settings.CHOSEN if name not in fixed and not FLAGS[name].present
+    )
     if FLAGS.plain:
         _set_plain(settings)
     settings.DATA_DIR = FLAGS.data_dir
@@ -192,6 +209,8 @@ def request() -> Request:
     settings.SEED = FLAGS.seed
     settings.STRICT_DEVICES = FLAGS.strict_devices
     _check_plan(settings)
+    if is_simd:
+        simd_plan.check_simd(settings, FLAGS.trace_schedule)
     logdir = os.path.join("runs", FLAGS.model) if FLAGS.logdir is None else FLAGS.logdir
     return Request(
         FLAGS.model,
@@ -212,6 +231,8 @@ def _plan(settings: Settings) -> Plan:
     if FLAGS.num_microbatches is not None:
         _check_number("num_microbatches", FLAGS.num_microbatches)
     values = settings.PLAN.to_values() | given
+    if values["lowering"] == "simd":
+        values |= simd_plan.DEFAULTS | given
     if FLAGS.plain and "mesh" not in given:
         values["mesh"] = "layers:1"
     if settings.PLAN.boundaries is not None and "boundaries" not in given:
@@ -265,11 +286,7 @@ def _check_plan(settings: Settings) -> None:
 
 def _set_plain(settings: Settings) -> None:
     """Without a pipeline there is nothing to cut, to order, to recompute or to time."""
-    given = [
-        name
-        for name in ("num_microbatches", "schedule", "boundaries", "remat", "trace_schedule")
-        if FLAGS[name].present
-    ]
+    given = [name for name in (*_OF_PIPELINES, "trace_schedule") if FLAGS[name].present]
     if given:
         raise FlagError(
             f"--plain has no pipeline, for which --{given[0]} is; leave one of them out"

@@ -2,8 +2,8 @@
 
 They take and return what those of `transformer` do. The dims that rules may split are `heads`,
 `d_ff`, `vocab`, and `experts` where there are some. What is the same on all devices of a stage goes
-on once for each. Behind the first block with experts goes the sum of their balance losses as well,
-[batch] float32.
+on once for each. In a model with experts the sum of their balance losses goes on as well, [batch]
+float32.
 """
 
 from __future__ import annotations
@@ -35,6 +35,21 @@ class NamedEmbedding(named.Embedding):
         return _handing_on(super().FPropMeta(p, ids), rest)
 
 
+class ExpertsEmbedding(NamedEmbedding):
+    """The same, for a stack of `ExpertsBlock`s: behind the others goes a balance loss of 0.
+
+    So all blocks take and return the same.
+    """
+
+    def FProp(self, theta, ids, labels, weights, segment_ids, segment_pos):
+        outputs = super().FProp(theta, ids, labels, weights, segment_ids, segment_pos)
+        return *outputs, tf.zeros([outputs[0].shape["batch"].size])
+
+    @classmethod
+    def FPropMeta(cls, p, ids, *rest):
+        return _handing_on(super().FPropMeta(p, ids, *rest), (*rest, tshape.Shape([ids[0]])))
+
+
 class NamedBlock(named.TransformerBlock):
     """Causal self-attention within segments, then a feed-forward layer; both residual."""
 
@@ -51,13 +66,12 @@ class NamedBlock(named.TransformerBlock):
 class ExpertsBlock(named.TransformerBlock):
     """Causal self-attention within segments, then one or two experts a token; both residual."""
 
-    def FProp(self, theta, x, labels, weights, segment_ids, segment_pos, *before):
+    def FProp(self, theta, x, labels, weights, segment_ids, segment_pos, before):
         # Where a row has no token, none shall take the room of others.
         empty = ops.equal(self.Named(segment_ids, "batch;length"), 0)
         paddings = ops.cast(empty, tf.float32)
         hidden, balance = super().FProp(theta, x, segment_ids, segment_pos, paddings)
-        for earlier in before:
-            balance = balance + self.Named(earlier, "batch")
+        balance = balance + self.Named(before, "batch")
         return hidden, labels, weights, segment_ids, segment_pos, balance
 
     @classmethod
@@ -129,7 +143,8 @@ def named_layers_of(config: Any) -> list[Any]:
         )
     else:
         block.feed_forward_tpl.dropout_rate = config.DROPOUT_PROB
-    embedding = NamedEmbedding.Params().Set(
+    first = ExpertsEmbedding if config.NUM_EXPERTS else NamedEmbedding
+    embedding = first.Params().Set(
         vocab_size=config.VOCAB_SIZE,
         embedding_dim=config.MODEL_DIM,
         scale_sqrt_depth=True,

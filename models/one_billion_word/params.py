@@ -12,6 +12,7 @@ from lingvo.core import base_model_params, learner, optimizer, schedule, tshape
 from models.one_billion_word import sizes
 from models.one_billion_word.lingvo_input import OneBillionWordInput
 from models.one_billion_word.named_transformer import named_layers_of, tied_weights_of
+from models.one_billion_word.simd_plan import alike_boundaries
 from models.one_billion_word.task import LanguageModel
 from models.one_billion_word.transformer import Block, Embedding, Softmax
 from pipemesh.layers import PartitionSequentialLayers, PipeliningLayer
@@ -61,6 +62,7 @@ class LanguageModelParams(sizes.Settings, base_model_params.SingleTaskModelParam
             schedule=plan.schedule,
             loss_inside=True,
             remat=plan.remat,
+            lowering=plan.lowering,
             fprop_dtype=plan.compute_dtype and tf.as_dtype(plan.compute_dtype),
             strict_devices=self.STRICT_DEVICES,
             pipelined=self.PIPELINED,
@@ -123,6 +125,8 @@ def stages_of(config: LanguageModelParams) -> list[Any]:
     """Params of the stages."""
     shapes = input_shapes_of(config)
     boundaries = config.PLAN.boundaries
+    if boundaries is None and config.PLAN.lowering == "simd":
+        boundaries = alike_boundaries(config)
     if boundaries is None:
         return PartitionSequentialLayers(layers_of(config), config.PLAN.num_stages, *shapes)
     layers = named_layers(layers_of(config))

@@ -7,6 +7,7 @@ from typing import Any
 
 from models.one_billion_word.params import input_shapes_of, stages_of
 from pipemesh.layers.partition_layers import layer_flops
+from pipemesh.layers.pipeline.simd_cut import simd_cut
 from pipemesh.text import columns
 
 
@@ -22,18 +23,28 @@ def stage_table(config: Any, task: Any, devices: Sequence[Sequence[str]]) -> str
     shapes = input_shapes_of(config)
     flops = layer_flops([layer for cell in cells for layer in cell.sub], *shapes)
     total, begin = sum(flops), 0
+    stages = [(str(number), cell, devices[number]) for number, cell in enumerate(cells)]
+    if config.PLAN.lowering == "simd" and config.PIPELINED:
+        before, cells, behind = simd_cut(task.params.stack).split(cells)
+        everywhere = list(dict.fromkeys(device for home in devices for device in home))
+        ends = [("all", cell, everywhere) for cell in (before, behind)]
+        stages = [
+            ends[0],
+            *((n, c, d) for (n, _, d), c in zip(stages, cells, strict=True)),
+            ends[1],
+        ]
     last = "device" if len(devices[0]) == 1 else "devices"
     rows = [("stage", "layers", "flops", "parameters", last)]
-    for number, cell in enumerate(cells):
+    for number, cell, places in stages:
         end = begin + len(cell.sub)
         variables = task.stack.children[cell.name].vars.Flatten()
         rows.append(
             (
-                str(number),
+                number,
                 _summary([layer.cls.__name__ for layer in cell.sub]),
                 f"{100 * sum(flops[begin:end]) / total:.1f}%",
                 f"{sum(v.shape.num_elements() for v in variables):,}",
-                " ".join(name.split("/")[-1].removeprefix("device:") for name in devices[number]),
+                " ".join(name.split("/")[-1].removeprefix("device:") for name in places),
             )
         )
         begin = end

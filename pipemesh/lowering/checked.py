@@ -26,6 +26,7 @@ from pipemesh.lowering.arguments import (
 from pipemesh.lowering.lowering import Lowering
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import Shape
+from pipemesh.randomness.scope import scopes
 
 # What TensorFlow and Python raise about arguments that came through all checks.
 _RAW = (
@@ -98,7 +99,10 @@ def _as_seed(value: Any, what: str) -> tf.Tensor:
         found = tf.convert_to_tensor(value)
     except _RAW:
         found = tf.constant("")
-    if not found.dtype.is_integer or not found.shape.is_compatible_with([2]):
+    # In the layer function of a SimdPipeline there may be a row for each layer.
+    in_layer = bool(scopes.slicewise) and scopes.slicewise[-1].draw is not None
+    fits = any(found.shape.is_compatible_with(s) for s in ([2], [None, 2])[: 1 + in_layer])
+    if not found.dtype.is_integer or not fits:
         raise ShapeError(f"{what} is {described(value)}; give two integers, as in [1, 2]")
     return value
 

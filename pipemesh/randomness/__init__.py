@@ -26,14 +26,15 @@ import tensorflow as tf
 
 from pipemesh.randomness.draws import Share, advance_counter, note_draw, share_of_draw
 from pipemesh.randomness.patch import install
+from pipemesh.randomness.replay import Replay
 from pipemesh.randomness.scope import (
     LayerSpan,
     NeedWholeDraws,
     Position,
-    Replay,
     Scope,
     WholeDraw,
     WholeDraws,
+    alike_layers_scope,
     draw_seed,
     gradient_scope,
     is_active,
@@ -54,6 +55,7 @@ __all__ = [
     "WholeDraw",
     "WholeDraws",
     "advance_counter",
+    "alike_layers_scope",
     "draw_seed",
     "gradient_scope",
     "is_active",

@@ -102,6 +102,8 @@ class Scope:
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     stack: str = ""
     layer: str = ""
+    # The names of the layers that a call stands for, where it is one of several.
+    alike: tuple[str, ...] = ()
     iterations: tuple[tf.Tensor, ...] = ()
     # Of the eager `tf.while_loop`s that run, how often each has turned.
     turns: tuple[int, ...] = ()
@@ -206,6 +208,33 @@ def layer_scope(name: str) -> Iterator[None]:
         scope.layer = saved
 
 
+@contextlib.contextmanager
+def alike_layers_scope(names: Sequence[str]) -> Iterator[None]:
+    """Draws inside belong to several layers at once, of which each processor computes another.
+
+    `draw_seed` returns a row for each: what it would return in the `layer_scope` of its name.
+
+    Args:
+        names: of the layers, the outermost ones of their scopes.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> from pipemesh.randomness import draw_seed, layer_scope, plan_free_randomness
+        >>> with plan_free_randomness(tf.constant(7, tf.int64)), alike_layers_scope(["a", "b"]):
+        ...     rows = draw_seed()
+        >>> with plan_free_randomness(tf.constant(7, tf.int64)), layer_scope("b"):
+        ...     bool(tf.reduce_all(draw_seed() == rows[1]))
+        True
+    """
+    scope = scopes.stack[-1]
+    with layer_scope(names[0]):
+        scope.alike = tuple(scope.aliases.get(name, name) for name in names)
+        try:
+            yield
+        finally:
+            scope.alike = ()
+
+
 def layer_spans() -> list[LayerSpan]:
     """What the outermost layer scopes of this randomness have added to the graph, in order."""
     return list(scopes.stack[-1].spans)
@@ -236,7 +265,7 @@ def loop_scope(iteration: tf.Tensor) -> Iterator[list[tf.Tensor]]:
         return
     scope = scopes.stack[-1]
     saved = (scope.layer, scope.iterations)
-    outside = _tensors_of(scope)
+    outside = tensors_of(scope)
     scope.layer = f"{scope.layer}/loop{_next_number(scope)}"
     scope.iterations = (*scope.iterations, iteration)
     try:
@@ -259,62 +288,11 @@ def gradient_scope() -> Iterator[None]:
         scope.is_gradient = False
 
 
-class Replay:
-    """Remembers the scope of now, if there is one, and which numbers come next in it.
-
-    What is computed inside of `enter`, once for a result and once more for its gradient, draws the
-    same numbers each time.
-
-    Attributes:
-        tensors: what draws depend on; a function that may capture nothing takes them as arguments.
-    """
-
-    def __init__(self) -> None:
-        self._scope = scopes.stack[-1] if scopes.stack else None
-        self.tensors: list[tf.Tensor] = []
-        if self._scope is not None:
-            self._state = dataclasses.replace(
-                self._scope, numbers=self._scope.numbers.copied(), is_gradient=False
-            )
-            self.tensors = _tensors_of(self._state)
-
-    @contextlib.contextmanager
-    def enter(self, tensors: Sequence[tf.Tensor]) -> Iterator[None]:
-        """Enters the scope in its remembered state.
-
-        Args:
-            tensors: takes the place of the attribute.
-        """
-        scope = self._scope
-        if scope is None:
-            yield
-            return
-        again = _with_tensors(self._state, tensors)
-        again.numbers = self._state.numbers.copied()
-        scopes.stack.append(again)
-        try:
-            yield
-        finally:
-            scopes.stack.pop()
-            for mine, theirs in zip(scope.numbers, again.numbers, strict=True):
-                mine.update({key: max(n, mine.get(key, 0)) for key, n in theirs.items()})
-
-
-def _tensors_of(scope: Scope) -> list[tf.Tensor]:
+def tensors_of(scope: Scope) -> list[tf.Tensor]:
     """The tensors that draws in a scope depend on."""
     step = None if scope.step is None else known_step(scope)
     microbatch = scope.position and scope.position.microbatch
     return [t for t in (step, microbatch, *scope.iterations) if t is not None]
-
-
-def _with_tensors(scope: Scope, tensors: Sequence[tf.Tensor]) -> Scope:
-    """The same scope with others in the place of `_tensors_of`."""
-    given = iter(tensors)
-    step = None if scope.step is None else next(given)
-    position = scope.position
-    if position is not None:
-        position = dataclasses.replace(position, microbatch=next(given))
-    return dataclasses.replace(scope, step=step, position=position, iterations=tuple(given))
 
 
 def is_active() -> bool:
@@ -375,6 +353,8 @@ def known_step(scope: Scope) -> tf.Tensor:
 def draw_seed() -> tf.Tensor:
     """An int64 seed pair (global step, layer and draw) for one stateless operation.
 
+    In an `alike_layers_scope` there is a row with such a pair for each of its layers.
+
     Raises:
         PipelineError: there is no global step.
     """
@@ -387,12 +367,21 @@ def draw_seed() -> tf.Tensor:
             f"layer {scope.layer!r} draws random numbers, which are keyed by the global step, but "
             "there is none; create it with py_utils.GetOrCreateGlobalStepVar() first"
         )
-    name = f"{scope.stack}/{scope.layer}" if scope.stack else scope.layer
-    key = tf.constant(_hash(f"{name}:{_next_number(scope)}"), tf.int64)
+    layers = [scope.layer]
+    if scope.alike:
+        inside = scope.layer.removeprefix(scope.alike[0])
+        layers = [layer + inside for layer in scope.alike]
+    number = _next_number(scope)
+    stack = f"{scope.stack}/" if scope.stack else ""
+    hashes = [_hash(f"{stack}{layer}:{number}") for layer in layers]
+    key = tf.constant(hashes if scope.alike else hashes[0], tf.int64)
     for depth, iteration in enumerate((*scope.iterations, *loop_counters())):
         # Odd, so that all iterations differ; one for each loop, so that all pairs do.
         key += iteration * (_hash(f"loop {depth}") | 1)
-    return tf.stack([tf.cast(known_step(scope), tf.int64), key])
+    step = tf.cast(known_step(scope), tf.int64)
+    if not scope.alike:
+        return tf.stack([step, key])
+    return tf.stack([tf.fill([len(layers)], step), key], axis=1)
 
 
 def _next_number(scope: Scope) -> int:

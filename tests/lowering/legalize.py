@@ -7,6 +7,8 @@ import tensorflow as tf
 from pipemesh.lowering.simd.simd_lowering import SimdLowering
 from pipemesh.lowering.simd.tpu_collectives import TpuCollectives
 
+# Lists of tensors become tensors; this pass looks at functions from `main` on alone.
+LISTS = "tf-tensor-list-ops-decomposition"
 # The kernels of XLA stand in for operations that have no pattern of their own, as random numbers.
 PIPELINE = "xla-legalize-tf{use-tf2xla-fallback=true device-type=XLA_CPU_JIT}"
 
@@ -31,7 +33,11 @@ def legalize(program, mesh, rules, *specs):
     function = tf.function(core_program, autograph=False)
     concrete = function.get_concrete_function(tf.TensorSpec([], tf.int32), *specs)
     text = tf.mlir.experimental.convert_function(concrete, pass_pipeline="tf-standard-pipeline")
-    return tf.mlir.experimental.run_pass_pipeline(text, PIPELINE)
+    entry = re.search(r"func\.func @(\w+)\(", text)[1]
+    text = re.sub(rf"@{entry}\b", "@main", text)
+    for pipeline in (LISTS, PIPELINE):
+        text = tf.mlir.experimental.run_pass_pipeline(text, pipeline)
+    return text
 
 
 def not_lowered(text):

@@ -14,6 +14,7 @@ from pipemesh.layers.named.block_init import BlockInit, initializer_of
 from pipemesh.layers.named.replica_cut import current_replica_cut
 from pipemesh.layers.named.scope import current_lowering
 from pipemesh.layers.named.tally import Tally, Value
+from pipemesh.layers.named.unnamed import is_unnamed
 from pipemesh.layers.named.weight_slices import (
     WeightPart,
     from_parts,
@@ -292,8 +293,8 @@ class NamedLayer(base_layer.BaseLayer):
 
         Args:
             theta: of this layer. A weight that is not split is a tensor, or a tuple with what each
-                processor holds; a slice is a tensor, or a tuple with the copies for the processors
-                that hold it.
+                processor holds, or a tensor with named dims; a slice is a tensor, or a tuple with
+                the copies for the processors that hold it.
             name: the logical name.
 
         Raises:
@@ -308,6 +309,8 @@ class NamedLayer(base_layer.BaseLayer):
         lowering, shape = current_lowering(), self._named_shapes[name]
         if name in theta:
             given = theta[name]
+            if isinstance(given, Tensor):
+                return self._Cast(given)
             if isinstance(given, list | tuple):
                 slices = held_by_processors(lowering, given, name)
             else:
@@ -342,6 +345,8 @@ class NamedLayer(base_layer.BaseLayer):
                     f"layer {self.params.name!r} is called with {x!r} of one lowering, inside of "
                     "the scope of another; call it in the scope that its inputs were made in"
                 )
+            if is_unnamed(x.shape) and len(names) == len(x.shape):
+                x = ops.rename(x, dict(zip(x.shape.names, names, strict=True)))
             if sorted(x.shape.names) != sorted(names):
                 raise ShapeError(
                     f"layer {self.params.name!r} takes dims '{';'.join(names)}', but was given "

@@ -51,33 +51,29 @@ def check_lowering(p: Any, schedule: Schedule) -> None:
     check_choice(p.name, "lowering", p.lowering, LOWERINGS)
     if p.lowering != "simd":
         return
-    if p.loss_inside:
-        raise PipelineError(
-            f"{p.name}: with loss_inside the last stage ends in the head, so it is not like the "
-            "others, which lowering='simd' needs; put the head behind the stack and leave "
-            "loss_inside unset, or use lowering='placement'"
-        )
-    if p.layout or ";" in (p.mesh_shape or ""):
+    if not p.loss_inside and (p.layout or ";" in (p.mesh_shape or "")):
         raise PipelineError(
             f"{p.name}: mesh_shape is {p.mesh_shape!r} and layout {p.layout!r}; lowering='simd' "
-            "has one device a stage: use a mesh of the axis 'layers' alone and no layout, or "
-            "lowering='placement'"
+            "has one device a stage where the loss is outside: use a mesh of the axis 'layers' "
+            "alone and no layout, layers with named dims and loss_inside, or lowering='placement'"
         )
     try:
         check_schedule(schedule)
         check_options(Options(remat=p.remat, rolled=p.rolled, check_numerics=p.check_numerics))
     except PipemeshError as error:
         raise type(error)(f"{p.name}: lowering is 'simd': {error}") from error
+    if p.loss_inside:
+        return
     first = p.cell_tpl[0]
     for other in p.cell_tpl[1:]:
-        found = next(_differences(first, other, "stage"), None)
+        found = next(differences(first, other, "stage"), None)
         if found is not None:
             raise PipelineError(
                 f"{p.name}: lowering='simd' runs stages that are alike, but {found}; {_WAY_OUT}"
             )
 
 
-def _differences(a: Any, b: Any, what: str) -> Iterator[str]:
+def differences(a: Any, b: Any, what: str) -> Iterator[str]:
     """What tells two layers apart, in words; nothing if they are alike but for names.
 
     Args:
@@ -98,7 +94,7 @@ def _differences(a: Any, b: Any, what: str) -> Iterator[str]:
         return
     for one, other in zip(mine, theirs, strict=True):
         if _is_layer(one) and _is_layer(other):
-            yield from _differences(one, other, "layer")
+            yield from differences(one, other, "layer")
     for path, one, other in _values("", a, b, skip=("sub",) if mine else ()):
         yield told(f"has {path}", _short(one), _short(other))
 

@@ -65,6 +65,37 @@ def stage_homes(cluster: Any, places: Sequence[int], p: Any) -> list[Home]:
     ]
 
 
+def mesh_devices(cluster: Any, mesh: Mesh, p: Any) -> list[str]:
+    """The device of each processor of a mesh that all of its devices compute on together.
+
+    Args:
+        cluster: the one that is entered.
+        mesh: that the stack was made for; its axis `layers` has a place for each of its homes.
+        p: params of the stack, as for `mesh_of`.
+
+    Raises:
+        PipelineError: the cluster has another mesh, or fewer devices.
+        PipemeshError: as `mesh_of`.
+    """
+    there, _ = mesh_of(cluster, p)
+    if there is not None and there != mesh:
+        raise PipelineError(
+            f"{p.name}: its stages are to lie on mesh '{mesh}', each on devices of its own, but "
+            f"'{there}' is there; make the axis 'layers' as long as the schedule has devices "
+            "(looped_bfs:2 has two stages a device), and call the stack under the mesh that it was "
+            "made under"
+        )
+    if isinstance(cluster, MeshCluster):
+        return [cluster.device(processor) for processor in range(mesh.num_devices)]
+    if cluster.job != "controller" and cluster.num_devices_per_split < mesh.num_devices:
+        raise PipelineError(
+            f"{p.name}: mesh '{mesh}' has {mesh.num_devices} processors, but the cluster's model "
+            f"split has {cluster.num_devices_per_split} devices; use a smaller mesh, or give the "
+            "cluster more (worker.devices_per_split, --worker_split_size)"
+        )
+    return [cluster.WorkerDeviceInModelSplit(i) for i in range(mesh.num_devices)]
+
+
 def mesh_of(cluster: Any, p: Any) -> tuple[Mesh | None, LayoutRules]:
     """The mesh that a stack lies on, and its rules.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lingvo.compat as tf
@@ -20,6 +21,7 @@ from pipemesh.layers.pipeline.pipelining_params import define_pipelining
 from pipemesh.layers.pipeline.plan_of import plan_of
 from pipemesh.layers.pipeline.schedule_of import schedule_of
 from pipemesh.layers.pipeline.seq_layer import SeqLayer
+from pipemesh.layers.pipeline.simd_stack import SimdStack
 from pipemesh.layers.pipeline.stage_lowering import StageWeights
 from pipemesh.layers.pipeline.stage_structure import StageStructure
 from pipemesh.layers.pipeline.weight_dtypes import (
@@ -101,6 +103,20 @@ class PipeliningLayer(SeqLayer):
         # Set it before a graph is built to be given its run; see `pipemesh.recurrent.Options`.
         self.noted_run: Callable[[Any], None] | None = None
 
+    def _create_cells(self, tpls: Sequence[Any], homes: Sequence[Home], pinned: bool) -> None:
+        p = self.params
+        self.simd: SimdStack | None = None
+        if p.pipelined and p.loss_inside and p.lowering == "simd":
+            calls = self._fprop_before, self._fprop_cell
+            self.simd = SimdStack(self, self.plan, tpls, pinned, *calls)
+            self._cell_names, create = self.simd.names, super()._create_cells
+            self.simd.create(lambda stages: create(stages, homes, pinned))
+        else:
+            super()._create_cells(tpls, homes, pinned)
+
+    def _tying(self, homes: Sequence[Home]) -> contextlib.AbstractContextManager[Any]:
+        return super()._tying(homes) if self.simd is None else self.simd.made_on()
+
     def _CreateLayerVariables(self) -> None:
         super()._CreateLayerVariables()
         if self.params.fprop_dtype != tf.float16:
@@ -137,7 +153,8 @@ class PipeliningLayer(SeqLayer):
         Returns:
             The error to raise `from` the given one; None if it did not arise in a stage.
         """
-        return explain(error, dict(zip(self._cell_names, self.StageHomes(), strict=True)))
+        names = [tpl.name for tpl in self.params.cell_tpl]
+        return explain(error, dict(zip(names, self.StageHomes(), strict=True)))
 
     @functools.cached_property
     def schedule(self) -> Schedule:
@@ -170,6 +187,8 @@ class PipeliningLayer(SeqLayer):
             ScheduleError: the schedule needs the loss inside the pipeline.
         """
         p = self.params
+        if self.simd is not None:
+            return self.simd.run(theta, args)
         if not p.pipelined or (self.do_eval and self.cluster.num_devices_per_split == 1):
             return super().FProp(plain_theta(self, theta, self._cell_names), *cast_first(p, args))
         schedule = self.schedule

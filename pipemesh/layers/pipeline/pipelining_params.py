@@ -62,7 +62,9 @@ def define_pipelining(p: Any) -> None:
         "lowering",
         "placement",
         "How the stages run: 'placement' by the schedule's actions, each an operation of its "
-        "own, or 'simd' as one loop over ticks, for stages that are alike but for their names.",
+        "own, or 'simd' as one loop over ticks, for stages that are alike but for their names. "
+        "With loss_inside all devices compute what stands before and behind the alike layers, "
+        "which have named dims.",
     )
     p.Define(
         "pipelined",

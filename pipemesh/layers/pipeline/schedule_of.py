@@ -9,6 +9,7 @@ import tensorflow as tf
 from pipemesh.errors import PipelineError, PipemeshError, ScheduleError
 from pipemesh.layers.check_params import check_batch_dim, check_flags, check_floating, check_whole
 from pipemesh.layers.pipeline.alike_stages import check_lowering
+from pipemesh.layers.pipeline.simd_cut import check_simd
 from pipemesh.recurrent.remat import policy_of
 from pipemesh.recurrent.table.fit import check_phases
 from pipemesh.schedule import Schedule, ScheduleSpec
@@ -58,6 +59,8 @@ def schedule_of(p: Any) -> Schedule:
             f"{p.num_micro_batches}; make them equal"
         )
     check_lowering(p, schedule)
+    if p.lowering == "simd" and p.loss_inside:
+        check_simd(p)
     if not p.loss_inside:
         _check_loss_outside(p, schedule)
     return schedule

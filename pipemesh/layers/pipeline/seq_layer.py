@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import lingvo.compat as tf
@@ -82,9 +83,8 @@ class SeqLayer(base_layer.BaseLayer):
         check_layers(p.name, "before_tpl", p.before_tpl)
         check_layers(p.name, "cell_tpl", p.cell_tpl)
         check_distinct(p.name, before_tpl=p.before_tpl, cell_tpl=p.cell_tpl)
-        eagerly = py_utils.IsEagerMode()
         # A TF1 trainer places variables itself; else they lie with the stage that uses them.
-        pinned = py_utils.use_tpu() or eagerly
+        pinned = py_utils.use_tpu() or py_utils.IsEagerMode()
         homes = self.StageHomes() if pinned else []
         tpls, random_names = with_distinct_names([*p.before_tpl, *p.cell_tpl])
         tpls = with_given_weights(p.name, p.tied_weights, tpls)
@@ -93,7 +93,7 @@ class SeqLayer(base_layer.BaseLayer):
         self._before_names, self._cell_names = names[:num_before], names[num_before:]
         self._random_names = dict(zip(names, random_names, strict=True))
         self._lowering = StageLowering(*mesh_of(self.cluster, p))
-        if self._lowering.cuts_weights and not eagerly:
+        if self._lowering.cuts_weights and not py_utils.IsEagerMode():
             raise LayoutError(
                 f"{p.name}: layout '{mesh_of(self.cluster, p)[1]}' cuts weights over the axis that "
                 "the batch is split over, but in a TF1 graph lingvo's trainer places variables, "
@@ -107,19 +107,28 @@ class SeqLayer(base_layer.BaseLayer):
             # Where nothing is split, it may be called under another cluster than it is made under.
             splits = self._lowering.splits
             homes = self.StageHomes() if splits else [Home(("",))] * len(p.cell_tpl)
-        for tpl, home in zip(tpls[num_before:], homes, strict=False):
+        self._create_cells(tpls[num_before:], homes, pinned)
+        if p.tied_weights:
+            with self._tying(homes):
+                makers = [*self._before_names, *self._cell_names]
+                tie_weights(p.name, p.tied_weights, [self.children[name] for name in makers])
+        self._lowering.check(p.name, [self.children[name] for name in self._cell_names])
+        self._weights_are_its_own = False
+
+    def _create_cells(self, tpls: Sequence[Any], homes: Sequence[Home], pinned: bool) -> None:
+        """Makes the stages, each on its home; `pinned` says whether variables lie there."""
+        for tpl, home in zip(tpls, homes, strict=False):
             replica = home.replica(0) if pinned else ("",) * home.group
             with (
                 tf.device(replica[0]),
                 self._lowering.on(replica, home),
-                spread_weights(home) if eagerly else contextlib.nullcontext(),
+                spread_weights(home) if py_utils.IsEagerMode() else contextlib.nullcontext(),
             ):
                 self.CreateChild(tpl.name, tpl)
-        if p.tied_weights:
-            with self._lowering.on(homes[0].replica(0)):
-                tie_weights(p.name, p.tied_weights, [self.children[name] for name in names])
-        self._lowering.check(p.name, [self.children[name] for name in self._cell_names])
-        self._weights_are_its_own = False
+
+    def _tying(self, homes: Sequence[Home]) -> contextlib.AbstractContextManager[Any]:
+        """Inside, layers of the stack share weights."""
+        return self._lowering.on(homes[0].replica(0))
 
     @property
     def stage_lowering(self) -> StageLowering:
@@ -136,8 +145,7 @@ class SeqLayer(base_layer.BaseLayer):
         return [home.first for home in self.StageHomes()]
 
     def _child_variable_scope_override(self) -> dict[str, list[Any]]:
-        p = self.params
-        names = [tpl.name for tpl in [*p.before_tpl, *p.cell_tpl]]
+        names = [*self._before_names, *self._cell_names]
         return {**super()._child_variable_scope_override(), **{name: [] for name in names}}
 
     def FProp(self, theta: Any, *args: Any) -> Any:

@@ -25,7 +25,8 @@ def layer_seed(seed: tf.Tensor, layer: int | tf.Tensor) -> tf.Tensor:
     """The seed of one layer of a stack of alike layers.
 
     Args:
-        seed: two integers, for example the step and the number of the draw within the layer.
+        seed: two integers, for example the step and the number of the draw within the layer; or a
+            row of two for each layer.
         layer: the number of the layer, counted from 0.
 
     Returns:
@@ -35,7 +36,10 @@ def layer_seed(seed: tf.Tensor, layer: int | tf.Tensor) -> tf.Tensor:
         >>> layer_seed(tf.constant([7, 1]), 0).numpy().tolist()
         [7, 1]
     """
-    step, draw = tf.unstack(tf.cast(seed, tf.int64))
+    seed = tf.cast(seed, tf.int64)
+    if seed.shape.rank == 2:
+        return tf.gather(seed, layer)
+    step, draw = tf.unstack(seed)
     return tf.stack([step, draw + tf.cast(layer, tf.int64) * _LAYER_STRIDE])
 
 

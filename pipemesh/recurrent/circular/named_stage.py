@@ -20,7 +20,10 @@ from pipemesh.recurrent.circular.stage_weight import StageWeight
 from pipemesh.recurrent.circular.tick_loop import Leaves, Tick, keep
 from pipemesh.recurrent.precision import sum_dtype
 
-LayerFunction = Callable[[Tensor, Mapping[str, Tensor], LayerPosition], Tensor]
+# Takes and returns activations, one tensor or a tuple of them. Behind its other arguments, the
+# activations, weights and position, come the tensors that go along, if there are any.
+Activations = Tensor | tuple[Tensor, ...]
+LayerFunction = Callable[..., Activations]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +58,10 @@ class NamedStage:
         lowering: of all tensors.
         layer: the function of one layer.
         layers_per_stage: how many layers a stage has.
-        shape: of the activations of one microbatch.
+        shapes: of the activations of one microbatch; for a layer of one tensor just that.
         batch: the batch dim of the whole batch.
         weights: in the order in which their slices will be given.
+        along: shapes of what else the layer is given of a microbatch, and slices with all of them.
     """
 
     def __init__(
@@ -65,21 +69,24 @@ class NamedStage:
         lowering: Lowering,
         layer: LayerFunction,
         layers_per_stage: int,
-        shape: Shape,
+        shapes: Shape | tuple[Shape, ...],
         batch: Dim,
         weights: Sequence[LoopWeight],
+        along: Sequence[tuple[Shape, Slices]] = (),
     ) -> None:
         self._lowering = lowering
         self._layer = layer
         self._layers_per_stage = layers_per_stage
-        self._shape = shape
+        self._is_one = isinstance(shapes, Shape)
+        self._shapes = (shapes,) if isinstance(shapes, Shape) else shapes
         self._batch = batch
         self._weights = tuple(weights)
+        self._along = tuple(along)
 
     def forward(self, now: Tick, x: Leaves, weights: Sequence[Slices]) -> Leaves:
         """The activations behind the stage."""
         chosen = self._choose(weights, now)
-        return (self._stage(now, x[0], chosen, chosen),)
+        return self._stage(now, x, chosen, chosen)
 
     def zero_sums(self, weights: Sequence[Slices]) -> tuple[Slices, ...]:
         """Sums of gradients before the first tick."""
@@ -97,12 +104,12 @@ class NamedStage:
         sums: Sequence[Slices],
     ) -> tuple[Leaves, tuple[Slices, ...]]:
         """Recomputes the stage; the gradient of its input, and the sums with those of weights."""
-        grad_x, grad_weights = self._gradient(now, x[0], weights, grad_y[0])
+        grad_x, grad_weights = self._gradient(now, x, weights, grad_y)
         added = tuple(
             self._add(weight, now, sum_, grad)
             for weight, sum_, grad in zip(self._weights, sums, grad_weights, strict=True)
         )
-        return (grad_x,), added
+        return grad_x, added
 
     def _choose(self, weights: Sequence[Slices], now: Tick) -> list[list[Slices]]:
         """For each layer of the stage its weights."""
@@ -122,50 +129,59 @@ class NamedStage:
     def _stage(
         self,
         now: Tick,
-        x: Slices,
+        x: Leaves,
         whole: Sequence[Sequence[Slices]],
         partial: Sequence[Sequence[Slices]],
-    ) -> Slices:
+    ) -> Leaves:
         lowering = self._lowering
+        along = [
+            Tensor(lowering, lowering.raw_map(tf.gather, slots, now.microbatches), shape)
+            for shape, slots in self._along
+        ]
         for j, (own, shared) in enumerate(zip(whole, partial, strict=True)):
             numbers = lowering.raw_map(
                 lambda stage, j=j: stage * self._layers_per_stage + j, now.stages
             )
-            size = self._shape[self._batch.name].size
+            size = self._shapes[0][self._batch.name].size
             position = LayerPosition(lowering, numbers, now.microbatches, self._batch, size)
             weights = {
                 weight.name: StageWeight(lowering, a, weight.shape, b, weight.batch_axes)
                 for weight, a, b in zip(self._weights, own, shared, strict=True)
             }
-            x_in = Tensor(lowering, x, self._shape)
-            given = [*x, *(part for parts in (*own, *shared) for part in parts)]
+            x_in = tuple(
+                Tensor(lowering, leaf, shape) for leaf, shape in zip(x, self._shapes, strict=True)
+            )
+            given = [part for parts in (*x, *own, *shared) for part in parts]
             with check_no_layers_axis(lowering), position.entered():
                 y = call_alone(
-                    functools.partial(self._call_layer, x_in, weights, position),
+                    functools.partial(self._call_layer, x_in, weights, position, along),
                     given,
-                    lambda y: y.slices,
+                    lambda y: [part for leaf in y for part in leaf.slices],
                     lost_in_layer,
                 )
-            x = y.slices
+            x = tuple(leaf.slices for leaf in y)
         return x
 
     def _call_layer(
-        self, x: Tensor, weights: Mapping[str, Tensor], position: LayerPosition
-    ) -> Tensor:
-        y = self._layer(x, weights, position)
-        self._check_output(y, x)
-        return y
-
-    def _check_output(self, y: Any, x: Tensor) -> None:
-        if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
+        self,
+        x: tuple[Tensor, ...],
+        weights: Mapping[str, Tensor],
+        position: LayerPosition,
+        along: Sequence[Tensor],
+    ) -> tuple[Tensor, ...]:
+        given = x[0] if self._is_one else x
+        y: Any = self._layer(given, weights, position, *along)
+        leaves = (y,) if self._is_one else y
+        if not isinstance(leaves, tuple) or not _are_alike(leaves, x):
             raise PipelineError(
-                f"the layer function returned {y!r} for {x!r}; all layers are alike, so its result "
-                "has the shape and dtype of its input, dims in the same order"
+                f"the layer function returned {y!r} for {given!r}; all layers are alike, so its "
+                "result has the shape and dtype of its input, dims in the same order"
             )
+        return leaves
 
     def _gradient(
-        self, now: Tick, x: Slices, weights: Sequence[Slices], grad_y: Slices
-    ) -> tuple[Slices, list[list[Slices]]]:
+        self, now: Tick, x: Leaves, weights: Sequence[Slices], grad_y: Leaves
+    ) -> tuple[Leaves, list[list[Slices]]]:
         """Recomputes a stage: gradients of its input, and for each weight those of its layers."""
         each = self._lowering.raw_map
         whole = self._choose(weights, now)
@@ -174,7 +190,11 @@ class NamedStage:
             tape.watch([x, whole, partial])
             y = self._stage(now, x, whole, partial)
         # Nested as what is differentiated by, which cannot be declared.
-        grads: Any = tape.gradient(y, [x, whole, partial], output_gradients=list(grad_y))
+        grads: Any = tape.gradient(
+            [part for leaf in y for part in leaf],
+            [x, whole, partial],
+            output_gradients=[part for leaf in grad_y for part in leaf],
+        )
         grad_x, grad_whole, grad_partial = grads
         results: list[list[Slices]] = []
         for i, weight in enumerate(self._weights):
@@ -185,7 +205,8 @@ class NamedStage:
                     for part, a, b in zip(whole, grad_whole, grad_partial, strict=True)
                 ]
             )
-        return self._or_zeros(grad_x, x), results
+        of_x = tuple(self._or_zeros(*pair) for pair in zip(grad_x, x, strict=True))
+        return of_x, results
 
     def _or_zeros(self, grads: Sequence[Any], like: Slices) -> Slices:
         if any(grad is None for grad in grads):
@@ -217,3 +238,10 @@ class NamedStage:
             return tf.tensor_scatter_nd_add(sum_, [[which]], grad[None, None])
 
         return self._lowering.raw_map(add, sums, now.busy, now.rounds, *grads)
+
+
+def _are_alike(outputs: Sequence[Any], inputs: Sequence[Tensor]) -> bool:
+    return len(outputs) == len(inputs) and all(
+        isinstance(y, Tensor) and y.shape == x.shape and y.dtype == x.dtype
+        for y, x in zip(outputs, inputs, strict=True)
+    )

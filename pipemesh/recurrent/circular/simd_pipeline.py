@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -16,11 +16,16 @@ from pipemesh.lowering.arguments import as_shape, as_tensor, described
 from pipemesh.lowering.captures import lost_in_layer
 from pipemesh.lowering.given import check_mesh
 from pipemesh.lowering.lowering import Lowering, Slices
-from pipemesh.lowering.tensor import Tensor
+from pipemesh.lowering.tensor import Tensor, union_axes
 from pipemesh.mesh import Dim, Mesh, Shape
 from pipemesh.mesh.checks import whole_number
 from pipemesh.mesh.mesh import LAYERS_AXIS
-from pipemesh.recurrent.circular.named_stage import LayerFunction, LoopWeight, NamedStage
+from pipemesh.recurrent.circular.named_stage import (
+    Activations,
+    LayerFunction,
+    LoopWeight,
+    NamedStage,
+)
 from pipemesh.recurrent.circular.tick_loop import TickLoop
 from pipemesh.schedule import Schedule, looped_bfs
 
@@ -120,21 +125,30 @@ class SimdPipeline:
         sizes = (self.num_virtual_stages, self.mesh.num_stages, self.layers_per_stage)
         return Shape((*map(Dim, STACK_DIMS, sizes), *shape.dims))
 
-    def __call__(self, layer: LayerFunction, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    def __call__(
+        self,
+        layer: LayerFunction,
+        x: Activations,
+        weights: Mapping[str, Tensor],
+        along: Sequence[Tensor] = (),
+    ) -> Any:
         """Applies all layers.
 
         Args:
             layer: takes the activations of a microbatch, a dict of one layer's weights and a
-                `LayerPosition`, which draws random numbers; returns activations of the same shape.
-                It treats examples one by one. Floating tensors from outside are constants or
-                come from `stop_gradient`; trainable variables are not read inside.
-            x: floating, the activations of the whole batch.
+                `LayerPosition`, which draws random numbers, and, one by one, what goes along;
+                returns activations of the same shapes. It treats examples one by one. Floating
+                tensors from outside are constants or come from `stop_gradient`; trainable variables
+                are not read inside.
+            x: floating, the activations of the whole batch; one tensor, or a tuple.
             weights: floating. Those of shape `stacked(...)` are a layer's own, those without the
                 stack's dims are shared by all layers.
+            along: what else all layers are given, such as the segments of tokens; not floating.
+                Each processor has its part of it, so nothing is sent.
 
         Returns:
-            The activations after the last layer, equal along the axis `layers`. They have first
-            derivatives only.
+            The activations after the last layer, in the form of `x`, equal along the axis
+            `layers`. They have first derivatives only.
 
         Raises:
             GradientError: later on, where a gradient is differentiated.
@@ -142,34 +156,66 @@ class SimdPipeline:
                 layer function is none of this kind.
             LayoutError: the rules do not split the stack over the axis `layers`, or split
                 something else over it.
-            ShapeError: `x` has no batch dim.
+            ShapeError: `x`, or what goes along, has no batch dim.
         """
         if not callable(layer):
             raise PipelineError(f"layer is {layer!r}, which is no function")
-        as_tensor(x, "x")
+        leaves = x if isinstance(x, tuple) else (x,)
+        for leaf in leaves:
+            as_tensor(leaf, "x")
+        if not leaves:
+            raise PipelineError("x is an empty tuple; a pipeline needs activations")
         if not isinstance(weights, Mapping):
             raise PipelineError(f"weights are {described(weights)}; give a dict of tensors by name")
         for name, weight in weights.items():
             as_tensor(weight, f"weight {name!r}")
-        lowering = x.lowering
-        batch, micro = self._check_input(x)
-        known = [self._describe(name, weight, x) for name, weight in weights.items()]
-        stage = NamedStage(lowering, layer, self.layers_per_stage, micro, batch, known)
-        loop = TickLoop(self.schedule, lowering, stage)
-        stream = lowering.vary(self._cut(x), self._layers_axes)
+        for tensor in along:
+            as_tensor(tensor, "what goes along")
+        lowering = leaves[0].lowering
+        shapes = tuple(map(self._check_activations, leaves))
+        sides = [(self._check_input(tensor), self._cut(tensor)) for tensor in along]
+        known = [self._describe(name, weight, leaves) for name, weight in weights.items()]
+        stage = NamedStage(
+            lowering,
+            layer,
+            self.layers_per_stage,
+            shapes if isinstance(x, tuple) else shapes[0],
+            leaves[0].shape[self.batch_dim],
+            known,
+            sides,
+        )
+        loop = TickLoop(self.schedule, lowering, stage, [True] * len(leaves))
+        streams = [lowering.vary(self._cut(leaf), self._layers_axes) for leaf in leaves]
         parts = [
             lowering.vary(weight.slices, about.summed_later)
             for weight, about in zip(weights.values(), known, strict=True)
         ]
-        outputs = lowering.all_reduce(_run(lowering, loop, stream, parts), self._layers_axes)
-        return Tensor(lowering, self._join(lowering, outputs, x), x.shape)
+        outputs = tuple(
+            Tensor(
+                lowering,
+                self._join(lowering, lowering.all_reduce(slices, self._layers_axes), leaf),
+                leaf.shape,
+            )
+            for slices, leaf in zip(_run(lowering, loop, streams, parts), leaves, strict=True)
+        )
+        return outputs if isinstance(x, tuple) else outputs[0]
 
     @property
     def _layers_axes(self) -> list[str]:
         return [LAYERS_AXIS] if self.mesh.num_stages > 1 else []
 
-    def _check_input(self, x: Tensor) -> tuple[Dim, Shape]:
-        """The batch dim, and the shape of a microbatch."""
+    def _check_activations(self, x: Tensor) -> Shape:
+        """The shape of a microbatch."""
+        shape = self._check_input(x)
+        if not x.dtype.is_floating:
+            raise PipelineError(
+                f"the input has dtype {x.dtype.name}; activations are floating, and other tensors "
+                "go along"
+            )
+        return shape
+
+    def _check_input(self, x: Tensor) -> Shape:
+        """The shape of a microbatch."""
         lowering = x.lowering
         if lowering.mesh != self.mesh:
             raise LayoutError(
@@ -182,8 +228,6 @@ class SimdPipeline:
                 f"{LAYERS_AXIS!r} of mesh '{self.mesh}'; add the rule '{LAYERS_DIM}:{LAYERS_AXIS}'"
             )
         self._check_not_over_layers("the input", x.shape, lowering)
-        if not x.dtype.is_floating:
-            raise PipelineError(f"the input has dtype {x.dtype.name}; activations are floating")
         batch = x.shape[self.batch_dim]
         here = x.layout.slice_shape[x.shape.index(self.batch_dim)]
         if here % self.num_microbatches or not here:
@@ -194,7 +238,7 @@ class SimdPipeline:
                 "num_microbatches"
             )
         micro = Dim(batch.name, batch.size // self.num_microbatches)
-        return batch, x.shape.replace(batch.name, micro)
+        return x.shape.replace(batch.name, micro)
 
     def _check_not_over_layers(self, what: str, shape: Shape, lowering: Lowering) -> None:
         for dim in shape.names:
@@ -204,8 +248,8 @@ class SimdPipeline:
                     f"layers or is split over axis {LAYERS_AXIS!r}; rename it or remove its rule"
                 )
 
-    def _describe(self, name: str, weight: Tensor, x: Tensor) -> LoopWeight:
-        if weight.lowering is not x.lowering or not weight.dtype.is_floating:
+    def _describe(self, name: str, weight: Tensor, leaves: Sequence[Tensor]) -> LoopWeight:
+        if weight.lowering is not leaves[0].lowering or not weight.dtype.is_floating:
             raise PipelineError(
                 f"weight {name!r} is {weight!r}; weights are floating tensors of the lowering of "
                 "the input"
@@ -219,7 +263,7 @@ class SimdPipeline:
             )
         self._check_not_over_layers(f"weight {name!r}", shape, weight.lowering)
         # Along these the copies of the weight meet different activations.
-        axes = [axis for axis in x.split_axes if axis not in weight.split_axes]
+        axes = [axis for axis in union_axes(leaves) if axis not in weight.split_axes]
         later = [*([] if stacked else self._layers_axes), *axes]
         return LoopWeight(name, shape, stacked, tuple(later))
 
@@ -254,31 +298,39 @@ def _no_second(_: Any) -> list[tf.Tensor]:
     )
 
 
-def _run(lowering: Lowering, loop: TickLoop, stream: Slices, weights: list[Slices]) -> Slices:
+def _run(
+    lowering: Lowering, loop: TickLoop, streams: Sequence[Slices], weights: list[Slices]
+) -> list[Slices]:
     """The loop with its own gradient."""
     n = lowering.num_slices
     with unrecorded():
         if not tf.executing_eagerly():
-            (outputs,), (saved,) = loop.forward((stream,), weights)
+            outputs, saved = loop.forward(tuple(streams), weights)
         else:
             # No tape watches copies: what is watched at the end came from outside.
-            copies = [lowering.raw_map(tf.identity, part) for part in (stream, *weights)]
+            copies = [lowering.raw_map(tf.identity, part) for part in (*streams, *weights)]
     if tf.executing_eagerly():
-        (outputs,), (saved,) = loop.forward((copies[0],), copies[1:])
-        if is_recorded(list(outputs)):
+        outputs, saved = loop.forward(tuple(copies[: len(streams)]), copies[len(streams) :])
+        if is_recorded([part for leaf in outputs for part in leaf]):
             raise lost_in_layer("a tensor")
 
-    inputs = [*stream, *(part for weight in weights for part in weight)]
+    inputs = [part for parts in (*streams, *weights) for part in parts]
     # Who differentiates all that a graph has does not differentiate the loop.
-    saved = lowering.raw_map(tf.stop_gradient, saved)
+    saved = tuple(lowering.raw_map(tf.stop_gradient, leaf) for leaf in saved)
 
     def backward(grads: Any) -> list[tf.Tensor]:
-        (grad_stream,), sums = loop.backward((tuple(grads),), (saved,), weights)
+        of_streams, sums = loop.backward(_by_number(grads, n), saved, weights)
         grad_weights = [
             lowering.raw_map(lambda sum_, part: tf.cast(sum_, part.dtype), *pair)
             for pair in zip(sums, weights, strict=True)
         ]
-        found = [*grad_stream, *(part for grad in grad_weights for part in grad)]
+        found = [part for parts in (*of_streams, *grad_weights) for part in parts]
         return attach_gradient(found, [*grads, *inputs], _no_second, across_devices=n > 1)
 
-    return tuple(attach_gradient(outputs, inputs, backward, across_devices=n > 1))
+    flat = [part for leaf in outputs for part in leaf]
+    return list(_by_number(attach_gradient(flat, inputs, backward, across_devices=n > 1), n))
+
+
+def _by_number(flat: Sequence[tf.Tensor], number: int) -> tuple[Slices, ...]:
+    """So many each."""
+    return tuple(tuple(flat[i : i + number]) for i in range(0, len(flat), number))

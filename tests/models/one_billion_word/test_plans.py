@@ -37,22 +37,33 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved:2", "zb_h1", "zb_v")
 NAMES = (("data", "model"), ("rows", "tensor"), ("b", "a"))
 
 
-def plan_of(model, layers, data, size, schedule, microbatches, names, order):
+# Each with as many blocks a stage.
+SIMD_SCHEDULES = ("gpipe", "looped_bfs:2")
+
+
+def plan_of(model, layers, data, size, schedule, microbatches, names, order, lowering="placement"):
     """A plan of these sizes along its three axes; None if there is none."""
     rows, tensor = names
     axes = [("layers", layers), (rows, data), (tensor, size)]
     mesh = ";".join(f"{axes[i][0]}:{axes[i][1]}" for i in order)
     rules = [f"batch:{rows}", *(f"{dim}:{tensor}" for dim in SPLIT[model])]
     try:
-        plan = Plan(mesh, ";".join(rules), schedule, microbatches)
+        plan = Plan(mesh, ";".join(rules), schedule, microbatches, lowering=lowering)
         plan.check_batch(BATCHES[0]["ids"].shape[0])
-        plan.check_layers(CALM["NUM_LAYERS"] + 2)
+        plan.check_layers(blocks_of(plan) + 2)
     except PipemeshError:
+        return None
+    if lowering == "simd" and blocks_of(plan) % plan.num_stages:
         return None
     return plan if 1 < plan.mesh.num_devices <= 8 else None
 
 
-def drawn(model, number, seed):
+def blocks_of(plan):
+    """How many blocks the model has; four where two cannot be dealt out evenly to four stages."""
+    return 4 if plan.lowering == "simd" else CALM["NUM_LAYERS"]
+
+
+def drawn(model, number, seed, schedules=SCHEDULES, lowering="placement"):
     """Legal plans, drawn so that each schedule and each mesh has its turn."""
     draw = random.Random(seed)
     meshes = [m for m in itertools.product((1, 2, 4), repeat=3) if 1 < np.prod(m) <= 8]
@@ -64,10 +75,11 @@ def drawn(model, number, seed):
         plan = plan_of(
             model,
             *meshes[turn % len(meshes)],
-            SCHEDULES[turn % len(SCHEDULES)],
+            schedules[turn % len(schedules)],
             draw.choice([2, 4, 8]),
             draw.choice(NAMES),
             draw.sample(range(3), 3),
+            lowering,
         )
         if plan is not None and plan not in found:
             found.append(plan)
@@ -79,23 +91,31 @@ def expected():
     """The losses of the plain model, computed once for each."""
     cache = {}
 
-    def get(model):
-        if model not in cache:
-            config = small(**CALM, **MODELS[model], PLAN=Plan(), PIPELINED=False)
-            cache[model] = losses(config, BATCHES)
-        return cache[model]
+    def get(model, blocks):
+        if (model, blocks) not in cache:
+            settings = {**CALM, **MODELS[model], "NUM_LAYERS": blocks}
+            config = small(**settings, PLAN=Plan(), PIPELINED=False)
+            cache[model, blocks] = losses(config, BATCHES)
+        return cache[model, blocks]
 
     return get
 
 
 def assert_equal(expected, model, plan):
-    found = losses(small(**CALM, **MODELS[model], PLAN=plan), BATCHES)
-    np.testing.assert_allclose(found, expected(model), rtol=1e-5, err_msg=str(plan))
+    blocks = blocks_of(plan)
+    settings = {**CALM, **MODELS[model], "NUM_LAYERS": blocks}
+    found = losses(small(**settings, PLAN=plan), BATCHES)
+    np.testing.assert_allclose(found, expected(model, blocks), rtol=1e-5, err_msg=str(plan))
 
 
 def cases():
     for model, number, by_default in (("dense", 30, 2), ("tied", 10, 1), ("experts", 10, 1)):
         for i, plan in enumerate(drawn(model, number, seed=1)):
+            marks = [pytest.mark.slow] if i < by_default else [pytest.mark.exhaustive]
+            yield pytest.param(model, plan, id=f"{model}-{plan}", marks=marks)
+    for model, number, by_default in (("dense", 12, 2), ("tied", 6, 1), ("experts", 6, 1)):
+        plans = drawn(model, number, seed=2, schedules=SIMD_SCHEDULES, lowering="simd")
+        for i, plan in enumerate(plans):
             marks = [pytest.mark.slow] if i < by_default else [pytest.mark.exhaustive]
             yield pytest.param(model, plan, id=f"{model}-{plan}", marks=marks)
 
@@ -116,14 +136,16 @@ def test_losses_are_the_same_where_weights_are_cut_over_the_replicas(expected):
 @strategies.composite
 def legal_plans(draw):
     model = draw(strategies.sampled_from(list(MODELS)))
+    lowering = draw(strategies.sampled_from(["placement", "simd"]))
     sizes = [draw(strategies.sampled_from((1, 2, 4))) for _ in range(3)]
     plan = plan_of(
         model,
         *sizes,
-        draw(strategies.sampled_from(SCHEDULES)),
+        draw(strategies.sampled_from(SCHEDULES if lowering == "placement" else SIMD_SCHEDULES)),
         draw(strategies.sampled_from((1, 2, 4, 8))),
         draw(strategies.sampled_from(NAMES)),
         draw(strategies.permutations(range(3))),
+        lowering,
     )
     hypothesis.assume(plan is not None)
     return model, plan
@@ -148,6 +170,9 @@ def test_the_drawn_plans_have_every_schedule_and_every_mesh():
         tuple(sorted(("layers", *names))) for names in NAMES
     }
     assert len({plan.num_microbatches for plan in plans}) == 3
+    plans = drawn("dense", 12, seed=2, schedules=SIMD_SCHEDULES, lowering="simd")
+    assert {plan.schedule for plan in plans} == set(SIMD_SCHEDULES)
+    assert {plan.mesh.num_stages for plan in plans} == {1, 2, 4}
 
 
 def test_the_gradient_is_clipped_in_some_steps():

@@ -4,12 +4,14 @@ import gzip
 import os
 import shutil
 
+import numpy as np
 import pytest
 
 from models.one_billion_word.about import About, CheckpointError
 from pipemesh.plan import Plan
 from tests.models.one_billion_word.small_training import (
     assert_same_weights,
+    scalars,
     small_request,
     weights,
 )
@@ -115,3 +117,26 @@ def test_a_vocabulary_whose_bits_flipped_is_found_before_a_step(text, tmp_path, 
     with pytest.raises(CheckpointError, match=r"ckpt-3\.about is damaged"):
         train(small_request(logdir, text, steps=6))
     assert os.path.exists(logdir / "ckpt-3.index")
+
+
+def test_training_goes_from_placement_to_simd_and_back_with_the_same_losses(
+    text, tmp_path, train, capsys
+):
+    rules = "batch:data;heads:model;d_ff:model;vocab:model"
+    plans = [
+        Plan("layers:2", num_microbatches=2),
+        Plan("layers:2;data:2;model:2", rules, "gpipe", num_microbatches=2, lowering="simd"),
+    ]
+    whole, logdir = tmp_path / "whole", tmp_path / "run"
+    train(small_request(whole, text, steps=6, plan=plans[0], NUM_LAYERS=2, save_every=2))
+    for steps, plan in ((2, plans[0]), (4, plans[1]), (6, plans[0])):
+        request = small_request(logdir, text, steps=steps, plan=plan, NUM_LAYERS=2, save_every=2)
+        assert train(request) == 0
+    mine, wanted = scalars(logdir, "loss"), scalars(whole, "loss")
+    assert len(wanted) == 6
+    np.testing.assert_allclose(mine, wanted, rtol=1e-5)
+    assert weights(logdir, 6).keys() == weights(whole, 6).keys()
+    assert About.read(str(logdir / "ckpt-4")).plan["lowering"] == "simd"
+    out = capsys.readouterr().out
+    assert "all    NamedEmbedding" in out and "all    NamedSoftmax" in out
+    assert "lowering placement there, simd now" in out

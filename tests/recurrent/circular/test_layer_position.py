@@ -61,6 +61,14 @@ def test_dropout_has_the_mask_of_tensorflow():
     assert position.dropout(x, rate=0, seed=SEED) is x
 
 
+def test_a_row_of_seeds_for_each_layer_gives_each_its_own():
+    rows = tf.constant([[3, number] for number in (7, 1, 9, 2, 8, 5)], tf.int64)
+    drawn = make().random_uniform("batch:6;io:3", seed=rows)
+    for processor, layer in ((0, 4), (7, 5)):
+        whole = tf.random.stateless_uniform([24, 3], rows[layer], alg="philox").numpy()
+        np.testing.assert_array_equal(drawn.slices[processor], whole[rows_of(processor)])
+
+
 def test_seeds_of_layers_and_draws_all_differ():
     seeds = {
         tuple(layer_seed(tf.constant([step, draw]), layer).numpy())

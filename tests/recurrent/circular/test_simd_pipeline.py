@@ -344,3 +344,66 @@ def test_a_pipeline_in_a_stage_of_another_pipeline_may_not_draw():
         pytest.raises(PipelineError, match="inside of a stage of another pipeline"),
     ):
         run()
+
+
+# Several activations, and what goes along.
+
+
+@pytest.mark.parametrize(
+    ("mesh_text", "rules", "microbatches"),
+    [("layers:2", "", 4), ("layers:4;data:2", "batch:data", 2), ("data:1", "", 1)],
+)
+def test_several_activations_travel_and_others_go_along(mesh_text, rules, microbatches):
+    own = "layers:layers;" if "layers" in mesh_text else ""
+    lowering = make(mesh_text, (own + rules).strip(";"))
+    pipeline = SimdPipeline(lowering.mesh, 4, microbatches)
+    draw = np.random.default_rng(0)
+    first, second = (draw.normal(size=s).astype(np.float32) for s in ((8, 2), (8,)))
+    w = draw.normal(size=[4, 2]).astype(np.float32)
+    segments = draw.integers(0, 2, size=[8], dtype=np.int32)
+
+    def layer(x, weights, position, segments):
+        first, second = x
+        seen = ops.cast(ops.equal(segments, 1), tf.float32)
+        scaled = first * weights["w"]
+        return scaled + second, second + ops.reduce_sum(scaled, "io") * seen
+
+    def plain(first, second, w):
+        for each in tf.unstack(w):
+            scaled = first * each
+            seen = tf.cast(segments == 1, tf.float32)
+            first, second = scaled + second[:, None], second + tf.reduce_sum(scaled, 1) * seen
+        return tf.reduce_sum(tf.sin(first)) + tf.reduce_sum(second)
+
+    @tf.function(autograph=False)
+    def meshed(first, second, w):
+        x = tuple(
+            ops.import_tensor(lowering, value, shape)
+            for value, shape in ((first, "batch:8;io:2"), (second, "batch:8"))
+        )
+        shape = pipeline.stacked("io:2")
+        weights = {"w": ops.import_tensor(lowering, tf.reshape(w, shape.sizes), shape)}
+        along = [ops.import_tensor(lowering, segments, "batch:8")]
+        y = [ops.export_tensor(leaf) for leaf in pipeline(layer, x, weights, along)]
+        loss = tf.reduce_sum(tf.sin(y[0])) + tf.reduce_sum(y[1])
+        return loss, tf.gradients(loss, [first, second, w])
+
+    loss, grads = meshed(*map(tf.constant, (first, second, w)))
+    variables = [tf.Variable(value) for value in (first, second, w)]
+    with tf.GradientTape() as tape:
+        wanted = plain(*variables)
+    np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    for mine, theirs in zip(grads, tape.gradient(wanted, variables), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_returns_as_many_activations_as_it_takes():
+    lowering = make()
+    pipeline = SimdPipeline(lowering.mesh, num_layers=2, num_microbatches=2)
+    x = imported(lowering, "batch:4;io:2")
+    with pytest.raises(PipelineError, match="all layers are alike"):
+        pipeline(lambda x, w, p: x[0], (x, x), {})
+    with pytest.raises(PipelineError, match="other tensors go along"):
+        pipeline(add, imported(lowering, "batch:4;io:2", 1), {})
+    with pytest.raises(PipelineError, match="empty tuple"):
+        pipeline(add, (), {})

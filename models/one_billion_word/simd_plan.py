@@ -1,0 +1,79 @@
+"""What `--lowering=simd` asks of a plan and a model, known without TensorFlow."""
+
+from __future__ import annotations
+
+from models.command import FlagError
+from models.one_billion_word.sizes import Settings
+from pipemesh.schedule import looped_bfs
+
+# What it runs by where nobody says otherwise.
+DEFAULTS = {"schedule": "gpipe", "remat": "full"}
+
+
+def alike_boundaries(settings: Settings) -> tuple[int, ...]:
+    """Where layers are cut so that all stages have as many blocks.
+
+    The embedding goes with the first stage and the softmax with the last one, though all devices
+    compute them.
+
+    Args:
+        settings: of the model; its number of blocks is a multiple of that of stages.
+
+    Example:
+        >>> from models.one_billion_word.sizes import Base
+        >>> from pipemesh.plan import Plan
+        >>> settings = Base()
+        >>> settings.PLAN = Plan("layers:3", schedule="gpipe", lowering="simd")
+        >>> alike_boundaries(settings)
+        (0, 3, 5, 8)
+    """
+    number, count = settings.NUM_LAYERS, settings.PLAN.num_stages
+    return (0, *(1 + number * stage // count for stage in range(1, count)), number + 2)
+
+
+def check_simd(settings: Settings, trace_schedule: bool) -> None:
+    """Checks that a model's blocks can be run as one program.
+
+    Args:
+        settings: of the model.
+        trace_schedule: whether actions are to be timed.
+
+    Raises:
+        FlagError: they cannot; names the flag to change.
+    """
+    plan = settings.PLAN
+    stages, homes = plan.num_stages, plan.mesh.num_stages
+    if settings.LAYERS == "lingvo":
+        _refuse("layers=lingvo", "is for layers with named dims", "leave --layers out")
+    if plan.table != looped_bfs(homes, plan.num_microbatches, stages // homes):
+        _refuse(
+            f"schedule={plan.schedule}",
+            "runs gpipe, or looped_bfs:V with V stages a device",
+            "use one of these",
+        )
+    if plan.remat != "full":
+        _refuse(f"remat={plan.remat}", "computes all again", "leave --remat out")
+    if plan.compute_dtype == "float16":
+        _refuse("compute_dtype=float16", "does not scale the loss", "use --compute_dtype=bfloat16")
+    if settings.STRICT_DEVICES:
+        _refuse("strict_devices", "does not look into stages", "leave it out")
+    if trace_schedule:
+        _refuse("trace_schedule", "has no actions of their own to time", "leave it out")
+    if settings.NUM_LAYERS % stages:
+        _refuse(
+            f"mesh_shape='{plan.mesh}'",
+            f"gives each stage as many blocks, of which the model has {settings.NUM_LAYERS}, for "
+            f"{stages} stages",
+            "use a number of stages that divides it",
+        )
+    wanted = alike_boundaries(settings)
+    if plan.boundaries not in (None, wanted):
+        _refuse(
+            f"boundaries={','.join(map(str, plan.boundaries or ()))}",
+            "gives each stage as many blocks",
+            f"use --boundaries={','.join(map(str, wanted))}, or leave it out",
+        )
+
+
+def _refuse(flag: str, why: str, way_out: str) -> None:
+    raise FlagError(f"--{flag}: --lowering=simd {why}; {way_out}, or use --lowering=placement")

@@ -1,0 +1,365 @@
+"""A stack of layers with named dims as one program that all devices run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+from lingvo.core import py_utils
+
+from pipemesh import randomness
+from pipemesh.backend.static_shape import static_sizes
+from pipemesh.errors import PipelineError
+from pipemesh.layers.feature_extraction import to_tuple
+from pipemesh.layers.named import lowering_scope
+from pipemesh.layers.named.unnamed import unnamed
+from pipemesh.layers.named.values import exported
+from pipemesh.layers.pipeline.all_weights import (
+    check_named,
+    named_shapes,
+    named_weights,
+    theta_of,
+)
+from pipemesh.layers.pipeline.head import check_head
+from pipemesh.layers.pipeline.homes import mesh_devices
+from pipemesh.layers.pipeline.simd_cut import simd_cut
+from pipemesh.layers.pipeline.stage_structure import StageStructure
+from pipemesh.layers.pipeline.weight_dtypes import cast_first, plain_theta
+from pipemesh.layers.step_seed import (
+    global_step_in,
+    keyed_seeds,
+    name_in_task,
+    step_of_call,
+    whole_batch_randomness,
+)
+from pipemesh.lowering import Lowering, PlacementLowering, Tensor, ops
+from pipemesh.mesh import LayoutRules, Shape
+from pipemesh.mesh.mesh import LAYERS_AXIS
+from pipemesh.plan import Plan
+from pipemesh.recurrent.circular import SimdPipeline
+from pipemesh.recurrent.watch.health import all_finite, raise_unless
+
+
+class SimdStack:
+    """What stands before the alike layers, those in a `SimdPipeline`, and what stands behind them.
+
+    All devices compute the first and the last part together, each its slices, on the whole batch.
+
+    Args:
+        stack: the layer that has the cells.
+        plan: how it is run.
+        tpls: params of its stages.
+        pinned: whether variables lie on devices of their own.
+        call_before: calls the layers before all stages, with theta and inputs of the stack.
+        call_cell: calls a cell, with its theta, its name and its inputs.
+
+    Attributes:
+        names: of all cells, in order.
+        pipeline: runs the alike layers.
+        rules: of the lowering that it is called with.
+    """
+
+    def __init__(
+        self,
+        stack: Any,
+        plan: Plan,
+        tpls: Sequence[Any],
+        pinned: bool,
+        call_before: Callable[..., Any],
+        call_cell: Callable[..., Any],
+    ) -> None:
+        before, stages, behind = simd_cut(stack.params).split(tpls)
+        self._stack, self._pinned = stack, pinned
+        self._call_before, self._call_cell = call_before, call_cell
+        self._tpls = stages
+        self._ends = [tpl for tpl in (before, behind) if tpl is not None]
+        self._before, self._behind = before and before.name, behind and behind.name
+        self._stages = tuple(stage.name for stage in stages)
+        names = self._before, *self._stages, self._behind
+        self.names = [name for name in names if name is not None]
+        mesh = plan.mesh
+        own = ((LAYERS_AXIS, LAYERS_AXIS),) if LAYERS_AXIS in mesh.axis_names else ()
+        self.rules = LayoutRules((*own, *plan.layout.rules))
+        self.pipeline = SimdPipeline(
+            mesh,
+            sum(len(stage.sub) for stage in stages),
+            plan.num_microbatches,
+            len(stages) // mesh.num_stages,
+        )
+        self._eager_runs: dict[Any, Callable[..., Any]] = {}
+
+    def create(self, create_stages: Callable[[Sequence[Any]], None]) -> None:
+        """Makes the cells.
+
+        Args:
+            create_stages: makes those with alike layers, each on its home.
+
+        Raises:
+            PipelineError: an alike layer has weights without named dims.
+        """
+        for tpl in self._ends:
+            with self.made_on():
+                self._stack.CreateChild(tpl.name, tpl)
+        create_stages(self._tpls)
+        check_named(self._stack.params.name, self._alike[0])
+
+    @contextlib.contextmanager
+    def made_on(self) -> Iterator[None]:
+        """Inside, what all devices compute together is made."""
+        mesh, stack = self.pipeline.mesh, self._stack
+        devices = [""] * mesh.num_devices
+        if self._pinned:
+            devices = mesh_devices(stack.cluster, mesh, stack.params)
+        with tf.device(devices[0]), lowering_scope(PlacementLowering(mesh, self.rules, devices)):
+            yield
+
+    def _layers(self, name: str) -> list[Any]:
+        """The layers of a cell."""
+        cell = self._stack.children[name]
+        return [cell.children[sub.name] for sub in cell.params.sub]
+
+    @property
+    def _alike(self) -> list[Any]:
+        """The alike layers."""
+        return [layer for name in self._stages for layer in self._layers(name)]
+
+    @property
+    def _others(self) -> list[Any]:
+        """Those before and behind them."""
+        return [layer for tpl in self._ends for layer in self._layers(tpl.name)]
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """The shapes of all whole weights, by layer and path: `softmax.w`, `block0.norm.scale`.
+
+        The weights of the alike layers are stacked, under the name of the first of them. Of those
+        that layers share there is the one that is made.
+        """
+        found = {}
+        for layer in self._others:
+            found |= named_shapes(layer, f"{layer.params.name}.")
+        for name in self._stack.params.tied_weights:
+            del found[name]
+        first = self._alike[0]
+        own = named_shapes(first, f"{first.params.name}.")
+        return found | {path: self.pipeline.stacked(shape) for path, shape in own.items()}
+
+    def run(self, theta: Any, args: tuple[Any, ...]) -> Any:
+        """Runs the stack on the devices of the cluster that is entered.
+
+        Args:
+            theta: of the stack.
+            args: its inputs.
+
+        Returns:
+            As `PipeliningLayer.FProp`.
+        """
+        stack, mesh = self._stack, self.pipeline.mesh
+        if stack.clock is not None and not stack.do_eval:
+            raise PipelineError(
+                f"{stack.params.name}: a clock is set, but in a loop over ticks no action of its "
+                "own can be noted; leave it out, or use lowering='placement'"
+            )
+        devices = mesh_devices(stack.cluster, mesh, stack.params)
+        step = step_of_call(stack)
+        if not tf.executing_eagerly():
+            return self._placed(theta, args, devices, step)
+        key = (stack.do_eval, tuple(devices), str(theta.Transform(lambda _: None)))
+        if key not in self._eager_runs:
+
+            def traced(flat: Any, args: Any, step: Any) -> Any:
+                return self._placed(theta.Pack(flat), args, devices, step)
+
+            self._eager_runs[key] = tf.function(traced, autograph=False)
+        flat = [tf.convert_to_tensor(weight) for weight in theta.Flatten()]
+        args = tf.nest.map_structure(lambda t: None if t is None else tf.convert_to_tensor(t), args)
+        return self._eager_runs[key](flat, args, step)
+
+    def _placed(
+        self, theta: Any, args: tuple[Any, ...], devices: Sequence[str], step: tf.Tensor | None
+    ) -> Any:
+        """All devices' programs in one graph."""
+        stack, p = self._stack, self._stack.params
+        lowering = PlacementLowering(self.pipeline.mesh, self.rules, devices)
+        with tf.device(devices[0]), whole_batch_randomness(step):
+            args = cast_first(p, to_tuple(self._call_before(theta, *args)))
+            theta = plain_theta(stack, theta, [tpl.name for tpl in self._ends])
+            found = self(lowering, self.weights(lowering, theta), args, step, theta)
+            outputs = to_tuple(exported(found))
+            where = f"{p.name}: stage {self.names[-1]!r}"
+            structure = StageStructure(outputs, False, where, "outputs")
+            flat = structure.flatten(outputs)
+            check_head(where, structure.leaf_names, flat, p.loss_inside)
+            loss, weight, *metrics = flat
+            if p.check_numerics != "off":
+                check = raise_unless(all_finite([loss]), [], f"{p.name}: the loss", devices[0])
+                with tf.control_dependencies([check]):
+                    loss = tf.identity(loss)
+            return structure.pack([loss, tf.cast(weight, loss.dtype), *metrics])
+
+    def weights(self, lowering: PlacementLowering, theta: Any) -> dict[str, Tensor]:
+        """All weights of the shapes `shapes`, on the devices that compute with them.
+
+        Args:
+            lowering: of the whole mesh.
+            theta: of the stack.
+        """
+        mesh, shapes = self.pipeline.mesh, self.shapes
+        found: dict[str, Tensor] = {}
+        with lowering_scope(lowering):
+            for tpl in self._ends:
+                for layer in self._layers(tpl.name):
+                    name = layer.params.name
+                    own = named_weights(layer, theta[tpl.name][name], f"{name}.")
+                    found |= {path: tensor for path, tensor in own.items() if path in shapes}
+        inner = LayoutRules(tuple(rule for rule in self.rules.rules if rule[1] != LAYERS_AXIS))
+        # For each place the weights of its layers, by path.
+        held: list[list[dict[str, Tensor]]] = [[] for _ in range(mesh.num_stages)]
+        for number, cell in enumerate(self._stages):
+            place = number % mesh.num_stages
+            devices = [lowering.devices[i] for i in mesh.stage_processors(place)]
+            with lowering_scope(PlacementLowering(mesh.stage_mesh, inner, devices)):
+                for layer in self._layers(cell):
+                    held[place].append(named_weights(layer, theta[cell][layer.params.name]))
+        first = self._alike[0].params.name
+        for path in held[0][0]:
+            shape, slices = shapes[f"{first}.{path}"], {}
+            sizes = lowering.tensor_layout(shape).slice_shape
+            for place, layers in enumerate(held):
+                for i, processor in enumerate(mesh.stage_processors(place)):
+                    with tf.device(lowering.devices[processor]):
+                        parts = tf.stack([layer[path].slices[i] for layer in layers])
+                        slices[processor] = tf.reshape(parts, sizes)
+            parts = tuple(slices[i] for i in sorted(slices))
+            found[f"{first}.{path}"] = Tensor(lowering, parts, shape)
+        return found
+
+    def __call__(
+        self,
+        lowering: Lowering,
+        weights: Mapping[str, Tensor],
+        args: tuple[Any, ...],
+        step: tf.Tensor | None,
+        theta: Any = None,
+    ) -> Any:
+        """Computes the stack, for a placement or as the program of a core.
+
+        Args:
+            lowering: of the whole mesh, with the rules `rules`.
+            weights: of the shapes `shapes`, tensors of `lowering`.
+            args: of the first layer, for the whole batch.
+            step: that random numbers are keyed by; to be entered with `whole_batch_randomness`.
+            theta: of the stack, where layers before or behind have weights without named dims.
+
+        Returns:
+            What the last layer returns; tensors with named dims are those of `lowering`.
+
+        Raises:
+            PipelineError: what goes from layer to layer cannot go through a loop over ticks.
+        """
+        with lowering_scope(lowering):
+            if self._before is not None:
+                own = self._theta(self._before, weights, theta)
+                args = to_tuple(self._call_cell(own, self._before, *args))
+            args = self._run(lowering, weights, args, step)
+            if self._behind is None:
+                return args
+            return self._call_cell(self._theta(self._behind, weights, theta), self._behind, *args)
+
+    def _theta(self, cell: str, weights: Mapping[str, Tensor], theta: Any) -> Any:
+        """The theta of a cell before or behind."""
+        tied = self._stack.params.tied_weights
+        return py_utils.NestedMap(
+            {
+                layer.params.name: theta_of(
+                    layer,
+                    lambda path: weights[tied.get(path, path)],
+                    None if theta is None else theta[cell][layer.params.name],
+                    f"{layer.params.name}.",
+                )
+                for layer in self._layers(cell)
+            }
+        )
+
+    def _run(
+        self,
+        lowering: Lowering,
+        weights: Mapping[str, Tensor],
+        args: tuple[Any, ...],
+        step: tf.Tensor | None,
+    ) -> tuple[Any, ...]:
+        """Runs the alike layers."""
+        named = {
+            i: self._as_named(lowering, i, arg) for i, arg in enumerate(args) if arg is not None
+        }
+        travels = [i for i, arg in named.items() if arg.dtype.is_floating]
+        along = [i for i in named if i not in travels]
+        stack, first = self._stack, self._alike[0]
+        prefix = f"{first.params.name}."
+        own = {path: tensor for path, tensor in weights.items() if path.startswith(prefix)}
+        names = [name for cell in self._stages for name in self._random_names(cell)]
+
+        def layer(
+            x: tuple[Tensor, ...], weights: Mapping[str, Tensor], _: Any, *sides: Tensor
+        ) -> tuple[Tensor, ...]:
+            given: list[Any] = [None] * len(args)
+            for numbers, tensors in ((travels, x), (along, sides)):
+                for i, tensor in zip(numbers, tensors, strict=True):
+                    given[i] = tensor
+            # The loop may be traced again when gradients are asked for, outside of all scopes.
+            with (
+                stack.cluster,
+                lowering_scope(lowering),
+                py_utils.RemoveAssertContext(remove=True),
+                randomness.plan_free_randomness(step),
+                keyed_seeds(global_step_in(step)),
+                randomness.layer_aliases({}, name_in_task(stack)),
+                randomness.alike_layers_scope(names),
+            ):
+                theta = theta_of(first, weights.__getitem__, None, prefix)
+                outputs = to_tuple(first.FProp(theta, *given))
+            self._check(given, outputs, along)
+            return tuple(outputs[i] for i in travels)
+
+        found = self.pipeline(
+            layer, tuple(named[i] for i in travels), own, [named[i] for i in along]
+        )
+        results = list(args)
+        for i, tensor in zip(travels, found, strict=True):
+            results[i] = tensor
+        return tuple(results)
+
+    def _random_names(self, cell: str) -> list[str]:
+        p = self._stack.children[cell].params
+        return [p.random_names.get(sub.name, sub.name) for sub in p.sub]
+
+    def _as_named(self, lowering: Lowering, number: int, arg: Any) -> Tensor:
+        """An argument of the alike layers; of a plain tensor these name the dims."""
+        if isinstance(arg, Tensor):
+            return arg
+        p = self._stack.params
+        try:
+            tensor = tf.convert_to_tensor(arg)
+        except (TypeError, ValueError) as error:
+            raise PipelineError(
+                f"{p.name}: argument {number} of the alike layers is {arg!r}; under "
+                "lowering='simd' these take tensors and None, one by one, not nested"
+            ) from error
+        return ops.import_tensor(lowering, tensor, unnamed(static_sizes(tensor), p.batch_dim))
+
+    def _check(self, given: list[Any], outputs: tuple[Any, ...], along: Sequence[int]) -> None:
+        """Checks that what a layer returns may be given to the next one."""
+        name = f"{self._stack.params.name}: layer {self._alike[0].params.name!r}"
+        if len(outputs) != len(given):
+            raise PipelineError(
+                f"{name} takes {len(given)} arguments and returns {len(outputs)}; under "
+                "lowering='simd' the same go from layer to layer"
+            )
+        for i, value in enumerate(outputs):
+            if (given[i] is None or i in along) and value is not given[i]:
+                raise PipelineError(
+                    f"{name} returns {value!r} for argument {i}, {given[i]!r}; under "
+                    "lowering='simd' layers hand on what is not floating as it is"
+                )

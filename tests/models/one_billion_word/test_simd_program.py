@@ -1,0 +1,127 @@
+"""The training step of the language model as the program of a core: for TPUs, and run on CPUs."""
+
+import collections
+import functools
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.lowering import Cores
+from pipemesh.plan import Plan
+from tests.lowering.legalize import legalize, not_lowered, numbers_after
+from tests.models.one_billion_word.core_program import CoreProgram
+from tests.models.one_billion_word.language_model import losses, random_batch, small
+
+RULES = "batch:data;heads:model;d_ff:model;vocab:model"
+LAYERS_GROUPS = [[i, i + 4] for i in range(4)]
+DATA_GROUPS = [[i, i + 2] for i in (0, 1, 4, 5)]
+MODEL_GROUPS = [[i, i + 1] for i in range(0, 8, 2)]
+LAYERS_AND_MODEL_GROUPS = [[0, 1, 4, 5], [2, 3, 6, 7]]
+MODELS = {
+    "dense": {},
+    "tied": {"TIED_EMBEDDINGS": True},
+    "experts": {"NUM_EXPERTS": 4, "HIDDEN_DIM": 16},
+}
+
+
+def config(mesh="layers:2;data:2;model:2", rules=RULES, microbatches=2, model="dense", **options):
+    plan = Plan(mesh, rules, "gpipe", microbatches, lowering="simd")
+    settings = {"NUM_LAYERS": 4, "NUM_HEADS": 4, "DROPOUT_PROB": 0.1, **MODELS[model], **options}
+    return small(PLAN=plan, **settings)
+
+
+@functools.cache
+def program_of(mesh, microbatches, model):
+    rules = RULES.replace("d_ff", "experts") if model == "experts" else RULES
+    given = [rule for rule in rules.split(";") if rule.split(":")[1] in mesh]
+    return CoreProgram(config(mesh, ";".join(given), microbatches, model))
+
+
+@functools.cache
+def text(mesh="layers:2;data:2;model:2", microbatches=2, model="dense"):
+    program = program_of(mesh, microbatches, model)
+    return legalize(program, program.stack.plan.mesh, program.rules, *program.specs())
+
+
+def count(word):
+    return collections.Counter(str(numbers) for numbers in numbers_after(word, text()))
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+def test_no_operation_of_the_whole_step_stays_but_the_two_loops(model):
+    assert not not_lowered(text(model=model))
+    assert text(model=model).count('"tf.While"') == 2
+
+
+def test_activations_go_to_the_next_stage_and_gradients_to_the_one_before():
+    # The hidden vectors, and the weights of labels, which the last layer reads.
+    for found in numbers_after("source_target_pairs", text()):
+        assert sorted(found) == sorted([i, (i + 4) % 8] for i in range(8))
+    assert len(numbers_after("source_target_pairs", text())) == 4
+    longer = numbers_after("source_target_pairs", text("layers:4;model:2"))
+    up = sorted([i, (i + 2) % 8] for i in range(8))
+    down = sorted([b, a] for a, b in up)
+    assert [sorted(pairs) for pairs in longer] == [up, up, down, down]
+
+
+def test_sums_have_the_groups_of_their_axes():
+    found = count("replica_groups")
+    wanted = LAYERS_GROUPS, DATA_GROUPS, MODEL_GROUPS, LAYERS_AND_MODEL_GROUPS
+    assert set(found) == set(map(str, wanted))
+    # Loss, number of tokens, and once for each weight of which replicas have copies.
+    shapes = program_of("layers:2;data:2;model:2", 2, "dense").shapes
+    assert found[str(DATA_GROUPS)] == 2 + len(shapes)
+
+
+def test_gradients_of_replicas_are_summed_once_and_not_each_tick():
+    bodies = [part for part in text().split("func.func") if "while" in part.split("(")[0]]
+    assert len(bodies) == 4
+    groups = [found for body in bodies for found in numbers_after("replica_groups", body)]
+    # Each block's two halves end in a sum over `model`; nothing else goes around inside.
+    assert groups and all(found == MODEL_GROUPS for found in groups)
+
+
+def test_the_program_does_not_grow_with_the_number_of_microbatches():
+    def operations(program):
+        # Constants may be shared.
+        return len(re.findall(r"mhlo\.(?!constant)", program))
+
+    mesh = "layers:4;model:2"
+    assert operations(text(mesh, microbatches=4)) == operations(text(mesh))
+
+
+def trained(program, steps):
+    """The loss of each step on all cores, by the program that each of them runs."""
+    mesh = program.stack.plan.mesh
+    cores = Cores(mesh, [f"CPU:{i}" for i in range(mesh.num_devices)], time_limit_s=200)
+    function = cores.function(program, program.rules, *program.specs())
+    args = [program.args(core) for core in range(mesh.num_devices)]
+    found = []
+    for step in range(steps):
+        results = function(args)
+        (loss,) = {float(loss) for loss, _ in results}
+        found.append(loss)
+        for core, (_, state) in enumerate(results):
+            inputs = program.args(core, step + 1)[: -len(state)]
+            args[core] = [*inputs, *map(tf.identity, state)]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "model",
+    [
+        "dense",
+        pytest.param("tied", marks=pytest.mark.exhaustive),
+        pytest.param("experts", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_cores_that_run_it_train_as_one_core_does_and_begin_as_the_plain_model(model):
+    found = trained(program_of("layers:2;data:2;model:2", 2, model), steps=3)
+    np.testing.assert_allclose(found, trained(program_of("layers:1", 1, model), 3), rtol=1e-5)
+    settings = {"NUM_LAYERS": 4, "NUM_HEADS": 4, "DROPOUT_PROB": 0.1, **MODELS[model]}
+    plain = losses(small(**settings, PLAN=Plan(), PIPELINED=False), [random_batch(0)])
+    np.testing.assert_allclose(found[0], plain[0], rtol=1e-5)
