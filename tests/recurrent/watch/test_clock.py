@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from pipemesh.errors import ScheduleError
 from pipemesh.recurrent import ActionClock, Options, Stage, pipeline, pipeline_loss
-from pipemesh.schedule import gpipe, one_f_one_b, simulate, zb_h1
+from pipemesh.schedule import forward_only, gpipe, one_f_one_b, simulate, zb_h1
 from pipemesh.schedule.render import to_html, to_trace
 
 pytestmark = pytest.mark.serial
@@ -111,3 +111,17 @@ def test_predicted_and_measured_stand_side_by_side():
 def test_a_schedule_that_has_not_run_is_an_error():
     with pytest.raises(ScheduleError, match="action 0F0 was not timed; run a step"):
         ActionClock().timeline(gpipe(1, 1))
+
+
+def test_devices_of_a_home_that_drift_apart_still_wait(monkeypatch):
+    """From the first start to the last end, the home of two devices was never idle."""
+    clock, schedule = ActionClock(), forward_only(1, 2)
+    for replica, late in ((0, 0.0), (1, 1.0)):
+        for microbatch, begin in ((0, 0.0), (1, 2.0)):
+            for is_end in (False, True):
+                now = begin + late + is_end
+                monkeypatch.setattr(time, "perf_counter", lambda now=now: now)
+                clock._note(np.array([0, 0, is_end, replica]), np.int64(microbatch))
+    found = clock.timeline(schedule)
+    assert found.starts == ((0.0, 2.0),) and found.ends == ((1.0, 3.0),)
+    assert found.bubble_ratio == pytest.approx(1 / 3)
