@@ -16,6 +16,7 @@ from models.one_billion_word import simd_plan
 from models.one_billion_word.request import EVAL_BATCHES, Request
 from models.one_billion_word.sizes import LAYERS, OPTIMIZERS, SIZES, Settings, dims_of
 from pipemesh.errors import LayoutError, PipemeshError, PlanError, ScheduleError
+from pipemesh.mesh import LayoutRules
 from pipemesh.plan import Plan
 from pipemesh.plan.plan import LOWERINGS
 from pipemesh.plan.text_form import of_value
@@ -246,13 +247,14 @@ def _plan(settings: Settings) -> Plan:
 def _made(values: dict[str, str], settings: Settings) -> Plan:
     try:
         plan = Plan.from_values(values)
-        plan.check_dims(dims_of(settings))
+        plan.check_dims(dims_of(settings, plan.layout))
         return plan
     except PipemeshError as error:
         told = str(error)
         named = copy.copy(settings)
         named.LAYERS = "named"
-        if any(dim in {*dims_of(named)} - {*dims_of(settings)} for dim in _dims_of(values)):
+        more = {*dims_of(named, LayoutRules())} - {*dims_of(settings, LayoutRules())}
+        if not more.isdisjoint(_dims_of(values)):
             told += "; layers with named dims have it: --layers=named"
         for flag, name in _OF_PLAN.items():
             if told.startswith(f"{name}="):

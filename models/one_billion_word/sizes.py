@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from pipemesh.mesh import Mesh
+from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.plan import Plan
+from pipemesh.plan.places import cut_rules
 
 
 class Settings:
@@ -114,12 +115,16 @@ class GPipe32(Settings):
 LAYERS = ("named", "lingvo")
 
 
-def dims_of(settings: Settings) -> tuple[str, ...]:
-    """What a layout may split: of layers of lingvo the batch, of layers with named dims more."""
+def dims_of(settings: Settings, layout: LayoutRules) -> tuple[str, ...]:
+    """What a layout may split: of layers of lingvo the batch, of layers with named dims more.
+
+    Nearly all weights have `embed`. It may have the axis of the batch, which cuts weights alone.
+    """
     if settings.LAYERS == "lingvo":
         return ("batch",)
     hidden = ("experts", "expert_ff") if settings.NUM_EXPERTS else ("d_ff",)
-    return ("batch", "heads", *hidden, "vocab")
+    cut = [dim for dim, _ in cut_rules(layout).rules if dim == "embed"]
+    return ("batch", "heads", *hidden, "vocab", *cut)
 
 
 # How weights move along their gradients.

@@ -36,10 +36,10 @@ def on(mesh, layout):
 def two_layers(remat="full", input_dim=WIDTH):
     """A stack of two stages with a feed-forward layer each."""
     feeds = [
-        FeedForward.Params().Set(name=f"f{i}", input_dim=input_dim, hidden_dim=HIDDEN)
+        FeedForward.Params().Set(name=f"named_{i}", input_dim=input_dim, hidden_dim=HIDDEN)
         for i in range(2)
     ]
-    cells = [FeatureExtractionLayer.Params().Set(name=f"s_{f.name}", sub=[f]) for f in feeds]
+    cells = [FeatureExtractionLayer.Params().Set(name=f"stage_{f.name}", sub=[f]) for f in feeds]
     return PipeliningLayer.Params().Set(
         name="stack", cell_tpl=cells, num_micro_batches=MICROBATCHES, remat=remat
     )
@@ -121,7 +121,7 @@ def test_without_microbatches_and_in_evaluation_it_is_the_same_model(expected):
 def test_each_replica_holds_its_slice_and_the_optimizers_state_of_it(mesh):
     with on(mesh, "batch:data;d_ff:data"):
         layer = two_layers().Instantiate()
-        for name, home in zip(("s_f0", "s_f1"), layer.StageHomes(), strict=True):
+        for name, home in zip(("stage_named_0", "stage_named_1"), layer.StageHomes(), strict=True):
             variables = layer.children[name].vars.Flatten()
             adam = optimizer.Adam.ParamsB().Set(name="adam").Instantiate().GetOptimizer(0.1)
             create_slots(adam, variables)
@@ -158,6 +158,33 @@ def test_no_device_holds_the_weights_of_its_stage_through_the_step(replicas, rem
     fetched = MICROBATCHES * others * (2 * forward + sum(backward))
     assert sent["weights"] == fetched + 2 * others * HIDDEN * 4
     assert sent["weight gradients"] == once["weight gradients"] == once["weights"]
+
+
+def test_devices_of_a_replica_get_their_slices_from_those_at_the_same_place():
+    _, alone = predicted("layers:2;data:2", "batch:data;embed:data")
+    cut, sent = predicted("layers:2;data:2;model:2", "batch:data;embed:data;d_ff:model")
+    for what in ("weights", "weight gradients"):
+        assert sent[what] == alone[what]
+    # The first device of each replica has its slice of the second bias, too.
+    share, bias = MATRICES // 4 + HIDDEN * 4 // 2, WIDTH * 4 // 2
+    assert [d.weights for d in cut] == [share + bias, share] * 4
+
+
+def test_with_a_smaller_dtype_the_casts_are_fetched():
+    params = two_layers().Set(fprop_dtype=tf.bfloat16)
+    x = np.concatenate([X, X])
+    copied, cut = (
+        run_eagerly(params, [x], num_devices=f"layers:2;data:2{rules}")
+        for rules in ("", " embed:data")
+    )
+    cut.assert_close(copied, rtol=2e-2, atol=2e-2)
+    assert all(grad.dtype == np.float32 for grad in cut.grads.values())
+    _, whole = predicted("layers:2;data:2", "batch:data;embed:data")
+    with on("layers:2;data:2", "batch:data;embed:data"):
+        layer = params.Instantiate()
+        rows = tf.TensorSpec([ROWS, 2, WIDTH], tf.float32)
+        found = layer.PredictTransfers(rows)
+    assert sum(t.bytes for t in found if t.what == "weights") == whole["weights"] // 2
 
 
 def test_a_checkpoint_holds_whole_weights_and_goes_from_any_cut_to_any_other(tmp_path):

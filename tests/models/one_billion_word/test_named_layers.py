@@ -48,6 +48,7 @@ def test_losses_are_those_of_the_plain_model(plain_losses, train, folder, tmp_pa
 def test_a_checkpoint_goes_on_under_another_split(train, folder, tmp_path, plain, plain_losses):
     for steps, plan in (
         (3, Plan("layers:2;data:2;model:2", LAYOUT, "1f1b", 2)),
+        (5, Plan("layers:2;data:4", "batch:data;embed:data", num_microbatches=2)),
         (6, Plan("layers:1;model:4", "heads:model;d_ff:model;vocab:model", num_microbatches=2)),
         (STEPS, Plan("layers:3", num_microbatches=4)),
     ):
