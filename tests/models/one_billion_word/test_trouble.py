@@ -102,8 +102,9 @@ def test_held_out_text_that_vanishes_is_not_missed_while_training(text, tmp_path
 # files, those that tests report to as well.
 FULL_DISK = """
 import resource, sys
-from models.one_billion_word import train, trainer
+from models.one_billion_word import sizes, train, trainer
 
+sizes.Tiny.NUM_LAYERS = 1
 real, unlimited = trainer.Trainer.train_step, resource.getrlimit(resource.RLIMIT_FSIZE)
 
 def train_step(self):
@@ -115,7 +116,7 @@ def train_step(self):
     return result
 
 trainer.Trainer.train_step = train_step
-train.main(["train", *sys.argv[1:]])
+train.main(sys.argv)
 """
 
 
