@@ -44,7 +44,15 @@ def after(monkeypatch):
     return actions.__setitem__
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+# SIGINT: a program of its own gets it in `test_train`.
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive),
+        signal.SIGTERM,
+        signal.SIGHUP,
+    ],
+)
 def test_a_signal_saves(text, tmp_path, train, after, capsys, number):
     logdir = tmp_path / "run"
     after(2, lambda: os.kill(os.getpid(), number))
