@@ -141,10 +141,12 @@ class Loop:
         """Says what the first steps after the graph was built have shown."""
         self._measured_steps += 1
         self._seconds += seconds
-        if self._measured_steps == _MEASURED_STEPS:
-            share = self._mfu(self._seconds / _MEASURED_STEPS)
+        number, is_last = self._measured_steps, self._trainer.step >= self._request.steps
+        if number == _MEASURED_STEPS or (is_last and number < _MEASURED_STEPS):
+            share = self._mfu(self._seconds / number)
+            plural = "" if number == 1 else "s"
             bar.write(
-                f"measured over {_MEASURED_STEPS} steps: {self._rate:,.0f} tokens/s, "
+                f"measured over {number} step{plural}: {self._rate:,.0f} tokens/s, "
                 f"MFU {share:.1%} of {self._peak / 1e9:,.0f} GFLOP/s, "
                 f"{bytes_text(peak_memory(self._trainer.all_devices))}",
                 file=sys.stdout,

@@ -1,7 +1,6 @@
 """Devices are set up before TensorFlow starts, or an error says that it is too late."""
 
 import subprocess
-import sys
 
 import pytest
 import tensorflow as tf
@@ -11,6 +10,7 @@ from pipemesh.errors import DeviceError
 from pipemesh.layers import mesh_cluster
 from pipemesh.lowering import PlacementLowering
 from pipemesh.mesh import LayoutRules, Mesh
+from tests.warm import warm
 
 
 def test_as_many_devices_and_threads_as_asked_for():
@@ -21,7 +21,7 @@ start_cpu_devices(5)
 assert len(tf.config.list_logical_devices("CPU")) == 5
 assert tf.config.threading.get_inter_op_parallelism_threads() >= 5
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run(warm("-c", code), check=True, timeout=120)
 
 
 def test_too_late_is_an_error():
@@ -53,7 +53,7 @@ except DeviceError as error:
 else:
     raise AssertionError("no error")
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run(warm("-c", code), check=True, timeout=120)
 
 
 def test_too_few_threads_are_a_warning():

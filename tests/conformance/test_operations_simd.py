@@ -10,7 +10,6 @@ under the two layouts that split most dims, or one if it is `thin`.
 
 import json
 import subprocess
-import sys
 import tempfile
 import threading
 
@@ -18,6 +17,7 @@ import pytest
 
 from tests.lowering.cases import ALL
 from tests.lowering.cases.case import THIN_MESHES, sampled, thinned
+from tests.warm import warm
 
 SECONDS_WITHOUT_A_RESULT = 60
 
@@ -33,7 +33,7 @@ class Server:
         if self.process is None:
             self.errors = tempfile.TemporaryFile("w+")
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.conformance.simd_process"],
+                warm("-m", "tests.conformance.simd_process"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self.errors,

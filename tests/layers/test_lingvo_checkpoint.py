@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-import sys
 
 import pytest
 import tensorflow as tf
@@ -14,6 +13,7 @@ from pipemesh.errors import PartitionError, PipelineError
 from pipemesh.layers import lingvo_checkpoint_rules, lingvo_names
 from tests.layers import lingvo_checkpoint_process as model
 from tests.layers.harness import cluster
+from tests.warm import warm
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def written(tmp_path_factory):
         if kind not in found:
             folder = str(tmp_path_factory.mktemp(kind))
             result = subprocess.run(
-                [sys.executable, "-m", model.__name__, folder, kind],
+                warm("-m", model.__name__, folder, kind),
                 check=True,
                 timeout=200,
                 capture_output=True,

@@ -2,7 +2,6 @@
 
 import functools
 import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from pipemesh.lowering import PlacementLowering, SimdLowering, Tensor, ops
 from pipemesh.lowering.initializers import Constant
 from pipemesh.lowering.variable import Variable
 from pipemesh.mesh import LayoutRules, Mesh
+from tests.warm import warm
 
 MESH = Mesh.from_text("data:2;model:2")
 DEVICES = [f"CPU:{i}" for i in range(4)]
@@ -219,7 +219,5 @@ for text in LAYOUTS:
 
 @pytest.mark.slow
 def test_in_the_program_of_a_core_they_are_the_same():
-    done = subprocess.run(
-        [sys.executable, "-c", CORES], capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run(warm("-c", CORES), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -4,7 +4,6 @@ import json
 import pathlib
 import re
 import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from pipemesh.lowering.placement import PlacementLowering
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import LayoutRules, Mesh, Shape
 from pipemesh.randomness import plan_free_randomness
+from tests.warm import warm
 
 ROOT = pathlib.Path(__file__).parents[2]
 SHAPES = [Shape.from_text(t) for t in ("batch:4;io:6", "io:6;hidden:8", "hidden:8;out:2")]
@@ -189,7 +189,7 @@ def test_an_import_in_a_function_and_eagerly_is_cut_before_it_is_sent():
 @pytest.mark.slow
 def test_two_hosts_train_one_network_between_them():
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.lowering.hosts_process"],
+        warm("-m", "tests.lowering.hosts_process"),
         cwd=ROOT,
         capture_output=True,
         text=True,

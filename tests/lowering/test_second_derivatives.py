@@ -2,7 +2,6 @@
 
 import functools
 import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.recurrent.circular import SimdPipeline
 from tests.lowering.cases import ALL
 from tests.lowering.cases.case import THIN_MESHES
+from tests.warm import warm
 
 MESH = Mesh.from_text("data:2;model:2")
 DEVICES = [f"CPU:{i}" for i in range(4)]
@@ -202,9 +202,7 @@ for found in cores.run_eagerly(functools.partial(program, by_tapes), rules, [arr
 
 @pytest.mark.slow
 def test_in_the_program_of_a_core_they_are_the_same():
-    done = subprocess.run(
-        [sys.executable, "-c", CORES], capture_output=True, text=True, timeout=200
-    )
+    done = subprocess.run(warm("-c", CORES), capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

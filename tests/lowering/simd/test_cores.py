@@ -5,7 +5,6 @@ Those with errors in a process of their own, because after one in a collective a
 
 import json
 import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from pipemesh.lowering import ops
 from pipemesh.lowering.simd.cores import Cores
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import LayoutRules, Mesh, Shape
+from tests.warm import warm
 
 COMMON = """
 import json
@@ -37,9 +37,7 @@ def make(text):
 
 def run(code):
     """What the code prints, as JSON."""
-    done = subprocess.run(
-        [sys.executable, "-c", COMMON + code], capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run(warm("-c", COMMON + code), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 

@@ -5,13 +5,12 @@ In processes of their own, with a time limit: without the checks they would wait
 
 import functools
 import json
-import os
 import subprocess
-import sys
 
 import pytest
 
 from tests.recurrent.circular.test_simd_pipeline_cores import free_addresses
+from tests.warm import warm
 
 RUNS = [("differ", 0), ("differ", 1), ("leader", 0), ("leader", 1), ("absent", 0)]
 
@@ -24,11 +23,10 @@ def told():
     for todo, process in RUNS:
         command = ["-m", "tests.lowering.partner_process", addresses[todo], str(process), todo]
         started[todo, process] = subprocess.Popen(
-            [sys.executable, *command],
+            warm(*command),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
     found = {}
     try:

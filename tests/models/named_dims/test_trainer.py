@@ -4,7 +4,6 @@ import functools
 import json
 import pathlib
 import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ import tensorflow as tf
 
 from pipemesh.errors import LayoutError
 from tests.models.named_dims import curves
+from tests.warm import warm
 
 ROOT = pathlib.Path(__file__).parents[3]
 PLANS = {
@@ -69,7 +69,7 @@ def simd():
     """Curve and communication of each plan."""
     plans = [(name, "simd", *plan) for name, *plan in ALL]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.models.named_dims.curves"],
+        warm("-m", "tests.models.named_dims.curves"),
         input=json.dumps(plans),
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""The training program as users start it."""
+"""The training program as users start it, or with what it loads already there."""
 
 import os
 import pathlib
@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 import time
+
+from tests.warm import warm
 
 ROOT = pathlib.Path(__file__).parents[3]
 # Small in what costs time: the graph grows with stages and microbatches.
@@ -18,17 +20,34 @@ SMALL = [
     "--save_every=3",
     "--eval_every=1000",
 ]
+MODULE = "models.one_billion_word.train"
+# With two blocks of five.
+SMALLER = f"""
+import runpy
+from models.one_billion_word import sizes
+sizes.Tiny.NUM_LAYERS = 2
+runpy.run_module({MODULE!r}, run_name="__main__", alter_sys=True)
+"""
 
 
-def start(*flags, code=None, stdout=subprocess.PIPE):
-    """Starts it; `code` runs instead of the program's module, with `argv` for its arguments."""
-    program = ["-m", "models.one_billion_word.train"] if code is None else ["-c", code]
+def start(*flags, code=SMALLER):
+    """Starts code that runs it, where what it loads is there already."""
+    return _open(warm("-c", code, *SMALL, *flags))
+
+
+def start_cold(*flags, code=None):
+    """Starts it as users do, or code that runs it; if it loads TensorFlow, that takes seconds."""
+    program = ["-m", MODULE] if code is None else ["-c", code]
+    return _open([sys.executable, *program, *SMALL, *flags])
+
+
+def _open(command):
     return subprocess.Popen(
-        [sys.executable, *program, *SMALL, *flags],
+        command,
         cwd=ROOT,
         # As from a shell, not with the log level of the tests.
         env={k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"},
-        stdout=stdout,
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -43,15 +62,15 @@ def finish(process):
     return process.returncode, out, err
 
 
-def run(*flags, code=None):
+def run(*flags, start=start):
     """What it prints when all goes well."""
-    status, out, err = finish(start(*flags, code=code))
+    status, out, err = finish(start(*flags))
     assert status == 0, err
     return out
 
 
-def refused(*flags):
-    """The one line that says why."""
+def refused(*flags, start=start_cold):
+    """The one line that says why; in most cases TensorFlow is not needed for it."""
     code, _, err = finish(start(*flags))
     assert code == 2, err
     # On a busy machine loading TensorFlow takes long enough to be told of.

@@ -1,5 +1,7 @@
 """The whole program with a small model, inside the test's process."""
 
+import shutil
+
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.util import event_pb2
@@ -43,6 +45,17 @@ def weights(logdir, step):
     reader = tf.train.load_checkpoint(str(logdir / f"ckpt-{step}"))
     names = [n for n in reader.get_variable_to_shape_map() if n.startswith(("weights", "optim"))]
     return {name: reader.get_tensor(name) for name in names}
+
+
+def begun(logdir, step, other):
+    """Another log directory that knows a training up to the checkpoint of a step."""
+    other.mkdir()
+    found = list(logdir.glob(f"ckpt-{step}.*"))
+    assert found, "it is not kept"
+    for path in found:
+        shutil.copy2(path, other)
+    shutil.copytree(logdir / "vocabulary", other / "vocabulary")
+    return other
 
 
 def assert_same_weights(one, two):

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.models.one_billion_word.program import ROOT, finish, refused, start
+from tests.models.one_billion_word.program import ROOT, finish, refused, start_cold
 
 # Runs the program where TensorFlow cannot be loaded.
 WITHOUT_TENSORFLOW = """
@@ -20,7 +20,7 @@ train.main(["train", *sys.argv[1:]])
 
 
 def without_tensorflow(*flags):
-    return finish(start(*flags, code=WITHOUT_TENSORFLOW))
+    return finish(start_cold(*flags, code=WITHOUT_TENSORFLOW))
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h", "-help", "--helpfull", "--helpshort"])

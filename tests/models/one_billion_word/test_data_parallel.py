@@ -4,16 +4,11 @@ import numpy as np
 import pytest
 
 from pipemesh.plan import Plan
-from tests.models.one_billion_word.small_training import (
-    assert_same_weights,
-    scalars,
-    small_request,
-    weights,
-)
+from tests.models.one_billion_word.small_training import begun, scalars, small_request
 
 STEPS = 20
 # A step size at which round-off stays round-off for 20 steps.
-CALM = {"NUM_LAYERS": 4, "LEARNING_RATE": 0.02, "DROPOUT_PROB": 0.2}
+CALM = {"NUM_LAYERS": 2, "LEARNING_RATE": 0.02, "DROPOUT_PROB": 0.2}
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +56,7 @@ def test_a_checkpoint_of_three_stages_goes_on_with_replicas_of_two(train, folder
     whole = tmp_path / "whole"
     three = {"plan": Plan("layers:3", num_microbatches=4), "save_every": 5, **CALM}
     assert train(small_request(whole, folder, steps=10, **three)) == 0
-    logdir = tmp_path / "run"
-    assert train(small_request(logdir, folder, steps=5, **three)) == 0
-    assert_same_weights(weights(logdir, 5), weights(whole, 5))
+    logdir = begun(whole, 5, tmp_path / "run")
     two = Plan("layers:2;data:2", "batch:data", num_microbatches=4)
     capsys.readouterr()
     assert train(small_request(logdir, folder, steps=10, plan=two, **CALM)) == 0
@@ -73,4 +66,4 @@ def test_a_checkpoint_of_three_stages_goes_on_with_replicas_of_two(train, folder
         "settings that changed: mesh layers:3 there, layers:2;data:2 now, "
         "layout none there, batch:data now\n"
     ) in out
-    np.testing.assert_allclose(scalars(logdir, "loss"), scalars(whole, "loss"), rtol=1e-5)
+    np.testing.assert_allclose(scalars(logdir, "loss"), scalars(whole, "loss")[5:], rtol=1e-5)

@@ -5,7 +5,6 @@ import itertools
 import pathlib
 import shutil
 import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -23,6 +22,7 @@ from models.one_billion_word.corpus import (
 )
 from models.one_billion_word.input import InputError, heldout_dataset, train_dataset
 from models.one_billion_word.vocabulary import load_vocabulary
+from tests.warm import warm
 
 ROOT = pathlib.Path(__file__).parents[3]
 
@@ -270,9 +270,7 @@ def test_another_process_goes_on_with_the_next_batch(folder, cache_dir, tmp_path
     checkpoint = tf.train.Checkpoint(iterator=iterator).write(str(tmp_path / "checkpoint"))
     uninterrupted = np.stack([next(iterator)["ids"].numpy() for _ in range(100)])
     result = str(tmp_path / "result.npy")
-    subprocess.run(
-        [sys.executable, "-c", RESUME, folder, cache_dir, checkpoint, result], cwd=ROOT, check=True
-    )
+    subprocess.run(warm("-c", RESUME, folder, cache_dir, checkpoint, result), cwd=ROOT, check=True)
     np.testing.assert_array_equal(np.load(result), uninterrupted)
 
 

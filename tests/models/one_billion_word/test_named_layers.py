@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.plan import Plan
-from tests.models.one_billion_word.small_training import scalars, small_request
+from tests.models.one_billion_word.small_training import begun, scalars, small_request
 
 STEPS = 10
 # A step size at which round-off stays round-off.
@@ -34,29 +34,43 @@ def plain_losses(plain, folder, train):
     return scalars(plain, "loss")
 
 
-@pytest.mark.slow
-def test_losses_are_those_of_the_plain_model(plain_losses, train, folder, tmp_path):
-    """The whole program; other plans are tried by their steps alone."""
-    plan = Plan("layers:2;data:2;model:2", LAYOUT, "zb_v", 4)
-    settings = {**CALM, "STRICT_DEVICES": True}
-    request = small_request(tmp_path, folder, steps=STEPS, save_every=STEPS, plan=plan, **settings)
-    assert train(request) == 0
-    np.testing.assert_allclose(scalars(tmp_path, "loss"), plain_losses, rtol=1e-5)
+@pytest.fixture(scope="module")
+def split(tmp_path_factory):
+    return tmp_path_factory.mktemp("split")
 
 
-@pytest.mark.slow
-def test_a_checkpoint_goes_on_under_another_split(train, folder, tmp_path, plain, plain_losses):
-    for steps, plan in (
-        (3, Plan("layers:2;data:2;model:2", LAYOUT, "1f1b", 2)),
-        (5, Plan("layers:2;data:4", "batch:data;embed:data", num_microbatches=2)),
-        (6, Plan("layers:1;model:4", "heads:model;d_ff:model;vocab:model", num_microbatches=2)),
-        (STEPS, Plan("layers:3", num_microbatches=4)),
-    ):
-        request = small_request(tmp_path, folder, steps=steps, save_every=3, plan=plan, **CALM)
+@pytest.fixture
+def split_losses(split, folder, train):
+    """Trained once, as `plain_losses`: the whole program; other plans are tried by their steps."""
+    if not (split / f"ckpt-{STEPS}.index").exists():
+        plan = Plan("layers:2;data:2;model:2", LAYOUT, "zb_v", 4)
+        settings = {**CALM, "STRICT_DEVICES": True}
+        request = small_request(split, folder, steps=STEPS, save_every=4, plan=plan, **settings)
         assert train(request) == 0
-    np.testing.assert_allclose(scalars(tmp_path, "loss"), plain_losses, rtol=1e-5)
+    return scalars(split, "loss")
+
+
+@pytest.mark.slow
+def test_losses_are_those_of_the_plain_model(plain_losses, split_losses):
+    np.testing.assert_allclose(split_losses, plain_losses, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("split_losses")
+def test_a_checkpoint_goes_on_under_another_split(
+    train, folder, tmp_path, split, plain, plain_losses
+):
+    logdir = begun(split, 4, tmp_path / "run")
+    for steps, plan in (
+        (5, Plan("layers:2;data:4", "batch:data;embed:data", num_microbatches=2)),
+        (7, Plan("layers:1;model:4", "heads:model;d_ff:model;vocab:model", num_microbatches=2)),
+        (STEPS, Plan("layers:3", num_microbatches=2)),
+    ):
+        request = small_request(logdir, folder, steps=steps, save_every=3, plan=plan, **CALM)
+        assert train(request) == 0
+    np.testing.assert_allclose(scalars(logdir, "loss"), plain_losses[4:], rtol=1e-5)
     # A checkpoint knows whole weights, and the state of the optimizer for each.
-    mine, other = (tf.train.load_checkpoint(str(p / f"ckpt-{STEPS}")) for p in (tmp_path, plain))
+    mine, other = (tf.train.load_checkpoint(str(p / f"ckpt-{STEPS}")) for p in (logdir, plain))
     shapes = [
         {k: v for k, v in r.get_variable_to_shape_map().items() if k.startswith(("weights", "opt"))}
         for r in (mine, other)

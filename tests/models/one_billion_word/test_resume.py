@@ -11,6 +11,7 @@ from models.one_billion_word.about import About, CheckpointError
 from pipemesh.plan import Plan
 from tests.models.one_billion_word.small_training import (
     assert_same_weights,
+    begun,
     scalars,
     small_request,
     weights,
@@ -19,11 +20,10 @@ from tests.models.one_billion_word.small_training import (
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def text(corpus, tmp_path):
+@pytest.fixture(scope="module")
+def original(corpus, tmp_path_factory):
     """A folder with two files to train on and one to judge by."""
-    folder = tmp_path / "text"
-    folder.mkdir()
+    folder = tmp_path_factory.mktemp("text")
     for name, lines in (
         ("train-1", corpus.train.lines[:150]),
         ("train-2", corpus.train.lines[150:250]),
@@ -33,11 +33,34 @@ def text(corpus, tmp_path):
     return folder
 
 
-def test_one_line_more_is_other_text_and_never_another_vocabulary(text, tmp_path, train, capsys):
+@pytest.fixture
+def text(original, tmp_path):
+    """The text in a folder of one's own."""
+    return shutil.copytree(original, tmp_path / "text")
+
+
+@pytest.fixture(scope="module")
+def whole_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("whole")
+
+
+@pytest.fixture
+def whole(whole_folder, original, train):
+    """Six steps without interruption, trained once."""
+    if not (whole_folder / "ckpt-6.index").exists():
+        assert train(small_request(whole_folder, original, steps=6)) == 0
+    return whole_folder
+
+
+@pytest.fixture
+def logdir(whole, tmp_path):
+    """The checkpoint of its step 3 in a folder of one's own."""
+    return begun(whole, 3, tmp_path / "run")
+
+
+def test_one_line_more_is_other_text_and_never_another_vocabulary(text, logdir, train, capsys):
     """The vocabulary was learned again once, under weights that knew the old one: held-out went
     from 2.56 to 3.98 bits a byte, without a word."""
-    logdir = tmp_path / "run"
-    train(small_request(logdir, text, steps=3))
     before = About.read(str(logdir / "ckpt-3"))
     with open(text / "train-1", "a") as file:
         file.write("One line more, with words that nobody knows: zyx, wvu.\n")
@@ -56,10 +79,9 @@ def test_one_line_more_is_other_text_and_never_another_vocabulary(text, tmp_path
     assert "other text" not in capsys.readouterr().out
 
 
-def test_a_copy_elsewhere_is_the_same_text_and_goes_on_bit_for_bit(text, tmp_path, train):
-    train(small_request(tmp_path / "whole", text, steps=6))
-    logdir = tmp_path / "run"
-    train(small_request(logdir, text, steps=3))
+def test_a_copy_elsewhere_is_the_same_text_and_goes_on_bit_for_bit(
+    text, whole, logdir, tmp_path, train
+):
     other = tmp_path / "elsewhere"
     other.mkdir()
     for path in text.iterdir():
@@ -68,15 +90,12 @@ def test_a_copy_elsewhere_is_the_same_text_and_goes_on_bit_for_bit(text, tmp_pat
     # Nor is the file of the vocabulary needed: the checkpoint has it.
     shutil.rmtree(logdir / "vocabulary")
     assert train(small_request(logdir, other, steps=6)) == 0
-    assert_same_weights(weights(logdir, 6), weights(tmp_path / "whole", 6))
+    assert_same_weights(weights(logdir, 6), weights(whole, 6))
 
 
 def test_other_text_to_judge_by_needs_the_flag_too_and_keeps_the_place(
-    text, tmp_path, train, capsys
+    text, whole, logdir, train, capsys
 ):
-    train(small_request(tmp_path / "whole", text, steps=6))
-    logdir = tmp_path / "run"
-    train(small_request(logdir, text, steps=3))
     (text / "heldout").write_text("Some other text to judge by, rather short.\n" * 9)
     with pytest.raises(CheckpointError, match=r"other text \(heldout "):
         train(small_request(logdir, text, steps=6))
@@ -84,12 +103,10 @@ def test_other_text_to_judge_by_needs_the_flag_too_and_keeps_the_place(
     train(small_request(logdir, text, steps=6, other_text=True))
     out = capsys.readouterr().out
     assert "checkpoint: heldout " in out and "from its beginning" not in out
-    assert_same_weights(weights(logdir, 6), weights(tmp_path / "whole", 6))
+    assert_same_weights(weights(logdir, 6), weights(whole, 6))
 
 
-def test_settings_that_changed_are_listed(text, tmp_path, train, capsys):
-    logdir = tmp_path / "run"
-    train(small_request(logdir, text, steps=3))
+def test_settings_that_changed_are_listed(text, logdir, train, capsys):
     capsys.readouterr()
     changes = {
         "LEARNING_RATE": 0.25,
@@ -107,9 +124,7 @@ def test_settings_that_changed_are_listed(text, tmp_path, train, capsys):
     assert "settings that changed" not in capsys.readouterr().out
 
 
-def test_a_vocabulary_whose_bits_flipped_is_found_before_a_step(text, tmp_path, train):
-    logdir = tmp_path / "run"
-    train(small_request(logdir, text, steps=3))
+def test_a_vocabulary_whose_bits_flipped_is_found_before_a_step(text, logdir, train):
     (path,) = logdir.glob("ckpt-3.about")
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1

@@ -44,7 +44,15 @@ def after(monkeypatch):
     return actions.__setitem__
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+# SIGINT: a program of its own gets it in `test_train`.
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive),
+        signal.SIGTERM,
+        signal.SIGHUP,
+    ],
+)
 def test_a_signal_saves(text, tmp_path, train, after, capsys, number):
     logdir = tmp_path / "run"
     after(2, lambda: os.kill(os.getpid(), number))
@@ -102,8 +110,9 @@ def test_held_out_text_that_vanishes_is_not_missed_while_training(text, tmp_path
 # files, those that tests report to as well.
 FULL_DISK = """
 import resource, sys
-from models.one_billion_word import train, trainer
+from models.one_billion_word import sizes, train, trainer
 
+sizes.Tiny.NUM_LAYERS = 1
 real, unlimited = trainer.Trainer.train_step, resource.getrlimit(resource.RLIMIT_FSIZE)
 
 def train_step(self):
@@ -115,7 +124,7 @@ def train_step(self):
     return result
 
 trainer.Trainer.train_step = train_step
-train.main(["train", *sys.argv[1:]])
+train.main(sys.argv)
 """
 
 

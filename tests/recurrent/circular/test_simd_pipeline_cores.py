@@ -8,7 +8,6 @@ import functools
 import json
 import socket
 import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ from pipemesh.mesh import Mesh
 from pipemesh.recurrent.circular import SimdPipeline
 from tests.recurrent.circular.pipelined import MODELS
 from tests.recurrent.circular.pipelined.train import train_placement
+from tests.warm import warm
 
 SECONDS = 200
 # Model, mesh, microbatches, virtual stages. More combinations of them under placement.
@@ -35,7 +35,7 @@ TWO_PROCESSES = ("mlp", "layers:2;data:2;model:2", 4, 2)
 
 def start(todo):
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.recurrent.circular.pipeline_process", json.dumps(todo)],
+        warm("-m", "tests.recurrent.circular.pipeline_process", json.dumps(todo)),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,10 +1,11 @@
 """The layers of a recurrent stack really compute at the same time, as a rolled pipeline too."""
 
 import subprocess
-import sys
 import textwrap
 
 import pytest
+
+from tests.warm import warm
 
 pytestmark = pytest.mark.serial
 # A pipeline that waits for itself would wait for ever, so it runs in a process of its own.
@@ -69,7 +70,7 @@ PROGRAM = textwrap.dedent(
 
 def test_waiting_layers_overlap_in_both_passes():
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False
+        warm("-c", PROGRAM), capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
     of_sequential_time = float(done.stdout.split()[-1])

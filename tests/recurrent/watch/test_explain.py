@@ -1,13 +1,13 @@
 """An operation that fails in a stage ends the step promptly and is named in one line."""
 
 import subprocess
-import sys
 
 import pytest
 import tensorflow as tf
 
 from pipemesh.errors import PipelineError
 from pipemesh.recurrent import explain
+from tests.warm import warm
 
 PYTHON = "ValueError: the cable is loose"
 RANGE = "indices[0] = 7 is not in [0, 2)"
@@ -38,7 +38,7 @@ PLACE = "stage 'stage 2' (CPU:2), layer 'block#3'"
 )
 def test_an_exception_in_stage_k_surfaces_promptly_is_named_and_changes_nothing(mode, expected):
     result = subprocess.run(
-        [sys.executable, "-m", "tests.recurrent.failing", mode],
+        warm("-m", "tests.recurrent.failing", mode),
         capture_output=True,
         text=True,
         timeout=120,

@@ -1,0 +1,63 @@
+"""Programs in processes of their own, without the seconds in which each loads TensorFlow.
+
+A server loads them once for a process of tests and forks itself for each program. What stands
+between is a small client that the test starts, signals and reads as if it were the program.
+"""
+
+import atexit
+import functools
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import tempfile
+
+FOLDER = pathlib.Path(__file__).parent
+
+
+def warm(*arguments):
+    """The command that does what Python does with these arguments.
+
+    For programs that load TensorFlow in any case: a test of what happens until then, or of how
+    they are loaded, starts Python itself.
+
+    Args:
+        *arguments: `-m`, a module and its arguments, or `-c`, code and its arguments.
+    """
+    assert arguments[0] in ("-m", "-c"), arguments
+    client = [sys.executable, "-I", "-S", str(FOLDER / "client.py"), _server()]
+    return [*client, *map(str, arguments)]
+
+
+@functools.cache
+def _server():
+    """Starts it, and returns where it listens; it ends when this process does."""
+    folder = tempfile.TemporaryDirectory(prefix="warm")
+    path = os.path.join(folder.name, "socket")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    # From now on clients wait until it is ready.
+    listener.listen()
+    # The server shall hold back what TensorFlow says, and fork while it has one thread.
+    left_out = ("TF_CPP_MIN_LOG_LEVEL",)
+    env = {name: value for name, value in os.environ.items() if name not in left_out}
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.warm.server", str(listener.fileno())],
+        cwd=FOLDER.parents[1],
+        env={**env, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        # What is no terminal is buffered, as it will be for those who read it.
+        stdout=subprocess.DEVNULL,
+        pass_fds=[listener.fileno()],
+    )
+    listener.close()
+
+    def end():
+        # Of a process that is killed the system closes it.
+        server.stdin.close()
+        server.wait()
+        folder.cleanup()
+
+    atexit.register(end)
+    return path
