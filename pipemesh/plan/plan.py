@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pipemesh.errors import PipemeshError, PlanError
+from pipemesh.errors import LayoutError, PipemeshError, PlanError
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.mesh.checks import whole_number
 from pipemesh.mesh.mesh import LAYERS_AXIS
@@ -114,6 +114,13 @@ replicas; num_microbatches may be 1, 2, 5, 10
 
     def _check_axes(self) -> None:
         places.check_axes(self.layout)
+        cut = places.cut_rules(self.layout)
+        if self.lowering == "simd" and cut.rules:
+            raise LayoutError(
+                f"rule '{cut}' cuts weights over the axis that the batch is split over, of which "
+                "replicas fetch slices for each action; lowering='simd' has no actions, so leave "
+                "the rule out, or use lowering='placement'"
+            )
         if not self.allow_idle:
             places.check_no_idle_axis(self.mesh, self.layout)
 

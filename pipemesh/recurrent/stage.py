@@ -66,6 +66,12 @@ class Stage:
                 f"stage {self.name!r} has {len(self.theta)} weights and the places {places}; give "
                 f"one for each, from 0 to {count - 1} (its home has {count} devices)"
             )
+        wrong = sorted(i for i in self.fetched if i in self.copies or not 0 <= i < len(places))
+        if wrong:
+            raise PipelineError(
+                f"stage {self.name!r} fetches {wrong}; give numbers of its {len(places)} weights, "
+                "from 0 on, but of none that is another one's copy"
+            )
 
     @property
     def of_home(self) -> Home:

@@ -85,6 +85,11 @@ BAD = [
     (lambda: Plan("layers:2;data:2"), PlanError, "nothing is split over the axis 'data'.*allow"),
     (lambda: Plan("layers:2;data:2", "batch:dta"), LayoutError, "did you mean 'data'"),
     (lambda: Plan("layers:2", "batch:layers"), LayoutError, "along which the stages lie"),
+    (
+        lambda: Plan("layers:2;data:2", "batch:data;embed:data", lowering="simd"),
+        LayoutError,
+        "rule 'embed:data' cuts weights .* lowering='simd' has no actions",
+    ),
     (lambda: Plan("layers:2;a:2;b:2", "batch:a"), PlanError, "axis 'b' .*same; leave the axis out"),
     (lambda: Plan("layers:x"), MeshError, "'layers:x'"),
     (lambda: Plan(schedule="gpip"), ScheduleError, "did you mean 'gpipe'"),

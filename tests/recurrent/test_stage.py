@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipemesh.errors import DeviceError
+from pipemesh.errors import DeviceError, PipelineError
 from pipemesh.recurrent import Home, Stage
 
 
@@ -29,6 +29,12 @@ def test_one_device_is_a_home_of_one():
 def test_by_default_a_stage_is_not_recurrent_and_has_the_dtypes_of_the_pipeline():
     assert stage("CPU:0").recurrent is False
     assert stage("CPU:0").dtypes is None
+
+
+@pytest.mark.parametrize("fetched", [{2}, {-1, 0}, {1}])
+def test_weights_that_are_fetched_are_weights_and_no_copies(fetched):
+    with pytest.raises(PipelineError, match=r"stage 's' fetches \[.*of its 2 weights"):
+        Stage("s", lambda *_: ([], []), [1.0, 1.0], [], "CPU:0", copies={1: 0}, fetched=fetched)
 
 
 @pytest.mark.parametrize("home", [(), 3])

@@ -334,6 +334,7 @@ class PipeliningLayer(SeqLayer):
     ) -> list[Stage]:
         """The stages as pure functions; tracing them fills `structures` with what goes between."""
         structures[:] = [structure] + [None] * len(thetas)
+        cells = zip(self._cell_names, weights, homes, strict=True)
         return [
             Stage(
                 name=name,
@@ -346,9 +347,7 @@ class PipeliningLayer(SeqLayer):
                 copies=own.copies,
                 fetched=own.fetched,
             )
-            for i, (name, own, home) in enumerate(
-                zip(self._cell_names, weights, homes, strict=True)
-            )
+            for i, (name, own, home) in enumerate(cells)
         ]
 
     def _uncast(self, args: tuple[Any, ...], inputs: list[tf.Tensor]) -> frozenset[int]:

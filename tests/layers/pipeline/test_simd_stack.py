@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 from lingvo.core import base_layer, py_utils
 
-from pipemesh.errors import PipelineError
+from pipemesh.errors import LayoutError, PipelineError
 from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, SeqLayer
 from pipemesh.layers.named import Embedding, SoftmaxCrossEntropy
 from pipemesh.lowering import ops
@@ -231,6 +231,11 @@ class Unnamed(base_layer.BaseLayer):
 def test_what_cannot_be_one_program_is_an_error_before_the_first_step(params, mesh, words):
     with pytest.raises(PipelineError, match=words):
         run_tf2(params, INPUTS, loss=first, num_devices=mesh)
+
+
+def test_weights_are_not_cut_over_the_axis_of_the_batch():
+    with pytest.raises(LayoutError, match=r"rule 'embed:data' cuts weights .*'placement'"):
+        run_tf2(stack([0, 3, 6]), INPUTS, loss=first, num_devices="layers:2;data:2 embed:data")
 
 
 def test_a_clock_and_a_forecast_of_memory_are_errors():
