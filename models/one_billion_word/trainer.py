@@ -117,7 +117,7 @@ class Trainer:
 
     def _cluster(self, do_eval: bool = False) -> Any:
         plan = self._config.PLAN
-        return mesh_cluster(plan.mesh, self._device_type, do_eval, plan.layout)
+        return mesh_cluster(plan.mesh, self._device_type, do_eval, plan.layout, plan.lowering)
 
     def stage_table(self) -> str:
         """Which layers each stage has, and where."""

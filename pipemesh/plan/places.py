@@ -12,8 +12,13 @@ from pipemesh.mesh.mesh import LAYERS_AXIS
 BATCH = "batch"
 
 
-def check_axes(layout: LayoutRules) -> None:
+def check_axes(layout: LayoutRules, lowering: str = "placement") -> None:
     """Checks that stages can be split over the axes that a layout names.
+
+    Args:
+        layout: the rules.
+        lowering: of the plan. Under `simd` all devices compute what stands before and behind the
+            stages, so dims of that may be split over the axis `layers`, too.
 
     Raises:
         LayoutError: the batch is split over the axis along which the stages lie, or another dim
@@ -26,6 +31,8 @@ def check_axes(layout: LayoutRules) -> None:
             "'layers:2;data:2'"
         )
     for dim, axis in layout.rules:
+        if axis == LAYERS_AXIS and lowering == "simd":
+            continue
         if dim != BATCH and axis in (LAYERS_AXIS, layout.axis(BATCH)):
             why = "along which the stages lie" if axis == LAYERS_AXIS else "as the batch is"
             raise LayoutError(
@@ -55,7 +62,8 @@ def inner_mesh(mesh: Mesh, layout: LayoutRules) -> Mesh | None:
 
 def inner_rules(layout: LayoutRules) -> LayoutRules:
     """The rules for what is split inside of a replica."""
-    return LayoutRules(tuple((dim, axis) for dim, axis in layout.rules if dim != BATCH))
+    outside = (LAYERS_AXIS, layout.axis(BATCH))
+    return LayoutRules(tuple((dim, axis) for dim, axis in layout.rules if axis not in outside))
 
 
 def home_of(mesh: Mesh, layout: LayoutRules, place: int) -> list[int]:

@@ -92,3 +92,14 @@ def test_the_mesh_of_a_replica_has_the_axes_that_other_dims_than_the_batch_are_s
 def test_other_dims_have_axes_of_their_own(layout, text):
     with pytest.raises(LayoutError, match=text):
         places.check_axes(LayoutRules.from_text(layout))
+
+
+def test_in_one_program_dims_of_what_all_devices_compute_may_lie_along_the_stages():
+    rules = LayoutRules.from_text("vocab:layers;batch:data;heads:model")
+    places.check_axes(rules, "simd")
+    whole = Mesh.from_text("layers:2;data:2;model:2")
+    assert str(places.inner_mesh(whole, rules)) == "model:2"
+    assert str(places.inner_rules(rules)) == "heads:model"
+    for layout in ("batch:layers", "batch:data;heads:data"):
+        with pytest.raises(LayoutError, match="splits the"):
+            places.check_axes(LayoutRules.from_text(layout), "simd")
