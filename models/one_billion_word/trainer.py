@@ -122,7 +122,7 @@ class Trainer:
 
     def _cluster(self, do_eval: bool = False) -> Any:
         plan = self._config.PLAN
-        return mesh_cluster(plan.mesh, self._device_type, do_eval, plan.layout)
+        return mesh_cluster(plan.mesh, self._device_type, do_eval, plan.layout, plan.lowering)
 
     def _note_run(self, run: Any) -> None:
         stack, config = self.task.stack, self._config

@@ -59,6 +59,7 @@ def mesh_cluster(
     device_type: str = "CPU",
     do_eval: bool = False,
     layout: LayoutRules | None = None,
+    lowering: str = "placement",
 ) -> Any:
     """The lingvo cluster of one process whose model split is the mesh.
 
@@ -72,6 +73,8 @@ def mesh_cluster(
         device_type: `CPU` or `GPU`.
         do_eval: whether layers run in evaluation mode.
         layout: rules for the dim `batch` and for those of layers with named dims, or none.
+        lowering: of the stacks inside; `simd` lets dims of what all devices compute together be
+            split over the axis `layers`, as `vocab:layers`.
 
     Raises:
         DeviceError: there are fewer logical devices than the mesh has.
@@ -86,7 +89,7 @@ def mesh_cluster(
     if not isinstance(mesh, Mesh):
         raise MeshError(f"mesh {mesh!r} is no Mesh; write Mesh.from_text('layers:2')")
     layout = LayoutRules() if layout is None else layout
-    check_layout(mesh, layout)
+    check_layout(mesh, layout, lowering)
     used = [p for stage in range(mesh.num_stages) for p in home_of(mesh, layout, stage)]
     if len(used) < mesh.num_devices and LAYERS_AXIS not in mesh.axis_names:
         raise MeshError(
@@ -129,8 +132,13 @@ def mesh_cluster(
     return MeshCluster(params)
 
 
-def check_layout(mesh: Mesh, layout: LayoutRules) -> None:
+def check_layout(mesh: Mesh, layout: LayoutRules, lowering: str = "placement") -> None:
     """Checks that stages can be split as a layout says, whatever dims they have.
+
+    Args:
+        mesh: the mesh.
+        layout: the rules.
+        lowering: of the stack.
 
     Raises:
         LayoutError: it names no axis of the mesh, or one that cannot be split so.
@@ -140,4 +148,4 @@ def check_layout(mesh: Mesh, layout: LayoutRules) -> None:
             f"layout {layout!r} is no LayoutRules; write LayoutRules.from_text('batch:data')"
         )
     layout.check(mesh)
-    check_axes(layout)
+    check_axes(layout, lowering)

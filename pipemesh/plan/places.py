@@ -12,8 +12,13 @@ from pipemesh.mesh.mesh import LAYERS_AXIS
 BATCH = "batch"
 
 
-def check_axes(layout: LayoutRules) -> None:
+def check_axes(layout: LayoutRules, lowering: str = "placement") -> None:
     """Checks that stages can be split over the axes that a layout names.
+
+    Args:
+        layout: the rules.
+        lowering: of the plan. Under `simd` all devices compute what stands before and behind the
+            stages, so dims of that may be split over the axis `layers`, too.
 
     Raises:
         LayoutError: the batch is split over the axis along which the stages lie, or another dim
@@ -26,7 +31,7 @@ def check_axes(layout: LayoutRules) -> None:
             "'layers:2;data:2'"
         )
     for dim, axis in layout.rules:
-        if dim != BATCH and axis == LAYERS_AXIS:
+        if dim != BATCH and axis == LAYERS_AXIS and lowering != "simd":
             raise LayoutError(
                 f"layout '{layout}' splits the dim {dim!r} over the axis 'layers', along which the "
                 "stages lie; inside of a stage dims are split over the other axes: give it one of "
@@ -71,8 +76,8 @@ def inner_mesh(mesh: Mesh, layout: LayoutRules) -> Mesh | None:
 
 def inner_rules(layout: LayoutRules) -> LayoutRules:
     """The rules for what is split inside of a replica."""
-    replicas = layout.axis(BATCH)
-    return LayoutRules(tuple((dim, axis) for dim, axis in layout.rules if axis != replicas))
+    outside = (LAYERS_AXIS, layout.axis(BATCH))
+    return LayoutRules(tuple((dim, axis) for dim, axis in layout.rules if axis not in outside))
 
 
 def home_of(mesh: Mesh, layout: LayoutRules, place: int) -> list[int]:

@@ -113,7 +113,7 @@ replicas; num_microbatches may be 1, 2, 5, 10
                 raise PlanError(f"{name} is {given[name]!r}{near}")
 
     def _check_axes(self) -> None:
-        places.check_axes(self.layout)
+        places.check_axes(self.layout, self.lowering)
         cut = places.cut_rules(self.layout)
         if self.lowering == "simd" and cut.rules:
             raise LayoutError(

@@ -99,3 +99,13 @@ def test_no_dim_is_split_along_the_stages():
     text = "splits the dim 'd_ff' over the axis 'layers', along which the stages lie"
     with pytest.raises(LayoutError, match=text):
         places.check_axes(LayoutRules.from_text("d_ff:layers"))
+
+
+def test_in_one_program_dims_of_what_all_devices_compute_may_lie_along_the_stages():
+    rules = LayoutRules.from_text("vocab:layers;batch:data;heads:model")
+    places.check_axes(rules, "simd")
+    whole = Mesh.from_text("layers:2;data:2;model:2")
+    assert str(places.inner_mesh(whole, rules)) == "model:2"
+    assert str(places.inner_rules(rules)) == "heads:model"
+    with pytest.raises(LayoutError, match="splits the batch over the axis 'layers'"):
+        places.check_axes(LayoutRules.from_text("batch:layers"), "simd")

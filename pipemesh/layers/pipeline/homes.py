@@ -139,10 +139,16 @@ def mesh_of(cluster: Any, p: Any) -> tuple[Mesh | None, LayoutRules]:
                 "'layers:2;data:2'"
             )
         if mesh is not None:
-            check_layout(mesh, rules)
+            check_layout(mesh, rules, _lowering(p))
         # A cluster's own mesh has told already what idles.
         if asked is not None and not p.allow_idle and not isinstance(cluster, MeshCluster):
             check_no_idle_axis(asked, rules)
     except PipemeshError as error:
         raise type(error)(f"{p.name}: {error}") from error
     return mesh, rules
+
+
+def _lowering(p: Any) -> str:
+    """What lets dims be split over `layers`: of a stack without pipeline or loss nothing does."""
+    is_one_program = getattr(p, "pipelined", False) and p.loss_inside
+    return p.lowering if is_one_program else "placement"

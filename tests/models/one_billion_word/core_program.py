@@ -44,7 +44,7 @@ class CoreProgram:
         ]
 
     def cluster(self):
-        return mesh_cluster(self._plan.mesh, layout=self._plan.layout)
+        return mesh_cluster(self._plan.mesh, layout=self._plan.layout, lowering="simd")
 
     def __call__(self, core, step, *given):
         """One step: loss, and new weights and moments.

@@ -134,7 +134,7 @@ def losses(config, batches):
     plan = config.PLAN
     py_utils.SetEagerMode(True, test_mode=True)
     try:
-        with mesh_cluster(plan.mesh, layout=plan.layout):
+        with mesh_cluster(plan.mesh, layout=plan.layout, lowering=plan.lowering):
             step = py_utils.GetOrCreateGlobalStepVar()
             step.assign(0)
             tf.random.set_seed(SEED)

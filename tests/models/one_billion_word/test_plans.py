@@ -133,6 +133,14 @@ def test_losses_are_the_same_where_weights_are_cut_over_the_replicas(expected):
     assert_equal(expected, "tied", plan)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "looped_bfs:2"])
+def test_the_vocabulary_may_be_split_over_the_stages_of_one_program(expected, schedule):
+    rules = "vocab:layers;heads:model;d_ff:model"
+    plan = Plan("layers:2;model:2", rules, schedule, num_microbatches=4, lowering="simd")
+    assert_equal(expected, "tied", plan)
+
+
 @strategies.composite
 def legal_plans(draw):
     model = draw(strategies.sampled_from(list(MODELS)))
