@@ -142,6 +142,7 @@ def test_the_drawn_plans_have_every_schedule_and_every_mesh():
     assert len({plan.num_microbatches for plan in plans}) == 3
 
 
+@pytest.mark.slow
 def test_the_gradient_is_clipped_in_some_steps():
     """Else nothing would show that the norm is that of all slices."""
     free = losses(
