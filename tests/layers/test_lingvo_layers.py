@@ -6,6 +6,7 @@ from lingvo.core import base_layer, layers, py_utils, rnn_cell, rnn_layers
 
 from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, SeqLayer
 from tests.layers.harness import run_tf1, run_tf2
+from tests.pairwise import in_turn
 
 TIME, BATCH, WIDTH = 3, 4, 5
 RNG = np.random.default_rng(0)
@@ -49,9 +50,10 @@ def stack(cls, layer, noise, **kwargs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", [run_tf1, run_tf2])
-@pytest.mark.parametrize("noise", [False, True])
-@pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("run", "noise", "num_micro_batches"),
+    in_turn([(run, noise) for run in (run_tf1, run_tf2) for noise in (False, True)], [1, 2, 4]),
+)
 def test_a_recurrent_layer_of_lingvo_equals_the_plain_model(run, noise, num_micro_batches):
     wanted = run(stack(SeqLayer, Recurrent, noise), [X, PADDINGS])
     params = stack(

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from pipemesh.errors import NativeOpError
 from pipemesh.layers import lingvo_loader
+from tests.warm import warm
 
 
 @pytest.fixture
@@ -117,6 +118,6 @@ with tf.compat.v1.Session() as session:
         print("failed as it should")
 """
     result = subprocess.run(
-        [sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True
+        warm("-c", code), check=True, timeout=120, capture_output=True, text=True
     )
     assert "failed as it should" in result.stdout

@@ -124,6 +124,7 @@ def test_under_placement_they_are_those_of_the_plain_program(way, rules):
     check(WAYS[way](functools.partial(meshed_loss, lowering), arrays))
 
 
+@pytest.mark.slow
 def test_in_the_first_tensorflow_too():
     with tf.Graph().as_default():
         lowering = PlacementLowering(MESH, LayoutRules.from_text(LAYOUTS[0]), DEVICES)

@@ -149,6 +149,7 @@ def test_any_combination_of_options(data):
 
 @CASES
 @given(st.data())
+@pytest.mark.slow
 def test_any_combination_of_options_in_large_problems(large, data):
     layers = data.draw(stacks())
     stages = data.draw(st.integers(1, min(5, len(layers))))
@@ -157,6 +158,7 @@ def test_any_combination_of_options_in_large_problems(large, data):
 
 @CASES
 @given(st.data())
+@pytest.mark.slow
 def test_plain_costs_in_large_problems(large, data):
     layers = data.draw(stacks())
     stages = data.draw(st.integers(1, min(5, len(layers))))
@@ -167,6 +169,7 @@ def test_plain_costs_in_large_problems(large, data):
 
 @CASES
 @given(st.data())
+@pytest.mark.slow
 def test_any_combination_of_options_with_virtual_stages(data):
     rounds = data.draw(st.integers(2, 3))
     layers = data.draw(stacks().filter(lambda layers: len(layers) >= rounds))
@@ -204,6 +207,7 @@ def tables(draw, layers):
 
 @CASES
 @given(st.data())
+@pytest.mark.slow
 def test_what_any_table_says_with_any_combination_of_options(data):
     layers = data.draw(stacks().filter(lambda layers: len(layers) >= 2))
     table = data.draw(tables(len(layers)))

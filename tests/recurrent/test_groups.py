@@ -20,6 +20,7 @@ from pipemesh.recurrent import (
     record_placement,
 )
 from pipemesh.schedule import one_f_one_b, zb_h1, zb_v
+from tests.pairwise import pairwise
 
 BATCH, WIDTH, HIDDEN = 16, 6, 8
 
@@ -110,10 +111,10 @@ def stages_of(schedule, variables, replicas=1):
     ]
 
 
-@pytest.mark.parametrize("rolled", [False, True])
-@pytest.mark.parametrize("remat", ["full", "none"])
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    ("name", "replicas", "remat", "rolled"),
+    pairwise(list(SCHEDULES), [1, 2], ["full", "none"], [False, True]),
+)
 def test_slices_of_weights_and_activations_equal_the_plain_model(name, replicas, remat, rolled):
     schedule = SCHEDULES[name]
     if schedule.num_devices * 2 * replicas > len(tf.config.list_logical_devices("CPU")):

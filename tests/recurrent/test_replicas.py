@@ -22,7 +22,7 @@ from pipemesh.recurrent import (
 )
 from pipemesh.schedule import forward_only, gpipe, one_f_one_b
 from pipemesh.schedule.builders import build
-from tests.pairwise import pairwise
+from tests.pairwise import in_turn
 from tests.recurrent.stack import RUNNERS, pipelined, plain
 
 
@@ -59,7 +59,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("mode", "rolled", "name", "num_homes", "num_microbatches", "replicas", "remat"),
-    pairwise(list(RUNNERS), [False, True], CASES),
+    in_turn([(mode, rolled) for mode in RUNNERS for rolled in (False, True)], CASES),
     indirect=["mode"],
 )
 def test_replicas_equal_the_plain_model(

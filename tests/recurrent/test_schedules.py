@@ -8,7 +8,7 @@ from pipemesh.errors import ScheduleError
 from pipemesh.schedule import Costs, forward_only, list_schedule, one_f_one_b
 from pipemesh.schedule.builders import BUILDERS, build
 from tests.conformance.remat_cases import REMAT
-from tests.pairwise import pairwise
+from tests.pairwise import in_turn
 from tests.recurrent.stack import RUNNERS, VALUES, pipelined, plain, unstacked
 
 NAMES = [name for name in BUILDERS if name != "forward_only"]
@@ -60,8 +60,8 @@ def test_loss_gradients_and_trained_weights_equal_the_plain_model(mode, name, re
 
 
 @pytest.mark.parametrize(
-    ("mode", "name", "remat"),
-    pairwise(list(RUNNERS), NAMES, ["full", "except_last"]),
+    ("mode", "remat", "name"),
+    in_turn([(mode, remat) for mode in RUNNERS for remat in ("full", "except_last")], NAMES),
     indirect=["mode"],
 )
 def test_a_loop_of_the_graph_gives_the_same(mode, name, remat):
@@ -87,6 +87,7 @@ def test_the_graph_of_a_loop_does_not_grow_with_the_number_of_microbatches():
     assert unrolled[1] - unrolled[0] > 100
 
 
+@pytest.mark.slow
 def test_large_tables_become_loops_by_themselves(monkeypatch):
     assert graph_size(one_f_one_b(2, 4)) == graph_size(one_f_one_b(2, 4), rolled=False)
     schedule = one_f_one_b(2, 12)

@@ -36,4 +36,5 @@ def main():
     os._exit(status)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -123,6 +123,7 @@ def test_everything_equals_the_plain_model_with_dropout_on(
 @pytest.mark.parametrize(
     ("run", "schedule"), in_turn([run_tf1, run_tf2], ["1f1b", "zb_h1", "zb_v", "interleaved:2"])
 )
+@pytest.mark.slow
 def test_every_schedule_trains_named_layers_on_replicas(run, expected, schedule):
     num_stages = 4 if schedule in ("zb_v", "interleaved:2") else 2
     params = stack(num_stages, 2, head=True, schedule=schedule, strict_devices=True)
@@ -136,6 +137,7 @@ def test_every_schedule_trains_named_layers_on_replicas(run, expected, schedule)
     found.assert_close(expected(run, head=True), rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_without_microbatches_and_in_evaluation_it_is_the_same_model(expected):
     mesh = "layers:2;model:2 d_ff:model"
     for params in (stack(2, 2, pipelined=False), stack(2, 2, cls=SeqLayer)):

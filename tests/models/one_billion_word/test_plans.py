@@ -183,6 +183,7 @@ def test_the_drawn_plans_have_every_schedule_and_every_mesh():
     assert {plan.mesh.num_stages for plan in plans} == {1, 2, 4}
 
 
+@pytest.mark.slow
 def test_the_gradient_is_clipped_in_some_steps():
     """Else nothing would show that the norm is that of all slices."""
     free = losses(

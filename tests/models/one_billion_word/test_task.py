@@ -67,6 +67,7 @@ def test_everything_is_equal_in_a_session_too(expected):
     result.assert_close(run_tf1(plain(config), BATCH, weights=weights))
 
 
+@pytest.mark.slow
 def test_both_execution_modes_agree_without_dropout(expected):
     config = small(PLAN=Plan("layers:2", num_microbatches=2), DROPOUT_PROB=0.0)
     eager = run_tf2(pipelined(config), BATCH, num_devices=2)

@@ -234,12 +234,14 @@ def test_an_empty_folder_of_data(tmp_path):
     assert f"--data_dir={str(tmp_path)!r} is empty" in refused(f"--data_dir={tmp_path}")
 
 
+@pytest.mark.slow
 def test_another_models_checkpoint_is_left_alone(trained):
     line = refused(f"--logdir={trained}", "--sequence_length=64", start=start)
     assert f"--logdir={str(trained)!r} holds a checkpoint of another model" in line
     assert "sequence_length 32 there, 64 now" in line
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(trained):
     (data,) = trained.glob("ckpt-6.data*")
     os.truncate(data, 1000)

@@ -93,6 +93,7 @@ def test_text_that_vanishes_saves_and_goes_on_bit_for_bit_when_it_is_back(
         assert_same_weights(weights(logdir, 60), weights(tmp_path / "whole", 60))
 
 
+@pytest.mark.slow
 def test_held_out_text_that_vanishes_is_not_missed_while_training(text, tmp_path, train, after):
     after(1, (text / "heldout").unlink)
     logdir = tmp_path / "run"
@@ -186,6 +187,7 @@ def test_a_reader_of_the_output_that_leaves_ends_no_training(tmp_path):
     assert (tmp_path / "ckpt-3.index").exists()
 
 
+@pytest.mark.slow
 def test_no_figure_that_is_only_reported_ends_a_run(text, tmp_path, train, monkeypatch):
     monkeypatch.setattr(loop.Score, "word_perplexity", 1e200)
     monkeypatch.setattr(loop.Score, "bits_per_byte", 0.0)

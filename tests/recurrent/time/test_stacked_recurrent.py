@@ -204,6 +204,7 @@ def test_a_loss_of_one_final_state_trains_the_layers_up_to_it(mode):
     assert np.any(got[1]["gates0"]) and not np.any(got[1].get("gates2", 0))
 
 
+@pytest.mark.slow
 def test_functions_and_states_may_differ_from_layer_to_layer():
     def decay(theta, state, inputs):
         total = state.total * tf.sigmoid(theta.bias[:WIDTH]) + inputs.x
