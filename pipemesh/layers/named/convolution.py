@@ -44,7 +44,7 @@ class Convolution(NamedLayer):
         ...     layer = params.Instantiate()
         ...     y = layer.FPropDefaultTheta(tf.ones([2, 6, 6, 3]))
         >>> y, lowering.costs.calls("permute")
-        (Tensor('batch:2;height:6;width:6;channels:8', float32), 2)
+        (Tensor('batch:2;height:6/rows;width:6;channels:8', float32), 2)
     """
 
     @classmethod

@@ -79,7 +79,8 @@ def gather(table: Tensor, indices: Tensor, dim: str) -> Tensor:
     axes = union_axes([table, indices])
 
     def local(rows: tf.Tensor, at: tf.Tensor, begin: tf.Tensor) -> tf.Tensor:
-        rows = in_order(rows, [table.shape.index(n) for n in (*shared.names, dim, *own.names)])
+        # Of an order that stays, too: the gradient of a transposition is dense.
+        rows = tf.transpose(rows, [table.shape.index(n) for n in (*shared.names, dim, *own.names)])
         at = in_order(at, [indices.shape.index(n) for n in (*shared.names, *rest.names)])
         at = at - tf.cast(begin, at.dtype)
         present = (at >= 0) & (at < size)

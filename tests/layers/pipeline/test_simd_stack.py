@@ -122,7 +122,7 @@ def test_everything_equals_the_plain_stack_with_dropout_on(expected, run, mesh, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", [run_tf1, run_tf2])
+@pytest.mark.parametrize("run", [pytest.param(run_tf1, marks=pytest.mark.exhaustive), run_tf2])
 def test_what_stands_before_and_behind_may_share_a_weight(expected, run):
     mesh = "layers:2;data:2;model:2 vocab:model;d_ff:model"
     params = stack([0, 3, 6], tied=TIED)

@@ -6,6 +6,7 @@ from lingvo.core import optimizer, schedule
 
 from models.one_billion_word.named_transformer import (
     ExpertsBlock,
+    ExpertsEmbedding,
     NamedBlock,
     NamedEmbedding,
     NamedSoftmax,
@@ -36,7 +37,11 @@ def test_stages_hold_every_layer_once_and_in_order(name, layers):
     layers = [layer for cell in stack.cell_tpl for layer in cell.sub]
     first, block, last = {
         "lingvo": (Embedding, Block, Softmax),
-        "named": (NamedEmbedding, ExpertsBlock if config.NUM_EXPERTS else NamedBlock, NamedSoftmax),
+        "named": (
+            (ExpertsEmbedding, ExpertsBlock, NamedSoftmax)
+            if config.NUM_EXPERTS
+            else (NamedEmbedding, NamedBlock, NamedSoftmax)
+        ),
     }[config.LAYERS]
     assert [layer.cls for layer in layers] == [first, *[block] * config.NUM_LAYERS, last]
     assert [layer.name for layer in layers] == [f"cell_{i:03d}" for i in range(len(layers))]

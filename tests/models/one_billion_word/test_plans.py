@@ -134,7 +134,9 @@ def test_losses_are_the_same_where_weights_are_cut_over_the_replicas(expected):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["gpipe", "looped_bfs:2"])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param("gpipe", marks=pytest.mark.exhaustive), "looped_bfs:2"]
+)
 def test_the_vocabulary_may_be_split_over_the_stages_of_one_program(expected, schedule):
     rules = "vocab:layers;heads:model;d_ff:model"
     plan = Plan("layers:2;model:2", rules, schedule, num_microbatches=4, lowering="simd")
