@@ -327,7 +327,7 @@ def test_the_clock_sees_actions_of_all_replicas():
 
 
 @pytest.mark.serial
-def test_an_action_runs_from_its_first_replicas_start_to_its_last_ones_end():
+def test_an_action_starts_and_ends_when_its_replicas_do_on_average():
     def slow(replica, seconds):
         def wait(part, value):
             time.sleep(seconds * (part % 2 == replica))
@@ -351,9 +351,11 @@ def test_an_action_runs_from_its_first_replicas_start_to_its_last_ones_end():
 
     run(tf.constant(X))
     first, second = sorted(clock.timeline(schedule).spans(), key=lambda span: span.action.stage)
-    # The first replica of the second stage has finished before the other one starts.
-    assert second.start < first.end - 0.2
-    assert second.end >= first.end
+    # The first replicas wait for nothing, the second ones 0.4 s in the first stage and 0.1 s in
+    # the other one. A busy machine takes longer.
+    assert 0.2 <= first.end - first.start < 0.4
+    assert 0.2 <= second.start - first.start < 0.4
+    assert 0.05 <= second.end - second.start < 0.2
 
 
 def test_memory_is_that_of_each_device():
