@@ -14,7 +14,7 @@ import tensorflow as tf
 from lingvo.core import tshape
 
 from pipemesh.layers import named
-from pipemesh.lowering import ops
+from pipemesh.lowering import Tensor, ops
 
 
 def _handing_on(meta: Any, rest: tuple[Any, ...]) -> Any:
@@ -68,8 +68,10 @@ class ExpertsBlock(named.TransformerBlock):
 
     def FProp(self, theta, x, labels, weights, segment_ids, segment_pos, before):
         # Where a row has no token, none shall take the room of others.
-        empty = ops.equal(self.Named(segment_ids, "batch;length"), 0)
-        paddings = ops.cast(empty, tf.float32)
+        if isinstance(segment_ids, Tensor):
+            paddings = ops.cast(ops.equal(segment_ids, 0), tf.float32)
+        else:
+            paddings = tf.cast(tf.equal(segment_ids, 0), tf.float32)
         hidden, balance = super().FProp(theta, x, segment_ids, segment_pos, paddings)
         balance = balance + self.Named(before, "batch")
         return hidden, labels, weights, segment_ids, segment_pos, balance

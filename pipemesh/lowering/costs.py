@@ -21,14 +21,15 @@ class CommunicationCosts:
     that one device sends under the usual ring algorithms to the n members of a group, for a slice
     of b bytes:
 
-    ==========  ====================
-    primitive   bytes
-    ==========  ====================
-    all_reduce  2 b (n - 1) / n
-    all_gather  b (n - 1)
-    all_to_all  b (n - 1) / n
-    permute     b
-    ==========  ====================
+    ==============  ====================
+    primitive       bytes
+    ==============  ====================
+    all_reduce      2 b (n - 1) / n
+    all_gather      b (n - 1)
+    all_to_all      b (n - 1) / n
+    reduce_scatter  b (n - 1) / n
+    permute         b
+    ==============  ====================
 
     What an operation sends in another way is counted as it is sent: `TfCollectives` has no kernel
     that permutes, so its permutes are all-gathers in all but name.
@@ -84,7 +85,8 @@ class CommunicationCosts:
         """Counts one call.
 
         Args:
-            primitive: `"all_reduce"`, `"all_gather"`, `"all_to_all"` or `"permute"`.
+            primitive: `"all_reduce"`, `"all_gather"`, `"all_to_all"`, `"reduce_scatter"` or
+                `"permute"`.
             axes: the axes along which devices talk to each other.
             slice_: what one device puts in; of static shape, else its bytes count as 0.
             backward: whether it belongs to the backward pass.
@@ -141,7 +143,8 @@ def usual_bytes(primitive: str, size: int, members: int) -> int:
     """What one member of a group sends under the usual algorithms.
 
     Args:
-        primitive: `"all_reduce"`, `"all_gather"`, `"all_to_all"` or `"permute"`.
+        primitive: `"all_reduce"`, `"all_gather"`, `"all_to_all"`, `"reduce_scatter"` or
+            `"permute"`.
         size: the bytes that it puts in.
         members: of the group.
     """
@@ -149,6 +152,7 @@ def usual_bytes(primitive: str, size: int, members: int) -> int:
         "all_reduce": 2 * size * (members - 1) // members,
         "all_gather": size * (members - 1),
         "all_to_all": size * (members - 1) // members,
+        "reduce_scatter": size * (members - 1) // members,
         "permute": size,
     }[primitive]
 

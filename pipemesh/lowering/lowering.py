@@ -4,41 +4,20 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import math
 import warnings
-from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from pipemesh.backend.static_shape import static_sizes
-from pipemesh.errors import LayoutError
 from pipemesh.lowering.costs import CommunicationCosts
 from pipemesh.lowering.given import check_mesh, check_rules
+from pipemesh.lowering.primitives import Primitives, Slices
 from pipemesh.mesh import LayoutRules, Mesh, Shape, TensorLayout
 from pipemesh.randomness.scope import slicewise
 from pipemesh.text import almost_equal
 
-# One tensor for each processor that this program computes for: all of them in placement, one in
-# SIMD.
-Slices = tuple[tf.Tensor, ...]
-# Reductions; only the sum has a gradient.
-REDUCTIONS = ("sum", "max", "min")
 
-
-class Lowering(abc.ABC):
+class Lowering(Primitives):
     """Turns operations on named dims into TensorFlow operations on slices.
-
-    The law of gradients: where a value is equal along an axis, every processor along the axis
-    holds a copy of it, and in the backward pass a copy of its *whole* gradient. `all_reduce` makes
-    values equal, so its gradient is the identity. `vary` is where an equal value enters
-    computation that differs along the axis, so its gradient sums over the axis (f and g of
-    Shoeybi et al., "Megatron-LM", 2019). `all_gather` and `slice_along` are each other's gradient
-    for the same reason, and `all_to_all` and `permute` are reversed.
-
-    The law holds for gradients of gradients as well: what runs backward is made of the same
-    primitives, each with its own gradient. The methods `raw_...` have none.
-
-    An axis of size 1 is never communicated along.
 
     Attributes:
         mesh: the mesh.
@@ -72,63 +51,12 @@ class Lowering(abc.ABC):
         """How many processors this program computes for."""
 
     @abc.abstractmethod
-    def map(self, function: Callable[..., tf.Tensor], *operands: Slices) -> Slices:
-        """Applies a local function to the slices of each processor.
-
-        Args:
-            function: takes a tensor for each operand; pure, and a function of its arguments alone.
-                On a mesh of several processors it may not draw random numbers (LayoutError).
-            *operands: may be none, if `function` makes a constant.
-
-        Raises:
-            GradientError: `function` uses a trainable variable, or a floating tensor that is
-                neither a constant nor from `tf.stop_gradient` (in eager mode nobody sees tensors).
-        """
-
-    @abc.abstractmethod
-    def coordinate(self, axis: str) -> Slices:
-        """The coordinate of each processor along an axis: int32 scalars."""
-
-    @abc.abstractmethod
     def import_tensor(self, tensor: tf.Tensor, layout: TensorLayout) -> Slices:
         """Cuts a whole tensor into slices; the gradient is whole again."""
 
     @abc.abstractmethod
     def export_tensor(self, slices: Slices, layout: TensorLayout) -> tf.Tensor:
         """Joins slices to the whole tensor, each element from one copy."""
-
-    @abc.abstractmethod
-    def with_gradient(
-        self,
-        forward: Callable[[Slices], Slices],
-        backward: Callable[[Slices], Slices],
-        slices: Slices,
-    ) -> Slices:
-        """Computes `forward(slices)`, with the gradient that `backward` computes.
-
-        `forward` may call the methods `raw_...`, which have no gradient. What `backward` computes
-        is differentiated for gradients of gradients, so it calls methods that have one.
-        """
-
-    @abc.abstractmethod
-    def raw_map(self, function: Callable[..., tf.Tensor], *operands: Slices) -> Slices:
-        """Is `map` without the care for gradients."""
-
-    @abc.abstractmethod
-    def raw_all_reduce(self, x: Slices, axes: Sequence[str], op: str) -> Slices:
-        """Reduces over the processors that differ along `axes`."""
-
-    @abc.abstractmethod
-    def raw_all_gather(self, x: Slices, axis: str, dim: int) -> Slices:
-        """Joins the slices along an axis; `dim` is the position of a dim."""
-
-    @abc.abstractmethod
-    def raw_all_to_all(self, x: Slices, axis: str, split_dim: int, concat_dim: int) -> Slices:
-        """Cuts along `split_dim`, gives one piece to each, joins what came along `concat_dim`."""
-
-    @abc.abstractmethod
-    def raw_permute(self, x: Slices, axis: str, pairs: Sequence[tuple[int, int]]) -> Slices:
-        """Sends slices from coordinate to coordinate; zeros where nothing arrives."""
 
     def computing_slices(self) -> contextlib.AbstractContextManager[None]:
         """Inside, a function of slices is called, which knows nothing of the whole tensors."""
@@ -184,225 +112,4 @@ did you mean 'batch'? Known: 'batch'
                 f"rule '{dim}:{axis}' names dim {dim!r}, which no tensor of the program has had; "
                 f"dim {near!r}, which has no rule, is not split. Did you mean '{near}:{axis}'?",
                 stacklevel=3,
-            )
-
-    def group_size(self, axes: Sequence[str]) -> int:
-        """How many processors differ along `axes`."""
-        return math.prod(self.mesh.size(axis) for axis in axes)
-
-    def _wide(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """The axes, in the order of the mesh, that have more than one coordinate."""
-        for axis in axes:
-            self.mesh.check_axis(axis)
-        return tuple(a for a in self.mesh.axis_names if a in axes and self.mesh.size(a) > 1)
-
-    def _count(self, primitive: str, axes: Sequence[str], x: tf.Tensor, backward: bool) -> None:
-        self.costs.add(primitive, axes, x, backward)
-
-    # Each primitive's gradient is another of them. `backward` says where it counts as a cost.
-
-    def _reduce(self, x: Slices, axes: Sequence[str], op: str, backward: bool) -> Slices:
-        def forward(y: Slices) -> Slices:
-            self._count("all_reduce", axes, y[0], backward)
-            return self.raw_all_reduce(y, axes, op)
-
-        return self.with_gradient(forward, lambda grad: self._vary(grad, axes), x)
-
-    def _vary(self, x: Slices, axes: Sequence[str]) -> Slices:
-        return self.with_gradient(
-            lambda y: y, lambda grad: self._reduce(grad, axes, "sum", backward=True), x
-        )
-
-    def _gather(self, x: Slices, axis: str, dim: int, backward: bool) -> Slices:
-        def forward(y: Slices) -> Slices:
-            self._count("all_gather", [axis], y[0], backward)
-            return self.raw_all_gather(y, axis, dim)
-
-        return self.with_gradient(forward, lambda grad: self._slice(grad, axis, dim), x)
-
-    def _slice(self, x: Slices, axis: str, dim: int) -> Slices:
-        return self.with_gradient(
-            lambda y: self._raw_slice(y, axis, dim),
-            lambda grad: self._gather(grad, axis, dim, backward=True),
-            x,
-        )
-
-    def _exchange(
-        self, x: Slices, axis: str, split_dim: int, concat_dim: int, backward: bool
-    ) -> Slices:
-        def forward(y: Slices) -> Slices:
-            self._count("all_to_all", [axis], y[0], backward)
-            return self.raw_all_to_all(y, axis, split_dim, concat_dim)
-
-        return self.with_gradient(
-            forward, lambda grad: self._exchange(grad, axis, concat_dim, split_dim, True), x
-        )
-
-    def _send(
-        self, x: Slices, axis: str, pairs: Sequence[tuple[int, int]], backward: bool
-    ) -> Slices:
-        def forward(y: Slices) -> Slices:
-            self._count("permute", [axis], y[0], backward)
-            return self.raw_permute(y, axis, pairs)
-
-        back = tuple((b, a) for a, b in pairs)
-        return self.with_gradient(forward, lambda grad: self._send(grad, axis, back, True), x)
-
-    def _raw_slice(self, x: Slices, axis: str, dim: int) -> Slices:
-        parts = self.mesh.size(axis)
-
-        def cut(tensor: tf.Tensor, at: tf.Tensor) -> tf.Tensor:
-            sizes = static_sizes(tensor)
-            sizes[dim] //= parts
-            begin = [at * sizes[dim] if i == dim else 0 for i in range(len(sizes))]
-            return tf.slice(tensor, tf.stack(begin), sizes)
-
-        return self.raw_map(cut, x, self.coordinate(axis))
-
-    def all_reduce(self, x: Slices, axes: Sequence[str], op: str = "sum") -> Slices:
-        """Reduces over axes, so that the result is equal along them.
-
-        Args:
-            x: values that differ along `axes`.
-            axes: may be empty.
-            op: `"sum"`, or `"max"` or `"min"`, which have no gradient.
-
-        Returns:
-            The reduced value on every processor. Gradient: the identity.
-        """
-        if op not in REDUCTIONS:
-            raise ValueError(f"no reduction is called {op!r}; known: {', '.join(REDUCTIONS)}")
-        wide = self._wide(axes)
-        if op != "sum":
-            x = self.map(tf.stop_gradient, x)
-        if not wide:
-            return x
-        return self._reduce(x, wide, op, backward=False)
-
-    def vary(self, x: Slices, axes: Sequence[str]) -> Slices:
-        """Lets a value that is equal along axes enter computation that differs along them.
-
-        Args:
-            x: a value that is equal along `axes`.
-            axes: may be empty.
-
-        Returns:
-            The same values. Gradient: the sum over `axes`.
-        """
-        wide = self._wide(axes)
-        if not wide or not x[0].dtype.is_floating:
-            return x
-        return self._vary(x, wide)
-
-    def all_gather(self, x: Slices, axis: str, dim: int) -> Slices:
-        """Joins the slices of a dim that is split over an axis.
-
-        Args:
-            x: slices.
-            axis: what `dim` is split over.
-            dim: its position in the tensor.
-
-        Returns:
-            The whole dim on every processor. Gradient: the processor's slice.
-        """
-        if not self._wide([axis]):
-            return x
-        return self._gather(x, axis, dim, backward=False)
-
-    def slice_along(self, x: Slices, axis: str, dim: int) -> Slices:
-        """Splits a dim over an axis along which the value is equal.
-
-        Args:
-            x: a value that is equal along `axis`.
-            axis: what to split `dim` over.
-            dim: its position in the tensor; its size is a multiple of that of the axis.
-
-        Returns:
-            Each processor's slice. Gradient: all-gather.
-        """
-        if not self._wide([axis]):
-            return x
-        self._check_divides(x, axis, dim)
-        return self._slice(x, axis, dim)
-
-    def all_to_all(self, x: Slices, axis: str, split_dim: int, concat_dim: int) -> Slices:
-        """Moves a split from one dim to another.
-
-        Args:
-            x: slices of a tensor whose `concat_dim` is split over `axis`.
-            axis: the axis.
-            split_dim: position of the dim that will be split.
-            concat_dim: position of the dim that will be whole.
-
-        Returns:
-            The new slices. Gradient: the way back.
-        """
-        if not self._wide([axis]):
-            return x
-        self._check_divides(x, axis, split_dim)
-        return self._exchange(x, axis, split_dim, concat_dim, backward=False)
-
-    def permute(self, x: Slices, axis: str, pairs: Sequence[tuple[int, int]]) -> Slices:
-        """Sends slices along an axis.
-
-        Args:
-            x: slices.
-            axis: the axis.
-            pairs: source and target coordinate; no source twice and no target twice.
-
-        Returns:
-            What arrives; zeros where nothing does. Gradient: the way back.
-        """
-        sources, targets = [a for a, _ in pairs], [b for _, b in pairs]
-        size = self.mesh.size(axis)
-        if any(
-            len(set(ends)) < len(ends) or not all(0 <= end < size for end in ends)
-            for ends in (sources, targets)
-        ):
-            raise LayoutError(
-                f"{list(pairs)} is no permutation along axis {axis!r} of size {size}: coordinates "
-                "go from 0 to the size, and none may be source or target twice"
-            )
-        pairs = tuple(pairs)
-        if not self._wide([axis]):
-            return x if pairs else self.map(tf.zeros_like, x)
-        return self._send(x, axis, pairs, backward=False)
-
-    def shift(self, x: Slices, axis: str, offset: int, wrap: bool) -> Slices:
-        """Sends slices `offset` coordinates up an axis.
-
-        Args:
-            x: slices.
-            axis: the axis.
-            offset: may be negative.
-            wrap: whether what leaves at one end enters at the other; otherwise zeros do.
-
-        Returns:
-            What arrives. Gradient: the way back.
-        """
-        return self.permute(x, axis, self._shift_pairs(axis, offset, wrap))
-
-    def raw_circle(self, x: Slices, axis: str, offset: int, backward: bool) -> Slices:
-        """Is `shift` with `wrap` and without a gradient.
-
-        Args:
-            x: slices.
-            axis: the axis, of a size above 1.
-            offset: may be negative.
-            backward: whether it counts as communication of the backward pass.
-        """
-        pairs = self._shift_pairs(axis, offset, wrap=True)
-        self.costs.add("permute", [axis], x[0], backward)
-        return self.raw_permute(x, axis, pairs)
-
-    def _shift_pairs(self, axis: str, offset: int, wrap: bool) -> list[tuple[int, int]]:
-        size = self.mesh.size(axis)
-        return [(i, (i + offset) % size) for i in range(size) if wrap or 0 <= i + offset < size]
-
-    def _check_divides(self, x: Slices, axis: str, dim: int) -> None:
-        size = static_sizes(x[0])[dim]
-        if size % self.mesh.size(axis):
-            raise LayoutError(
-                f"a dim of size {size} cannot be cut into {self.mesh.size(axis)} equal slices "
-                f"over axis {axis!r} of mesh '{self.mesh}'; change the rule that names this axis"
             )

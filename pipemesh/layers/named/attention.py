@@ -16,6 +16,13 @@ from pipemesh.layers.named.named_layer import NamedLayer
 from pipemesh.layers.named.positions import rotated
 from pipemesh.layers.named.scope import current_lowering
 from pipemesh.layers.named.tally import Tally, Value
+from pipemesh.layers.named.whole_length import (
+    count_whole,
+    split_names,
+    whole,
+    whole_dims,
+    whole_names,
+)
 from pipemesh.lowering import Lowering, Tensor, ops
 from pipemesh.lowering.ops.einsum import products
 from pipemesh.lowering.tensor import union_axes
@@ -28,7 +35,9 @@ class Attention(NamedLayer):
     With the rule `heads:model` each processor computes some of the heads, and the sum over heads
     ends in one all-reduce (Shoeybi et al., "Megatron-LM", 2019). With `num_kv_heads` neighbouring
     heads share keys and values (Ainslie et al., "GQA", 2023), whose dim is `kv_heads` then: split
-    it along with `heads`, or leave it whole if there are fewer than processors.
+    it along with `heads`, or leave it whole if there are fewer than processors. With `length:model`
+    beside `heads:model` inputs and outputs are split along `length`: one all-gather, one
+    reduce-scatter.
 
     Scores are computed in blocks (`block_attention`), so memory grows linearly with the length.
     """
@@ -134,8 +143,10 @@ class Attention(NamedLayer):
         _check_layout(p, x.lowering)
         kv_name = _kv_name(p)
         names = ("q", "k", "v")
-        dims = [["batch", "length", name, "head_dim"] for name in ("heads", kv_name, kv_name)]
-        found = products(x, [self.Weight(theta, f"w_{name}") for name in names], dims)
+        renamed = whole_names(x.lowering.rules, "heads")
+        rows = ["batch", renamed.get("length", "length")]
+        dims = [[*rows, name, "head_dim"] for name in ("heads", kv_name, kv_name)]
+        found = products(x, [self.Weight(theta, f"w_{name}") for name in names], dims, renamed)
         q, k, v = (self._Biased(theta, *each) for each in zip(names, found, strict=True))
         optional = {
             "segments": segment_ids,
@@ -143,14 +154,15 @@ class Attention(NamedLayer):
             "paddings": paddings,
         }
         given = {
-            name: self.Named(value, "batch;length")
+            name: whole(self, value, "batch;length", renamed)
             for name, value in optional.items()
             if value is not None
         }
         if p.relative_buckets:
             given["table"] = self.Weight(theta, "relative_bias")
         attended = self._Attend(q, k, v, given)
-        product = ops.einsum([attended, self.Weight(theta, "w_out")], ["batch", "length", "embed"])
+        operands = [attended, self.Weight(theta, "w_out")]
+        product = ops.einsum(operands, [*rows, "embed"], split_names(renamed))
         return self._Biased(theta, "out", product)
 
     def _Biased(self, theta: Any, name: str, product: Tensor) -> Tensor:
@@ -198,20 +210,27 @@ class Attention(NamedLayer):
         x = tally.given(x, "batch;length;embed", py_utils.FPropDtype(p))
         weights = cls.CountedWeights(p, tally)
         names = ("q", "k", "v")
-        dims = [f"batch;length;{name};head_dim" for name in ("heads", _kv_name(p), _kv_name(p))]
-        q, k, v = tally.products(x, [weights[f"w_{name}"] for name in names], dims)
+        renamed = whole_names(tally.lowering.rules, "heads")
+        rows = whole_dims("batch;length", renamed)
+        dims = [f"{rows};{name};head_dim" for name in ("heads", _kv_name(p), _kv_name(p))]
+        q, k, v = tally.products(x, [weights[f"w_{name}"] for name in names], dims, renamed)
         if p.use_bias:
             for name, product in zip(names, (q, k, v), strict=True):
                 tally.meet(product, weights[f"b_{name}"])
-        tokens = q.shape.select("batch", "length")
-        packed = [name for name in (segment_ids, paddings) if name is not None]
+        tokens = q.shape.select(*rows.split(";"))
+        optional = (segment_ids, segment_pos if p.use_rotary else None, paddings)
+        for value in optional:
+            if isinstance(value, Value):
+                count_whole(tally, value, "batch;length", tf.int32, renamed)
+        packed = [value for value in (segment_ids, paddings) if value is not None]
         given = [tally.made(tokens, q, tf.int32) for _ in packed]
         tally.meet(q, k, v, *given, *([weights["relative_bias"]] if p.relative_buckets else []))
         if p.use_rotary and segment_pos is not None:
             angles = Shape((*tokens, Dim("angles", _head_dim(p) // 2)))
             tally.keep(*(tally.made(angles, q, tf.float32) for _ in ("sines", "cosines")))
         attended = cls._CountAttended(p, tally, q, k, v, bool(packed))
-        result = tally.einsum([attended, weights["w_out"]], "batch;length;embed")
+        operands = [attended, weights["w_out"]]
+        result = tally.einsum(operands, f"{rows};embed", names=split_names(renamed))
         if p.use_bias:
             tally.meet(result, weights["b_out"])
         return result
@@ -227,7 +246,7 @@ class Attention(NamedLayer):
             4 * batch.size * heads.size * head_dim.size * len(blocks.pairs) * blocks.size**2
         )
         # Blocks may reach beyond the sequence.
-        padded = Shape((batch, Dim("length", blocks.number * blocks.size), heads))
+        padded = Shape((batch, Dim(length.name, blocks.number * blocks.size), heads))
         attended = tally.made(q.shape, q)
         tally.keep(q, k, v, attended, tally.made(padded, q, tf.float32))
         if packed:
@@ -236,15 +255,17 @@ class Attention(NamedLayer):
 
 
 def _check_layout(p: Any, lowering: Lowering) -> None:
-    """Checks that each processor has the keys of its heads, and whole sequences."""
+    """Checks that each processor has the keys of its heads, and gets whole sequences."""
     rules = lowering.rules
     for dim in ("length", "head_dim"):
         axis = rules.axis(dim)
-        if axis is not None and lowering.mesh.size(axis) > 1:
-            raise LayoutError(
-                f"{p.name}: the rule '{dim}:{axis}' splits dim {dim!r}, of which attention "
-                "needs all on each processor; remove the rule, or split 'heads' or 'batch'"
-            )
+        if axis is None or lowering.mesh.size(axis) == 1 or dim in whole_names(rules, "heads"):
+            continue
+        or_with = f", or add 'heads:{axis}' to it" if dim == "length" else ""
+        raise LayoutError(
+            f"{p.name}: the rule '{dim}:{axis}' splits dim {dim!r}, of which attention "
+            f"needs all on each processor; remove the rule{or_with}, or split 'heads' or 'batch'"
+        )
     heads_axis, kv_axis = rules.axis("heads"), rules.axis("kv_heads")
     if not _kv_heads(p) or heads_axis == kv_axis:
         return

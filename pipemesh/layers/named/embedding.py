@@ -15,6 +15,7 @@ from pipemesh.layers.named.dropout import Dropout
 from pipemesh.layers.named.named_layer import NamedLayer
 from pipemesh.layers.named.positions import sinusoids
 from pipemesh.layers.named.tally import Tally, Value
+from pipemesh.layers.named.whole_length import count_whole, split_names, whole, whole_names
 from pipemesh.lowering import Tensor, ops
 from pipemesh.lowering.ops.lookup import local_start
 from pipemesh.mesh import Dim, Shape
@@ -79,17 +80,19 @@ class Embedding(NamedLayer):
             `batch;length;embed`.
         """
         p = self.params
-        ids = self.Named(ids, "batch;length")
-        x = ops.gather(self.Weight(theta, "table"), ids, "vocab")
+        table = self.Weight(theta, "table")
+        names = whole_names(table.lowering.rules, "vocab")
+        ids = whole(self, ids, "batch;length", names)
+        x = ops.gather(table, ids, "vocab", split_names(names))
         if p.scale_sqrt_depth:
             x = x * math.sqrt(p.embedding_dim)
         if p.positions != "none":
-            x = x + self._Positions(theta, ids, segment_pos)
+            x = x + self._Positions(theta, x, segment_pos)
         return self.dropout.FProp(theta.dropout, x)
 
-    def _Positions(self, theta: Any, ids: Tensor, segment_pos: Any) -> Tensor:
-        p, lowering = self.params, ids.lowering
-        length = ids.shape["length"].size
+    def _Positions(self, theta: Any, x: Tensor, segment_pos: Any) -> Tensor:
+        p, lowering = self.params, x.lowering
+        length = x.shape["length"].size
         if segment_pos is None:
             places = self.Named(tf.range(length), "length")
         else:
@@ -115,12 +118,14 @@ class Embedding(NamedLayer):
     @classmethod
     def CountCosts(cls, p: Any, tally: Tally, ids: Any, segment_pos: Any = None) -> Value:
         """Lookups, whose gradients read which rows they found."""
-        ids = tally.given(ids, "batch;length", tf.int32)
+        names = whole_names(tally.lowering.rules, "vocab")
+        ids = count_whole(tally, ids, "batch;length", tf.int32, names)
         weights = cls.CountedWeights(p, tally)
-        x = tally.gather(weights["table"], ids, "vocab")
+        x = tally.gather(weights["table"], ids, "vocab", split_names(names))
         if p.positions == "learned":
             dims = "length" if segment_pos is None else "batch;length"
             # Places by themselves are the same for all inputs.
-            places = dataclasses.replace(tally.made(dims, ids), differs=segment_pos is not None)
+            places = tally.made(x.shape.select(*dims.split(";")), ids)
+            places = dataclasses.replace(places, differs=segment_pos is not None)
             tally.meet(x, tally.gather(weights["positions"], places, "positions"))
         return cls.CountPart(p, Dropout.Params().Set(rate=p.dropout_rate), tally, x)

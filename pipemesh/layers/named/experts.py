@@ -15,13 +15,20 @@ from pipemesh.layers.named.named_layer import NamedLayer
 from pipemesh.layers.named.routing import places_of, tokens_of
 from pipemesh.layers.named.scope import current_lowering
 from pipemesh.layers.named.tally import Tally, Value
+from pipemesh.layers.named.whole_length import (
+    WHOLE,
+    count_whole,
+    split_names,
+    whole,
+    whole_names,
+)
 from pipemesh.lowering import Lowering, Tensor, ops
 from pipemesh.lowering.ops.einsum import products
 from pipemesh.lowering.ops.elementwise import broadcast
 from pipemesh.mesh import Dim, LayoutRules, Shape
 
 # Dims by which tokens are given their places.
-_WHOLE = ("length", "router", "choice", "room", "slots")
+_WHOLE = (WHOLE, "router", "choice", "room", "slots")
 
 
 class Experts(NamedLayer):
@@ -105,22 +112,23 @@ class Experts(NamedLayer):
             of the part of tokens that choose it first and its mean probability.
         """
         p = self.params
-        x = self.Named(x, "batch;length;embed")
-        _check_layout(p, x.lowering)
+        _check_layout(p, current_lowering())
+        names = {"length": WHOLE}
+        x = whole(self, x, "batch;length;embed", names)
         if paddings is not None:
-            paddings = ops.greater(self.Named(paddings, "batch;length"), 0.5)
-        logits = ops.einsum([x, self.Weight(theta, "w_router")], ["batch", "length", "router"])
+            paddings = ops.greater(whole(self, paddings, "batch;length", names), 0.5)
+        logits = ops.einsum([x, self.Weight(theta, "w_router")], ["batch", WHOLE, "router"])
         chances = ops.softmax(ops.cast(logits, tf.float32), "router")
         gates, chosen = ops.top_k(chances, "router", Dim("choice", p.num_choices))
         if p.num_choices > 1:
             gates = gates / ops.reduce_sum(gates, "choice")
         found = self._Answers(theta, x, self._Places(chosen, paddings))
-        y = ops.einsum([found, ops.cast(gates, x.dtype)], ["batch", "length", "embed"])
-        return y, self._Balance(chances, chosen, paddings)
+        y = ops.einsum([found, ops.cast(gates, x.dtype)], ["batch", WHOLE, "embed"])
+        return ops.rename(y, split_names(names)), self._Balance(chances, chosen, paddings)
 
     def _Places(self, chosen: Tensor, paddings: Tensor | None) -> Tensor:
         p, lowering = self.params, chosen.lowering
-        room = self.Room(p, chosen.shape["length"].size)
+        room = self.Room(p, chosen.shape[WHOLE].size)
 
         def local(chosen: tf.Tensor, *skipped: tf.Tensor) -> tf.Tensor:
             return places_of(chosen, skipped[0] if skipped else None, p.num_experts, room)
@@ -131,15 +139,15 @@ class Experts(NamedLayer):
     def _Answers(self, theta: Any, x: Tensor, places: Tensor) -> Tensor:
         """What each token's experts say: `batch;length;choice;embed`."""
         p, lowering = self.params, x.lowering
-        batch, length, embed = x.shape
-        room = self.Room(p, length.size)
+        batch, tokens, embed = x.shape
+        room = self.Room(p, tokens.size)
         slots = p.num_experts * room
         each = Shape((batch, Dim("router", p.num_experts), Dim("room", room)))
-        tokens = lowering.map(
+        taken = lowering.map(
             lambda local: tf.reshape(tokens_of(local, slots), [-1, p.num_experts, room]),
             places.slices,
         )
-        given = ops.gather(x, Tensor(lowering, tokens, each), "length")
+        given = ops.gather(x, Tensor(lowering, taken, each), WHOLE)
         there = _there(lowering.rules)
         answers = self._Meet(theta, ops.rename(given, there))
         answers = ops.rename(answers, {new: old for old, new in there.items()})
@@ -160,47 +168,50 @@ class Experts(NamedLayer):
         p, lowering = self.params, chances.lowering
         first = lowering.map(lambda local: tf.one_hot(local[..., 0], p.num_experts), chosen.slices)
         counted = Tensor(lowering, first, chances.shape)
-        number = float(chances.shape["length"].size)
+        number = float(chances.shape[WHOLE].size)
         if paddings is None:
-            parts = [ops.reduce_sum(part, "length") / number for part in (counted, chances)]
+            parts = [ops.reduce_sum(part, WHOLE) / number for part in (counted, chances)]
         else:
             real = ops.cast(ops.logical_not(paddings), tf.float32)
-            numbers = ops.maximum(ops.reduce_sum(real, "length"), 1.0)
-            parts = [ops.reduce_sum(part * real, "length") / numbers for part in (counted, chances)]
+            numbers = ops.maximum(ops.reduce_sum(real, WHOLE), 1.0)
+            parts = [ops.reduce_sum(part * real, WHOLE) / numbers for part in (counted, chances)]
         return ops.reduce_sum(parts[0] * parts[1], "router") * float(p.num_experts)
 
     @classmethod
     def CountCosts(cls, p: Any, tally: Tally, x: Any, paddings: Any = None) -> tuple[Value, Value]:
         """The products: the router's, those of all slots, empty ones included, and the mean."""
         _check_layout(p, tally.lowering)
-        x = tally.given(x, "batch;length;embed", py_utils.FPropDtype(p))
+        names = {"length": WHOLE}
+        x = count_whole(tally, x, "batch;length;embed", py_utils.FPropDtype(p), names)
+        if isinstance(paddings, Value):
+            count_whole(tally, paddings, "batch;length", tf.int32, names)
         weights = cls.CountedWeights(p, tally)
-        batch, length, embed = x.shape
-        logits = tally.einsum([x, weights["w_router"]], "batch;length;router")
+        batch, tokens, embed = x.shape
+        logits = tally.einsum([x, weights["w_router"]], f"batch;{WHOLE};router")
         raised = tally.made(logits.shape, logits, tf.float32)
         total = tally.reduce(raised, "router")
         chances = tally.made(raised.shape, raised)
-        choices = Shape((batch, length, Dim("choice", p.num_choices)))
+        choices = Shape((batch, tokens, Dim("choice", p.num_choices)))
         chosen = tally.made(choices, raised, tf.int32)
         gates = tally.made(choices, chances)
         tally.keep(raised, total, chosen)
         if p.num_choices > 1:
             tally.keep(gates, tally.reduce(gates, "choice"))
             gates = tally.made(choices, gates)
-        slots = Shape((batch, Dim("router", p.num_experts), Dim("room", cls.Room(p, length.size))))
-        given = tally.gather(x, tally.made(slots, chosen), "length")
+        slots = Shape((batch, Dim("router", p.num_experts), Dim("room", cls.Room(p, tokens.size))))
+        given = tally.gather(x, tally.made(slots, chosen), WHOLE)
         answers = cls._CountMet(p, tally, given, weights)
         table = tally.made(
             Shape((batch, Dim("slots", slots.without("batch").size), embed)), answers
         )
         found = tally.gather(table, tally.made(choices, chosen), "slots")
         gates = gates if gates.dtype == x.dtype else tally.made(choices, gates, x.dtype)
-        y = tally.einsum([found, gates], "batch;length;embed")
+        y = tally.einsum([found, gates], f"batch;{WHOLE};embed")
         # The parts of tokens that chose each expert first; with paddings, of which tokens, too.
-        tally.keep(tally.reduce(chances, "length"))
+        tally.keep(tally.reduce(chances, WHOLE))
         if paddings is not None:
-            tally.keep(*(tally.made(dims, chances) for dims in ("batch;length", "batch")))
-        return y, tally.made("batch", chances)
+            tally.keep(*(tally.made(dims, chances) for dims in (f"batch;{WHOLE}", "batch")))
+        return tally.rename(y, split_names(names)), tally.made("batch", chances)
 
     @classmethod
     def _CountMet(cls, p: Any, tally: Tally, given: Value, weights: dict[str, Value]) -> Value:
@@ -217,7 +228,8 @@ class Experts(NamedLayer):
 
 def _check_layout(p: Any, lowering: Lowering) -> None:
     """Checks that each row is routed on one processor."""
-    for dim in _WHOLE:
+    gathered = whole_names(lowering.rules, "experts", "expert_ff")
+    for dim in _WHOLE if gathered else ("length", *_WHOLE):
         axis = lowering.rules.axis(dim)
         if axis is not None and lowering.mesh.size(axis) > 1:
             raise LayoutError(

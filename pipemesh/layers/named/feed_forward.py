@@ -13,6 +13,7 @@ from pipemesh.layers.check_params import check_choice, check_flags, check_whole
 from pipemesh.layers.named.dropout import Dropout
 from pipemesh.layers.named.named_layer import NamedLayer
 from pipemesh.layers.named.tally import Tally, Value
+from pipemesh.layers.named.whole_length import split_names, whole_dims, whole_names
 from pipemesh.lowering import Tensor, ops
 from pipemesh.lowering.ops.einsum import products
 from pipemesh.lowering.ops.elementwise import broadcast
@@ -40,7 +41,8 @@ class FeedForward(NamedLayer):
 
     With the rule `d_ff:model` each processor has a part of the hidden values: the first product
     needs no communication, and the second ends in one all-reduce (Shoeybi et al., "Megatron-LM",
-    2019).
+    2019). With `length:model` beside it, inputs and outputs are split along `length`: one
+    all-gather, one reduce-scatter.
     """
 
     @classmethod
@@ -88,8 +90,9 @@ class FeedForward(NamedLayer):
         x = self.Named(x, "batch;length;embed")
         parts = ["in", "gate"] if p.activation in GATED else ["in"]
         weights = [self.Weight(theta, f"w_{part}") for part in parts]
-        hidden_dims = [["batch", "length", "d_ff"]] * len(parts)
-        into = products(x, weights, hidden_dims)
+        names = whole_names(x.lowering.rules, "d_ff")
+        hidden_dims = [["batch", names.get("length", "length"), "d_ff"]] * len(parts)
+        into = products(x, weights, hidden_dims, names)
         biases = [self.Weight(theta, f"b_{part}") for part in parts] if p.use_bias else []
         activation = ACTIVATIONS[p.activation]
 
@@ -99,7 +102,8 @@ class FeedForward(NamedLayer):
 
         hidden = broadcast(activated, [*into, *biases])
         hidden = self.dropout.FProp(theta.dropout, hidden)
-        result = ops.einsum([hidden, self.Weight(theta, "w_out")], ["batch", "length", "embed"])
+        dims = [*hidden_dims[0][:2], "embed"]
+        result = ops.einsum([hidden, self.Weight(theta, "w_out")], dims, split_names(names))
         return result + self.Weight(theta, "b_out") if p.use_bias else result
 
     @classmethod
@@ -108,13 +112,14 @@ class FeedForward(NamedLayer):
         x = tally.given(x, "batch;length;embed", py_utils.FPropDtype(p))
         weights = cls.CountedWeights(p, tally)
         parts = ["in", "gate"] if p.activation in GATED else ["in"]
-        products = tally.products(
-            x, [weights[f"w_{part}"] for part in parts], ["batch;length;d_ff"] * len(parts)
-        )
+        names = whole_names(tally.lowering.rules, "d_ff")
+        dims = [whole_dims("batch;length;d_ff", names)] * len(parts)
+        products = tally.products(x, [weights[f"w_{part}"] for part in parts], dims, names)
         biases = [weights[f"b_{part}"] for part in parts] if p.use_bias else []
         hidden = count_activation(p.activation, tally, products, biases)
         hidden = cls.CountPart(p, Dropout.Params().Set(rate=p.dropout_rate), tally, hidden)
-        result = tally.einsum([hidden, weights["w_out"]], "batch;length;embed")
+        dims = whole_dims("batch;length;embed", names)
+        result = tally.einsum([hidden, weights["w_out"]], dims, names=split_names(names))
         if p.use_bias:
             tally.meet(result, weights["b_out"])
         return result

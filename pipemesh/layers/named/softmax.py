@@ -12,7 +12,15 @@ from pipemesh.errors import PipelineError
 from pipemesh.layers.check_params import check_flags, check_whole
 from pipemesh.layers.named.named_layer import NamedLayer
 from pipemesh.layers.named.tally import Tally, Value
+from pipemesh.layers.named.whole_length import (
+    count_whole,
+    split_names,
+    whole,
+    whole_dims,
+    whole_names,
+)
 from pipemesh.lowering import Tensor, ops
+from pipemesh.lowering.ops.einsum import products
 
 
 class SoftmaxCrossEntropy(NamedLayer):
@@ -57,10 +65,16 @@ class SoftmaxCrossEntropy(NamedLayer):
         return weights | ({"b": (vocab, py_utils.WeightInit.Constant(0.0))} if p.use_bias else {})
 
     def Logits(self, theta: Any, x: Any) -> Tensor:
-        """`batch;length;vocab` in float32, for `batch;length;embed`."""
+        """`batch;length;vocab` in float32, for `batch;length;embed`.
+
+        With `length` and `vocab` split over one axis, each processor has all tokens, whose dim is
+        `tokens` then.
+        """
         p = self.params
         x = self.Named(x, "batch;length;embed")
-        logits = ops.einsum([x, self.Weight(theta, "w")], ["batch", "length", "vocab"])
+        names = whole_names(x.lowering.rules, "vocab")
+        dims = ["batch", names.get("length", "length"), "vocab"]
+        (logits,) = products(x, [self.Weight(theta, "w")], [dims], names)
         if p.use_bias:
             logits = logits + self.Weight(theta, "b")
         return ops.cast(logits, tf.float32)
@@ -82,7 +96,8 @@ class SoftmaxCrossEntropy(NamedLayer):
         """
         p = self.params
         logits = self.Logits(theta, x)
-        labels = self.Named(labels, "batch;length")
+        names = whole_names(logits.lowering.rules, "vocab")
+        labels = whole(self, labels, "batch;length", names)
         right = ops.gather(logits, labels, "vocab")
         if p.label_smoothing:
             mean = ops.reduce_mean(logits, "vocab")
@@ -90,8 +105,9 @@ class SoftmaxCrossEntropy(NamedLayer):
         xent = ops.reduce_logsumexp(logits, "vocab") - right
         if weights is None:
             weights = tf.ones(xent.shape.sizes)
-        weights = ops.cast(self.Named(weights, "batch;length"), tf.float32)
-        return ops.reduce_sum(xent * weights), ops.reduce_sum(weights), xent
+        weights = ops.cast(whole(self, weights, "batch;length", names), tf.float32)
+        each = ops.rename(xent, split_names(names))
+        return ops.reduce_sum(xent * weights), ops.reduce_sum(weights), each
 
     @classmethod
     def CountCosts(
@@ -100,11 +116,16 @@ class SoftmaxCrossEntropy(NamedLayer):
         """The logits, of which the gradient reads exponentials and their sums."""
         x = tally.given(x, "batch;length;embed", py_utils.FPropDtype(p))
         own = cls.CountedWeights(p, tally)
-        logits = tally.einsum([x, own["w"]], "batch;length;vocab")
+        names = whole_names(tally.lowering.rules, "vocab")
+        rows = whole_dims("batch;length", names)
+        (logits,) = tally.products(x, [own["w"]], [f"{rows};vocab"], names)
         if p.use_bias:
             tally.meet(logits, own["b"])
         logits = tally.made(logits.shape, logits, tf.float32)
-        labels = tally.given(x.shape.sizes[:2], "batch;length", tf.int32)
+        labels = x.shape.sizes[:2] if labels is None else labels
+        labels = count_whole(tally, labels, "batch;length", tf.int32, names)
+        if isinstance(weights, Value):
+            count_whole(tally, weights, "batch;length", tf.float32, names)
         right = tally.gather(logits, labels, "vocab")
         if p.label_smoothing:
             tally.reduce(logits, "vocab")
@@ -113,5 +134,5 @@ class SoftmaxCrossEntropy(NamedLayer):
         xent = tally.made(right.shape, right)
         of_labels = tally.made(right.shape, right)
         tally.keep(*[] if weights is None else [xent, of_labels])
-        scalar = tally.reduce(xent, "batch;length", times=2)
-        return scalar, tally.made(scalar.shape, scalar), xent
+        scalar = tally.reduce(xent, rows, times=2)
+        return scalar, tally.made(scalar.shape, scalar), tally.rename(xent, split_names(names))

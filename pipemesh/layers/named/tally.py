@@ -15,7 +15,13 @@ from pipemesh.lowering.arguments import dim_names
 from pipemesh.lowering.costs import CommunicationCosts
 from pipemesh.lowering.lowering import Lowering
 from pipemesh.lowering.ops.convolution import windows_of
-from pipemesh.lowering.ops.relayout import change_splits
+from pipemesh.lowering.ops.relayout import (
+    NO_NAMES,
+    change_splits,
+    gather_to_meet,
+    renamed_shape,
+    sum_to_splits,
+)
 from pipemesh.lowering.ops.windows import rows_sent
 from pipemesh.mesh import Dim, Shape
 
@@ -180,13 +186,20 @@ class Tally:
             self.all_reduce(stay, axes)
         return stay
 
-    def einsum(self, operands: Sequence[Value], dims: str, met: bool = False) -> Value:
+    def einsum(
+        self,
+        operands: Sequence[Value],
+        dims: str,
+        met: bool = False,
+        names: Mapping[str, str] = NO_NAMES,
+    ) -> Value:
         """A product of two operands, which the gradient of the other one reads.
 
         Args:
             operands: two.
             dims: of the result.
             met: whether the first operand was let in before, together with others.
+            names: new names of the result's dims by old ones.
         """
         first, second = operands
         union = first.shape | second.shape
@@ -200,35 +213,60 @@ class Tally:
         for one, other in ((first, second), (second, first)):
             self.keep(one, axes=None if other.differs else axes)
         result = Value(union.select(*dim_names(dims)), first.dtype)
-        self.all_reduce(result, [axis for axis in axes if axis not in self._axes(result)])
+        summed = [axis for axis in axes if axis not in self._axes(result)]
+        return self._summed(result, summed, names)
+
+    def _summed(self, x: Value, axes: Sequence[str], names: Mapping[str, str]) -> Value:
+        """What is summed over axes and gets other names, as `relayout.summed`."""
+        result = Value(renamed_shape(x.shape, names), x.dtype)
+        old, new = (self._rules.tensor_layout(v.shape, self._mesh).axes for v in (x, result))
+        sum_to_splits(*self._moving(x), axes, old, new)
         return result
 
-    def products(self, x: Value, weights: Sequence[Value], dims: Sequence[str]) -> list[Value]:
+    def _moving(self, x: Value) -> tuple[Any, Any]:
+        """What stands for a lowering and slices where only what is sent is of interest."""
+        return _Moves(self), (self._slice(x), x.has_gradient)
+
+    def products(
+        self,
+        x: Value,
+        weights: Sequence[Value],
+        dims: Sequence[str],
+        names: Mapping[str, str] = NO_NAMES,
+    ) -> list[Value]:
         """Products of one operand, as `pipemesh.lowering.ops.einsum.products`."""
-        own = self._axes(x)
+        gathered: Sequence[str] = ()
+        if names:
+            shape = renamed_shape(x.shape, names)
+            met = set.intersection(*(set(self._axes(weight)) for weight in weights))
+            old, new = (self._rules.tensor_layout(s, self._mesh).axes for s in (x.shape, shape))
+            _, gathered = gather_to_meet(*self._moving(x), old, new, met)
+            x = self.made(shape, x)
+        own = (*self._axes(x), *gathered)
         lacking = [
             tuple(axis for axis in self._axes(weight) if axis not in own) for weight in weights
         ]
         for axes in dict.fromkeys(lacking):
             self.vary(x, axes)
         return [
-            self.einsum([x, weight], names, met=True)
-            for weight, names in zip(weights, dims, strict=True)
+            self.einsum([x, weight], result, met=True)
+            for weight, result in zip(weights, dims, strict=True)
         ]
 
-    def gather(self, table: Value, indices: Value, dim: str) -> Value:
+    def gather(
+        self, table: Value, indices: Value, dim: str, names: Mapping[str, str] = NO_NAMES
+    ) -> Value:
         """Takes rows out of a table; its gradient reads which rows, and whether they are there."""
         self._rules.tensor_layout(table.shape | indices.shape, self._mesh)
         axes = tuple(dict.fromkeys((*self._axes(table), *self._axes(indices))))
         self.vary(table, axes)
         found = (self.made(indices.shape, indices, dtype) for dtype in (None, tf.bool))
         self.keep(*found, axes=None if table.differs else axes)
-        names = indices.shape.names
-        own = table.shape.without(dim, *(name for name in names if name in table.shape.names))
+        shared = [name for name in indices.shape.names if name in table.shape.names]
+        own = table.shape.without(dim, *shared)
         found = Value(Shape((*indices.shape.dims, *own.dims)), table.dtype)
         axis = self._rules.axis(dim)
-        self.all_reduce(found, [axis] if axis else [])
-        return found
+        return self._summed(found, [axis] if axis else [], names)
 
     def convolution(
         self,
@@ -267,14 +305,12 @@ class Tally:
     def _with_rows(self, x: Value, name: str, number: int) -> Value:
         return self.made(x.shape.replace(name, Dim(name, number)), x)
 
-    def rename(self, x: Value, names: dict[str, str]) -> Value:
+    def rename(self, x: Value, names: Mapping[str, str]) -> Value:
         """Gives dims other names, so that splits may move."""
-        shape = Shape(tuple(Dim(names.get(dim.name, dim.name), dim.size) for dim in x.shape))
+        shape = renamed_shape(x.shape, names)
         renamed = self.made(shape, x)
         old, new = (self._rules.tensor_layout(s, self._mesh).axes for s in (x.shape, shape))
-        moved = change_splits(
-            cast(Lowering, _Moves(self)), cast(Any, (self._slice(x), x.has_gradient)), old, new
-        )
+        moved: Any = change_splits(*self._moving(x), old, new)
         assert moved[0] == self._slice(renamed)
         return renamed
 
@@ -304,6 +340,23 @@ class _Moves:
     """
 
     tally: Tally
+
+    def all_reduce(self, x: Any, axes: Sequence[str]) -> Any:
+        self.tally.send("all_reduce", axes, x[0], backward=False)
+        return x
+
+    def reduce_scatter(self, x: Any, axis: str, dim: int) -> Any:
+        self.tally.send("reduce_scatter", [axis], x[0], backward=False)
+        result = self._resized(x, axis, split=dim)
+        if x[1]:
+            self.tally.send("all_gather", [axis], result[0], backward=True)
+        return result
+
+    def gather_varied(self, x: Any, axis: str, dim: int) -> Any:
+        result = self.all_gather(x, axis, dim)
+        if x[1]:
+            self.tally.send("reduce_scatter", [axis], result[0], backward=True)
+        return result
 
     def all_gather(self, x: Any, axis: str, dim: int) -> Any:
         self.tally.send("all_gather", [axis], x[0], backward=False)

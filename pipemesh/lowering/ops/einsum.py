@@ -6,21 +6,29 @@ import functools
 import math
 import operator
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
 
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import ShapeError
-from pipemesh.lowering.lowering import Slices
+from pipemesh.lowering.lowering import Lowering, Slices
+from pipemesh.lowering.ops.relayout import (
+    NO_NAMES,
+    gather_to_meet,
+    renamed_shape,
+    summed,
+)
 from pipemesh.lowering.registry import register
 from pipemesh.lowering.tensor import Tensor, check_same_dtype, check_same_lowering, union_axes
 from pipemesh.mesh import Shape
 from pipemesh.text import almost_equal
 
 
-@register("einsum", "all_reduce")
-def einsum(operands: Sequence[Tensor], dims: Sequence[str]) -> Tensor:
+@register("einsum", "all_reduce", "reduce_scatter")
+def einsum(
+    operands: Sequence[Tensor], dims: Sequence[str], names: Mapping[str, str] = NO_NAMES
+) -> Tensor:
     """Multiplies operands, dims found by name, and sums over the dims that the result lacks.
 
     Sums over split dims end in an all-reduce.
@@ -28,6 +36,8 @@ def einsum(operands: Sequence[Tensor], dims: Sequence[str]) -> Tensor:
     Args:
         operands: one or more tensors.
         dims: the names of the dims of the result, in order; each is one of an operand.
+        names: new names of the result's dims by old ones, as for `rename`. Where a dim is split, by
+            its new name, over an axis that is summed over, the sum ends in a reduce-scatter.
 
     Raises:
         ShapeError: a name stands for two sizes, no operand has a dim of the result, the dtypes
@@ -41,10 +51,15 @@ def einsum(operands: Sequence[Tensor], dims: Sequence[str]) -> Tensor:
     """
     check_same_lowering(operands)
     axes = union_axes(operands)
-    return _product(operands, [operand.vary(axes) for operand in operands], dims)
+    return _product(operands, [operand.vary(axes) for operand in operands], dims, names)
 
 
-def products(x: Tensor, others: Sequence[Tensor], dims: Sequence[Sequence[str]]) -> list[Tensor]:
+def products(
+    x: Tensor,
+    others: Sequence[Tensor],
+    dims: Sequence[Sequence[str]],
+    names: Mapping[str, str] = NO_NAMES,
+) -> list[Tensor]:
     """Products of one operand with several, each an `einsum`.
 
     By itself, each would sum the gradient of `x` over the axes that its other operand is split
@@ -54,24 +69,45 @@ def products(x: Tensor, others: Sequence[Tensor], dims: Sequence[Sequence[str]])
         x: the operand of all.
         others: the other operand of each.
         dims: of the result of each.
+        names: new names of the dims of `x`, as for `rename`. Where that gathers a dim over an axis
+            that all others are split over, the gradient of `x` is sent by a reduce-scatter.
 
     Raises:
         ShapeError: see `einsum`.
         LayoutError: see `einsum`.
     """
-    check_same_lowering([x, *others])
+    lowering = check_same_lowering([x, *others])
+    gathered: Sequence[str] = ()
+    if names:
+        x, gathered = _gathered(lowering, x, others, names)
     varied: dict[tuple[str, ...], Slices] = {}
     results: list[Tensor] = []
-    for other, names in zip(others, dims, strict=True):
+    for other, result in zip(others, dims, strict=True):
         axes = union_axes([x, other])
-        lacking = tuple(axis for axis in axes if axis not in x.split_axes)
+        lacking = tuple(axis for axis in axes if axis not in (*x.split_axes, *gathered))
         if lacking not in varied:
             varied[lacking] = x.vary(lacking)
-        results.append(_product([x, other], [varied[lacking], other.vary(axes)], names))
+        results.append(_product([x, other], [varied[lacking], other.vary(axes)], result))
     return results
 
 
-def _product(operands: Sequence[Tensor], varied: Sequence[Slices], dims: Sequence[str]) -> Tensor:
+def _gathered(
+    lowering: Lowering, x: Tensor, others: Sequence[Tensor], names: Mapping[str, str]
+) -> tuple[Tensor, Sequence[str]]:
+    """The tensor by its new names, and the axes along which it differs for having been gathered."""
+    shape = renamed_shape(x.shape, names)
+    shared = set.intersection(*(set(other.split_axes) for other in others))
+    new = lowering.tensor_layout(shape).axes
+    slices, gathered = gather_to_meet(lowering, x.slices, x.layout.axes, new, shared)
+    return Tensor(lowering, slices, shape), gathered
+
+
+def _product(
+    operands: Sequence[Tensor],
+    varied: Sequence[Slices],
+    dims: Sequence[str],
+    names: Mapping[str, str] = NO_NAMES,
+) -> Tensor:
     """The product of operands whose slices were let into what differs along all of their axes."""
     lowering = check_same_lowering(operands)
     check_same_dtype(operands)
@@ -92,8 +128,7 @@ def _product(operands: Sequence[Tensor], varied: Sequence[Slices], dims: Sequenc
     )
     axes = union_axes(operands)
     kept = lowering.tensor_layout(shape).split_axes
-    total = lowering.all_reduce(partial, [axis for axis in axes if axis not in kept])
-    return Tensor(lowering, total, shape)
+    return summed(lowering, partial, shape, [axis for axis in axes if axis not in kept], names)
 
 
 def _check_summed(operands: Sequence[Tensor], summed: Shape) -> None:

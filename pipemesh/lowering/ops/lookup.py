@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import tensorflow as tf
 
 from pipemesh.errors import ShapeError
 from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.lowering.ops.elementwise import in_order
-from pipemesh.lowering.ops.relayout import transpose
+from pipemesh.lowering.ops.relayout import NO_NAMES, renamed_shape, summed, transpose
 from pipemesh.lowering.registry import register
 from pipemesh.lowering.tensor import Tensor, check_same_lowering, union_axes
 from pipemesh.mesh import Dim, Shape
@@ -47,8 +49,8 @@ def one_hot(indices: Tensor, dim: Dim, dtype: tf.DType = tf.float32) -> Tensor:
     return Tensor(lowering, slices, shape)
 
 
-@register("lookup", "all_reduce")
-def gather(table: Tensor, indices: Tensor, dim: str) -> Tensor:
+@register("lookup", "all_reduce", "reduce_scatter")
+def gather(table: Tensor, indices: Tensor, dim: str, names: Mapping[str, str] = NO_NAMES) -> Tensor:
     """Takes rows out of a table, for example of an embedding with a split vocabulary.
 
     Args:
@@ -56,6 +58,7 @@ def gather(table: Tensor, indices: Tensor, dim: str) -> Tensor:
         indices: integers that count along `dim`; outside of it the row is zeros. Dims that
             `table` has as well are matched by name.
         dim: the name of the dim that is looked up.
+        names: new names of the result's dims, as for `einsum`.
 
     Returns:
         The dims of `indices`, then those of `table` without `dim`.
@@ -93,6 +96,7 @@ def gather(table: Tensor, indices: Tensor, dim: str) -> Tensor:
 
     partial = lowering.map(local, table.vary(axes), indices.slices, start)
     axis = lowering.rules.axis(dim)
-    total = lowering.all_reduce(partial, [axis] if axis else [])
-    found = Tensor(lowering, total, Shape((*shared.dims, *rest.dims, *own.dims)))
-    return transpose(found, [*indices.shape.names, *own.names])
+    shape = Shape((*shared.dims, *rest.dims, *own.dims))
+    found = summed(lowering, partial, shape, [axis] if axis else [], names)
+    order = renamed_shape(shape.select(*indices.shape.names, *own.names), names)
+    return transpose(found, order.names)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Collection, Mapping, Sequence
 
 import tensorflow as tf
 
@@ -14,6 +15,7 @@ from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import Dim, Shape
 
 Axes = Sequence[str | None]
+NO_NAMES: Mapping[str, str] = types.MappingProxyType({})
 
 
 def change_splits(lowering: Lowering, x: Slices, old: Axes, new: Axes) -> Slices:
@@ -57,6 +59,97 @@ def change_splits(lowering: Lowering, x: Slices, old: Axes, new: Axes) -> Slices
     return x
 
 
+def renamed_shape(shape: Shape, names: Mapping[str, str]) -> Shape:
+    """A shape whose dims have other names.
+
+    Args:
+        shape: any.
+        names: new names by old ones; dims that are left out keep theirs.
+
+    Raises:
+        ShapeError: an old name is unknown, or a name occurs twice in the result.
+    """
+    for name in names:
+        shape.index(name)
+    return Shape(tuple(Dim(names.get(dim.name, dim.name), dim.size) for dim in shape))
+
+
+def summed(
+    lowering: Lowering,
+    partial: Slices,
+    shape: Shape,
+    axes: Sequence[str],
+    names: Mapping[str, str],
+) -> Tensor:
+    """The sum of what processors have computed of a tensor, whose dims may get other names.
+
+    Args:
+        lowering: of the slices.
+        partial: slices of `shape`, each a summand.
+        shape: of the sum, before dims get other names.
+        axes: to sum over.
+        names: new names by old ones. Where a dim is split over one of `axes` by its new name, each
+            processor gets its slice of the sum, by one reduce-scatter.
+
+    Raises:
+        ShapeError: see `rename`.
+        LayoutError: see `rename`.
+    """
+    if not names:
+        return Tensor(lowering, lowering.all_reduce(partial, axes), shape)
+    result = renamed_shape(shape, names)
+    old, new = (lowering.tensor_layout(of).axes for of in (shape, result))
+    return Tensor(lowering, sum_to_splits(lowering, partial, axes, old, new), result)
+
+
+def sum_to_splits(
+    lowering: Lowering, partial: Slices, axes: Sequence[str], old: Axes, new: Axes
+) -> Slices:
+    """Sums over axes, and moves data until each dim is split as asked for.
+
+    Args:
+        lowering: of the slices.
+        partial: the summands.
+        axes: to sum over. One that a dim shall be split over is one reduce-scatter.
+        old: for each dim the axis that it is split over.
+        new: the same, as it shall be.
+    """
+    there, rest = list(old), []
+    for axis in axes:
+        dim = list(new).index(axis) if axis in new else None
+        if dim is None or there[dim] is not None:
+            rest.append(axis)
+        else:
+            partial = lowering.reduce_scatter(partial, axis, dim)
+            there[dim] = axis
+    return change_splits(lowering, lowering.all_reduce(partial, rest), there, new)
+
+
+def gather_to_meet(
+    lowering: Lowering, x: Slices, old: Axes, new: Axes, met: Collection[str]
+) -> tuple[Slices, list[str]]:
+    """Moves data until each dim is split as asked for, before it meets what differs along axes.
+
+    Args:
+        lowering: of the slices.
+        x: slices.
+        old: for each dim the axis that it is split over.
+        new: the same, as it shall be.
+        met: axes along which all that it meets differs. One of `old` that is given up is one
+            all-gather, whose gradient is a reduce-scatter.
+
+    Returns:
+        The slices, and the axes along which they may differ from now on.
+    """
+    there = list(old)
+    gathered = [axis for axis in old if axis in met and axis not in new]
+    for axis in gathered:
+        dim = there.index(axis)
+        x = lowering.gather_varied(x, str(axis), dim)
+        there[dim] = None
+    return change_splits(lowering, x, there, new), list(map(str, gathered))
+
+
 @register("relayout")
 def transpose(x: Tensor, dims: Sequence[str]) -> Tensor:
     """Brings the dims into another order.
@@ -89,9 +182,7 @@ def rename(x: Tensor, names: Mapping[str, str]) -> Tensor:
         ShapeError: an old name is unknown, or a name occurs twice in the result.
         LayoutError: the result cannot be split as the rules say.
     """
-    for name in names:
-        x.shape.index(name)
-    shape = Shape(tuple(Dim(names.get(dim.name, dim.name), dim.size) for dim in x.shape))
+    shape = renamed_shape(x.shape, names)
     new = x.lowering.tensor_layout(shape).axes
     return Tensor(x.lowering, change_splits(x.lowering, x.slices, x.layout.axes, new), shape)
 

@@ -1,9 +1,12 @@
 """Cases of einsum, lookups, other shapes, random numbers and transfers."""
 
+import operator
+
 import numpy as np
 import tensorflow as tf
 
 from pipemesh.lowering import ops
+from pipemesh.lowering.ops.einsum import products
 from pipemesh.mesh import Dim, Shape
 from tests.lowering.cases.case import Case, integers, numbers
 
@@ -27,6 +30,37 @@ CASES = [
     _einsum(["b:8;h:4", "h:4", "o:2;h:4"], ("o", "b"), "bh,h,oh->ob", label="three operands"),
     _einsum(["b:8;h:4"], ("h",), "bh->h", label="one operand"),
     _einsum(["b:8;h:4", "o:2"], (), "bh,o->", label="to a number"),
+    Case(
+        "einsum",
+        ((numbers("b:8;h:8"), "b:8;h:8"), (numbers("h:8;o:4", 1), "h:8;o:4")),
+        lambda _, *x: ops.einsum(x, ["b", "o"], {"b": "s"}),
+        tf.matmul,
+        ("s", "o"),
+        together=("b:8;h:8;o:4", "s:8;o:4"),
+        label="a sum of which each has a slice",
+    ),
+    Case(
+        "einsum",
+        (
+            (numbers("t:8;h:4"), "t:8;h:4"),
+            (numbers("h:4;o:8", 1), "h:4;o:8"),
+            (numbers("h:4;o:8", 2), "h:4;o:8"),
+        ),
+        lambda _, x, *w: operator.mul(*products(x, w, [["b", "o"]] * 2, {"t": "b"})),
+        lambda x, w, v: tf.matmul(x, w) * tf.matmul(x, v),
+        ("b", "o"),
+        together=("t:8;h:4", "b:8;h:4;o:8"),
+        label="products of a gathered operand",
+    ),
+    Case(
+        "gather",
+        ((numbers("v:8;d:4"), "v:8;d:4"), (integers("b:4;t:8", 0, 8), "b:4;t:8")),
+        lambda _, table, at: ops.gather(table, at, "v", {"t": "s"}),
+        tf.gather,
+        ("b", "s", "d"),
+        together=("v:8;d:4;b:4;t:8", "b:4;s:8;d:4"),
+        label="rows of which each has a slice",
+    ),
     Case(
         "one_hot",
         ((integers("b:4;t:2", -1, 9), "b:4;t:2"),),

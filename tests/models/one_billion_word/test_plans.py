@@ -126,6 +126,25 @@ def test_losses_of_20_steps_are_those_of_the_plain_model(expected, model, plan):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "lowering"),
+    [
+        ("dense", "placement"),
+        pytest.param("tied", "placement", marks=pytest.mark.exhaustive),
+        pytest.param("experts", "placement", marks=pytest.mark.exhaustive),
+        pytest.param("dense", "simd", marks=pytest.mark.exhaustive),
+        pytest.param("experts", "simd", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_losses_are_the_same_where_tokens_are_split_between_products(expected, model, lowering):
+    rules = ";".join(f"{dim}:model" for dim in ("length", *SPLIT[model]))
+    schedule = "gpipe" if lowering == "simd" else "zb_h1"
+    mesh = "layers:2;data:2;model:2"
+    plan = Plan(mesh, f"batch:data;{rules}", schedule, 2, lowering=lowering)
+    assert_equal(expected, model, plan)
+
+
+@pytest.mark.slow
 def test_losses_are_the_same_where_weights_are_cut_over_the_replicas(expected):
     """With a table that two stages share, and clipped by the norm of all slices."""
     rules = ";".join(f"{dim}:model" for dim in SPLIT["tied"])
