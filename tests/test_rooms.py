@@ -22,11 +22,9 @@ PURE = [
     "pipemesh.text",
 ]
 
-# Parts of `Recurrent`, `StackedRecurrent`, `SimdPipeline` and `alike_pipeline`, whose tests in the
-# same folder hold them.
+# Parts of `Recurrent` and `StackedRecurrent`, whose tests in the same folder hold them.
 TESTED_ELSEWHERE = {
-    "recurrent": {"circular/test_named_stage.py", "circular/test_traced_stages.py"}
-    | {
+    "recurrent": {
         f"time/test_{part}.py"
         for part in (
             "cell",
