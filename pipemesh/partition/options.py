@@ -155,7 +155,7 @@ def whole(name: str, value: object, least: int) -> int:
     Raises:
         PartitionError: it is no whole number or too small.
     """
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise PartitionError(f"{name} is {value!r}, but must be a whole number, {least} or more")
     number = int(cast("int", value))
     if number < least:

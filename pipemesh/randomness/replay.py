@@ -53,7 +53,7 @@ class Replay:
 
 
 def _with_tensors(scope: Scope, tensors: Sequence[tf.Tensor]) -> Scope:
-    """The same scope with others in the place of `_tensors_of`."""
+    """The same scope with others in the place of `tensors_of`."""
     given = iter(tensors)
     step = None if scope.step is None else next(given)
     position = scope.position

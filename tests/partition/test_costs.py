@@ -1,11 +1,13 @@
-"""`LayerCost`: its defaults and what it refuses."""
+"""Costs: what is left out, and what is none."""
 
 import math
 
+import numpy as np
 import pytest
 
 from pipemesh.errors import PartitionError
 from pipemesh.partition import LayerCost
+from pipemesh.partition.costs import as_stack
 
 
 def test_backward_is_twice_forward_unless_given():
@@ -28,3 +30,29 @@ def test_backward_is_twice_forward_unless_given():
 def test_wrong_numbers_are_named(fields, message):
     with pytest.raises(PartitionError, match=message):
         LayerCost(**fields)
+
+
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        ([], "non-empty"),
+        (3, "must be a sequence"),
+        ("12", "must be a sequence"),
+        ([1, float("nan")], r"costs\[1\] is nan"),
+        ([1, -1], r"costs\[1\] is -1.0, but every cost must be zero or more"),
+        ([1, math.inf], r"costs\[1\] is inf, but every cost must be finite"),
+        ([1, "a"], r"costs\[1\] is 'a', but must be a number"),
+        ([1, True], r"costs\[1\] is True, but must be a number"),
+        ([1, None], r"costs\[1\] is None, but must be a number"),
+        ([[1, 2], [3, 4]], r"costs\[0\] is \[1, 2\]"),
+        (np.ones((2, 2)), r"shape \(2, 2\)"),
+        (np.asarray(["a"]), "flat sequence of numbers"),
+        ([0, 0], "costs of all 2 layers are zero"),
+        ([1e308, 1e308], "sum of the costs is too large"),
+        ([10**400], "too large for a float"),
+        ([1, LayerCost(1)], "give numbers only or LayerCost only"),
+    ],
+)
+def test_costs_that_are_none_are_named(costs, message):
+    with pytest.raises(PartitionError, match=message):
+        as_stack(costs)

@@ -6,6 +6,7 @@ import pytest
 
 from pipemesh.errors import PartitionError
 from pipemesh.partition import LayerCost, partition
+from pipemesh.schedule import simulate, zb_v
 
 GIB = 2**30
 LAYERS = [
@@ -88,3 +89,17 @@ def test_options_that_contradict_each_other(options, hints):
 def test_several_culprits_at_once():
     options = {"min_layers": 3, "fixed": {2: 4}, "max_layers": 5, "same_stage": [[8, 13]]}
     assert "at least two of these options have to give way" in message_of([1] * 16, 4, **options)
+
+
+def test_groups_that_leave_too_few_pieces():
+    text = message_of([1] * 6, 3, same_stage=[[0, 4]])
+    assert "leaves only 2 pieces of the 6 layers for 3 stages; use at most 2 stages" in text
+
+
+def test_what_is_too_large_for_a_table_names_the_device_and_a_limit_that_works():
+    facts = simulate(zb_v(2, 4)).for_partition()
+    with pytest.raises(
+        PartitionError, match=r"device \d needs .* from a memory_limit of"
+    ) as caught:
+        partition([LayerCost(1, 2, 3, 4, 5)] * 6, 4, memory_limit=20, **facts)
+    assert "stages," not in str(caught.value) and "microbatches" not in str(caught.value)

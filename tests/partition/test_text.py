@@ -3,7 +3,6 @@
 import pytest
 
 from pipemesh.partition import LayerCost, partition
-from pipemesh.partition.compare import comparison
 from pipemesh.partition.text import bytes_text
 
 
@@ -35,13 +34,6 @@ def test_a_thousand_stages_are_abridged_around_the_most_expensive():
     lines = str(partition(costs, 1000)).splitlines()
     assert len(lines) < 75
     assert any(line.split()[0] == "500" for line in lines)
-
-
-def test_a_comparison_shows_methods_side_by_side_and_why_one_is_missing():
-    plans = {"exact": partition([1] * 4, 2), "lingvo": "breaks something"}
-    text = comparison(plans)
-    assert "exact: layers" in text
-    assert text.endswith("lingvo: breaks something")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule import Costs, gpipe, simulate
 from pipemesh.schedule.compare import fit_costs
-from pipemesh.schedule.cost_text import costs_from_text
 
 
 @pytest.mark.parametrize(
@@ -85,34 +84,3 @@ def test_costs_fit_devices_or_stages():
     assert fit_costs(per_stage, 2, 4) == per_stage
     with pytest.raises(ScheduleError, match=r"costs have 3 values, .* 2 devices and 4 stages"):
         fit_costs(Costs(forward=[1, 2, 3]), 2, 4)
-
-
-@pytest.mark.parametrize(
-    ("text", "costs"),
-    [
-        ("1", Costs(1)),
-        ("1,2", Costs(1, 2)),
-        ("1,2,0.5,1.5,0.1", Costs(1, 2, 0.5, 1.5, 0.1)),
-        ("forward=1,backward=2", Costs(1, 2)),
-        ("f=1:2,b=2,t=.1", Costs([1, 2], 2, transfer=0.1)),
-        ("i=2, w=1", Costs(input_grad=2, weight_grad=1)),
-    ],
-)
-def test_cost_text(text, costs):
-    assert costs_from_text(text) == costs
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("f=1,forwrd=2", "costs, column 5: unknown cost 'forwrd'; did you mean 'forward'"),
-        ("f=1,f=2", "column 5: forward is given twice"),
-        ("1,two", "column 3: 'two' is no number"),
-        ("1:", "column 1: '' is no number"),
-        ("1,2,3,4,5,6", "column 11: more than 5 values"),
-        ("f=-1", "cost forward is -1.0"),
-    ],
-)
-def test_bad_cost_text_points_at_the_column(text, message):
-    with pytest.raises(ScheduleError, match=message):
-        costs_from_text(text)

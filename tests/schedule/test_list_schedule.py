@@ -8,15 +8,10 @@ from pipemesh.errors import ScheduleError
 from pipemesh.schedule import (
     Costs,
     list_schedule,
-    one_f_one_b,
     simulate,
     validate,
-    zb_h1,
-    zb_h2,
-    zb_v,
 )
 from pipemesh.schedule.builders import BUILDERS, build
-from pipemesh.schedule.improve import improve
 
 cost = st.integers(1, 6)
 
@@ -115,24 +110,6 @@ def test_stages_follow_from_costs_or_placement():
 def test_bad_input_is_an_error(arguments, options, message):
     with pytest.raises(ScheduleError, match=message):
         list_schedule(*arguments, **options)
-
-
-def test_small_changes_shorten_a_schedule_within_its_memory():
-    costs = Costs([1, 1, 1, 2], transfer=0.5)
-    before = simulate(one_f_one_b(4, 8), costs)
-    after = simulate(improve(one_f_one_b(4, 8), costs, (4, 3, 2, 1), max_trials=200), costs)
-    assert after.makespan < before.makespan
-    assert after.peak_activations == (4, 3, 2, 1)
-    untouched = improve(one_f_one_b(4, 8), costs, (4, 3, 2, 1), max_trials=0)
-    assert untouched == one_f_one_b(4, 8)
-
-
-def test_an_optimal_schedule_stays_as_it_is():
-    for schedule in (zb_h1(3, 6), zb_h2(3, 6), zb_v(3, 6)):
-        assert (
-            simulate(improve(schedule, Costs(), (9, 9, 9), 300)).makespan
-            == simulate(schedule).makespan
-        )
 
 
 def test_a_large_search_ends_in_time():

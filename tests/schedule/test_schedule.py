@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule import Action, Schedule, execution_order, forward_only, gpipe, validate, zb_v
 from pipemesh.schedule.builders import BUILDERS, build
-from pipemesh.schedule.placement import loop, vee
 from pipemesh.schedule.validate import needs
 
 
@@ -93,8 +92,3 @@ def test_malformed_text_names_line_and_column(text, message):
 def test_forward_only_is_recognized():
     assert forward_only(2, 3).is_forward_only
     assert not gpipe(2, 3).is_forward_only
-
-
-def test_placements():
-    assert loop(3, 2) == (0, 1, 2, 0, 1, 2)
-    assert vee(3) == (0, 1, 2, 2, 1, 0)

@@ -60,3 +60,10 @@ def test_free_actions_have_no_bubble():
     assert timeline.makespan == 0
     assert timeline.bubble_ratio == 0
     assert timeline.critical_path[0].start == 0
+
+
+def test_stages_hold_what_is_in_flight():
+    assert simulate(gpipe(2, 3).only_forward()).in_flight == (1, 1)
+    table = Schedule.from_text("0: 0F0 0F1 0B1 0B0\n1: 1F0 1F1 1B1 1B0")
+    assert simulate(table).in_flight == (2, 2)
+    assert simulate(one_f_one_b(2, 1)).for_partition()["at_once"] == (1, 1)

@@ -1,0 +1,155 @@
+"""The problem in integers, against layers and options in fractions."""
+
+import itertools
+from fractions import Fraction
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipemesh.partition import LayerCost
+from pipemesh.partition.costs import as_stack
+from pipemesh.partition.search.problem import ComputeTimes
+from tests.partition.search.problems import (
+    cuts_of,
+    monotone_problems,
+    problem_of,
+    problems,
+    stack_of,
+    time_of,
+)
+
+SPEEDS = st.lists(st.sampled_from([1, 3, 0.5]), min_size=3, max_size=3)
+
+
+@given(st.integers(0, 2**40), SPEEDS, st.sampled_from([None, 0.3, 2]), st.booleans(), st.booleans())
+def test_stages_take_what_their_layers_and_boundaries_take(seed, speeds, bandwidth, overlap, v):
+    layers = stack_of(Random(seed), fewest=2)
+    options = {"speeds": speeds, "remat": "full"}
+    homes = (0, 1, 2)
+    if v:
+        homes = (0, 1, 1)
+        options |= {"stage_devices": homes, "speeds": speeds[:2]}
+    if bandwidth:
+        options |= {"bandwidth": bandwidth, "overlap_transfers": overlap}
+    problem = problem_of(layers, 3, **options)
+
+    def crossing(boundary, place):
+        """The time at the boundary in front of a stage."""
+        if not bandwidth or boundary in (0, 3) or homes[boundary - 1] == homes[boundary]:
+            return Fraction(0)
+        return Fraction(layers[place - 1].boundary_bytes) / Fraction(str(bandwidth))
+
+    for inner in itertools.combinations(range(1, len(layers)), 2):
+        cut = (0, *inner, len(layers))
+        for stage, (begin, end) in enumerate(itertools.pairwise(cut)):
+            # All forward passes run twice.
+            compute = sum(2 * layer.forward + layer.backward for layer in layers[begin:end])
+            compute = Fraction(compute) / Fraction(speeds[homes[stage]])
+            waits = crossing(stage, begin) + crossing(stage + 1, end)
+            expected = max(compute, waits) if bandwidth and overlap else compute + waits
+            assert time_of(problem, stage, begin, end) * problem.times.unit == expected
+
+
+@given(problems)
+def test_windows_say_what_counting_and_pins_leave(problem):
+    first, last = problem.windows()
+    pins = dict(problem.pinned)
+    inner = itertools.combinations(range(1, problem.size), problem.num_stages - 1)
+    cuts = [(0, *places, problem.size) for places in inner]
+    cuts = [cut for cut in cuts if all(cut[b] == place for b, place in pins.items())]
+    if cuts:
+        columns = list(zip(*cuts, strict=True))
+        assert first.tolist() == list(map(min, columns))
+        assert last.tolist() == list(map(max, columns))
+    else:
+        assert (first > last).any()
+
+
+@given(problems)
+def test_ends_are_bounded_by_layers_walls_and_memory(problem):
+    memory = problem.memory
+    places = np.arange(problem.size)
+    first = problem.first_end(places)
+    for stage in range(problem.num_stages):
+        last = problem.last_end(stage, places)
+        for begin in range(problem.size):
+            for end in range(begin + 1, problem.size + 1):
+                layers = int(problem.positions[end] - problem.positions[begin])
+                allowed = problem.min_layers <= layers
+                allowed &= problem.max_layers is None or layers <= problem.max_layers
+                allowed &= not any(begin < wall < end for wall in problem.barriers)
+                if memory is not None:
+                    allowed &= int(memory.units(stage, begin, end)) <= memory.limit
+                assert (first[begin] <= end <= last[begin]) == allowed
+                assert (time_of(problem, stage, begin, end) is not None) == allowed
+
+
+@given(monotone_problems)
+def test_where_it_is_called_monotone_parts_of_stages_are_allowed_and_no_longer(problem):
+    for stage in range(problem.num_stages):
+        for begin, end in itertools.combinations(range(problem.size + 1), 2):
+            whole = time_of(problem, stage, begin, end)
+            if whole is not None and end - begin > 1:
+                parts = (
+                    time_of(problem, stage, *part) for part in ((begin, end - 1), (begin + 1, end))
+                )
+                assert all(part is not None and part <= whole for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("options", "layer"),
+    [
+        ({"min_layers": 2}, {}),
+        ({"bandwidth": 1}, {}),
+        ({"remat": "full", "memory_limit": 100, "num_microbatches": 1}, {}),
+        ({"memory_limit": 100, "num_microbatches": 1}, {"shared_bytes": 1}),
+    ],
+)
+def test_what_lets_longer_stages_be_better_is_not_monotone(options, layer):
+    layers = [LayerCost(1, activation_bytes=2, boundary_bytes=1, **layer)] * 4
+    assert not problem_of(layers, 2, **options).monotone
+
+
+@given(problems)
+def test_nothing_takes_forever_and_exact_times_have_no_ties(problem):
+    assert all(max(times) < problem.forever for _, times in cuts_of(problem))
+    assert not problem.times.rounded
+    assert problem.tied(7) == 7
+
+
+@given(problems)
+def test_times_as_python_integers_are_the_same(problem):
+    wide = problem.times.as_objects()
+    assert (wide.unit, wide.dtype) == (problem.times.unit, object)
+    for kind in range(len(problem.times.kinds)):
+        assert wide.prefix(kind).dtype == object
+        assert wide.prefix(kind).tolist() == problem.times.prefix(kind).tolist()
+    if problem.times.transfers is not None:
+        assert wide.transfers.tolist() == problem.times.transfers.tolist()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_numbers_with_long_digits_are_exact_or_lie_on_a_grid_within_what_ties(exact):
+    values = np.random.default_rng(0).random(300) / 7
+    kinds = ((Fraction(1), Fraction(0)), (Fraction(3), Fraction(0)))
+    times = ComputeTimes.build(as_stack(values), np.arange(301), kinds, None, exact)
+    assert times.rounded != exact
+    assert times.dtype is (object if exact else np.int64)
+    sums = [Fraction(0), *itertools.accumulate(map(Fraction, values.tolist()))]
+    for kind, (speed, _) in enumerate(kinds):
+        for place, units in enumerate(times.prefix(kind).tolist()):
+            error = abs(units * times.unit - sums[place] / speed)
+            # Half a unit a layer, and the last bits of a division.
+            most = Fraction(place, 2) + (0 if speed == 1 else units >> 45)
+            assert error <= (0 if exact else times.unit * most)
+
+
+def test_a_rounded_bottleneck_ties_with_what_rounding_may_have_moved():
+    values = np.random.default_rng(0).random(3000) / 7
+    problem = problem_of(values, 4)
+    assert problem.times.rounded
+    assert problem.tied(5) == 5 + 3000
+    assert problem.tied(2**50) == 2**50 + 3000 + 2**5

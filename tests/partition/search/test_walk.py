@@ -1,0 +1,92 @@
+"""The order in which stages of devices are cut, replayed boundary by boundary."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipemesh.partition.search.walk import Walk
+
+
+@st.composite
+def homes(draw):
+    drawn = draw(st.lists(st.integers(0, 4), min_size=1, max_size=9))
+    return tuple(sorted(set(drawn)).index(home) for home in drawn)
+
+
+@given(homes())
+def test_at_each_turn_one_end_is_known_and_what_lies_beyond_the_other_is_told(homes):
+    walk = Walk.over(homes)
+    stages = len(homes)
+    known = {0, stages, *walk.starts}
+    cut = []
+    for device, turns in enumerate(walk.turns):
+        assert [turn.stage for turn in turns] == [s for s in range(stages) if homes[s] == device]
+        for turn in turns:
+            stage = turn.stage
+            assert (turn.knows_begin, turn.knows_end) == (stage in known, stage + 1 in known)
+            assert turn.knows_begin or turn.knows_end
+            # The side that is not known; where both are, nobody asks what is beyond.
+            if not turn.knows_end:
+                assert turn.beyond == min(b for b in known if b > stage + 1)
+                assert set(turn.between) == set(homes[stage + 1 : turn.beyond])
+            elif not turn.knows_begin:
+                assert turn.beyond == max(b for b in known if b < stage)
+                assert set(turn.between) == set(homes[turn.beyond : stage])
+            known |= {stage, stage + 1}
+            cut.append(stage)
+    assert sorted(cut) == list(range(stages))
+
+
+@given(homes())
+def test_before_each_step_boundaries_and_gaps_are_those_of_what_is_done(homes):
+    walk = Walk.over(homes)
+    stages = len(homes)
+    for step in range(max(homes) + 2):
+        left = [home >= step for home in homes]
+        runs = [
+            (group[0], group[-1] + 1)
+            for is_left, run in itertools.groupby(range(stages), left.__getitem__)
+            if is_left
+            for group in [list(run)]
+        ]
+        assert list(walk.gaps[step]) == runs
+        between = {b for b in range(1, stages) if left[b - 1] != left[b]}
+        waiting = {b for b in walk.starts if left[b - 1] and left[b]}
+        assert list(walk.open[step]) == sorted(between | waiting)
+        if step:
+            own = {b for b in range(1, stages) if homes[b - 1] == homes[b] == step - 1}
+            assert list(walk.closed[step]) == sorted(own - set(walk.starts))
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+@pytest.mark.parametrize("num_devices", [2, 3, 5])
+def test_walkers_that_go_round_need_to_know_where_each_of_them_starts(num_devices, rounds):
+    walk = Walk.over(tuple(range(num_devices)) * rounds)
+    assert walk.starts == tuple(num_devices * walker for walker in range(1, rounds))
+    # Of each walker the place, and of all but the first where it started.
+    assert {len(boundaries) for boundaries in walk.open[1:-1]} == {2 * rounds - 1}
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 5])
+def test_in_a_v_two_walkers_meet_and_nothing_else_is_open(num_devices):
+    walk = Walk.over((*range(num_devices), *reversed(range(num_devices))))
+    assert walk.starts == ()
+    for step in range(1, num_devices):
+        assert walk.open[step] == (step, 2 * num_devices - step)
+    assert walk.open[num_devices] == ()
+    assert walk.closed[num_devices] == (num_devices,)
+
+
+@given(homes())
+def test_no_boundary_is_placed_first_without_need(homes):
+    """Each of them is between two stages of other steps, and some stage would know no end."""
+    walk = Walk.over(homes)
+    for spared in walk.starts:
+        known = {0, len(homes), *walk.starts} - {spared}
+        blind = False
+        for stage in sorted(range(len(homes)), key=lambda s: (homes[s], s)):
+            blind |= stage not in known and stage + 1 not in known
+            known |= {stage, stage + 1}
+        assert blind

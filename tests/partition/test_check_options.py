@@ -1,0 +1,117 @@
+"""What options of a partition may be, alone and together."""
+
+import itertools
+import re
+
+import numpy as np
+import pytest
+
+from pipemesh.errors import PartitionError
+from pipemesh.partition import LayerCost, partition
+from pipemesh.partition.check_options import check_options
+from pipemesh.partition.costs import as_stack
+from pipemesh.partition.options import Options
+from tests.partition.search.problems import DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_stages", "options", "message"),
+    [
+        (2, 3, {}, "2 layers allow 1 to 2"),
+        (2, 0, {}, "num_stages is 0"),
+        (2, 1.0, {}, "must be a whole number"),
+        (2, True, {}, "must be a whole number"),
+        (6, 2, {"speeds": [1]}, "1 numbers for 2 devices"),
+        (6, 2, {"speeds": [1, 0]}, r"speeds\[1\] is 0, but must be a finite number above"),
+        (6, 2, {"bandwidth": 1}, "bandwidth needs costs that say boundary_bytes"),
+        (6, 2, {"memory_limit": 1}, "memory_limit needs costs that say parameter_bytes"),
+        (6, 2, {"remat": "full"}, "needs costs that say forward"),
+        (6, 2, {"remat": "ful"}, "did you mean 'full'"),
+        (6, 2, {"overlap_transfers": True}, "without bandwidth there are no transfers"),
+        (6, 2, {"min_layers": 4}, "use min_layers=3 or 1 stages"),
+        (6, 2, {"max_layers": 2}, "use max_layers=3 or 3 stages"),
+        (6, 2, {"max_layers": 3, "min_layers": 4}, "use min_layers=3"),
+        (6, 1, {"max_layers": 2, "min_layers": 3}, "max_layers is 2, but min_layers is 3"),
+        (6, 2, {"same_stage": [0, 1]}, r"same_stage\[0\] is 0, but must be a group"),
+        (6, 2, {"same_stage": [[0, 6]]}, "layer indices from 0 to 5"),
+        (6, 2, {"same_stage": [[0]]}, "two or more layer indices"),
+        (6, 2, {"fixed": [0]}, "must be 1 or more"),
+        (6, 2, {"fixed": [6]}, "must be a layer from 1 to 5"),
+        (6, 2, {"fixed": [1, 2]}, "use 3 stages"),
+        (6, 2, {"fixed": {2: 3}}, "stages go from 1 to 1"),
+        (6, 3, {"fixed": {1: 3, 2: 3}}, "leaves 0 layers for the 1 stages between"),
+        (6, 4, {"fixed": {1: 5}}, "leaves 1 layers for the last 3 stages"),
+        (6, 2, {"fixed": [3], "same_stage": [[2, 3]]}, "keeps the layers 2 to 3 together"),
+    ],
+)
+def test_a_wrong_option_says_what_is_allowed(num_layers, num_stages, options, message):
+    with pytest.raises(PartitionError, match=message):
+        partition([1.0] * num_layers, num_stages, **options)
+
+
+LAYERS = [LayerCost(1, 2, 3, 4, 5)] * 4
+V = {"in_flight": (4, 3, 2, 1), "stage_devices": (0, 1, 1, 0)}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory_limit": 1}, "memory_limit needs num_microbatches: the activations that a stage"),
+        ({"stage_devices": (0, 1, 1, 0), "memory_limit": 9}, "memory_limit needs in_flight beside"),
+        ({**V, "remat": "except_last"}, "remat='except_last' needs at_once beside in_flight"),
+        ({**V, "speeds": [1, 1, 1, 1]}, "speeds has 4 numbers for 2 devices"),
+    ],
+)
+def test_what_an_option_needs_beside_it_is_named(options, message):
+    with pytest.raises(PartitionError, match=message):
+        partition(LAYERS, 4, **options)
+
+
+def test_all_that_is_given_is_kept_in_one_form():
+    asked = DEFAULTS | {
+        "same_stage": [[5, 3], (0, np.int64(1))],
+        "fixed": {2: np.int64(6), 1: 2},
+        "max_layers": np.int32(4),
+        "speeds": np.asarray([1, 2, 4]),
+        "bandwidth": 2,
+        "overlap_transfers": 1,
+    }
+    options = check_options(as_stack([LayerCost(1)] * 8), 3, asked)
+    assert options.overlap_transfers is True
+    assert options == Options(
+        3,
+        speeds=(1.0, 2.0, 4.0),
+        bandwidth=2.0,
+        overlap_transfers=True,
+        same_stage=((3, 5), (0, 1)),
+        max_layers=4,
+        pinned=((1, 2), (2, 6)),
+    )
+    asked = DEFAULTS | {"fixed": [8, 1, 8]}
+    assert check_options(as_stack([1.0] * 9), 3, asked) == Options(3, fixed=(1, 8))
+
+
+def test_what_is_suggested_for_numbers_of_layers_is_allowed():
+    for layers, stages, least, most in itertools.product(
+        range(1, 8), range(1, 8), range(1, 5), (None, *range(1, 8))
+    ):
+        if stages > layers:
+            continue
+        stack, asked = as_stack([1.0] * layers), {"min_layers": least, "max_layers": most}
+        fits = least * stages <= layers and (most is None or most * stages >= layers)
+        fits &= most is None or least <= most
+        try:
+            check_options(stack, stages, DEFAULTS | asked)
+        except PartitionError as error:
+            assert not fits
+            found = re.search(r"use (\w+)=(\d+) or (\d+) stages", str(error))
+            if found is None:
+                assert "swap them?" in str(error) and most < least
+                continue
+            name, value, others = found[1], int(found[2]), int(found[3])
+            # Each of the two by itself, as far as the other bound lets it.
+            check_options(stack, stages, DEFAULTS | {name: value})
+            if others:
+                check_options(stack, others, DEFAULTS | {name: asked[name]})
+        else:
+            assert fits

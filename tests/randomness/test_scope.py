@@ -1,0 +1,161 @@
+"""What random numbers belong to: step, layer, loop, and which draw it is."""
+
+import threading
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.errors import PipelineError
+from pipemesh.randomness import (
+    alike_layers_scope,
+    draw_seed,
+    gradient_scope,
+    is_active,
+    layer_aliases,
+    layer_scope,
+    layer_spans,
+    loop_scope,
+    plan_free_randomness,
+)
+from tests.randomness.microbatches import STEP, position
+
+
+def draw_in(step=3, layer="layer", seed=None, skip=0):
+    with plan_free_randomness(tf.constant(step, tf.int64)), layer_scope(layer):
+        for _ in range(skip):
+            tf.random.uniform([1])
+        return tf.random.uniform([8], seed=seed).numpy().tolist()
+
+
+def test_stateful_draws_depend_on_step_layer_number_and_seed_alone():
+    draws = [
+        draw_in(),
+        draw_in(step=4),
+        draw_in(layer="other"),
+        draw_in(seed=1),
+        draw_in(seed=2),
+        draw_in(skip=1),
+    ]
+    assert len(set(map(tuple, draws))) == len(draws)
+    tf.random.uniform([3])
+    assert draw_in() == draws[0]
+
+
+def test_draws_of_one_layer_do_not_depend_on_other_layers():
+    with plan_free_randomness(STEP):
+        with layer_scope("a"):
+            tf.random.uniform([2])
+        with layer_scope("b"):
+            after = tf.random.uniform([8]).numpy().tolist()
+    assert after == draw_in(layer="b")
+
+
+def test_aliases_rename_the_outermost_layer():
+    with plan_free_randomness(STEP):
+        with layer_aliases({"b": "c"}), layer_scope("b"):
+            renamed = tf.random.uniform([8]).numpy().tolist()
+        with layer_scope("b"):
+            behind = tf.random.uniform([8]).numpy().tolist()
+    assert renamed == draw_in(layer="c")
+    assert behind == draw_in(layer="b")
+
+
+def test_seeds_of_one_layer_differ_from_draw_to_draw():
+    with plan_free_randomness(STEP), layer_scope("a"):
+        first, second = draw_seed().numpy().tolist(), draw_seed().numpy().tolist()
+    assert first[0] == second[0] == 3
+    assert first[1] != second[1]
+
+
+def test_a_keyed_draw_needs_a_step():
+    with pytest.raises(PipelineError, match="keyed by the global step"), plan_free_randomness(None):
+        tf.random.uniform([2])
+
+
+def test_draws_in_loops_differ_by_iteration_by_loop_and_by_nesting():
+    def draw(first, second):
+        with loop_scope(tf.constant(first, tf.int64)):
+            outer = tf.random.uniform([4])
+            with loop_scope(tf.constant(second, tf.int64)), layer_scope("inner"):
+                return [outer, tf.random.uniform([4]), tf.nn.dropout(tf.ones([64]), 0.5)]
+
+    drawn = []
+    for pair in [(0, 1), (1, 0), (1, 1), (0, 1)]:
+        with plan_free_randomness(STEP):
+            drawn.append([t.numpy().tobytes() for t in draw(*pair)])
+    assert drawn[0] == drawn[3]
+    assert drawn[1][0] == drawn[2][0] != drawn[0][0]
+    for number in (1, 2):
+        assert len({numbers[number] for numbers in drawn}) == 3
+    with plan_free_randomness(STEP):
+        first, second = draw(0, 1), draw(0, 1)
+    assert not np.array_equal(first[0], second[0])
+
+
+def test_a_loop_tells_which_tensors_its_draws_depend_on():
+    outer, inner = tf.constant(1, tf.int64), tf.constant(2, tf.int64)
+    where = position(())
+    with plan_free_randomness(STEP, where), loop_scope(outer) as first, loop_scope(inner) as second:
+        assert [t is u for t, u in zip(first, [STEP, where.microbatch], strict=True)] == [True] * 2
+        assert second[-1] is outer
+    with loop_scope(outer) as nothing:
+        assert nothing == []
+
+
+def test_several_layers_at_once_have_a_row_each_of_what_each_would_have():
+    def seeds(scope):
+        with plan_free_randomness(STEP), layer_aliases({"b": "c"}, "stack"), scope:
+            first = draw_seed()
+            with layer_scope("inner"), loop_scope(tf.constant(5, tf.int64)):
+                return [first.numpy().tolist(), draw_seed().numpy().tolist()]
+
+    rows = seeds(alike_layers_scope(["a", "b"]))
+    each = [seeds(layer_scope(name)) for name in ("a", "b")]
+    assert rows == [[one, two] for one, two in zip(*each, strict=True)]
+    assert each[0] != each[1]
+
+
+def test_the_name_of_a_stack_tells_layers_of_one_name_apart():
+    drawn = []
+    for stack in ("", "left", "right"):
+        with plan_free_randomness(STEP), layer_aliases({}, stack), layer_scope("layer"):
+            drawn.append(tf.random.uniform([8]).numpy().tolist())
+    assert drawn[0] == draw_in()
+    assert len(set(map(tuple, drawn))) == 3
+
+
+def test_outermost_layers_tell_which_operations_are_theirs():
+    with tf.Graph().as_default() as graph, plan_free_randomness(STEP):
+        with layer_scope("a"):
+            tf.zeros([2])
+            with layer_scope("inside"):
+                tf.ones([2])
+        tf.ones([3])
+        with layer_scope("b"):
+            pass
+        spans = [(span.layer, span.begin, span.end) for span in layer_spans()]
+        number = len(graph.get_operations())
+    assert [name for name, _, _ in spans] == ["a", "b"]
+    (_, begin, end), (_, empty, same) = spans
+    assert 0 == begin < end < empty == same == number
+
+
+def test_a_scope_is_that_of_its_thread_and_of_nothing_behind_it():
+    seen = []
+    with plan_free_randomness(STEP):
+        thread = threading.Thread(target=lambda: seen.append(is_active()))
+        thread.start()
+        thread.join()
+        seen.append(is_active())
+    seen.append(is_active())
+    with pytest.raises(ZeroDivisionError), plan_free_randomness(STEP), layer_scope("a"):
+        raise ZeroDivisionError
+    assert [*seen, is_active()] == [False, True, False, False]
+
+
+def test_without_a_step_a_gradient_may_draw_a_single_number():
+    with plan_free_randomness(None), gradient_scope():
+        assert draw_seed().numpy().tolist() == [0, 0]
+    with gradient_scope(), layer_scope("a"):
+        assert not is_active()
