@@ -6,7 +6,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipemesh.partition import LayerCost
@@ -53,6 +53,7 @@ def test_stages_take_what_their_layers_and_boundaries_take(seed, speeds, bandwid
             assert time_of(problem, stage, begin, end) * problem.times.unit == expected
 
 
+@settings(max_examples=60)
 @given(problems)
 def test_windows_say_what_counting_and_pins_leave(problem):
     first, last = problem.windows()
@@ -68,6 +69,7 @@ def test_windows_say_what_counting_and_pins_leave(problem):
         assert (first > last).any()
 
 
+@settings(max_examples=60)
 @given(problems)
 def test_ends_are_bounded_by_layers_walls_and_memory(problem):
     memory = problem.memory
@@ -87,6 +89,7 @@ def test_ends_are_bounded_by_layers_walls_and_memory(problem):
                 assert (time_of(problem, stage, begin, end) is not None) == allowed
 
 
+@settings(max_examples=60)
 @given(monotone_problems)
 def test_where_it_is_called_monotone_parts_of_stages_are_allowed_and_no_longer(problem):
     for stage in range(problem.num_stages):
@@ -113,6 +116,7 @@ def test_what_lets_longer_stages_be_better_is_not_monotone(options, layer):
     assert not problem_of(layers, 2, **options).monotone
 
 
+@settings(max_examples=60)
 @given(problems)
 def test_nothing_takes_forever_and_exact_times_have_no_ties(problem):
     assert all(max(times) < problem.forever for _, times in cuts_of(problem))
@@ -120,6 +124,7 @@ def test_nothing_takes_forever_and_exact_times_have_no_ties(problem):
     assert problem.tied(7) == 7
 
 
+@settings(max_examples=60)
 @given(problems)
 def test_times_as_python_integers_are_the_same(problem):
     wide = problem.times.as_objects()

@@ -17,7 +17,7 @@ from tests.partition.search.problems import (
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(problems, st.sampled_from([-1, 300_000]), st.sampled_from([1, 2, 16]))
 def test_no_allowed_cut_is_more_even(problem, dense, corridor):
     best = optimum(problem)
@@ -29,7 +29,7 @@ def test_no_allowed_cut_is_more_even(problem, dense, corridor):
     assert found[tuple(cut)] == min(found.values())
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(problems, st.integers(0, 10))
 def test_bounds_are_no_larger_than_the_best_and_prune_no_place_of_it(problem, more):
     best = optimum(problem)

@@ -3,7 +3,7 @@
 import xml.etree.ElementTree as ET
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipemesh.schedule import Costs, gpipe, simulate
@@ -42,6 +42,7 @@ def test_tooltips_say_stage_microbatch_and_times():
     )
 
 
+@settings(max_examples=40)
 @given(st.sampled_from(sorted(BUILDERS)), st.floats(5, 50), st.floats(1, 2))
 def test_a_given_scale_and_end_place_cells_and_axis(name, scale, longer):
     timeline = simulate(build(name, 2, 4), Costs(1, 3, 1, 2, 0.25))
@@ -56,6 +57,7 @@ def test_a_given_scale_and_end_place_cells_and_axis(name, scale, longer):
     assert float(axis.get("x2")) == pytest.approx(LEFT + until * scale, abs=0.1)
 
 
+@settings(max_examples=40)
 @given(st.sampled_from(sorted(BUILDERS)), st.integers(1, 40))
 def test_a_cell_shows_as_much_of_its_text_as_it_has_room_for(name, scale):
     timeline = simulate(build(name, 2, 4), Costs(1, 3, 1, 2, 0.25))
