@@ -232,10 +232,11 @@ def _check_layout(p: Any, lowering: Lowering) -> None:
     for dim in _WHOLE if gathered else ("length", *_WHOLE):
         axis = lowering.rules.axis(dim)
         if axis is not None and lowering.mesh.size(axis) > 1:
+            or_with = f", or add 'experts:{axis}' to it" if dim == "length" else ""
             raise LayoutError(
                 f"{p.name}: the rule '{dim}:{axis}' splits dim {dim!r}, of which each processor "
-                "needs all to give tokens their places; remove the rule, or split 'batch', "
-                "'experts', 'expert_ff' or 'embed'"
+                f"needs all to give tokens their places; remove the rule{or_with}, or split "
+                "'batch', 'experts', 'expert_ff' or 'embed'"
             )
 
 
