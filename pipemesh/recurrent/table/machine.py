@@ -131,6 +131,7 @@ class Machine:
             def draws(number: int = number) -> WholeDraws:
                 return whole_batch.draws(number)
 
+            places = stage.input_places(places)
             traced.append(TracedStage(stage, specs, cutting, has_step, draws, places))
             specs, places = traced[-1].output_specs, traced[-1].output_places
         # Where no gradient arrives there is none, not one of zeros.
