@@ -16,14 +16,13 @@ from pipemesh.layers.feature_extraction import to_tuple
 from pipemesh.layers.named.values import exported
 from pipemesh.layers.pipeline.alike_stages import check_predictable, pipeline_of
 from pipemesh.layers.pipeline.head import check_head
-from pipemesh.layers.pipeline.homes import stage_homes
 from pipemesh.layers.pipeline.pipelining_params import define_pipelining
 from pipemesh.layers.pipeline.plan_of import plan_of
 from pipemesh.layers.pipeline.schedule_of import schedule_of
 from pipemesh.layers.pipeline.seq_layer import SeqLayer
 from pipemesh.layers.pipeline.simd_stack import SimdStack
 from pipemesh.layers.pipeline.stage_lowering import StageWeights
-from pipemesh.layers.pipeline.stage_structure import StageStructure
+from pipemesh.layers.pipeline.stage_structure import StageStructure, handed_over
 from pipemesh.layers.pipeline.weight_dtypes import (
     cast_first,
     compute_dtypes,
@@ -140,9 +139,9 @@ class PipeliningLayer(SeqLayer):
             theta.update({name: uncast_theta(self.children[name]) for name in self._cell_names})
         return theta
 
-    def StageHomes(self) -> list[Home]:
-        """The devices of each stage, as the schedule places them."""
-        return stage_homes(self.cluster, self.schedule.stage_devices, self.params)
+    def _places(self) -> Sequence[int]:
+        """As the schedule places the stages."""
+        return self.schedule.stage_devices
 
     def Explain(self, error: tf.errors.OpError) -> PipelineError | None:
         """An error of TensorFlow as one line with stage, layer and microbatch.
@@ -346,6 +345,7 @@ class PipeliningLayer(SeqLayer):
                 places=own.places,
                 copies=own.copies,
                 fetched=own.fetched,
+                arrivals=functools.partial(_arrivals, structures, i) if i else None,
             )
             for i, (name, own, home) in enumerate(cells)
         ]
@@ -396,16 +396,18 @@ class PipeliningLayer(SeqLayer):
             with (
                 py_utils.RemoveAssertContext(remove=True),
                 keyed_seeds(global_step_in(step)),
-                self._lowering.on(current_devices()),
+                self._lowerings[number].on(current_devices()),
             ):
                 outputs = self._fprop_cell(
                     weights.pack(theta), name, *structures[number].pack_arguments(inputs)
                 )
                 if number + 1 == len(self._cell_names):
-                    outputs = exported(outputs)
+                    outputs = exported(to_tuple(outputs))
+                else:
+                    mesh = self._lowerings[number + 1].replica_mesh
+                    outputs = handed_over(to_tuple(outputs), mesh)
             carry = [tf.convert_to_tensor(t) for t in cell.GetAccumulatorValues().Flatten()]
             cell.SetAccumulatorValues(saved)
-            outputs = to_tuple(outputs)
             where = f"{p.name}: stage {name!r}"
             structures[number + 1] = StageStructure(outputs, p.nested_map_fprop, where, "outputs")
             flat = structures[number + 1].flatten(outputs)
@@ -418,3 +420,8 @@ class PipeliningLayer(SeqLayer):
             return flat, carry
 
         return forward
+
+
+def _arrivals(structures: Sequence[StageStructure], number: int) -> list[int]:
+    """Where a stage takes what the one before, which is traced by now, has returned."""
+    return structures[number].arrivals()
