@@ -292,7 +292,7 @@ def _size_of(name: str, given: object) -> Size:
     each: list[Any] = list(cast(Any, given)) if isinstance(given, list | tuple) else [given]
     sizes = [size for one in each if (size := whole_number(one)) is not None and size > 0]
     if not each or len(sizes) < len(each):
-        text = ",".join(map(repr, each)) or repr(given)
+        text = ",".join(map(repr, each)) or "()"
         raise MeshError(f"axis {name!r} has size {text}; sizes are whole numbers from 1 on")
     return sizes[0] if len(sizes) == 1 else tuple(sizes)
 

@@ -311,8 +311,7 @@ class PipeliningLayer(SeqLayer):
         p = self.params
         structure = StageStructure(args, p.nested_map_fprop, p.name, "args")
         inputs = structure.flatten(args)
-        names = structure.leaf_names
-        replicas = homes[0].num_replicas
+        names, replicas = structure.leaf_names, homes[0].num_replicas
         microbatch_size(inputs, p.num_micro_batches, p.batch_dim, names, replicas)
         check_micro_batch_size(p, inputs)
         cells = [self.children[name] for name in self._cell_names]
@@ -345,7 +344,7 @@ class PipeliningLayer(SeqLayer):
                 places=own.places,
                 copies=own.copies,
                 fetched=own.fetched,
-                arrivals=functools.partial(_arrivals, structures, i) if i else None,
+                arrivals=lambda i=i: structures[i].arrivals(),
             )
             for i, (name, own, home) in enumerate(cells)
         ]
@@ -385,8 +384,7 @@ class PipeliningLayer(SeqLayer):
 
     def _stage_function(self, number: int, weights: StageWeights, structures: list[Any]) -> Any:
         """Stage `number` as a pure function of flat lists of tensors."""
-        p = self.params
-        name = self._cell_names[number]
+        p, name, last = self.params, self._cell_names[number], len(self._cell_names) - 1
         cell = self.children[name]
 
         def forward(theta: Any, carry: Any, inputs: Any, microbatch: Any, step: Any) -> Any:
@@ -401,11 +399,11 @@ class PipeliningLayer(SeqLayer):
                 outputs = self._fprop_cell(
                     weights.pack(theta), name, *structures[number].pack_arguments(inputs)
                 )
-                if number + 1 == len(self._cell_names):
-                    outputs = exported(to_tuple(outputs))
+                outputs = to_tuple(outputs)
+                if number == last:
+                    outputs = exported(outputs)
                 else:
-                    mesh = self._lowerings[number + 1].replica_mesh
-                    outputs = handed_over(to_tuple(outputs), mesh)
+                    outputs = handed_over(outputs, self._lowerings[number + 1].replica_mesh)
             carry = [tf.convert_to_tensor(t) for t in cell.GetAccumulatorValues().Flatten()]
             cell.SetAccumulatorValues(saved)
             where = f"{p.name}: stage {name!r}"
@@ -413,15 +411,10 @@ class PipeliningLayer(SeqLayer):
             flat = structures[number + 1].flatten(outputs)
             if not flat:
                 raise PipelineError(f"{where} returns no tensor; a stage returns at least one")
-            if number + 1 == len(self._cell_names):
+            if number == last:
                 check_head(where, structures[-1].leaf_names, flat, p.loss_inside)
             if p.state_dtype is not None:
                 flat = [tf.cast(t, p.state_dtype) if t.dtype.is_floating else t for t in flat]
             return flat, carry
 
         return forward
-
-
-def _arrivals(structures: Sequence[StageStructure], number: int) -> list[int]:
-    """Where a stage takes what the one before, which is traced by now, has returned."""
-    return structures[number].arrivals()
