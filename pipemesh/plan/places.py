@@ -170,7 +170,7 @@ def check_no_idle_axis(mesh: Mesh, layout: LayoutRules) -> None:
     if not unused:
         return
     rule = f"add a rule such as 'batch:{unused[0]}' to the layout, "
-    if layout.axis(BATCH) is not None:
+    if layout.axis(BATCH) is not None or not isinstance(dict(mesh.axes)[unused[0]], int):
         rule = ""
     raise PlanError(
         f"nothing is split over the axis {unused[0]!r} of mesh '{mesh}', so its devices would idle "

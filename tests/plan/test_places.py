@@ -72,6 +72,8 @@ def test_devices_may_not_idle():
         places.check_no_idle_axis(mesh("layers:2;data:3"), LayoutRules())
     with pytest.raises(PlanError, match=r"axis 'model' .* or compute the same; leave the axis out"):
         places.check_no_idle_axis(mesh("layers:2;data:3;model:2"), BY_DATA)
+    with pytest.raises(PlanError, match=r"compute the same; leave the axis out"):
+        places.check_no_idle_axis(mesh("layers:2;model:2,1"), LayoutRules())
 
 
 def test_the_mesh_of_a_replica_has_the_axes_that_other_dims_than_the_batch_are_split_over():

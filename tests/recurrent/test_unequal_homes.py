@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import time
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import tensorflow as tf
 
 from pipemesh.errors import PipelineError
 from pipemesh.recurrent import (
+    ActionClock,
     Home,
     Options,
     Stage,
@@ -18,7 +20,7 @@ from pipemesh.recurrent import (
     predict_transfers,
     record_placement,
 )
-from pipemesh.schedule import gpipe, one_f_one_b
+from pipemesh.schedule import forward_only, gpipe, one_f_one_b
 from pipemesh.schedule.builders import build
 from tests.pairwise import pairwise
 from tests.recurrent.stack import (
@@ -212,6 +214,43 @@ def test_nothing_else_is_sent_at_the_boundary():
     # Of four microbatches a slice each way on each way; the labels go along, their gradients do
     # not, since nobody asks for them.
     assert (counts["02"], counts["12"], counts["20"], counts["21"]) == (8, 4, 4, 4)
+
+
+def wait(x):
+    time.sleep(0.03)
+    return x
+
+
+def test_a_device_that_has_nothing_to_hand_on_does_not_say_when_an_action_ended():
+    """The loss comes of the first device of its home; the second one cannot tell when."""
+
+    def before(theta, carry, inputs, microbatch, step):
+        del theta, microbatch, step
+        x = tf.ensure_shape(tf.numpy_function(wait, inputs, tf.float32, stateful=False), [2, 3])
+        return [x, x], carry
+
+    def last(theta, carry, inputs, microbatch, step):
+        del theta, microbatch, step
+        with tf.device(current_devices()[1]):
+            other = tf.square(inputs[1])
+        return [tf.reduce_sum(inputs[0] + other)], carry
+
+    clock, schedule = ActionClock(), forward_only(2, 4)
+
+    @tf.function(autograph=False)
+    def run(x):
+        made = [
+            Stage("before", before, [], [], "CPU:0"),
+            Stage("last", last, [], [], Home(("CPU:1", "CPU:2"), 1), arrivals=lambda: [0, 1]),
+        ]
+        return pipeline_loss(made, [x], schedule, options=Options(clock=clock))[0]
+
+    assert run(tf.ones([8, 3])).numpy() == 48
+    timeline = clock.timeline(schedule)
+    assert min(timeline.costs.forward) >= 0
+    assert [str(span.action) for span in timeline.spans() if span.action.stage] == [
+        "1F0", "1F1", "1F2", "1F3",
+    ]  # fmt: skip
 
 
 def test_predicted_memory_is_that_of_each_home():

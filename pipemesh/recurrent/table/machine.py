@@ -328,7 +328,8 @@ class Machine:
                 for t, place in zip(tensors, places, strict=True)
                 if place == number and t is not None
             }
-            if self._stamp is not None:
+            # Where nothing comes of an action, a stamp would have nothing to wait for.
+            if self._stamp is not None and operations:
                 with tf.control_dependencies(list(operations.values())), tf.device(device):
                     operations["end"] = self._stamp(is_end=True, device=device, replica=number)
             if operations:
