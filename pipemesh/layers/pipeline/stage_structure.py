@@ -63,9 +63,9 @@ class StageStructure:
             )
         self._layer = layer
         values = _sliced(values)
-        # In the order in which they are found again.
+        # In the order in which they are found again, without the tensors.
         self._noted: list[_Slices] = []
-        map_kind(_Slices, self._noted.append, values)
+        map_kind(_Slices, lambda s: self._noted.append(s.without_tensors()), values)
         self._nesting = Structure(values, what)
         self._key = _key(values)
         self.leaf_names = self._nesting.leaf_names
@@ -142,6 +142,10 @@ class _Slices(list[Any]):
         super().__init__(tensors)
         self.dims = dims
         self.handover = handover
+
+    def without_tensors(self) -> _Slices:
+        """What is known of all tensors in this place."""
+        return _Slices((), self.dims, self.handover)
 
 
 def _sliced(values: Any) -> Any:
