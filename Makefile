@@ -10,7 +10,7 @@ PROCESSES ?= auto
 TRAIN_FLAGS ?= --model=OneBillionWordTiny --mesh_shape=layers:2 --num_microbatches=8 --steps=300
 LOGDIR ?= runs/OneBillionWordTiny
 
-.PHONY: train check test test-all lint docs wheel clean
+.PHONY: train check few test test-all lint style types docs wheel clean
 
 train: $(STAMP)
 	$(BIN)/python -m models.one_billion_word.train $(TRAIN_FLAGS) --logdir=$(LOGDIR)
@@ -20,7 +20,11 @@ train: $(STAMP)
 PYTEST := $(BIN)/python -m pytest
 TOGETHER := -m "not serial" --numprocesses=$(PROCESSES) --dist=worksteal
 
-check: lint
+# Types are checked beside the tests: pyright takes one core for half a minute.
+check: style
+	$(MAKE) --no-print-directory --jobs=2 types few
+
+few: $(STAMP)
 	$(PYTEST) $(TOGETHER) --cases=few
 
 test: $(STAMP)
@@ -31,10 +35,14 @@ test-all: $(STAMP)
 	$(PYTEST) $(TOGETHER) --cases=all
 	$(PYTEST) -m serial --cases=all
 
-lint: $(STAMP)
+lint: style types
+
+style: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-logo
+
+types: $(STAMP)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # The first page is docs/_build/index.html.

@@ -130,7 +130,7 @@ class Trainer:
         shapes = input_shapes_of(config, config.PLAN.num_replicas)
         self.report = report(stack, run, shapes, self._optimizer_variables())
 
-    @property
+    @functools.cached_property
     def flops(self) -> float:
         """Of a step: products of matrices, forward and backward, without what is computed again."""
         return 3 * sum(stage_flops_of(self._config))

@@ -13,6 +13,7 @@ from pipemesh.mesh import LayoutRules, Mesh
 from tests.warm import warm
 
 
+@pytest.mark.slow
 def test_as_many_devices_and_threads_as_asked_for():
     code = """
 import tensorflow as tf

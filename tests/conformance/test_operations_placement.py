@@ -3,8 +3,8 @@
 Generated from the registry and `tests/lowering/cases`. Layouts that differ only by exchanging axes
 of one size are run once, a different one for each case. Eager mode runs all others, by default on
 the mesh of three axes and a small one. Graphs, which take longer to build, run the two that split
-most dims, on meshes of one, two and three axes; cases that are marked `thin`, which share their
-code with others, run under one on the mesh of three axes.
+most dims, by default on the mesh of three axes alone; cases that are marked `thin`, which share
+their code with others, run under one, on that mesh alone.
 """
 
 import functools

@@ -27,6 +27,7 @@ def pipelined(layers, boundaries, num_micro_batches=4, **kwargs):
     )
 
 
+@pytest.mark.slow
 def test_another_cut_of_the_same_layers_leaves_everything_unchanged(run):
     first, *others = [
         run(pipelined(blocks(4), boundaries), [X], steps=1, num_devices=len(boundaries) - 1)

@@ -85,10 +85,11 @@ def test_assert_same_dim0():
 @pytest.mark.parametrize(
     "module",
     [
-        "pipemesh.layers",
+        pytest.param("pipemesh.layers", marks=pytest.mark.exhaustive),
         "models.one_billion_word.params",
     ],
 )
+@pytest.mark.slow
 def test_lingvo_is_loaded_only_after_the_loader(module):
     code = f"""
 import importlib.abc, sys

@@ -103,12 +103,14 @@ def test_every_schedule_trains_as_the_plain_stack(run, expected, schedule, num_s
     assert result.accumulators == [8.0] * 8
 
 
+@pytest.mark.slow
 def test_selective_remat_picks_layers_by_name(run, expected):
     remat = Selective(lambda name: name in ("block1", "block2", "head"))
     params = pipelined(2, 4, schedule="1f1b", remat=remat)
     assert_equal(run(params, [X, X], steps=3, num_devices=2, loss=mean), expected(run), 4)
 
 
+@pytest.mark.slow
 def test_a_schedule_as_a_loop(run, expected):
     params = pipelined(2, 8, schedule="1f1b", rolled=True)
     with mock.patch.object(tf, "while_loop", wraps=tf.while_loop) as loops:
@@ -117,6 +119,7 @@ def test_a_schedule_as_a_loop(run, expected):
     assert_equal(result, expected(run), 8)
 
 
+@pytest.mark.slow
 def test_a_table_from_a_file(run, expected, tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text(to_csv(one_f_one_b(2, 4)), encoding="utf-8")

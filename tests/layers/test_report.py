@@ -71,6 +71,7 @@ def sent(found, axes):
     return {s.what: (s.times, s.bytes) for s in found.sent if s.axes == axes}
 
 
+@pytest.mark.slow
 def test_along_layers_activations_go_and_gradients_come_back():
     found, _ = reported("layers:2")
     size = BATCH * LENGTH * EMBED * 4

@@ -13,6 +13,7 @@ from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.recurrent.circular import SimdPipeline
 from tests.lowering.cases import ALL
 from tests.lowering.cases.case import THIN_MESHES
+from tests.pairwise import in_turn
 from tests.warm import warm
 
 MESH = Mesh.from_text("data:2;model:2")
@@ -115,8 +116,7 @@ def check(found):
         np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4 * np.abs(want).max())
 
 
-@pytest.mark.parametrize("rules", LAYOUTS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "rules"), in_turn(list(WAYS), LAYOUTS))
 def test_under_placement_they_are_those_of_the_plain_program(way, rules):
     """In graphs they were None, and without one wrong where copies had different shares."""
     lowering = PlacementLowering(MESH, LayoutRules.from_text(rules), DEVICES)

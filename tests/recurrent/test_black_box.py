@@ -10,6 +10,7 @@ from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.randomness import layer_scope, plan_free_randomness
 from pipemesh.recurrent import Options, Stage, pipeline, pipeline_loss
 from pipemesh.schedule import Schedule, gpipe, one_f_one_b, zb_h1
+from tests.pairwise import in_turn
 from tests.recurrent.stack import RUNNERS, pipelined
 from tests.recurrent.stack import plain as plain_stack
 
@@ -26,9 +27,9 @@ def mode(request):
 
 
 @pytest.mark.parametrize(
-    ("num_stages", "num_microbatches"),
-    [(4, 2), (8, 3), (1, 4), (4, 1), (1, 1)],
-    ids=["M<S", "M<S, odd", "S=1", "M=1", "S=1, M=1"],
+    ("mode", "num_stages", "num_microbatches"),
+    in_turn(list(RUNNERS), [(4, 2), (8, 3), (1, 4), (4, 1), (1, 1)]),
+    indirect=["mode"],
 )
 def test_few_microbatches_and_few_stages_equal_the_plain_model(mode, num_stages, num_microbatches):
     run, (loss, weight, grads, each, weights) = mode

@@ -9,6 +9,7 @@ import tensorflow as tf
 from pipemesh.errors import PipelineError
 from pipemesh.recurrent import Options, Stage, pipeline, pipeline_loss
 from pipemesh.schedule import gpipe, one_f_one_b
+from tests.pairwise import pairwise
 
 X = np.arange(8, dtype=np.float32)
 
@@ -40,11 +41,8 @@ def run_tf1(build):
 
 
 MODES = pytest.mark.parametrize("run", [run_tf1, run_tf2])
-OPTIONS = pytest.mark.parametrize(
-    "options",
-    [{}, {"rolled": True}, {"remat": "none"}, {"check_numerics": "all"}],
-    ids=["unrolled", "rolled", "none", "all"],
-)
+WAYS = [{}, {"rolled": True}, {"remat": "none"}, {"check_numerics": "all"}]
+OPTIONS = pytest.mark.parametrize("options", WAYS, ids=["unrolled", "rolled", "none", "all"])
 
 
 def asserted(x):
@@ -61,9 +59,10 @@ def checked(x):
 
 
 @pytest.mark.filterwarnings("ignore:.*never used")
-@MODES
-@OPTIONS
-@pytest.mark.parametrize("body", [asserted, asserted_in_branch, checked])
+@pytest.mark.parametrize(
+    ("run", "body", "options"),
+    pairwise([run_tf1, run_tf2], [asserted, asserted_in_branch, checked], WAYS),
+)
 def test_an_assertion_in_a_stage_fires(run, body, options):
     with pytest.raises(tf.errors.InvalidArgumentError, match="too large"):
         run(lambda: loss_of(body, **options))

@@ -8,7 +8,7 @@ from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.randomness import layer_scope, plan_free_randomness
 from pipemesh.recurrent import Options, Stage, pipeline
 from pipemesh.schedule import Action, Schedule, forward_only, gpipe, looped_bfs
-from tests.pairwise import pairwise
+from tests.pairwise import in_turn
 
 BATCH, WIDTH, VOCAB, LAYERS = 8, 6, 11, 4
 RNG = np.random.default_rng(0)
@@ -115,8 +115,11 @@ def mode(request):
 
 
 @pytest.mark.parametrize(
-    ("mode", "num_stages", "num_microbatches", "remat"),
-    pairwise(list(RUNNERS), [(1, 1), (1, 4), (2, 1), (2, 2), (4, 2), (4, 8)], ["full", "none"]),
+    ("mode", "remat", "num_stages", "num_microbatches"),
+    in_turn(
+        [(mode, remat) for mode in RUNNERS for remat in ("full", "none")],
+        [(1, 1), (1, 4), (2, 1), (2, 2), (4, 2), (4, 8)],
+    ),
     indirect=["mode"],
 )
 def test_outputs_and_all_gradients_equal_the_plain_model(mode, num_stages, num_microbatches, remat):

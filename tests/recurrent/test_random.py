@@ -8,6 +8,7 @@ from pipemesh.errors import PipelineError
 from pipemesh.randomness import layer_scope, plan_free_randomness
 from pipemesh.recurrent import Options, Stage, pipeline
 from pipemesh.schedule import gpipe
+from tests.pairwise import in_turn
 
 BATCH, TIME, WIDTH, HEADS = 8, 3, 4, 2
 STEP = tf.constant(3, tf.int64)
@@ -258,8 +259,7 @@ FOLDS = [
 ]
 
 
-@pytest.mark.parametrize("num_microbatches", [2, 8])
-@pytest.mark.parametrize("function", FOLDS)
+@pytest.mark.parametrize(("function", "num_microbatches"), in_turn(FOLDS, [2, 8]))
 def test_masks_do_not_depend_on_the_cut_where_dims_are_folded_into_the_batch(
     function, num_microbatches
 ):

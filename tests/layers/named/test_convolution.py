@@ -113,6 +113,7 @@ def stack_loss(mesh):
         py_utils.SetEagerMode(False, test_mode=True)
 
 
+@pytest.mark.slow
 def test_stages_hand_parts_of_images_on():
     wanted = stack_loss("layers:1")
     for mesh in ("layers:2;rows:2 height:rows", "layers:2;data:2;rows:2 batch:data;height:rows"):

@@ -11,6 +11,7 @@ from pipemesh.errors import PipelineError
 from pipemesh.layers.named import by_logical_name
 from pipemesh.layers.optimizers import Adafactor
 from tests.layers.optimizers.harness import NAME, make, mode, part_of, train
+from tests.pairwise import pairwise
 
 STEPS = 5
 # Sizes of a weight, and in how many slices each dim is cut.
@@ -55,9 +56,9 @@ def both(sizes, cuts, eager, **options):
     return theirs, ours
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize(("sizes", "cuts"), CUTS)
-@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize(
+    ("eager", "sizes", "cuts", "options"), pairwise([True, False], CUTS, list(OPTIONS.values()))
+)
 def test_on_slices_it_is_lingvos_on_the_whole_weight(sizes, cuts, options, eager):
     theirs, ours = both(sizes, cuts, eager, **options)
     for one, other in zip(theirs, ours, strict=True):

@@ -99,6 +99,7 @@ def test_batch_dim_1_and_layers_before(run):
     run(params, [x], steps=1, num_devices=2).assert_close(expected, **CLOSE)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_the_inputs_and_bfloat16():
     def run(params):
         py_utils.SetEagerMode(False, test_mode=True)

@@ -223,6 +223,7 @@ def test_eval_on_one_device_takes_any_batch(run):
     assert run(params, [X[:3]], do_eval=True).outputs[0].shape == (3, 3, WIDTH)
 
 
+@pytest.mark.slow
 def test_variable_names_do_not_depend_on_the_partition(run):
     names = [
         set(run(pipelined(cut(blocks(4), n), 2), [X], num_devices=n).weights) for n in (1, 2, 4)
@@ -231,6 +232,7 @@ def test_variable_names_do_not_depend_on_the_partition(run):
     assert names[0] == {f"block{i}/w/var:0" for i in range(4)}
 
 
+@pytest.mark.slow
 def test_automatic_stages_have_the_same_names_and_gradients(run):
     shape = tshape.Shape(list(X.shape))
     results = [
@@ -240,7 +242,7 @@ def test_automatic_stages_have_the_same_names_and_gradients(run):
             steps=3,
             num_devices=n,
         )
-        for n in (1, 2, 3, 4)
+        for n in (1, 3)
     ]
     for result in results[1:]:
         result.assert_close(results[0], rtol=1e-4, atol=1e-5)

@@ -151,6 +151,7 @@ def test_the_head_may_be_a_layer_of_lingvo():
     found.assert_close(plain, **CLOSE)
 
 
+@pytest.mark.slow
 def test_layers_compute_in_bfloat16_as_a_placement_does():
     found, wanted = (
         run_tf2(
@@ -183,6 +184,7 @@ def test_each_weight_lies_with_its_stage_and_the_vocabulary_is_spread():
     assert [lies[table] for table in tables] == ["0", "1"]
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_is_an_error_that_says_so():
     bad = [IDS, LABELS, WEIGHTS * np.float32(np.nan), None]
     for options in ({}, {"check_numerics": "off"}):
@@ -250,6 +252,7 @@ def test_a_clock_and_a_forecast_of_memory_are_errors():
             layer.FPropDefaultTheta(*inputs)
 
 
+@pytest.mark.slow
 def test_the_graph_does_not_grow_with_the_microbatches():
     def size(number):
         with cluster(2), tf.Graph().as_default() as graph:

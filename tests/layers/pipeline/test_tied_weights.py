@@ -11,6 +11,7 @@ from pipemesh.errors import LayoutError, PipelineError, ShapeError
 from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, SeqLayer
 from pipemesh.layers.named import Embedding, FeedForward, SoftmaxCrossEntropy
 from tests.layers.harness import cluster, run_tf1, run_tf2
+from tests.pairwise import in_turn
 
 VOCAB, WIDTH = 12, 4
 RNG = np.random.default_rng(0)
@@ -73,15 +74,17 @@ def expected():
     return get
 
 
-@pytest.mark.parametrize("run", [run_tf1, run_tf2])
 @pytest.mark.parametrize(
-    ("mesh", "bounds", "schedule"),
-    [
-        ("layers:2", [0, 2, 4], "1f1b"),
-        ("layers:2;data:2;model:2 vocab:model;d_ff:model", [0, 2, 4], "zb_h1"),
-        # The first and the last stage lie on one home.
-        ("layers:2;model:2 vocab:model", [0, 1, 2, 3, 4], "zb_v"),
-    ],
+    ("run", "mesh", "bounds", "schedule"),
+    in_turn(
+        [run_tf1, run_tf2],
+        [
+            ("layers:2", [0, 2, 4], "1f1b"),
+            ("layers:2;data:2;model:2 vocab:model;d_ff:model", [0, 2, 4], "zb_h1"),
+            # The first and the last stage lie on one home.
+            ("layers:2;model:2 vocab:model", [0, 1, 2, 3, 4], "zb_v"),
+        ],
+    ),
 )
 def test_one_table_for_the_first_and_the_last_layer(run, expected, mesh, bounds, schedule):
     params = stack(bounds, num_micro_batches=2, schedule=schedule)

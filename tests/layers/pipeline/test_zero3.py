@@ -75,8 +75,10 @@ def expected():
 @pytest.mark.parametrize(
     ("mesh", "num_stages", "kwargs"),
     [
-        ("layers:2;data:2 embed:data", 2, {}),
-        ("layers:2;data:2 d_ff:data", 2, {"remat": "none"}),
+        pytest.param("layers:2;data:2 embed:data", 2, {}, marks=pytest.mark.exhaustive),
+        pytest.param(
+            *("layers:2;data:2 d_ff:data", 2, {"remat": "none"}), marks=pytest.mark.exhaustive
+        ),
         ("layers:1;data:4 embed:data", 1, {"rolled": True}),
         ("data:2;layers:2 embed:data", 4, {"schedule": "looped_bfs:2"}),
         ("layers:2;data:2;model:2 embed:data;d_ff:model", 2, {}),
@@ -89,7 +91,10 @@ def test_everything_equals_the_plain_model_with_dropout_on(expected, mesh, num_s
     found.assert_close(expected[0], rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_v"])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param("1f1b", marks=pytest.mark.exhaustive), "zb_h1", "zb_v"]
+)
+@pytest.mark.slow
 def test_every_schedule_trains_with_the_loss_inside(expected, schedule):
     params = stack(4 if schedule == "zb_v" else 2, 2, head=True, schedule=schedule)
     found = run_tf2(
@@ -103,6 +108,7 @@ def test_every_schedule_trains_with_the_loss_inside(expected, schedule):
     found.assert_close(expected[1], rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_without_microbatches_and_in_evaluation_it_is_the_same_model(expected):
     mesh = "layers:2;data:2 embed:data"
     for params in (stack(2, 2, pipelined=False), stack(2, 2, cls=SeqLayer)):
@@ -160,6 +166,7 @@ def test_no_device_holds_the_weights_of_its_stage_through_the_step(replicas, rem
     assert sent["weight gradients"] == once["weight gradients"] == once["weights"]
 
 
+@pytest.mark.slow
 def test_devices_of_a_replica_get_their_slices_from_those_at_the_same_place():
     _, alone = predicted("layers:2;data:2", "batch:data;embed:data")
     cut, sent = predicted("layers:2;data:2;model:2", "batch:data;embed:data;d_ff:model")
@@ -170,6 +177,7 @@ def test_devices_of_a_replica_get_their_slices_from_those_at_the_same_place():
     assert [d.weights for d in cut] == [share + bias, share] * 4
 
 
+@pytest.mark.slow
 def test_with_a_smaller_dtype_the_casts_are_fetched():
     params = two_layers().Set(fprop_dtype=tf.bfloat16)
     x = np.concatenate([X, X])
@@ -187,6 +195,7 @@ def test_with_a_smaller_dtype_the_casts_are_fetched():
     assert sum(t.bytes for t in found if t.what == "weights") == whole["weights"] // 2
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_whole_weights_and_goes_from_any_cut_to_any_other(tmp_path):
     cuts = [
         ("layers:2;data:2", "batch:data;embed:data"),

@@ -188,10 +188,10 @@ def booleans(shape: str, seed: int = 0, share: float = 0.5) -> np.ndarray:
     return np.random.default_rng(seed).random(sizes) < share
 
 
-def thinned(cases: Mapping[str, Case], meshes: Sequence[str]) -> list[tuple[str, str]]:
-    """Pairs of mesh and name of a case: thin ones on few meshes."""
+def thinned(cases: Mapping[str, Case], meshes: Sequence[str]) -> list[Any]:
+    """Pairs of mesh and name of a case: thin ones on few meshes, and all on these by default."""
     return [
-        (mesh, name)
+        pytest.param(mesh, name, marks=() if mesh in THIN_MESHES else pytest.mark.exhaustive)
         for mesh in meshes
         for name, case in cases.items()
         if mesh in THIN_MESHES or not case.thin

@@ -89,6 +89,7 @@ def read_curve(path):
     return losses
 
 
+@pytest.mark.slow
 def test_mnist_prints_its_plan_and_learns_the_same_under_another_one(results, folder):
     code, out, err = results["mnist"]
     assert code == 0, err

@@ -82,6 +82,7 @@ def simd():
 
 
 @pytest.mark.parametrize(("name", "mesh", "layout"), ALL)
+@pytest.mark.slow
 def test_the_loss_curve_is_that_of_plain_tensorflow(name, mesh, layout, simd):
     losses, costs = curves.curve(name, "placement", mesh, layout)
     np.testing.assert_allclose(losses, plain_curve(name), rtol=2e-5)

@@ -132,6 +132,7 @@ def test_ctrl_c_while_modules_are_loaded_is_one_line_and_130(tmp_path):
     assert (process.returncode, out, err) == (130, "", "interrupted\n")
 
 
+@pytest.mark.slow
 def test_the_examples_load_tensorflow_when_they_use_it():
     code = """
 import sys

@@ -95,6 +95,7 @@ def test_work_aside_returns_and_raises():
         console.aside(lambda: 1 // 0)
 
 
+@pytest.mark.slow
 def test_a_signal_is_answered_while_a_vocabulary_is_learned():
     # SentencePiece runs for many seconds here, without a look at signals.
     code = """

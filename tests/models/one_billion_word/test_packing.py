@@ -47,13 +47,14 @@ def test_the_table_of_the_docstring():
 PIECES = st.lists(st.integers(3, 99), min_size=1, max_size=9)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(
     sentences=st.lists(PIECES, min_size=1, max_size=12),
     batch_size=st.integers(1, 3),
     length=st.integers(1, 8),
     group=st.integers(1, 5),
 )
+@pytest.mark.slow
 def test_every_position_is_there_once_and_knows_its_segment(sentences, batch_size, length, group):
     batches = pack(sentences, batch_size, length, group)
     assert all(batch[key].shape == (batch_size, length) for batch in batches for key in KEYS)

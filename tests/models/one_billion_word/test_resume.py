@@ -144,12 +144,13 @@ def test_training_goes_from_placement_to_simd_and_back_with_the_same_losses(
     ]
     whole, logdir = tmp_path / "whole", tmp_path / "run"
     train(small_request(whole, text, steps=6, plan=plans[0], NUM_LAYERS=2, save_every=2))
-    for steps, plan in ((2, plans[0]), (4, plans[1]), (6, plans[0])):
+    begun(whole, 2, logdir)
+    for steps, plan in ((4, plans[1]), (6, plans[0])):
         request = small_request(logdir, text, steps=steps, plan=plan, NUM_LAYERS=2, save_every=2)
         assert train(request) == 0
     mine, wanted = scalars(logdir, "loss"), scalars(whole, "loss")
     assert len(wanted) == 6
-    np.testing.assert_allclose(mine, wanted, rtol=1e-5)
+    np.testing.assert_allclose(mine, wanted[2:], rtol=1e-5)
     assert weights(logdir, 6).keys() == weights(whole, 6).keys()
     assert About.read(str(logdir / "ckpt-4")).plan["lowering"] == "simd"
     out = capsys.readouterr().out

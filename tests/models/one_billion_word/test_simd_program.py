@@ -55,6 +55,7 @@ def test_no_operation_of_the_whole_step_stays_but_the_two_loops(model):
     assert text(model=model).count('"tf.While"') == 2
 
 
+@pytest.mark.slow
 def test_activations_go_to_the_next_stage_and_gradients_to_the_one_before():
     # The hidden vectors, and the weights of labels, which the last layer reads.
     for found in numbers_after("source_target_pairs", text()):
@@ -83,6 +84,7 @@ def test_gradients_of_replicas_are_summed_once_and_not_each_tick():
     assert groups and all(found == MODEL_GROUPS for found in groups)
 
 
+@pytest.mark.slow
 def test_the_program_does_not_grow_with_the_number_of_microbatches():
     def operations(program):
         # Constants may be shared.

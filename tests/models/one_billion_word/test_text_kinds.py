@@ -97,7 +97,7 @@ KINDS = [
 
 
 # Once these are read, which has tests of its own, they are ordinary text.
-ONLY_READ_IN_ANOTHER_WAY = (code, empty_lines, carriage_returns, packed, byte_order_mark)
+ONLY_READ_IN_ANOTHER_WAY = (code, empty_lines, carriage_returns, packed, byte_order_mark, numbers)
 
 
 @pytest.mark.slow

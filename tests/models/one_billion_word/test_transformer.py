@@ -43,6 +43,7 @@ def changed(batch, where):
     return {**batch, "ids": ids.astype(np.int32)}
 
 
+@pytest.mark.slow
 def test_a_sentence_leaves_its_neighbours_in_the_pack_bit_identical(losses):
     batch = random_batch()
     before = losses(batch)

@@ -66,6 +66,7 @@ def test_a_signal_saves(text, tmp_path, train, after, capsys, number):
     assert (logdir / "ckpt-2.index").exists()
 
 
+@pytest.mark.slow
 def test_who_ignores_sighup_has_it_ignored(text, tmp_path, train, after):
     old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -146,6 +147,7 @@ def test_a_full_disk_ends_no_training_and_what_was_saved_stays(tmp_path):
     assert not [name for name in names if "-6" in name or "-11" in name], "no half checkpoint"
 
 
+@pytest.mark.slow
 def test_a_log_directory_that_cannot_be_written_to_ends_no_training(
     text, tmp_path, train, after, capsys
 ):

@@ -70,6 +70,7 @@ def test_it_computes_what_the_table_does(sizes):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_function_that_is_called_eagerly():
     weights = weights_of(4)
     wanted = run(pipeline, weights, (2, 4, 2))

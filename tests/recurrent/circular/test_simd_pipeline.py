@@ -1,6 +1,5 @@
 """Pipelines under placement equal the plain model; what cannot be a pipeline is an error."""
 
-import itertools
 import re
 
 import numpy as np
@@ -16,10 +15,11 @@ from pipemesh.mesh import LayoutRules, Mesh, Shape
 from pipemesh.randomness import Position, WholeDraws, plan_free_randomness
 from pipemesh.recurrent.circular import SimdPipeline
 from pipemesh.recurrent.circular.layer_position import layer_seed
+from tests.pairwise import pairwise
 from tests.recurrent.circular.pipelined import DEEP_MLP, MLP, TRANSFORMER
 from tests.recurrent.circular.pipelined.train import train_placement
 
-SWEEP = list(itertools.product(["data:1", "layers:2", "layers:4"], (1, 4, 8), (1, 2)))
+SWEEP = pairwise(["data:1", "layers:2", "layers:4"], [1, 4, 8], [1, 2])
 
 
 def check_training(model, mesh_text, microbatches, virtual):
@@ -353,6 +353,7 @@ def test_a_pipeline_in_a_stage_of_another_pipeline_may_not_draw():
     ("mesh_text", "rules", "microbatches"),
     [("layers:2", "", 4), ("layers:4;data:2", "batch:data", 2), ("data:1", "", 1)],
 )
+@pytest.mark.slow
 def test_several_activations_travel_and_others_go_along(mesh_text, rules, microbatches):
     own = "layers:layers;" if "layers" in mesh_text else ""
     lowering = make(mesh_text, (own + rules).strip(";"))

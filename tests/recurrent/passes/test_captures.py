@@ -7,6 +7,7 @@ import tensorflow as tf
 from pipemesh.errors import PipelineError
 from pipemesh.recurrent import Home, Options, Stage, pipeline, pipeline_loss
 from pipemesh.schedule import gpipe, one_f_one_b, zb_h1
+from tests.pairwise import pairwise
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=[8, 4]).astype(np.float32)
@@ -108,19 +109,20 @@ def run_tf2(*args, **options):
     return tf.nest.map_structure(lambda t: t.numpy(), step())
 
 
-@pytest.mark.parametrize("run", [run_tf1, run_tf2])
 @pytest.mark.parametrize(
-    ("schedule", "options"),
-    [
-        (one_f_one_b(2, 4), {}),
-        (one_f_one_b(2, 4), {"rolled": True, "remat": "none"}),
-        (zb_h1(2, 4), {"remat": "none"}),
-        (one_f_one_b(2, 2), {"replicas": 2}),
-        (one_f_one_b(2, 4), {"replicas": 2, "rolled": True, "remat": "none"}),
-    ],
-    ids=["1f1b", "rolled", "zb_h1", "replicas", "rolled_replicas"],
+    ("run", "use", "schedule", "options"),
+    pairwise(
+        [run_tf1, run_tf2],
+        [read, computed, looked_up, looked_up_by_tuples, *INSIDE],
+        [
+            (one_f_one_b(2, 4), {}),
+            (one_f_one_b(2, 4), {"rolled": True, "remat": "none"}),
+            (zb_h1(2, 4), {"remat": "none"}),
+            (one_f_one_b(2, 2), {"replicas": 2}),
+            (one_f_one_b(2, 4), {"replicas": 2, "rolled": True, "remat": "none"}),
+        ],
+    ),
 )
-@pytest.mark.parametrize("use", [read, computed, looked_up, looked_up_by_tuples, *INSIDE])
 def test_a_captured_weight_gets_its_gradient_summed_over_microbatches_and_stages(
     run, use, schedule, options
 ):

@@ -96,6 +96,7 @@ UNARY = (tf.exp, tf.sin, tf.identity, tf.stop_gradient, lambda t: t * 2.0, lambd
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
+@pytest.mark.slow
 def test_random_graphs_compute_what_they_did(data):
     value = np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3)
     layers = {}

@@ -126,6 +126,7 @@ def test_results_depend_neither_on_the_number_of_chunks_nor_on_remat(want, num_c
     assert_equal(got, want)
 
 
+@pytest.mark.slow
 def test_the_graph_does_not_grow_with_the_length_or_the_number_of_chunks():
     def size(length, num_chunks):
         @tf.function(autograph=False)

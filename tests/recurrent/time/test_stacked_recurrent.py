@@ -18,6 +18,7 @@ from tensorflow.python.eager import context
 from pipemesh.errors import PipelineError
 from pipemesh.randomness import plan_free_randomness
 from pipemesh.recurrent import StackedRecurrent
+from tests.pairwise import in_turn
 
 LAYERS, LENGTH, BATCH, WIDTH = 4, 6, 3, 4
 RNG = np.random.default_rng(0)
@@ -170,7 +171,11 @@ def assert_equal(got, want, **tolerance):
             np.testing.assert_allclose(got[1][name], grad, err_msg=name, **tolerance)
 
 
-@pytest.mark.parametrize(("num_devices", "num_chunks"), [(1, None), (2, 3), (4, None)])
+@pytest.mark.parametrize(
+    ("mode", "num_devices", "num_chunks"),
+    in_turn(list(RUNNERS), [(1, None), (2, 3), (4, None)]),
+    indirect=["mode"],
+)
 def test_outputs_final_states_and_all_gradients_equal_the_plain_loop(mode, num_devices, num_chunks):
     run, want = mode
     assert all(np.any(grad) for grad in want[1].values())
@@ -193,6 +198,7 @@ def test_a_loss_of_the_outputs_alone_trains_all_layers():
     assert_equal(run_tf2(build_stacked, VALUES, loss=outputs_only), want)
 
 
+@pytest.mark.slow
 def test_a_loss_of_one_final_state_trains_the_layers_up_to_it(mode):
     def loss(results):
         return tf.reduce_sum(tf.sin(results[1][1].c))
@@ -373,7 +379,9 @@ def test_a_state_that_a_cell_does_read_must_be_kept():
         run_tf2(functools.partial(build_stacked, unused_acc_state=True), VALUES)
 
 
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "inside"), in_turn(list(RUNNERS), [False, True]), indirect=["mode"]
+)
 def test_captured_tensors_and_variables_get_their_gradient(mode, inside):
     run, _ = mode
 
@@ -390,6 +398,7 @@ def test_captured_tensors_and_variables_get_their_gradient(mode, inside):
     assert_equal(run(functools.partial(build, stacked=True), VALUES), want)
 
 
+@pytest.mark.slow
 def test_dropout_is_the_same_on_any_number_of_devices_and_differs_in_time():
     def cell(theta, state, inputs):
         state1, _ = lstm(theta, state, inputs)
@@ -420,6 +429,7 @@ def test_the_callers_lists_stay_as_they_are():
         assert all(a is b for a, b in zip(now, before, strict=True))
 
 
+@pytest.mark.slow
 def test_every_layer_is_computed_on_its_device_in_both_passes():
     variables = {name: tf.Variable(value) for name, value in VALUES.items()}
 
@@ -461,6 +471,7 @@ def test_lists_of_another_length_than_the_devices_are_errors(changes, message):
         run_tf2(functools.partial(build_stacked, **changes), VALUES)
 
 
+@pytest.mark.slow
 def test_results_and_gradients_are_those_of_lingvos_stacked_recurrent():
     def cell(theta, state, inputs):
         # In lingvo no state may be an integer.
