@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -117,7 +118,8 @@ class SeqLayer(base_layer.BaseLayer):
                 makers = [*self._before_names, *self._cell_names]
                 tie_weights(p.name, p.tied_weights, [self.children[name] for name in makers])
         first.check(p.name, cells)
-        for lowering, cell in zip(self._lowerings, cells, strict=False):
+        # One program for all has more cells than places, which are all alike.
+        for lowering, cell in zip(itertools.cycle(self._lowerings), cells, strict=False):
             lowering.warn_of_idle(p.name, cell)
         self._weights_are_its_own = False
 
