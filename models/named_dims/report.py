@@ -11,7 +11,7 @@ def plan_report(trainer: Trainer, mesh: Mesh, rules: LayoutRules) -> str:
     """Which part of each weight a device holds, and what a step sends."""
     lines = [weight_table(trainer), "", "communication of a step, a device:", str(trainer.costs)]
     used = {axis for _, axis in rules.rules}
-    for axis, size in mesh.axes:
+    for axis, size in zip(mesh.axis_names, mesh.shape, strict=True):
         if size > 1 and axis not in used:
             lines.append(
                 f"no rule splits over axis {axis!r}: the {size} devices along it compute the same"

@@ -99,7 +99,11 @@ def _rated(
         # Its cores are all that its logical devices have.
         cores = os.cpu_count() or 1
         speed *= cores / min(devices * plan.num_replicas, cores)
-    forward = [flops / parts / speed + _SECONDS_AN_ACTION for flops in stage_flops]
+    homes = [len(plan.home(stage)) for stage in range(len(stage_flops))]
+    forward = [
+        flops * max(homes) / home / parts / speed + _SECONDS_AN_ACTION
+        for flops, home in zip(stage_flops, homes, strict=True)
+    ]
     again = plan.remat == "full"
     input_grad = [(1 + again) * seconds for seconds in forward]
     timeline = simulate(plan.table, Costs(forward, input_grad=input_grad, weight_grad=forward))

@@ -128,7 +128,11 @@ def stages_of(config: LanguageModelParams) -> list[Any]:
     if boundaries is None and config.PLAN.lowering == "simd":
         boundaries = alike_boundaries(config)
     if boundaries is None:
-        return PartitionSequentialLayers(layers_of(config), config.PLAN.num_stages, *shapes)
+        plan, speeds = config.PLAN, None
+        if not plan.mesh.is_even:
+            # A home with more devices takes more of the layers.
+            speeds = [len(plan.home(stage)) for stage in range(plan.num_stages)]
+        return PartitionSequentialLayers(layers_of(config), plan.num_stages, *shapes, speeds=speeds)
     layers = named_layers(layers_of(config))
     flops = layer_flops(layers, *shapes)
     costs = tuple(sum(flops[a:b]) for a, b in itertools.pairwise(boundaries))

@@ -11,7 +11,7 @@ from lingvo.core import cluster_factory
 from pipemesh.errors import DeviceError, LayoutError, MeshError
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.mesh.mesh import LAYERS_AXIS
-from pipemesh.plan.places import check_axes, home_of, unused_axes, without
+from pipemesh.plan.places import check_axes, check_uneven, home_of, unused_axes, without
 
 
 class MeshCluster(cluster_factory.Cluster):
@@ -142,6 +142,7 @@ def check_layout(mesh: Mesh, layout: LayoutRules, lowering: str = "placement") -
 
     Raises:
         LayoutError: it names no axis of the mesh, or one that cannot be split so.
+        MeshError: homes differ, and the lowering has one program for all.
     """
     if not isinstance(layout, LayoutRules):
         raise LayoutError(
@@ -149,3 +150,4 @@ def check_layout(mesh: Mesh, layout: LayoutRules, lowering: str = "placement") -
         )
     layout.check(mesh)
     check_axes(layout, lowering)
+    check_uneven(mesh, layout, lowering)

@@ -11,6 +11,7 @@ from pipemesh.backend.static_shape import num_bytes
 from pipemesh.layers.meta import Meta, layer_metas
 from pipemesh.layers.named import NamedLayer
 from pipemesh.mesh import Shape
+from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.partition.text import bytes_text
 from pipemesh.plan.places import home_of
 from pipemesh.recurrent import DeviceMemory, Home, Transfer, memory_of, transfers_of
@@ -116,15 +117,16 @@ def report(stack: Any, run: Any, shapes: Sequence[Any], optimizer: Sequence[Any]
         PartitionError: a layer has no `FPropMeta`.
     """
     homes = stack.StageHomes()
-    with stack.stage_lowering.on(homes[0].replica(0)):
-        metas = _metas(stack, shapes)
+    metas = _metas(stack, homes, shapes)
     held: collections.Counter[str] = collections.Counter()
     for variable in optimizer:
         held[short(variable.device)] += num_bytes([variable])
     number = stack.schedule.num_microbatches
     inside = _inside(metas, number, homes)
     memory = [dataclasses.replace(m, device=short(m.device)) for m in memory_of(run)]
-    forward = [sum(meta.flops for meta in of_stage) for of_stage in metas]
+    flops = [sum(meta.flops for meta in of_stage) for of_stage in metas]
+    # Of all devices of a replica, which compute at the same time.
+    forward = [number / home.group for number, home in zip(flops, homes, strict=True)]
     again = 1 if stack.params.remat == "full" else 0
     costs = Costs(forward, input_grad=[(1 + again) * f for f in forward], weight_grad=forward)
     return Report(
@@ -133,7 +135,7 @@ def report(stack: Any, run: Any, shapes: Sequence[Any], optimizer: Sequence[Any]
         # What is sent while actions compute is said by primitive.
         sent=(*_between(transfers_of(run, inside=False), _coordinates(stack, homes)), *inside),
         bubble=simulate(stack.schedule, costs).bubble_ratio,
-        flops=3 * number * homes[0].num_replicas * sum(forward),
+        flops=3 * number * homes[0].num_replicas * sum(flops),
         weights=tuple(_layouts(stack)),
     )
 
@@ -143,12 +145,17 @@ def short(device: str) -> str:
     return device.split("/")[-1].removeprefix("device:")
 
 
-def _metas(stack: Any, shapes: Sequence[Any]) -> list[list[Meta]]:
-    """What the layers of each stage say of themselves."""
-    cells = [stack.children[cell.name] for cell in stack.params.cell_tpl]
-    layers = [[cell.children[sub.name].params for sub in cell.params.sub] for cell in cells]
-    found = iter(layer_metas([layer for each in layers for layer in each], *shapes))
-    return [[next(found) for _ in each] for each in layers]
+def _metas(stack: Any, homes: Sequence[Home], shapes: Sequence[Any]) -> list[list[Meta]]:
+    """What the layers of each stage say of themselves, split as they are there."""
+    found: list[list[Meta]] = []
+    for cell, home, lowering in zip(
+        stack.params.cell_tpl, homes, stack.stage_lowerings, strict=True
+    ):
+        children = stack.children[cell.name].children
+        with lowering.on(home.replica(0)):
+            found.append(layer_metas([children[sub.name].params for sub in cell.sub], *shapes))
+        shapes = found[-1][-1].out_shapes if found[-1] else shapes
+    return found
 
 
 def _coordinates(stack: Any, homes: Sequence[Home]) -> dict[str, dict[str, int]]:
@@ -168,7 +175,9 @@ def _between(transfers: Sequence[Transfer], at: dict[str, dict[str, int]]) -> li
     sums: collections.Counter[tuple[str, str]] = collections.Counter()
     for transfer in transfers:
         source, target = at[short(transfer.source)], at[short(transfer.target)]
-        axes = "+".join(axis for axis in source if source[axis] != target[axis])
+        differing = [axis for axis in source if source[axis] != target[axis]]
+        # Where homes differ, a slice may come to another place of the next one.
+        axes = LAYERS_AXIS if LAYERS_AXIS in differing else "+".join(differing)
         key = axes, transfer.what
         times[key] = max(times.get(key, 0), transfer.times)
         sums[key] += transfer.bytes

@@ -6,13 +6,17 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any, TypeGuard, cast
 
 from pipemesh.errors import MeshError
 from pipemesh.mesh.checks import is_name, pairs_of, text_of, whole_number
 from pipemesh.text import nearest_text
 
 LAYERS_AXIS = "layers"
-_AXIS = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]*)\s*:\s*([0-9]+)\s*")
+_AXIS = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]*)\s*:\s*([0-9]+(?:\s*,\s*[0-9]+)*)\s*")
+
+# Of an axis; several are those at the places along the axis `layers`.
+Size = int | tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,13 +24,16 @@ class Mesh:
     """An array of processors with named axes.
 
     Processors are numbered row by row: the last axis varies fastest. The axis `layers` indexes
-    the stages of a pipeline; each stage owns the sub-mesh of the remaining axes.
+    the stages of a pipeline; each stage owns the sub-mesh of the remaining axes. These may have
+    another size at each place along `layers`; processors are then numbered place by place.
 
     Attributes:
-        axes: pairs of axis name and size, in order; without axes it is a single processor.
+        axes: pairs of axis name and size, in order; without axes it is a single processor. In
+            place of a size there may be a tuple of one for each place along `layers`.
 
     Raises:
-        MeshError: an axis is named twice or has a size below 1.
+        MeshError: an axis is named twice or has a size below 1, or has several sizes, but not one
+            for each place along `layers`.
 
     Example:
         >>> mesh = Mesh.from_text("layers:4;data:2")
@@ -34,9 +41,12 @@ class Mesh:
         (4, 1, 'layers:4;data:2')
         >>> mesh.coordinates(3), mesh.stage_mesh, mesh.stage_processors(1)
         ({'layers': 1, 'data': 1}, Mesh(axes=(('data', 2),)), (2, 3))
+        >>> mesh = Mesh.from_text("layers:2;model:4,1")
+        >>> mesh.num_devices, mesh.place_mesh(1), mesh.stage_processors(1)
+        (5, Mesh(axes=(('model', 1),)), (4,))
     """
 
-    axes: tuple[tuple[str, int], ...]
+    axes: tuple[tuple[str, Size], ...]
 
     def __post_init__(self) -> None:
         if pairs_of(self.axes) is None:
@@ -45,7 +55,7 @@ class Mesh:
                 "give pairs of axis and size"
             )
         names = self.axis_names
-        axes: list[tuple[str, int]] = []
+        axes: list[tuple[str, Size]] = []
         for name, given in self.axes:
             if not is_name(name):
                 raise MeshError(
@@ -53,22 +63,36 @@ class Mesh:
                 )
             if names.count(name) > 1:
                 raise MeshError(f"axis {name!r} is named twice; merge its sizes into one axis")
-            size = whole_number(given)
-            if size is None or size < 1:
-                raise MeshError(
-                    f"axis {name!r} has size {given!r}; sizes are whole numbers from 1 on"
-                )
-            axes.append((name, size))
+            axes.append((name, _size_of(name, given)))
         object.__setattr__(self, "axes", tuple(axes))
+        self._check_places()
+        # Several that are equal are one.
+        one = [(name, size[0] if _is_constant(size) else size) for name, size in axes]
+        object.__setattr__(self, "axes", tuple(one))
+
+    def _check_places(self) -> None:
+        """Checks that an axis has one size, or one for each place along `layers`."""
+        places = dict(self.axes).get(LAYERS_AXIS, 1)
+        for name, size in self.axes:
+            if isinstance(size, int):
+                continue
+            if name == LAYERS_AXIS:
+                raise MeshError(f"axis 'layers' of mesh '{self}' has several sizes; it has one")
+            if len(size) != places:
+                raise MeshError(
+                    f"axis {name!r} of mesh '{self}' has {len(size)} sizes, but the number of "
+                    f"places along the axis 'layers' is {places}; give one size, or one for each "
+                    "place, as 'layers:2;model:4,1'"
+                )
 
     @classmethod
     def from_text(cls, text: str) -> Mesh:
-        """Parses `name:size` pairs that are joined by semicolons.
+        """Parses `name:size` pairs that are joined by semicolons, several sizes by commas.
 
         Raises:
             MeshError: `text` has another form.
         """
-        axes: list[tuple[str, int]] = []
+        axes: list[tuple[str, Size]] = []
         for part in text_of(text, MeshError, "layers:4;data:2").split(";"):
             match = _AXIS.fullmatch(part)
             if match is None:
@@ -76,7 +100,7 @@ class Mesh:
                     f"{part!r} in mesh shape {text!r} is not name:size; "
                     "write for example 'layers:2' or 'layers:4;data:2'"
                 )
-            axes.append((match[1], int(match[2])))
+            axes.append((match[1], tuple(map(int, match[2].split(",")))))
         return cls(tuple(axes))
 
     @property
@@ -86,17 +110,39 @@ class Mesh:
 
     @property
     def num_devices(self) -> int:
-        """The product of the sizes."""
-        return math.prod(size for _, size in self.axes)
+        """The product of the sizes; where they differ from place to place, added up."""
+        if self.is_even:
+            return math.prod(self.shape)
+        return sum(self.place_mesh(place).num_devices for place in range(self.num_stages))
+
+    @property
+    def is_even(self) -> bool:
+        """Whether each axis has one size, at all places along `layers`."""
+        return all(isinstance(size, int) for _, size in self.axes)
 
     def size(self, axis: str) -> int:
-        """The size of `axis`; an axis that the mesh does not name has size 1."""
-        return dict(self.axes).get(axis, 1)
+        """The size of `axis`; an axis that the mesh does not name has size 1.
+
+        Raises:
+            MeshError: it has a size for each place along `layers`; see `place_mesh`.
+        """
+        size = dict(self.axes).get(axis, 1)
+        if not isinstance(size, int):
+            raise MeshError(
+                f"axis {axis!r} of mesh '{self}' has another size at each place along 'layers', "
+                "which only the stages of a pipeline that is lowered by placement may have; give "
+                "it one size"
+            )
+        return size
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The sizes of the axes, in order."""
-        return tuple(size for _, size in self.axes)
+        """The sizes of the axes, in order.
+
+        Raises:
+            MeshError: as `size`.
+        """
+        return tuple(self.size(name) for name, _ in self.axes)
 
     def check_axis(self, axis: str) -> None:
         """Checks that the mesh has an axis.
@@ -128,7 +174,11 @@ class Mesh:
             raise MeshError(
                 f"mesh '{self}' has no processor {processor}; it has 0 to {self.num_devices - 1}"
             )
-        return {name: processor // self.stride(name) % size for name, size in self.axes}
+        if not self.is_even:
+            place, inner = self._place_of(processor)
+            at = self.place_mesh(place).coordinates(inner)
+            return {name: at.get(name, place) for name in self.axis_names}
+        return {name: processor // self.stride(name) % self.size(name) for name in self.axis_names}
 
     def processor(self, coordinates: Mapping[str, int]) -> int:
         """The number of the processor at some coordinates; axes that are left out are at 0.
@@ -183,8 +233,37 @@ class Mesh:
 
     @property
     def stage_mesh(self) -> Mesh:
-        """The sub-mesh that each stage owns."""
+        """The sub-mesh that each stage owns.
+
+        Raises:
+            MeshError: not all have the same; see `place_mesh`.
+        """
+        self.shape  # noqa: B018
         return self.without(LAYERS_AXIS)
+
+    def place_mesh(self, place: int) -> Mesh:
+        """The sub-mesh of the stages at a place along `layers`.
+
+        Raises:
+            MeshError: there is no such place.
+        """
+        self._check_stage(place)
+        return Mesh(
+            tuple(
+                (name, size if isinstance(size, int) else size[place])
+                for name, size in self.axes
+                if name != LAYERS_AXIS
+            )
+        )
+
+    def _place_of(self, processor: int) -> tuple[int, int]:
+        """The place of a processor along `layers`, and its number in the sub-mesh there."""
+        for place in range(self.num_stages):
+            size = self.place_mesh(place).num_devices
+            if processor < size:
+                return place, processor
+            processor -= size
+        raise AssertionError
 
     def stage_processors(self, stage: int) -> tuple[int, ...]:
         """The processors of one stage, in the order of its sub-mesh.
@@ -192,11 +271,31 @@ class Mesh:
         Raises:
             MeshError: there is no such stage.
         """
+        self._check_stage(stage)
+        return self.groups(name for name in self.axis_names if name != LAYERS_AXIS)[stage]
+
+    def _check_stage(self, stage: int) -> None:
         if not 0 <= stage < self.num_stages:
             raise MeshError(
                 f"mesh '{self}' has no stage {stage}; it has 0 to {self.num_stages - 1}"
             )
-        return self.groups(self.stage_mesh.axis_names)[stage]
 
     def __str__(self) -> str:
-        return ";".join(f"{name}:{size}" for name, size in self.axes)
+        return ";".join(
+            f"{name}:{size if isinstance(size, int) else ','.join(map(str, size))}"
+            for name, size in self.axes
+        )
+
+
+def _size_of(name: str, given: object) -> Size:
+    """The size, or the sizes, of an axis."""
+    each: list[Any] = list(cast(Any, given)) if isinstance(given, list | tuple) else [given]
+    sizes = [size for one in each if (size := whole_number(one)) is not None and size > 0]
+    if not each or len(sizes) < len(each):
+        text = ",".join(map(repr, each)) or "()"
+        raise MeshError(f"axis {name!r} has size {text}; sizes are whole numbers from 1 on")
+    return sizes[0] if len(sizes) == 1 else tuple(sizes)
+
+
+def _is_constant(size: Size) -> TypeGuard[tuple[int, ...]]:
+    return not isinstance(size, int) and len(set(size)) == 1

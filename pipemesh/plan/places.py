@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipemesh.errors import LayoutError, PlanError
+from pipemesh.errors import LayoutError, MeshError, PlanError
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.mesh.mesh import LAYERS_AXIS
 
@@ -39,6 +39,40 @@ def check_axes(layout: LayoutRules, lowering: str = "placement") -> None:
             )
 
 
+def check_uneven(mesh: Mesh, layout: LayoutRules, lowering: str = "placement") -> None:
+    """Checks that homes may differ as those of a mesh do; see `Mesh.place_mesh`.
+
+    Args:
+        mesh: the mesh.
+        layout: its rules.
+        lowering: of the plan.
+
+    Raises:
+        LayoutError: the batch, or weights with it, are split over axes of homes that differ.
+        MeshError: homes differ, and the lowering has one program for all.
+    """
+    if mesh.is_even:
+        return
+    if lowering != "placement":
+        raise MeshError(
+            f"mesh '{mesh}' has homes of different sizes, but lowering='{lowering}' is one program "
+            "for all devices; give each axis one size, or use lowering='placement'"
+        )
+    axis = layout.axis(BATCH)
+    if axis is not None and not isinstance(dict(mesh.axes).get(axis, 1), int):
+        raise LayoutError(
+            f"the batch is split over the axis {axis!r}, which has several sizes in mesh '{mesh}', "
+            "but all stages have as many replicas; give this axis one size, and several to axes "
+            "that other dims are split over"
+        )
+    if (cut := cut_rules(layout)).rules:
+        raise LayoutError(
+            f"rule '{cut}' cuts weights over the axis that the batch is split over, for which the "
+            f"homes of all stages are of one size, but those of mesh '{mesh}' are not; leave the "
+            "rule out, or give each axis one size"
+        )
+
+
 def num_replicas(mesh: Mesh, layout: LayoutRules) -> int:
     """Over how many places the batch is split."""
     axis = layout.axis(BATCH)
@@ -65,13 +99,19 @@ def cut_rules(layout: LayoutRules) -> LayoutRules:
 def inner_axes(mesh: Mesh, layout: LayoutRules) -> list[str]:
     """The axes over which dims are split inside of a replica, in the order of the mesh."""
     used = {axis for _, axis in inner_rules(layout).rules}
-    return [name for name in mesh.stage_mesh.axis_names if name in used]
+    return [name for name in mesh.axis_names if name in used]
 
 
-def inner_mesh(mesh: Mesh, layout: LayoutRules) -> Mesh | None:
-    """The sub-mesh of a replica; None if nothing but the batch is split."""
-    axes = inner_axes(mesh, layout)
-    return Mesh(tuple((name, mesh.size(name)) for name in axes)) if axes else None
+def inner_mesh(mesh: Mesh, layout: LayoutRules, place: int = 0) -> Mesh | None:
+    """The sub-mesh of a replica; None if nothing but the batch is split.
+
+    Args:
+        mesh: the mesh.
+        layout: its rules.
+        place: of the stage along the axis `layers`; it matters where homes differ.
+    """
+    axes, of_place = inner_axes(mesh, layout), mesh.place_mesh(place)
+    return Mesh(tuple((name, of_place.size(name)) for name in axes)) if axes else None
 
 
 def inner_rules(layout: LayoutRules) -> LayoutRules:
@@ -102,7 +142,7 @@ def home_of(mesh: Mesh, layout: LayoutRules, place: int) -> list[int]:
     order = [name for name in [layout.axis(BATCH)] if name is not None]
     order += inner_axes(mesh, layout)
     at = {p: mesh.coordinates(p) for p in mesh.stage_processors(place)}
-    idle = [name for name in mesh.stage_mesh.axis_names if name not in order]
+    idle = [name for name in mesh.axis_names if name not in (LAYERS_AXIS, *order)]
     used = [p for p in at if not any(at[p][name] for name in idle)]
     return sorted(used, key=lambda p: [at[p][name] for name in order])
 
@@ -115,7 +155,9 @@ def without(mesh: Mesh, axes: Sequence[str]) -> Mesh:
 def unused_axes(mesh: Mesh, layout: LayoutRules) -> list[str]:
     """Axes of several places, other than `layers`, over which the layout splits nothing."""
     used = {axis for _, axis in layout.rules}
-    return [name for name, size in mesh.stage_mesh.axes if size > 1 and name not in used]
+    return [
+        name for name, size in mesh.axes if size != 1 and name != LAYERS_AXIS and name not in used
+    ]
 
 
 def check_no_idle_axis(mesh: Mesh, layout: LayoutRules) -> None:
@@ -128,7 +170,7 @@ def check_no_idle_axis(mesh: Mesh, layout: LayoutRules) -> None:
     if not unused:
         return
     rule = f"add a rule such as 'batch:{unused[0]}' to the layout, "
-    if layout.axis(BATCH) is not None:
+    if layout.axis(BATCH) is not None or not isinstance(dict(mesh.axes)[unused[0]], int):
         rule = ""
     raise PlanError(
         f"nothing is split over the axis {unused[0]!r} of mesh '{mesh}', so its devices would idle "

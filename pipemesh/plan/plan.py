@@ -114,6 +114,7 @@ replicas; num_microbatches may be 1, 2, 5, 10
 
     def _check_axes(self) -> None:
         places.check_axes(self.layout, self.lowering)
+        places.check_uneven(self.mesh, self.layout, self.lowering)
         cut = places.cut_rules(self.layout)
         if self.lowering == "simd" and cut.rules:
             raise LayoutError(

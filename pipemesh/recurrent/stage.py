@@ -38,6 +38,9 @@ class Stage:
         fetched: numbers of those of `theta` that other replicas have no copy of: an action that
             uses one gets it from where it lies, and lets go of it. They are sent once an action
             and replica, not once a step; gradients are summed and sent as those of the others are.
+        arrivals: asked once the stage before is traced, for each of its outputs the number of the
+            device, of a replica here, that takes it. By default that of the number that it has
+            there, counted around where a replica here has fewer devices.
         recurrent: whether gradients flow through the carry, from each microbatch back to the one
             before and at last to `carry`. If not, the carry is a mere count of what was seen.
     """
@@ -55,6 +58,7 @@ class Stage:
     places: Sequence[int] | None = None
     copies: Mapping[int, int] = dataclasses.field(default_factory=dict)
     fetched: frozenset[int] = frozenset()
+    arrivals: Callable[[], Sequence[int]] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "home", Home.of(self.home))
@@ -98,6 +102,26 @@ class Stage:
     def theta_places(self) -> Sequence[int]:
         """For each of `theta` on which of a replica's devices it, or its copy, lies."""
         return [owner % self.of_home.group for owner in self.owners]
+
+    def input_places(self, before: Sequence[int]) -> list[int]:
+        """On which of a replica's devices its inputs lie.
+
+        Args:
+            before: on which of a replica's devices the stage before has them.
+
+        Raises:
+            PipelineError: `arrivals` gives others than the devices, or not one for each.
+        """
+        group = self.of_home.group
+        if self.arrivals is None:
+            return [place % group for place in before]
+        places = list(self.arrivals())
+        if len(places) != len(before) or not all(0 <= place < group for place in places):
+            raise PipelineError(
+                f"stage {self.name!r} takes {len(before)} tensors and its arrivals are {places}; "
+                f"give one for each, from 0 to {group - 1} (its replicas have {group} devices)"
+            )
+        return places
 
     def holders(self, number: int) -> range:
         """The numbers of the home's devices that hold one of `theta`, or a copy, all the time."""

@@ -12,7 +12,7 @@ from pipemesh.backend.static_shape import num_bytes
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.passes.tracing import specs_of
 from pipemesh.recurrent.stage import Stage
-from pipemesh.recurrent.table.kinds import GRADS, OUTPUTS
+from pipemesh.recurrent.table.kinds import OUTPUTS
 from pipemesh.recurrent.table.run import Run
 from pipemesh.schedule import Schedule
 from pipemesh.text import columns
@@ -141,18 +141,17 @@ def _each(run: Run, inside: bool) -> Iterator[tuple[str, str, str, int]]:
         home = stages[s].of_home
         for place, device in enumerate(home.devices):
             if action.kind == "F":
-                before = stages[s - 1].devices[place] if s else home.first
-                size = run.sizes.values(OUTPUTS, s - 1, place)
-                yield "activations" if s else "inputs", before, device, size
+                if s == 0:
+                    yield "inputs", home.first, device, run.sizes.values(OUTPUTS, -1, place)
                 if s == last:
                     to = home.devices[place % home.group]
                     yield "outputs", device, to, run.sizes.values(OUTPUTS, s, place)
                 if place % home.group == 0:
                     following = home.devices[(place + home.group) % len(home)]
                     yield "accumulators", device, following, run.sizes.carries(s)
-            elif action.kind in "BI" and s:
-                size = run.sizes.values(GRADS, s, place)
-                yield "gradients", device, stages[s - 1].devices[place], size
+        for (source, target), size in run.sizes.handed_on(action).items():
+            what, to = ("activations", s + 1) if action.kind == "F" else ("gradients", s - 1)
+            yield what, home.devices[source], stages[to].devices[target], size
         for (source, target), size in run.sizes.weights_fetched(action).items():
             yield "weights", home.devices[source], home.devices[target], size
         if inside and home.group > 1:

@@ -100,6 +100,27 @@ def test_along_data_weights_go_out_and_gradients_come_back_once():
     assert along["weights"] == along["weight gradients"] == (1, weights)
 
 
+def test_homes_of_unequal_shape():
+    found, layer = reported("layers:2;model:2,1 heads:model;d_ff:model")
+    size = BATCH * LENGTH * EMBED * 4
+    # Equal on both devices of the first stage, so it goes over once, and reductions are its own.
+    assert sent(found, "layers") == {
+        "activations": (MICROBATCHES, size),
+        "gradients": (MICROBATCHES, size),
+    }
+    assert sent(found, "model")["all_reduce forward"] == (2 * MICROBATCHES, 2 * 2 * size)
+    assert [m.device for m in found.memory] == ["CPU:0", "CPU:1", "CPU:2"]
+    stage = layer.children["stage1"].vars.Flatten()
+    assert found.memory[2].weights == sum(v.shape.num_elements() * 4 for v in stage)
+    # Two devices take half the time, so the other one is busy all the time but at the first turn.
+    half, whole = 3 * MICROBATCHES / 2, 3 * MICROBATCHES
+    makespan = whole + 3 / 2
+    assert found.bubble == pytest.approx(1 - (half + whole) / (2 * makespan))
+    lying = {w.name: w for w in found.weights}
+    assert lying["stack.stage0.block0.attention.w_q"].cut == "heads/2"
+    assert lying["stack.stage1.block1.attention.w_q"].devices == ("CPU:2",)
+
+
 def test_memory_and_bubble_and_flops():
     found, layer = reported("layers:2")
     assert isinstance(found, Report)

@@ -65,3 +65,53 @@ def test_what_a_mesh_does_not_have_is_named(call, message):
 def test_axes_are_names_and_whole_sizes(axes, message):
     with pytest.raises(MeshError, match=message):
         Mesh(axes)
+
+
+def test_an_axis_may_have_a_size_for_each_place_along_layers():
+    mesh = Mesh.from_text("layers:3;data:2;model:2,1, 4")
+    assert str(mesh) == "layers:3;data:2;model:2,1,4" and Mesh.from_text(str(mesh)) == mesh
+    assert (mesh.is_even, mesh.num_devices, mesh.num_stages, mesh.size("data")) == (False, 14, 3, 2)
+    assert [mesh.stage_processors(i) for i in range(3)] == [
+        (0, 1, 2, 3),
+        (4, 5),
+        (6, 7, 8, 9, 10, 11, 12, 13),
+    ]
+    assert [str(mesh.place_mesh(i)) for i in (0, 1)] == ["data:2;model:2", "data:2;model:1"]
+    assert mesh.coordinates(5) == {"layers": 1, "data": 1, "model": 0}
+    assert mesh.coordinates(12) == {"layers": 2, "data": 1, "model": 2}
+    assert mesh.groups(["model"])[:3] == ((0, 1), (2, 3), (4,))
+
+
+def test_equal_sizes_are_one_size():
+    mesh = Mesh.from_text("layers:2;model:3,3")
+    assert mesh == Mesh.from_text("layers:2;model:3") and mesh.is_even
+    assert mesh.place_mesh(1) == mesh.stage_mesh
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("layers:2;model:4,1,1", "'model' .* has 3 sizes, but the number of places .* is 2; give"),
+        ("model:4,1", "has 2 sizes, but the number of places along the axis 'layers' is 1"),
+        ("layers:2,1;model:2", "axis 'layers' of mesh 'layers:2,1;model:2' has several sizes"),
+        ("layers:2;model:4,0", "axis 'model' has size 4,0; sizes are whole"),
+        ("layers:2;model:4,", "'model:4,' in mesh shape"),
+    ],
+)
+def test_sizes_that_places_cannot_have_are_errors(text, message):
+    with pytest.raises(MeshError, match=message):
+        Mesh.from_text(text)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda mesh: mesh.size("model"),
+        lambda mesh: mesh.shape,
+        lambda mesh: mesh.stage_mesh,
+        lambda mesh: mesh.stride("layers"),
+    ],
+)
+def test_who_needs_an_array_says_that_it_is_none(call):
+    with pytest.raises(MeshError, match=r"another size at each place along 'layers'.*one size"):
+        call(Mesh.from_text("layers:2;model:4,1"))

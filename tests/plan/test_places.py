@@ -2,9 +2,9 @@
 
 import pytest
 
-from pipemesh.errors import LayoutError, PlanError
+from pipemesh.errors import LayoutError, MeshError, PlanError
 from pipemesh.mesh import LayoutRules, Mesh
-from pipemesh.plan import places
+from pipemesh.plan import Plan, places
 
 BY_DATA = LayoutRules.from_text("batch:data")
 
@@ -72,6 +72,8 @@ def test_devices_may_not_idle():
         places.check_no_idle_axis(mesh("layers:2;data:3"), LayoutRules())
     with pytest.raises(PlanError, match=r"axis 'model' .* or compute the same; leave the axis out"):
         places.check_no_idle_axis(mesh("layers:2;data:3;model:2"), BY_DATA)
+    with pytest.raises(PlanError, match=r"compute the same; leave the axis out"):
+        places.check_no_idle_axis(mesh("layers:2;model:2,1"), LayoutRules())
 
 
 def test_the_mesh_of_a_replica_has_the_axes_that_other_dims_than_the_batch_are_split_over():
@@ -109,3 +111,45 @@ def test_in_one_program_dims_of_what_all_devices_compute_may_lie_along_the_stage
     assert str(places.inner_rules(rules)) == "heads:model"
     with pytest.raises(LayoutError, match="splits the batch over the axis 'layers'"):
         places.check_axes(LayoutRules.from_text("batch:layers"), "simd")
+
+
+def test_homes_may_differ_in_what_is_inside_of_a_replica():
+    whole = mesh("layers:2;data:2;model:2,1")
+    rules = LayoutRules.from_text("batch:data;d_ff:model")
+    places.check_uneven(whole, rules)
+    assert [str(places.inner_mesh(whole, rules, place)) for place in (0, 1)] == [
+        "model:2",
+        "model:1",
+    ]
+    assert [places.home_of(whole, rules, place) for place in (0, 1)] == [[0, 1, 2, 3], [4, 5]]
+    assert places.unused_axes(whole, BY_DATA) == ["model"]
+    assert places.num_replicas(whole, rules) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "rules", "lowering", "error", "message"),
+    [
+        (
+            "layers:2;data:2,1",
+            "batch:data",
+            "placement",
+            LayoutError,
+            "batch is split over .*'data'",
+        ),
+        (
+            "layers:2;data:2;model:2,1",
+            "batch:data;embed:data;d_ff:model",
+            "placement",
+            LayoutError,
+            "rule 'embed:data' cuts weights",
+        ),
+        ("layers:2;model:2,1", "d_ff:model", "simd", MeshError, "lowering='simd' is one program"),
+    ],
+)
+def test_what_homes_that_differ_cannot_have_is_an_error(text, rules, lowering, error, message):
+    layout = LayoutRules.from_text(rules)
+    with pytest.raises(error, match=message):
+        places.check_uneven(mesh(text), layout, lowering)
+    with pytest.raises(error, match=message):
+        Plan(mesh(text), layout, num_microbatches=2, lowering=lowering)
+    places.check_uneven(mesh("layers:2;data:2;model:2"), layout, lowering)

@@ -512,7 +512,7 @@ def test_prints_say_which_replica(capfd):
 @pytest.mark.parametrize(
     ("homes", "text"),
     [
-        ([HOMES[0], "CPU:2"], "stage 's0' has 2 devices .CPU:0, CPU:1., but stage 's1' has 1"),
+        ([HOMES[0], "CPU:2"], "stage 's0' has 2 replicas .CPU:0, CPU:1., but stage 's1' has 1"),
         ([Home(tuple(f"CPU:{i}" for i in range(3)))] * 2, "4 examples does not divide among the 3"),
     ],
 )

@@ -10,11 +10,11 @@ from pipemesh.lowering import Tensor, ops
 T = TypeVar("T")
 
 
-def map_kind(kind: type[T], function: Callable[[T], Any], value: Any) -> Any:
+def map_kind(kind: type[T] | tuple[type[T], ...], function: Callable[[T], Any], value: Any) -> Any:
     """The value, with the function's result in place of each thing of a kind.
 
     Args:
-        kind: a class, such as that of tensors with named dims.
+        kind: a class, such as that of tensors with named dims, or several.
         function: of such a thing.
         value: things of this and other kinds, by themselves or nested in lists, tuples and dicts.
 

@@ -16,14 +16,13 @@ from pipemesh.layers.feature_extraction import to_tuple
 from pipemesh.layers.named.values import exported
 from pipemesh.layers.pipeline.alike_stages import check_predictable, pipeline_of
 from pipemesh.layers.pipeline.head import check_head
-from pipemesh.layers.pipeline.homes import stage_homes
 from pipemesh.layers.pipeline.pipelining_params import define_pipelining
 from pipemesh.layers.pipeline.plan_of import plan_of
 from pipemesh.layers.pipeline.schedule_of import schedule_of
 from pipemesh.layers.pipeline.seq_layer import SeqLayer
 from pipemesh.layers.pipeline.simd_stack import SimdStack
 from pipemesh.layers.pipeline.stage_lowering import StageWeights
-from pipemesh.layers.pipeline.stage_structure import StageStructure
+from pipemesh.layers.pipeline.stage_structure import StageStructure, handed_over
 from pipemesh.layers.pipeline.weight_dtypes import (
     cast_first,
     compute_dtypes,
@@ -140,9 +139,9 @@ class PipeliningLayer(SeqLayer):
             theta.update({name: uncast_theta(self.children[name]) for name in self._cell_names})
         return theta
 
-    def StageHomes(self) -> list[Home]:
-        """The devices of each stage, as the schedule places them."""
-        return stage_homes(self.cluster, self.schedule.stage_devices, self.params)
+    def _places(self) -> Sequence[int]:
+        """As the schedule places the stages."""
+        return self.schedule.stage_devices
 
     def Explain(self, error: tf.errors.OpError) -> PipelineError | None:
         """An error of TensorFlow as one line with stage, layer and microbatch.
@@ -312,8 +311,7 @@ class PipeliningLayer(SeqLayer):
         p = self.params
         structure = StageStructure(args, p.nested_map_fprop, p.name, "args")
         inputs = structure.flatten(args)
-        names = structure.leaf_names
-        replicas = homes[0].num_replicas
+        names, replicas = structure.leaf_names, homes[0].num_replicas
         microbatch_size(inputs, p.num_micro_batches, p.batch_dim, names, replicas)
         check_micro_batch_size(p, inputs)
         cells = [self.children[name] for name in self._cell_names]
@@ -346,6 +344,7 @@ class PipeliningLayer(SeqLayer):
                 places=own.places,
                 copies=own.copies,
                 fetched=own.fetched,
+                arrivals=lambda i=i: structures[i].arrivals(),
             )
             for i, (name, own, home) in enumerate(cells)
         ]
@@ -385,8 +384,7 @@ class PipeliningLayer(SeqLayer):
 
     def _stage_function(self, number: int, weights: StageWeights, structures: list[Any]) -> Any:
         """Stage `number` as a pure function of flat lists of tensors."""
-        p = self.params
-        name = self._cell_names[number]
+        p, name, last = self.params, self._cell_names[number], len(self._cell_names) - 1
         cell = self.children[name]
 
         def forward(theta: Any, carry: Any, inputs: Any, microbatch: Any, step: Any) -> Any:
@@ -396,22 +394,24 @@ class PipeliningLayer(SeqLayer):
             with (
                 py_utils.RemoveAssertContext(remove=True),
                 keyed_seeds(global_step_in(step)),
-                self._lowering.on(current_devices()),
+                self._lowerings[number].on(current_devices()),
             ):
                 outputs = self._fprop_cell(
                     weights.pack(theta), name, *structures[number].pack_arguments(inputs)
                 )
-                if number + 1 == len(self._cell_names):
+                outputs = to_tuple(outputs)
+                if number == last:
                     outputs = exported(outputs)
+                else:
+                    outputs = handed_over(outputs, self._lowerings[number + 1].replica_mesh)
             carry = [tf.convert_to_tensor(t) for t in cell.GetAccumulatorValues().Flatten()]
             cell.SetAccumulatorValues(saved)
-            outputs = to_tuple(outputs)
             where = f"{p.name}: stage {name!r}"
             structures[number + 1] = StageStructure(outputs, p.nested_map_fprop, where, "outputs")
             flat = structures[number + 1].flatten(outputs)
             if not flat:
                 raise PipelineError(f"{where} returns no tensor; a stage returns at least one")
-            if number + 1 == len(self._cell_names):
+            if number == last:
                 check_head(where, structures[-1].leaf_names, flat, p.loss_inside)
             if p.state_dtype is not None:
                 flat = [tf.cast(t, p.state_dtype) if t.dtype.is_floating else t for t in flat]

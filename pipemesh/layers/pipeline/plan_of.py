@@ -62,4 +62,14 @@ def _with_places(mesh: Mesh | None, number: int) -> Mesh:
         return Mesh(((LAYERS_AXIS, number),))
     if LAYERS_AXIS not in mesh.axis_names and number > 1:
         return Mesh(((LAYERS_AXIS, number), *mesh.axes))
-    return Mesh(tuple((name, number if name == LAYERS_AXIS else size) for name, size in mesh.axes))
+    return Mesh(
+        tuple(
+            (name, number if name == LAYERS_AXIS else _of_places(size, number))
+            for name, size in mesh.axes
+        )
+    )
+
+
+def _of_places(size: int | tuple[int, ...], number: int) -> int | tuple[int, ...]:
+    """Of an axis the size at so many places, which start again after the last."""
+    return size if isinstance(size, int) else tuple(size[i % len(size)] for i in range(number))

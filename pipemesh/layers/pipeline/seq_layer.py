@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from pipemesh.layers.named.values import exported
 from pipemesh.layers.pipeline.homes import mesh_of, stage_homes
 from pipemesh.layers.pipeline.spread_weights import spread_weights
 from pipemesh.layers.pipeline.stage_lowering import StageLowering
-from pipemesh.layers.pipeline.tied_weights import tie_weights, with_given_weights
+from pipemesh.layers.pipeline.tied_weights import check_one_mesh, tie_weights, with_given_weights
 from pipemesh.layers.step_seed import name_in_task, step_of_call, whole_batch_randomness
 from pipemesh.recurrent import Home
 
@@ -92,10 +93,12 @@ class SeqLayer(base_layer.BaseLayer):
         num_before = len(p.before_tpl)
         self._before_names, self._cell_names = names[:num_before], names[num_before:]
         self._random_names = dict(zip(names, random_names, strict=True))
-        self._lowering = StageLowering(*mesh_of(self.cluster, p))
-        if self._lowering.cuts_weights and not py_utils.IsEagerMode():
+        mesh, layout = mesh_of(self.cluster, p)
+        self._lowerings = [StageLowering(mesh, layout, place) for place in self._places()]
+        first = self._lowerings[0]
+        if first.cuts_weights and not py_utils.IsEagerMode():
             raise LayoutError(
-                f"{p.name}: layout '{mesh_of(self.cluster, p)[1]}' cuts weights over the axis that "
+                f"{p.name}: layout '{layout}' cuts weights over the axis that "
                 "the batch is split over, but in a TF1 graph lingvo's trainer places variables, "
                 "each as one; use TF2 (py_utils.SetEagerMode(True)), or leave rules for that axis "
                 "out but for the batch's"
@@ -105,40 +108,51 @@ class SeqLayer(base_layer.BaseLayer):
                 self.CreateChild(tpl.name, tpl)
         if not pinned:
             # Where nothing is split, it may be called under another cluster than it is made under.
-            splits = self._lowering.splits
-            homes = self.StageHomes() if splits else [Home(("",))] * len(p.cell_tpl)
+            homes = self.StageHomes() if first.splits else [Home(("",))] * len(p.cell_tpl)
         self._create_cells(tpls[num_before:], homes, pinned)
+        cells = [self.children[name] for name in self._cell_names]
         if p.tied_weights:
+            meshes = [lowering.replica_mesh for lowering in self._lowerings]
+            check_one_mesh(p.name, p.tied_weights, [*zip(cells, meshes, strict=False)])
             with self._tying(homes):
                 makers = [*self._before_names, *self._cell_names]
                 tie_weights(p.name, p.tied_weights, [self.children[name] for name in makers])
-        self._lowering.check(p.name, [self.children[name] for name in self._cell_names])
+        first.check(p.name, cells)
+        # One program for all has more cells than places, which are all alike.
+        for lowering, cell in zip(itertools.cycle(self._lowerings), cells, strict=False):
+            lowering.warn_of_idle(p.name, cell)
         self._weights_are_its_own = False
 
     def _create_cells(self, tpls: Sequence[Any], homes: Sequence[Home], pinned: bool) -> None:
         """Makes the stages, each on its home; `pinned` says whether variables lie there."""
-        for tpl, home in zip(tpls, homes, strict=False):
+        for tpl, home, lowering in zip(tpls, homes, self._lowerings, strict=False):
             replica = home.replica(0) if pinned else ("",) * home.group
             with (
                 tf.device(replica[0]),
-                self._lowering.on(replica, home),
+                lowering.on(replica, home),
                 spread_weights(home) if py_utils.IsEagerMode() else contextlib.nullcontext(),
             ):
-                self.CreateChild(tpl.name, tpl)
+                try:
+                    self.CreateChild(tpl.name, tpl)
+                except LayoutError as error:
+                    raise LayoutError(f"{self.params.name}: stage {tpl.name!r}: {error}") from error
 
     def _tying(self, homes: Sequence[Home]) -> contextlib.AbstractContextManager[Any]:
         """Inside, layers of the stack share weights."""
-        return self._lowering.on(homes[0].replica(0))
+        return self._lowerings[0].on(homes[0].replica(0))
 
     @property
-    def stage_lowering(self) -> StageLowering:
-        """How layers with named dims are split inside of a replica."""
-        return self._lowering
+    def stage_lowerings(self) -> list[StageLowering]:
+        """For each stage how layers with named dims are split inside of a replica."""
+        return self._lowerings
+
+    def _places(self) -> Sequence[int]:
+        """For each stage its place along the axis `layers`; without a stage there is one still."""
+        return range(max(len(self.params.cell_tpl), 1))
 
     def StageHomes(self) -> list[Home]:
         """The devices of each stage."""
-        places = range(max(len(self.params.cell_tpl), 1))
-        return stage_homes(self.cluster, places, self.params)
+        return stage_homes(self.cluster, self._places(), self.params)
 
     def StageDevices(self) -> list[str]:
         """The first device of each stage."""
@@ -161,8 +175,9 @@ class SeqLayer(base_layer.BaseLayer):
         with whole_batch_randomness(step_of_call(self)):
             args = self._fprop_before(theta, *args)
             # Without a stage there is a device still.
-            for name, home in zip(self._cell_names, self.StageHomes(), strict=False):
-                with tf.device(home.first), self._lowering.on(home.replica(0)):
+            homes = zip(self.StageHomes(), self._lowerings, strict=True)
+            for name, (home, lowering) in zip(self._cell_names, homes, strict=False):
+                with tf.device(home.first), lowering.on(home.replica(0)):
                     args = exported(self._fprop_cell(theta[name], name, *to_tuple(args)))
         return args
 

@@ -23,23 +23,29 @@ from pipemesh.text import nearest_text
 
 
 class StageLowering:
-    """The mesh and the rules by which the replicas of all stages of a stack are split.
+    """The mesh and the rules by which the replicas of a stage of a stack are split.
 
     Args:
         mesh: of the stack; None if there is none.
         layout: its rules.
+        place: of the stage along the axis `layers`, which starts again after the last.
     """
 
-    def __init__(self, mesh: Mesh | None, layout: LayoutRules) -> None:
+    def __init__(self, mesh: Mesh | None, layout: LayoutRules, place: int = 0) -> None:
         self._layout = layout
         self._mesh = mesh
-        self._inner = None if mesh is None else inner_mesh(mesh, layout)
+        self._inner = None if mesh is None else inner_mesh(mesh, layout, place % mesh.num_stages)
         axis = None if mesh is None else replica_axis(mesh, layout)
         self._cut: ReplicaCut | None = None
         if axis is not None and cut_rules(layout).rules:
             axes = self._inner.axes if self._inner else ()
             rules = LayoutRules((*inner_rules(layout).rules, *cut_rules(layout).rules))
             self._cut = ReplicaCut(Mesh((axis, *axes)), rules)
+
+    @property
+    def replica_mesh(self) -> Mesh | None:
+        """The devices of a replica; None if nothing but the batch is split."""
+        return self._inner
 
     @property
     def splits(self) -> bool:
@@ -65,7 +71,7 @@ class StageLowering:
         wanted = 1 if self._inner is None else self._inner.num_devices
         if len(devices) != wanted:
             raise PipelineError(
-                f"a stack that was made for replicas of {wanted} devices "
+                f"a stage that was made for replicas of {wanted} devices "
                 f"(mesh '{self._mesh or 'none'}', layout '{self._layout}') is called on replicas "
                 f"of {len(devices)}; make it under the mesh and the layout that it is called under"
             )
@@ -92,9 +98,9 @@ class StageLowering:
         """
         if self._mesh is None:
             return
-        dims = {stage.params.name: _dims(stage) for stage in stages}
+        dims = set().union(*map(_dims, stages))
         try:
-            self._layout.check(self._mesh, [BATCH, *sorted(set().union(*dims.values()))])
+            self._layout.check(self._mesh, [BATCH, *sorted(dims)])
         except LayoutError as error:
             raise LayoutError(f"{name}: {error}") from error
         of_weights = set().union(*map(_weight_dims, stages))
@@ -105,16 +111,22 @@ class StageLowering:
                     f"it cuts weights, but no weight has a dim {dim!r}"
                     f"{nearest_text(dim, sorted(of_weights))}"
                 )
-        if self._inner is None or self._inner.num_devices == 1:
+
+    def warn_of_idle(self, name: str, stage: Any) -> None:
+        """Warns if there are several devices and the stage has no layer that uses them.
+
+        Args:
+            name: of the stack.
+            stage: the stage.
+        """
+        if self._inner is None or self._inner.num_devices == 1 or _dims(stage):
             return
-        for stage, found in dims.items():
-            if not found:
-                warnings.warn(
-                    f"{name}: stage {stage!r} has no layer with named dims, so it runs on the "
-                    f"first of the {self._inner.num_devices} devices of a replica along "
-                    f"{', '.join(map(repr, self._inner.axis_names))}, and the others idle",
-                    stacklevel=4,
-                )
+        warnings.warn(
+            f"{name}: stage {stage.params.name!r} has no layer with named dims, so it runs on the "
+            f"first of the {self._inner.num_devices} devices of a replica along "
+            f"{', '.join(map(repr, self._inner.axis_names))}, and the others idle",
+            stacklevel=4,
+        )
 
 
 class StageWeights:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -14,8 +14,9 @@ from pipemesh.errors import PipelineError
 from pipemesh.layers.check_params import with_article
 from pipemesh.layers.named import current_lowering
 from pipemesh.layers.named.values import map_kind
-from pipemesh.lowering import Tensor
-from pipemesh.mesh import Shape
+from pipemesh.lowering import PlacementLowering, Tensor
+from pipemesh.lowering.handover import Handover
+from pipemesh.mesh import Mesh, Shape, TensorLayout
 
 _WHAT_MAY = "what goes in and out of a stage are dense tensors and None, nested in NestedMaps, \
 dicts, lists and tuples"
@@ -31,7 +32,8 @@ _WAYS_OUT = {
 class StageStructure:
     """How the values that go from stage to stage are nested, and where None stands.
 
-    Of tensors with named dims the slices go, each from its device to the one in the same place.
+    Of tensors with named dims the slices go, each from its device to the one in the same place, or,
+    if they were `handed_over`, pieces that make up the slices of the next stage.
 
     Args:
         values: tensors, with named dims or plain ones, and None, each by itself or nested.
@@ -60,8 +62,10 @@ class StageStructure:
                 "takes any nesting"
             )
         self._layer = layer
-        self._dims: list[tuple[str, ...]] = []
-        values = map_kind(Tensor, self._noted, values)
+        values = _sliced(values)
+        # In the order in which they are found again, without the tensors.
+        self._noted: list[_Slices] = []
+        map_kind(_Slices, lambda s: self._noted.append(s.without_tensors()), values)
         self._nesting = Structure(values, what)
         self._key = _key(values)
         self.leaf_names = self._nesting.leaf_names
@@ -73,7 +77,7 @@ class StageStructure:
 
     def flatten(self, values: tuple[Any, ...]) -> list[tf.Tensor]:
         """The tensors of values that have this structure."""
-        leaves = self._nesting.flatten(map_kind(Tensor, lambda x: _Slices(x.slices), values))
+        leaves = self._nesting.flatten(_sliced(values))
         pairs = zip(leaves, self.leaf_names, strict=True)
         return [self._tensor(leaf, name) for leaf, name in pairs]
 
@@ -95,14 +99,24 @@ class StageStructure:
 
         Slices become tensors with named dims of the lowering that is current.
         """
-        # In the order in which they were noted.
-        dims = iter(self._dims)
+        noted = iter(self._noted)
         packed = self._nesting.pack(tensors)
-        return map_kind(_Slices, lambda slices: _tensor_of(slices, next(dims)), packed)
+        return map_kind(_Slices, lambda found: _tensor_of(found, next(noted)), packed)
 
-    def _noted(self, tensor: Tensor) -> _Slices:
-        self._dims.append(tensor.shape.names)
-        return _Slices(tensor.slices)
+    def arrivals(self) -> list[int]:
+        """For each of the tensors on which device of the next stage's replica it is taken."""
+        found = [0] * len(self.leaf_names)
+        noted = iter(self._noted)
+
+        def note(numbers: Sequence[int]) -> None:
+            handover, places = next(noted).handover, range(len(numbers))
+            if handover is not None:
+                places = [piece.target for piece in handover.pieces]
+            for number, place in zip(numbers, places, strict=True):
+                found[number] = place
+
+        map_kind(_Slices, note, self._nesting.pack([*range(len(found))]))
+        return found
 
     def pack(self, tensors: list[tf.Tensor]) -> Any:
         """One value is returned bare, several as a tuple."""
@@ -110,19 +124,83 @@ class StageStructure:
         return arguments[0] if len(arguments) == 1 else arguments
 
 
-class _Slices(list[tf.Tensor]):
-    """The slices of a tensor with named dims, in the order of their processors."""
+class _Slices(list[Any]):
+    """The slices of a tensor with named dims, in the order of their processors.
+
+    Args:
+        tensors: the slices, or the pieces of a handover.
+        dims: names of the dims.
+        handover: brings them to the devices of the next stage; None if they are slices there.
+    """
+
+    def __init__(
+        self,
+        tensors: Iterable[Any],
+        dims: tuple[str, ...] = (),
+        handover: Handover | None = None,
+    ) -> None:
+        super().__init__(tensors)
+        self.dims = dims
+        self.handover = handover
+
+    def without_tensors(self) -> _Slices:
+        """What is known of all tensors in this place."""
+        return _Slices((), self.dims, self.handover)
 
 
-def _tensor_of(slices: _Slices, dims: tuple[str, ...]) -> Tensor:
+def _sliced(values: Any) -> Any:
+    """The values with slices in place of tensors with named dims."""
+
+    def slices(value: Tensor | _Slices) -> _Slices:
+        return value if isinstance(value, _Slices) else _slices_of(value)
+
+    return map_kind((Tensor, _Slices), slices, values)
+
+
+def _slices_of(tensor: Tensor) -> _Slices:
+    return _Slices(tensor.slices, tensor.shape.names)
+
+
+def handed_over(values: Any, mesh: Mesh | None) -> Any:
+    """What goes to the next stage, whose replicas may be another mesh than those of this one.
+
+    Args:
+        values: tensors, with named dims or plain ones, and None, each by itself or nested.
+        mesh: of a replica of the next stage; None if it has one device.
+
+    Returns:
+        The values, where tensors with named dims have become what a `StageStructure` takes for
+        them: their slices or, on another mesh, pieces of these.
+
+    Raises:
+        LayoutError: a dim does not divide there.
+    """
+
+    def pieces(tensor: Tensor) -> _Slices:
+        if mesh in (None, tensor.layout.mesh):
+            return _slices_of(tensor)
+        handover = Handover(tensor.layout, TensorLayout(tensor.shape, mesh, tensor.layout.axes))
+        # Stages have a device for each slice.
+        assert isinstance(tensor.lowering, PlacementLowering)
+        sent = handover.send(tensor.slices, tensor.lowering.devices)
+        return _Slices(sent, tensor.shape.names, handover)
+
+    return map_kind(Tensor, pieces, values)
+
+
+def _tensor_of(tensors: Sequence[tf.Tensor], noted: _Slices) -> Tensor:
     """A tensor of the current lowering; its sizes are those of the slices times their number."""
-    lowering = current_lowering()
+    lowering, dims = current_lowering(), noted.dims
+    slices = tuple(tensors)
+    if noted.handover is not None:
+        assert isinstance(lowering, PlacementLowering)
+        slices = noted.handover.receive(slices, lowering.devices)
     axes = [lowering.rules.axis(dim) for dim in dims]
     sizes = [
         size * (1 if axis is None else lowering.mesh.size(axis))
         for size, axis in zip(static_sizes(slices[0]), axes, strict=True)
     ]
-    return Tensor(lowering, tuple(slices), Shape.of(**dict(zip(dims, sizes, strict=True))))
+    return Tensor(lowering, slices, Shape.of(**dict(zip(dims, sizes, strict=True))))
 
 
 def _kind(value: Any) -> str:

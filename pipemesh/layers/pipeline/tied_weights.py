@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pipemesh.errors import PipelineError
+from pipemesh.errors import LayoutError, PipelineError
 from pipemesh.layers.feature_extraction import FeatureExtractionLayer, is_stage
 from pipemesh.layers.named import NamedLayer
+from pipemesh.mesh import Mesh
 from pipemesh.text import nearest_text
 
 
@@ -76,6 +77,31 @@ def tie_weights(owner: str, tied: Mapping[str, str], layers: Sequence[Any]) -> N
     for target, source in tied.items():
         (to, name), (of, weight) = _parse(owner, target), _parse(owner, source)
         _found(owner, to, known).ShareWeight(name, _found(owner, of, known), weight)
+
+
+def check_one_mesh(
+    owner: str, tied: Mapping[str, str], stages: Sequence[tuple[Any, Mesh | None]]
+) -> None:
+    """Checks that layers share weights only where these are cut alike.
+
+    Args:
+        owner: name of the stack.
+        tied: as for `with_given_weights`.
+        stages: each with the mesh that its replicas are.
+
+    Raises:
+        LayoutError: the replicas of two stages that share a weight are meshes of different sizes.
+    """
+    meshes = {leaf.params.name: mesh for stage, mesh in stages for leaf in _leaves(stage)}
+    for pair in tied.items():
+        names = [_parse(owner, text)[0] for text in pair]
+        here, there = (meshes.get(name) for name in names)
+        if here != there and all(name in meshes for name in names):
+            raise LayoutError(
+                f"{owner}: tied_weights gives {pair[0]!r} the weight {pair[1]!r}, but replicas of "
+                f"the one's stage are the mesh '{here}', of the other's '{there}', so it cannot be "
+                "cut alike; put both into stages of equal homes"
+            )
 
 
 def _leaves(layer: Any) -> Iterator[Any]:

@@ -76,24 +76,36 @@ def microbatch_size(
     return size
 
 
-def num_replicas(stages: Sequence[Stage]) -> int:
+def num_replicas(stages: Sequence[Stage], stage_devices: Sequence[int]) -> int:
     """How many replicas each stage has.
 
+    Args:
+        stages: the stages.
+        stage_devices: for each stage the row of the schedule that runs it.
+
     Raises:
-        PipelineError: not all have as many, or a recurrent stage has several.
+        PipelineError: not all have as many, or replicas of as many devices as the others of their
+            row; or a recurrent stage has several.
     """
     if not stages:
         return 1
     first = stages[0]
     wanted = first.of_home.num_replicas
-    for stage in stages:
-        for what, of in (("devices", len), ("replicas", lambda home: home.num_replicas)):
-            if of(stage.of_home) != of(first.of_home):
-                raise PipelineError(
-                    f"stage {first.name!r} has {of(first.of_home)} {what} ({first.of_home}), but "
-                    f"stage {stage.name!r} has {of(stage.of_home)} ({stage.of_home}); give all "
-                    "stages of a pipeline homes of one size"
-                )
+    of_row: dict[int, Stage] = {}
+    for stage, row in zip(stages, stage_devices, strict=True):
+        if stage.of_home.num_replicas != wanted:
+            raise PipelineError(
+                f"stage {first.name!r} has {wanted} replicas ({first.of_home}), but stage "
+                f"{stage.name!r} has {stage.of_home.num_replicas} ({stage.of_home}); give all "
+                "stages of a pipeline as many replicas, of as many devices each as they need"
+            )
+        other = of_row.setdefault(row, stage)
+        if len(stage.of_home) != len(other.of_home):
+            raise PipelineError(
+                f"stage {other.name!r} has {len(other.of_home)} devices ({other.of_home}), but "
+                f"stage {stage.name!r} has {len(stage.of_home)} ({stage.of_home}), and one row of "
+                "the schedule runs both; give stages of a row one home"
+            )
         if stage.recurrent and wanted > 1:
             raise PipelineError(
                 f"stage {stage.name!r} is recurrent and has {wanted} replicas ({stage.of_home}); "

@@ -131,6 +131,7 @@ class Machine:
             def draws(number: int = number) -> WholeDraws:
                 return whole_batch.draws(number)
 
+            places = stage.input_places(places)
             traced.append(TracedStage(stage, specs, cutting, has_step, draws, places))
             specs, places = traced[-1].output_specs, traced[-1].output_places
         # Where no gradient arrives there is none, not one of zeros.
@@ -327,7 +328,8 @@ class Machine:
                 for t, place in zip(tensors, places, strict=True)
                 if place == number and t is not None
             }
-            if self._stamp is not None:
+            # Where nothing comes of an action, a stamp would have nothing to wait for.
+            if self._stamp is not None and operations:
                 with tf.control_dependencies(list(operations.values())), tf.device(device):
                     operations["end"] = self._stamp(is_end=True, device=device, replica=number)
             if operations:

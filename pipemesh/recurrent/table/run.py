@@ -102,7 +102,7 @@ class Run:
             )
         check_threads(len({device for stage in stages for device in stage.devices}))
         inputs = [tf.convert_to_tensor(t) for t in inputs]
-        replicas = num_replicas(stages)
+        replicas = num_replicas(stages, schedule.stage_devices)
         size = microbatch_size(
             inputs, schedule.num_microbatches, options.batch_dim, replicas=replicas
         )

@@ -12,7 +12,7 @@ from pipemesh.backend.static_shape import num_bytes
 from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.recurrent.passes.tracing import specs_of
 from pipemesh.recurrent.remat import Mode
-from pipemesh.recurrent.table.kinds import Kind
+from pipemesh.recurrent.table.kinds import GRADS, OUTPUTS, Kind
 from pipemesh.recurrent.table.machine import Machine
 from pipemesh.schedule import Action
 
@@ -92,6 +92,26 @@ class Sizes:
         mode = self._modes[stage, microbatch]
         specs, places = machine.specs(kind, stage, mode), machine.places(kind, stage, mode)
         return _of_place(specs, places, place)
+
+    def handed_on(self, action: Action) -> Mapping[tuple[int, int], int]:
+        """What an action hands to the home of the stage after it or, backward, before it.
+
+        Returns:
+            Bytes by the numbers of two devices, from where in its home and to where in the other.
+        """
+        machine, stage = self._machine, action.stage
+        sent = collections.Counter[tuple[int, int]]()
+        if action.kind == "F" and stage + 1 < len(machine.stages):
+            specs, targets = machine.specs(OUTPUTS, stage), machine.input_places(stage + 1)
+            sources = machine.places(OUTPUTS, stage)
+        elif action.kind in ("B", "I") and stage:
+            specs, sources = machine.specs(GRADS, stage), machine.input_places(stage)
+            targets = machine.places(OUTPUTS, stage - 1)
+        else:
+            return sent
+        for spec, source, target in zip(specs, sources, targets, strict=True):
+            sent[source, target] += 0 if spec is None else num_bytes([spec])
+        return sent
 
     def crossing(self, action: Action) -> dict[tuple[int, int], int]:
         """What goes from device to device of a home while an action computes.

@@ -114,10 +114,7 @@ class ActionClock:
         # start and the last end nothing of that would be left; of means, their mean share of
         # waiting is.
         firsts, lasts = (
-            [
-                [statistics.fmean(self._times[action, is_end].values()) for action in row]
-                for row in schedule.rows
-            ]
+            [[self._mean(action, is_end) for action in row] for row in schedule.rows]
             for is_end in (False, True)
         )
         begin = min(time for row in firsts for time in row)
@@ -126,6 +123,12 @@ class ActionClock:
             for times in (firsts, lasts)
         )
         return Timeline(schedule, _median_costs(schedule, starts, ends), starts, ends)
+
+    def _mean(self, action: Action, is_end: bool) -> float:
+        """When an action started or ended, of the devices that are known to have done both."""
+        starts, ends = self._times[action, False], self._times[action, True]
+        times = ends if is_end else starts
+        return statistics.fmean(times[number] for number in starts.keys() & ends.keys())
 
 
 def _median_costs(

@@ -107,3 +107,15 @@ def test_a_controller_which_computes_nothing_has_one_device_for_all():
     split.job = "controller"
     kwargs = {"mesh_shape": "layers:2;data:2", "layout": "batch:data"}
     assert devices(split, range(2), **kwargs) == [("D0", "D0")] * 2
+
+
+def test_homes_of_unequal_shape_lie_side_by_side():
+    kwargs = {"mesh_shape": "layers:2;data:2;model:2,1", "layout": "batch:data;d_ff:model"}
+    assert devices(Split(6), [0, 1, 1, 0], **kwargs) == [
+        ("D0", "D1", "D2", "D3"),
+        ("D4", "D5"),
+        ("D4", "D5"),
+        ("D0", "D1", "D2", "D3"),
+    ]
+    with pytest.raises(PipelineError, match=r"^stack: .* has 6 processors, .* has 5 devices"):
+        devices(Split(5), range(2), **kwargs)

@@ -47,6 +47,12 @@ def test_without_a_mesh_each_device_of_the_schedule_is_a_place(eagerly):
     assert str(layer.plan.mesh) == "layers:2" and layer.plan.num_stages == 4
 
 
+def test_places_of_unequal_shape_start_again_where_the_schedule_has_more(eagerly):
+    with pytest.warns(UserWarning, match=r"split along model: .* Use the mesh 'layers:2;data:2'"):
+        plan = plan_on("layers:2;data:2;model:2,1", "batch:data", stack(4, num_micro_batches=4))
+    assert str(plan.mesh) == "layers:4;data:2;model:2,1,2,1"
+
+
 def test_what_only_python_knows_has_a_name(eagerly):
     table = one_f_one_b(2, 4)
     params = stack(2, schedule=table, num_micro_batches=4, loss_inside=True)

@@ -1,11 +1,15 @@
 """What goes from stage to stage, as flat lists of tensors and back."""
 
+import numpy as np
 import pytest
 import tensorflow as tf
 from lingvo.core import py_utils
 
-from pipemesh.errors import PipelineError
-from pipemesh.layers.pipeline.stage_structure import StageStructure
+from pipemesh.errors import LayoutError, PipelineError
+from pipemesh.layers.named import lowering_scope
+from pipemesh.layers.pipeline.stage_structure import StageStructure, handed_over
+from pipemesh.lowering import PlacementLowering, ops
+from pipemesh.mesh import LayoutRules, Mesh
 
 A, B, C = tf.constant(1.0), tf.constant([2]), tf.constant("c")
 
@@ -92,3 +96,47 @@ def test_what_is_no_dense_tensor_is_an_error_with_a_way_out(value, message):
 def test_what_comes_later_has_the_same_structure():
     with pytest.raises(PipelineError):
         of(A, B).flatten((A,))
+
+
+def lowering(text):
+    mesh = Mesh.from_text(text)
+    return PlacementLowering(
+        mesh, LayoutRules.from_text("heads:model"), ["CPU:0"] * mesh.num_devices
+    )
+
+
+@pytest.mark.parametrize(
+    ("there", "arrivals"),
+    [
+        # As many devices: slice to slice; fewer and more: pieces; what is equal on all goes once.
+        ("model:2", [0, 0, 1, 0, 1]),
+        ("model:1", [0, 0, 0, 0]),
+        ("model:4", [0, 0, 1, 2, 3, 0]),
+    ],
+)
+def test_tensors_with_named_dims_are_handed_over(there, arrivals):
+    here, there = lowering("model:2"), lowering(there)
+    split = tf.reshape(tf.range(24.0), [2, 12])
+    values = (
+        A,
+        {"split": ops.import_tensor(here, split, "batch:2;heads:12"), "n": None},
+        [ops.import_tensor(here, tf.range(3), "batch:3")],
+    )
+    values = handed_over(values, there.mesh)
+    structure = of(*values)
+    assert structure.arrivals() == arrivals
+    tensors = structure.flatten(values)
+    assert len(tensors) == len(arrivals)
+    with lowering_scope(there):
+        plain, named, (equal,) = structure.pack_arguments(tensors)
+    assert plain is A and named["n"] is None
+    assert str(named["split"].shape) == "batch:2;heads:12" and str(equal.shape) == "batch:3"
+    np.testing.assert_array_equal(ops.export_tensor(named["split"]), split)
+    for part in equal.slices:
+        np.testing.assert_array_equal(part, range(3))
+
+
+def test_a_dim_that_the_next_stage_cannot_split_is_an_error():
+    x = ops.import_tensor(lowering("model:2"), tf.zeros([4]), "heads:4")
+    with pytest.raises(LayoutError, match=r"'heads' .* has size 4, which axis 'model' .* 3 equal"):
+        handed_over((x,), Mesh.from_text("model:3"))

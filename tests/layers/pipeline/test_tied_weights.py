@@ -7,10 +7,10 @@ import pytest
 import tensorflow as tf
 from lingvo.core import layers, py_utils
 
-from pipemesh.errors import PipelineError, ShapeError
+from pipemesh.errors import LayoutError, PipelineError, ShapeError
 from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, SeqLayer
 from pipemesh.layers.named import Embedding, FeedForward, SoftmaxCrossEntropy
-from tests.layers.harness import run_tf1, run_tf2
+from tests.layers.harness import cluster, run_tf1, run_tf2
 from tests.pairwise import in_turn
 
 VOCAB, WIDTH = 12, 4
@@ -137,3 +137,18 @@ def test_what_cannot_be_tied_is_an_error(tied, error, text):
     params.cell_tpl[0].sub.append(fc)
     with tf.Graph().as_default(), pytest.raises(error, match=text), py_utils.VariableStore():
         params.Instantiate()
+
+
+def test_a_weight_is_shared_by_stages_that_cut_it_alike():
+    mesh = "layers:2;model:2,1 vocab:model"
+    with cluster(mesh), pytest.raises(LayoutError, match=r"the mesh 'model:1', .*'model:2', so it"):
+        stack([0, 2, 4]).Instantiate()
+    # A V has the first and the last stage on one home.
+    found = run_tf2(
+        stack([0, 1, 2, 3, 4], num_micro_batches=4, schedule="zb_v"),
+        [IDS, LABELS],
+        num_devices=mesh,
+        loss=first,
+    )
+    wanted = run_tf2(stack([0, 4], SeqLayer), [IDS, LABELS], loss=first)
+    found.assert_close(wanted, rtol=2e-4, atol=2e-5)

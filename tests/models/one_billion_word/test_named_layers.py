@@ -63,7 +63,7 @@ def test_a_checkpoint_goes_on_under_another_split(
     logdir = begun(split, 4, tmp_path / "run")
     for steps, plan in (
         (7, Plan("layers:2;data:4", "batch:data;embed:data", num_microbatches=2)),
-        (STEPS, Plan("layers:3", num_microbatches=2)),
+        (STEPS, Plan("layers:3;model:1,2,1", "heads:model;d_ff:model", num_microbatches=2)),
     ):
         request = small_request(logdir, folder, steps=steps, save_every=3, plan=plan, **CALM)
         assert train(request) == 0

@@ -4,6 +4,7 @@ import pytest
 from lingvo import model_registry
 from lingvo.core import optimizer, schedule
 
+from models.one_billion_word.choice import choose
 from models.one_billion_word.named_transformer import (
     ExpertsBlock,
     ExpertsEmbedding,
@@ -14,6 +15,7 @@ from models.one_billion_word.named_transformer import (
 from models.one_billion_word.params import CONFIGURATIONS, OneBillionWordGPipe32
 from models.one_billion_word.sizes import LAYERS
 from models.one_billion_word.transformer import Block, Embedding, Softmax
+from pipemesh.plan import Plan
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
@@ -66,3 +68,25 @@ def test_gpipe32_is_what_its_name_promises():
     assert learner.lr_schedule.model_dim == 2048
     params = config.Train()
     assert (params.vocab_size, params.sequence_length, params.batch_size) == (32_000, 1024, 32)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sizes"), [("layers:2;model:4,1", (6, 1)), ("layers:2;model:1,4", (2, 5))]
+)
+def test_a_home_with_more_devices_takes_more_of_the_layers(mesh, sizes):
+    config = CONFIGURATIONS["OneBillionWordTiny"]()
+    config.PLAN = Plan(mesh, "heads:model;d_ff:model;vocab:model", num_microbatches=8)
+    cells = config.Task().stack.cell_tpl
+    assert sum(len(cell.sub) for cell in cells) == 7
+    assert [len(cell.sub) for cell in cells] == list(sizes)
+
+
+def test_what_is_chosen_counts_on_the_devices_of_each_home():
+    """Four times the flops on four times the devices take as long, so nobody waits for long."""
+    config = CONFIGURATIONS["OneBillionWordTiny"]()
+    config.CHOSEN, flops = (), [4e12, 1e12]
+    bubbles = []
+    for mesh in ("layers:2;model:4,1", "layers:2;model:4"):
+        config.PLAN = Plan(mesh, "heads:model;d_ff:model", num_microbatches=8)
+        bubbles.append(choose(config, flops, "GPU", None).bubble)
+    assert bubbles[0] == pytest.approx(1 / 9, abs=1e-3) and bubbles[1] > 0.3

@@ -153,6 +153,15 @@ def test_losses_are_the_same_where_weights_are_cut_over_the_replicas(expected):
 
 
 @pytest.mark.slow
+def test_losses_are_the_same_where_the_softmax_has_a_device_of_its_own(expected):
+    """The embedding and the blocks of each replica lie on two devices, the softmax on one."""
+    rules = ";".join(f"{dim}:model" for dim in SPLIT["dense"])
+    mesh, boundaries = "layers:2;data:2;model:2,1", (0, 3, 4)
+    plan = Plan(mesh, f"batch:data;{rules}", "1f1b", 2, boundaries)
+    assert_equal(expected, "dense", plan)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule", [pytest.param("gpipe", marks=pytest.mark.exhaustive), "looped_bfs:2"]
 )

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.errors import PipelineError, ScheduleError
-from pipemesh.recurrent import Stage
+from pipemesh.recurrent import Home, Stage
 from pipemesh.recurrent.table.fit import (
     check_descending,
     check_joined,
@@ -51,14 +51,22 @@ def stage_on(name, home, recurrent=False):
 
 def test_all_stages_have_as_many_replicas():
     two = ("CPU:0", "CPU:1")
-    assert num_replicas([]) == 1
-    assert num_replicas([stage_on("a", "CPU:0"), stage_on("b", "CPU:0", True)]) == 1
-    assert num_replicas([stage_on("a", two), stage_on("b", two)]) == 2
-    text = r"'a' has 2 devices \(CPU:0, CPU:1\), but stage 'b' has 1 \(CPU:2\)"
+    assert num_replicas([], []) == 1
+    assert num_replicas([stage_on("a", "CPU:0"), stage_on("b", "CPU:0", True)], [0, 0]) == 1
+    assert num_replicas([stage_on("a", two), stage_on("b", two)], [0, 1]) == 2
+    text = r"'a' has 2 replicas \(CPU:0, CPU:1\), but stage 'b' has 1 \(CPU:2\)"
     with pytest.raises(PipelineError, match=text):
-        num_replicas([stage_on("a", two), stage_on("b", "CPU:2")])
+        num_replicas([stage_on("a", two), stage_on("b", "CPU:2")], [0, 1])
     with pytest.raises(PipelineError, match=r"'b' is recurrent and has 2 replicas .*give it one"):
-        num_replicas([stage_on("a", two), stage_on("b", two, True)])
+        num_replicas([stage_on("a", two), stage_on("b", two, True)], [0, 1])
+
+
+def test_replicas_may_have_other_numbers_of_devices_but_in_one_row_of_the_schedule():
+    wide = Home(("CPU:0", "CPU:1"), 1)
+    both = [stage_on("a", wide), stage_on("b", "CPU:2")]
+    assert num_replicas(both, [0, 1]) == 1
+    with pytest.raises(PipelineError, match=r"'a' has 2 devices .*'b' has 1 .*one row of the"):
+        num_replicas(both, [0, 0])
 
 
 def joined(output, *, shape=(ROWS, WIDTH), recurrent=False):

@@ -1,0 +1,280 @@
+"""Stages whose replicas have as many devices each as they need give what the plain model gives."""
+
+import collections
+import dataclasses
+import time
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.errors import PipelineError
+from pipemesh.recurrent import (
+    ActionClock,
+    Home,
+    Options,
+    Stage,
+    current_devices,
+    pipeline_loss,
+    predict_memory,
+    predict_transfers,
+    record_placement,
+)
+from pipemesh.schedule import forward_only, gpipe, one_f_one_b
+from pipemesh.schedule.builders import build
+from tests.pairwise import pairwise
+from tests.recurrent.stack import (
+    BATCH,
+    IDS,
+    LABELS,
+    LAYERS,
+    RUNNERS,
+    STEP,
+    WIDTH,
+    embed,
+    head,
+    layer,
+    plain,
+)
+
+SCHEDULES = ["gpipe", "1f1b", "interleaved:2", "zb_h1", "zb_v"]
+# Of the devices of a replica, by the row of the schedule.
+GROUPS = {"two then one": (2, 1), "one then two": (1, 2), "one, three, two": (1, 3, 2)}
+
+
+def homes(schedule, groups, replicas):
+    """Homes of neighbouring devices, one for each row."""
+    found, first = [], 0
+    for group in groups:
+        names = [f"CPU:{first + i}" for i in range(group * replicas)]
+        found.append(Home(tuple(names), replicas))
+        first += len(names)
+    return [found[row] for row in schedule.stage_devices]
+
+
+def stages(theta, schedule, groups, replicas=1):
+    """The layers of each stage lie on its devices by turns; two slices go from stage to stage.
+
+    They lie on the first and the last device of each replica.
+    """
+    count = schedule.num_stages
+    cuts = [LAYERS * s // count for s in range(count + 1)]
+    of_stages = homes(schedule, groups, replicas)
+
+    def make(number):
+        layers = range(cuts[number], cuts[number + 1])
+        home = of_stages[number]
+        own = [t for i in layers for t in (theta["weights"][i], theta["biases"][i])]
+        places = [turn % home.group for turn in range(len(layers)) for _ in range(2)]
+
+        def forward(stage_theta, carry, inputs, microbatch, step):
+            del microbatch, step
+            devices = current_devices()
+            *slices, labels = inputs
+            h = embed(stage_theta[-1], slices[0]) if number == 0 else tf.concat(slices, -1)
+            for turn, index in enumerate(layers):
+                with tf.device(devices[turn % len(devices)]):
+                    h = layer(index, stage_theta[2 * turn :][:2], h)
+            if number == count - 1:
+                with tf.device(devices[0]):
+                    return head(h, labels), carry
+            parts = []
+            for part, device in zip(tf.split(h, 2, -1), (devices[0], devices[-1]), strict=True):
+                with tf.device(device):
+                    parts.append(tf.identity(part))
+            return [*parts, labels], carry
+
+        return Stage(
+            f"stage{number}",
+            forward,
+            own + [theta["embedding"]] * (number == 0),
+            [],
+            home,
+            places=places + [0] * (number == 0),
+            arrivals=(lambda: [0, home.group - 1, 0]) if number else None,
+        )
+
+    return [make(number) for number in range(count)]
+
+
+def pipelined(theta, schedule, groups, replicas, **options):
+    loss, (weights, each), _ = pipeline_loss(
+        stages(theta, schedule, groups, replicas),
+        [tf.constant(IDS), tf.constant(LABELS)],
+        schedule,
+        step=tf.constant(STEP, tf.int64),
+        options=Options(**options),
+    )
+    return [loss, tf.reduce_sum(weights), each]
+
+
+@pytest.fixture(scope="module", params=RUNNERS)
+def mode(request):
+    run = RUNNERS[request.param]
+    return run, run(lambda theta: plain(theta))
+
+
+@pytest.mark.parametrize(
+    ("mode", "name", "groups", "replicas", "remat", "rolled"),
+    pairwise(list(RUNNERS), SCHEDULES, list(GROUPS), [1, 2], ["full", "none"], [False, True]),
+    indirect=["mode"],
+)
+def test_loss_gradients_and_trained_weights_equal_the_plain_model(
+    mode, name, groups, replicas, remat, rolled
+):
+    run, wanted = mode
+    groups = GROUPS[groups]
+    if sum(groups) * replicas > len(tf.config.list_logical_devices("CPU")):
+        groups = groups[:2]
+    schedule = build(name, len(groups), 6)
+    found = run(
+        lambda theta: pipelined(theta, schedule, groups, replicas, remat=remat, rolled=rolled)
+    )
+    for got, want in zip(tf.nest.flatten(found), tf.nest.flatten(wanted), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6 * max(1, np.abs(want).max()))
+
+
+SLICE = BATCH // 4 * 3 * WIDTH // 2 * 4
+LABEL = 2 * SLICE
+
+
+def predicted(predict, schedule, groups, change=list):
+    """What is predicted of stages with weights of zeros."""
+    with tf.Graph().as_default():
+        theta = {
+            "embedding": tf.zeros([7, WIDTH]),
+            "weights": [tf.zeros([WIDTH, WIDTH])] * LAYERS,
+            "biases": [tf.zeros([WIDTH])] * LAYERS,
+        }
+        inputs = [tf.constant(IDS), tf.constant(LABELS)]
+        made = change(stages(theta, schedule, groups))
+        return predict(made, inputs, schedule, step=tf.constant(STEP, tf.int64))
+
+
+@pytest.mark.parametrize(("groups", "pairs"), [((2, 1), "02 12"), ((1, 2), "01 02")])
+def test_slices_go_straight_to_where_they_are_taken_and_their_gradients_back(groups, pairs):
+    (a, b), (c, d) = pairs.split()
+    between = {
+        (t.what, t.source[-1] + t.target[-1]): (t.times, t.bytes)
+        for t in predicted(predict_transfers, one_f_one_b(2, 4), groups)
+        if t.what in ("activations", "gradients")
+    }
+    # The labels go along with the first slice.
+    assert between == {
+        ("activations", a + b): (4, 4 * (SLICE + LABEL)),
+        ("activations", c + d): (4, 4 * SLICE),
+        ("gradients", b + a): (4, 4 * (SLICE + LABEL)),
+        ("gradients", d + c): (4, 4 * SLICE),
+    }
+
+
+def variables_on_their_devices(made):
+    """A variable for each weight of stages, beside the device that it is used on."""
+    found = []
+    for stage in made:
+        found.append([])
+        for value, device in zip(stage.theta, stage.theta_devices, strict=True):
+            with tf.device(device):
+                found[-1].append(tf.Variable(tf.zeros(value.shape)))
+    return found
+
+
+def test_nothing_else_is_sent_at_the_boundary():
+    schedule, groups = one_f_one_b(2, 4), (2, 1)
+    made = []
+    predicted(lambda stages, *_, **__: made.extend(stages), schedule, groups)
+    variables = variables_on_their_devices(made)
+
+    @tf.function(autograph=False)
+    def run():
+        own = [
+            dataclasses.replace(stage, theta=theta)
+            for stage, theta in zip(made, variables, strict=True)
+        ]
+        each = [variable for theta in variables for variable in theta]
+        with tf.GradientTape() as tape:
+            loss = pipeline_loss(
+                own,
+                [tf.constant(IDS), tf.constant(LABELS)],
+                schedule,
+                step=tf.constant(STEP, tf.int64),
+                options=Options(check_numerics="off", rolled=False),
+            )[0]
+        for variable, grad in zip(each, tape.gradient(loss, each), strict=True):
+            variable.assign_sub(tf.convert_to_tensor(grad))
+
+    with record_placement() as graphs:
+        run()
+    counts = collections.Counter()
+    for graph in graphs.partition_graphs:
+        for node in graph.node:
+            if node.op == "_Send" and node.attr["T"].type == tf.float32.as_datatype_enum:
+                ends = (node.attr[f"{end}_device"].s.decode()[-1] for end in ("send", "recv"))
+                counts["".join(ends)] += 1
+    # Of four microbatches a slice each way on each way; the labels go along, their gradients do
+    # not, since nobody asks for them.
+    assert (counts["02"], counts["12"], counts["20"], counts["21"]) == (8, 4, 4, 4)
+
+
+def wait(x):
+    time.sleep(0.03)
+    return x
+
+
+def test_a_device_that_has_nothing_to_hand_on_does_not_say_when_an_action_ended():
+    """The loss comes of the first device of its home; the second one cannot tell when."""
+
+    def before(theta, carry, inputs, microbatch, step):
+        del theta, microbatch, step
+        x = tf.ensure_shape(tf.numpy_function(wait, inputs, tf.float32, stateful=False), [2, 3])
+        return [x, x], carry
+
+    def last(theta, carry, inputs, microbatch, step):
+        del theta, microbatch, step
+        with tf.device(current_devices()[1]):
+            other = tf.square(inputs[1])
+        return [tf.reduce_sum(inputs[0] + other)], carry
+
+    clock, schedule = ActionClock(), forward_only(2, 4)
+
+    @tf.function(autograph=False)
+    def run(x):
+        made = [
+            Stage("before", before, [], [], "CPU:0"),
+            Stage("last", last, [], [], Home(("CPU:1", "CPU:2"), 1), arrivals=lambda: [0, 1]),
+        ]
+        return pipeline_loss(made, [x], schedule, options=Options(clock=clock))[0]
+
+    assert run(tf.ones([8, 3])).numpy() == 48
+    timeline = clock.timeline(schedule)
+    assert min(timeline.costs.forward) >= 0
+    assert [str(span.action) for span in timeline.spans() if span.action.stage] == [
+        "1F0", "1F1", "1F2", "1F3",
+    ]  # fmt: skip
+
+
+def test_predicted_memory_is_that_of_each_home():
+    memory = predicted(predict_memory, gpipe(2, 4), (2, 1))
+    of_layer = (WIDTH * WIDTH + WIDTH) * 4
+    assert [device.device for device in memory] == ["CPU:0", "CPU:1", "CPU:2"]
+    assert [device.weights for device in memory] == [
+        2 * of_layer + 7 * WIDTH * 4,
+        2 * of_layer,
+        4 * of_layer,
+    ]
+    # The second stage keeps both slices and the labels of all microbatches, on its one device.
+    assert memory[2].kept == 4 * (2 * SLICE + LABEL)
+
+
+@pytest.mark.parametrize("arrivals", [[0], [0, 1, 2], [0, -1, 0]])
+def test_arrivals_are_devices_of_a_replica(arrivals):
+    def change(made):
+        return [made[0], dataclasses.replace(made[1], arrivals=lambda: arrivals)]
+
+    with pytest.raises(PipelineError, match=r"'stage1' takes 3 tensors .* from 0 to 1"):
+        predicted(predict_memory, gpipe(2, 2), (1, 2), change)
+
+
+def test_without_arrivals_a_slice_goes_to_the_device_of_its_number_counted_around():
+    stage = Stage("s", None, [], [], Home(("CPU:0", "CPU:1"), 1))
+    assert stage.input_places([0, 1, 2, 3]) == [0, 1, 0, 1]
