@@ -142,7 +142,7 @@ WRONG = [
     ("ops.einsum([x, array], ['batch'])", "import_tensor"),
     ("ops.einsum([x, None], ['batch'])", "None"),
     ("ops.einsum([x, v], ['batch'])", "variable.tensor(lowering)"),
-    ("ops.einsum('bi,io->bo', x, w)", None),
+    ("ops.einsum('bi,io->bo', x, w)", "give a list of tensors"),
     ("ops.einsum([x, w], None)", "a name, 'name:size'"),
     ("ops.einsum([x, w], 'batch,out')", "joined by ';'"),
     ("ops.einsum([x, w], ['batch', 'outt'])", "mean 'out'"),

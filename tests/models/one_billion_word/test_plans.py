@@ -41,12 +41,28 @@ NAMES = (("data", "model"), ("rows", "tensor"), ("b", "a"))
 SIMD_SCHEDULES = ("gpipe", "looped_bfs:2")
 
 
-def plan_of(model, layers, data, size, schedule, microbatches, names, order, lowering="placement"):
-    """A plan of these sizes along its three axes; None if there is none."""
+def plan_of(
+    model,
+    layers,
+    data,
+    size,
+    schedule,
+    microbatches,
+    names,
+    order,
+    lowering="placement",
+    with_rows=(),
+    with_tensor=(),
+):
+    """A plan of these sizes along its three axes; None if there is none.
+
+    The last size may be a text of several; further dims are split as the batch is, or as heads are.
+    """
     rows, tensor = names
     axes = [("layers", layers), (rows, data), (tensor, size)]
     mesh = ";".join(f"{axes[i][0]}:{axes[i][1]}" for i in order)
-    rules = [f"batch:{rows}", *(f"{dim}:{tensor}" for dim in SPLIT[model])]
+    rules = [f"{dim}:{rows}" for dim in ("batch", *with_rows)]
+    rules += [f"{dim}:{tensor}" for dim in (*SPLIT[model], *with_tensor)]
     try:
         plan = Plan(mesh, ";".join(rules), schedule, microbatches, lowering=lowering)
         plan.check_batch(BATCHES[0]["ids"].shape[0])
@@ -176,6 +192,9 @@ def legal_plans(draw):
     model = draw(strategies.sampled_from(list(MODELS)))
     lowering = draw(strategies.sampled_from(["placement", "simd"]))
     sizes = [draw(strategies.sampled_from((1, 2, 4))) for _ in range(3)]
+    # Layers that share a weight are cut alike.
+    if lowering == "placement" and model != "tied" and draw(strategies.booleans()):
+        sizes[2] = ",".join(str(draw(strategies.sampled_from((1, 2, 4)))) for _ in range(sizes[0]))
     plan = plan_of(
         model,
         *sizes,
@@ -184,6 +203,8 @@ def legal_plans(draw):
         draw(strategies.sampled_from(NAMES)),
         draw(strategies.permutations(range(3))),
         lowering,
+        draw(strategies.sampled_from([(), ("embed",)])),
+        draw(strategies.sampled_from([(), ("length",)])),
     )
     hypothesis.assume(plan is not None)
     return model, plan
