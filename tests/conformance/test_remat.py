@@ -106,6 +106,7 @@ def work(name):
 
 
 @pytest.mark.parametrize("name", REMAT)
+@pytest.mark.slow
 def test_what_it_does_not_keep_it_computes_again(name):
     """Seen in the graph, where the forecast of memory plays no part."""
     assert work("none") == LAYERS < work("full")

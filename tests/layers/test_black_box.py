@@ -59,6 +59,7 @@ class EagerMode:
             variable.assign(known_value(variable))
 
 
+@pytest.mark.slow
 def test_train_eval_train_eval():
     """Evaluation leaves no trace in training, and training is seen by evaluation."""
     history = {}
@@ -104,6 +105,7 @@ def test_running_statistics_equal_those_of_the_full_batch(run, num_micro_batches
     np.testing.assert_allclose(squares, (x**2).sum(axis=(0, 1, 2)), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_weights_saved_at_4_stages_are_restored_at_2_and_at_1(tmp_path):
     def train(num_stages, restore, steps):
         py_utils.SetEagerMode(False, test_mode=True)
@@ -249,6 +251,7 @@ def test_nan_is_an_error_in_one_line_when_the_layer_is_called_eagerly():
 
 
 @pytest.mark.parametrize("run", [run_tf1, run_tf2])
+@pytest.mark.slow
 def test_nan_is_an_error_of_tensorflow_in_graphs(run):
     for check, message in (
         ("all", MESSAGE),

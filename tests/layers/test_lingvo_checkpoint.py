@@ -60,6 +60,7 @@ CASES = [("automatic", 1), ("automatic", 2), ("automatic", 4), ("by_hand", 2)]
 
 
 @pytest.mark.parametrize(("kind", "number"), CASES)
+@pytest.mark.slow
 def test_training_goes_on_from_a_checkpoint_of_lingvo_by_rules(written, kind, number):
     """With the optimizer's state and the step, through what lingvo.trainer restores by."""
     stages = stages_of(kind, number)

@@ -117,6 +117,7 @@ def test_everything_equals_the_plain_model_with_dropout_on(run, expected, mesh, 
         ["layers:2;model:2,1 d_ff:model", "layers:2;model:2,3 d_ff:model"],
     ),
 )
+@pytest.mark.slow
 def test_with_the_loss_outside(run, expected, mesh):
     found = run(stack(2, [0, 1, 2], head=False), [X], num_devices=mesh)
     found.assert_close(expected(run, 2, head=False), rtol=1e-5, atol=2e-5)
@@ -138,6 +139,7 @@ def test_without_pipelining():
         "layers:2;sequence:1,2;model:2,1 length:sequence;d_ff:model",
     ],
 )
+@pytest.mark.slow
 def test_activations_that_are_split_are_cut_anew(mesh):
     sub = [Residual.Params().Set(name=f"named_{name}") for name in "ab"]
     cells = [FeatureExtractionLayer.Params().Set(name=f"s{i}", sub=[s]) for i, s in enumerate(sub)]

@@ -264,6 +264,7 @@ def doubled_gradient(x):
     return tf.identity(x), lambda d: 2.0 * d
 
 
+@pytest.mark.slow
 def test_the_gradients_that_the_user_gives_are_used():
     def cell(theta, state, inputs):
         m = tf.tanh(tf.matmul(inputs.x + state.m, theta.gates[:WIDTH, :WIDTH]))
@@ -317,6 +318,7 @@ class Meter:
         self.values = dict(values)
 
 
+@pytest.mark.slow
 def test_accumulators_of_each_layer_go_from_step_to_step_and_have_no_gradient():
     def build(v, stacked):
         meters = [Meter() for _ in range(LAYERS)]
@@ -382,6 +384,7 @@ def test_a_state_that_a_cell_does_read_must_be_kept():
 @pytest.mark.parametrize(
     ("mode", "inside"), in_turn(list(RUNNERS), [False, True]), indirect=["mode"]
 )
+@pytest.mark.slow
 def test_captured_tensors_and_variables_get_their_gradient(mode, inside):
     run, _ = mode
 
