@@ -124,7 +124,7 @@ def dims_of(settings: Settings, layout: LayoutRules) -> tuple[str, ...]:
         return ("batch",)
     hidden = ("experts", "expert_ff") if settings.NUM_EXPERTS else ("d_ff",)
     cut = [dim for dim, _ in cut_rules(layout).rules if dim == "embed"]
-    return ("batch", "heads", *hidden, "vocab", *cut)
+    return ("batch", "length", "heads", *hidden, "vocab", *cut)
 
 
 # How weights move along their gradients.

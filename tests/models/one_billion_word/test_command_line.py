@@ -45,6 +45,10 @@ def test_help_needs_no_tensorflow_and_is_no_failure(flag):
             ["--mesh_shape=layers:2;model:2", "--layout=embed:model"],
             ["--layout='embed:model'", "names dim 'embed', which no tensor has"],
         ),
+        (
+            ["--mesh_shape=layers:2;model:2", "--layout=heads:model;lenght:model"],
+            ["names dim 'lenght', which no tensor has; did you mean 'length'?"],
+        ),
         (["--schedule=1f2b"], ["--schedule='1f2b': ", "1f1b"]),
         (["--num_microbatches=3"], ["num_microbatches may be 1, 2, 4"]),
         (["--boundaries=0,3"], ["--mesh_shape='layers:2': ", "2 stages have 3 layer indices"]),
