@@ -51,3 +51,32 @@ class GradientError(PipemeshError, ValueError):
 
 class NativeOpError(PipemeshError, NotImplementedError):
     """A native lingvo op was called where lingvo's op library cannot load."""
+
+
+class CheckpointError(PipemeshError, ValueError):
+    """A folder holds something else than what is to be restored, or cannot be written to."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint is not what was written.
+
+    Args:
+        path: the checkpoint.
+        what: which of its files, and what is wrong with it.
+
+    Attributes:
+        path: the checkpoint.
+        what: which of its files, and what is wrong with it.
+    """
+
+    def __init__(self, path: str, what: str) -> None:
+        super().__init__(f"{path} is damaged: {what}")
+        self.path, self.what = path, what
+
+
+class SaveError(PipemeshError, OSError):
+    """A checkpoint cannot be written: the disk is full, or the folder cannot be written to."""
+
+
+class DataError(PipemeshError, OSError):
+    """The data to train on, or to judge by, cannot be read any more."""

@@ -1,24 +1,21 @@
 """What a checkpoint's weights were made of: model, settings, text and vocabulary.
 
-It lies beside a checkpoint as `ckpt-<step>.about`, written first, and is read without TensorFlow.
-The vocabulary is in it as a whole: weights are worth nothing under another one, and the text that
-it was learned from may be gone.
+It is the note of a checkpoint's manifest, which is read without TensorFlow. The vocabulary is in it
+as a whole: weights are worth nothing under another one, and the text that it was learned from may
+    be gone.
 """
 
 from __future__ import annotations
 
 import base64
 import dataclasses
-import hashlib
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from models.one_billion_word.corpus import Corpus
 from models.one_billion_word.sizes import Settings
 from models.one_billion_word.vocabulary import Vocabulary
-from models.one_billion_word.whole_file import write_whole
-from pipemesh.errors import PipemeshError
+from pipemesh.errors import CheckpointError
 from pipemesh.plan import Plan
 
 # What weights depend on, and the seed, on which the order of the text depends.
@@ -46,10 +43,6 @@ _SETTINGS = (
     "DROPOUT_PROB",
     "BALANCE_WEIGHT",
 )
-
-
-class CheckpointError(PipemeshError, ValueError):
-    """A log directory holds something else than what is to be trained, or a damaged checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,46 +92,15 @@ class About:
         )
 
     @classmethod
-    def read(cls, checkpoint: str) -> About:
-        """Reads what lies beside a checkpoint.
+    def from_note(cls, note: Mapping[str, Any]) -> About:
+        """What a checkpoint's manifest notes."""
+        values: dict[str, Any] = {**note, "vocabulary": base64.b64decode(note["vocabulary"])}
+        return cls(**values)
 
-        Args:
-            checkpoint: path of the checkpoint.
-
-        Raises:
-            CheckpointError: nothing does, or it is damaged.
-        """
-        path = f"{checkpoint}.about"
-        try:
-            with open(path, "rb") as file:
-                digest, _, content = file.read().partition(b"\n")
-        except FileNotFoundError as error:
-            raise CheckpointError(
-                f"{checkpoint} is a checkpoint of another program, or lost {path}; give another "
-                "--logdir"
-            ) from error
-        if hashlib.sha256(content).hexdigest().encode() != digest:
-            raise CheckpointError(
-                f"{path} is damaged: it is not what was written; remove {checkpoint}.* to go back "
-                "to the checkpoint before, or give another --logdir"
-            )
-        values = json.loads(content)
-        # What there was one kind of before.
-        values["model"].setdefault("layers", "lingvo")
-        for part, names in (("model", _MODEL), ("settings", _SETTINGS)):
-            known = [name for name in names if hasattr(Settings, name)]
-            values[part] = {name.lower(): getattr(Settings, name) for name in known} | values[part]
-        if "plan" not in values:
-            values |= _before_plans(values["settings"])
-        return cls(**values | {"vocabulary": base64.b64decode(values["vocabulary"])})
-
-    def write(self, checkpoint: str) -> None:
-        """Writes it beside a checkpoint."""
-        values = dataclasses.asdict(self)
-        values["vocabulary"] = base64.b64encode(self.vocabulary).decode()
-        content = json.dumps(values, indent=1).encode()
-        digest = hashlib.sha256(content).hexdigest().encode()
-        write_whole(f"{checkpoint}.about", digest + b"\n" + content)
+    def to_note(self) -> dict[str, Any]:
+        """What a checkpoint's manifest is to note."""
+        vocabulary = base64.b64encode(self.vocabulary).decode()
+        return dataclasses.asdict(self) | {"vocabulary": vocabulary}
 
     def keep_choice(self, now: About, settings: Settings) -> tuple[str, ...]:
         """Goes on with what was chosen, if what it was chosen for is the same.
@@ -213,22 +175,6 @@ def changes(there: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 def _told(value: Any) -> Any:
     return "none" if value == "" else value
-
-
-def _before_plans(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings and plan of what was written when settings named each value of the plan."""
-    mesh, *layout, device_type = settings["mesh"].split()
-    texts = {
-        "mesh": mesh,
-        "layout": "".join(layout),
-        "schedule": settings["schedule"],
-        "num_microbatches": str(settings["num_micro_batches"]),
-        "remat": settings["remat"],
-        "compute_dtype": settings["compute_dtype"] or "",
-    }
-    kept = {name.lower(): settings[name.lower()] for name in _SETTINGS}
-    plan = Plan().to_values() | texts
-    return {"settings": {"device_type": device_type, **kept}, "plan": plan}
 
 
 def _values(settings: Settings, names: tuple[str, ...]) -> dict[str, Any]:

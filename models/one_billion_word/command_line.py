@@ -119,6 +119,14 @@ flags.DEFINE_integer(
     lower_bound=1,
 )
 flags.DEFINE_integer("save_every", 100, "Save every so many steps.", lower_bound=1)
+flags.DEFINE_integer("max_to_keep", 3, "Keep so many of the newest checkpoints.", lower_bound=1)
+flags.DEFINE_integer(
+    "keep_best",
+    0,
+    "Keep so many checkpoints besides, of those that were judged the best: of steps at which "
+    "--eval_every and --save_every meet.",
+    lower_bound=0,
+)
 
 _SEEDS = range(-(2**63), 2**63)
 # What tensors of int32 and float32 hold.
@@ -153,6 +161,8 @@ _OF_REQUEST = (
     "eval_batches",
     "other_text",
     "trace_schedule",
+    "max_to_keep",
+    "keep_best",
 )
 
 

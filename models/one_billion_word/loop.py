@@ -6,12 +6,14 @@ text that is gone, ends it after a checkpoint was saved.
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,15 +21,16 @@ import tensorflow as tf
 from tqdm import tqdm
 
 from models.command import SECONDS_A_REFRESH
-from models.one_billion_word.checkpoint import SaveError, reason
 from models.one_billion_word.console import ticking, waiting
 from models.one_billion_word.corpus import Corpus
 from models.one_billion_word.metrics import Score, ratio
 from models.one_billion_word.request import Request
-from models.one_billion_word.trainer import TextError, Trainer
+from models.one_billion_word.trainer import Trainer
 from models.one_billion_word.unigram import fit_unigram
 from models.one_billion_word.vocabulary import Vocabulary
 from pipemesh.backend.peak import peak_memory
+from pipemesh.checkpoint.reader import reason
+from pipemesh.errors import DataError, SaveError
 from pipemesh.partition.text import bytes_text
 from pipemesh.schedule.render import to_html, to_trace
 
@@ -72,9 +75,9 @@ class Loop:
                 name = signal.Signals(self._stop).name
                 print(f"{name}: saved {path}; run the same command again to go on", flush=True)
                 return _BY_SIGNAL + self._stop
-        except TextError as error:
+        except DataError as error:
             path = self._trainer.save()
-            raise TextError(
+            raise DataError(
                 f"step {self._trainer.step + 1}: {error}; saved {path}: put the text back and run "
                 "the same command again to go on"
             ) from error
@@ -111,15 +114,20 @@ class Loop:
                     self._report(bar)
                 else:
                     self._one_step(bar)
-                done = trainer.step
-                if done % request.save_every == 0 or done == steps:
-                    self._save(bar, last=done == steps)
+                done, judged = trainer.step, None
                 if done % request.eval_every == 0 and done != steps:
                     score = trainer.evaluate(trainer.sample.batches, lambda: self._stop is not None)
                     if score is not None:
+                        judged = score.bits_per_byte
                         self._summarize_heldout(score)
                         bar.write(f"step {done}: held out {describe(score)}", file=sys.stdout)
                         sys.stdout.flush()
+                if done == steps:
+                    self._save(bar, trainer.save)
+                elif done % request.save_every == 0:
+                    self._save(bar, functools.partial(trainer.begin_save, judged))
+                else:
+                    self._save(bar, trainer.poll_save)
 
     def _report(self, bar: Any) -> None:
         """Says what a step holds and sends, and writes how the weights lie beside the run."""
@@ -157,13 +165,13 @@ class Loop:
         """The share of what the devices can do that the model's products make up."""
         return ratio(self._trainer.flops, seconds * self._peak)
 
-    def _save(self, bar: Any, last: bool) -> None:
+    def _save(self, bar: Any, act: Callable[[], object]) -> None:
         try:
-            self._trainer.save()
+            act()
         except SaveError as error:
             kept = self._trainer.saved
             kept = f"{kept} is kept" if kept else "none was written yet"
-            if last:
+            if self._trainer.step == self._request.steps:
                 raise SaveError(f"{error}; of the checkpoints before, {kept}") from error
             bar.write(f"{error}; training goes on, and {kept}", file=sys.stderr)
 

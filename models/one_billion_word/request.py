@@ -26,6 +26,8 @@ class Request:
         eval_batches: held-out batches of every evaluation; None for `EVAL_BATCHES` while training
             and all at the end.
         other_text: whether to go on from a checkpoint with other text than it was trained on.
+        max_to_keep: how many of the newest checkpoints to keep.
+        keep_best: how many of the best to keep besides, by the held-out text.
         trace_schedule: whether to time the actions of a step at the end.
     """
 
@@ -39,6 +41,8 @@ class Request:
     eval_batches: int | None = None
     other_text: bool = False
     trace_schedule: bool = False
+    max_to_keep: int = 3
+    keep_best: int = 0
 
     @property
     def plan(self) -> Plan:

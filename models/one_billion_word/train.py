@@ -51,9 +51,11 @@ def main(argv: list[str]) -> NoReturn:
 def run(request: Any) -> int:
     """Trains as it is asked for; returns the exit code."""
     from models.one_billion_word import about
-    from models.one_billion_word.logdir import Logdir
+    from pipemesh.checkpoint import Folder
+    from pipemesh.checkpoint.whole_file import remove_unfinished
 
-    with Logdir(request.logdir):
+    with Folder(request.logdir):
+        remove_unfinished(os.path.join(request.logdir, "vocabulary"), "vocab-*.model")
         text = read_text(request)
         trainer, choice = make_trainer(request, text)
         config, there, now = request.settings, text.there, trainer.about
@@ -75,7 +77,7 @@ def run(request: Any) -> int:
         print(trainer.stage_table())
         print(f"evaluation while training: {trainer.sample}")
         if there:
-            print(f"going on from {text.found}")
+            print(f"going on from {trainer.restored}")
             if told := there.changes(now):
                 print(f"settings that changed: {told}")
             if told := about.changes(there.data, now.data):
@@ -110,13 +112,13 @@ def read_text(request: Any) -> Text:
     """Finds the text and its vocabulary, without TensorFlow."""
     from models.one_billion_word import about, console
     from models.one_billion_word.corpus import load_corpus
-    from models.one_billion_word.logdir import latest_checkpoint
     from models.one_billion_word.vocabulary import Vocabulary, load_vocabulary
+    from pipemesh.checkpoint import newest_whole
 
     settings = request.settings
     corpus = load_corpus(settings.DATA_DIR, settings.TRAIN_PATTERN, settings.HELDOUT_PATTERN)
-    found = latest_checkpoint(request.logdir)
-    there = about.About.read(found) if found else None
+    found, manifest = newest_whole(request.logdir) or (None, None)
+    there = about.About.from_note(manifest.note) if manifest else None
     if there:
         there.check_model(request.model, settings, request.logdir)
     with console.waiting("reading the text"):
@@ -182,6 +184,7 @@ def make_trainer(request: Any, text: Text) -> tuple[Any, Any]:
             request.eval_batches or EVAL_BATCHES,
             restore=text.found,
             skip=there.skip if there and _keeps_place(there, described) else None,
+            keep=(request.max_to_keep, request.keep_best),
         )
     return trainer, choice
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import numpy as np
@@ -15,27 +15,26 @@ from lingvo.core import py_utils
 
 from models.one_billion_word import console, heldout, metrics
 from models.one_billion_word.about import About
-from models.one_billion_word.checkpoint import Checkpoints, reason
 from models.one_billion_word.corpus import Corpus
 from models.one_billion_word.input import PREFETCHED_BATCHES, heldout_dataset, train_dataset
 from models.one_billion_word.params import input_shapes_of, stage_flops_of
 from models.one_billion_word.stage_table import stage_table
 from models.one_billion_word.vocabulary import Vocabulary
-from pipemesh.backend.optimizers import create_slots
 from pipemesh.backend.peak import peak_flops
-from pipemesh.errors import PipemeshError
+from pipemesh.checkpoint import Checkpoints, Manifest, newest_whole
+from pipemesh.checkpoint.folder import go_back
+from pipemesh.checkpoint.reader import reason
+from pipemesh.errors import CheckpointError, DamagedError, DataError, PipemeshError, SaveError
 from pipemesh.layers import Report, mesh_cluster, report
 from pipemesh.layers.named import by_logical_name
 from pipemesh.recurrent import ActionClock, Placement, record_placement
 from pipemesh.schedule import Timeline, simulate
+from pipemesh.training import Batches, prepare_optimizer
+from pipemesh.training.batches import NAME
 
 
 class TrainingError(PipemeshError, RuntimeError):
     """Training cannot go on."""
-
-
-class TextError(PipemeshError, OSError):
-    """The text cannot be read any more."""
 
 
 class Trainer:
@@ -52,6 +51,7 @@ class Trainer:
         restore: path of the checkpoint to go on from.
         skip: how many batches after the place in the text that this checkpoint holds to go on;
             None to go on from the text's beginning.
+        keep: how many of the newest checkpoints to keep, and of the best.
 
     Attributes:
         task: the lingvo task.
@@ -59,6 +59,7 @@ class Trainer:
         devices: the devices of each stage, one for each replica.
         about: what is noted beside checkpoints.
         sample: the held-out batches to judge by while training.
+        restored: path of the checkpoint that it goes on from; None if there was none.
         report: what was predicted of a step, once its graph is built; None without a pipeline.
     """
 
@@ -73,6 +74,7 @@ class Trainer:
         eval_batches: int,
         restore: str | None = None,
         skip: int | None = None,
+        keep: tuple[int, int] = (3, 0),
     ) -> None:
         self._config, self._device_type = config, device_type
         tf.random.set_seed(config.SEED)
@@ -85,33 +87,27 @@ class Trainer:
         self._learner = self.task.learners[0]
         prepare_optimizer(self._learner, self.task.vars.Flatten(), self._step)
         self.about = about
-        self._checkpoints = Checkpoints(
-            logdir,
-            step=self._step,
-            weights=_ByName(by_logical_name(self.task, self.task.vars.Flatten())),
-            optimizer=_ByName(by_logical_name(self.task, self._optimizer_variables())),
-        )
-        if restore:
-            self._checkpoints.restore(restore, "step", "weights", "optimizer")
+        state = {
+            "global_step": self._step,
+            **by_logical_name(self.task, self.task.vars.Flatten()),
+            **by_logical_name(self.task, self._optimizer_variables()),
+        }
+        self._logdir = logdir
+        self._checkpoints = Checkpoints(logdir, state, *keep)
+        self.restored = restore and self._restore(restore, *state)
         # After the model: its initializers set TensorFlow's seed, and every new seed makes
         # TensorFlow forget the state of operations, that of tokenizers included.
         sizes = {"batch_size": config.BATCH_SIZE, "sequence_length": config.SEQUENCE_LENGTH}
         # A text that is begun again has other epochs than those that are done.
-        self._dataset = train_dataset(
+        dataset = train_dataset(
             corpus, vocabulary, seed=config.SEED, first_epoch=self.step, **sizes
         )
         self.sample = heldout.draw(corpus, vocabulary, batches=eval_batches, **sizes)
         self._heldout = functools.partial(heldout_dataset, corpus, vocabulary, **sizes)
-        self._batches = iter(self._dataset)
-        # Checkpoints that know a place in the text (None knows its beginning), the newest last,
-        # and how many batches were read since.
-        self._places: dict[str | None, int] = {None: 0}
-        self._checkpoints.track(batches=self._batches)
-        if restore and skip is not None:
-            self._checkpoints.restore(restore, "batches")
-            self._places = {restore: 0}
-            for _ in range(skip):
-                self._next_batch()
+        self._batches = Batches(dataset, PREFETCHED_BATCHES)
+        if self.restored and skip is not None:
+            self._batches.go_to(self.restored, skip)
+        self._checkpoints.track(**{NAME: self._batches.iterator})
         self.report: Report | None = None
         self.task.stack.noted_run = self._note_run
         self._train = tf.function(self._train_step, autograph=False)
@@ -123,6 +119,30 @@ class Trainer:
     def _cluster(self, do_eval: bool = False) -> Any:
         plan = self._config.PLAN
         return mesh_cluster(plan.mesh, self._device_type, do_eval, plan.layout, plan.lowering)
+
+    def _restore(self, path: str, *names: str) -> str:
+        """Restores what is tracked; returns the path of the checkpoint it came from."""
+        try:
+            beyond = [n for n in self._checkpoints.restore(path, *names) if n != NAME]
+        except DamagedError as error:
+            damaged = Manifest.read(path).note
+            go_back(error)
+            found = newest_whole(self._logdir)
+            if found is None:
+                raise
+            if {**found[1].note, "skip": 0} != {**damaged, "skip": 0}:
+                # What was made by its note is not what the one before was made with.
+                raise CheckpointError(
+                    f"{error}; {found[0]} was made with other settings, so run the same command "
+                    "again to go on from it"
+                ) from error
+            return self._restore(found[0], *names)
+        if beyond:
+            raise CheckpointError(
+                f"{path} has {len(beyond)} tensors that the model has not, such as {beyond[0]!r}; "
+                "give another --logdir, or the settings it was trained with"
+            )
+        return path
 
     def _note_run(self, run: Any) -> None:
         stack, config = self.task.stack, self._config
@@ -158,7 +178,7 @@ class Trainer:
         """The dataset of all held-out batches.
 
         Raises:
-            TextError: the held-out text cannot be read any more.
+            DataError: the held-out text cannot be read any more.
         """
         try:
             return self._heldout()
@@ -168,7 +188,7 @@ class Trainer:
     @property
     def saved(self) -> str | None:
         """Path of the newest checkpoint."""
-        return self._checkpoints.latest
+        return self._checkpoints.newest
 
     def train_step(self) -> dict[str, Any]:
         """Trains on the next batch.
@@ -177,7 +197,7 @@ class Trainer:
             `loss` (nats a token), `learning_rate`, and the batch's `score`.
 
         Raises:
-            TextError: there is no next batch; everything can be saved.
+            DataError: there is no next batch; everything can be saved.
             TrainingError: the loss or a gradient is not finite, or an operation of a stage failed.
             DeviceError: with strict devices, a stage ran elsewhere.
         """
@@ -201,6 +221,8 @@ class Trainer:
             if explained is None:
                 raise
             self._fail(str(explained), step, error)
+        # The weights that were saved last are good: the loss of this step is theirs.
+        self._checkpoints.confirm()
         if self._check_placement:
             Placement.of(graphs, self.devices).check()
             self._check_placement = False
@@ -215,25 +237,11 @@ class Trainer:
 
     def _next_batch(self) -> Any:
         try:
-            batch = next(self._batches)
-        except tf.errors.OpError as error:
-            # An iterator that failed fails for ever, and is saved as failed; so is one that has
-            # read ahead and failed. So what is saved from now on is an iterator from before that,
-            # and how many batches were read since.
-            places = list(self._places.items())
-            certain = [place for place in places if place[1] >= PREFETCHED_BATCHES]
-            path, read = (certain or places[:1])[-1]
-            before = iter(self._dataset)
-            if path:
-                tf.train.Checkpoint(batches=before).read(path).expect_partial()
-            self._checkpoints.track(batches=before)
-            self.about = dataclasses.replace(self.about, skip=read)
-            raise TextError(
-                f"the text to train on cannot be read any more ({reason(error)})"
-            ) from error
-        for path in self._places:
-            self._places[path] += 1
-        return batch
+            return self._batches.next()
+        except DataError:
+            self._checkpoints.track(**{NAME: self._batches.iterator})
+            self.about = dataclasses.replace(self.about, skip=self._batches.skip)
+            raise
 
     def _locate(self, batch: Any) -> PipemeshError | None:
         """Runs a step that failed once more, to learn where a value ceased to be finite.
@@ -285,7 +293,7 @@ class Trainer:
             The score; None if it gave up.
 
         Raises:
-            TextError: the held-out text cannot be read any more.
+            DataError: the held-out text cannot be read any more.
             TrainingError: an operation of a stage failed.
         """
         total = metrics.Score()
@@ -307,23 +315,54 @@ class Trainer:
             SaveError: it cannot be written.
             TrainingError: with these weights the held-out loss is not finite; nothing is saved.
         """
-        if self.saved and os.path.basename(self.saved) == f"ckpt-{self.step}":
-            return self.saved
-        # The loss of a step is that of the weights before it, so these are not yet known to be
-        # good.
-        loss = self._score(self.sample.batches[0]).nats
-        if not np.isfinite(loss):
-            self._fail(f"the held-out loss is {loss}", self.step)
-        path = self._checkpoints.save(self.step, self.about)
-        self._places = {
-            known: read
-            for known, read in self._places.items()
-            if known is None or os.path.exists(f"{known}.index")
-        }
-        self._places[path] = 0
+        name = f"ckpt-{self.step}"
+        if not self.saved or os.path.basename(self.saved) != name:
+            # The loss of a step is that of the weights before it, so these are not yet known to be
+            # good.
+            loss = self._score(self.sample.batches[0]).nats
+            if not np.isfinite(loss):
+                self._fail(f"the held-out loss is {loss}", self.step)
+            self._checkpoints.confirm()
+        path = self._checkpoints.wait()
+        if not path or os.path.basename(path) != name:
+            self._begin_save()
+            self._checkpoints.confirm()
+            path = self._checkpoints.wait()
+        assert path is not None
         return path
 
+    def begin_save(self, score: float | None = None) -> None:
+        """Begins to save everything as it is now.
+
+        It becomes a checkpoint when the next step shows that the weights are good.
+
+        Args:
+            score: what they were judged by, less is better; None if they were not.
+
+        Raises:
+            SaveError: the one before cannot be written; this one has begun.
+        """
+        try:
+            self._checkpoints.wait()
+        finally:
+            self._begin_save(score)
+
+    def poll_save(self) -> None:
+        """Tells whether what was begun is written.
+
+        Raises:
+            SaveError: it cannot be.
+        """
+        self._checkpoints.poll()
+
+    def _begin_save(self, score: float | None = None) -> None:
+        path = self._checkpoints.begin(self.step, self.about.to_note(), score)
+        self._batches.saved(path)
+
     def _fail(self, what: str, step: int, error: Exception | None = None) -> NoReturn:
+        self._checkpoints.abandon()
+        with contextlib.suppress(SaveError):
+            self._checkpoints.wait()
         kept = f"{self.saved} is kept" if self.saved else "none was written yet"
         told = what.lower()
         diverged = any(word in told for word in ("finite", "nan", "had inf", "had -inf"))
@@ -360,32 +399,5 @@ class Trainer:
         return self._learner.optimizer._optimizer.variables()
 
 
-def prepare_optimizer(learner: Any, variables: Sequence[tf.Variable], step: tf.Variable) -> None:
-    """Makes the optimizer's variables now.
-
-    So a checkpoint can be restored into them, and a function that trains is traced once: TensorFlow
-    traces it again if it makes variables.
-
-    Args:
-        learner: lingvo's.
-        variables: that it will update.
-        step: the global step.
-    """
-    lingvo_optimizer = learner.optimizer
-    with py_utils.GlobalStepContext(step):
-        slots = lingvo_optimizer.GetOptimizer(learner.LearningRate)
-    with tf.init_scope():
-        create_slots(slots, variables)
-    lingvo_optimizer._optimizer = slots
-
-
-def _vanished(error: Exception) -> TextError:
-    return TextError(f"the held-out text cannot be read any more ({reason(error)})")
-
-
-class _ByName(tf.Module):
-    """Variables to be saved under names of their own."""
-
-    def __init__(self, variables: dict[str, Any]) -> None:
-        super().__init__()
-        self.by_name = variables
+def _vanished(error: Exception) -> DataError:
+    return DataError(f"the held-out text cannot be read any more ({reason(error)})")

@@ -26,7 +26,7 @@ import sentencepiece
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from models.one_billion_word.corpus import SPACE_MARK, Corpus, Sentences, TextFiles
-from models.one_billion_word.whole_file import write_whole
+from pipemesh.checkpoint.whole_file import write_whole
 from pipemesh.errors import PipemeshError
 
 # Pieces are learned from at most so many sentences and characters; more change little, and cost

@@ -87,6 +87,11 @@ class SlicedVariable(Trackable):
     def __init__(self, parts: Sequence[tuple[tf.Variable, Slice]]) -> None:
         self._parts = list(parts)
 
+    @property
+    def parts(self) -> list[tuple[tf.Variable, Slice]]:
+        """Each variable with the part that it has."""
+        return list(self._parts)
+
     def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
         def saveables(name: str = "sliced") -> list[Any]:
             return [

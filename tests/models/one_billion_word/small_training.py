@@ -43,7 +43,7 @@ def scalars(logdir, tag, part="train"):
 def weights(logdir, step):
     """What is saved of a step but the position in the text, by name."""
     reader = tf.train.load_checkpoint(str(logdir / f"ckpt-{step}"))
-    names = [n for n in reader.get_variable_to_shape_map() if n.startswith(("weights", "optim"))]
+    names = [n for n in reader.get_variable_to_shape_map() if not n.startswith("data/")]
     return {name: reader.get_tensor(name) for name in names}
 
 

@@ -7,8 +7,8 @@ import pytest
 import tensorflow as tf
 
 from models.one_billion_word import params
-from models.one_billion_word.about import CheckpointError
 from models.one_billion_word.sizes import OPTIMIZERS
+from pipemesh.errors import CheckpointError
 from pipemesh.plan import Plan
 from tests.models.one_billion_word.small_training import begun, scalars, small_request
 

@@ -7,7 +7,9 @@ import shutil
 import numpy as np
 import pytest
 
-from models.one_billion_word.about import About, CheckpointError
+from models.one_billion_word.about import About
+from pipemesh.checkpoint import Manifest
+from pipemesh.errors import CheckpointError
 from pipemesh.plan import Plan
 from tests.models.one_billion_word.small_training import (
     assert_same_weights,
@@ -18,6 +20,10 @@ from tests.models.one_billion_word.small_training import (
 )
 
 pytestmark = pytest.mark.slow
+
+
+def about_of(checkpoint):
+    return About.from_note(Manifest.read(str(checkpoint)).note)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +67,7 @@ def logdir(whole, tmp_path):
 def test_one_line_more_is_other_text_and_never_another_vocabulary(text, logdir, train, capsys):
     """The vocabulary was learned again once, under weights that knew the old one: held-out went
     from 2.56 to 3.98 bits a byte, without a word."""
-    before = About.read(str(logdir / "ckpt-3"))
+    before = about_of(logdir / "ckpt-3")
     with open(text / "train-1", "a") as file:
         file.write("One line more, with words that nobody knows: zyx, wvu.\n")
     with pytest.raises(CheckpointError, match=r"other text \(train \w+ there, \w+ now\)"):
@@ -71,7 +77,7 @@ def test_one_line_more_is_other_text_and_never_another_vocabulary(text, logdir, 
     out = capsys.readouterr().out
     assert "other text, under the vocabulary of the checkpoint: train " in out
     assert "the text is read from its beginning" in out
-    after = About.read(str(logdir / "ckpt-6"))
+    after = about_of(logdir / "ckpt-6")
     assert after.vocabulary == before.vocabulary
     assert after.data["train"] != before.data["train"]
     # From now on this is the text.
@@ -124,14 +130,35 @@ def test_settings_that_changed_are_listed(text, logdir, train, capsys):
     assert "settings that changed" not in capsys.readouterr().out
 
 
-def test_a_vocabulary_whose_bits_flipped_is_found_before_a_step(text, logdir, train):
-    (path,) = logdir.glob("ckpt-3.about")
+def test_a_checkpoint_whose_bits_flipped_is_found_and_the_one_before_serves(
+    whole, text, tmp_path, train, capsys
+):
+    logdir = begun(whole, 3, tmp_path / "run")
+    begun(whole, 6, tmp_path / "newer")
+    for path in (tmp_path / "newer").glob("ckpt-6.*"):
+        path.rename(logdir / path.name)
+    (path,) = logdir.glob("ckpt-6.data-*")
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"ckpt-3\.about is damaged"):
+    capsys.readouterr()
+    assert train(small_request(logdir, text, steps=6)) == 0
+    said = capsys.readouterr()
+    assert f"{logdir}/ckpt-6 is damaged: {logdir}/ckpt-6.data-00000-* cannot be read" in said.err
+    assert f"set aside as damaged-ckpt-6, going back to {logdir}/ckpt-3" in said.err
+    assert f"going on from {logdir}/ckpt-3" in said.out
+    assert_same_weights(weights(logdir, 6), weights(whole, 6))
+    assert (logdir / "damaged-ckpt-6.index").exists()
+
+
+def test_a_manifest_whose_bits_flipped_is_found_before_a_step(text, logdir, train):
+    (path,) = logdir.glob("ckpt-3.manifest")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="no whole checkpoint, only what is damaged"):
         train(small_request(logdir, text, steps=6))
-    assert os.path.exists(logdir / "ckpt-3.index")
+    assert os.path.exists(logdir / "damaged-ckpt-3.index")
 
 
 def test_training_goes_from_placement_to_simd_and_back_with_the_same_losses(
@@ -152,7 +179,7 @@ def test_training_goes_from_placement_to_simd_and_back_with_the_same_losses(
     assert len(wanted) == 6
     np.testing.assert_allclose(mine, wanted[2:], rtol=1e-5)
     assert weights(logdir, 6).keys() == weights(whole, 6).keys()
-    assert About.read(str(logdir / "ckpt-4")).plan["lowering"] == "simd"
+    assert about_of(logdir / "ckpt-4").plan["lowering"] == "simd"
     out = capsys.readouterr().out
     assert "all    NamedEmbedding" in out and "all    NamedSoftmax" in out
     assert "lowering placement there, simd now" in out

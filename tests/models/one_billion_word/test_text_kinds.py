@@ -15,7 +15,7 @@ import pytest
 
 from models.one_billion_word import trainer as trainer_module
 from models.one_billion_word.corpus import TextFiles
-from models.one_billion_word.logdir import latest_checkpoint
+from pipemesh.checkpoint import newest
 from tests.models.one_billion_word.small_training import scalars, small_request
 
 STEPS = 30
@@ -123,7 +123,7 @@ def test_thirty_steps(kind, corpus, tmp_path, train, capfd):
         logdir, tmp_path, steps=STEPS, save_every=20, eval_every=10, VOCAB_SIZE=VOCAB_SIZE
     )
     assert train(request) == 0
-    assert latest_checkpoint(str(logdir)) == str(logdir / f"ckpt-{STEPS}")
+    assert newest(str(logdir)) == str(logdir / f"ckpt-{STEPS}")
     found = scalars(logdir, "loss")
     assert len(found) == STEPS and np.isfinite(found).all()
     assert np.mean(found[-5:]) < np.mean(found[:5]), "it learned something"

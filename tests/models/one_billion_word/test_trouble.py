@@ -6,8 +6,9 @@ import signal
 import pytest
 
 from models.one_billion_word import loop
-from models.one_billion_word.logdir import Logdir
-from models.one_billion_word.trainer import TextError, Trainer
+from models.one_billion_word.trainer import Trainer
+from pipemesh.checkpoint import Folder
+from pipemesh.errors import DataError
 from tests.models.one_billion_word.program import finish, refused, start
 from tests.models.one_billion_word.small_training import (
     assert_same_weights,
@@ -84,8 +85,8 @@ def test_text_that_vanishes_saves_and_goes_on_bit_for_bit_when_it_is_back(
     for run, save_every in (("run", 4), ("none saved before", 1000)):
         logdir = tmp_path / run
         after(6, lambda: (text / "train-1").rename(tmp_path / "gone"))
-        gone = r"^step \d+: the text to train on cannot be read any more \(.*/train-1; No such file"
-        with pytest.raises(TextError, match=rf"{gone}.*\); saved .*/ckpt-\d+: put the text back"):
+        gone = r"^step \d+: the data to train on cannot be read any more \(.*/train-1; No such file"
+        with pytest.raises(DataError, match=rf"{gone}.*\); saved .*/ckpt-\d+: put the text back"):
             train(small_request(logdir, text, steps=60, save_every=save_every))
         (tmp_path / "gone").rename(text / "train-1")
         steps = [int(path.stem.removeprefix("ckpt-")) for path in logdir.glob("ckpt-*.index")]
@@ -103,7 +104,7 @@ def test_held_out_text_that_vanishes_is_not_missed_while_training(text, tmp_path
     # All of it is asked for at the end.
     (text / "heldout").write_text("Some text to judge by.\n" * 9)
     after(7, (text / "heldout").unlink)
-    with pytest.raises(TextError, match="the held-out text cannot be read any more"):
+    with pytest.raises(DataError, match="the held-out text cannot be read any more"):
         train(small_request(logdir, text, steps=9, eval_batches=None, other_text=True))
     assert (logdir / "ckpt-9.index").exists()
 
@@ -111,7 +112,7 @@ def test_held_out_text_that_vanishes_is_not_missed_while_training(text, tmp_path
 # A limit on the size of files stands for a full disk. In a process of its own: it holds for all
 # files, those that tests report to as well.
 FULL_DISK = """
-import resource, sys
+import resource, sys, threading
 from models.one_billion_word import sizes, train, trainer
 
 sizes.Tiny.NUM_LAYERS = 1
@@ -120,8 +121,11 @@ real, unlimited = trainer.Trainer.train_step, resource.getrlimit(resource.RLIMIT
 def train_step(self):
     result = real(self)
     # Too small for a summary, then for the weights.
-    limits = {4: 10, 5: 100_000, 7: unlimited[0], 10: 100_000}
+    limits = {4: 10, 5: 100_000, 8: unlimited[0], 10: 100_000}
     if self.step in limits:
+        for thread in threading.enumerate():
+            if thread.name == "checkpoint":
+                thread.join()
         resource.setrlimit(resource.RLIMIT_FSIZE, (limits[self.step], unlimited[1]))
     return result
 
@@ -170,7 +174,7 @@ def test_a_log_directory_that_cannot_be_written_to_ends_no_training(
 
 
 def test_a_second_training_in_the_same_directory_is_refused(tmp_path):
-    with Logdir(str(tmp_path)):
+    with Folder(str(tmp_path)):
         line = refused(f"--logdir={tmp_path}")
     assert "is in use: another training writes to it" in line
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 
 
@@ -12,6 +13,16 @@ def write_whole(path: str, content: bytes) -> None:
     Args:
         path: the file; its folder is made if it does not exist.
         content: its bytes.
+
+    Raises:
+        OSError: it cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> path = os.path.join(tempfile.mkdtemp(), "made", "note")
+        >>> write_whole(path, b"whole")
+        >>> os.listdir(os.path.dirname(path))
+        ['note']
     """
     folder = os.path.dirname(path)
     os.makedirs(folder or ".", exist_ok=True)
@@ -25,3 +36,16 @@ def write_whole(path: str, content: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def remove_unfinished(folder: str, pattern: str) -> None:
+    """Removes what a `write_whole` that was killed has left.
+
+    Args:
+        folder: where; it need not exist.
+        pattern: of the names of the files that were to be written, such as `vocab-*.model`.
+    """
+    for path in glob.glob(f".{pattern}.*", root_dir=folder):
+        if path.rpartition(".")[2].isdigit():
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(folder, path))

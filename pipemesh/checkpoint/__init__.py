@@ -1,0 +1,50 @@
+"""Saved training: tensors by logical name, in slices or whole, that outlive plans.
+
+What a folder holds can be asked without TensorFlow; `Checkpoints` and `restore` load it.
+
+Example:
+    >>> import tempfile
+    >>> import tensorflow as tf
+    >>> from pipemesh.checkpoint import Checkpoints, Manifest
+    >>> folder, w = tempfile.mkdtemp(), tf.Variable(1.0)
+    >>> path = Checkpoints(folder, {"w": w}).save(3, note={})
+    >>> Manifest.read(path).step
+    3
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from pipemesh.checkpoint.folder import newest, newest_whole, set_aside
+from pipemesh.checkpoint.lock import Folder
+from pipemesh.checkpoint.manifest import Manifest
+
+if TYPE_CHECKING:
+    from pipemesh.checkpoint.checkpoints import Checkpoints
+    from pipemesh.checkpoint.reader import contents, restore
+
+__all__ = [
+    "Checkpoints",
+    "Folder",
+    "Manifest",
+    "contents",
+    "newest",
+    "newest_whole",
+    "restore",
+    "set_aside",
+]
+
+_WITH_TENSORFLOW = {"Checkpoints": "checkpoints", "contents": "reader", "restore": "reader"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_TENSORFLOW:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # First: it says what is missing.
+    importlib.import_module("pipemesh.needs_tensorflow")
+    module = importlib.import_module(f"{__name__}.{_WITH_TENSORFLOW[name]}")
+    return getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return __all__

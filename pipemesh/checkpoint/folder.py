@@ -1,0 +1,161 @@
+"""The folder of a training: which checkpoints it has, whole and damaged, and what else.
+
+A checkpoint `ckpt-6` is `ckpt-6.data-?????-of-?????`, `ckpt-6.manifest` and `ckpt-6.index`. The
+index gets its name last, so a process that is killed at any instant leaves a checkpoint whole or
+none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterable
+
+from pipemesh.checkpoint.manifest import Manifest
+from pipemesh.errors import CheckpointError, DamagedError
+
+_INDEX = re.compile(r"ckpt-(\d+)\.index", re.ASCII)
+# Nothing else goes: somebody else may keep `ckpt-100.pt` in the same folder.
+_PART = re.compile(r"ckpt-(\d+)\.(?:manifest|data-\d{5}-of-\d{5})", re.ASCII)
+_UNFINISHED = re.compile(r"ckpt-\d+_temp", re.ASCII)
+# Under which TensorFlow writes its list of checkpoints before it renames it.
+_LIST = re.compile(r"checkpoint\.tmp[0-9a-f]{32}", re.ASCII)
+DAMAGED = "damaged-"
+
+
+def steps_of(folder: str) -> list[int]:
+    """The steps of the checkpoints that a folder has, rising; they may be damaged."""
+    return sorted(int(match[1]) for name in _names(folder) if (match := _INDEX.fullmatch(name)))
+
+
+def path_of(folder: str, step: int) -> str:
+    """Path of the checkpoint of a step, without any ending."""
+    return os.path.join(folder, f"ckpt-{step}")
+
+
+def newest(folder: str) -> str | None:
+    """Path of the newest checkpoint; None if there is none.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> for name in ("ckpt-9.index", "ckpt-10.index", "ckpt-11.manifest"):
+        ...     pathlib.Path(folder, name).touch()
+        >>> os.path.basename(newest(folder))
+        'ckpt-10'
+    """
+    steps = steps_of(folder)
+    return path_of(folder, steps[-1]) if steps else None
+
+
+def newest_whole(folder: str) -> tuple[str, Manifest] | None:
+    """The newest whole checkpoint and its manifest; None if there is none.
+
+    Newer ones that are damaged, as far as their manifests know, are set aside, and it is said.
+
+    Raises:
+        CheckpointError: the newest is another program's, or all there were are damaged.
+    """
+    while path := newest(folder):
+        try:
+            manifest = Manifest.read(path)
+            manifest.check(path)
+            return path, manifest
+        except DamagedError as error:
+            go_back(error)
+    if damaged := damaged_in(folder):
+        raise CheckpointError(
+            f"{folder} has no whole checkpoint, only what is damaged ({', '.join(damaged)}); "
+            f"put a copy of one there, remove {DAMAGED}* to begin anew, or give another folder"
+        )
+    return None
+
+
+def go_back(error: DamagedError) -> None:
+    """Sets a damaged checkpoint aside, and says so on standard error."""
+    aside = os.path.basename(set_aside(error.path))
+    before = newest(os.path.dirname(error.path))
+    print(f"{error}; set aside as {aside}, going back to {before or 'none'}", file=sys.stderr)
+
+
+def damaged_in(folder: str) -> list[str]:
+    """Names of the checkpoints that were set aside."""
+    names = {name.partition(".")[0] for name in _names(folder)}
+    return sorted(name for name in names if re.fullmatch(rf"{DAMAGED}ckpt-\d+", name, re.ASCII))
+
+
+def set_aside(path: str) -> str:
+    """Renames the files of a damaged checkpoint, so that the one before it is the newest.
+
+    Args:
+        path: the checkpoint.
+
+    Returns:
+        Its new path.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    folder, name = os.path.split(path)
+    aside = os.path.join(folder, DAMAGED + name)
+    # The index first: without it the rest is no checkpoint any more.
+    for found in sorted(_files(folder, name), key=lambda found: not found.endswith(".index")):
+        os.replace(os.path.join(folder, found), aside + found.removeprefix(name))
+    return aside
+
+
+def remove(path: str) -> None:
+    """Removes a checkpoint."""
+    folder, name = os.path.split(path)
+    # The index first: a checkpoint is never there in part.
+    for found in sorted(_files(folder, name), key=lambda found: not found.endswith(".index")):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(folder, found))
+
+
+def remove_leftovers(folder: str) -> None:
+    """Removes the parts of checkpoints that were not completed, or whose rest was removed."""
+    complete = set(steps_of(folder))
+    for name in _names(folder):
+        path = os.path.join(folder, name)
+        part = _PART.fullmatch(name)
+        if _UNFINISHED.fullmatch(name):
+            shutil.rmtree(path, ignore_errors=True)
+        elif _LIST.fullmatch(name) or (part and int(part[1]) not in complete):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+
+def to_let_go(folder: str, keep: int, keep_best: int) -> Iterable[str]:
+    """Paths of the checkpoints that are neither among the newest nor among the best.
+
+    Args:
+        folder: where they lie.
+        keep: how many of the newest to keep, at least 1.
+        keep_best: how many of those with the lowest scores to keep besides.
+    """
+    steps = steps_of(folder)
+    older = steps[:-keep]
+    best: set[int] = set()
+    if keep_best:
+        scores = {step: score for step in steps if (score := _score(folder, step)) is not None}
+        best = set(sorted(scores, key=lambda step: (scores[step], step))[:keep_best])
+    return [path_of(folder, step) for step in older if step not in best]
+
+
+def _score(folder: str, step: int) -> float | None:
+    with contextlib.suppress(CheckpointError, OSError):
+        return Manifest.read(path_of(folder, step)).score
+    return None
+
+
+def _files(folder: str, name: str) -> list[str]:
+    ends = re.compile(rf"{re.escape(name)}\.(?:index|manifest|data-\d{{5}}-of-\d{{5}})", re.ASCII)
+    return [found for found in _names(folder) if ends.fullmatch(found)]
+
+
+def _names(folder: str) -> list[str]:
+    return os.listdir(folder) if os.path.isdir(folder) else []

@@ -1,0 +1,119 @@
+"""The manifest: what lies beside a checkpoint, and says whether its files are whole.
+
+It is written before the checkpoint gets its name, and is read without TensorFlow. Tensors have
+checksums of their own inside of TensorFlow's files, which are checked when they are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from pipemesh.checkpoint.whole_file import write_whole
+from pipemesh.errors import CheckpointError, DamagedError
+
+SUFFIX = ".manifest"
+INDEX = ".index"
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint is made of.
+
+    Attributes:
+        step: the number of finished steps.
+        index: SHA-256 of the index, which has the names, shapes and checksums of all tensors.
+        sizes: by what a file's name ends with, `.data-00000-of-00001`, how many bytes it has.
+        note: whatever whoever saves it wants to know when it is read; JSON.
+        score: what the model was judged by, less is better; None if it was not.
+    """
+
+    step: int
+    index: str
+    sizes: Mapping[str, int]
+    note: Mapping[str, Any]
+    score: float | None = None
+
+    @classmethod
+    def of(
+        cls,
+        path: str,
+        *,
+        step: int,
+        note: Mapping[str, Any],
+        score: float | None = None,
+    ) -> Manifest:
+        """That of files that were just written.
+
+        Args:
+            path: what the names of the files begin with.
+            step: see the class.
+            note: see the class.
+            score: see the class.
+        """
+        folder, name = os.path.split(path)
+        ends = [found.removeprefix(name) for found in os.listdir(folder) if found.startswith(name)]
+        sizes = {
+            end: os.path.getsize(path + end) for end in sorted(ends) if end.startswith(".data")
+        }
+        return cls(step, _digest(path + INDEX), sizes, note, score)
+
+    @classmethod
+    def read(cls, path: str) -> Manifest:
+        """Reads what lies beside a checkpoint.
+
+        Args:
+            path: the checkpoint, without any ending.
+
+        Raises:
+            CheckpointError: nothing does.
+            DamagedError: it is not what was written.
+        """
+        try:
+            with open(path + SUFFIX, "rb") as file:
+                digest, _, content = file.read().partition(b"\n")
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{path} is a checkpoint of another program, or lost {path}{SUFFIX}; give another "
+                "folder"
+            ) from error
+        if hashlib.sha256(content).hexdigest().encode() != digest:
+            raise DamagedError(path, f"{path}{SUFFIX} is not what was written")
+        return cls(**json.loads(content))
+
+    def write(self, path: str) -> None:
+        """Writes it beside a checkpoint.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        content = json.dumps(dataclasses.asdict(self), indent=1).encode()
+        digest = hashlib.sha256(content).hexdigest().encode()
+        write_whole(path + SUFFIX, digest + b"\n" + content)
+
+    def check(self, path: str) -> None:
+        """Checks that the files are there, of their sizes, with the index that was written.
+
+        Tensors are not read.
+
+        Raises:
+            DamagedError: one is not.
+        """
+        for end, size in self.sizes.items():
+            try:
+                found = os.path.getsize(path + end)
+            except FileNotFoundError:
+                raise DamagedError(path, f"{path}{end} is missing") from None
+            if found != size:
+                raise DamagedError(path, f"{path}{end} has {found:,} bytes of {size:,}")
+        if _digest(path + INDEX) != self.index:
+            raise DamagedError(path, f"{path}{INDEX} is not what was written")
+
+
+def _digest(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.sha256(file.read()).hexdigest()

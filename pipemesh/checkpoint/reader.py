@@ -1,0 +1,122 @@
+"""Variables get what a checkpoint has under their names, whatever it was cut into."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from pipemesh.checkpoint.entries import Entry, chunks, entries_of
+from pipemesh.errors import CheckpointError, DamagedError
+from pipemesh.text import nearest
+
+# Read at once: enough for all threads, and far below what a model has.
+_BYTES_AT_ONCE = 1 << 28
+
+
+def restore(path: str, tracked: Mapping[str, Any]) -> list[str]:
+    """Restores variables, slices of variables and iterators, each from where its slice lies.
+
+    Floating values get the dtype of the variable. Nothing is assigned unless all names are there,
+    with the right shapes.
+
+    Args:
+        path: of the checkpoint, without any ending: of this library, of TensorFlow's own `Saver`,
+            or of lingvo.
+        tracked: by name what gets a value; as `entries_of`.
+
+    Returns:
+        The names of what the checkpoint has besides.
+
+    Raises:
+        CheckpointError: a name is missing, or has another shape or kind of number.
+        DamagedError: the checkpoint is not what was written; variables may have got some of it.
+
+    Example:
+        >>> import os, tempfile
+        >>> path = os.path.join(tempfile.mkdtemp(), "ckpt")
+        >>> path = tf.compat.v1.train.Saver({"w": tf.Variable([1.0, 2.0])}).save(None, path)
+        >>> w = tf.Variable([0.0, 0.0], dtype=tf.bfloat16)
+        >>> restore(path, {"w": w})
+        []
+        >>> tf.cast(w, tf.float32).numpy().tolist()
+        [1.0, 2.0]
+    """
+    shapes, dtypes = contents(path)
+    entries = entries_of(tracked)
+    for entry in entries:
+        _check(path, entry, shapes, dtypes)
+    for group in chunks(entries, _BYTES_AT_ONCE):
+        try:
+            with tf.device("CPU:0"):
+                values = tf.raw_ops.RestoreV2(
+                    prefix=path,
+                    tensor_names=[entry.name for entry, _ in group],
+                    shape_and_slices=[part.spec for _, part in group],
+                    dtypes=[dtypes[entry.name] for entry, _ in group],
+                )
+        except tf.errors.OpError as error:
+            raise _damaged(path, error) from error
+        for (entry, part), value in zip(group, values, strict=True):
+            try:
+                part.assign(value if value.dtype == entry.dtype else tf.cast(value, entry.dtype))
+            except tf.errors.OpError as error:
+                # The values are whole, so it is an iterator that cannot be set.
+                raise CheckpointError(
+                    f"{path}: {entry.name!r} is a place in another dataset ({reason(error)})"
+                ) from error
+    return sorted(set(shapes) - {entry.name for entry in entries})
+
+
+def contents(path: str) -> tuple[dict[str, list[int]], dict[str, tf.DType]]:
+    """The shapes and dtypes of a checkpoint's tensors, by name.
+
+    Raises:
+        DamagedError: its index cannot be read.
+    """
+    try:
+        reader: Any = tf.train.load_checkpoint(path)
+    except (tf.errors.OpError, ValueError, RuntimeError) as error:
+        raise _damaged(path, error) from error
+    return reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
+
+
+def _check(
+    path: str,
+    entry: Entry,
+    shapes: Mapping[str, Sequence[int]],
+    dtypes: Mapping[str, tf.DType],
+) -> None:
+    if entry.name not in shapes:
+        near = nearest(entry.name, shapes)
+        hint = f"; the nearest that it has is {near!r}" if near else ""
+        raise CheckpointError(f"{path} has no {entry.name!r}{hint}")
+    found = tuple(shapes[entry.name])
+    if entry.shape is not None and found != entry.shape:
+        raise CheckpointError(
+            f"{path}: {entry.name!r} has shape {list(found)} there, {list(entry.shape)} here"
+        )
+    there, here = dtypes[entry.name], entry.dtype
+    if there != here and not (there.is_floating and here.is_floating):
+        raise CheckpointError(
+            f"{path}: {entry.name!r} is {there.name} there, {here.name} here; only floating "
+            "numbers become others"
+        )
+
+
+def _damaged(path: str, error: Exception) -> DamagedError:
+    what = reason(error)
+    shard = re.search(r"shard (\d+)", what)
+    files = f"{path}.data-{int(shard[1]):05d}-*" if shard else f"{path}.*"
+    return DamagedError(path, f"{files} cannot be read ({what})")
+
+
+def reason(error: Exception) -> str:
+    """What happened, in one line, without what TensorFlow was doing."""
+    text = str(error)
+    if isinstance(error, tf.errors.OpError):
+        text = error.message  # pyright: ignore[reportAttributeAccessIssue]
+    first = (text.strip().splitlines() or [type(error).__name__])[0]
+    return first.split("}} ")[-1].split(" [Op:")[0]

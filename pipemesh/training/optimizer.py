@@ -1,0 +1,30 @@
+"""The optimizer of a lingvo learner, before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from lingvo.core import py_utils
+
+from pipemesh.backend.optimizers import create_slots
+
+
+def prepare_optimizer(learner: Any, variables: Sequence[tf.Variable], step: tf.Variable) -> None:
+    """Makes the optimizer's variables now.
+
+    So a checkpoint can be restored into them, and a function that trains is traced once: TensorFlow
+    traces it again if it makes variables.
+
+    Args:
+        learner: lingvo's.
+        variables: that it will update.
+        step: the global step.
+    """
+    lingvo_optimizer = learner.optimizer
+    with py_utils.GlobalStepContext(step):
+        slots = lingvo_optimizer.GetOptimizer(learner.LearningRate)
+    with tf.init_scope():
+        create_slots(slots, variables)
+    lingvo_optimizer._optimizer = slots

@@ -1,0 +1,181 @@
+"""Checkpoints: written beside training, whole or not at all."""
+
+import os
+import pathlib
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.checkpoint import Checkpoints, Manifest, checkpoints, newest, newest_whole, restore
+from pipemesh.errors import SaveError
+
+
+def test_training_goes_on_while_it_is_written(tmp_path, monkeypatch):
+    """The values are those of the instant at which saving began, not of when they were written."""
+    go = threading.Event()
+    real = tf.raw_ops.SaveV2
+
+    def slow(**arguments):
+        assert go.wait(60)
+        return real(**arguments)
+
+    monkeypatch.setattr(tf.raw_ops, "SaveV2", slow)
+    w = tf.Variable(tf.zeros([1000]))
+    saver = Checkpoints(str(tmp_path), {"w": w})
+    path = saver.begin(1, {})
+    for _ in range(3):
+        w.assign_add(tf.ones([1000]))
+    saver.confirm()
+    saver.poll()
+    assert newest(str(tmp_path)) is None
+    go.set()
+    assert saver.wait() == path
+    assert not tf.train.load_checkpoint(path).get_tensor("w").any()
+    assert sorted(os.listdir(tmp_path)) == [
+        "checkpoint",
+        "ckpt-1.data-00000-of-00001",
+        "ckpt-1.index",
+        "ckpt-1.manifest",
+    ]
+
+
+def test_what_is_not_confirmed_is_no_checkpoint(tmp_path):
+    w = tf.Variable(1.0)
+    saver = Checkpoints(str(tmp_path), {"w": w})
+    first = saver.save(1, {})
+    saver.begin(2, {})
+    assert saver.is_undecided
+    saver.abandon()
+    # Too late.
+    saver.confirm()
+    assert saver.wait() == first
+    saver.begin(3, {})
+    # Nor does the next one take it along.
+    saver.begin(4, {})
+    saver.confirm()
+    saver.wait()
+    assert sorted(p.name for p in tmp_path.glob("*.index")) == ["ckpt-1.index", "ckpt-4.index"]
+    assert not list(tmp_path.glob("*_temp"))
+
+
+def test_the_newest_and_the_best_are_kept_and_tensorflow_knows_them(tmp_path):
+    w = tf.Variable(0.0)
+    saver = Checkpoints(str(tmp_path), {"w": w}, keep=2, keep_best=1)
+    for step, score in enumerate([3.0, 1.0, 2.0, None, 4.0]):
+        w.assign(float(step))
+        saver.save(step, {"n": step}, score)
+    left = sorted(p.name for p in tmp_path.glob("*.index"))
+    assert left == ["ckpt-1.index", "ckpt-3.index", "ckpt-4.index"]
+    assert tf.train.latest_checkpoint(str(tmp_path)) == str(tmp_path / "ckpt-4")
+    assert Manifest.read(str(tmp_path / "ckpt-1")).note == {"n": 1}
+
+
+def test_the_same_step_again_takes_the_place_of_the_first(tmp_path):
+    w = tf.Variable(1.0)
+    saver = Checkpoints(str(tmp_path), {"w": w})
+    saver.save(5, {})
+    w.assign(2.0)
+    path = saver.save(5, {})
+    Manifest.read(path).check(path)
+    assert tf.train.load_checkpoint(path).get_tensor("w") == 2.0
+
+
+def test_what_cannot_be_written_is_told_once_and_leaves_nothing(tmp_path, monkeypatch):
+    w = tf.Variable(1.0)
+    saver = Checkpoints(str(tmp_path), {"w": w})
+    first = saver.save(1, {})
+    before = sorted(os.listdir(tmp_path))
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints.Manifest, "write", full)
+    saver.begin(2, {})
+    saver.confirm()
+    with pytest.raises(SaveError, match=r"ckpt-2 cannot be written \(.*No space left on device\)"):
+        while True:
+            saver.poll()
+            time.sleep(0.01)
+    assert saver.wait() == first, "it is told once"
+    assert sorted(os.listdir(tmp_path)) == before
+    monkeypatch.undo()
+    assert saver.save(3, {}) == str(tmp_path / "ckpt-3")
+
+
+FULL = """
+import resource, sys
+import tensorflow as tf
+from pipemesh.checkpoint import Checkpoints
+saver = Checkpoints(sys.argv[1], {"w": tf.Variable(tf.zeros([100_000]))})
+saver.save(1, {})
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+try:
+    saver.save(2, {})
+except OSError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_leaves_what_was_saved(tmp_path):
+    ran = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert f"{tmp_path}/ckpt-2 cannot be written (" in ran.stdout
+    found = newest_whole(str(tmp_path))
+    assert found is not None and found[1].step == 1
+    assert not [path for path in tmp_path.iterdir() if "ckpt-2" in path.name]
+
+
+ENDLESS = """
+import sys
+import tensorflow as tf
+from pipemesh.checkpoint import Checkpoints, Folder, newest_whole, restore
+with Folder(sys.argv[1]):
+    step, many = tf.Variable(0), [tf.Variable(tf.zeros([40_000])) for _ in range(30)]
+    tracked = {"step": step} | {str(n): v for n, v in enumerate(many)}
+    saver = Checkpoints(sys.argv[1], tracked, keep=2)
+    found = newest_whole(sys.argv[1])
+    if found:
+        restore(found[0], tracked)
+    print(step.numpy(), flush=True)
+    while True:
+        for v in (step, *many):
+            v.assign_add(tf.ones_like(v))
+        saver.confirm()
+        if step % 3 == 0:
+            saver.begin(int(step), {})
+"""
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_instant_leaves_the_last_whole_one(tmp_path):
+    """Twelve kills while three of four milliseconds go into writing."""
+    rng, last = np.random.default_rng(1), 0
+    for _ in range(12):
+        process = subprocess.Popen(
+            [sys.executable, "-c", ENDLESS, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout
+        began = int(process.stdout.readline())
+        assert began >= last, "nothing that was whole is lost"
+        time.sleep(rng.uniform(0.02, 0.4))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        found = newest_whole(str(tmp_path))
+        last = found[1].step if found else 0
+        if found:
+            values = {str(n): tf.Variable(tf.zeros([40_000])) for n in range(30)}
+            restore(found[0], values)
+            assert all((v.numpy() == last).all() for v in values.values())
+    assert last > 0
+    assert not list(pathlib.Path(tmp_path).glob("damaged-*"))
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss > 0

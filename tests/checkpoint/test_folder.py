@@ -1,0 +1,94 @@
+"""Which checkpoints a folder has, and what else lies there."""
+
+import os
+
+import pytest
+
+from pipemesh.checkpoint import Manifest, folder, newest, newest_whole
+from pipemesh.errors import CheckpointError
+
+DATA = "data-00000-of-00001"
+
+
+def make(tmp_path, step, score=None):
+    path = tmp_path / f"ckpt-{step}"
+    for end in ("index", DATA):
+        path.with_name(f"{path.name}.{end}").write_bytes(b"%d" % step)
+    Manifest.of(str(path), step=step, note={}, score=score).write(str(path))
+    return str(path)
+
+
+def names(tmp_path):
+    return sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*"))
+
+
+def test_leftovers_go_and_everything_else_stays(tmp_path):
+    stays = [
+        "ckpt-3.index",
+        f"ckpt-3.{DATA}",
+        "ckpt-3.manifest",
+        "ckpt-100.pt",
+        ".ckpt-notes.2",
+        f"damaged-ckpt-6.{DATA}",
+    ]
+    goes = [
+        f"ckpt-6_temp/ckpt-6.{DATA}",
+        "ckpt-6.manifest",
+        f"ckpt-6.{DATA}",
+        "checkpoint.tmp0123456789abcdef0123456789abcdef",
+    ]
+    for name in [*stays, *goes]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    folder.remove_leftovers(str(tmp_path))
+    assert names(tmp_path) == sorted(stays)
+    assert not (tmp_path / "ckpt-6_temp").exists()
+    assert newest(str(tmp_path)) == str(tmp_path / "ckpt-3")
+
+
+def test_what_is_damaged_is_set_aside_and_the_one_before_serves(tmp_path, capsys):
+    paths = [make(tmp_path, step) for step in (3, 20, 100)]
+    os.truncate(f"{paths[2]}.{DATA}", 1)
+    os.unlink(f"{paths[1]}.{DATA}")
+    found = newest_whole(str(tmp_path))
+    assert found is not None and found[0] == paths[0]
+    told = capsys.readouterr().err.splitlines()
+    assert told[0].startswith(f"{paths[2]} is damaged: {paths[2]}.{DATA} has 1 bytes of 3; ")
+    assert told[0].endswith(f"; set aside as damaged-ckpt-100, going back to {paths[1]}")
+    assert told[1].endswith(f"; set aside as damaged-ckpt-20, going back to {paths[0]}")
+    assert {"damaged-ckpt-100.index", f"damaged-ckpt-100.{DATA}"} <= set(names(tmp_path))
+    assert newest_whole(str(tmp_path)) == found, "and nothing is said a second time"
+    assert not capsys.readouterr().err
+
+
+def test_nobody_begins_anew_over_what_is_damaged(tmp_path):
+    assert newest_whole(str(tmp_path)) is None
+    os.truncate(f"{make(tmp_path, 3)}.index", 0)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"only what is damaged \(damaged-ckpt-3\); put"):
+            newest_whole(str(tmp_path))
+
+
+def test_another_programs_checkpoint_is_left_alone(tmp_path):
+    (tmp_path / "ckpt-3.index").touch()
+    with pytest.raises(CheckpointError, match="of another program"):
+        newest_whole(str(tmp_path))
+    assert names(tmp_path) == ["ckpt-3.index"]
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path):
+    for step, score in ((1, 0.5), (2, 0.1), (3, None), (4, 0.1), (5, 0.3), (6, 9.0)):
+        make(tmp_path, step, score)
+
+    def kept(*counts):
+        gone = {os.path.basename(path) for path in folder.to_let_go(str(tmp_path), *counts)}
+        return [step for step in range(1, 7) if f"ckpt-{step}" not in gone]
+
+    assert kept(2, 0) == [5, 6]
+    # Of two that are as good, the older one.
+    assert kept(1, 1) == [2, 6]
+    assert kept(1, 3) == [2, 4, 5, 6]
+    assert kept(9, 0) == [1, 2, 3, 4, 5, 6]
+    # Nor does a damaged manifest end anything.
+    os.truncate(tmp_path / "ckpt-2.manifest", 5)
+    assert kept(1, 1) == [4, 6]

@@ -1,0 +1,73 @@
+"""What lies beside a checkpoint: whole, and read without TensorFlow."""
+
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+
+from pipemesh.checkpoint import Manifest
+from pipemesh.errors import CheckpointError, DamagedError
+
+DATA = ".data-00000-of-00001"
+
+
+@pytest.fixture
+def path(tmp_path):
+    (tmp_path / "ckpt-3.index").write_bytes(b"names and checksums")
+    (tmp_path / f"ckpt-3{DATA}").write_bytes(b"tensors")
+    (tmp_path / f"ckpt-33{DATA}").write_bytes(b"of another one")
+    path = str(tmp_path / "ckpt-3")
+    Manifest.of(path, step=3, note={"by": [1, "me"]}, score=2.5).write(path)
+    return path
+
+
+def test_it_is_read_as_it_was_written(path):
+    found = Manifest.read(path)
+    assert (found.step, found.note, found.score) == (3, {"by": [1, "me"]}, 2.5)
+    assert found.sizes == {DATA: 7}
+    found.check(path)
+
+
+def test_no_flipped_bit_passes(path):
+    with open(f"{path}.manifest", "rb") as file:
+        good = file.read()
+    rng = random.Random(0)
+    for _ in range(300):
+        bad = bytearray(good)
+        bad[rng.randrange(len(bad))] ^= 1 << rng.randrange(8)
+        with open(f"{path}.manifest", "wb") as file:
+            file.write(bad)
+        with pytest.raises(DamagedError, match=r"ckpt-3\.manifest is not what was written"):
+            Manifest.read(path)
+
+
+def test_another_programs_checkpoint_has_none(tmp_path):
+    with pytest.raises(CheckpointError, match="ckpt-3 is a checkpoint of another program, or lost"):
+        Manifest.read(str(tmp_path / "ckpt-3"))
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (lambda path: os.unlink(path + DATA), f"ckpt-3{DATA} is missing"),
+        (lambda path: os.truncate(path + DATA, 3), f"ckpt-3{DATA} has 3 bytes of 7"),
+        (lambda path: os.truncate(path + ".index", 3), "ckpt-3.index is not what was written"),
+    ],
+)
+def test_files_that_are_not_whole_are_named(path, harm, told):
+    harm(path)
+    with pytest.raises(DamagedError) as caught:
+        Manifest.read(path).check(path)
+    assert caught.value.path == path
+    assert caught.value.what.endswith(told)
+
+
+def test_a_folder_is_asked_without_tensorflow(path):
+    code = (
+        "import sys; from pipemesh.checkpoint import Folder, Manifest, newest_whole\n"
+        "assert newest_whole(sys.argv[1])[1].step == 3\n"
+        "assert not {'tensorflow', 'lingvo'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, os.path.dirname(path)], check=True)
