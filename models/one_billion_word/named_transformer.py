@@ -73,7 +73,7 @@ class ExpertsBlock(named.TransformerBlock):
         else:
             paddings = tf.cast(tf.equal(segment_ids, 0), tf.float32)
         hidden, balance = super().FProp(theta, x, segment_ids, segment_pos, paddings)
-        balance = balance + self.Named(before, "batch")
+        balance = balance + self.Named(before, "batch", balance.dtype)
         return hidden, labels, weights, segment_ids, segment_pos, balance
 
     @classmethod
@@ -108,8 +108,8 @@ class NamedSoftmax(named.SoftmaxCrossEntropy):
         hidden = self.norm.FProp(theta.norm, x)
         loss, total, xent = super().FProp(theta, hidden, labels, weights)
         for each in balance:
-            tokens = ops.reduce_sum(self.Named(weights, "batch;length"), "length")
-            balances = ops.reduce_sum(self.Named(each, "batch") * tokens)
+            tokens = ops.reduce_sum(self.Named(weights, "batch;length", tf.float32), "length")
+            balances = ops.reduce_sum(self.Named(each, "batch", tf.float32) * tokens)
             loss = loss + balances * self.params.balance_weight
         return loss, total, xent
 

@@ -127,3 +127,18 @@ def test_a_draw_that_cannot_be_cut_is_an_error():
         pytest.raises(PipelineError, match="one dim may differ, by the factor 4"),
     ):
         ops.random_uniform(make(""), "batch:2;io:3", seed=SEED)
+
+
+@pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float16])
+def test_precision_changes_no_mask_and_no_rate(dtype):
+    """Drawn in bfloat16 other elements were dropped, at 13/128 where 0.1 was asked for."""
+    lowering = make("a:data;b:model")
+    shape = Shape.of(a=64, b=64)
+
+    def mask(dtype):
+        x = ops.import_tensor(lowering, tf.ones(shape.sizes, dtype), shape)
+        dropped = ops.dropout(x, rate=0.1, seed=SEED)
+        assert dropped.dtype == dtype
+        return np.asarray(dropped.numpy(), np.float32) > 0
+
+    np.testing.assert_array_equal(mask(dtype), mask(tf.float32))

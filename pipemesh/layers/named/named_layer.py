@@ -327,12 +327,13 @@ class NamedLayer(base_layer.BaseLayer):
             slices = from_parts(lowering, [theta[part] for part in names], shape, name)
         return self._Cast(Tensor(lowering, slices, shape))
 
-    def Named(self, x: Any, dims: Any) -> Tensor:
-        """An input as a tensor of the current lowering, in the dtype that the layer computes in.
+    def Named(self, x: Any, dims: Any, dtype: tf.DType | None = None) -> Tensor:
+        """An input as a tensor of the current lowering.
 
         Args:
             x: a tensor with named dims, or a plain one, which gets the names.
             dims: names, in the order that the result has.
+            dtype: that it gets if it is floating; by default the one that the layer computes in.
 
         Raises:
             ShapeError: its dims are others, or TensorFlow does not know their sizes.
@@ -352,7 +353,7 @@ class NamedLayer(base_layer.BaseLayer):
                     f"layer {self.params.name!r} takes dims '{';'.join(names)}', but was given "
                     f"'{x.shape}'; ops.rename or ops.reshape it"
                 )
-            return self._Cast(ops.transpose(x, names))
+            return self._Cast(ops.transpose(x, names), dtype)
         x = tf.convert_to_tensor(x)
         if x.shape.rank != len(names) or not x.shape.is_fully_defined():
             raise ShapeError(
@@ -361,12 +362,12 @@ class NamedLayer(base_layer.BaseLayer):
             )
         shape = Shape.of(**dict(zip(names, x.shape.as_list(), strict=True)))
         return self._Cast(
-            Tensor(lowering, from_whole(lowering, x, lowering.tensor_layout(shape)), shape)
+            Tensor(lowering, from_whole(lowering, x, lowering.tensor_layout(shape)), shape), dtype
         )
 
-    def _Cast(self, x: Tensor) -> Tensor:
-        dtype = py_utils.FPropDtype(self.params)
-        return ops.cast(x, dtype) if x.dtype.is_floating and x.dtype != dtype else x
+    def _Cast(self, x: Tensor, dtype: tf.DType | None = None) -> Tensor:
+        wanted: tf.DType = dtype or py_utils.FPropDtype(self.params)
+        return ops.cast(x, wanted) if x.dtype.is_floating and x.dtype != wanted else x
 
     @property
     def named_shapes(self) -> dict[str, Shape]:

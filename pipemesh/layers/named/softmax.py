@@ -105,7 +105,9 @@ class SoftmaxCrossEntropy(NamedLayer):
         xent = ops.reduce_logsumexp(logits, "vocab") - right
         if weights is None:
             weights = tf.ones(xent.shape.sizes)
-        weights = ops.cast(whole(self, weights, "batch;length", names), tf.float32)
+        # Not rounded to what products are computed in: they are counted, too.
+        weights = whole(self, weights, "batch;length", names, tf.float32)
+        weights = ops.cast(weights, tf.float32)
         each = ops.rename(xent, split_names(names))
         return ops.reduce_sum(xent * weights), ops.reduce_sum(weights), each
 

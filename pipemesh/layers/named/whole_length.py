@@ -51,7 +51,9 @@ def whole_dims(dims: str, names: Mapping[str, str]) -> str:
     return ";".join(names.get(name, name) for name in dims.split(";"))
 
 
-def whole(layer: Any, x: Any, dims: str, names: Mapping[str, str]) -> Tensor:
+def whole(
+    layer: Any, x: Any, dims: str, names: Mapping[str, str], dtype: tf.DType | None = None
+) -> Tensor:
     """An input with all tokens on each processor.
 
     Args:
@@ -59,10 +61,12 @@ def whole(layer: Any, x: Any, dims: str, names: Mapping[str, str]) -> Tensor:
         x: a plain tensor, or one with named dims.
         dims: of the input.
         names: of `whole_names`.
+        dtype: see `NamedLayer.Named`.
     """
     if isinstance(x, Tensor):
-        return ops.rename(layer.Named(x, dims), names) if names else layer.Named(x, dims)
-    return layer.Named(x, whole_dims(dims, names))
+        named = layer.Named(x, dims, dtype)
+        return ops.rename(named, names) if names else named
+    return layer.Named(x, whole_dims(dims, names), dtype)
 
 
 def count_whole(

@@ -138,7 +138,9 @@ def random_normal(
 def dropout(x: Tensor, *, rate: float, seed: tf.Tensor, noise_dims: Shape | None = None) -> Tensor:
     """Sets elements to zero with probability `rate`, and scales the others by 1 / (1 - rate).
 
-    The mask is that of `tf.nn.experimental.stateless_dropout` with Philox, whatever the layout.
+    The mask is that of `tf.nn.experimental.stateless_dropout` with Philox, whatever the layout. In
+    half precision it is that of float32: precision changes no mask, and a rate such as 0.1 is not
+    rounded to a 128th.
 
     Args:
         x: floating numbers.
@@ -159,7 +161,8 @@ def dropout(x: Tensor, *, rate: float, seed: tf.Tensor, noise_dims: Shape | None
     noise_shape = x.shape if noise_dims is None else noise_dims
     if not noise_shape <= x.shape:
         raise ShapeError(f"noise dims '{noise_shape - x.shape}' are no dims of '{x.shape}'")
-    noise = random_uniform(x.lowering, noise_shape, seed=seed, dtype=x.dtype)
+    dtype = tf.float32 if x.dtype.size < tf.float32.size else x.dtype
+    noise = random_uniform(x.lowering, noise_shape, seed=seed, dtype=dtype)
     scaled = elementwise.multiply(x, 1 / (1 - rate))
     return elementwise.broadcast(
         lambda n, value: tf.where(n >= tf.cast(rate, n.dtype), value, tf.zeros_like(value)),

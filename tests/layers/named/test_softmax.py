@@ -37,6 +37,17 @@ def test_weights_are_one_by_default():
     run(PARAMS, [X, LABELS], "data:2").assert_close(*plain(weights=np.ones([2, 3], np.float32)))
 
 
+@pytest.mark.parametrize("mesh", ["model:1", "data:2;model:2"])
+def test_weights_are_not_rounded_to_what_products_are_computed_in(mesh):
+    """In bfloat16 a third and 257 were other numbers, and the loss was divided by their sum."""
+    weights = np.array([[1 / 3, 257, 0], [1, 1, 2]], np.float32)
+    params = PARAMS.Copy().Set(fprop_dtype=tf.bfloat16)
+    found = run(params, [X, LABELS, weights], mesh)
+    np.testing.assert_allclose(found.outputs[1], weights.sum(), rtol=1e-7)
+    of_integers = run(params, [X, LABELS, np.array([[1, 300, 0], [1, 1, 2]])], mesh)
+    assert of_integers.outputs[1] == 305
+
+
 def test_large_logits_do_not_overflow():
     run(PARAMS, [X * 1000, LABELS, WEIGHTS], "model:2").assert_close(*plain(x=X * 1000), rtol=1e-3)
 

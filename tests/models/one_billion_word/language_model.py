@@ -7,9 +7,10 @@ import tensorflow as tf
 from lingvo.core import py_utils
 
 from models.one_billion_word.params import OneBillionWordTiny, layers_of
-from models.one_billion_word.trainer import prepare_optimizer
 from pipemesh.layers import FeatureExtractionLayer, SeqLayer, mesh_cluster
+from pipemesh.layers.named import by_logical_name
 from pipemesh.layers.partition_layers import named_layers
+from pipemesh.training import prepare_optimizer
 from tests.layers.harness import cluster
 
 BATCH_SIZE = 8
@@ -129,27 +130,53 @@ def run_tf2(task_params, batch, *, steps=3, num_devices=1):
         py_utils.SetEagerMode(False, test_mode=True)
 
 
+class Training:
+    """A model and its optimizer, trained step by step as the configuration's plan runs it.
+
+    To be made and called in lingvo's eager mode.
+
+    Attributes:
+        state: what a checkpoint is to have.
+    """
+
+    def __init__(self, config):
+        plan = config.PLAN
+        self._cluster = lambda: mesh_cluster(plan.mesh, layout=plan.layout, lowering=plan.lowering)
+        # Not lingvo's own, which there is one of.
+        self._number = tf.Variable(0, dtype=tf.int64, trainable=False)
+        with self._cluster():
+            tf.random.set_seed(SEED)
+            self._task = pipelined(config).Instantiate()
+            self._learner = self._task.learners[0]
+            prepare_optimizer(self._learner, self._task.vars.Flatten(), self._number)
+        variables = self._task.vars.Flatten()
+        slots = self._learner.optimizer._optimizer.variables()
+        self.state = {
+            "global_step": self._number,
+            **by_logical_name(self._task, variables),
+            **by_logical_name(self._task, slots),
+        }
+        self._step = tf.function(self._train_step, autograph=False)
+
+    def step(self, batch):
+        """Trains on a batch; returns the loss before."""
+        with self._cluster():
+            return float(self._step(batch))
+
+    def _train_step(self, batch):
+        with py_utils.GradientTape(), py_utils.GlobalStepContext(self._number):
+            scores, _ = self._task.FPropTower(self._task.theta, py_utils.NestedMap(batch))
+            self._learner.Apply(scores, self._task.vars)
+        self._number.assign_add(1)
+        return scores.loss[0]
+
+
 def losses(config, batches):
     """The loss of a step on each batch, as the configuration's plan runs it."""
-    plan = config.PLAN
     py_utils.SetEagerMode(True, test_mode=True)
     try:
-        with mesh_cluster(plan.mesh, layout=plan.layout, lowering=plan.lowering):
-            step = py_utils.GetOrCreateGlobalStepVar()
-            step.assign(0)
-            tf.random.set_seed(SEED)
-            task = pipelined(config).Instantiate()
-            prepare_optimizer(task.learners[0], task.vars.Flatten(), step)
-
-            @tf.function(autograph=False)
-            def train_step(batch):
-                with py_utils.GradientTape(), py_utils.GlobalStepContext(step):
-                    scores, _ = task.FPropTower(task.theta, py_utils.NestedMap(batch))
-                    task.learners[0].Apply(scores, task.vars)
-                step.assign_add(1)
-                return scores.loss[0]
-
-            return [float(train_step(batch)) for batch in batches]
+        training = Training(config)
+        return [training.step(batch) for batch in batches]
     finally:
         py_utils.SetEagerMode(False, test_mode=True)
 
