@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -173,6 +174,8 @@ def fetch(packages: Iterable[str], folder: Path) -> list[str]:
     """Downloads the packages that are not yet in the folder, and returns all files there are."""
     folder.mkdir(parents=True, exist_ok=True)
     pattern = str(folder / "{}_*.deb")
+    if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
+        sys.exit("no apt-get or no dpkg-deb; the packages are those of Debian 12, run this there")
     missing = [name for name in packages if not glob.glob(pattern.format(name))]
     if missing:
         status = subprocess.run(["apt-get", "download", *missing], cwd=folder).returncode
