@@ -18,10 +18,12 @@ from pipemesh.errors import PipemeshError
 from pipemesh.text import did_you_mean
 
 COMMANDS = {
+    "checkpoint": "pipemesh.checkpoint.command",
     "partition": "pipemesh.partition.command",
     "schedule": "pipemesh.schedule.command",
 }
 HELP = {
+    "checkpoint": "look into checkpoints, compare and convert them",
     "partition": "cut a stack of layers into stages of equal cost",
     "schedule": "build, compare, simulate and draw pipeline schedules",
 }

@@ -58,7 +58,7 @@ def restore(path: str, tracked: Mapping[str, Any]) -> list[str]:
                     dtypes=[dtypes[entry.name] for entry, _ in group],
                 )
         except tf.errors.OpError as error:
-            raise _damaged(path, error) from error
+            raise damaged(path, error) from error
         for (entry, part), value in zip(group, values, strict=True):
             try:
                 part.assign(value if value.dtype == entry.dtype else tf.cast(value, entry.dtype))
@@ -79,7 +79,7 @@ def contents(path: str) -> tuple[dict[str, list[int]], dict[str, tf.DType]]:
     try:
         reader: Any = tf.train.load_checkpoint(path)
     except (tf.errors.OpError, ValueError, RuntimeError) as error:
-        raise _damaged(path, error) from error
+        raise damaged(path, error) from error
     return reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
 
 
@@ -106,7 +106,8 @@ def _check(
         )
 
 
-def _damaged(path: str, error: Exception) -> DamagedError:
+def damaged(path: str, error: Exception) -> DamagedError:
+    """What an error says that came while a checkpoint was read."""
     what = reason(error)
     shard = re.search(r"shard (\d+)", what)
     files = f"{path}.data-{int(shard[1]):05d}-*" if shard else f"{path}.*"

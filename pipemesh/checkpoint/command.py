@@ -1,0 +1,179 @@
+"""Looks into checkpoints, compares them, and writes them in another dtype or under other names.
+
+  pipemesh checkpoint inspect runs/lm
+  pipemesh checkpoint inspect runs/lm/ckpt-300 --match 'cell_001/.*/w_q' --verify
+  pipemesh checkpoint diff runs/lm/ckpt-200 runs/lm/ckpt-300
+  pipemesh checkpoint convert runs/lm/ckpt-300 exported/ckpt --dtype bfloat16 --weights-only
+  pipemesh checkpoint convert theirs/ckpt-00012345 ours/ckpt --rename '/d\\d+/(?=cell_)=/'
+
+A checkpoint is given by its path without any ending; a folder stands for its newest one. Those of
+lingvo and of TensorFlow's own Saver are read as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+from pipemesh.checkpoint.folder import newest
+from pipemesh.checkpoint.manifest import INDEX, SUFFIX, Manifest
+from pipemesh.errors import CheckpointError
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `pipemesh checkpoint`.
+
+    Args:
+        parser: the parser of this subcommand.
+    """
+    verbs = parser.add_subparsers(dest="verb", metavar="verb", required=True)
+    inspect = verbs.add_parser("inspect", help="what it has", allow_abbrev=False)
+    inspect.add_argument("path")
+    inspect.add_argument("--verify", action="store_true", help="read all tensors, too")
+    diff = verbs.add_parser(
+        "diff", help="what two have otherwise; exits with 1 if they do", allow_abbrev=False
+    )
+    diff.add_argument("path")
+    diff.add_argument("other")
+    convert = verbs.add_parser("convert", help="write it anew", allow_abbrev=False)
+    convert.add_argument("path")
+    convert.add_argument("to", help="path of the checkpoint to write, without any ending")
+    convert.add_argument("--dtype", choices=DTYPES, help="of all floating tensors")
+    convert.add_argument(
+        "--weights-only",
+        action="store_true",
+        help="neither the optimizer's state nor places in data",
+    )
+    convert.add_argument(
+        "--rename",
+        action="append",
+        default=[],
+        metavar="PATTERN=NAME",
+        help="a regular expression, and what stands in its place; again for more",
+    )
+    for verb in (inspect, diff, convert):
+        verb.add_argument(
+            "--match",
+            metavar="PATTERN",
+            help="tensors alone in whose names this expression is found",
+        )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the verb that was asked for.
+
+    Args:
+        arguments: parsed ones.
+
+    Returns:
+        0; of `diff` 1 if the checkpoints differ.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it is damaged, or cannot be written so.
+    """
+    # Files are read and written: no device is asked for, and none announces itself.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
+    # First: it says what is missing.
+    importlib.import_module("pipemesh.needs_tensorflow")
+    from pipemesh.checkpoint import tensors
+
+    wanted = _matcher(arguments.match)
+    path = _found(arguments.path)
+    if arguments.verb == "diff":
+        lines, differ = tensors.diff(path, _found(arguments.other), wanted)
+        print("\n".join(lines))
+        return int(differ)
+    if arguments.verb == "inspect":
+        for line in _about(path):
+            print(line)
+        print("\n".join(tensors.listing(path, wanted)))
+        if arguments.verify:
+            print(tensors.verify(path))
+        return 0
+    rules = [_rule(text) for text in arguments.rename]
+    if os.path.exists(arguments.to + INDEX):
+        raise CheckpointError(f"{arguments.to} exists; give another path, or remove it")
+
+    def renamed(name: str) -> str:
+        for pattern, new in rules:
+            name = pattern.sub(new, name)
+        return name
+
+    print(
+        tensors.convert(
+            path, arguments.to, wanted, renamed, arguments.dtype, arguments.weights_only
+        )
+    )
+    return 0
+
+
+def _found(path: str) -> str:
+    """Path of a checkpoint, for that of a folder or of one of its files."""
+    if os.path.isdir(path):
+        found = newest(path)
+        if found is None:
+            raise CheckpointError(f"{path!r} has no checkpoint (ckpt-<step>.index)")
+        return found
+    for ending in (INDEX, SUFFIX):
+        path = path.removesuffix(ending)
+    path = re.sub(r"\.data-\d{5}-of-\d{5}$", "", path)
+    if not os.path.exists(path + INDEX):
+        raise CheckpointError(
+            f"{path!r} is no checkpoint: there is no {path}{INDEX}; give its path without any "
+            "ending, or its folder"
+        )
+    return path
+
+
+def _about(path: str) -> list[str]:
+    """What the manifest says, if there is one."""
+    if not os.path.exists(path + SUFFIX):
+        return [f"{path}: no manifest, so it is another program's"]
+    manifest = Manifest.read(path)
+    manifest.check(path)
+    lines = [f"{path}: step {manifest.step}"]
+    if manifest.score is not None:
+        lines.append(f"score: {manifest.score:g}")
+    for key, value in manifest.note.items():
+        lines += _told(key, value)
+    return lines
+
+
+def _told(key: str, value: Any) -> list[str]:
+    if isinstance(value, dict):
+        inside = ", ".join(f"{name} {_short(each)}" for name, each in value.items())
+        return [f"{key}: {inside}"]
+    return [f"{key}: {_short(value)}"]
+
+
+def _short(value: Any) -> str:
+    text = "none" if value in ("", None) else str(value)
+    return text if len(text) <= 60 else f"({len(text):,} characters)"
+
+
+def _matcher(pattern: str | None) -> Callable[[str], bool]:
+    if pattern is None:
+        return lambda _: True
+    compiled = _compiled("match", pattern)
+    return lambda name: compiled.search(name) is not None
+
+
+def _rule(text: str) -> tuple[re.Pattern[str], str]:
+    pattern, equals, new = text.rpartition("=")
+    if not equals:
+        raise CheckpointError(f"--rename={text!r} has no '='; write PATTERN=NAME")
+    return _compiled("rename", pattern), new
+
+
+def _compiled(flag: str, pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise CheckpointError(f"--{flag}={pattern!r} is no regular expression ({error})") from error
