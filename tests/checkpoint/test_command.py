@@ -96,7 +96,7 @@ def test_convert_takes_weights_along_under_other_names(saved, tmp_path, capsys):
         (["inspect", "{saved}", "--match=zzz"], "has no tensor of such a name; it has 6, such as"),
         (["inspect", "{saved}", "--match=("], "--match='(' is no regular expression"),
         (["convert", "{saved}", "{folder}/to", "--rename=x"], "--rename='x' has no '='"),
-        (["convert", "{saved}", "{folder}/to", "--rename=.*=w"], "would both be 'w'; rename one"),
+        (["convert", "{saved}", "{folder}/to", "--rename=^.*$=w"], "would both be 'w'; rename one"),
     ],
 )
 def test_bad_input_is_told_in_one_line(saved, tmp_path, capsys, arguments, told):
