@@ -15,6 +15,7 @@ from pipemesh.checkpoint import folder as folders
 from pipemesh.checkpoint.entries import Snapshot, entries_of
 from pipemesh.checkpoint.manifest import INDEX, Manifest
 from pipemesh.checkpoint.reader import reason, restore
+from pipemesh.checkpoint.whole_file import write_whole
 from pipemesh.errors import SaveError
 
 
@@ -117,6 +118,11 @@ class Checkpoints:
     def is_undecided(self) -> bool:
         """Whether something waits for `confirm` or `abandon`."""
         return self._writing is not None and self._writing.is_undecided
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether something is being written, or waits for a decision."""
+        return self._writing is not None and not self._writing.is_done
 
     def poll(self) -> None:
         """Tells whether what was written in the meantime could be.
@@ -257,5 +263,7 @@ def _write_through(path: str) -> None:
 def _list_for_tensorflow(folder: str) -> None:
     """Writes the list that `tf.train.latest_checkpoint` reads; nothing here depends on it."""
     names = [f"ckpt-{step}" for step in folders.steps_of(folder)]
-    with contextlib.suppress(OSError, tf.errors.OpError):
-        tf.compat.v1.train.update_checkpoint_state(folder, names[-1], names)
+    lines = [f'model_checkpoint_path: "{names[-1]}"']
+    lines += [f'all_model_checkpoint_paths: "{name}"' for name in names]
+    with contextlib.suppress(OSError):
+        write_whole(os.path.join(folder, "checkpoint"), "\n".join([*lines, ""]).encode())

@@ -21,8 +21,8 @@ _INDEX = re.compile(r"ckpt-(\d+)\.index", re.ASCII)
 # Nothing else goes: somebody else may keep `ckpt-100.pt` in the same folder.
 _PART = re.compile(r"ckpt-(\d+)\.(?:manifest|data-\d{5}-of-\d{5})", re.ASCII)
 _UNFINISHED = re.compile(r"ckpt-\d+_temp", re.ASCII)
-# Under which TensorFlow writes its list of checkpoints before it renames it.
-_LIST = re.compile(r"checkpoint\.tmp[0-9a-f]{32}", re.ASCII)
+# Under which the list of checkpoints is written before it is renamed.
+_LIST = re.compile(r"\.checkpoint\.\d+", re.ASCII)
 DAMAGED = "damaged-"
 
 

@@ -35,7 +35,7 @@ def test_leftovers_go_and_everything_else_stays(tmp_path):
         f"ckpt-6_temp/ckpt-6.{DATA}",
         "ckpt-6.manifest",
         f"ckpt-6.{DATA}",
-        "checkpoint.tmp0123456789abcdef0123456789abcdef",
+        ".checkpoint.4711",
     ]
     for name in [*stays, *goes]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
