@@ -207,7 +207,7 @@ def _reader(text: TextFiles) -> Callable[[tf.Tensor], tf.data.Dataset]:
     when it is restored. That a file is what it was is looked up before it is opened, and again
     after its last line unless the first reading had all of it.
     """
-    is_long = tf.constant([size > _BUFFER for size in text.sizes()], tf.int64)
+    is_long = np.array([size > _BUFFER for size in text.sizes()], np.int64)
 
     def named(number: np.int64) -> np.ndarray:
         return np.array([os.fsencode(text.readable(int(number)))])
@@ -223,8 +223,11 @@ def _reader(text: TextFiles) -> Callable[[tf.Tensor], tf.data.Dataset]:
 
     @tf.autograph.experimental.do_not_convert
     def read(number: tf.Tensor) -> tf.data.Dataset:
+        lines = files(named, number)
+        if not is_long.any():
+            return lines
         again = tf.data.Dataset.range(number, number + tf.gather(is_long, number))
-        return files(named, number).concatenate(again.flat_map(functools.partial(files, checked)))
+        return lines.concatenate(again.flat_map(functools.partial(files, checked)))
 
     return read
 

@@ -113,7 +113,7 @@ def _locked(path: str) -> Iterator[IO[bytes]]:
 def _remove_leftovers(folder: str) -> None:
     for name in glob.glob(f".*{_UNFINISHED}", root_dir=folder):
         path = os.path.join(folder, name)
-        with contextlib.suppress(OSError), open(path, "rb") as file:
+        with contextlib.suppress(OSError), open(path, "r+b") as file:
             _lock(file, fcntl.LOCK_NB)
             if _is(path, file):
                 os.unlink(path)

@@ -43,7 +43,7 @@ _MARKS = {
 _HEAD = 1 << 16
 _BLOCK = 1 << 20
 # A longer line is cut into parts: it bounds what is in memory, where lines are shuffled above all.
-LONGEST_LINE = 1 << 16
+LONGEST_LINE = 1 << 14
 # Of more empty lines a file is better rid before it is read again and again.
 _MANY_EMPTY_LINES = 1 << 20
 # More of the head than one in so many: zero bytes, or characters that are not UTF-8. The second is

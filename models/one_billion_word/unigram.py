@@ -20,7 +20,7 @@ from models.one_billion_word.vocabulary import Vocabulary
 MAX_TOKENS = 20_000_000
 # Of sentences and characters that are cut into tokens together.
 _GROUP_SENTENCES = 4096
-_GROUP_CHARACTERS = 1 << 20
+_GROUP_CHARACTERS = 1 << 18
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,11 +10,13 @@ import pytest
 import tensorflow as tf
 from backports import zstd
 
+from models.one_billion_word import input as datasets
 from models.one_billion_word import text_file
 from models.one_billion_word.corpus import Corpus, Sentences, TextFiles, corpus_from_folder
 from models.one_billion_word.input import heldout_dataset, train_dataset
 from models.one_billion_word.unigram import fit_unigram
 from models.one_billion_word.vocabulary import train_vocabulary
+from tests.models.one_billion_word.program import refused
 from tests.models.one_billion_word.test_input import read_sentences
 
 SIZES = {"batch_size": 2, "sequence_length": 64}
@@ -112,6 +114,31 @@ def test_a_file_that_changes_while_it_is_trained_on_ends_it(folder, vocabulary, 
         read_on(iterator)
 
 
+def test_a_long_file_is_looked_at_when_it_was_read(folder, vocabulary, monkeypatch):
+    """It was cut while it was open, and what was left was taken for all of it until it was opened
+    for the next time."""
+    monkeypatch.setattr(datasets, "_BUFFER", 1 << 10)
+    monkeypatch.setattr(datasets, "BLOCK_LINES", 8)
+    for number in (1, 2):
+        (folder / f"train-{number}").unlink()
+    iterator = batches(folder, vocabulary)
+    next(iterator)
+    truncate(folder / "train-0")
+    # An epoch has as many batches and more.
+    left = 200 * len(vocabulary.encode(LINES[0])) // (2 * 64) - 1
+    with pytest.raises(tf.errors.OpError, match=r"train-0' says something else"):
+        read_on(iterator, left)
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstd.compress])
+def test_an_archive_that_is_damaged_behind_its_head_is_answered_in_a_line(folder, pack):
+    whole = pack(b"".join(b"%d\n" % number for number in range(99_999)))
+    (folder / "train-1").write_bytes(whole[: len(whole) * 3 // 4])
+    flags = (f"--data_dir={folder}", "--train_pattern=train-*", "--heldout_pattern=heldout")
+    line = refused(*flags, f"--logdir={folder / 'run'}")
+    assert "train-1' is a damaged" in line and line.endswith("; pack it again")
+
+
 def test_a_file_that_is_touched_or_replaced_by_the_same_text_ends_nothing(folder, vocabulary):
     expected = batches(folder, vocabulary)
     read_on(expected, 300)
@@ -191,4 +218,4 @@ def test_the_unigram_model_takes_long_lines_a_few_at_a_time(vocabulary):
             return real(sentences)
 
     fit_unigram(itertools.repeat("ab c " * 10_000, 100), Counting())
-    assert sum(sizes) == 100 * 50_000 and max(sizes) < (1 << 20) + 50_000
+    assert sum(sizes) == 100 * 50_000 and max(sizes) < (1 << 18) + 50_000
