@@ -26,7 +26,8 @@ SPACE_MARK = "\u2581"
 BYTE_ORDER_MARK = "\ufeff"
 WHITESPACE = " \t\n\v\f"
 
-# The file layout of the one-billion-word benchmark below its unpacked folder.
+# The file layout of the one-billion-word benchmark below its unpacked folder. Each of its files may
+# be packed.
 TRAIN_PATTERN = "training-monolingual.tokenized.shuffled/news.en-?????-of-00100"
 HELDOUT_PATTERN = "heldout-monolingual.tokenized.shuffled/news.en.heldout-?????-of-00050"
 
@@ -233,9 +234,9 @@ def corpus_from_folder(
     text_folder.check(data_dir)
     train = _matching("train", data_dir, train_pattern, TRAIN_PATTERN)
     heldout = _matching("heldout", data_dir, heldout_pattern, HELDOUT_PATTERN)
-    trained_on = {os.path.realpath(path) for path in train.paths}
+    trained_on = {_identity(path) for path in train.paths}
     for path in heldout.paths:
-        if os.path.realpath(path) in trained_on:
+        if _identity(path) in trained_on:
             raise CorpusError(
                 f"--heldout_pattern={heldout_pattern or HELDOUT_PATTERN!r} matches {path!r}, "
                 f"which --train_pattern={train_pattern or TRAIN_PATTERN!r} matches too; "
@@ -251,7 +252,8 @@ def _matching(part: str, data_dir: str, pattern: str | None, default: str) -> Te
     flag = f"--{part}_pattern={given!r}"
     if not pattern:
         flag += " (the default)"
-    files = text_folder.files(data_dir, given)
+    packed = [] if pattern else [default + ending for ending in text_folder.PACKED]
+    files = text_folder.files(data_dir, given, *packed)
     if not files:
         raise CorpusError(
             f"{flag} matches no file in --data_dir={data_dir!r}; "
@@ -267,6 +269,12 @@ def _matching(part: str, data_dir: str, pattern: str | None, default: str) -> Te
             f"{len(files)} file(s), all blank; one sentence a line is needed"
         )
     return TextFiles(tuple(texts))
+
+
+def _identity(path: str) -> tuple[int, int]:
+    """The same for all names of a file."""
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
 
 
 def _head(sentences: Iterator[str], limit: int, characters: int | None) -> Iterator[str]:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from models.one_billion_word.text_file import CorpusError, unreadable
 
 _EVERY_FOLDER = "**"
+# What gzip and zstd add to a name.
+PACKED = (".gz", ".zst")
 
 
 def check(folder: str) -> None:
@@ -28,22 +30,23 @@ def check(folder: str) -> None:
         raise CorpusError(f"--data_dir={folder!r} is empty; give a folder with text files")
 
 
-def files(folder: str, pattern: str) -> list[str]:
-    """The files that a pattern matches, in the order of their names.
+def files(folder: str, *patterns: str) -> list[str]:
+    """The files that patterns match, in the order of their names.
 
     A file that has several names, by symbolic links, is given once. Links to folders are followed,
     names that begin with a dot are not matched by `*`, and folders are left out.
 
     Args:
         folder: the folder.
-        pattern: a glob relative to it; `**` crosses folders.
+        *patterns: globs relative to it; `**` crosses folders.
 
     Raises:
-        CorpusError: it matches a link to nothing or what is neither file nor folder, or a folder
-            that it crosses cannot be listed.
+        CorpusError: they match a link to nothing or what is neither file nor folder, or a file both
+            packed and unpacked, or a folder that they cross cannot be listed.
     """
     found: dict[str, str] = {}
-    for path in sorted(_matches(folder, pattern)):
+    matches = {path for pattern in patterns for path in _matches(folder, pattern)}
+    for path in sorted(matches):
         if os.path.isfile(path):
             found.setdefault(os.path.realpath(path), path)
         elif not os.path.isdir(path):
@@ -51,6 +54,13 @@ def files(folder: str, pattern: str) -> list[str]:
             raise CorpusError(
                 f"{path!r} is {what}; take it away, or give patterns that do not match it"
             )
+    for path in sorted(matches):
+        for packed in PACKED:
+            if path + packed in matches:
+                raise CorpusError(
+                    f"{path!r} is there twice, unpacked and packed as {path + packed!r}; take one "
+                    "of them away, or give patterns that match one of them"
+                )
     return list(found.values())
 
 

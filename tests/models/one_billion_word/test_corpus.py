@@ -1,9 +1,11 @@
 """A corpus: what is trained on, what is held out, and what cannot serve."""
 
+import gzip
 import re
 
 import pytest
 import tensorflow as tf
+from backports import zstd
 
 from models.one_billion_word.corpus import (
     CorpusError,
@@ -88,15 +90,21 @@ def test_the_digest_of_files_knows_content_and_not_the_folder(tmp_path):
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_the_layout_of_the_benchmark_needs_no_pattern(tmp_path):
+@pytest.mark.parametrize(
+    ("ending", "pack"), [("", bytes), (".gz", gzip.compress), (".zst", zstd.compress)]
+)
+def test_the_layout_of_the_benchmark_needs_no_pattern(tmp_path, ending, pack):
     train = tmp_path / "training-monolingual.tokenized.shuffled"
     heldout = tmp_path / "heldout-monolingual.tokenized.shuffled"
     for folder in (train, heldout):
         folder.mkdir()
     for part in (2, 1):
-        (train / f"news.en-{part:05}-of-00100").write_text(f"train {part}\n")
-        (heldout / f"news.en.heldout-{part:05}-of-00050").write_text(f"heldout {part}\n")
+        path = train / f"news.en-{part:05}-of-00100{ending}"
+        path.write_bytes(pack(b"train %d\n" % part))
+        path = heldout / f"news.en.heldout-{part:05}-of-00050{ending}"
+        path.write_bytes(pack(b"heldout %d\n" % part))
     (train / "README").write_text("not this\n")
+    (train / "news.en-00001-of-00100~").write_text("nor this\n")
     corpus = corpus_from_folder(str(tmp_path))
     assert list(corpus.train) == ["train 1", "train 2"]
     assert list(corpus.heldout) == ["heldout 1", "heldout 2"]
@@ -133,6 +141,7 @@ def texts(tmp_path):
     (tmp_path / "other").write_text("b\n")
     (tmp_path / "blank").write_text(" \n\n")
     (tmp_path / "link").symlink_to(tmp_path / "text")
+    (tmp_path / "hard link").hardlink_to(tmp_path / "text")
     return tmp_path
 
 
@@ -151,6 +160,7 @@ def texts(tmp_path):
         (".", "text", "b*", r"--heldout_pattern='b\*' matches no text"),
         (".", "*", "text", r"--heldout_pattern='text' matches '.*text', which --train_pattern="),
         (".", "link", "text", r"--heldout_pattern='text' matches '.*text', which --train_pat"),
+        (".", "hard*", "text", r"--heldout_pattern='text' matches '.*text', which --train_pat"),
     ],
 )
 def test_a_folder_that_cannot_serve(texts, folder, train, heldout, match):

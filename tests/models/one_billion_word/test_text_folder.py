@@ -68,6 +68,15 @@ def test_what_is_matched_and_is_no_file_is_told(tree, pattern):
         text_folder.files(str(tree), pattern)
 
 
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_text_that_is_there_packed_and_unpacked_is_told(tree, ending):
+    """As `gunzip --keep` leaves it; it was trained on twice as often as the rest."""
+    (tree / f"b.txt{ending}").write_text("text\n")
+    assert names(tree, "*.txt") == ["a.txt", "b.txt"]
+    with pytest.raises(CorpusError, match=rf"b.txt' is there twice, .* as '.*b.txt{ending}'; take"):
+        text_folder.files(str(tree), "*")
+
+
 def test_a_folder_that_cannot_be_listed_is_told(tree, monkeypatch):
     real = os.scandir
 
