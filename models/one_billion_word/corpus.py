@@ -1,32 +1,33 @@
 """The corpus: which text a language model learns from, and which it is judged by.
 
-A sentence is one line of text. Wherever it comes from, it is read the same way: bytes that are
-not UTF-8 become U+FFFD, U+2581 (which SentencePiece uses for the space) becomes a space, carriage
-returns go, a byte-order mark at the line's head goes, ASCII whitespace at both ends goes, and a
-line that is empty then is no sentence. `clean` does that in Python;
-`models.one_billion_word.input` does the same inside `tf.data`, whose line reader takes every
-carriage return out.
+A sentence is one line of text, or a part of one that is very long (`text_file.lines`). Wherever it
+comes from, it is read the same way: bytes that are not UTF-8 become U+FFFD, U+2581 (which
+SentencePiece uses for the space) becomes a space, carriage returns go, a byte-order mark at the
+line's head goes, ASCII whitespace at both ends goes, and a line that is empty then is no sentence.
+`clean` does that in Python; `models.one_billion_word.input` does the same inside `tf.data`, whose
+line reader takes every carriage return out.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import glob
+import functools
 import hashlib
-import io
 import itertools
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
-from models.one_billion_word import prose, text_file
+from models.one_billion_word import prose, text_copy, text_file, text_folder
 from models.one_billion_word.text_file import CorpusError
 
 SPACE_MARK = "\u2581"
 BYTE_ORDER_MARK = "\ufeff"
 WHITESPACE = " \t\n\v\f"
 
-# The file layout of the one-billion-word benchmark below its unpacked folder.
+# The file layout of the one-billion-word benchmark below its unpacked folder. Each of its files may
+# be packed.
 TRAIN_PATTERN = "training-monolingual.tokenized.shuffled/news.en-?????-of-00100"
 HELDOUT_PATTERN = "heldout-monolingual.tokenized.shuffled/news.en.heldout-?????-of-00050"
 
@@ -67,14 +68,25 @@ class TextFiles:
     paths: tuple[str, ...]
 
     def __iter__(self) -> Iterator[str]:
-        return itertools.chain.from_iterable(_file_sentences(path) for path in self.paths)
+        readable = (file.readable for file in self._found)
+        return itertools.chain.from_iterable(map(_file_sentences, readable))
 
     def sample(self, limit: int, characters: int | None = None) -> Iterator[str]:
-        """At most `limit` sentences and so many characters, a share from the head of each file."""
-        share, extra = divmod(limit, len(self.paths))
-        share_of_characters = characters and characters // len(self.paths)
-        for position, path in enumerate(self.paths):
-            yield from _head(_file_sentences(path), share + (position < extra), share_of_characters)
+        """At most `limit` sentences and so many characters, from the heads of the files.
+
+        All have the same share. The smallest come first, and what they lack the others give.
+
+        Raises:
+            CorpusError: as `digest`.
+        """
+        files = sorted(self._found, key=lambda file: file.scan.size)
+        for left, file in zip(range(len(files), 0, -1), files, strict=True):
+            share = None if characters is None else characters // left
+            for sentence in _head(_file_sentences(file.readable), limit // left, share):
+                limit -= 1
+                if characters is not None:
+                    characters -= len(sentence)
+                yield sentence
 
     def digest(self) -> str:
         """A hexadecimal digest of what the files say, in their order; all is read for it.
@@ -82,15 +94,63 @@ class TextFiles:
         Neither names nor folders nor packing take part: a copy has the same digest on every host.
 
         Raises:
-            CorpusError: as `text_file.digest`.
+            CorpusError: as `text_file.scan`, or as `text_copy.readable`, whose copies are made now.
         """
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            digests = pool.map(text_file.digest, self.paths)
-        return hashlib.sha256("\n".join(digests).encode()).hexdigest()
+        return hashlib.sha256(
+            "\n".join(file.scan.digest for file in self._found).encode()
+        ).hexdigest()
 
-    def compressions(self) -> list[str]:
-        """How each of the files is packed, as `tf.data` calls it."""
-        return [text_file.compression(path) for path in self.paths]
+    def sizes(self) -> list[int]:
+        """How many bytes of text each file has, unpacked.
+
+        Raises:
+            CorpusError: as `digest`.
+        """
+        return [file.scan.size for file in self._found]
+
+    def readable(self, number: int) -> str:
+        """The path of what TensorFlow is to read of a file, if that says what it said at first.
+
+        Args:
+            number: the file's place in `paths`.
+
+        Raises:
+            CorpusError: it says something else, or cannot be read any more.
+        """
+        found = self._found[number]
+        if found.readable.isprintable() and not os.path.exists(found.readable):
+            # TensorFlow says so in fewer words; but it cannot spell every name.
+            return found.readable
+        if text_file.scan(found.readable).digest != found.digest:
+            raise CorpusError(
+                f"{self.paths[number]!r} says something else than when training began: what is "
+                f"read of it, {found.readable!r}, was written to or replaced"
+            )
+        return found.readable
+
+    @functools.cached_property
+    def _found(self) -> list[_Found]:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            return list(pool.map(_find, self.paths))
+
+
+class _Found(NamedTuple):
+    """What a file was when it was read for the first time.
+
+    Attributes:
+        scan: what the file said.
+        readable: the path of what TensorFlow reads of it: itself, or a copy.
+        digest: that of `readable`.
+    """
+
+    scan: text_file.Scan
+    readable: str
+    digest: str
+
+
+def _find(path: str) -> _Found:
+    readable = text_copy.readable(path)
+    return _Found(text_file.scan(path), readable, text_file.scan(readable).digest)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,24 +229,22 @@ def corpus_from_folder(
 
     Raises:
         CorpusError: the folder is missing or empty, a pattern matches no file or only files
-            without text, a file is no UTF-8, or is matched by both patterns.
+            without text, a file cannot be read or is no UTF-8, or is matched by both patterns.
     """
-    if not os.path.isdir(data_dir):
-        state = "is a file" if os.path.exists(data_dir) else "does not exist"
-        raise CorpusError(f"--data_dir={data_dir!r} {state}; give a folder with text files")
-    if not os.listdir(data_dir):
-        raise CorpusError(f"--data_dir={data_dir!r} is empty; give a folder with text files")
+    text_folder.check(data_dir)
     train = _matching("train", data_dir, train_pattern, TRAIN_PATTERN)
     heldout = _matching("heldout", data_dir, heldout_pattern, HELDOUT_PATTERN)
-    trained_on = {os.path.realpath(path) for path in train.paths}
+    trained_on = {_identity(path) for path in train.paths}
     for path in heldout.paths:
-        if os.path.realpath(path) in trained_on:
+        if _identity(path) in trained_on:
             raise CorpusError(
                 f"--heldout_pattern={heldout_pattern or HELDOUT_PATTERN!r} matches {path!r}, "
                 f"which --train_pattern={train_pattern or TRAIN_PATTERN!r} matches too; "
                 "no held-out file may be trained on"
             )
-    return Corpus(name=data_dir, train=train, heldout=heldout)
+    # What can be printed: a name may hold anything.
+    name = data_dir if data_dir.isprintable() else ascii(data_dir)
+    return Corpus(name=name, train=train, heldout=heldout)
 
 
 def _matching(part: str, data_dir: str, pattern: str | None, default: str) -> TextFiles:
@@ -194,9 +252,8 @@ def _matching(part: str, data_dir: str, pattern: str | None, default: str) -> Te
     flag = f"--{part}_pattern={given!r}"
     if not pattern:
         flag += " (the default)"
-    matches = glob.glob(given, root_dir=data_dir, recursive=True)
-    paths = [os.path.join(data_dir, match) for match in sorted(matches)]
-    files = [path for path in paths if os.path.isfile(path)]
+    packed = [] if pattern else [default + ending for ending in text_folder.PACKED]
+    files = text_folder.files(data_dir, given, *packed)
     if not files:
         raise CorpusError(
             f"{flag} matches no file in --data_dir={data_dir!r}; "
@@ -204,8 +261,7 @@ def _matching(part: str, data_dir: str, pattern: str | None, default: str) -> Te
         )
     for path in files:
         text_file.check_head(path)
-    # A file without text adds nothing, but a reader whose share is only such files would search
-    # for a sentence for ever.
+    # A file without text adds nothing.
     texts = [path for path in files if any(True for _ in _file_sentences(path))]
     if not texts:
         raise CorpusError(
@@ -213,6 +269,12 @@ def _matching(part: str, data_dir: str, pattern: str | None, default: str) -> Te
             f"{len(files)} file(s), all blank; one sentence a line is needed"
         )
     return TextFiles(tuple(texts))
+
+
+def _identity(path: str) -> tuple[int, int]:
+    """The same for all names of a file."""
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
 
 
 def _head(sentences: Iterator[str], limit: int, characters: int | None) -> Iterator[str]:
@@ -227,14 +289,9 @@ def _head(sentences: Iterator[str], limit: int, characters: int | None) -> Itera
 
 
 def _file_sentences(path: str) -> Iterator[str]:
-    # Lines end at "\n" alone, as `tf.data.TextLineDataset` has it.
-    with (
-        text_file.open_text(path) as file,
-        io.TextIOWrapper(file, encoding="utf-8", errors="replace", newline="\n") as lines,
-    ):
-        for line in lines:
-            if sentence := clean(line):
-                yield sentence
+    for line in text_file.lines(path):
+        if sentence := clean(line.decode("utf-8", "replace")):
+            yield sentence
 
 
 def _is_held_out(sentence: str) -> bool:

@@ -6,6 +6,7 @@ import dataclasses
 import heapq
 import itertools
 import random
+from collections.abc import Iterable
 from typing import Any
 
 from models.one_billion_word.corpus import Corpus, Sentences
@@ -58,11 +59,30 @@ def draw(
     found = list(itertools.islice(heldout_dataset(corpus, vocabulary, **sizes), batches + 1))
     if len(found) <= batches:
         return HeldoutSample(found, whole=True, sentences=0)
-    rng = random.Random(_SEED)
-    counter = itertools.count()
-    keyed = ((rng.random(), next(counter), sentence) for sentence in corpus.heldout)
-    # A sentence has at least one piece and an end, so these fill the batches.
-    enough = batches * batch_size * sequence_length // 2 + 1
-    drawn = Sentences(tuple(sentence for _, _, sentence in heapq.nsmallest(enough, keyed)))
+    drawn, number = _drawn(corpus.heldout, vocabulary, batches * batch_size * sequence_length)
     dataset = heldout_dataset(Corpus(corpus.name, corpus.train, drawn), vocabulary, **sizes)
-    return HeldoutSample(list(dataset.take(batches)), whole=False, sentences=next(counter))
+    return HeldoutSample(list(dataset.take(batches)), whole=False, sentences=number)
+
+
+def _drawn(text: Iterable[str], vocabulary: Vocabulary, positions: int) -> tuple[Sentences, int]:
+    """Sentences in random order that fill so many positions, and of how many they were drawn.
+
+    No more is in memory than these need: each fills at least as many positions as the longest piece
+    goes into it, and one with its end.
+    """
+    rng = random.Random(_SEED)
+    longest = int(vocabulary.piece_bytes.max())
+    # The last in the order is the first of the heap.
+    heap: list[tuple[float, int, str, int]] = []
+    filled = number = 0
+    for sentence in text:
+        key = rng.random()
+        number += 1
+        if filled >= positions and -key <= heap[0][0]:
+            continue
+        fills = len(sentence.encode()) // longest + 2
+        heapq.heappush(heap, (-key, -number, sentence, fills))
+        filled += fills
+        while filled - heap[0][-1] >= positions:
+            filled -= heapq.heappop(heap)[-1]
+    return Sentences(tuple(sentence for _, _, sentence, _ in sorted(heap, reverse=True))), number

@@ -13,10 +13,12 @@ Restore it into an iterator that was built with the same arguments.
 
 from __future__ import annotations
 
-import itertools
+import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 import tensorflow_text
 
@@ -38,6 +40,8 @@ _random = tf.random.experimental  # pyright: ignore[reportAttributeAccessIssue]
 BLOCK_LINES = 4096
 # Files that are read in turn, line by line.
 _FILES_AT_ONCE = 16
+# Bytes of a file that are read in one go.
+_BUFFER = 1 << 18
 # Lines that are tokenized in one call.
 _GROUP_LINES = 64
 # Read ahead; a saved iterator holds them, and an error among them.
@@ -68,25 +72,33 @@ def train_dataset(
         batch_size: rows of a batch, B.
         sequence_length: positions of a row, T.
         seed: equal seeds give equal batches.
-        num_shards: number of readers that share the text. In each epoch every sentence is read
-            by exactly one of them.
-        shard: which of the readers this is, from 0.
+        num_shards: number of readers that share the batches. All of them read all of the text, so
+            that they read together what one would read whose batches had all their rows.
+        shard: which of the readers this is, from 0: its rows are the `batch_size` from
+            `shard * batch_size` on.
         first_epoch: number of the first epoch; each has an order of its own.
 
     Returns:
         Batches as `packing.pack` describes them, without padding.
 
     Raises:
-        InputError: a size below 1, a shard outside `num_shards`, or fewer sentences than shards.
+        InputError: a size below 1, a shard outside `num_shards`, or no text.
+        CorpusError: the text cannot be read.
     """
     _check_sizes(batch_size, sequence_length)
-    _check_shards(corpus, num_shards, shard)
+    if not 0 <= shard < num_shards:
+        raise InputError(f"shard {shard} of {num_shards} shards; shards count from 0")
+    if not any(True for _ in corpus.train):
+        # It would be searched for a sentence for ever.
+        raise InputError(f"{corpus.name} has no text to train on")
+
+    lines_of = _shuffled_lines(corpus.train)
 
     # As they are: AutoGraph would take longer to read them than TensorFlow to run them.
     @tf.autograph.experimental.do_not_convert
     def epoch_lines(epoch: tf.Tensor) -> tf.data.Dataset:
         key = _random.stateless_fold_in(tf.constant([seed, 0], tf.int64), epoch)
-        lines = _shuffled_lines(corpus.train, key, num_shards, shard).batch(BLOCK_LINES)
+        lines = lines_of(key).batch(BLOCK_LINES)
 
         @tf.autograph.experimental.do_not_convert
         def shuffle(block: tf.Tensor, lines: tf.Tensor) -> tf.Tensor:
@@ -96,7 +108,11 @@ def train_dataset(
         return lines.enumerate().map(shuffle)
 
     blocks = tf.data.Dataset.counter(first_epoch).flat_map(epoch_lines)
-    return _batches(blocks, vocabulary, batch_size, sequence_length)
+    batches = _rows(blocks, vocabulary, num_shards * batch_size, sequence_length)
+    if num_shards > 1:
+        mine = slice(shard * batch_size, (shard + 1) * batch_size)
+        batches = batches.map(lambda batch: {name: rows[mine] for name, rows in batch.items()})
+    return _ahead(batches)
 
 
 def heldout_dataset(
@@ -119,10 +135,11 @@ def heldout_dataset(
 
     Raises:
         InputError: a size below 1.
+        CorpusError: the text cannot be read.
     """
     _check_sizes(batch_size, sequence_length)
     blocks = _lines(corpus.heldout).batch(_GROUP_LINES)
-    return _batches(blocks, vocabulary, batch_size, sequence_length)
+    return _ahead(_rows(blocks, vocabulary, batch_size, sequence_length))
 
 
 @tf.autograph.experimental.do_not_convert
@@ -145,7 +162,7 @@ def tokenizer(vocabulary: Vocabulary) -> Callable[[tf.Tensor], tf.RaggedTensor]:
     return made.tokenize
 
 
-def _batches(
+def _rows(
     blocks: tf.data.Dataset, vocabulary: Vocabulary, batch_size: int, sequence_length: int
 ) -> tf.data.Dataset:
     stream = packing.token_stream(
@@ -154,17 +171,18 @@ def _batches(
         vocabulary.bos_id,
         vocabulary.eos_id,
     )
-    batches = packing.pack(
+    return packing.pack(
         stream,
         batch_size=batch_size,
         sequence_length=sequence_length,
         bos_id=vocabulary.bos_id,
     )
-    return batches.prefetch(PREFETCHED_BATCHES).with_options(_options())
 
 
-def _options() -> tf.data.Options:
-    """One thread feeds the devices many times over; the other cores are theirs.
+def _ahead(batches: tf.data.Dataset) -> tf.data.Dataset:
+    """Reads a little ahead.
+
+    One thread feeds the devices many times over; the other cores are theirs.
 
     `deterministic` stays as it is: every step is sequential, so the order cannot depend on it,
     and lingvo sets it and warns when it finds it set.
@@ -173,7 +191,7 @@ def _options() -> tf.data.Options:
     options.autotune.enabled = False
     options.threading.private_threadpool_size = 1
     options.threading.max_intra_op_parallelism = 1
-    return options
+    return batches.prefetch(PREFETCHED_BATCHES).with_options(options)
 
 
 def _lines(text: Sentences | TextFiles) -> tf.data.Dataset:
@@ -186,56 +204,49 @@ def _reader(text: TextFiles) -> Callable[[tf.Tensor], tf.data.Dataset]:
     """Gives the lines of the file with a number.
 
     A number and not a path, because a saved iterator holds it: the same files may lie elsewhere
-    when it is restored.
+    when it is restored. That a file is what it was is looked up before it is opened, and again
+    after its last line unless the first reading had all of it.
     """
-    paths, packed = tf.constant(text.paths), tf.constant(text.compressions())
+    is_long = np.array([size > _BUFFER for size in text.sizes()], np.int64)
+
+    def named(number: np.int64) -> np.ndarray:
+        return np.array([os.fsencode(text.readable(int(number)))])
+
+    def checked(number: np.int64) -> np.ndarray:
+        return named(number)[:0]
+
+    @tf.autograph.experimental.do_not_convert
+    def files(names: Callable[[np.int64], np.ndarray], number: tf.Tensor) -> tf.data.Dataset:
+        # Not stateful: a saved iterator lacks nothing of it.
+        found = tf.numpy_function(names, [number], tf.string, stateful=False)
+        return tf.data.TextLineDataset(tf.ensure_shape(found, [None]), buffer_size=_BUFFER)
 
     @tf.autograph.experimental.do_not_convert
     def read(number: tf.Tensor) -> tf.data.Dataset:
-        return tf.data.TextLineDataset(tf.gather(paths, number), tf.gather(packed, number))
+        lines = files(named, number)
+        if not is_long.any():
+            return lines
+        again = tf.data.Dataset.range(number, number + tf.gather(is_long, number))
+        return lines.concatenate(again.flat_map(functools.partial(files, checked)))
 
     return read
 
 
-def _shuffled_lines(
-    text: Sentences | TextFiles, key: tf.Tensor, num_shards: int, shard: int
-) -> tf.data.Dataset:
-    """One epoch of a shard's lines; files are in random order, lines within a file are not."""
+def _shuffled_lines(text: Sentences | TextFiles) -> Callable[[tf.Tensor], tf.data.Dataset]:
+    """Gives the lines of one epoch; files are in random order, lines within a file are not."""
     if isinstance(text, Sentences):
-        return _take_turns(_lines(text), num_shards, shard)
-    by_file = len(text.paths) >= num_shards
-    numbers = list(range(len(text.paths)))
-    if by_file:
-        numbers = numbers[shard::num_shards]
-    order = _random.stateless_shuffle(tf.constant(numbers, tf.int64), key)
-    lines = tf.data.Dataset.from_tensor_slices(order).interleave(
-        _reader(text), cycle_length=min(len(numbers), _FILES_AT_ONCE)
-    )
-    # All shards have the same key, so those that share files see the same order.
-    return lines if by_file else _take_turns(lines, num_shards, shard)
+        return lambda _: _lines(text)
+    number, read = len(text.paths), _reader(text)
 
+    def lines(key: tf.Tensor) -> tf.data.Dataset:
+        order = _random.stateless_shuffle(tf.range(number, dtype=tf.int64), key)
+        files = tf.data.Dataset.from_tensor_slices(order)
+        return files.interleave(read, cycle_length=min(number, _FILES_AT_ONCE))
 
-def _take_turns(lines: tf.data.Dataset, num_shards: int, shard: int) -> tf.data.Dataset:
-    if num_shards == 1:
-        return lines
-    # Blank lines take no turn: where every second line is blank, one of two shards had no text.
-    has_text = lines.filter(lambda line: tf.size(sentences(line[tf.newaxis])) > 0)
-    return has_text.shard(num_shards, shard)
+    return lines
 
 
 def _check_sizes(batch_size: int, sequence_length: int) -> None:
     for name, size in (("batch_size", batch_size), ("sequence_length", sequence_length)):
         if size < 1:
             raise InputError(f"{name} is {size}; at least 1 is needed")
-
-
-def _check_shards(corpus: Corpus, num_shards: int, shard: int) -> None:
-    if not 0 <= shard < num_shards:
-        raise InputError(f"shard {shard} of {num_shards} shards; shards count from 0")
-    # A shard without sentences would search for one for ever.
-    found = sum(1 for _ in itertools.islice(corpus.train, num_shards))
-    if found < num_shards:
-        raise InputError(
-            f"{num_shards} shards share the {found} training sentences of {corpus.name}; "
-            "use at most as many shards as sentences"
-        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import tensorflow as tf
@@ -10,6 +9,7 @@ from lingvo.core import base_input_generator, datasource, py_utils
 
 from models.one_billion_word import input as datasets
 from models.one_billion_word.corpus import load_corpus
+from models.one_billion_word.text_copy import user_cache_dir
 from models.one_billion_word.vocabulary import load_vocabulary
 
 
@@ -83,9 +83,3 @@ class PackedRowsSource(datasource.TFDatasetSource):
         generator: Any = self._input_generator
         dataset = generator.Dataset(self.num_hosts, self.host_id)
         return dataset.map(lambda batch: py_utils.NestedMap(batch))
-
-
-def user_cache_dir() -> str:
-    """Where the learned vocabularies of a user lie unless a folder is given."""
-    caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.path.join(caches, "pipemesh")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,9 @@ from models.one_billion_word.vocabulary import Vocabulary
 
 # Enough to know the frequencies of a vocabulary of 32,000 pieces well.
 MAX_TOKENS = 20_000_000
+# Of sentences and characters that are cut into tokens together.
 _GROUP_SENTENCES = 4096
+_GROUP_CHARACTERS = 1 << 18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,16 +73,27 @@ def fit_unigram(
     if not alpha > 0:
         raise ValueError(f"alpha is {alpha}; above 0 every token has a probability")
     counts = np.zeros([vocabulary.size], np.int64)
-    sentences = iter(text)
-    while counts.sum() < max_tokens:
-        group = vocabulary.encode_all(itertools.islice(sentences, _GROUP_SENTENCES))
-        if not group:
-            break
+    for sentences in _groups(text):
+        group = vocabulary.encode_all(sentences)
         tokens = np.fromiter(itertools.chain.from_iterable(group), np.int64)
         counts += np.bincount(tokens, minlength=vocabulary.size)
         counts[vocabulary.eos_id] += len(group)
+        if counts.sum() >= max_tokens:
+            break
     smoothed = counts + alpha
     smoothed[vocabulary.bos_id] = 0
     with np.errstate(divide="ignore"):
         nats = np.log(smoothed.sum()) - np.log(smoothed)
     return Unigram(vocabulary, nats)
+
+
+def _groups(text: Iterable[str]) -> Iterator[list[str]]:
+    group, characters = [], 0
+    for sentence in text:
+        group.append(sentence)
+        characters += len(sentence)
+        if len(group) == _GROUP_SENTENCES or characters >= _GROUP_CHARACTERS:
+            yield group
+            group, characters = [], 0
+    if group:
+        yield group

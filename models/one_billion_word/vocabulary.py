@@ -38,8 +38,10 @@ SAMPLE_CHARACTERS = 1 << 24
 _LONGEST_PART = 1 << 12
 _BYTES_A_CHARACTER = 4
 # Goes into the name of the cached file: raise it when `train_vocabulary` learns otherwise.
-_RECIPE = 2
+_RECIPE = 3
 _QUIET = 2
+# SentencePiece keeps this character to itself and learns nothing from a line with it.
+_RESERVED = "\u2585"
 _TOO_SMALL = re.compile(r"smaller than required_chars\. -?\d+ vs (\d+)")
 _TOO_LARGE = re.compile(r"set it to a value <= (\d+)")
 
@@ -151,9 +153,9 @@ def load_vocabulary(corpus: Corpus, size: int, cache_dir: str) -> Vocabulary:
 def train_vocabulary(text: Sentences | TextFiles, size: int) -> Vocabulary:
     """Learns a unigram vocabulary from a sample of a text.
 
-    At most `SAMPLE_LIMIT` sentences and `SAMPLE_CHARACTERS` characters take part, as many from the
-    head of each file as it takes; a long sentence takes part in several parts. The same text and
-    size give the same pieces: one thread learns, from a fixed sample.
+    At most `SAMPLE_LIMIT` sentences and `SAMPLE_CHARACTERS` characters take part, from the head of
+    each file; a long sentence takes part in several parts. The same text and size give the same
+    pieces: one thread learns, from a fixed sample.
 
     Raises:
         VocabularyError: the text supports only larger or only smaller vocabularies.
@@ -190,6 +192,7 @@ def train_vocabulary(text: Sentences | TextFiles, size: int) -> Vocabulary:
 
 def _parts(sentence: str) -> Iterator[str]:
     """Cuts a long sentence, at spaces as far as there are any."""
+    sentence = sentence.replace(_RESERVED, " ")
     begin = 0
     while len(sentence) - begin > _LONGEST_PART:
         longest = begin + _LONGEST_PART

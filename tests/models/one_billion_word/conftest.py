@@ -10,6 +10,14 @@ from models.one_billion_word.corpus import embedded_corpus
 from models.one_billion_word.vocabulary import load_vocabulary
 
 
+@pytest.fixture(scope="session", autouse=True)
+def user_caches(tmp_path_factory):
+    """Copies of text are made nowhere else, by processes that tests start neither."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("user")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def corpus():
     return embedded_corpus()

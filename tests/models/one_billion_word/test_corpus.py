@@ -1,9 +1,11 @@
 """A corpus: what is trained on, what is held out, and what cannot serve."""
 
+import gzip
 import re
 
 import pytest
 import tensorflow as tf
+from backports import zstd
 
 from models.one_billion_word.corpus import (
     CorpusError,
@@ -71,8 +73,9 @@ def test_a_sample_takes_from_every_file(tmp_path):
         paths.append(str(tmp_path / name))
         (tmp_path / name).write_text("".join(f"{name}{line}\n" for line in range(lines)))
     text = TextFiles(tuple(paths))
-    assert list(text.sample(5)) == ["a0", "a1", "b0", "c0"]
-    assert list(text.sample(1)) == ["a0"]
+    # The one with a line leaves what it lacks to the others.
+    assert list(text.sample(5)) == ["b0", "a0", "a1", "c0", "c1"]
+    assert list(text.sample(1)) == ["c0"]
     assert len(list(text.sample(1000))) == 21
     assert list(Sentences(("x", " ", "y", "z")).sample(2)) == ["x", "y"]
 
@@ -87,15 +90,21 @@ def test_the_digest_of_files_knows_content_and_not_the_folder(tmp_path):
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_the_layout_of_the_benchmark_needs_no_pattern(tmp_path):
+@pytest.mark.parametrize(
+    ("ending", "pack"), [("", bytes), (".gz", gzip.compress), (".zst", zstd.compress)]
+)
+def test_the_layout_of_the_benchmark_needs_no_pattern(tmp_path, ending, pack):
     train = tmp_path / "training-monolingual.tokenized.shuffled"
     heldout = tmp_path / "heldout-monolingual.tokenized.shuffled"
     for folder in (train, heldout):
         folder.mkdir()
     for part in (2, 1):
-        (train / f"news.en-{part:05}-of-00100").write_text(f"train {part}\n")
-        (heldout / f"news.en.heldout-{part:05}-of-00050").write_text(f"heldout {part}\n")
+        path = train / f"news.en-{part:05}-of-00100{ending}"
+        path.write_bytes(pack(b"train %d\n" % part))
+        path = heldout / f"news.en.heldout-{part:05}-of-00050{ending}"
+        path.write_bytes(pack(b"heldout %d\n" % part))
     (train / "README").write_text("not this\n")
+    (train / "news.en-00001-of-00100~").write_text("nor this\n")
     corpus = corpus_from_folder(str(tmp_path))
     assert list(corpus.train) == ["train 1", "train 2"]
     assert list(corpus.heldout) == ["heldout 1", "heldout 2"]
@@ -132,6 +141,7 @@ def texts(tmp_path):
     (tmp_path / "other").write_text("b\n")
     (tmp_path / "blank").write_text(" \n\n")
     (tmp_path / "link").symlink_to(tmp_path / "text")
+    (tmp_path / "hard link").hardlink_to(tmp_path / "text")
     return tmp_path
 
 
@@ -150,6 +160,7 @@ def texts(tmp_path):
         (".", "text", "b*", r"--heldout_pattern='b\*' matches no text"),
         (".", "*", "text", r"--heldout_pattern='text' matches '.*text', which --train_pattern="),
         (".", "link", "text", r"--heldout_pattern='text' matches '.*text', which --train_pat"),
+        (".", "hard*", "text", r"--heldout_pattern='text' matches '.*text', which --train_pat"),
     ],
 )
 def test_a_folder_that_cannot_serve(texts, folder, train, heldout, match):

@@ -16,7 +16,6 @@ from models.one_billion_word import input as datasets
 from models.one_billion_word.corpus import (
     Corpus,
     Sentences,
-    TextFiles,
     clean,
     corpus_from_folder,
 )
@@ -131,50 +130,23 @@ def test_an_epoch_reads_every_sentence_once_and_the_next_in_another_order(any_co
     assert one != list(any_corpus.train)
 
 
-def read_shards(corpus, vocabulary, num_shards, sizes):
-    """The first `sizes[i]` sentences of each shard i."""
-    return [
-        list(
-            itertools.islice(
-                read_sentences(
-                    train_dataset(
-                        corpus,
-                        vocabulary,
-                        batch_size=2,
-                        sequence_length=64,
-                        seed=3,
-                        num_shards=num_shards,
-                        shard=shard,
-                    ),
-                    vocabulary,
-                ),
-                size,
-            )
+@pytest.mark.parametrize("num_shards", [3])
+def test_shards_read_together_what_one_reader_reads(any_corpus, vocabulary, num_shards):
+    """The order of the data knows nothing of how many processes read it."""
+
+    def read(rows, **sharding):
+        dataset = train_dataset(
+            any_corpus, vocabulary, batch_size=rows, sequence_length=32, seed=3, **sharding
         )
-        for shard, size in enumerate(sizes)
+        return batches(dataset, 5)
+
+    whole = read(2 * num_shards)
+    parts = [read(2, num_shards=num_shards, shard=shard) for shard in range(num_shards)]
+    together = [
+        {key: np.concatenate([part[key] for part in rows]) for key in rows[0]}
+        for rows in zip(*parts, strict=True)
     ]
-
-
-@pytest.mark.parametrize("num_shards", [2, 5, 7])
-def test_shards_are_disjoint_and_together_complete(any_corpus, vocabulary, num_shards):
-    # With 5 files, 7 shards cannot have a file each and take turns line by line.
-    sentences = list(any_corpus.train)
-    sizes = [len(sentences[shard::num_shards]) for shard in range(num_shards)]
-    if isinstance(any_corpus.train, TextFiles) and num_shards <= 5:
-        paths = any_corpus.train.paths
-        sizes = [len(list(TextFiles(paths[shard::num_shards]))) for shard in range(num_shards)]
-    assert min(sizes) > 0
-    parts = read_shards(any_corpus, vocabulary, num_shards, sizes)
-    assert sorted(itertools.chain.from_iterable(parts)) == sorted(sentences)
-
-
-def test_a_file_in_which_every_second_line_is_blank_serves_two_shards(vocabulary, tmp_path):
-    # Turns were counted in lines once, and the second shard searched for text for ever.
-    path = tmp_path / "text"
-    path.write_text("one\n\ntwo\n \nthree\n\nfour\n")
-    corpus = Corpus("blank", train=TextFiles((str(path),)), heldout=Sentences(("a",)))
-    parts = read_shards(corpus, vocabulary, 2, [2, 2])
-    assert [sorted(part) for part in parts] == [["one", "three"], ["four", "two"]]
+    assert_equal(together, whole)
 
 
 def test_held_out_text_is_read_once_in_order_to_its_last_byte(any_corpus, vocabulary):
@@ -282,7 +254,6 @@ def test_another_process_goes_on_with_the_next_batch(folder, cache_dir, tmp_path
         ({"num_shards": 2, "shard": 2}, r"shard 2 of 2 shards; shards count from 0"),
         ({"shard": -1}, r"shard -1 of 1 shards"),
         ({"num_shards": 0}, r"shard 0 of 0 shards"),
-        ({"num_shards": 3}, r"3 shards share the 2 training sentences of tiny"),
     ],
 )
 def test_what_cannot_be_read(vocabulary, change, match):
@@ -290,6 +261,12 @@ def test_what_cannot_be_read(vocabulary, change, match):
     arguments = {"batch_size": 1, "sequence_length": 4, "seed": 0} | change
     with pytest.raises(InputError, match=match):
         train_dataset(tiny, vocabulary, **arguments)
+
+
+def test_text_without_a_sentence(vocabulary):
+    blank = Corpus("blank", train=Sentences((" ", "")), heldout=Sentences(("c",)))
+    with pytest.raises(InputError, match="blank has no text to train on"):
+        train_dataset(blank, vocabulary, batch_size=1, sequence_length=4, seed=0)
 
 
 @pytest.mark.parametrize("change", [{"batch_size": 0}, {"sequence_length": 0}])

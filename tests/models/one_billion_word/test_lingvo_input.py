@@ -6,11 +6,13 @@ import subprocess
 import numpy as np
 import pytest
 import tensorflow as tf
+from backports import zstd
 from lingvo.core import py_utils
 
 from models.one_billion_word.corpus import CorpusError
 from models.one_billion_word.input import heldout_dataset, train_dataset
-from models.one_billion_word.lingvo_input import OneBillionWordInput, user_cache_dir
+from models.one_billion_word.lingvo_input import OneBillionWordInput, PackedRowsSource
+from models.one_billion_word.text_copy import user_cache_dir
 from models.one_billion_word.vocabulary import VocabularyError
 from tests.warm import warm
 
@@ -115,6 +117,30 @@ def test_a_folder_with_patterns(params, folder):
     p = params(data_dir=folder, train_pattern="train-*", heldout_pattern="heldout-*", heldout=True)
     batch = p.Instantiate().GetPreprocessedInputBatch()
     assert batch.weights.numpy().all()
+
+
+def test_hosts_read_together_what_one_reads(params, session, expected, monkeypatch):
+    """Two hosts with two rows each see the rows of one with four."""
+    for host in (0, 1):
+        monkeypatch.setattr(PackedRowsSource, "num_hosts", 2)
+        monkeypatch.setattr(PackedRowsSource, "host_id", host)
+        generator = params(batch_size=2, name=f"host{host}").Instantiate()
+        batch = generator.GetPreprocessedInputBatch()
+        generator.Initialize(session)
+        for want in expected[0]:
+            assert_equal(session.run(batch), {k: v[2 * host :][:2] for k, v in want.items()})
+
+
+@pytest.mark.parametrize("pack", [bytes, zstd.compress])
+def test_files_in_a_session(session, params, folder, vocabulary, tmp_path, pack):
+    for path in pathlib.Path(folder).iterdir():
+        (tmp_path / path.name).write_bytes(pack(path.read_bytes()))
+    patterns = {"train_pattern": "train-*", "heldout_pattern": "heldout-*"}
+    generator = params(data_dir=str(tmp_path), vocab_size=400, **patterns).Instantiate()
+    batch = generator.GetPreprocessedInputBatch()
+    generator.Initialize(session)
+    for _ in range(99):
+        assert session.run(batch).weights.all()
 
 
 @pytest.mark.usefixtures("eager_mode")

@@ -1,9 +1,12 @@
 """Trouble from outside: what ends a training saves it first, what need not end it does not."""
 
+import functools
+import gzip
 import os
 import signal
 
 import pytest
+from backports import zstd
 
 from models.one_billion_word import loop
 from models.one_billion_word.trainer import Trainer
@@ -77,22 +80,48 @@ def test_who_ignores_sighup_has_it_ignored(text, tmp_path, train, after):
         signal.signal(signal.SIGHUP, old)
 
 
+def vanish(path, kept):
+    path.rename(kept)
+
+
+def lose_the_end(path, kept):
+    kept.write_bytes(path.read_bytes())
+    os.truncate(path, 40)
+
+
 @pytest.mark.slow
-def test_text_that_vanishes_saves_and_goes_on_bit_for_bit_when_it_is_back(
+def test_text_that_vanishes_or_changes_saves_and_goes_on_bit_for_bit_when_it_is_back(
     text, tmp_path, train, after
 ):
     train(small_request(tmp_path / "whole", text, steps=60, save_every=60))
-    for run, save_every in (("run", 4), ("none saved before", 1000)):
+    path, kept = text / "train-1", tmp_path / "kept"
+    for run, save_every, trouble, told in (
+        ("run", 4, vanish, "/train-1; No such file.*"),
+        ("none saved before", 1000, lose_the_end, "/train-1' says something else than when tra.*"),
+    ):
         logdir = tmp_path / run
-        after(6, lambda: (text / "train-1").rename(tmp_path / "gone"))
-        gone = r"^step \d+: the data to train on cannot be read any more \(.*/train-1; No such file"
-        with pytest.raises(DataError, match=rf"{gone}.*\); saved .*/ckpt-\d+: put the text back"):
+        after(6, functools.partial(trouble, path, kept))
+        gone = rf"^step \d+: the data to train on cannot be read any more \(.*{told}"
+        with pytest.raises(DataError, match=rf"{gone}\); saved .*/ckpt-\d+: put the text back"):
             train(small_request(logdir, text, steps=60, save_every=save_every))
-        (tmp_path / "gone").rename(text / "train-1")
+        kept.replace(path)
         steps = [int(path.stem.removeprefix("ckpt-")) for path in logdir.glob("ckpt-*.index")]
         assert 6 < max(steps) < 60, "what was read ahead was trained on"
         assert train(small_request(logdir, text, steps=60, save_every=1000)) == 0
         assert_same_weights(weights(logdir, 60), weights(tmp_path / "whole", 60))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pack", [gzip.compress, zstd.compress])
+def test_packed_text_that_vanishes_is_not_missed(text, tmp_path, train, after, pack):
+    train(small_request(tmp_path / "plain", text, steps=30, save_every=30))
+    for path in text.iterdir():
+        path.write_bytes(pack(path.read_bytes()))
+    after(6, (text / "train-1").unlink)
+    after(7, functools.partial(os.truncate, text / "train-2", 9))
+    after(8, (text / "heldout").unlink)
+    assert train(small_request(tmp_path / "packed", text, steps=30, save_every=30)) == 0
+    assert_same_weights(weights(tmp_path / "packed", 30), weights(tmp_path / "plain", 30))
 
 
 @pytest.mark.slow

@@ -1,0 +1,221 @@
+"""Text as it is found: what is in it, how it is packed, what becomes of it while it is read."""
+
+import gzip
+import itertools
+import os
+import random
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from backports import zstd
+
+from models.one_billion_word import input as datasets
+from models.one_billion_word import text_file
+from models.one_billion_word.corpus import Corpus, Sentences, TextFiles, corpus_from_folder
+from models.one_billion_word.input import heldout_dataset, train_dataset
+from models.one_billion_word.unigram import fit_unigram
+from models.one_billion_word.vocabulary import train_vocabulary
+from tests.models.one_billion_word.program import refused
+from tests.models.one_billion_word.test_input import read_sentences
+
+SIZES = {"batch_size": 2, "sequence_length": 64}
+LONG = {"sequence_length": 1024}
+LINES = [f"sentence number {number}" for number in range(600)]
+TEXT = "\n".join(LINES).encode()
+
+ODD = {
+    "one long line": b"ab c " * 60_000,
+    "a long line without a space": b"\xe2\x82\xac" * 50_000,
+    "a flood of empty lines": b"one" + b"\n" * (1 << 22) + b"two\n" + b" \r\n" * 99,
+    "zero bytes": TEXT.replace(b"number 7", b"number\x007"),
+    "bytes that are no UTF-8": TEXT.replace(b"number 7", b"number \xff\xe2\x28\xed\xa0\x80 7"),
+    "returns before newlines": TEXT.replace(b"\n", b"\r\n"),
+    "a mark at the head": b"\xef\xbb\xbf" + TEXT,
+    "one line without a newline": b"only this",
+    "control characters": TEXT.replace(b"number 7", b"\x01\x1b[0m\x7f \t\v\f\x85 7"),
+    "marks of SentencePiece": TEXT.replace(b"number 7", "\u2581 \u2585 \u2047 <s> <0x41>".encode()),
+}
+PACKED = {"plain": bytes, "gzip": gzip.compress, "zstd": zstd.compress}
+
+
+def write(folder, name, content):
+    (folder / name).write_bytes(content)
+    return str(folder / name)
+
+
+@pytest.mark.parametrize("packed", PACKED)
+def test_tensorflow_reads_what_python_reads(packed, vocabulary, tmp_path):
+    paths = []
+    for kind, content in ODD.items():
+        paths.append(write(tmp_path, kind, PACKED[packed](content)))
+        text_file.check_head(paths[-1])
+        assert any(TextFiles((paths[-1],))), kind
+    text = TextFiles(tuple(paths))
+    dataset = heldout_dataset(Corpus("odd", text, text), vocabulary, batch_size=9, **LONG)
+    read = list(read_sentences(dataset, vocabulary))
+    assert read == list(text)
+    assert max(len(line.encode()) for line in read) <= text_file.LONGEST_LINE
+
+
+# Of the last one SentencePiece skipped every line, and there was nothing to learn from.
+@pytest.mark.parametrize("part", ["\x00", "\ufffd", "\t <s>", "\u2585"])
+def test_a_vocabulary_is_learned_of_text_all_of_whose_lines_are_odd(part, corpus):
+    lines = corpus.train.lines[:200]
+    plain = train_vocabulary(Sentences(lines), 400)
+    odd = train_vocabulary(Sentences(tuple(f"{line} {part}" for line in lines)), 400)
+    assert odd.decode(odd.encode(part)) == part
+    assert len(odd.encode(lines[0])) <= len(plain.encode(lines[0])) + 2
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    rng = random.Random(0)
+    for number in range(3):
+        lines = rng.sample(LINES, 200)
+        (folder / f"train-{number}").write_text("\n".join(lines))
+    (folder / "heldout").write_text("\n".join(LINES[:9]))
+    return folder
+
+
+def batches(folder, vocabulary):
+    corpus = corpus_from_folder(str(folder), "train-*", "heldout")
+    return iter(train_dataset(corpus, vocabulary, seed=1, **SIZES))
+
+
+def read_on(batches, number=999):
+    for _ in range(number):
+        next(batches)
+
+
+def truncate(path):
+    os.truncate(path, 100)
+
+
+def replace(path):
+    other = path.with_name("other")
+    other.write_text("something else\n" * 300)
+    other.rename(path)
+
+
+def append(path):
+    with path.open("a") as file:
+        file.write("\none line more")
+
+
+@pytest.mark.parametrize("change", [truncate, replace, append])
+def test_a_file_that_changes_while_it_is_trained_on_ends_it(folder, vocabulary, change):
+    iterator = batches(folder, vocabulary)
+    read_on(iterator, 3)
+    change(folder / "train-1")
+    with pytest.raises(tf.errors.OpError, match=r"train-1' says something else than when training"):
+        read_on(iterator)
+
+
+def test_a_long_file_is_looked_at_when_it_was_read(folder, vocabulary, monkeypatch):
+    """It was cut while it was open, and what was left was taken for all of it until it was opened
+    for the next time."""
+    monkeypatch.setattr(datasets, "_BUFFER", 1 << 10)
+    monkeypatch.setattr(datasets, "BLOCK_LINES", 8)
+    for number in (1, 2):
+        (folder / f"train-{number}").unlink()
+    iterator = batches(folder, vocabulary)
+    next(iterator)
+    truncate(folder / "train-0")
+    # An epoch has as many batches and more.
+    left = 200 * len(vocabulary.encode(LINES[0])) // (2 * 64) - 1
+    with pytest.raises(tf.errors.OpError, match=r"train-0' says something else"):
+        read_on(iterator, left)
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstd.compress])
+def test_an_archive_that_is_damaged_behind_its_head_is_answered_in_a_line(folder, pack):
+    whole = pack(b"".join(b"%d\n" % number for number in range(99_999)))
+    (folder / "train-1").write_bytes(whole[: len(whole) * 3 // 4])
+    flags = (f"--data_dir={folder}", "--train_pattern=train-*", "--heldout_pattern=heldout")
+    line = refused(*flags, f"--logdir={folder / 'run'}")
+    assert "train-1' is a damaged" in line and line.endswith("; pack it again")
+
+
+def test_a_file_that_is_touched_or_replaced_by_the_same_text_ends_nothing(folder, vocabulary):
+    expected = batches(folder, vocabulary)
+    read_on(expected, 300)
+    iterator = batches(folder, vocabulary)
+    read_on(iterator, 3)
+    os.utime(folder / "train-0", (1, 1))
+    (folder / "same").write_bytes((folder / "train-1").read_bytes())
+    (folder / "same").rename(folder / "train-1")
+    read_on(iterator, 297)
+    np.testing.assert_array_equal(next(iterator)["ids"], next(expected)["ids"])
+
+
+@pytest.mark.parametrize("name", ["gone", "gone\udcff\n[1]"])
+def test_a_file_that_vanishes_is_named_whatever_its_name(folder, vocabulary, name):
+    (folder / "train-1").rename(folder / f"train-{name}")
+    iterator = batches(folder, vocabulary)
+    read_on(iterator, 3)
+    (folder / f"train-{name}").unlink()
+    with pytest.raises(tf.errors.OpError, match=r"train-gone.*No such file"):
+        read_on(iterator)
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstd.compress])
+def test_what_is_packed_is_read_from_its_copy_whatever_becomes_of_it(folder, vocabulary, pack):
+    plain = batches(folder, vocabulary)
+    read_on(plain, 300)
+    expected = next(plain)["ids"]
+    for path in folder.glob("train-*"):
+        path.write_bytes(pack(path.read_bytes()))
+    iterator = batches(folder, vocabulary)
+    read_on(iterator, 3)
+    (folder / "train-0").unlink()
+    truncate(folder / "train-1")
+    read_on(iterator, 297)
+    np.testing.assert_array_equal(next(iterator)["ids"], expected)
+
+
+def test_a_copy_that_is_damaged_while_it_is_read_ends_it(folder, vocabulary, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    path = folder / "train-1"
+    path.write_bytes(zstd.compress(path.read_bytes()))
+    iterator = batches(folder, vocabulary)
+    read_on(iterator, 3)
+    (copy,) = (tmp_path / "caches" / "pipemesh" / "text").iterdir()
+    truncate(copy)
+    with pytest.raises(tf.errors.OpError, match=r"train-1' says something else .* what is read of"):
+        read_on(iterator)
+    # Whoever starts again has it made again.
+    read_on(batches(folder, vocabulary), 300)
+
+
+def test_reading_goes_on_in_the_middle_of_a_text_that_is_packed_otherwise(
+    folder, vocabulary, tmp_path
+):
+    (folder / "train-2").write_bytes(b"word after word " * 20_000)
+    iterator = batches(folder, vocabulary)
+    read_on(iterator, 1234)
+    place = tf.train.Checkpoint(batches=iterator).write(str(tmp_path / "checkpoint"))
+    rest = [next(iterator)["ids"].numpy() for _ in range(999)]
+    for path in folder.glob("train-*"):
+        path.write_bytes(zstd.compress(path.read_bytes()))
+    resumed = batches(folder, vocabulary)
+    tf.train.Checkpoint(batches=resumed).read(place).assert_consumed()
+    for expected in rest:
+        np.testing.assert_array_equal(next(resumed)["ids"], expected)
+
+
+def test_the_unigram_model_takes_long_lines_a_few_at_a_time(vocabulary):
+    sizes = []
+    real = vocabulary.encode_all
+
+    class Counting:
+        size, eos_id, bos_id = vocabulary.size, vocabulary.eos_id, vocabulary.bos_id
+
+        def encode_all(self, sentences):
+            sizes.append(sum(map(len, sentences)))
+            return real(sentences)
+
+    fit_unigram(itertools.repeat("ab c " * 10_000, 100), Counting())
+    assert sum(sizes) == 100 * 50_000 and max(sizes) < (1 << 18) + 50_000
