@@ -14,6 +14,10 @@ from pipemesh.text import nearest
 
 # Read at once: enough for all threads, and far below what a model has.
 _BYTES_AT_ONCE = 1 << 28
+# What tf.data puts before the error of a function of ours.
+_OF_A_FUNCTION = re.compile(
+    r"^Error in user-defined function passed to \S+ transformation with iterator: \S+ (\w+Error: )?"
+)
 
 
 def restore(path: str, tracked: Mapping[str, Any]) -> list[str]:
@@ -120,4 +124,4 @@ def reason(error: Exception) -> str:
     if isinstance(error, tf.errors.OpError):
         text = error.message  # pyright: ignore[reportAttributeAccessIssue]
     first = (text.strip().splitlines() or [type(error).__name__])[0]
-    return first.split("}} ")[-1].split(" [Op:")[0]
+    return _OF_A_FUNCTION.sub("", first.split("}} ")[-1].split(" [Op:")[0])

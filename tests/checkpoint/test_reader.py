@@ -131,3 +131,13 @@ def test_a_checkpoint_of_lingvos_saver_is_one(tmp_path):
     sliced = SlicedVariable([(halves[0], Slice((3,), (0,))), (halves[1], Slice((3,), (2,)))])
     assert restore(path, {"lm/w/var": sliced}) == []
     assert halves[0].numpy().tolist() + halves[1].numpy().tolist() == [1.0, 2.0, 3.0]
+
+
+def test_the_reason_is_what_our_own_function_said():
+    def read(number):
+        raise CheckpointError(f"'train-1' says something else: {int(number)}")
+
+    dataset = tf.data.Dataset.range(3).map(lambda x: tf.py_function(read, [x], tf.int64))
+    with pytest.raises(tf.errors.OpError) as caught:
+        next(iter(dataset))
+    assert reader.reason(caught.value) == "'train-1' says something else: 0"
