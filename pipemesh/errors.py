@@ -80,3 +80,11 @@ class SaveError(PipemeshError, OSError):
 
 class DataError(PipemeshError, OSError):
     """The data to train on, or to judge by, cannot be read any more."""
+
+
+class TrainingError(PipemeshError, RuntimeError):
+    """Training cannot go on."""
+
+
+class NotFiniteError(TrainingError):
+    """The loss or a gradient of a step is not finite; nothing has changed."""

@@ -13,7 +13,7 @@ from absl import flags
 from models.command import FlagError, define_devices
 from models.command import parse as parse_flags
 from models.one_billion_word import simd_plan
-from models.one_billion_word.request import EVAL_BATCHES, Request
+from models.one_billion_word.request import EVAL_BATCHES, ON_NONFINITE, Request
 from models.one_billion_word.sizes import LAYERS, OPTIMIZERS, SIZES, Settings, dims_of
 from pipemesh.errors import LayoutError, PipemeshError, PlanError, ScheduleError
 from pipemesh.mesh import LayoutRules
@@ -119,6 +119,13 @@ flags.DEFINE_integer(
     lower_bound=1,
 )
 flags.DEFINE_integer("save_every", 100, "Save every so many steps.", lower_bound=1)
+flags.DEFINE_enum(
+    "on_nonfinite",
+    "skip",
+    list(ON_NONFINITE),
+    "What to do with a step whose loss or gradients are not finite: leave the weights as they are "
+    "and go on with the next batch, or end training.",
+)
 flags.DEFINE_integer("max_to_keep", 3, "Keep so many of the newest checkpoints.", lower_bound=1)
 flags.DEFINE_integer(
     "keep_best",
@@ -161,6 +168,7 @@ _OF_REQUEST = (
     "eval_batches",
     "other_text",
     "trace_schedule",
+    "on_nonfinite",
     "max_to_keep",
     "keep_best",
 )

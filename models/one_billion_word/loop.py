@@ -30,15 +30,18 @@ from models.one_billion_word.unigram import fit_unigram
 from models.one_billion_word.vocabulary import Vocabulary
 from pipemesh.backend.peak import peak_memory
 from pipemesh.checkpoint.reader import reason
-from pipemesh.errors import DataError, SaveError
+from pipemesh.errors import DataError, NotFiniteError, SaveError
 from pipemesh.partition.text import bytes_text
 from pipemesh.schedule.render import to_html, to_trace
+from pipemesh.training import Spikes
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # A shell reports the number of the signal beyond this.
 _BY_SIGNAL = 128
 # Steps that speed is told of once.
 _MEASURED_STEPS = 5
+# Steps that may be skipped one after the other: more are no accident of the data.
+_MOST_IN_A_ROW = 10
 
 
 class Loop:
@@ -58,6 +61,7 @@ class Loop:
         self._corpus, self._vocabulary = corpus, vocabulary
         self._stop: int | None = None
         self._rate: float | None = None
+        self._spikes, self._in_a_row = Spikes(), 0
         # What the devices can do in flops a second; the first steps, and their seconds.
         self._peak, self._measured_steps, self._seconds = 0.0, 0, 0.0
         self._writers: dict[str, Any] = {}
@@ -127,7 +131,7 @@ class Loop:
                 elif done % request.save_every == 0:
                     self._save(bar, functools.partial(trainer.begin_save, judged))
                 else:
-                    self._save(bar, trainer.poll_save)
+                    self._save(bar, trainer.saving.poll)
 
     def _report(self, bar: Any) -> None:
         """Says what a step holds and sends, and writes how the weights lie beside the run."""
@@ -183,8 +187,15 @@ class Loop:
 
     def _one_step(self, bar: Any) -> None:
         begin = time.perf_counter()
-        result = self._trainer.train_step()
+        try:
+            result = self._trainer.train_step()
+        except NotFiniteError as error:
+            self._skip(bar, str(error))
+            return
+        self._in_a_row = 0
         seconds = time.perf_counter() - begin
+        if told := self._spikes.add(result["loss"]):
+            bar.write(f"step {self._trainer.step}: {told}", file=sys.stderr)
         score = result["score"]
         values = {
             "loss": result["loss"],
@@ -205,6 +216,28 @@ class Loop:
             self._measured(bar, seconds)
         self._summarize("train", **values)
         bar.set_postfix_str(shown, refresh=False)
+        bar.update()
+
+    def _skip(self, bar: Any, why: str) -> None:
+        """Goes on without a step that is not finite, or not at all."""
+        trainer = self._trainer
+        if self._request.on_nonfinite == "stop":
+            trainer.give_up(why, trainer.step + 1)
+        trainer.skip()
+        self._in_a_row += 1
+        if self._in_a_row == _MOST_IN_A_ROW:
+            told = f"{_MOST_IN_A_ROW} steps in a row were skipped, the last one since {why}"
+            trainer.give_up(told, trainer.step)
+        if self._in_a_row == 1:
+            number = trainer.skipped
+            bar.write(
+                f"step {trainer.step}: {why}; skipped, its weights are those before "
+                f"({number} step{'' if number == 1 else 's'} skipped so far)",
+                file=sys.stderr,
+            )
+        self._summarize("train", skipped_steps=trainer.skipped)
+        # The graph is built, whatever it gave.
+        self._rate = self._rate or 0.0
         bar.update()
 
     def _summarize_heldout(self, score: Score) -> None:

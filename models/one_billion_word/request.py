@@ -9,6 +9,8 @@ from pipemesh.plan import Plan
 
 # How many held-out batches are evaluated while training, unless a number is asked for.
 EVAL_BATCHES = 16
+# Skips the step, or ends training.
+ON_NONFINITE = ("skip", "stop")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Request:
         other_text: whether to go on from a checkpoint with other text than it was trained on.
         max_to_keep: how many of the newest checkpoints to keep.
         keep_best: how many of the best to keep besides, by the held-out text.
+        on_nonfinite: what to do with a step whose loss or gradients are not finite, one of
+            `ON_NONFINITE`.
         trace_schedule: whether to time the actions of a step at the end.
     """
 
@@ -41,6 +45,7 @@ class Request:
     eval_batches: int | None = None
     other_text: bool = False
     trace_schedule: bool = False
+    on_nonfinite: str = "skip"
     max_to_keep: int = 3
     keep_best: int = 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -21,20 +21,18 @@ from models.one_billion_word.params import input_shapes_of, stage_flops_of
 from models.one_billion_word.stage_table import stage_table
 from models.one_billion_word.vocabulary import Vocabulary
 from pipemesh.backend.peak import peak_flops
-from pipemesh.checkpoint import Checkpoints, Manifest, newest_whole
-from pipemesh.checkpoint.folder import go_back
 from pipemesh.checkpoint.reader import reason
-from pipemesh.errors import CheckpointError, DamagedError, DataError, PipemeshError, SaveError
+from pipemesh.errors import (
+    DataError,
+    NotFiniteError,
+    PipemeshError,
+    TrainingError,
+)
 from pipemesh.layers import Report, mesh_cluster, report
 from pipemesh.layers.named import by_logical_name
 from pipemesh.recurrent import ActionClock, Placement, record_placement
 from pipemesh.schedule import Timeline, simulate
-from pipemesh.training import Batches, prepare_optimizer
-from pipemesh.training.batches import NAME
-
-
-class TrainingError(PipemeshError, RuntimeError):
-    """Training cannot go on."""
+from pipemesh.training import Batches, Saving, all_or_none, prepare_optimizer
 
 
 class Trainer:
@@ -59,6 +57,7 @@ class Trainer:
         devices: the devices of each stage, one for each replica.
         about: what is noted beside checkpoints.
         sample: the held-out batches to judge by while training.
+        saving: its checkpoints.
         restored: path of the checkpoint that it goes on from; None if there was none.
         report: what was predicted of a step, once its graph is built; None without a pipeline.
     """
@@ -81,6 +80,7 @@ class Trainer:
         with self._cluster():
             self._step = py_utils.GetOrCreateGlobalStepVar()
             self._step.assign(0)
+            self._skipped = tf.Variable(0, dtype=tf.int64, trainable=False)
             self.task = config.Task().Instantiate()
             self.devices = [home.devices for home in self.task.stack.StageHomes()]
         self._vocabulary = vocabulary
@@ -89,12 +89,12 @@ class Trainer:
         self.about = about
         state = {
             "global_step": self._step,
+            "skipped_steps": self._skipped,
             **by_logical_name(self.task, self.task.vars.Flatten()),
             **by_logical_name(self.task, self._optimizer_variables()),
         }
-        self._logdir = logdir
-        self._checkpoints = Checkpoints(logdir, state, *keep)
-        self.restored = restore and self._restore(restore, *state)
+        self.saving = Saving(logdir, state, *keep)
+        self.restored = restore and self.saving.restore(restore)
         # After the model: its initializers set TensorFlow's seed, and every new seed makes
         # TensorFlow forget the state of operations, that of tokenizers included.
         sizes = {"batch_size": config.BATCH_SIZE, "sequence_length": config.SEQUENCE_LENGTH}
@@ -107,42 +107,18 @@ class Trainer:
         self._batches = Batches(dataset, PREFETCHED_BATCHES)
         if self.restored and skip is not None:
             self._batches.go_to(self.restored, skip)
-        self._checkpoints.track(**{NAME: self._batches.iterator})
+        self.saving.follow(self._batches)
         self.report: Report | None = None
         self.task.stack.noted_run = self._note_run
         self._train = tf.function(self._train_step, autograph=False)
         self._evaluate = tf.function(self._evaluate_batch, autograph=False)
-        self._is_first = True
+        self._is_first, self._was_skipped = True, False
         # Graphs are placed when they run for the first time.
         self._check_placement = config.STRICT_DEVICES
 
     def _cluster(self, do_eval: bool = False) -> Any:
         plan = self._config.PLAN
         return mesh_cluster(plan.mesh, self._device_type, do_eval, plan.layout, plan.lowering)
-
-    def _restore(self, path: str, *names: str) -> str:
-        """Restores what is tracked; returns the path of the checkpoint it came from."""
-        try:
-            beyond = [n for n in self._checkpoints.restore(path, *names) if n != NAME]
-        except DamagedError as error:
-            damaged = Manifest.read(path).note
-            go_back(error)
-            found = newest_whole(self._logdir)
-            if found is None:
-                raise
-            if {**found[1].note, "skip": 0} != {**damaged, "skip": 0}:
-                # What was made by its note is not what the one before was made with.
-                raise CheckpointError(
-                    f"{error}; {found[0]} was made with other settings, so run the same command "
-                    "again to go on from it"
-                ) from error
-            return self._restore(found[0], *names)
-        if beyond:
-            raise CheckpointError(
-                f"{path} has {len(beyond)} tensors that the model has not, such as {beyond[0]!r}; "
-                "give another --logdir, or the settings it was trained with"
-            )
-        return path
 
     def _note_run(self, run: Any) -> None:
         stack, config = self.task.stack, self._config
@@ -188,7 +164,7 @@ class Trainer:
     @property
     def saved(self) -> str | None:
         """Path of the newest checkpoint."""
-        return self._checkpoints.newest
+        return self.saving.newest
 
     def train_step(self) -> dict[str, Any]:
         """Trains on the next batch.
@@ -198,7 +174,9 @@ class Trainer:
 
         Raises:
             DataError: there is no next batch; everything can be saved.
-            TrainingError: the loss or a gradient is not finite, or an operation of a stage failed.
+            NotFiniteError: the loss or a gradient is not finite; nothing has changed but the place
+                in the data.
+            TrainingError: an operation of a stage failed.
             DeviceError: with strict devices, a stage ran elsewhere.
         """
         batch = self._next_batch()
@@ -215,14 +193,18 @@ class Trainer:
                 loss, learning_rate, xent = self._train(batch)
         except tf.errors.OpError as error:
             explained = self.task.stack.Explain(error)
-            # lingvo asserts this of the norm of all gradients, too.
-            if "not finite" in error.message:
-                explained = self._locate(batch) or explained or "a gradient is not finite"
+            if is_not_finite(str(explained)) or is_not_finite(error.message):
+                # To locate it takes as long as the first step; of a run of them one is enough.
+                located = None if self._was_skipped else self._locate(batch)
+                raise NotFiniteError(
+                    str(located or explained or "a gradient is not finite")
+                ) from error
             if explained is None:
                 raise
-            self._fail(str(explained), step, error)
+            self.give_up(str(explained), step, error)
+        self._was_skipped = False
         # The weights that were saved last are good: the loss of this step is theirs.
-        self._checkpoints.confirm()
+        self.saving.confirm()
         if self._check_placement:
             Placement.of(graphs, self.devices).check()
             self._check_placement = False
@@ -239,7 +221,7 @@ class Trainer:
         try:
             return self._batches.next()
         except DataError:
-            self._checkpoints.track(**{NAME: self._batches.iterator})
+            self.saving.follow(self._batches)
             self.about = dataclasses.replace(self.about, skip=self._batches.skip)
             raise
 
@@ -254,7 +236,7 @@ class Trainer:
             with self._cluster():
                 tf.function(self._train_step, autograph=False)(batch)
         except tf.errors.OpError as error:
-            return stack.Explain(error)
+            return self.task.stack.Explain(error)
         finally:
             stack.locates_errors = False
         return None
@@ -315,21 +297,15 @@ class Trainer:
             SaveError: it cannot be written.
             TrainingError: with these weights the held-out loss is not finite; nothing is saved.
         """
-        name = f"ckpt-{self.step}"
-        if not self.saved or os.path.basename(self.saved) != name:
+
+        def check() -> None:
             # The loss of a step is that of the weights before it, so these are not yet known to be
             # good.
             loss = self._score(self.sample.batches[0]).nats
             if not np.isfinite(loss):
-                self._fail(f"the held-out loss is {loss}", self.step)
-            self._checkpoints.confirm()
-        path = self._checkpoints.wait()
-        if not path or os.path.basename(path) != name:
-            self._begin_save()
-            self._checkpoints.confirm()
-            path = self._checkpoints.wait()
-        assert path is not None
-        return path
+                self.give_up(f"the held-out loss is {loss}", self.step)
+
+        return self.saving.save(self.step, self.about.to_note(), check)
 
     def begin_save(self, score: float | None = None) -> None:
         """Begins to save everything as it is now.
@@ -342,31 +318,33 @@ class Trainer:
         Raises:
             SaveError: the one before cannot be written; this one has begun.
         """
-        try:
-            self._checkpoints.wait()
-        finally:
-            self._begin_save(score)
+        self.saving.begin(self.step, self.about.to_note(), score)
 
-    def poll_save(self) -> None:
-        """Tells whether what was begun is written.
+    def skip(self) -> None:
+        """Counts a step that was not made as one that was, whose weights are those before."""
+        self._step.assign_add(1)
+        self._skipped.assign_add(1)
+        self._was_skipped = True
+
+    @property
+    def skipped(self) -> int:
+        """How many steps were skipped so far, before this process, too."""
+        return int(self._skipped.numpy())
+
+    def give_up(self, what: str, step: int, error: Exception | None = None) -> NoReturn:
+        """Ends training with what was good.
+
+        Args:
+            what: went wrong.
+            step: in which step.
+            error: that said so.
 
         Raises:
-            SaveError: it cannot be.
+            TrainingError: always.
         """
-        self._checkpoints.poll()
-
-    def _begin_save(self, score: float | None = None) -> None:
-        path = self._checkpoints.begin(self.step, self.about.to_note(), score)
-        self._batches.saved(path)
-
-    def _fail(self, what: str, step: int, error: Exception | None = None) -> NoReturn:
-        self._checkpoints.abandon()
-        with contextlib.suppress(SaveError):
-            self._checkpoints.wait()
+        self.saving.give_up()
         kept = f"{self.saved} is kept" if self.saved else "none was written yet"
-        told = what.lower()
-        diverged = any(word in told for word in ("finite", "nan", "had inf", "had -inf"))
-        hint = "; give a lower --learning_rate" if diverged else ""
+        hint = "; give a lower --learning_rate" if is_not_finite(what) else ""
         raise TrainingError(f"step {step}: {what}; of good checkpoints, {kept}{hint}") from error
 
     def _score(self, batch: Any) -> metrics.Score:
@@ -377,7 +355,7 @@ class Trainer:
             explained = self.task.stack.Explain(error)
             if explained is None:
                 raise
-            self._fail(f"evaluation: {explained}", self.step, error)
+            self.give_up(f"evaluation: {explained}", self.step, error)
         return metrics.score(
             xent.numpy(), batch["labels"].numpy(), batch["weights"].numpy(), self._vocabulary
         )
@@ -386,7 +364,9 @@ class Trainer:
         batch = py_utils.NestedMap(batch)
         with py_utils.GradientTape(), py_utils.GlobalStepContext(self._step):
             scores, per_example = self.task.FPropTower(self.task.theta, batch)
-            _, update, stats = self._learner.Apply(scores, self.task.vars)
+            _, update, stats = self._learner.Apply(
+                scores, self.task.vars, gradient_adjuster=all_or_none
+            )
         # A step that fails has not been made.
         with tf.control_dependencies([update]):
             self._step.assign_add(1)
@@ -397,6 +377,11 @@ class Trainer:
 
     def _optimizer_variables(self) -> list[tf.Variable]:
         return self._learner.optimizer._optimizer.variables()
+
+
+def is_not_finite(told: str) -> bool:
+    """Whether an error speaks of values that are not finite, in whosever words."""
+    return re.search(r"\bnot finite\b|\b(nan|inf)\b", told, re.IGNORECASE) is not None
 
 
 def _vanished(error: Exception) -> DataError:

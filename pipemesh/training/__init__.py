@@ -13,5 +13,8 @@ from pipemesh import needs_tensorflow as needs_tensorflow  # isort: skip
 
 from pipemesh.training.batches import Batches
 from pipemesh.training.optimizer import prepare_optimizer
+from pipemesh.training.saving import Saving
+from pipemesh.training.spikes import Spikes
+from pipemesh.training.whole_updates import all_or_none
 
-__all__ = ["Batches", "prepare_optimizer"]
+__all__ = ["Batches", "Saving", "Spikes", "all_or_none", "prepare_optimizer"]

@@ -6,7 +6,13 @@ import tensorflow as tf
 from lingvo.core import base_layer, cluster_factory, py_utils
 
 from pipemesh.errors import LayoutError, MeshError, PipelineError, PlanError
-from pipemesh.layers import SeqLayer, mesh_cluster
+from pipemesh.layers import (
+    FeatureExtractionLayer,
+    FunctionLayer,
+    PipeliningLayer,
+    SeqLayer,
+    mesh_cluster,
+)
 from pipemesh.layers.pipeline.homes import stage_homes
 from pipemesh.mesh import LayoutRules, Mesh
 from tests.layers.blocks import WIDTH, blocks
@@ -169,3 +175,21 @@ def test_a_batch_that_does_not_divide_among_replicas_is_an_error():
     params = pipelined(cut(blocks(2), 2), 4)
     with pytest.raises(PipelineError, match=r"2 examples does not divide among the 4.*be a multip"):
         run_tf1(params, [X], num_devices="layers:2;data:4")
+
+
+@pytest.mark.usefixtures("eagerly")
+def test_an_error_may_be_explained_when_the_cluster_is_left():
+    """It asked for devices of the cluster that was entered by then, and that was another error."""
+    dense = FunctionLayer.Params().Set(name="f", function=lambda x: x / tf.reduce_min(x))
+    stages = [
+        FeatureExtractionLayer.Params().Set(name=f"d{i}", sub=[dense.Copy()]) for i in range(2)
+    ]
+    params = PipeliningLayer.Params().Set(name="stack", cell_tpl=stages, num_micro_batches=2)
+    mesh, layout = Mesh.from_text("layers:2;data:2"), LayoutRules.from_text("batch:data")
+    with mesh_cluster(mesh, layout=layout), py_utils.VariableStore():
+        stack = params.Instantiate()
+        step = tf.function(lambda x: stack.FProp(stack.theta, x))
+        with pytest.raises(tf.errors.OpError) as caught:
+            step(tf.zeros([8, 3]))
+    told = str(stack.Explain(caught.value))
+    assert told.startswith("stage 'd1'") and "not finite" in told

@@ -153,7 +153,7 @@ class PipeliningLayer(SeqLayer):
             The error to raise `from` the given one; None if it did not arise in a stage.
         """
         names = [tpl.name for tpl in self.params.cell_tpl]
-        return explain(error, dict(zip(names, self.StageHomes(), strict=True)))
+        return explain(error, dict(zip(names, self.homes or self.StageHomes(), strict=True)))
 
     @functools.cached_property
     def schedule(self) -> Schedule:

@@ -46,6 +46,9 @@ class SeqLayer(base_layer.BaseLayer):
         >>> params = SeqLayer.Params().Set(name="stack", cell_tpl=[stage])
     """
 
+    # Of the cluster that was entered last: an error may be looked into when it is left.
+    homes: list[Home] | None = None
+
     @classmethod
     def Params(cls) -> Any:
         """Defines `before_tpl` and `cell_tpl`."""
@@ -151,8 +154,9 @@ class SeqLayer(base_layer.BaseLayer):
         return range(max(len(self.params.cell_tpl), 1))
 
     def StageHomes(self) -> list[Home]:
-        """The devices of each stage."""
-        return stage_homes(self.cluster, self._places(), self.params)
+        """The devices of each stage, on the cluster that is entered."""
+        self.homes = stage_homes(self.cluster, self._places(), self.params)
+        return self.homes
 
     def StageDevices(self) -> list[str]:
         """The first device of each stage."""

@@ -5,13 +5,15 @@ import gzip
 import os
 import signal
 
+import numpy as np
 import pytest
 from backports import zstd
 
 from models.one_billion_word import loop
 from models.one_billion_word.trainer import Trainer
 from pipemesh.checkpoint import Folder
-from pipemesh.errors import DataError
+from pipemesh.errors import DataError, TrainingError
+from pipemesh.plan import Plan
 from tests.models.one_billion_word.program import finish, refused, start
 from tests.models.one_billion_word.small_training import (
     assert_same_weights,
@@ -229,3 +231,59 @@ def test_no_figure_that_is_only_reported_ends_a_run(text, tmp_path, train, monke
     logdir = tmp_path / "run"
     assert train(small_request(logdir, text, steps=2)) == 0
     assert scalars(logdir, "word_perplexity") == [float("inf")] * 2
+
+
+@pytest.fixture
+def spoil(monkeypatch):
+    """Makes the weights of tokens of the batches of some steps no numbers."""
+    spoiled = set()
+    real = Trainer._next_batch
+
+    def next_batch(self):
+        batch = real(self)
+        if self.step + 1 in spoiled:
+            batch = {**batch, "weights": batch["weights"] * float("nan")}
+        return batch
+
+    monkeypatch.setattr(Trainer, "_next_batch", next_batch)
+    return spoiled.update
+
+
+@pytest.mark.slow
+def test_a_step_that_is_not_finite_is_skipped_counted_and_said_under_every_plan(
+    text, tmp_path, train, spoil, capsys
+):
+    spoil({3, 4, 6})
+    found = {}
+    for name, plan in {
+        "plain": Plan(num_microbatches=1),
+        "split": Plan("layers:2;data:2", "batch:data", "zb_h1", num_microbatches=2),
+    }.items():
+        request = small_request(tmp_path / name, text, steps=8, plan=plan, save_every=3)
+        assert train(request) == 0
+        err = capsys.readouterr().err
+        assert err.count("skipped, its weights are those before") == 2
+        assert "step 3: stage 'd" in err and "(1 step skipped so far)" in err
+        assert "step 6: " in err and "(3 steps skipped so far)" in err
+        found[name] = scalars(tmp_path / name, "loss")
+        assert len(found[name]) == 5
+        # The checkpoint of step 3 has the weights of step 2, which step 5 has shown to be good.
+        assert {p.name for p in (tmp_path / name).glob("*.index")} >= {"ckpt-8.index"}
+        assert weights(tmp_path / name, 8)["skipped_steps"] == 3
+    np.testing.assert_allclose(found["split"], found["plain"], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_of_such_steps_ends_training_with_the_checkpoint_before(
+    text, tmp_path, train, spoil, capsys
+):
+    spoil(range(5, 1000))
+    with pytest.raises(TrainingError) as caught:
+        train(small_request(tmp_path, text, steps=100, save_every=2))
+    told = str(caught.value)
+    assert told.startswith("step 14: 10 steps in a row were skipped, the last one since stage ")
+    assert f"of good checkpoints, {tmp_path}/ckpt-2 is kept" in told
+    assert capsys.readouterr().err.count("skipped, its weights") == 1, "one line for all"
+    assert not (tmp_path / "ckpt-6.index").exists(), "nobody knows whether step 4 was good"
+    with pytest.raises(TrainingError, match=r"^step 5: stage"):
+        train(small_request(tmp_path, text, steps=100, save_every=2, on_nonfinite="stop"))

@@ -1,0 +1,56 @@
+"""Updates of weights: all of a step, or none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+from lingvo.core import py_utils
+
+# What the error says that ends a step.
+NOT_FINITE = "the norm of all gradients is not finite"
+
+
+def all_or_none(var_grads: Any) -> Any:
+    """Lets no update begin before all gradients are known to be finite.
+
+    lingvo checks each gradient by itself, while weights with other gradients are updated: of a step
+    that fails some are new then, some old. Its optimizers move weights along the gradients of
+    earlier steps, too, so a gradient that was replaced by zero is no way out.
+
+    Args:
+        var_grads: a NestedMap of lingvo's pairs of variable and gradient; give the function to
+            `Learner.Apply(..., gradient_adjuster=all_or_none)`.
+
+    Returns:
+        The same, with gradients that are there only if the norm of all is finite. In a function
+        that is called eagerly an error says `NOT_FINITE` if it is not, and nothing has changed.
+
+    Example:
+        >>> w = tf.Variable([1.0, 2.0])
+        >>> pairs = py_utils.NestedMap(w=py_utils.VarGrad(w, tf.constant([3.0, 4.0])))
+        >>> all_or_none(pairs).w.grad.numpy().tolist()
+        [3.0, 4.0]
+    """
+    gradients = [gradient for _, gradient in var_grads.Flatten()]
+    squared: Any = py_utils.SumSquared(gradients)
+    check = tf.debugging.Assert(tf.math.is_finite(squared), [NOT_FINITE], name="all_gradients")
+
+    def behind_check(pair: Any) -> Any:
+        variable, gradient = pair
+        with tf.control_dependencies([] if check is None else [check]):
+            if isinstance(gradient, tf.IndexedSlices):
+                gradient = tf.IndexedSlices(
+                    _on(gradient.values), gradient.indices, gradient.dense_shape
+                )
+            else:
+                gradient = _on(gradient)
+        return py_utils.VarGrad(variable, gradient)
+
+    return var_grads.Transform(behind_check)
+
+
+def _on(gradient: tf.Tensor) -> tf.Tensor:
+    """The gradient, where it is: the weight is updated there."""
+    with tf.device(gradient.device or None):
+        return tf.identity(gradient)

@@ -1,0 +1,117 @@
+"""What a training saves, and goes back to."""
+
+import os
+
+import pytest
+import tensorflow as tf
+
+from pipemesh.checkpoint import Manifest, checkpoints
+from pipemesh.errors import CheckpointError, DamagedError, SaveError
+from pipemesh.training import Batches, Saving
+
+
+@pytest.fixture
+def state():
+    return {"global_step": tf.Variable(0), "w/var": tf.Variable([0.0, 0.0])}
+
+
+def nothing():
+    """All is well."""
+
+
+def train(state, folder, steps, notes=None):
+    """Three numbers a step; a checkpoint each."""
+    saving = Saving(str(folder), state)
+    batches = Batches(tf.data.Dataset.range(1000))
+    saving.follow(batches)
+    for step in steps:
+        state["w/var"].assign_add([1.0, float(batches.next())])
+        state["global_step"].assign(step)
+        saving.save(step, (notes or {}).get(step, {"lr": 1, "skip": step}), nothing)
+    return saving
+
+
+def damage(folder, step):
+    with open(folder / f"ckpt-{step}.data-00000-of-00001", "r+b") as file:
+        file.seek(2)
+        file.write(b"\xff\xff")
+
+
+def test_the_one_before_serves_where_only_the_place_differs(state, tmp_path, capsys):
+    train(state, tmp_path, [1, 2])
+    damage(tmp_path, 2)
+    assert Saving(str(tmp_path), state).restore(str(tmp_path / "ckpt-2")).endswith("ckpt-1")
+    assert int(state["global_step"]) == 1
+    assert state["w/var"].numpy().tolist() == [1.0, 0.0]
+    assert f"going back to {tmp_path}/ckpt-1" in capsys.readouterr().err
+    batches = Batches(tf.data.Dataset.range(1000))
+    batches.go_to(str(tmp_path / "ckpt-1"))
+    assert int(batches.next()) == 1
+
+
+def test_one_of_other_settings_is_not_taken_under_these(state, tmp_path):
+    saving = train(state, tmp_path, [1, 2], {1: {"lr": 2}, 2: {"lr": 1}})
+    damage(tmp_path, 2)
+    with pytest.raises(CheckpointError, match="ckpt-1 was made with other settings, so run the"):
+        saving.restore(str(tmp_path / "ckpt-2"))
+    assert saving.restore(str(tmp_path / "ckpt-1")).endswith("ckpt-1")
+
+
+def test_where_none_is_left_nobody_begins_anew(state, tmp_path):
+    saving = train(state, tmp_path, [1])
+    damage(tmp_path, 1)
+    with pytest.raises((DamagedError, CheckpointError), match="damaged"):
+        saving.restore(str(tmp_path / "ckpt-1"))
+    assert (tmp_path / "damaged-ckpt-1.index").exists()
+
+
+def test_tensors_that_nobody_asked_for_are_no_small_matter(state, tmp_path):
+    train(state, tmp_path, [1])
+    less = {"global_step": state["global_step"]}
+    with pytest.raises(CheckpointError, match="has 1 tensors that the model has not, such as 'w/v"):
+        Saving(str(tmp_path), less).restore(str(tmp_path / "ckpt-1"))
+
+
+def test_it_is_saved_once_a_step_and_only_if_it_is_good(state, tmp_path):
+    saving = train(state, tmp_path, [1])
+    checked = []
+
+    def check():
+        checked.append(1)
+
+    for _ in range(2):
+        assert saving.save(2, {}, check) == str(tmp_path / "ckpt-2")
+    assert len(checked) == 1
+
+    def bad():
+        saving.give_up()
+        raise ArithmeticError
+
+    # Begun, and not good.
+    saving.begin(3, {})
+    with pytest.raises(ArithmeticError):
+        saving.save(3, {}, bad)
+    assert saving.newest == str(tmp_path / "ckpt-2")
+    # Begun, and good.
+    saving.begin(4, {"n": 1})
+    assert saving.save(4, {"n": 2}, check) == saving.newest
+    assert Manifest.read(str(saving.newest)).note == {"n": 1}
+
+
+def test_one_that_cannot_be_written_does_not_take_the_next_one_along(state, tmp_path, monkeypatch):
+    saving = train(state, tmp_path, [1])
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints.Manifest, "write", full)
+    saving.begin(2, {})
+    saving.confirm()
+    # It is told when the next one is due, which is tried all the same.
+    with pytest.raises(SaveError, match="ckpt-2 cannot be written"):
+        saving.begin(3, {})
+    monkeypatch.undo()
+    saving.confirm()
+    saving.give_up()
+    assert saving.newest in (str(tmp_path / "ckpt-3"), str(tmp_path / "ckpt-1"))
+    assert not [name for name in os.listdir(tmp_path) if "ckpt-2" in name]
