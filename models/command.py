@@ -8,6 +8,7 @@ from types import ModuleType
 
 from absl import flags
 
+from models import config
 from pipemesh.errors import PipemeshError
 from pipemesh.mesh import Mesh
 
@@ -46,6 +47,9 @@ def define_devices(
     flags.DEFINE_string("mesh_shape", mesh_shape, about_mesh)
     flags.DEFINE_string("layout", layout, about_layout)
     flags.DEFINE_enum("device_type", "CPU", ["CPU", "GPU"], "What the devices are.")
+    flags.DEFINE_string(
+        "config", None, "A TOML file of flags, `steps = 300`; those of the command line come first."
+    )
 
 
 def parse(argv: list[str], program: ModuleType, about: str | None = None) -> None:
@@ -69,6 +73,9 @@ def parse(argv: list[str], program: ModuleType, about: str | None = None) -> Non
         raise FlagError(str(error)) from error
     if len(rest) > 1:
         raise FlagError(f"{rest[1]!r} is no flag; flags begin with --")
+    path = FLAGS.config if "config" in FLAGS else None
+    if path is not None:
+        config.apply(config.read(path), f"--config={path!r}", program)
 
 
 def exit_code(program: Callable[[], int]) -> int:

@@ -55,6 +55,7 @@ class About:
         plan: how it is run, as texts by name (`Plan.to_values`); it may differ.
         data: digests of the text to train on and of the text to judge by.
         vocabulary: the serialized vocabulary.
+        flags: that were given; who goes on takes them unless others are given.
         skip: how many batches were read since the position in the text that is saved.
     """
 
@@ -64,6 +65,7 @@ class About:
     data: Mapping[str, str]
     vocabulary: bytes
     skip: int = 0
+    flags: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(

@@ -7,15 +7,24 @@ import dataclasses
 import math
 import os
 import sys
+from typing import Any
 
 from absl import flags
 
+from models import config
 from models.command import FlagError, define_devices
 from models.command import parse as parse_flags
 from models.one_billion_word import simd_plan
 from models.one_billion_word.request import EVAL_BATCHES, ON_NONFINITE, Request
 from models.one_billion_word.sizes import LAYERS, OPTIMIZERS, SIZES, Settings, dims_of
-from pipemesh.errors import LayoutError, PipemeshError, PlanError, ScheduleError
+from pipemesh.checkpoint import Manifest, newest
+from pipemesh.errors import (
+    CheckpointError,
+    LayoutError,
+    PipemeshError,
+    PlanError,
+    ScheduleError,
+)
 from pipemesh.mesh import LayoutRules
 from pipemesh.plan import Plan
 from pipemesh.plan.plan import LOWERINGS
@@ -161,6 +170,8 @@ _OF_PLAN = {
 }
 # Those that are nothing without a pipeline.
 _OF_PIPELINES = ("num_microbatches", "schedule", "boundaries", "remat", "lowering")
+# Those that say where a training lies, or what is to be done this time.
+_OF_A_CALL = ("logdir", "config", "other_text", "trace_schedule")
 _OF_REQUEST = (
     "steps",
     "save_every",
@@ -185,6 +196,31 @@ def parse(argv: list[str], about: str | None) -> None:
         FlagError: a flag is unknown or malformed, or an argument is none.
     """
     parse_flags(argv, sys.modules[__name__], about)
+
+
+def take_up() -> dict[str, Any]:
+    """Takes flags that are not given as the training was begun with, whose folder is given.
+
+    Returns:
+        Those that were taken.
+
+    Raises:
+        FlagError: as `request`.
+    """
+    path = newest(_logdir())
+    try:
+        note = Manifest.read(path).note if path else {}
+    except CheckpointError:
+        # Whoever goes on from it says so.
+        return {}
+    program = sys.modules[__name__]
+    known = config.names(program)
+    kept = {name: value for name, value in note.get("flags", {}).items() if name in known}
+    return config.apply(kept, str(path), program)
+
+
+def _logdir() -> str:
+    return os.path.join("runs", FLAGS.model) if FLAGS.logdir is None else FLAGS.logdir
 
 
 def request() -> Request:
@@ -230,12 +266,13 @@ def request() -> Request:
     _check_plan(settings)
     if is_simd:
         simd_plan.check_simd(settings, FLAGS.trace_schedule)
-    logdir = os.path.join("runs", FLAGS.model) if FLAGS.logdir is None else FLAGS.logdir
+    given = config.given(sys.modules[__name__])
     return Request(
         FLAGS.model,
         settings,
         FLAGS.device_type,
-        logdir,
+        _logdir(),
+        given={name: value for name, value in given.items() if name not in _OF_A_CALL},
         **{name: getattr(FLAGS, name) for name in _OF_REQUEST},
     )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from models.one_billion_word.sizes import Settings
 from pipemesh.plan import Plan
@@ -32,6 +34,7 @@ class Request:
         keep_best: how many of the best to keep besides, by the held-out text.
         on_nonfinite: what to do with a step whose loss or gradients are not finite, one of
             `ON_NONFINITE`.
+        given: the flags that were given, by name, to be kept with checkpoints.
         trace_schedule: whether to time the actions of a step at the end.
     """
 
@@ -46,6 +49,7 @@ class Request:
     other_text: bool = False
     trace_schedule: bool = False
     on_nonfinite: str = "skip"
+    given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     max_to_keep: int = 3
     keep_best: int = 0
 

@@ -8,6 +8,7 @@ Run it again with the same `--logdir` to go on where it stopped.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
 import signal
@@ -42,6 +43,9 @@ def main(argv: list[str]) -> NoReturn:
 
     def program() -> int:
         command_line.parse(argv, __doc__)
+        if taken := command_line.take_up():
+            flags = " ".join(f"--{name}={value}" for name, value in taken.items())
+            print(f"as it was begun: {flags}")
         return run(command_line.request())
 
     console.stand_in()
@@ -50,11 +54,15 @@ def main(argv: list[str]) -> NoReturn:
 
 def run(request: Any) -> int:
     """Trains as it is asked for; returns the exit code."""
+    from models.config import as_toml
     from models.one_billion_word import about
     from pipemesh.checkpoint import Folder
-    from pipemesh.checkpoint.whole_file import remove_unfinished
+    from pipemesh.checkpoint.whole_file import remove_unfinished, write_whole
 
     with Folder(request.logdir):
+        # To be given to --config.
+        path = os.path.join(request.logdir, "config.toml")
+        write_whole(path, as_toml(request.given).encode())
         remove_unfinished(os.path.join(request.logdir, "vocabulary"), "vocab-*.model")
         text = read_text(request)
         trainer, choice = make_trainer(request, text)
@@ -150,7 +158,8 @@ def make_trainer(request: Any, text: Text) -> tuple[Any, Any]:
     settings, there, device_type = request.settings, text.there, request.device_type
 
     def now() -> about.About:
-        return about.About.of(request.model, settings, device_type, text.data, text.vocabulary)
+        noted = about.About.of(request.model, settings, device_type, text.data, text.vocabulary)
+        return dataclasses.replace(noted, flags=request.given)
 
     with console.waiting("loading TensorFlow"):
         _start_devices(request)

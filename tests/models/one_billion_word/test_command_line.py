@@ -152,3 +152,17 @@ for module in (lingvo, tensorflow):
         [sys.executable, "-c", code], cwd=ROOT, timeout=120, capture_output=True, text=True
     )
     assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_flags_come_from_a_file(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('mesh_shape = "layers:8"\nsteps = 3\n')
+    code, _, err = without_tensorflow(f"--config={path}")
+    assert code == 2 and "--mesh_shape='layers:8': " in err and "at most 7 stages" in err
+    path.write_text("step = 3\n")
+    code, _, err = without_tensorflow(f"--config={path}")
+    assert (code, err) == (
+        2,
+        f"error: --config={str(path)!r} has 'step', which is no flag; did you mean 'steps'?"
+        + err.partition("did you mean 'steps'?")[2],
+    )

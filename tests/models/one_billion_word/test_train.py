@@ -165,6 +165,26 @@ def test_an_interrupt_saves_and_the_loss_that_is_no_number_keeps_what_is_saved(w
         assert sorted(tmp_path.glob("ckpt-*.index")) == saved
 
 
+@pytest.mark.slow
+def test_who_goes_on_takes_the_flags_that_it_was_begun_with(whole, tmp_path):
+    logdir = tmp_path / "run"
+    flags = ["--mesh_shape=layers:3", "--schedule=zb_h1", "--seed=0", "--steps=3"]
+    run(f"--logdir={logdir}", *flags)
+    written = (logdir / "config.toml").read_text()
+    assert 'mesh_shape = "layers:3"\n' in written and "logdir" not in written
+    # The program's own small flags are given each time.
+    out = run(f"--logdir={logdir}", "--steps=6", "--schedule=gpipe")
+    assert "as it was begun: " in out
+    told = out.partition("as it was begun: ")[2].splitlines()[0]
+    assert "--mesh_shape=layers:3" in told and "schedule" not in told and "--seed=0" in told
+    assert "settings that changed: schedule zb_h1 there, gpipe now\n" in out
+    mine, theirs = losses(logdir), losses(whole)
+    np.testing.assert_allclose([mine[s] for s in theirs], list(theirs.values()), rtol=1e-4)
+    # And from its file to another training.
+    other = run(f"--logdir={tmp_path / 'other'}", f"--config={logdir / 'config.toml'}", "--steps=1")
+    assert "plan: mesh=layers:3 schedule=gpipe" in other
+
+
 @pytest.fixture
 def trained(whole, tmp_path):
     """A log directory of one's own that holds the checkpoints of steps 3 and 6."""
