@@ -80,7 +80,7 @@ class Trainer:
         with self._cluster():
             self._step = py_utils.GetOrCreateGlobalStepVar()
             self._step.assign(0)
-            self._skipped = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self._skipped = tf.Variable(tf.zeros([], tf.int64), trainable=False)
             self.task = config.Task().Instantiate()
             self.devices = [home.devices for home in self.task.stack.StageHomes()]
         self._vocabulary = vocabulary
