@@ -16,7 +16,7 @@ from pipemesh.text import nearest_text
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib
+    import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 FLAGS = flags.FLAGS
 
