@@ -80,11 +80,18 @@ class Loop:
                 print(f"{name}: saved {path}; run the same command again to go on", flush=True)
                 return _BY_SIGNAL + self._stop
         except DataError as error:
-            path = self._trainer.save()
+            try:
+                kept = f"saved {self._trainer.save()}"
+            except SaveError as failed:
+                kept = f"nor can it be saved ({failed}), {self._trainer.saved or 'nothing'} is kept"
             raise DataError(
-                f"step {self._trainer.step + 1}: {error}; saved {path}: put the text back and run "
-                "the same command again to go on"
+                f"step {self._trainer.step + 1}: {error}; {kept}: put the text back and run the "
+                "same command again to go on"
             ) from error
+        except Exception:
+            # What was confirmed is written, before the process ends.
+            self._trainer.saving.give_up()
+            raise
         finally:
             for number, handler in old.items():
                 signal.signal(number, handler)

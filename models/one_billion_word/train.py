@@ -60,9 +60,6 @@ def run(request: Any) -> int:
     from pipemesh.checkpoint.whole_file import remove_unfinished, write_whole
 
     with Folder(request.logdir):
-        # To be given to --config.
-        path = os.path.join(request.logdir, "config.toml")
-        write_whole(path, as_toml(request.given).encode())
         remove_unfinished(os.path.join(request.logdir, "vocabulary"), "vocab-*.model")
         text = read_text(request)
         trainer, choice = make_trainer(request, text)
@@ -95,6 +92,9 @@ def run(request: Any) -> int:
         sys.stdout.flush()
         from models.one_billion_word.loop import Loop
 
+        # To be given to --config.
+        path = os.path.join(request.logdir, "config.toml")
+        write_whole(path, as_toml(request.given).encode())
         return Loop(request, trainer, text.corpus, text.vocabulary).run()
 
 

@@ -21,6 +21,7 @@ from models.one_billion_word.params import input_shapes_of, stage_flops_of
 from models.one_billion_word.stage_table import stage_table
 from models.one_billion_word.vocabulary import Vocabulary
 from pipemesh.backend.peak import peak_flops
+from pipemesh.checkpoint import Manifest
 from pipemesh.checkpoint.reader import reason
 from pipemesh.errors import (
     DataError,
@@ -106,6 +107,8 @@ class Trainer:
         self._heldout = functools.partial(heldout_dataset, corpus, vocabulary, **sizes)
         self._batches = Batches(dataset, PREFETCHED_BATCHES)
         if self.restored and skip is not None:
+            # Not that of a newer one that was damaged.
+            skip = About.from_note(Manifest.read(self.restored).note).skip
             self._batches.go_to(self.restored, skip)
         self.saving.follow(self._batches)
         self.report: Report | None = None

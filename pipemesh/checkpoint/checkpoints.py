@@ -172,7 +172,8 @@ class Checkpoints:
         # One of the same step, if there is one, must not be there in part.
         folders.remove(path)
         folder, name = os.path.split(temporary)
-        files = sorted(os.listdir(folder), key=lambda found: found == name + INDEX)
+        own = [found for found in os.listdir(folder) if found.startswith(f"{name}.")]
+        files = sorted(own, key=lambda found: found == name + INDEX)
         for file in files:
             os.replace(os.path.join(folder, file), os.path.join(self._folder, file))
         gone = list(folders.to_let_go(self._folder, self._keep, self._keep_best))
@@ -198,11 +199,16 @@ class _Writing:
         note: Mapping[str, Any],
         score: float | None,
     ) -> None:
-        self._owner, self._path, self._error = owner, path, None
+        self._owner, self._path = owner, path
+        self._error: BaseException | None = None
         self._decided, self._good = threading.Event(), False
         # A kill may end it at any instant; the end of the program must not wait for a decision.
         self._thread = threading.Thread(
-            target=self._run, args=(snapshot, step, note, score), name="checkpoint", daemon=True
+            # A list that is emptied: a thread keeps its arguments until it ends.
+            target=self._run,
+            args=([snapshot], step, note, score),
+            name="checkpoint",
+            daemon=True,
         )
         self._thread.start()
 
@@ -221,18 +227,22 @@ class _Writing:
 
     def join(self) -> None:
         self._thread.join()
-        if self._error is not None:
-            raise SaveError(
-                f"{self._path} cannot be written ({reason(self._error)})"
-            ) from self._error
+        error = self._error
+        if isinstance(error, OSError | tf.errors.OpError):
+            raise SaveError(f"{self._path} cannot be written ({reason(error)})") from error
+        if error is not None:
+            raise error
 
     def _run(
-        self, snapshot: Snapshot, step: int, note: Mapping[str, Any], score: float | None
+        self, held: list[Snapshot], step: int, note: Mapping[str, Any], score: float | None
     ) -> None:
         folder = f"{self._path}_temp"
         temporary = os.path.join(folder, os.path.basename(self._path))
         try:
-            os.makedirs(folder, exist_ok=True)
+            # Not the folder above it: who took that away is to be told.
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder)
+            snapshot = held.pop()
             with tf.device("CPU:0"):
                 tf.raw_ops.SaveV2(
                     prefix=temporary,
@@ -245,7 +255,8 @@ class _Writing:
             self._decided.wait()
             if self._good:
                 self._owner._finish(temporary, self._path)
-        except (OSError, tf.errors.OpError) as error:
+        except BaseException as error:
+            # Any: the thread that asks for it has to learn of it.
             self._error = error
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -262,7 +273,7 @@ def _write_through(path: str) -> None:
 
 def _list_for_tensorflow(folder: str) -> None:
     """Writes the list that `tf.train.latest_checkpoint` reads; nothing here depends on it."""
-    names = [f"ckpt-{step}" for step in folders.steps_of(folder)]
+    names = [f"ckpt-{step}" for step in folders.steps_of(folder)] or [""]
     lines = [f'model_checkpoint_path: "{names[-1]}"']
     lines += [f'all_model_checkpoint_paths: "{name}"' for name in names]
     with contextlib.suppress(OSError):

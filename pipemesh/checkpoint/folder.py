@@ -8,6 +8,7 @@ none.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import shutil
@@ -101,8 +102,12 @@ def set_aside(path: str) -> str:
     """
     folder, name = os.path.split(path)
     aside = os.path.join(folder, DAMAGED + name)
-    # The index first: without it the rest is no checkpoint any more.
-    for found in sorted(_files(folder, name), key=lambda found: not found.endswith(".index")):
+    # The manifest last: of a kill on the way the rest is found damaged again, and nothing removed.
+
+    def place(found: str) -> tuple[bool, bool]:
+        return found.endswith(".manifest"), found.endswith(".index")
+
+    for found in sorted(_files(folder, name), key=place):
         os.replace(os.path.join(folder, found), aside + found.removeprefix(name))
     return aside
 
@@ -148,7 +153,8 @@ def to_let_go(folder: str, keep: int, keep_best: int) -> Iterable[str]:
 
 def _score(folder: str, step: int) -> float | None:
     with contextlib.suppress(CheckpointError, OSError):
-        return Manifest.read(path_of(folder, step)).score
+        score = Manifest.read(path_of(folder, step)).score
+        return score if score is not None and math.isfinite(score) else None
     return None
 
 

@@ -14,6 +14,15 @@ from pipemesh.text import nearest
 
 # Read at once: enough for all threads, and far below what a model has.
 _BYTES_AT_ONCE = 1 << 28
+# What says nothing of the files.
+_NO_DAMAGE = (
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.PermissionDeniedError,
+    tf.errors.ResourceExhaustedError,
+    tf.errors.UnavailableError,
+)
 # What tf.data puts before the error of a function of ours.
 _OF_A_FUNCTION = re.compile(
     r"^Error in user-defined function passed to \S+ transformation with iterator: \S+ (\w+Error: )?"
@@ -62,16 +71,34 @@ def restore(path: str, tracked: Mapping[str, Any]) -> list[str]:
                     dtypes=[dtypes[entry.name] for entry, _ in group],
                 )
         except tf.errors.OpError as error:
-            raise damaged(path, error) from error
+            raise unreadable(path, error) from error
         for (entry, part), value in zip(group, values, strict=True):
             try:
                 part.assign(value if value.dtype == entry.dtype else tf.cast(value, entry.dtype))
             except tf.errors.OpError as error:
-                # The values are whole, so it is an iterator that cannot be set.
+                if entry.dtype != tf.variant:
+                    raise
+                # The value is whole, so it is the iterator that cannot be set.
                 raise CheckpointError(
                     f"{path}: {entry.name!r} is a place in another dataset ({reason(error)})"
                 ) from error
     return sorted(set(shapes) - {entry.name for entry in entries})
+
+
+def check_tensor(path: str, name: str) -> None:
+    """Reads a tensor, for its checksum alone.
+
+    Raises:
+        DamagedError: it is not what was written.
+    """
+    _, dtypes = contents(path)
+    try:
+        with tf.device("CPU:0"):
+            tf.raw_ops.RestoreV2(
+                prefix=path, tensor_names=[name], shape_and_slices=[""], dtypes=[dtypes[name]]
+            )
+    except tf.errors.OpError as error:
+        raise unreadable(path, error) from error
 
 
 def contents(path: str) -> tuple[dict[str, list[int]], dict[str, tf.DType]]:
@@ -83,7 +110,7 @@ def contents(path: str) -> tuple[dict[str, list[int]], dict[str, tf.DType]]:
     try:
         reader: Any = tf.train.load_checkpoint(path)
     except (tf.errors.OpError, ValueError, RuntimeError) as error:
-        raise damaged(path, error) from error
+        raise unreadable(path, error) from error
     return reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
 
 
@@ -110,8 +137,15 @@ def _check(
         )
 
 
-def damaged(path: str, error: Exception) -> DamagedError:
-    """What an error says that came while a checkpoint was read."""
+def unreadable(path: str, error: Exception) -> CheckpointError:
+    """What an error says that came while a checkpoint was read.
+
+    Returns:
+        A `DamagedError` if the files are not what was written; not where memory, a file system or a
+        permission was missing, which may be there the next time.
+    """
+    if isinstance(error, _NO_DAMAGE):
+        return CheckpointError(f"{path} cannot be read ({reason(error)})")
     what = reason(error)
     shard = re.search(r"shard (\d+)", what)
     files = f"{path}.data-{int(shard[1]):05d}-*" if shard else f"{path}.*"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import tensorflow as tf
 
 from pipemesh.checkpoint.manifest import SUFFIX, Manifest
-from pipemesh.checkpoint.reader import contents, damaged
+from pipemesh.checkpoint.reader import contents, unreadable
 from pipemesh.checkpoint.writer import write
 from pipemesh.errors import CheckpointError
 from pipemesh.partition.text import bytes_text
@@ -188,5 +188,5 @@ def _read(path: str, name: str, dtype: tf.DType) -> tf.Tensor:
                 prefix=path, tensor_names=[name], shape_and_slices=[""], dtypes=[dtype]
             )
     except tf.errors.OpError as error:
-        raise damaged(path, error) from error
+        raise unreadable(path, error) from error
     return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -42,10 +43,11 @@ def write(
         [1.0, 2.0]
     """
     folder, name = os.path.split(path)
-    temporary = f"{path}_temp"
-    merged = os.path.join(temporary, name)
+    temporary = None
     try:
-        os.makedirs(temporary, exist_ok=True)
+        os.makedirs(folder or ".", exist_ok=True)
+        temporary = tempfile.mkdtemp(prefix=f".{name}_temp", dir=folder or ".")
+        merged = os.path.join(temporary, name)
         parts: list[str] = []
         held: dict[str, tf.Tensor] = {}
 
@@ -79,4 +81,5 @@ def write(
     except (OSError, tf.errors.OpError) as error:
         raise SaveError(f"{path} cannot be written ({reason(error)})") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if temporary:
+            shutil.rmtree(temporary, ignore_errors=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
 import tensorflow as tf
 
 from pipemesh.checkpoint.reader import reason, restore
-from pipemesh.errors import DataError
+from pipemesh.errors import CheckpointError, DataError
 
 # What the place is called in checkpoints.
 NAME = "data/batches"
@@ -87,10 +88,15 @@ class Batches:
         """Takes an iterator of a place from which nothing was read ahead that failed."""
         places = [(path, read) for path, read in self._places.items() if not path or _exists(path)]
         certain = [place for place in places if place[1] >= self._read_ahead]
-        path, self.skip = (certain or places[:1])[-1]
-        self.iterator = iter(self._dataset)
-        if path:
-            restore(path, {NAME: self.iterator})
+        # The newest of which it is certain, or else the oldest.
+        for path, read in [*certain[::-1], *places[:1]]:
+            iterator = iter(self._dataset)
+            # It may be gone, or damaged, by now.
+            with contextlib.suppress(CheckpointError):
+                if path:
+                    restore(path, {NAME: iterator})
+                self.iterator, self.skip = iterator, read
+                return
 
 
 def _exists(checkpoint: str) -> bool:

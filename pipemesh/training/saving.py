@@ -8,6 +8,7 @@ from typing import Any
 
 from pipemesh.checkpoint import Checkpoints, Manifest, newest_whole
 from pipemesh.checkpoint.folder import go_back, path_of
+from pipemesh.checkpoint.reader import check_tensor
 from pipemesh.errors import CheckpointError, DamagedError, SaveError
 from pipemesh.training.batches import NAME, Batches
 
@@ -62,7 +63,10 @@ class Saving:
                 none is left, or the one before was made with other settings.
         """
         try:
-            beyond = [n for n in self._checkpoints.restore(path, *self._names) if n != NAME]
+            beyond = self._checkpoints.restore(path, *self._names)
+            if NAME in beyond:
+                beyond.remove(NAME)
+                check_tensor(path, NAME)
         except DamagedError as error:
             damaged = Manifest.read(path).note
             go_back(error)
@@ -85,6 +89,8 @@ class Saving:
 
     def follow(self, batches: Batches) -> None:
         """Saves the place of these batches, too; again if their iterator is another one."""
+        # What is being written has the place of an iterator that has failed since.
+        self._checkpoints.abandon()
         self._batches = batches
         self._checkpoints.track(**{NAME: batches.iterator})
 
@@ -126,11 +132,19 @@ class Saving:
         if self.newest != wanted:
             check()
             self.confirm()
-        if self._checkpoints.wait() != wanted:
+        with contextlib.suppress(SaveError):
+            # Of an earlier one: this one is tried all the same.
+            self._checkpoints.wait()
+        if self.newest != wanted:
             self.begin(step, note)
             self.confirm()
             self._checkpoints.wait()
         return wanted
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being written, or waits for a decision."""
+        return not self._checkpoints.is_writing
 
     def confirm(self) -> None:
         """Says that the weights that were saved last are good."""

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -179,3 +180,41 @@ def test_a_kill_at_any_instant_leaves_the_last_whole_one(tmp_path):
     assert last > 0
     assert not list(pathlib.Path(tmp_path).glob("damaged-*"))
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss > 0
+
+
+def test_values_are_let_go_when_they_are_written_not_when_they_are_confirmed(tmp_path, monkeypatch):
+    """A thread keeps its arguments until it ends: every update meanwhile copied its variable."""
+    taken = []
+    real = checkpoints.Snapshot.of
+
+    def noted(entries):
+        snapshot = real(entries)
+        taken.append(weakref.ref(snapshot))
+        return snapshot
+
+    monkeypatch.setattr(checkpoints.Snapshot, "of", noted)
+    saver = Checkpoints(str(tmp_path), {"w": tf.Variable(1.0)})
+    saver.begin(1, {})
+    end = time.monotonic() + 30
+    while taken[0]() is not None:
+        assert time.monotonic() < end, "it is held"
+        time.sleep(0.01)
+    assert saver.is_undecided
+    saver.abandon()
+    saver.wait()
+
+
+def test_whatever_goes_wrong_is_told_to_who_saves(tmp_path):
+    saver = Checkpoints(str(tmp_path), {"w": tf.Variable(1.0)})
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        saver.save(1, {"note": {1, 2}})
+    assert not os.listdir(tmp_path)
+
+
+def test_a_folder_that_was_taken_away_is_not_made_again(tmp_path):
+    (tmp_path / "run").mkdir()
+    saver = Checkpoints(str(tmp_path / "run"), {"w": tf.Variable(1.0)})
+    (tmp_path / "run").rename(tmp_path / "away")
+    with pytest.raises(SaveError, match=r"ckpt-1 cannot be written \(.*No such file"):
+        saver.save(1, {})
+    assert os.listdir(tmp_path) == ["away"]

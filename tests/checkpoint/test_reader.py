@@ -141,3 +141,17 @@ def test_the_reason_is_what_our_own_function_said():
     with pytest.raises(tf.errors.OpError) as caught:
         next(iter(dataset))
     assert reader.reason(caught.value) == "'train-1' says something else: 0"
+
+
+def test_what_may_be_read_the_next_time_is_not_damaged(tmp_path, monkeypatch):
+    """Short of memory or of file handles, one good checkpoint after the other was set aside."""
+    w = tf.Variable([1.0])
+    path = Checkpoints(str(tmp_path), {"w": w}).save(1, {})
+
+    def short(**_):
+        raise tf.errors.ResourceExhaustedError(None, None, "out of memory")
+
+    monkeypatch.setattr(tf.raw_ops, "RestoreV2", short)
+    with pytest.raises(CheckpointError, match=r"ckpt-1 cannot be read \(out of memory\)") as caught:
+        restore(path, {"w": w})
+    assert not isinstance(caught.value, DamagedError)

@@ -40,3 +40,11 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path):
     with pytest.raises(SaveError, match=r"ckpt-8 cannot be written \(.*No space left"):
         writer.write(path, [("a", lambda: tf.zeros([2])), ("b", fails)], step=8, note={})
     assert not os.listdir(tmp_path)
+
+
+def test_a_folder_of_such_a_name_is_somebody_elses(tmp_path):
+    (tmp_path / "ckpt-8_temp").mkdir()
+    (tmp_path / "ckpt-8_temp" / "mine").touch()
+    writer.write(str(tmp_path / "ckpt-8"), [("a", lambda: tf.zeros([2]))], step=8, note={})
+    assert (tmp_path / "ckpt-8_temp" / "mine").exists()
+    assert sum(1 for path in tmp_path.iterdir() if path.is_dir()) == 1

@@ -66,3 +66,14 @@ def test_a_checkpoint_that_was_begun_and_never_finished_is_no_place(folder):
 def test_data_that_end_are_told():
     with pytest.raises(DataError, match=r"cannot be read any more \(it has ended\)"):
         take(Batches(tf.data.Dataset.from_tensor_slices(["a", "b"])), 3)
+
+
+def test_where_no_place_is_left_it_is_the_data_that_are_told(folder):
+    batches = Batches(lines(folder), 2)
+    path = save(batches, folder, 0)
+    again = Batches(lines(folder), 2)
+    again.go_to(path)
+    os.unlink(f"{path}.index")
+    os.rename(folder / "text-1", folder / "away")
+    with pytest.raises(DataError, match="cannot be read any more"):
+        take(again, 20)

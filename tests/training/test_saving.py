@@ -1,6 +1,7 @@
 """What a training saves, and goes back to."""
 
 import os
+import time
 
 import pytest
 import tensorflow as tf
@@ -115,3 +116,39 @@ def test_one_that_cannot_be_written_does_not_take_the_next_one_along(state, tmp_
     saving.give_up()
     assert saving.newest in (str(tmp_path / "ckpt-3"), str(tmp_path / "ckpt-1"))
     assert not [name for name in os.listdir(tmp_path) if "ckpt-2" in name]
+
+
+def test_a_place_in_the_data_that_is_damaged_is_found_as_well(state, tmp_path, capsys):
+    saving = train(state, tmp_path, [1, 2])
+    (data,) = tmp_path.glob("ckpt-2.data-*")
+    content = bytearray(data.read_bytes())
+    # It is written last.
+    content[-9] ^= 1
+    data.write_bytes(content)
+    assert saving.restore(str(tmp_path / "ckpt-2")) == str(tmp_path / "ckpt-1")
+    assert "set aside as damaged-ckpt-2" in capsys.readouterr().err
+
+
+def test_the_last_one_is_tried_though_the_one_before_could_not_be_written(
+    state, tmp_path, monkeypatch
+):
+    saving = train(state, tmp_path, [1])
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints.Manifest, "write", full)
+    saving.begin(2, {})
+    while not saving.is_idle:
+        time.sleep(0.01)
+    monkeypatch.undo()
+    assert saving.save(3, {}, nothing) == str(tmp_path / "ckpt-3") == saving.newest
+
+
+def test_what_was_begun_before_the_data_failed_is_not_saved(state, tmp_path):
+    """Its iterator has read the failure ahead: who went on from it failed at once, for ever."""
+    saving = train(state, tmp_path, [1])
+    saving.begin(2, {"place": "failed"})
+    saving.follow(Batches(tf.data.Dataset.range(1000)))
+    assert saving.save(2, {"place": "good"}, nothing) == str(tmp_path / "ckpt-2")
+    assert Manifest.read(str(tmp_path / "ckpt-2")).note == {"place": "good"}

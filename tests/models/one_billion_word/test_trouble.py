@@ -99,6 +99,7 @@ def test_text_that_vanishes_or_changes_saves_and_goes_on_bit_for_bit_when_it_is_
     path, kept = text / "train-1", tmp_path / "kept"
     for run, save_every, trouble, told in (
         ("run", 4, vanish, "/train-1; No such file.*"),
+        ("each saved", 1, vanish, "/train-1; No such file.*"),
         ("none saved before", 1000, lose_the_end, "/train-1' says something else than when tra.*"),
     ):
         logdir = tmp_path / run
