@@ -228,10 +228,11 @@ class _Writing:
     def join(self) -> None:
         self._thread.join()
         error = self._error
-        if isinstance(error, OSError | tf.errors.OpError):
+        if error is None:
+            return
+        if isinstance(error, (OSError, tf.errors.OpError)):
             raise SaveError(f"{self._path} cannot be written ({reason(error)})") from error
-        if error is not None:
-            raise error
+        raise error
 
     def _run(
         self, held: list[Snapshot], step: int, note: Mapping[str, Any], score: float | None

@@ -152,7 +152,7 @@ def unreadable(path: str, error: Exception) -> CheckpointError:
     return DamagedError(path, f"{files} cannot be read ({what})")
 
 
-def reason(error: Exception) -> str:
+def reason(error: BaseException) -> str:
     """What happened, in one line, without what TensorFlow was doing."""
     text = str(error)
     if isinstance(error, tf.errors.OpError):
