@@ -44,6 +44,17 @@ hypothesis.settings.load_profile("pipemesh")
 flags.FLAGS.mark_as_parsed()
 
 
+@pytest.fixture
+def eagerly():
+    """lingvo's eager mode."""
+    # Only now: many rooms do without lingvo, which takes seconds.
+    from lingvo.core import py_utils
+
+    py_utils.SetEagerMode(True, test_mode=True)
+    yield
+    py_utils.SetEagerMode(False, test_mode=True)
+
+
 @pytest.fixture(autouse=True)
 def no_variables_are_left():
     """lingvo leaves its store of variables to reuse behind if a layer's constructor raises."""

@@ -17,7 +17,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from programs import KenLM, Setting
-from units import UNITS, Unit, pieces, unpredicted
+from units import UNITS, Source, Unit, pieces, unpredicted
 
 from models.one_billion_word import metrics
 from models.one_billion_word.corpus import Corpus, load_corpus
@@ -78,7 +78,7 @@ def tune(
         sys.exit(
             f"the training text is too short to tune on; it needs {RUN * ONE_RUN_IN} sentences"
         )
-    model = unit(context.kenlm, vocabulary, context.folder, fitted, judged)
+    model = unit(Source(context.kenlm, vocabulary, context.folder, fitted, judged))
     scores = {}
     for setting in tried:
         found = model.costs(setting)
@@ -133,11 +133,13 @@ def measure(arguments, corpus: Corpus, vocabulary: Vocabulary, context: Context)
         unit = UNITS[name]
         best = tune(unit, tried, corpus, vocabulary, context)
         model = unit(
-            context.kenlm,
-            vocabulary,
-            context.folder,
-            lambda: corpus.train,
-            lambda: corpus.heldout,
+            Source(
+                context.kenlm,
+                vocabulary,
+                context.folder,
+                lambda: corpus.train,
+                lambda: corpus.heldout,
+            )
         )
         for setting in tried:
             if any(setting.prune) and setting != best:

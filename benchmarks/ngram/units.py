@@ -28,12 +28,29 @@ _SPELLING = Setting(order=6)
 _GROUP_SENTENCES = 4096
 
 
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What n-grams are made of, and by what.
+
+    Attributes:
+        kenlm: the programs.
+        vocabulary: cuts sentences and words into pieces.
+        folder: where files are put.
+        learned: the text to learn from.
+        scored: the text to score.
+    """
+
+    kenlm: KenLM
+    vocabulary: Vocabulary
+    folder: Path
+    learned: Text
+    scored: Text
+
+
 class Unit(Protocol):
     """A kind of n-grams, with a text to learn from and one to score."""
 
-    def __init__(
-        self, kenlm: KenLM, vocabulary: Vocabulary, folder: Path, learned: Text, scored: Text
-    ) -> None: ...
+    def __init__(self, source: Source) -> None: ...
 
     def costs(self, setting: Setting) -> Costs:
         """What the scored text costs."""
@@ -41,25 +58,16 @@ class Unit(Protocol):
 
 
 class Pieces:
-    """N-grams of pieces.
+    """N-grams of pieces."""
 
-    Args:
-        kenlm: the programs.
-        vocabulary: cuts sentences into pieces.
-        folder: where files are put.
-        learned: the text to learn from.
-        scored: the text to score.
-    """
-
-    def __init__(
-        self, kenlm: KenLM, vocabulary: Vocabulary, folder: Path, learned: Text, scored: Text
-    ) -> None:
-        self._kenlm = kenlm
+    def __init__(self, source: Source) -> None:
+        folder, vocabulary = source.folder, source.vocabulary
+        self._kenlm = source.kenlm
         # Of the special pieces only the end of a sentence is predicted.
         self._size = vocabulary.size - 2
         self._learned, self._scored = folder / "pieces.learned", folder / "pieces.scored"
-        write_lines(self._learned, pieces(learned(), vocabulary))
-        write_lines(self._scored, pieces(scored(), vocabulary))
+        write_lines(self._learned, pieces(source.learned(), vocabulary))
+        write_lines(self._scored, pieces(source.scored(), vocabulary))
 
     def costs(self, setting: Setting) -> Costs:
         """What the scored text costs."""
@@ -71,18 +79,11 @@ class Words:
 
     What a rare word costs is its place among the words and then its spelling. So every text has a
     probability, as it has under a model of pieces, and both are compared.
-
-    Args:
-        kenlm: the programs.
-        vocabulary: cuts rare words into pieces.
-        folder: where files are put.
-        learned: the text to learn from.
-        scored: the text to score.
     """
 
-    def __init__(
-        self, kenlm: KenLM, vocabulary: Vocabulary, folder: Path, learned: Text, scored: Text
-    ) -> None:
+    def __init__(self, source: Source) -> None:
+        kenlm, folder, vocabulary = source.kenlm, source.folder, source.vocabulary
+        learned, scored = source.learned, source.scored
         self._kenlm = kenlm
         counts = collections.Counter(itertools.chain.from_iterable(map(words, learned())))
         frequent = {

@@ -1,8 +1,8 @@
 """What a checkpoint's weights were made of: model, settings, text and vocabulary.
 
-It is the note of a checkpoint's manifest, which is read without TensorFlow. The vocabulary is in it
-as a whole: weights are worth nothing under another one, and the text that it was learned from may
-    be gone.
+It is the note of a checkpoint's manifest, which is read without TensorFlow. The vocabulary is in
+it as a whole: weights are worth nothing under another one, and the text that it was learned from
+may be gone.
 """
 
 from __future__ import annotations

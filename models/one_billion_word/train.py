@@ -192,7 +192,7 @@ def make_trainer(request: Any, text: Text) -> tuple[Any, Any]:
             described,
             request.eval_batches or EVAL_BATCHES,
             restore=text.found,
-            skip=there.skip if there and _keeps_place(there, described) else None,
+            keeps_place=there is not None and _keeps_place(there, described),
             keep=(request.max_to_keep, request.keep_best),
         )
     return trainer, choice

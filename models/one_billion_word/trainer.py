@@ -48,8 +48,8 @@ class Trainer:
         about: what is noted beside checkpoints.
         eval_batches: how many held-out batches the sample has.
         restore: path of the checkpoint to go on from.
-        skip: how many batches after the place in the text that this checkpoint holds to go on;
-            None to go on from the text's beginning.
+        keeps_place: whether to go on from the place in the text that it notes, too, and not from
+            the text's beginning.
         keep: how many of the newest checkpoints to keep, and of the best.
 
     Attributes:
@@ -73,7 +73,7 @@ class Trainer:
         about: About,
         eval_batches: int,
         restore: str | None = None,
-        skip: int | None = None,
+        keeps_place: bool = False,
         keep: tuple[int, int] = (3, 0),
     ) -> None:
         self._config, self._device_type = config, device_type
@@ -106,7 +106,7 @@ class Trainer:
         self.sample = heldout.draw(corpus, vocabulary, batches=eval_batches, **sizes)
         self._heldout = functools.partial(heldout_dataset, corpus, vocabulary, **sizes)
         self._batches = Batches(dataset, PREFETCHED_BATCHES)
-        if self.restored and skip is not None:
+        if self.restored and keeps_place:
             # Not that of a newer one that was damaged.
             skip = About.from_note(Manifest.read(self.restored).note).skip
             self._batches.go_to(self.restored, skip)

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from pipemesh.checkpoint import folder as folders
 from pipemesh.checkpoint.entries import Snapshot, entries_of
-from pipemesh.checkpoint.manifest import INDEX, Manifest
+from pipemesh.checkpoint.manifest import Manifest
 from pipemesh.checkpoint.reader import reason, restore
 from pipemesh.checkpoint.whole_file import write_whole
 from pipemesh.errors import SaveError
@@ -171,16 +171,12 @@ class Checkpoints:
         """Renames what was written, and lets go of what is not to be kept any more."""
         # One of the same step, if there is one, must not be there in part.
         folders.remove(path)
-        folder, name = os.path.split(temporary)
-        own = [found for found in os.listdir(folder) if found.startswith(f"{name}.")]
-        files = sorted(own, key=lambda found: found == name + INDEX)
-        for file in files:
-            os.replace(os.path.join(folder, file), os.path.join(self._folder, file))
+        files = folders.publish(temporary, path)
         gone = list(folders.to_let_go(self._folder, self._keep, self._keep_best))
         if gone:
             # A machine that loses power now must find what replaces them.
             for file in files:
-                _write_through(os.path.join(self._folder, file))
+                _write_through(file)
             _write_through(self._folder)
         for old in gone:
             folders.remove(old)

@@ -102,14 +102,32 @@ def set_aside(path: str) -> str:
     """
     folder, name = os.path.split(path)
     aside = os.path.join(folder, DAMAGED + name)
-    # The manifest last: of a kill on the way the rest is found damaged again, and nothing removed.
-
-    def place(found: str) -> tuple[bool, bool]:
-        return found.endswith(".manifest"), found.endswith(".index")
-
-    for found in sorted(_files(folder, name), key=place):
+    # Data, index, manifest: of a kill on the way the rest is found damaged again, nothing removed.
+    for found in sorted(_files(folder, name)):
         os.replace(os.path.join(folder, found), aside + found.removeprefix(name))
     return aside
+
+
+def publish(temporary: str, path: str) -> list[str]:
+    """Gives the files of a checkpoint that was written their names, in whatever folder.
+
+    Args:
+        temporary: what their names begin with.
+        path: of the checkpoint that they are to be.
+
+    Returns:
+        The paths of its files.
+
+    Raises:
+        OSError: one cannot be renamed.
+    """
+    folder, name = os.path.split(temporary)
+    # The index last: without it the rest is no checkpoint.
+    files = sorted(_files(folder, name), key=lambda found: found.endswith(".index"))
+    paths = [path + found.removeprefix(name) for found in files]
+    for found, new in zip(files, paths, strict=True):
+        os.replace(os.path.join(folder, found), new)
+    return paths
 
 
 def remove(path: str) -> None:

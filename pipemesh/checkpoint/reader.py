@@ -62,16 +62,12 @@ def restore(path: str, tracked: Mapping[str, Any]) -> list[str]:
     for entry in entries:
         _check(path, entry, shapes, dtypes)
     for group in chunks(entries, _BYTES_AT_ONCE):
-        try:
-            with tf.device("CPU:0"):
-                values = tf.raw_ops.RestoreV2(
-                    prefix=path,
-                    tensor_names=[entry.name for entry, _ in group],
-                    shape_and_slices=[part.spec for _, part in group],
-                    dtypes=[dtypes[entry.name] for entry, _ in group],
-                )
-        except tf.errors.OpError as error:
-            raise unreadable(path, error) from error
+        values = read_tensors(
+            path,
+            [entry.name for entry, _ in group],
+            [part.spec for _, part in group],
+            [dtypes[entry.name] for entry, _ in group],
+        )
         for (entry, part), value in zip(group, values, strict=True):
             try:
                 part.assign(value if value.dtype == entry.dtype else tf.cast(value, entry.dtype))
@@ -85,17 +81,25 @@ def restore(path: str, tracked: Mapping[str, Any]) -> list[str]:
     return sorted(set(shapes) - {entry.name for entry in entries})
 
 
-def check_tensor(path: str, name: str) -> None:
-    """Reads a tensor, for its checksum alone.
+def read_tensors(
+    path: str, names: Sequence[str], specs: Sequence[str], dtypes: Sequence[tf.DType]
+) -> list[tf.Tensor]:
+    """Reads tensors, or slices of them, which checks their checksums.
+
+    Args:
+        path: of the checkpoint.
+        names: of the tensors.
+        specs: which slices, as TensorFlow's checkpoints spell them; "" for all.
+        dtypes: that they have there.
 
     Raises:
-        DamagedError: it is not what was written.
+        DamagedError: one is not what was written.
+        CheckpointError: it cannot be read now.
     """
-    _, dtypes = contents(path)
     try:
         with tf.device("CPU:0"):
-            tf.raw_ops.RestoreV2(
-                prefix=path, tensor_names=[name], shape_and_slices=[""], dtypes=[dtypes[name]]
+            return tf.raw_ops.RestoreV2(
+                prefix=path, tensor_names=names, shape_and_slices=specs, dtypes=dtypes
             )
     except tf.errors.OpError as error:
         raise unreadable(path, error) from error

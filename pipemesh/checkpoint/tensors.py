@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import tensorflow as tf
 
 from pipemesh.checkpoint.manifest import SUFFIX, Manifest
-from pipemesh.checkpoint.reader import contents, unreadable
+from pipemesh.checkpoint.reader import contents, read_tensors
 from pipemesh.checkpoint.writer import write
 from pipemesh.errors import CheckpointError
 from pipemesh.partition.text import bytes_text
@@ -132,11 +132,11 @@ def convert(
     if weights_only:
         names = [n for n in names if not _is_state(n, shapes) and not n.startswith(_DATA)]
     new = {name: renamed(name) for name in names}
-    for called in new.values():
-        twice = [each for each in names if new[each] == called]
-        if len(twice) > 1:
+    old: dict[str, str] = {}
+    for name, called in new.items():
+        if old.setdefault(called, name) != name:
             raise CheckpointError(
-                f"{twice[0]!r} and {twice[1]!r} would both be {called!r}; rename one"
+                f"{old[called]!r} and {name!r} would both be {called!r}; rename one"
             )
 
     def converted(name: str) -> tf.Tensor:
@@ -182,11 +182,5 @@ def _names(path: str, shapes: dict[str, list[int]], wanted: Callable[[str], bool
 
 
 def _read(path: str, name: str, dtype: tf.DType) -> tf.Tensor:
-    try:
-        with tf.device("CPU:0"):
-            (value,) = tf.raw_ops.RestoreV2(
-                prefix=path, tensor_names=[name], shape_and_slices=[""], dtypes=[dtype]
-            )
-    except tf.errors.OpError as error:
-        raise unreadable(path, error) from error
+    (value,) = read_tensors(path, [name], [""], [dtype])
     return value

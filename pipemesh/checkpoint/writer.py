@@ -10,7 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.checkpoint.manifest import INDEX, Manifest
+from pipemesh.checkpoint.folder import publish
+from pipemesh.checkpoint.manifest import Manifest
 from pipemesh.checkpoint.reader import reason
 from pipemesh.errors import SaveError
 
@@ -75,9 +76,7 @@ def write(
             checkpoint_prefixes=parts, destination_prefix=merged, delete_old_dirs=False
         )
         Manifest.of(merged, step=step, note=note).write(merged)
-        files = [found for found in os.listdir(temporary) if found.startswith(f"{name}.")]
-        for found in sorted(files, key=lambda found: found == name + INDEX):
-            os.replace(os.path.join(temporary, found), os.path.join(folder, found))
+        publish(merged, path)
     except (OSError, tf.errors.OpError) as error:
         raise SaveError(f"{path} cannot be written ({reason(error)})") from error
     finally:

@@ -6,9 +6,11 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import tensorflow as tf
+
 from pipemesh.checkpoint import Checkpoints, Manifest, newest_whole
 from pipemesh.checkpoint.folder import go_back, path_of
-from pipemesh.checkpoint.reader import check_tensor
+from pipemesh.checkpoint.reader import read_tensors
 from pipemesh.errors import CheckpointError, DamagedError, SaveError
 from pipemesh.training.batches import NAME, Batches
 
@@ -66,7 +68,7 @@ class Saving:
             beyond = self._checkpoints.restore(path, *self._names)
             if NAME in beyond:
                 beyond.remove(NAME)
-                check_tensor(path, NAME)
+                read_tensors(path, [NAME], [""], [tf.variant])
         except DamagedError as error:
             damaged = Manifest.read(path).note
             go_back(error)
@@ -140,11 +142,6 @@ class Saving:
             self.confirm()
             self._checkpoints.wait()
         return wanted
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is being written, or waits for a decision."""
-        return not self._checkpoints.is_writing
 
     def confirm(self) -> None:
         """Says that the weights that were saved last are good."""

@@ -52,7 +52,7 @@ def test_pieces_are_what_the_trainer_predicts(modules_of, vocabulary, tmp_path):
     programs, units = modules_of("ngram", "programs", "units")
     kenlm = Counting(programs)
     scored = ["the cat", "xyz"]
-    model = units.Pieces(kenlm, vocabulary, tmp_path, lambda: TEXT, lambda: scored)
+    model = units.Pieces(units.Source(kenlm, vocabulary, tmp_path, lambda: TEXT, lambda: scored))
     found = model.costs(programs.Setting(3))
     counted = units.unpredicted(scored, vocabulary)
     assert found.nats == counted.tokens
@@ -68,7 +68,9 @@ def test_rare_words_are_spelled(modules_of, vocabulary, tmp_path):
     programs, units = modules_of("ngram", "programs", "units")
     kenlm = Counting(programs)
     model = units.Words(
-        kenlm, vocabulary, tmp_path, lambda: TEXT, lambda: ["the dog 7", "the  new cat"]
+        units.Source(
+            kenlm, vocabulary, tmp_path, lambda: TEXT, lambda: ["the dog 7", "the  new cat"]
+        )
     )
     found = model.costs(programs.Setting(2))
     (_, rare, spelled, _), (_, learned, asked, _) = kenlm.asked

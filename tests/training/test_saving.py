@@ -1,7 +1,7 @@
 """What a training saves, and goes back to."""
 
 import os
-import time
+import threading
 
 import pytest
 import tensorflow as tf
@@ -139,8 +139,9 @@ def test_the_last_one_is_tried_though_the_one_before_could_not_be_written(
 
     monkeypatch.setattr(checkpoints.Manifest, "write", full)
     saving.begin(2, {})
-    while not saving.is_idle:
-        time.sleep(0.01)
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":
+            thread.join()
     monkeypatch.undo()
     assert saving.save(3, {}, nothing) == str(tmp_path / "ckpt-3") == saving.newest
 

@@ -29,15 +29,25 @@ def small_request(logdir, folder=None, *, steps=6, plan=None, **changes):
     return Request("OneBillionWordTiny", settings, "CPU", str(logdir), steps, **values)
 
 
+def summaries(logdir, part="train", killed=False):
+    """Tag, step and value of each scalar in the order in which they were written.
+
+    The last record of a file may be cut short if its writer was killed.
+    """
+    for path in sorted((logdir / part).iterdir(), key=lambda path: path.stat().st_mtime):
+        try:
+            for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
+                event = event_pb2.Event.FromString(record)
+                for value in event.summary.value:
+                    yield value.tag, event.step, float(tf.make_ndarray(value.tensor))
+        except tf.errors.DataLossError:
+            if not killed:
+                raise
+
+
 def scalars(logdir, tag, part="train"):
     """The values of a scalar in the order in which they were written."""
-    return [
-        float(tf.make_ndarray(value.tensor))
-        for path in sorted((logdir / part).iterdir(), key=lambda path: path.stat().st_mtime)
-        for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator()
-        for value in event_pb2.Event.FromString(record).summary.value
-        if value.tag == tag
-    ]
+    return [value for name, _, value in summaries(logdir, part) if name == tag]
 
 
 def weights(logdir, step):

@@ -4,11 +4,10 @@ import random
 import time
 
 import pytest
-import tensorflow as tf
-from tensorflow.core.util import event_pb2
 
 from pipemesh.checkpoint import newest, newest_whole
 from tests.models.one_billion_word.program import SMALLER, finish, run, start, start_cold
+from tests.models.one_billion_word.small_training import summaries
 
 FLAGS = ["--mesh_shape=layers:2;data:2", "--layout=batch:data", "--save_every=1"]
 STEPS = 60
@@ -20,17 +19,9 @@ SHORTEST, LONGEST = 1.0, 22.0
 def losses(logdir):
     """All values of the loss at each step, from all lives."""
     found = {}
-    for path in sorted((logdir / "train").glob("*")):
-        try:
-            for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
-                event = event_pb2.Event.FromString(record)
-                for value in event.summary.value:
-                    if value.tag == "loss":
-                        loss = float(tf.make_ndarray(value.tensor))
-                        found.setdefault(event.step, set()).add(loss)
-        except tf.errors.DataLossError:
-            # Its writer was killed.
-            continue
+    for tag, step, value in summaries(logdir, killed=True):
+        if tag == "loss":
+            found.setdefault(step, set()).add(value)
     return found
 
 

@@ -10,7 +10,6 @@ import signal
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.core.util import event_pb2
 
 from tests.models.one_billion_word.program import (
     finish,
@@ -20,6 +19,7 @@ from tests.models.one_billion_word.program import (
     start_cold,
     wait_for,
 )
+from tests.models.one_billion_word.small_training import summaries
 
 
 def checkpoint(logdir, step):
@@ -31,13 +31,7 @@ def checkpoint(logdir, step):
 
 def scalars(logdir, part="train"):
     """The last value of each scalar at each step."""
-    values = {}
-    for path in sorted((logdir / part).iterdir(), key=lambda path: path.stat().st_mtime):
-        for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
-            event = event_pb2.Event.FromString(record)
-            for value in event.summary.value:
-                values[value.tag, event.step] = float(tf.make_ndarray(value.tensor))
-    return values
+    return {(tag, step): value for tag, step, value in summaries(logdir, part)}
 
 
 def losses(logdir):
