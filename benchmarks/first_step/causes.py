@@ -48,9 +48,10 @@ def main() -> None:
     def start_and_watch(request: Any) -> None:
         importing = time.perf_counter()
         start(request)
-        from models.one_billion_word import loop, trainer
         from pipemesh.recurrent.passes import traced_stage
         from pipemesh.recurrent.table import machine, run
+        from pipemesh.training import trainer
+        from pipemesh.training.run import loop
 
         SECONDS["imports"] = time.perf_counter() - importing
         timed(trainer.Trainer, "__init__", "model, datasets")

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, NoReturn
 
 from absl import flags
 
-from models.command import (
-    SECONDS_A_REFRESH,
+from pipemesh.errors import LayoutError, PipemeshError
+from pipemesh.mesh import LayoutRules, Mesh
+from pipemesh.training.command.flags import (
     FlagError,
     define_devices,
     exit_code,
     parse,
     start_devices,
 )
-from pipemesh.errors import LayoutError, PipemeshError
-from pipemesh.mesh import LayoutRules, Mesh
+from pipemesh.training.run.console import SECONDS_A_REFRESH
 
 if TYPE_CHECKING:
     from models.named_dims.network import Network

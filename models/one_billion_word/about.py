@@ -56,7 +56,6 @@ class About:
         data: digests of the text to train on and of the text to judge by.
         vocabulary: the serialized vocabulary.
         flags: that were given; who goes on takes them unless others are given.
-        skip: how many batches were read since the position in the text that is saved.
     """
 
     model: Mapping[str, Any]
@@ -64,7 +63,6 @@ class About:
     plan: Mapping[str, str]
     data: Mapping[str, str]
     vocabulary: bytes
-    skip: int = 0
     flags: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -96,8 +94,9 @@ class About:
     @classmethod
     def from_note(cls, note: Mapping[str, Any]) -> About:
         """What a checkpoint's manifest notes."""
-        values: dict[str, Any] = {**note, "vocabulary": base64.b64decode(note["vocabulary"])}
-        return cls(**values)
+        known = {field.name for field in dataclasses.fields(cls)}
+        values: dict[str, Any] = {name: value for name, value in note.items() if name in known}
+        return cls(**{**values, "vocabulary": base64.b64decode(note["vocabulary"])})
 
     def to_note(self) -> dict[str, Any]:
         """What a checkpoint's manifest is to note."""

@@ -8,6 +8,7 @@ import math
 import numpy as np
 
 from models.one_billion_word.vocabulary import Vocabulary
+from pipemesh.training.score import ratio
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +49,35 @@ class Score:
         """Perplexity per word, as the one-billion-word benchmark reports it."""
         return perplexity(self.nats, self.words)
 
+    @property
+    def amount(self) -> int:
+        """Tokens."""
+        return self.tokens
+
+    @property
+    def judged(self) -> float:
+        """Bits per byte, whatever the vocabulary; of text without any, the nats."""
+        return self.bits_per_byte if self.bytes else self.nats
+
+    def values(self) -> dict[str, float]:
+        """What summaries have."""
+        return {
+            "loss": ratio(self.nats, self.tokens),
+            "bits_per_byte": self.bits_per_byte,
+            "token_perplexity": self.token_perplexity,
+            "word_perplexity": self.word_perplexity,
+        }
+
+    def short(self) -> str:
+        """What a line of progress has room for."""
+        return f"word ppl {_short(self.word_perplexity)}"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.bits_per_byte:.3f} bits/byte, perplexity {_short(self.token_perplexity)} a "
+            f"token and {_short(self.word_perplexity)} a word"
+        )
+
     def __add__(self, other: Score) -> Score:
         return Score(
             self.nats + other.nats,
@@ -78,11 +108,6 @@ def score(
     )
 
 
-def ratio(amount: float, count: float) -> float:
-    """`amount` for each of `count`; not a number for none."""
-    return amount / count if count else math.nan
-
-
 def bits_per_byte(nats: float, num_bytes: float) -> float:
     """Bits per byte of `nats` spent on `num_bytes` bytes; not a number for no bytes."""
     return ratio(nats / math.log(2), num_bytes)
@@ -96,3 +121,9 @@ def perplexity(nats: float, count: float) -> float:
         return math.exp(nats / count)
     except OverflowError:
         return math.inf
+
+
+def _short(value: float) -> str:
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:,.1f}" if value < 1e5 else f"{value:.2g}"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from models.command import FlagError
 from models.one_billion_word.sizes import Settings
 from pipemesh.schedule import looped_bfs
+from pipemesh.training.command.flags import FlagError
 
 # What it runs by where nobody says otherwise.
 DEFAULTS = {"schedule": "gpipe", "remat": "full"}

@@ -7,63 +7,36 @@ Run it again with the same `--logdir` to go on where it stopped.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import gc
 import os
-import signal
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-# As `models.command` has it, which takes time to import.
-_INTERRUPTED = 130
-
-
-def _leave(_number: int, _frame: Any) -> NoReturn:
-    """Ends the program at once: in the middle of an import an exception might be swallowed."""
-    # Not number 2 while native code is held back there, and not `print`, which may be in use.
-    with contextlib.suppress(AttributeError, OSError, ValueError):
-        os.write(sys.stderr.fileno(), b"interrupted\n")
-    os._exit(_INTERRUPTED)
+from pipemesh.training.command import program
 
 
-def _end(code: int) -> NoReturn:
-    """Ends the program at once: the system frees all memory, which takes Python seconds."""
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
+def main(argv: list[str]) -> int:
+    """Trains as the flags say; returns the exit code."""
+    from models.one_billion_word import command_line
 
-
-def main(argv: list[str]) -> NoReturn:
-    """Runs, and turns what users can mend into one line."""
-    from models import command
-    from models.one_billion_word import command_line, console
-
-    def program() -> int:
-        command_line.parse(argv, __doc__)
-        if taken := command_line.take_up():
-            flags = " ".join(f"--{name}={value}" for name, value in taken.items())
-            print(f"as it was begun: {flags}")
-        return run(command_line.request())
-
-    console.stand_in()
-    sys.exit(command.exit_code(program))
+    command_line.parse(argv, __doc__)
+    command_line.take_up()
+    return run(command_line.request())
 
 
 def run(request: Any) -> int:
     """Trains as it is asked for; returns the exit code."""
-    from models.config import as_toml
     from models.one_billion_word import about
     from pipemesh.checkpoint import Folder
     from pipemesh.checkpoint.whole_file import remove_unfinished, write_whole
+    from pipemesh.training.command.config import as_toml
 
     with Folder(request.logdir):
         remove_unfinished(os.path.join(request.logdir, "vocabulary"), "vocab-*.model")
         text = read_text(request)
         trainer, choice = make_trainer(request, text)
-        config, there, now = request.settings, text.there, trainer.about
+        config, there, now = request.settings, text.there, trainer.subject.about
         plan = config.PLAN
         if config.PIPELINED:
             size = config.BATCH_SIZE // plan.num_microbatches
@@ -90,12 +63,12 @@ def run(request: Any) -> int:
             if not _keeps_place(there, now):
                 print("the text is read from its beginning, in the order of epochs to come")
         sys.stdout.flush()
-        from models.one_billion_word.loop import Loop
+        from pipemesh.training.run.loop import Loop
 
         # To be given to --config.
         path = os.path.join(request.logdir, "config.toml")
         write_whole(path, as_toml(request.given).encode())
-        return Loop(request, trainer, text.corpus, text.vocabulary).run()
+        return Loop(trainer, request).run()
 
 
 class Text(NamedTuple):
@@ -118,10 +91,11 @@ class Text(NamedTuple):
 
 def read_text(request: Any) -> Text:
     """Finds the text and its vocabulary, without TensorFlow."""
-    from models.one_billion_word import about, console
+    from models.one_billion_word import about
     from models.one_billion_word.corpus import load_corpus
     from models.one_billion_word.vocabulary import Vocabulary, load_vocabulary
     from pipemesh.checkpoint import newest_whole
+    from pipemesh.training.run import console
 
     settings = request.settings
     corpus = load_corpus(settings.DATA_DIR, settings.TRAIN_PATTERN, settings.HELDOUT_PATTERN)
@@ -152,8 +126,8 @@ def make_trainer(request: Any, text: Text) -> tuple[Any, Any]:
     Returns:
         The trainer, and the choice that was made; None if there was nothing to choose.
     """
-    from models.one_billion_word import about, console
-    from models.one_billion_word.request import EVAL_BATCHES
+    from models.one_billion_word import about
+    from pipemesh.training.run import console
 
     settings, there, device_type = request.settings, text.there, request.device_type
 
@@ -167,7 +141,8 @@ def make_trainer(request: Any, text: Text) -> tuple[Any, Any]:
         from lingvo.core import py_utils
 
         from models.one_billion_word.params import CONFIGURATIONS, stage_flops_of
-        from models.one_billion_word.trainer import Trainer
+        from models.one_billion_word.subject import LanguageModelSubject
+        from pipemesh.training.trainer import Trainer
 
         config = CONFIGURATIONS[request.model]()
         vars(config).update(vars(settings))
@@ -184,16 +159,10 @@ def make_trainer(request: Any, text: Text) -> tuple[Any, Any]:
     py_utils.SetEagerMode(True)
     with console.waiting("making the model"):
         trainer = Trainer(
-            config,
-            text.corpus,
-            text.vocabulary,
-            device_type,
-            request.logdir,
-            described,
-            request.eval_batches or EVAL_BATCHES,
+            LanguageModelSubject(config, text.corpus, text.vocabulary, device_type, described),
+            request,
             restore=text.found,
             keeps_place=there is not None and _keeps_place(there, described),
-            keep=(request.max_to_keep, request.keep_best),
         )
     return trainer, choice
 
@@ -215,27 +184,10 @@ def _choose(request: Any, stage_flops: Sequence[float]) -> Any:
 
 
 def _start_devices(request: Any) -> None:
-    from absl import flags, logging
+    from pipemesh.training.command.flags import start_tensorflow
 
-    from models.command import start_devices
-    from pipemesh.backend.devices import prepare_graphs_quickly
-
-    logging.use_absl_handler()
-    if not flags.FLAGS["verbosity"].present:
-        logging.set_verbosity(logging.ERROR)
-    prepare_graphs_quickly()
-    start_devices(request.plan.mesh, request.device_type)
+    start_tensorflow(request.plan.mesh, request.device_type)
 
 
 if __name__ == "__main__":
-    # Before all else: imports take seconds.
-    signal.signal(signal.SIGINT, _leave)
-    # Until the first step little is garbage, and to look for it takes an eighth of the time.
-    gc.disable()
-    try:
-        main(sys.argv)
-    except SystemExit as end:
-        if end.code is not None and not isinstance(end.code, int):
-            # Python writes it.
-            raise
-        _end(end.code or 0)
+    program.run(main)

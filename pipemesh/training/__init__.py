@@ -1,4 +1,6 @@
-"""Training: what goes from step to step, and outlives a process.
+"""Training: a trainer for any lingvo task, and what goes from step to step and outlives a process.
+
+The command lines below it answer without TensorFlow; what is named here loads it.
 
 Example:
     >>> import tensorflow as tf
@@ -8,13 +10,52 @@ Example:
     [0, 1, 2, 0]
 """
 
-# First: it says what is missing.
-from pipemesh import needs_tensorflow as needs_tensorflow  # isort: skip
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from pipemesh.training.batches import Batches
-from pipemesh.training.optimizer import prepare_optimizer
-from pipemesh.training.saving import Saving
-from pipemesh.training.spikes import Spikes
-from pipemesh.training.whole_updates import all_or_none
+if TYPE_CHECKING:
+    from pipemesh.training.batches import Batches
+    from pipemesh.training.optimizer import prepare_optimizer
+    from pipemesh.training.run.loop import Loop
+    from pipemesh.training.run.options import Options
+    from pipemesh.training.saving import Saving
+    from pipemesh.training.score import Means
+    from pipemesh.training.subject import Subject
+    from pipemesh.training.trainer import Trainer
+    from pipemesh.training.whole_updates import all_or_none
 
-__all__ = ["Batches", "Saving", "Spikes", "all_or_none", "prepare_optimizer"]
+__all__ = [
+    "Batches",
+    "Loop",
+    "Means",
+    "Options",
+    "Saving",
+    "Subject",
+    "Trainer",
+    "all_or_none",
+    "prepare_optimizer",
+]
+
+_MODULES = {
+    "Batches": "batches",
+    "Loop": "run.loop",
+    "Means": "score",
+    "Options": "run.options",
+    "Saving": "saving",
+    "Subject": "subject",
+    "Trainer": "trainer",
+    "all_or_none": "whole_updates",
+    "prepare_optimizer": "optimizer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # First: it says what is missing.
+    importlib.import_module("pipemesh.needs_tensorflow")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

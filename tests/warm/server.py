@@ -20,9 +20,9 @@ import types
 PRELOADED = (
     # First: it holds back what TensorFlow says while it is loaded.
     "models",
-    "models.one_billion_word.loop",
+    "pipemesh.training.run.loop",
     "models.one_billion_word.params",
-    "models.one_billion_word.trainer",
+    "pipemesh.training.trainer",
 )
 # Seconds after which it is seen at the latest that a program has ended.
 POLL = 0.01

@@ -26,7 +26,14 @@ def small_request(logdir, folder=None, *, steps=6, plan=None, **changes):
         settings.DATA_DIR = str(folder)
         settings.TRAIN_PATTERN, settings.HELDOUT_PATTERN = "train*", "heldout*"
     values = {"save_every": 3, "eval_every": 1000, "eval_batches": 2} | changes
-    return Request("OneBillionWordTiny", settings, "CPU", str(logdir), steps, **values)
+    return Request(
+        model="OneBillionWordTiny",
+        settings=settings,
+        device_type="CPU",
+        logdir=str(logdir),
+        steps=steps,
+        **values,
+    )
 
 
 def summaries(logdir, part="train", killed=False):

@@ -15,7 +15,8 @@ WITHOUT_TENSORFLOW = """
 import sys
 sys.modules["tensorflow"] = sys.modules["lingvo"] = None
 from models.one_billion_word import train
-train.main(["train", *sys.argv[1:]])
+from pipemesh.training.command import program
+program.run(lambda argv: train.main(["train", *argv[1:]]))
 """
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from models.one_billion_word.trainer import Trainer
 from pipemesh.plan import Plan
+from pipemesh.training.trainer import Trainer
 from tests.models.one_billion_word.small_training import small_request
 
 PLANS = (

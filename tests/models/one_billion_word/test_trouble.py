@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from backports import zstd
 
-from models.one_billion_word import loop
-from models.one_billion_word.trainer import Trainer
+from models.one_billion_word import metrics
 from pipemesh.checkpoint import Folder
 from pipemesh.errors import DataError, TrainingError
 from pipemesh.plan import Plan
+from pipemesh.training.trainer import Trainer
 from tests.models.one_billion_word.program import finish, refused, start
 from tests.models.one_billion_word.small_training import (
     assert_same_weights,
@@ -105,7 +105,7 @@ def test_text_that_vanishes_or_changes_saves_and_goes_on_bit_for_bit_when_it_is_
         logdir = tmp_path / run
         after(6, functools.partial(trouble, path, kept))
         gone = rf"^step \d+: the data to train on cannot be read any more \(.*{told}"
-        with pytest.raises(DataError, match=rf"{gone}\); saved .*/ckpt-\d+: put the text back"):
+        with pytest.raises(DataError, match=rf"{gone}\); saved .*/ckpt-\d+: put the data back"):
             train(small_request(logdir, text, steps=60, save_every=save_every))
         kept.replace(path)
         steps = [int(path.stem.removeprefix("ckpt-")) for path in logdir.glob("ckpt-*.index")]
@@ -136,7 +136,7 @@ def test_held_out_text_that_vanishes_is_not_missed_while_training(text, tmp_path
     # All of it is asked for at the end.
     (text / "heldout").write_text("Some text to judge by.\n" * 9)
     after(7, (text / "heldout").unlink)
-    with pytest.raises(DataError, match="the held-out text cannot be read any more"):
+    with pytest.raises(DataError, match="the held-out data cannot be read any more"):
         train(small_request(logdir, text, steps=9, eval_batches=None, other_text=True))
     assert (logdir / "ckpt-9.index").exists()
 
@@ -145,7 +145,9 @@ def test_held_out_text_that_vanishes_is_not_missed_while_training(text, tmp_path
 # files, those that tests report to as well.
 FULL_DISK = """
 import resource, sys, threading
-from models.one_billion_word import sizes, train, trainer
+from models.one_billion_word import sizes, train
+from pipemesh.training import trainer
+from pipemesh.training.command import program
 
 sizes.Tiny.NUM_LAYERS = 1
 real, unlimited = trainer.Trainer.train_step, resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -162,7 +164,7 @@ def train_step(self):
     return result
 
 trainer.Trainer.train_step = train_step
-train.main(sys.argv)
+program.run(train.main)
 """
 
 
@@ -227,8 +229,8 @@ def test_a_reader_of_the_output_that_leaves_ends_no_training(tmp_path):
 
 @pytest.mark.slow
 def test_no_figure_that_is_only_reported_ends_a_run(text, tmp_path, train, monkeypatch):
-    monkeypatch.setattr(loop.Score, "word_perplexity", 1e200)
-    monkeypatch.setattr(loop.Score, "bits_per_byte", 0.0)
+    monkeypatch.setattr(metrics.Score, "word_perplexity", 1e200)
+    monkeypatch.setattr(metrics.Score, "bits_per_byte", 0.0)
     logdir = tmp_path / "run"
     assert train(small_request(logdir, text, steps=2)) == 0
     assert scalars(logdir, "word_perplexity") == [float("inf")] * 2

@@ -1,24 +1,25 @@
-"""What the command lines of all examples share: flags of devices, parsing, errors of one line."""
+"""What all command lines that train share: flags of devices, parsing, errors of one line."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from types import ModuleType
 
 from absl import flags
 
-from models import config
 from pipemesh.errors import PipemeshError
 from pipemesh.mesh import Mesh
+from pipemesh.training.command import config
 
 FLAGS = flags.FLAGS
 
 # What a shell reports of a program that was interrupted, and of one that was asked the impossible.
 INTERRUPTED = 130
 BAD_INPUT = 2
-# How often progress is shown: in a log file every time is a line, on a terminal they are one.
-SECONDS_A_REFRESH = {False: 30.0, True: 1.0}
+# What tensors of int32 and float32 hold.
+_LARGEST = {int: 2**31 - 1, float: 3.4e38}
 # Each logical device has threads of its own; a larger mesh is a slip of the pen.
 _MOST_CPU_DEVICES = 64
 _HELP = {"-h", "-?", "--?"} | {
@@ -93,6 +94,23 @@ def exit_code(program: Callable[[], int]) -> int:
         return BAD_INPUT
 
 
+def start_tensorflow(mesh: Mesh, device_type: str) -> None:
+    """Starts TensorFlow with the devices of a mesh, for a program that trains.
+
+    Raises:
+        FlagError: there are not as many.
+    """
+    from absl import logging
+
+    from pipemesh.backend.devices import prepare_graphs_quickly
+
+    logging.use_absl_handler()
+    if not FLAGS["verbosity"].present:
+        logging.set_verbosity(logging.ERROR)
+    prepare_graphs_quickly()
+    start_devices(mesh, device_type)
+
+
 def start_devices(mesh: Mesh, device_type: str) -> None:
     """Starts TensorFlow with the devices of a mesh.
 
@@ -115,3 +133,16 @@ def start_devices(mesh: Mesh, device_type: str) -> None:
         )
     else:
         start_cpu_devices(wanted)
+
+
+def check_number(flag: str, value: float) -> None:
+    """Checks that a flag's value is above 0, finite, and what a tensor holds.
+
+    Raises:
+        FlagError: it is not.
+    """
+    largest = _LARGEST[type(value)]
+    if not value > 0:
+        raise FlagError(f"--{flag}={value}: it must be above 0")
+    if not (math.isfinite(value) and value <= largest):
+        raise FlagError(f"--{flag}={value}: it must be finite, at most {largest}")

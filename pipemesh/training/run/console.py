@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import IO, Any, TypeVar
 
-from models.command import SECONDS_A_REFRESH
-
+# How often progress is shown: in a log file every time is a line, on a terminal they are one.
+SECONDS_A_REFRESH = {False: 30.0, True: 1.0}
 # What takes less is not worth a line.
 _PATIENCE = {False: 5.0, True: 0.5}
 _POLL = 0.05

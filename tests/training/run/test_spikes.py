@@ -3,7 +3,7 @@
 import math
 import random
 
-from pipemesh.training import Spikes
+from pipemesh.training.run.spikes import Spikes
 
 
 def told(losses):

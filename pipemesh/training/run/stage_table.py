@@ -5,27 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from models.one_billion_word.params import input_shapes_of, stages_of
-from pipemesh.layers.partition_layers import layer_flops
+from pipemesh.layers.meta import layer_flops
 from pipemesh.layers.pipeline.simd_cut import simd_cut
 from pipemesh.text import columns
 
 
-def stage_table(config: Any, task: Any, devices: Sequence[Sequence[str]]) -> str:
+def stage_table(stack: Any, shapes: Sequence[Any] | None = None) -> str:
     """Which layers, what share of the flops, how many parameters and which devices a stage has.
 
     Args:
-        config: the model's configuration.
-        task: the instantiated task.
-        devices: of each stage, one for each replica.
+        stack: a `PipeliningLayer`, on the cluster that it was made on.
+        shapes: of its inputs, for a microbatch; None if they are not known.
     """
-    cells = stages_of(config)
-    shapes = input_shapes_of(config)
-    flops = layer_flops([layer for cell in cells for layer in cell.sub], *shapes)
-    total, begin = sum(flops), 0
+    p = stack.params
+    cells = list(p.cell_tpl)
+    devices = [home.devices for home in stack.StageHomes()]
+    flops = None
+    if shapes is not None:
+        flops = layer_flops([layer for cell in cells for layer in _layers(cell)], *shapes)
+    begin = 0
     stages = [(str(number), cell, devices[number]) for number, cell in enumerate(cells)]
-    if config.PLAN.lowering == "simd" and config.PIPELINED:
-        before, cells, behind = simd_cut(task.params.stack).split(cells)
+    if p.lowering == "simd" and p.loss_inside and p.pipelined:
+        before, cells, behind = simd_cut(p).split(cells)
         everywhere = list(dict.fromkeys(device for home in devices for device in home))
         ends = [("all", cell, everywhere) for cell in (before, behind)]
         stages = [
@@ -34,22 +35,30 @@ def stage_table(config: Any, task: Any, devices: Sequence[Sequence[str]]) -> str
             ends[1],
         ]
     last = "device" if len(devices[0]) == 1 else "devices"
-    rows = [("stage", "layers", "flops", "parameters", last)]
+    shares = () if flops is None else ("flops",)
+    rows = [("stage", "layers", *shares, "parameters", last)]
     for number, cell, places in stages:
-        end = begin + len(cell.sub)
-        variables = task.stack.children[cell.name].vars.Flatten()
+        layers = _layers(cell)
+        end = begin + len(layers)
+        if flops is not None:
+            shares = (f"{100 * sum(flops[begin:end]) / sum(flops):.1f}%",)
+        variables = stack.children[cell.name].vars.Flatten()
         rows.append(
             (
                 number,
-                _summary([layer.cls.__name__ for layer in cell.sub]),
-                f"{100 * sum(flops[begin:end]) / total:.1f}%",
+                _summary([layer.cls.__name__ for layer in layers]),
+                *shares,
                 f"{sum(v.shape.num_elements() for v in variables):,}",
                 " ".join(name.split("/")[-1].removeprefix("device:") for name in places),
             )
         )
         begin = end
-    lines = columns(rows, left=(0, 1, 4))
+    lines = columns(rows, left=(0, 1, len(rows[0]) - 1))
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def _layers(cell: Any) -> list[Any]:
+    return list(cell.sub) if "sub" in cell else [cell]
 
 
 def _summary(names: list[str]) -> str:

@@ -1,14 +1,13 @@
 """The loop of training: steps, progress, evaluation, summaries and saving.
 
-What is only reported may fail without ending a run. What ends a run from outside, a signal or a
-text that is gone, ends it after a checkpoint was saved.
+What is only reported may fail without ending a run. What ends a run from outside, a signal or
+data that is gone, ends it after a checkpoint was saved.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
-import math
 import os
 import signal
 import sys
@@ -16,24 +15,19 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import tensorflow as tf
 from tqdm import tqdm
 
-from models.command import SECONDS_A_REFRESH
-from models.one_billion_word.console import ticking, waiting
-from models.one_billion_word.corpus import Corpus
-from models.one_billion_word.metrics import Score, ratio
-from models.one_billion_word.request import Request
-from models.one_billion_word.trainer import Trainer
-from models.one_billion_word.unigram import fit_unigram
-from models.one_billion_word.vocabulary import Vocabulary
 from pipemesh.backend.peak import peak_memory
 from pipemesh.checkpoint.reader import reason
 from pipemesh.errors import DataError, NotFiniteError, SaveError
 from pipemesh.partition.text import bytes_text
 from pipemesh.schedule.render import to_html, to_trace
-from pipemesh.training import Spikes
+from pipemesh.training.run.console import SECONDS_A_REFRESH, ticking, waiting
+from pipemesh.training.run.options import Options
+from pipemesh.training.run.spikes import Spikes
+from pipemesh.training.run.summaries import Summaries
+from pipemesh.training.score import ratio
+from pipemesh.training.trainer import Trainer
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # A shell reports the number of the signal beyond this.
@@ -48,24 +42,18 @@ class Loop:
     """Trains, and tells of it.
 
     Args:
-        request: what is asked for.
         trainer: what is trained.
-        corpus: the text.
-        vocabulary: its vocabulary.
+        options: what is asked for.
     """
 
-    def __init__(
-        self, request: Request, trainer: Trainer, corpus: Corpus, vocabulary: Vocabulary
-    ) -> None:
-        self._request, self._trainer = request, trainer
-        self._corpus, self._vocabulary = corpus, vocabulary
+    def __init__(self, trainer: Trainer, options: Options) -> None:
+        self._trainer, self._options = trainer, options
         self._stop: int | None = None
         self._rate: float | None = None
         self._spikes, self._in_a_row = Spikes(), 0
         # What the devices can do in flops a second; the first steps, and their seconds.
-        self._peak, self._measured_steps, self._seconds = 0.0, 0, 0.0
-        self._writers: dict[str, Any] = {}
-        self._complained: set[str] = set()
+        self._flops, self._peak, self._measured_steps, self._seconds = 0.0, 0.0, 0, 0.0
+        self._summaries = Summaries(options.logdir)
 
     def run(self) -> int:
         """Trains, evaluates and saves; returns the exit code."""
@@ -85,7 +73,7 @@ class Loop:
             except SaveError as failed:
                 kept = f"nor can it be saved ({failed}), {self._trainer.saved or 'nothing'} is kept"
             raise DataError(
-                f"step {self._trainer.step + 1}: {error}; {kept}: put the text back and run the "
+                f"step {self._trainer.step + 1}: {error}; {kept}: put the data back and run the "
                 "same command again to go on"
             ) from error
         except Exception:
@@ -97,14 +85,15 @@ class Loop:
                 signal.signal(number, handler)
         gc.enable()
         self._conclude()
-        if self._request.trace_schedule:
+        if self._options.trace_schedule:
             self._trace_schedule()
         return 0
 
     def _train(self) -> None:
-        trainer, request = self._trainer, self._request
-        steps = request.steps
-        if trainer.step < steps:
+        trainer, options = self._trainer, self._options
+        steps = options.steps
+        self._flops = trainer.subject.flops() or 0.0
+        if trainer.step < steps and self._flops:
             with waiting("measuring the devices"):
                 self._peak = trainer.peak_flops()
         terminal = sys.stderr.isatty()
@@ -115,7 +104,7 @@ class Loop:
             mininterval=SECONDS_A_REFRESH[terminal],
             file=sys.stderr,
         ) as bar:
-            while trainer.step < steps and self._stop is None:
+            while trainer.step < steps and self._stop is None and not self._is_settled:
                 if self._rate is None:
                     bar.set_postfix_str("building the graph")
                     period = SECONDS_A_REFRESH[terminal]
@@ -126,26 +115,39 @@ class Loop:
                 else:
                     self._one_step(bar)
                 done, judged = trainer.step, None
-                if done % request.eval_every == 0 and done != steps:
+                if done % options.eval_every == 0 and done != steps:
                     score = trainer.evaluate(trainer.sample.batches, lambda: self._stop is not None)
                     if score is not None:
-                        judged = score.bits_per_byte
-                        self._summarize_heldout(score)
-                        bar.write(f"step {done}: held out {describe(score)}", file=sys.stdout)
+                        judged = self._judge(score.judged)
+                        self._summarize("heldout", **score.values())
+                        bar.write(f"step {done}: held out {score}", file=sys.stdout)
                         sys.stdout.flush()
-                if done == steps:
+                if done == steps or self._is_settled:
                     self._save(bar, trainer.save)
-                elif done % request.save_every == 0:
+                elif done % options.save_every == 0:
                     self._save(bar, functools.partial(trainer.begin_save, judged))
                 else:
                     self._save(bar, trainer.saving.poll)
+
+    def _judge(self, score: float) -> float:
+        """Takes the score of an evaluation while training, and hands it on."""
+        best, since = self._trainer.best
+        better = best is None or score < best
+        self._trainer.best = (score, 0) if better else (best, since + 1)
+        return score
+
+    @property
+    def _is_settled(self) -> bool:
+        """Whether training ends early."""
+        most = self._options.early_stop
+        return 0 < most <= self._trainer.best[1]
 
     def _report(self, bar: Any) -> None:
         """Says what a step holds and sends, and writes how the weights lie beside the run."""
         found = self._trainer.report
         if found is None:
             return
-        path = os.path.join(self._request.logdir, "layout.txt")
+        path = os.path.join(self._options.logdir, "layout.txt")
         told = f"predicted of a step:\n{found}"
         try:
             with open(path, "w", encoding="utf-8") as file:
@@ -160,21 +162,20 @@ class Loop:
         """Says what the first steps after the graph was built have shown."""
         self._measured_steps += 1
         self._seconds += seconds
-        number, is_last = self._measured_steps, self._trainer.step >= self._request.steps
+        number, is_last = self._measured_steps, self._trainer.step >= self._options.steps
         if number == _MEASURED_STEPS or (is_last and number < _MEASURED_STEPS):
-            share = self._mfu(self._seconds / number)
             plural = "" if number == 1 else "s"
-            bar.write(
-                f"measured over {number} step{plural}: {self._rate:,.0f} tokens/s, "
-                f"MFU {share:.1%} of {self._peak / 1e9:,.0f} GFLOP/s, "
-                f"{bytes_text(peak_memory(self._trainer.all_devices))}",
-                file=sys.stdout,
-            )
+            told = f"{self._rate:,.0f} {self._trainer.subject.unit}/s"
+            if self._flops:
+                share = self._mfu(self._seconds / number)
+                told += f", MFU {share:.1%} of {self._peak / 1e9:,.0f} GFLOP/s"
+            memory = bytes_text(peak_memory(self._trainer.trained.all_devices()))
+            bar.write(f"measured over {number} step{plural}: {told}, {memory}", file=sys.stdout)
             sys.stdout.flush()
 
     def _mfu(self, seconds: float) -> float:
         """The share of what the devices can do that the model's products make up."""
-        return ratio(self._trainer.flops, seconds * self._peak)
+        return ratio(self._flops, seconds * self._peak)
 
     def _save(self, bar: Any, act: Callable[[], object]) -> None:
         try:
@@ -182,7 +183,7 @@ class Loop:
         except SaveError as error:
             kept = self._trainer.saved
             kept = f"{kept} is kept" if kept else "none was written yet"
-            if self._trainer.step == self._request.steps:
+            if self._trainer.step == self._options.steps or self._is_settled:
                 raise SaveError(f"{error}; of the checkpoints before, {kept}") from error
             bar.write(f"{error}; training goes on, and {kept}", file=sys.stderr)
 
@@ -203,23 +204,23 @@ class Loop:
         seconds = time.perf_counter() - begin
         if told := self._spikes.add(result["loss"]):
             bar.write(f"step {self._trainer.step}: {told}", file=sys.stderr)
-        score = result["score"]
+        score, unit = result["score"], self._trainer.subject.unit
         values = {
+            **score.values(),
             "loss": result["loss"],
             "learning_rate": result["learning_rate"],
-            "word_perplexity": score.word_perplexity,
-            "bits_per_byte": score.bits_per_byte,
         }
-        shown = f"loss {result['loss']:.3f}, word ppl {_short(score.word_perplexity)}"
+        shown = ", ".join(filter(None, [f"loss {result['loss']:.3f}", score.short()]))
         if self._rate is None:
             # The first step builds the graph; its time says nothing of those to come.
             self._rate = 0.0
         else:
-            now = ratio(score.tokens, seconds)
-            values["tokens_per_second"] = now
-            values["mfu"] = self._mfu(seconds)
+            now = ratio(score.amount, seconds)
+            values[f"{unit}_per_second"] = now
+            if self._flops:
+                values["mfu"] = self._mfu(seconds)
             self._rate = 0.9 * self._rate + 0.1 * now if self._rate else now
-            shown += f", {self._rate:,.0f} tokens/s"
+            shown += f", {self._rate:,.0f} {unit}/s"
             self._measured(bar, seconds)
         self._summarize("train", **values)
         bar.set_postfix_str(shown, refresh=False)
@@ -228,7 +229,7 @@ class Loop:
     def _skip(self, bar: Any, why: str) -> None:
         """Goes on without a step that is not finite, or not at all."""
         trainer = self._trainer
-        if self._request.on_nonfinite == "stop":
+        if self._options.on_nonfinite == "stop":
             trainer.give_up(why, trainer.step + 1)
         trainer.skip()
         self._in_a_row += 1
@@ -247,66 +248,36 @@ class Loop:
         self._rate = self._rate or 0.0
         bar.update()
 
-    def _summarize_heldout(self, score: Score) -> None:
-        self._summarize(
-            "heldout",
-            loss=ratio(score.nats, score.tokens),
-            bits_per_byte=score.bits_per_byte,
-            token_perplexity=score.token_perplexity,
-            word_perplexity=score.word_perplexity,
-        )
-
     def _summarize(self, name: str, **values: float) -> None:
-        try:
-            if name not in self._writers:
-                path = os.path.join(self._request.logdir, name)
-                self._writers[name] = tf.summary.create_file_writer(path)
-            with self._writers[name].as_default(step=self._trainer.step):
-                for key, value in values.items():
-                    # Perplexities exceed what a float32 holds; TensorFlow takes no such number.
-                    with np.errstate(over="ignore"):
-                        tf.summary.scalar(key, np.float32(value))
-            self._writers[name].flush()
-        except (OSError, tf.errors.OpError) as error:
-            # A file that was written in part is not written to again.
-            self._writers.pop(name, None)
-            if name not in self._complained:
-                self._complained.add(name)
-                tqdm.write(
-                    f"summaries of step {self._trainer.step} cannot be written ({reason(error)}); "
-                    "training goes on",
-                    file=sys.stderr,
-                )
+        self._summaries.write(name, self._trainer.step, **values)
 
     def _conclude(self) -> None:
         trainer = self._trainer
-        asked = self._request.eval_batches
+        if self._is_settled and trainer.step < self._options.steps:
+            best, since = trainer.best
+            print(f"stopped early: {since} evaluations were no better than {best:.4g}")
+        asked = self._options.eval_batches
         batches = trainer.sample.batches if asked else trainer.whole
-        what = str(trainer.sample) if asked else "all of the held-out text"
-        with waiting("evaluating"):
-            score = trainer.evaluate(batches)
-        # Nothing stops it.
-        assert score is not None
-        with waiting("counting tokens for the unigram model"):
-            unigram = fit_unigram(self._corpus.train, self._vocabulary).score(batches)
-        self._summarize_heldout(score)
-        print(f"held out at step {trainer.step}: {describe(score)} ({what})")
-        print(f"smoothed unigram model, same tokens: {describe(unigram)}")
-        share = ratio(score.bits_per_byte, unigram.bits_per_byte)
-        print(
-            f"bits per byte are {100 * abs(1 - share):.1f}% {'below' if share < 1 else 'above'}"
-            " those of the unigram model"
-        )
+        if trainer.sample.batches:
+            what = str(trainer.sample) if asked else "all of the held-out data"
+            with waiting("evaluating"):
+                score = trainer.evaluate(batches)
+            # Nothing stops it.
+            assert score is not None
+            self._summarize("heldout", **score.values())
+            print(f"held out at step {trainer.step}: {score} ({what})")
+            for line in trainer.subject.epilogue(score, batches):
+                print(line)
         print(f"checkpoint: {trainer.saved}", flush=True)
 
     def _trace_schedule(self) -> None:
         predicted, measured = self._trainer.trace_schedule()
-        title = f"{self._request.model}, milliseconds"
+        title = f"{self._trainer.subject.name}, milliseconds"
         for name, text in (
             ("schedule.html", to_html(predicted, title=title, measured=measured)),
             ("schedule_trace.json", to_trace(predicted, measured=measured)),
         ):
-            path = os.path.join(self._request.logdir, name)
+            path = os.path.join(self._options.logdir, name)
             with open(path, "w", encoding="utf-8") as file:
                 file.write(text)
             print(f"schedule: {path}")
@@ -316,17 +287,3 @@ class Loop:
             f"{predicted.bubble_ratio:.1%}",
             flush=True,
         )
-
-
-def describe(score: Score) -> str:
-    """Bits per byte and both perplexities of a score."""
-    return (
-        f"{score.bits_per_byte:.3f} bits/byte, perplexity {_short(score.token_perplexity)} a token "
-        f"and {_short(score.word_perplexity)} a word"
-    )
-
-
-def _short(value: float) -> str:
-    if not math.isfinite(value):
-        return str(value)
-    return f"{value:,.1f}" if value < 1e5 else f"{value:.2g}"

@@ -1,166 +1,131 @@
-"""Trains the language model with a TF2 loop: step, evaluation, state."""
+"""Trains a subject with a TF2 loop: step, evaluation, state."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 import re
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import numpy as np
 import tensorflow as tf
-from lingvo.core import py_utils
 
-from models.one_billion_word import console, heldout, metrics
-from models.one_billion_word.about import About
-from models.one_billion_word.corpus import Corpus
-from models.one_billion_word.input import PREFETCHED_BATCHES, heldout_dataset, train_dataset
-from models.one_billion_word.params import input_shapes_of, stage_flops_of
-from models.one_billion_word.stage_table import stage_table
-from models.one_billion_word.vocabulary import Vocabulary
 from pipemesh.backend.peak import peak_flops
 from pipemesh.checkpoint import Manifest
 from pipemesh.checkpoint.reader import reason
-from pipemesh.errors import (
-    DataError,
-    NotFiniteError,
-    PipemeshError,
-    TrainingError,
-)
-from pipemesh.layers import Report, mesh_cluster, report
-from pipemesh.layers.named import by_logical_name
+from pipemesh.errors import DataError, NotFiniteError, PipemeshError, TrainingError
+from pipemesh.layers import Report, report
 from pipemesh.recurrent import ActionClock, Placement, record_placement
 from pipemesh.schedule import Timeline, simulate
-from pipemesh.training import Batches, Saving, all_or_none, prepare_optimizer
+from pipemesh.training.batches import Batches
+from pipemesh.training.run import console
+from pipemesh.training.run.options import EVAL_BATCHES, Options
+from pipemesh.training.run.stage_table import stage_table
+from pipemesh.training.saving import Saving
+from pipemesh.training.score import Score
+from pipemesh.training.subject import Subject
+from pipemesh.training.trained_task import TrainedTask
 
 
 class Trainer:
-    """A model, its data and its checkpoints.
+    """A subject, its batches and its checkpoints.
 
     Args:
-        config: the model's configuration.
-        corpus: the text.
-        vocabulary: its vocabulary.
-        device_type: `CPU` or `GPU`.
-        logdir: where checkpoints and summaries go; it exists.
-        about: what is noted beside checkpoints.
-        eval_batches: how many held-out batches the sample has.
+        subject: what is trained.
+        options: what is asked for; its `logdir` exists.
         restore: path of the checkpoint to go on from.
-        keeps_place: whether to go on from the place in the text that it notes, too, and not from
-            the text's beginning.
-        keep: how many of the newest checkpoints to keep, and of the best.
+        keeps_place: whether to go on from the place in the data that it notes, too, and not from
+            the data's beginning.
 
     Attributes:
-        task: the lingvo task.
-        step: the number of finished steps.
-        devices: the devices of each stage, one for each replica.
-        about: what is noted beside checkpoints.
+        subject: what is trained.
+        trained: the task and its variables.
         sample: the held-out batches to judge by while training.
         saving: its checkpoints.
         restored: path of the checkpoint that it goes on from; None if there was none.
         report: what was predicted of a step, once its graph is built; None without a pipeline.
+        best: the best score while training, and how many evaluations were not better since.
+
+    Raises:
+        CheckpointError: the checkpoint is another model's, or damaged.
+        PipemeshError: the task cannot be made on the plan's mesh, or the data cannot be read.
     """
 
     def __init__(
         self,
-        config: Any,
-        corpus: Corpus,
-        vocabulary: Vocabulary,
-        device_type: str,
-        logdir: str,
-        about: About,
-        eval_batches: int,
+        subject: Subject,
+        options: Options,
         restore: str | None = None,
         keeps_place: bool = False,
-        keep: tuple[int, int] = (3, 0),
     ) -> None:
-        self._config, self._device_type = config, device_type
-        tf.random.set_seed(config.SEED)
-        with self._cluster():
-            self._step = py_utils.GetOrCreateGlobalStepVar()
-            self._step.assign(0)
-            self._skipped = tf.Variable(tf.zeros([], tf.int64), trainable=False)
-            self.task = config.Task().Instantiate()
-            self.devices = [home.devices for home in self.task.stack.StageHomes()]
-        self._vocabulary = vocabulary
-        self._learner = self.task.learners[0]
-        prepare_optimizer(self._learner, self.task.vars.Flatten(), self._step)
-        self.about = about
-        state = {
-            "global_step": self._step,
-            "skipped_steps": self._skipped,
-            **by_logical_name(self.task, self.task.vars.Flatten()),
-            **by_logical_name(self.task, self._optimizer_variables()),
-        }
-        self.saving = Saving(logdir, state, *keep)
+        self.subject = subject
+        params = subject.task()
+        self.trained = TrainedTask(params, subject.plan, subject.device_type, subject.seed)
+        keep = options.max_to_keep, options.keep_best
+        self.saving = Saving(options.logdir, self.trained.state(), *keep)
         self.restored = restore and self.saving.restore(restore)
         # After the model: its initializers set TensorFlow's seed, and every new seed makes
         # TensorFlow forget the state of operations, that of tokenizers included.
-        sizes = {"batch_size": config.BATCH_SIZE, "sequence_length": config.SEQUENCE_LENGTH}
-        # A text that is begun again has other epochs than those that are done.
-        dataset = train_dataset(
-            corpus, vocabulary, seed=config.SEED, first_epoch=self.step, **sizes
-        )
-        self.sample = heldout.draw(corpus, vocabulary, batches=eval_batches, **sizes)
-        self._heldout = functools.partial(heldout_dataset, corpus, vocabulary, **sizes)
-        self._batches = Batches(dataset, PREFETCHED_BATCHES)
-        if self.restored and keeps_place:
+        # Data that is begun again has other epochs than those that are done.
+        dataset = subject.train_data(self.step)
+        self.sample = subject.sample(options.eval_batches or EVAL_BATCHES)
+        self._batches = Batches(dataset, subject.read_ahead)
+        self.best: tuple[float | None, int] = (None, 0)
+        if self.restored:
             # Not that of a newer one that was damaged.
-            skip = About.from_note(Manifest.read(self.restored).note).skip
-            self._batches.go_to(self.restored, skip)
+            note = Manifest.read(self.restored).note
+            best, since = note.get("best", (None, 0))
+            self.best = best, since
+            if keeps_place:
+                self._batches.go_to(self.restored, note.get("skip", 0))
+        self._skip = 0
         self.saving.follow(self._batches)
         self.report: Report | None = None
-        self.task.stack.noted_run = self._note_run
+        for stack in self.trained.pipelines:
+            stack.noted_run = lambda run, stack=stack: self._note_run(stack, run)
         self._train = tf.function(self._train_step, autograph=False)
         self._evaluate = tf.function(self._evaluate_batch, autograph=False)
         self._is_first, self._was_skipped = True, False
+        self._last: Any = None
         # Graphs are placed when they run for the first time.
-        self._check_placement = config.STRICT_DEVICES
+        self._check_placement = any(s.params.strict_devices for s in self.trained.pipelines)
 
-    def _cluster(self, do_eval: bool = False) -> Any:
-        plan = self._config.PLAN
-        return mesh_cluster(plan.mesh, self._device_type, do_eval, plan.layout, plan.lowering)
-
-    def _note_run(self, run: Any) -> None:
-        stack, config = self.task.stack, self._config
+    def _note_run(self, stack: Any, run: Any) -> None:
         stack.noted_run = None
-        shapes = input_shapes_of(config, config.PLAN.num_replicas)
-        self.report = report(stack, run, shapes, self._optimizer_variables())
+        shapes = self.subject.input_shapes()
+        if shapes is not None:
+            self.report = report(stack, run, shapes, self.trained.optimizer_variables())
 
-    @functools.cached_property
-    def flops(self) -> float:
-        """Of a step: products of matrices, forward and backward, without what is computed again."""
-        return 3 * sum(stage_flops_of(self._config))
-
-    @property
-    def all_devices(self) -> list[str]:
-        """Those of all stages."""
-        return [device for home in self.devices for device in home]
+    def stage_table(self) -> str:
+        """Which layers each stage has, and where; "" without a pipeline."""
+        with self.trained.cluster():
+            shapes = self.subject.input_shapes()
+            return "\n\n".join(stage_table(stack, shapes) for stack in self.trained.pipelines)
 
     def peak_flops(self) -> float:
         """What the devices can compute a second, measured now."""
-        dtype = tf.as_dtype(self._config.PLAN.compute_dtype or tf.float32)
-        return peak_flops(self.all_devices, dtype)
-
-    def stage_table(self) -> str:
-        """Which layers each stage has, and where."""
-        return stage_table(self._config, self.task, self.devices)
+        dtype = tf.as_dtype(self.subject.plan.compute_dtype or tf.float32)
+        return peak_flops(self.trained.all_devices(), dtype)
 
     @property
     def step(self) -> int:
-        return int(self._step.numpy())
+        """The number of finished steps."""
+        return int(self.trained.step.numpy())
 
-    @functools.cached_property
-    def whole(self) -> tf.data.Dataset:
-        """The dataset of all held-out batches.
+    @property
+    def skipped(self) -> int:
+        """How many steps were skipped so far, before this process, too."""
+        return int(self.trained.skipped.numpy())
+
+    @property
+    def whole(self) -> Iterable[Any]:
+        """All held-out batches.
 
         Raises:
-            DataError: the held-out text cannot be read any more.
+            DataError: the held-out data cannot be read any more.
         """
         try:
-            return self._heldout()
+            return self.subject.heldout_data() or ()
         except OSError as error:
             raise _vanished(error) from error
 
@@ -173,7 +138,7 @@ class Trainer:
         """Trains on the next batch.
 
         Returns:
-            `loss` (nats a token), `learning_rate`, and the batch's `score`.
+            `loss`, `learning_rate`, and the batch's `score`.
 
         Raises:
             DataError: there is no next batch; everything can be saved.
@@ -182,10 +147,10 @@ class Trainer:
             TrainingError: an operation of a stage failed.
             DeviceError: with strict devices, a stage ran elsewhere.
         """
-        batch = self._next_batch()
+        batch = self._last = self._next_batch()
         step = self.step + 1
         try:
-            with self._cluster(), contextlib.ExitStack() as stack:
+            with self.trained.cluster(), contextlib.ExitStack() as stack:
                 if self._check_placement:
                     graphs = stack.enter_context(record_placement())
                 if self._is_first:
@@ -193,9 +158,10 @@ class Trainer:
                     self._train.get_concrete_function(batch)
                     stack.enter_context(console.meanwhile(self._prepare_evaluation))
                     self._is_first = False
-                loss, learning_rate, xent = self._train(batch)
+                loss, learning_rate, outcome = self._train(batch)
         except tf.errors.OpError as error:
-            explained = self.task.stack.Explain(error)
+            self.trained.take_back()
+            explained = self.trained.explain(error)
             if is_not_finite(str(explained)) or is_not_finite(error.message):
                 # To locate it takes as long as the first step; of a run of them one is enough.
                 located = None if self._was_skipped else self._locate(batch)
@@ -209,23 +175,24 @@ class Trainer:
         # The weights that were saved last are good: the loss of this step is theirs.
         self.saving.confirm()
         if self._check_placement:
-            Placement.of(graphs, self.devices).check()
+            Placement.of(graphs, self.trained.devices).check()
             self._check_placement = False
-        loss = float(loss)
-        score = metrics.score(
-            xent.numpy(), batch["labels"].numpy(), batch["weights"].numpy(), self._vocabulary
-        )
-        return {"loss": loss, "learning_rate": float(learning_rate), "score": score}
+        return {
+            "loss": float(loss),
+            "learning_rate": float(learning_rate),
+            "score": self._scored(batch, outcome),
+        }
 
     def _prepare_evaluation(self) -> None:
-        self._score(self.sample.batches[0])
+        if self.sample.batches:
+            self._score(self.sample.batches[0])
 
     def _next_batch(self) -> Any:
         try:
             return self._batches.next()
         except DataError:
             self.saving.follow(self._batches)
-            self.about = dataclasses.replace(self.about, skip=self._batches.skip)
+            self._skip = self._batches.skip
             raise
 
     def _locate(self, batch: Any) -> PipemeshError | None:
@@ -233,15 +200,19 @@ class Trainer:
 
         It changes nothing, because it fails again: neither weights nor random numbers have moved.
         """
-        stack = self.task.stack
-        stack.locates_errors = True
+        if not self.trained.pipelines:
+            return None
+        for stack in self.trained.pipelines:
+            stack.locates_errors = True
         try:
-            with self._cluster():
+            with self.trained.cluster():
                 tf.function(self._train_step, autograph=False)(batch)
         except tf.errors.OpError as error:
-            return self.task.stack.Explain(error)
+            self.trained.take_back()
+            return self.trained.explain(error)
         finally:
-            stack.locates_errors = False
+            for stack in self.trained.pipelines:
+                stack.locates_errors = False
         return None
 
     def trace_schedule(self) -> tuple[Timeline, Timeline]:
@@ -251,7 +222,7 @@ class Trainer:
             The timeline that is predicted from the median duration of each stage's actions, and
             the measured one; both in milliseconds.
         """
-        stack = self.task.stack
+        stack = self.trained.pipelines[0]
         stack.clock = ActionClock()
         timed = tf.function(self._train_step, autograph=False)
         plain, self._train = self._train, timed
@@ -267,7 +238,7 @@ class Trainer:
 
     def evaluate(
         self, batches: Iterable[Any], stopped: Callable[[], bool] = lambda: False
-    ) -> metrics.Score | None:
+    ) -> Score | None:
         """Scores held-out batches; dropout is off.
 
         Args:
@@ -278,10 +249,10 @@ class Trainer:
             The score; None if it gave up.
 
         Raises:
-            DataError: the held-out text cannot be read any more.
+            DataError: the held-out data cannot be read any more.
             TrainingError: an operation of a stage failed.
         """
-        total = metrics.Score()
+        total = self.subject.nothing()
         iterator = iter(batches)
         while not stopped():
             try:
@@ -304,11 +275,14 @@ class Trainer:
         def check() -> None:
             # The loss of a step is that of the weights before it, so these are not yet known to be
             # good.
-            loss = self._score(self.sample.batches[0]).nats
+            batch = self.sample.batches[0] if self.sample.batches else self._last
+            if batch is None:
+                return
+            loss = self._score(batch).judged
             if not np.isfinite(loss):
                 self.give_up(f"the held-out loss is {loss}", self.step)
 
-        return self.saving.save(self.step, self.about.to_note(), check)
+        return self.saving.save(self.step, self._note(), check)
 
     def begin_save(self, score: float | None = None) -> None:
         """Begins to save everything as it is now.
@@ -321,18 +295,16 @@ class Trainer:
         Raises:
             SaveError: the one before cannot be written; this one has begun.
         """
-        self.saving.begin(self.step, self.about.to_note(), score)
+        self.saving.begin(self.step, self._note(), score)
+
+    def _note(self) -> dict[str, Any]:
+        return {**self.subject.note(), "skip": self._skip, "best": self.best}
 
     def skip(self) -> None:
         """Counts a step that was not made as one that was, whose weights are those before."""
-        self._step.assign_add(1)
-        self._skipped.assign_add(1)
+        self.trained.step.assign_add(1)
+        self.trained.skipped.assign_add(1)
         self._was_skipped = True
-
-    @property
-    def skipped(self) -> int:
-        """How many steps were skipped so far, before this process, too."""
-        return int(self._skipped.numpy())
 
     def give_up(self, what: str, step: int, error: Exception | None = None) -> NoReturn:
         """Ends training with what was good.
@@ -350,36 +322,26 @@ class Trainer:
         hint = "; give a lower --learning_rate" if is_not_finite(what) else ""
         raise TrainingError(f"step {step}: {what}; of good checkpoints, {kept}{hint}") from error
 
-    def _score(self, batch: Any) -> metrics.Score:
+    def _score(self, batch: Any) -> Score:
         try:
-            with self._cluster(do_eval=True):
-                xent = self._evaluate(batch)
+            with self.trained.cluster(do_eval=True):
+                outcome = self._evaluate(batch)
         except tf.errors.OpError as error:
-            explained = self.task.stack.Explain(error)
+            explained = self.trained.explain(error)
             if explained is None:
                 raise
             self.give_up(f"evaluation: {explained}", self.step, error)
-        return metrics.score(
-            xent.numpy(), batch["labels"].numpy(), batch["weights"].numpy(), self._vocabulary
-        )
+        return self._scored(batch, outcome)
+
+    def _scored(self, batch: Any, outcome: Any) -> Score:
+        arrays = tf.nest.map_structure(lambda t: t.numpy(), outcome)
+        return self.subject.score(batch, arrays, self.trained.loss)
 
     def _train_step(self, batch: Any) -> Any:
-        batch = py_utils.NestedMap(batch)
-        with py_utils.GradientTape(), py_utils.GlobalStepContext(self._step):
-            scores, per_example = self.task.FPropTower(self.task.theta, batch)
-            _, update, stats = self._learner.Apply(
-                scores, self.task.vars, gradient_adjuster=all_or_none
-            )
-        # A step that fails has not been made.
-        with tf.control_dependencies([update]):
-            self._step.assign_add(1)
-        return scores.loss[0], stats["learning_rate"][0], per_example.xent
+        return self.trained.train(batch, self.subject.outcome)
 
-    def _evaluate_batch(self, batch: Any) -> tf.Tensor:
-        return self.task.ComputePredictions(self.task.theta, py_utils.NestedMap(batch)).xent
-
-    def _optimizer_variables(self) -> list[tf.Variable]:
-        return self._learner.optimizer._optimizer.variables()
+    def _evaluate_batch(self, batch: Any) -> Any:
+        return self.trained.evaluate(batch, self.subject.outcome)
 
 
 def is_not_finite(told: str) -> bool:
@@ -388,4 +350,4 @@ def is_not_finite(told: str) -> bool:
 
 
 def _vanished(error: Exception) -> DataError:
-    return DataError(f"the held-out text cannot be read any more ({reason(error)})")
+    return DataError(f"the held-out data cannot be read any more ({reason(error)})")

@@ -9,12 +9,12 @@ import time
 
 import pytest
 
-from models.one_billion_word import console
+from pipemesh.training.run import console
 
 
 def program(code, **streams):
     return subprocess.Popen(
-        [sys.executable, "-c", "from models.one_billion_word import console\n" + code],
+        [sys.executable, "-c", "from pipemesh.training.run import console\n" + code],
         text=True,
         **streams,
     )
@@ -100,9 +100,10 @@ def test_a_signal_is_answered_while_a_vocabulary_is_learned():
     # SentencePiece runs for many seconds here, without a look at signals.
     code = """
 import random, signal
-from models.one_billion_word import train, vocabulary
+from models.one_billion_word import vocabulary
 from models.one_billion_word.corpus import Sentences
-signal.signal(signal.SIGINT, train._leave)
+from pipemesh.training.command import program
+signal.signal(signal.SIGINT, program._leave)
 rng = random.Random(0)
 text = Sentences(tuple("".join(rng.choices("ACDEFGHIKLMNPQRSTVWY", k=900)) for _ in range(3000)))
 print("begins", flush=True)

@@ -5,7 +5,7 @@ import types
 import pytest
 from absl import flags
 
-from models import config
+from pipemesh.training.command import config
 
 PROGRAM = types.ModuleType("tests_models_test_config_program")
 

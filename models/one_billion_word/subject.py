@@ -1,0 +1,111 @@
+"""The language model as a subject of training: its data, its score, its note."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from models.one_billion_word import heldout, metrics
+from models.one_billion_word.about import About
+from models.one_billion_word.corpus import Corpus
+from models.one_billion_word.input import PREFETCHED_BATCHES, heldout_dataset, train_dataset
+from models.one_billion_word.params import LanguageModelParams, input_shapes_of, stage_flops_of
+from models.one_billion_word.unigram import fit_unigram
+from models.one_billion_word.vocabulary import Vocabulary
+from pipemesh.training.run.console import waiting
+from pipemesh.training.score import ratio
+from pipemesh.training.subject import Subject
+
+
+class LanguageModelSubject(Subject):
+    """A configuration of the language model, on a text.
+
+    Args:
+        config: the configuration.
+        corpus: the text.
+        vocabulary: its vocabulary.
+        device_type: `CPU` or `GPU`.
+        about: what is noted beside checkpoints.
+    """
+
+    unit = "tokens"
+    read_ahead = PREFETCHED_BATCHES
+
+    def __init__(
+        self,
+        config: LanguageModelParams,
+        corpus: Corpus,
+        vocabulary: Vocabulary,
+        device_type: str,
+        about: About,
+    ) -> None:
+        self.name = type(config).__name__
+        self.plan, self.device_type, self.seed = config.PLAN, device_type, config.SEED
+        self.about = about
+        self._config, self._corpus, self._vocabulary = config, corpus, vocabulary
+        self._sizes = {"batch_size": config.BATCH_SIZE, "sequence_length": config.SEQUENCE_LENGTH}
+
+    def task(self) -> Any:
+        """Params of the lingvo task."""
+        return self._config.Task()
+
+    def train_data(self, epoch: int) -> tf.data.Dataset:
+        """Packed rows without end."""
+        return train_dataset(
+            self._corpus,
+            self._vocabulary,
+            seed=self._config.SEED,
+            first_epoch=epoch,
+            **self._sizes,
+        )
+
+    def heldout_data(self) -> tf.data.Dataset:
+        """Packed rows of the held-out text, the last ones padded."""
+        return heldout_dataset(self._corpus, self._vocabulary, **self._sizes)
+
+    def sample(self, batches: int) -> Any:
+        """Sentences drawn evenly from the whole held-out text."""
+        return heldout.draw(self._corpus, self._vocabulary, batches=batches, **self._sizes)
+
+    def outcome(self, metrics: Mapping[str, Any], per_example: Mapping[str, Any]) -> Any:
+        """The cross entropy of every label."""
+        return per_example["xent"]
+
+    def score(self, batch: Any, outcome: Any, loss: str) -> metrics.Score:
+        """In bits per byte, and per token and word."""
+        labels, weights = batch["labels"].numpy(), batch["weights"].numpy()
+        return metrics.score(outcome, labels, weights, self._vocabulary)
+
+    def nothing(self) -> metrics.Score:
+        """Of no text."""
+        return metrics.Score()
+
+    def input_shapes(self) -> Sequence[Any]:
+        """Of the five inputs of the stack."""
+        return input_shapes_of(self._config, self.plan.num_replicas)
+
+    @functools.cached_property
+    def _flops(self) -> float:
+        return 3 * sum(stage_flops_of(self._config))
+
+    def flops(self) -> float:
+        """By the layers' `FPropMeta`; a backward pass has twice as many as a forward one."""
+        return self._flops
+
+    def note(self) -> dict[str, Any]:
+        """Model, settings, text and vocabulary."""
+        return self.about.to_note()
+
+    def epilogue(self, score: Any, batches: Iterable[Any]) -> Iterator[str]:
+        """What the unigram model makes of the same tokens."""
+        with waiting("counting tokens for the unigram model"):
+            unigram = fit_unigram(self._corpus.train, self._vocabulary).score(batches)
+        yield f"smoothed unigram model, same tokens: {unigram}"
+        share = ratio(score.bits_per_byte, unigram.bits_per_byte)
+        yield (
+            f"bits per byte are {100 * abs(1 - share):.1f}% {'below' if share < 1 else 'above'}"
+            " those of the unigram model"
+        )

@@ -1,0 +1,1 @@
+"""Command lines that train: flags, and the programs behind them."""

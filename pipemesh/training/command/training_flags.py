@@ -1,0 +1,119 @@
+"""The flags of a training, whatever is trained: how long, how often, where to."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from absl import flags
+
+from pipemesh.checkpoint import Manifest, newest
+from pipemesh.errors import CheckpointError
+from pipemesh.training.command import config
+from pipemesh.training.run.options import EVAL_BATCHES, ON_NONFINITE
+
+FLAGS = flags.FLAGS
+
+# Flags that are defined here belong to the program that asks for them.
+flags.disclaim_key_flags()
+
+_OF_OPTIONS = (
+    "steps",
+    "save_every",
+    "eval_every",
+    "eval_batches",
+    "early_stop",
+    "trace_schedule",
+    "on_nonfinite",
+    "max_to_keep",
+    "keep_best",
+)
+# Those that say where a training lies, or what is to be done this time.
+_OF_A_CALL = ("logdir", "config", "other_text", "trace_schedule")
+
+
+def define(drawn: str = "the first ones") -> None:
+    """Defines them.
+
+    Args:
+        drawn: which batches are a part of all held-out ones, in words.
+    """
+    flags.DEFINE_integer("steps", 300, "Train up to this step.", lower_bound=0)
+    flags.DEFINE_string("logdir", None, "Folder of checkpoints, summaries and the like.")
+    flags.DEFINE_integer("eval_every", 100, "Evaluate every so many steps.", lower_bound=1)
+    flags.DEFINE_integer(
+        "eval_batches",
+        None,
+        f"Held-out batches to judge by, {drawn}; default: "
+        f"{EVAL_BATCHES} while training, and all at the end.",
+        lower_bound=1,
+    )
+    flags.DEFINE_integer(
+        "early_stop",
+        0,
+        "End training when so many evaluations in a row were no better than the best one before "
+        "them; 0 for never.",
+        lower_bound=0,
+    )
+    flags.DEFINE_integer("save_every", 100, "Save every so many steps.", lower_bound=1)
+    flags.DEFINE_enum(
+        "on_nonfinite",
+        "skip",
+        list(ON_NONFINITE),
+        "What to do with a step whose loss or gradients are not finite: leave the weights as they "
+        "are and go on with the next batch, or end training.",
+    )
+    flags.DEFINE_integer("max_to_keep", 3, "Keep so many of the newest checkpoints.", lower_bound=1)
+    flags.DEFINE_integer(
+        "keep_best",
+        0,
+        "Keep so many checkpoints besides, of those that were judged the best: of steps at which "
+        "--eval_every and --save_every meet.",
+        lower_bound=0,
+    )
+    flags.DEFINE_bool(
+        "trace_schedule",
+        False,
+        "After training, two more steps that time every action; writes schedule.html and "
+        "schedule_trace.json (chrome://tracing) into --logdir, predicted beside measured.",
+    )
+
+
+def options() -> dict[str, Any]:
+    """What of `Options` is asked for, but the log directory."""
+    return {name: getattr(FLAGS, name) for name in _OF_OPTIONS}
+
+
+def given(program: ModuleType) -> dict[str, Any]:
+    """The flags that were given and are to be kept with checkpoints, by name.
+
+    Args:
+        program: the module that they belong to.
+    """
+    found = config.given(program)
+    return {name: value for name, value in found.items() if name not in _OF_A_CALL}
+
+
+def take_up(logdir: str, program: ModuleType) -> dict[str, Any]:
+    """Takes flags that are not given as the training was begun with, and says so.
+
+    Args:
+        logdir: the folder of the training.
+        program: the module that the flags belong to.
+
+    Returns:
+        Those that were taken.
+    """
+    path = newest(logdir)
+    try:
+        note = Manifest.read(path).note if path else {}
+    except CheckpointError:
+        # Whoever goes on from it says so.
+        return {}
+    known = config.names(program)
+    kept = {name: value for name, value in note.get("flags", {}).items() if name in known}
+    taken = config.apply(kept, str(path), program)
+    if taken:
+        told = " ".join(f"--{name}={value}" for name, value in taken.items())
+        print(f"as it was begun: {told}")
+    return taken

@@ -1,0 +1,274 @@
+"""A registered model of lingvo as a subject of training."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import tensorflow as tf
+from lingvo.core import base_model_params, hyperparams
+
+from pipemesh.errors import PlanError, TrainingError
+from pipemesh.layers import PipeliningLayer, mesh_cluster
+from pipemesh.plan import Plan
+from pipemesh.schedule import Schedule, ScheduleSpec
+from pipemesh.text import nearest_text
+from pipemesh.training.inputs import heldout_batches, training_dataset
+from pipemesh.training.subject import Subject
+
+# What a class gets the plan in, if it has it, before its `Task` is called.
+_PLAN = "PLAN"
+# What weights are judged by where nobody says, the first that a model has.
+_HELD_OUT = ("Dev", "Test")
+# What of a plan's values is which param of a `PipeliningLayer`.
+_OF_STACKS = {
+    "schedule": "schedule",
+    "num_microbatches": "num_micro_batches",
+    "remat": "remat",
+    "lowering": "lowering",
+    "compute_dtype": "fprop_dtype",
+}
+
+
+class RegisteredModel(Subject):
+    """A `SingleTaskModelParams` of lingvo, pipelined or not.
+
+    A class with an attribute `PLAN` (a `pipemesh.plan.Plan`) gets the plan in it before its
+    `Task()` is called, so that it can cut its layers as is asked for. Of any other class the stacks
+    that `Task()` declares get what is asked for; how many stages there are remains their own
+    matter.
+
+    Args:
+        config: an instance of the class.
+        name: that it is known by.
+        values: what the plan is to have otherwise, as in `Plan.to_values`.
+        device_type: `CPU` or `GPU`.
+        seed: of weights and of what is drawn, if the task has no `random_seed`.
+        plain: whether stacks run without a pipeline.
+        strict_devices: whether an operation that leaves its stage's device is an error.
+        dataset: what to judge by; by default `Dev`, or else `Test`, or nothing.
+
+    Raises:
+        PipemeshError: the plan cannot be had for this model.
+        TrainingError: it has no such dataset.
+
+    Example:
+        >>> from models.one_billion_word.params import OneBillionWordTiny
+        >>> model = RegisteredModel(OneBillionWordTiny(), "Tiny", {"num_microbatches": "4"})
+        >>> str(model.plan)
+        'mesh=layers:2 num_microbatches=4'
+    """
+
+    read_ahead = 16
+
+    def __init__(
+        self,
+        config: Any,
+        name: str,
+        values: Mapping[str, str] | None = None,
+        *,
+        device_type: str = "CPU",
+        seed: int = 0,
+        plain: bool = False,
+        strict_devices: bool = False,
+        dataset: str | None = None,
+    ) -> None:
+        self.name, self.device_type, self.seed = name, device_type, seed
+        self._config, values = config, dict(values or {})
+        self._heldout = _heldout_of(config, name, dataset)
+        if isinstance(getattr(config, _PLAN, None), Plan):
+            self.plan = Plan.from_values(getattr(config, _PLAN).to_values() | values)
+            setattr(config, _PLAN, self.plan)
+            self._task = config.Task()
+        else:
+            self._task = config.Task()
+            self.plan = _plan_of(self._task, name, values)
+        for stack in stacks_of(self._task):
+            stack.pipelined = stack.pipelined and not plain
+            stack.strict_devices = stack.strict_devices or strict_devices
+        if self._task.random_seed is None:
+            self._task.random_seed = seed
+
+    def task(self) -> Any:
+        """Params of the lingvo task."""
+        return self._task.Copy()
+
+    def train_data(self, epoch: int) -> tf.data.Dataset:
+        """The batches of `Train()`, which begins again after its end."""
+        with self._cluster():
+            return training_dataset(self._input("Train"))
+
+    def heldout_data(self) -> Iterable[Any] | None:
+        """The batches of the dataset to judge by."""
+        if self._heldout is None:
+            return None
+        with self._cluster(do_eval=True):
+            return heldout_batches(self._input(self._heldout))
+
+    def note(self) -> dict[str, Any]:
+        """All params, the plan, and the name of the model."""
+        return {
+            "model": self.name,
+            "plan": self.plan.to_values(),
+            "settings": {
+                "device_type": self.device_type,
+                "seed": self.seed,
+                **_lines("task", self._task),
+                **_lines("input", self._input("Train")),
+            },
+        }
+
+    def _input(self, dataset: str) -> Any:
+        return self._config.GetDatasetParams(dataset)
+
+    def _cluster(self, do_eval: bool = False) -> Any:
+        plan = self.plan
+        return mesh_cluster(plan.mesh, self.device_type, do_eval, plan.layout, plan.lowering)
+
+
+def find_model(name: str) -> Any:
+    """The class of a model.
+
+    Args:
+        name: `package.module.Class`.
+
+    Raises:
+        TrainingError: there is none, or it is no `SingleTaskModelParams`.
+    """
+    module_name, _, class_name = name.rpartition(".")
+    hint = "write package.module.Class, as in models.one_billion_word.params.OneBillionWordTiny"
+    if not module_name:
+        raise TrainingError(f"--model={name!r} names no module; {hint}")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise TrainingError(
+                f"--model={name!r}: {module_name} imports {error.name!r}, which is not installed"
+            ) from error
+        raise TrainingError(
+            f"--model={name!r}: there is no module {error.name!r}; {hint}, from the folder in "
+            "which the package lies"
+        ) from error
+    found = getattr(module, class_name, None)
+    base = base_model_params.SingleTaskModelParams
+    if inspect.isclass(found) and issubclass(found, base):
+        return found
+    known = [k for k, v in vars(module).items() if inspect.isclass(v) and issubclass(v, base)]
+    told = f"has no {class_name!r}{nearest_text(class_name, known)}"
+    if found is not None:
+        told = f"has {class_name!r}, which is no class of lingvo's SingleTaskModelParams"
+    raise TrainingError(
+        f"--model={name!r}: {module_name} {told}; it has {', '.join(known) or 'none'}"
+    )
+
+
+def stacks_of(params: Any) -> list[Any]:
+    """Params of the pipelined stacks in those of a layer; outer ones alone."""
+    found: list[Any] = []
+
+    def enter(_: str, value: Any) -> bool:
+        of = getattr(value, "cls", None)
+        is_stack = inspect.isclass(of) and issubclass(of, PipeliningLayer)
+        if is_stack:
+            found.append(value)
+        return not is_stack
+
+    params.Visit(lambda *_: None, enter_fn=enter)
+    return found
+
+
+def _plan_of(task: Any, name: str, values: dict[str, str]) -> Plan:
+    """The plan of a task that declares its stages itself; its stacks get what is asked for."""
+    stacks = stacks_of(task)
+    if not stacks:
+        of_pipelines = [n for n in (*_OF_STACKS, "boundaries") if n in values]
+        if of_pipelines:
+            raise PlanError(
+                f"{of_pipelines[0]}={values[of_pipelines[0]]}: {name} has no PipeliningLayer, for "
+                "which it is; leave it out"
+            )
+        plan = Plan.from_values(values)
+        if plan.mesh.num_devices > 1:
+            raise PlanError(
+                f"mesh={plan.mesh}: {name} has no PipeliningLayer, so it computes on one device; "
+                "put its layers into one, or leave the mesh out"
+            )
+        return plan
+    if "boundaries" in values:
+        raise PlanError(
+            f"boundaries={values['boundaries']}: {name} cuts its layers itself; give the class an "
+            "attribute PLAN = pipemesh.plan.Plan() and let Task() cut them as self.PLAN says"
+        )
+    first = stacks[0]
+    own = {
+        key: str(of)
+        for key, param in _OF_STACKS.items()
+        if isinstance(of := first.Get(param), str | int)
+    }
+    if first.fprop_dtype is not None:
+        own["compute_dtype"] = tf.as_dtype(first.fprop_dtype).name
+    own["layout"] = str(first.layout or "") if "layout" in first else ""
+    own |= {key: value for key, value in values.items()}
+    if "mesh" not in own:
+        own["mesh"] = str(first.mesh_shape or f"layers:{_places(first, own)}")
+    plan = Plan.from_values(own)
+    for stack in stacks:
+        for key, param in _OF_STACKS.items():
+            if key in values:
+                value: Any = values[key]
+                if key == "num_microbatches":
+                    value = int(value)
+                elif key == "compute_dtype":
+                    value = tf.as_dtype(value)
+                stack.Set(**{param: value})
+        # The cluster has both.
+        stack.Set(mesh_shape=None, layout=None)
+    return plan
+
+
+def _places(stack: Any, values: Mapping[str, str]) -> int:
+    """How many places a stack's stages take."""
+    if "schedule" not in values and isinstance(stack.schedule, Schedule):
+        return stack.schedule.num_devices
+    spec = ScheduleSpec.from_text(values.get("schedule", "gpipe"))
+    return max(1, len(stack.cell_tpl) // spec.stages_a_device)
+
+
+def _heldout_of(config: Any, name: str, dataset: str | None) -> str | None:
+    """The dataset to judge by."""
+    base = base_model_params.SingleTaskModelParams
+    listed = config.GetAllDatasetParams()
+    if listed is None:
+        there = [
+            key
+            for key, _ in inspect.getmembers(type(config), callable)
+            if key[0].isupper() and not hasattr(base, key)
+        ]
+        own = [k for k in ("Train", *_HELD_OUT) if getattr(type(config), k) is not getattr(base, k)]
+        there = [*own, *there]
+    else:
+        there = list(listed)
+    if "Train" not in there:
+        raise TrainingError(f"{name} has no dataset Train; define the method Train of its class")
+    if dataset is None:
+        return next((key for key in _HELD_OUT if key in there), None)
+    if dataset not in there:
+        raise TrainingError(
+            f"--dataset={dataset!r}: {name} has no such dataset"
+            f"{nearest_text(dataset, there)}; it has {', '.join(there)}"
+        )
+    return dataset
+
+
+def _lines(prefix: str, params: Any) -> dict[str, str]:
+    """Params as text, by name."""
+    found: dict[str, str] = {}
+    for line in params.ToText().splitlines():
+        key, separator, value = line.partition(" : ")
+        if separator:
+            found[f"{prefix}.{key}"] = value
+    return found

@@ -1,0 +1,1 @@
+"""The loop of training, and what it tells."""

@@ -1,0 +1,186 @@
+"""A lingvo task with all variables of a training, and what a step and an evaluation compute."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from lingvo.core import base_model, py_utils
+
+from pipemesh.errors import PipemeshError, TrainingError
+from pipemesh.layers import PipeliningLayer, mesh_cluster
+from pipemesh.layers.named import by_logical_name
+from pipemesh.layers.step_seed import whole_batch_randomness
+from pipemesh.plan import Plan
+from pipemesh.training.optimizer import prepare_optimizer
+from pipemesh.training.whole_updates import all_or_none
+
+
+class TrainedTask:
+    """A task, its optimizer, and the moving averages of its weights if it has some.
+
+    Args:
+        params: of the task.
+        plan: how it is run.
+        device_type: `CPU` or `GPU`.
+        seed: of TensorFlow's random numbers.
+
+    Attributes:
+        task: the lingvo task.
+        pipelines: the pipelined stacks in it, in the order in which they were made.
+        learner: what updates its weights.
+        loss: the metric that is trained on.
+        step: the number of finished steps.
+        skipped: the number of steps among them that were skipped.
+
+    Raises:
+        TrainingError: the task cannot be trained.
+    """
+
+    def __init__(self, params: Any, plan: Plan, device_type: str, seed: int) -> None:
+        self._plan, self._device_type = plan, device_type
+        tf.random.set_seed(seed)
+        with self.cluster():
+            self.step = py_utils.GetOrCreateGlobalStepVar()
+            self.step.assign(0)
+            self.skipped = tf.Variable(tf.zeros([], tf.int64), trainable=False)
+            # Of the task's moving averages lingvo knows by way of the model around it.
+            self._model = base_model.SingleTaskModel.Params(params).Instantiate()
+            self.task: Any = self._model.GetTask()
+            self.pipelines = pipelines_of(self.task)
+            # A task without a pipeline is on the first device.
+            homes = [home for stack in self.pipelines for home in stack.StageHomes()]
+        self.devices = [home.devices for home in homes]
+        self.learner = _learner_of(self.task)
+        name = self.learner.params.loss_name or self.learner.params.name
+        self.loss: str = name
+        self._trained = self.learner.GetTrainableVariables(self.task.vars).Flatten()
+        prepare_optimizer(self.learner, self._trained, self.step)
+        self._others = [v for v in self.task.vars.Flatten() if not v.trainable]
+        self._before = [tf.Variable(v, trainable=False) for v in self._others]
+
+    def cluster(self, do_eval: bool = False) -> Any:
+        """To be entered around all that the task does."""
+        plan = self._plan
+        return mesh_cluster(plan.mesh, self._device_type, do_eval, plan.layout, plan.lowering)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint is to have, by name."""
+        named = functools.partial(by_logical_name, self.task)
+        return {
+            "global_step": self.step,
+            "skipped_steps": self.skipped,
+            **named(self.task.vars.Flatten()),
+            **named(self.optimizer_variables()),
+            **named(self.averages()),
+        }
+
+    def optimizer_variables(self) -> list[tf.Variable]:
+        """Those of the optimizer."""
+        return self.learner.optimizer._optimizer.variables()
+
+    def averages(self) -> list[tf.Variable]:
+        """The moving averages of weights, which evaluation takes in their place; often none."""
+        ema = self.task.ema
+        found = [ema.average(v) for v in self.task.vars.Flatten()] if ema else []
+        return [average for average in found if average is not None]
+
+    def all_devices(self) -> list[str]:
+        """Those of all stages, or the one there is."""
+        found = [device for home in self.devices for device in home]
+        return found or [f"/job:localhost/replica:0/task:0/device:{self._device_type}:0"]
+
+    def train(self, batch: Any, outcome: Callable[[Any, Any], Any]) -> Any:
+        """Updates the weights; to be called while a graph is built.
+
+        Args:
+            batch: nested tensors.
+            outcome: what of metrics and of tensors with a row an example is wanted.
+
+        Returns:
+            The loss, the learning rate, and what `outcome` returns. Nothing but `before` has
+            changed if an operation fails, or the norm of all gradients is not finite.
+        """
+        with tf.control_dependencies(
+            [copy.assign(v) for copy, v in zip(self._before, self._others, strict=True)]
+        ):
+            batch = _nested_map(batch)
+        with py_utils.GradientTape(), py_utils.GlobalStepContext(self.step):
+            py_utils.ResetStepSeed()
+            with whole_batch_randomness():
+                metrics, per_example = self.task.FPropTower(self.task.theta, batch)
+            losses, update, stats = self.learner.Apply(
+                metrics, self.task.vars, gradient_adjuster=self._adjust
+            )
+            # As lingvo has it: averages of what was updated, then what depends on them.
+            for follow in (
+                self.task.PostTrainingStepUpdate,
+                self.task.ApplyExponentialMovingAverage,
+                self.task.PostEmaUpdate,
+            ):
+                with tf.control_dependencies([update]):
+                    update = tf.group(update, follow())
+        # A step that fails has not been made.
+        with tf.control_dependencies([update]):
+            self.step.assign_add(1)
+        return losses[0], stats["learning_rate"][0], outcome(metrics, per_example)
+
+    def evaluate(self, batch: Any, outcome: Callable[[Any, Any], Any]) -> Any:
+        """What `outcome` makes of a batch without training; see `train`."""
+        with py_utils.GlobalStepContext(self.step):
+            py_utils.ResetStepSeed()
+            return outcome(*self.task.FPropTower(self.task.theta, _nested_map(batch)))
+
+    def take_back(self) -> None:
+        """Gives back what a step that failed has changed by itself, as batch norm its averages."""
+        for variable, before in zip(self._others, self._before, strict=True):
+            variable.assign(before)
+
+    def explain(self, error: tf.errors.OpError) -> PipemeshError | None:
+        """An error as one line with stage, layer and microbatch; None if no stage raised it."""
+        found = (stack.Explain(error) for stack in self.pipelines)
+        return next((told for told in found if told is not None), None)
+
+    def _adjust(self, var_grads: Any) -> Any:
+        return all_or_none(self.task.AdjustGradients(var_grads))
+
+
+def pipelines_of(layer: Any) -> list[Any]:
+    """The pipelined stacks in a layer of lingvo, and in its children; outer ones alone."""
+    if isinstance(layer, PipeliningLayer):
+        return [layer]
+    children: Sequence[Any] = layer.children.Flatten()
+    return [stack for child in children for stack in pipelines_of(child)]
+
+
+def _learner_of(task: Any) -> Any:
+    """The one learner of a task.
+
+    Raises:
+        TrainingError: it has several, or one whose gradients nobody sees before weights change.
+    """
+    name, learners = task.params.name, task.learners
+    if len(learners) != 1:
+        raise TrainingError(
+            f"{name}: it has {len(learners)} learners, which could fail one by one; give "
+            "p.train.learner one"
+        )
+    p = learners[0].params
+    if isinstance(p.loss_name, list | tuple):
+        raise TrainingError(
+            f"{name}: its learner trains on {len(p.loss_name)} losses; let ComputeLoss add them up "
+            "to one"
+        )
+    if not p.scale_gradients:
+        raise TrainingError(
+            f"{name}: with scale_gradients=False gradients that are not finite would be applied; "
+            "leave scale_gradients of its learner True"
+        )
+    return learners[0]
+
+
+def _nested_map(batch: Any) -> Any:
+    """A batch as layers of lingvo take it."""
+    return py_utils.NestedMap.FromNestedDict(tf.nest.map_structure(tf.identity, batch))
