@@ -22,7 +22,14 @@ COMMANDS = {
     "partition": "pipemesh.partition.command",
     "schedule": "pipemesh.schedule.command",
 }
+# Those that train have flags of their own kind: `main(argv) -> exit code`.
+PROGRAMS = {
+    "evaluate": "pipemesh.training.command.evaluate",
+    "train": "pipemesh.training.command.train",
+}
 HELP = {
+    "evaluate": "judge a checkpoint by one epoch of held-out data",
+    "train": "train a registered model of lingvo, pipelined or not",
     "checkpoint": "look into checkpoints, compare and convert them",
     "partition": "cut a stack of layers into stages of equal cost",
     "schedule": "build, compare, simulate and draw pipeline schedules",
@@ -49,19 +56,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         0
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
-        hint = did_you_mean(words[0], COMMANDS)
+    known = sorted({**COMMANDS, **PROGRAMS})
+    if words and not words[0].startswith("-") and words[0] not in known:
+        hint = did_you_mean(words[0], known)
         print(
-            f"pipemesh: error: unknown command {words[0]!r}; {hint}known are {', '.join(COMMANDS)}",
+            f"pipemesh: error: unknown command {words[0]!r}; {hint}known are {', '.join(known)}",
             file=sys.stderr,
         )
         return 2
+    if words and words[0] in PROGRAMS:
+        return _run_program(words[0], words[1:])
     parser = argparse.ArgumentParser(
         prog="pipemesh", description="Pipelined training on a named-dimension mesh."
     )
     parser.add_argument("--version", action="version", version=f"pipemesh {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    for name in COMMANDS:
+    for name in known:
         # Only the command that is called is imported: the others may need TensorFlow.
         command = commands.add_parser(name, help=HELP.get(name), allow_abbrev=False)
         if words[:1] == [name]:
@@ -82,6 +92,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader, `head` for example, has seen enough; nor may the interpreter write on exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _run_program(name: str, words: Sequence[str]) -> int:
+    """Runs a program that trains, as the process that it is."""
+    program: Any = importlib.import_module("pipemesh.training.command.program")
+    main: Any = importlib.import_module(PROGRAMS[name]).main
+    return program.run(main, [f"pipemesh {name}", *words])
 
 
 def table_of(text: str, num_stages: int, num_microbatches: int) -> dict[str, Any]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from typing import Any
 
 import tensorflow as tf
 
+from pipemesh.backend.iterators import iterator_state
 from pipemesh.checkpoint.reader import reason, restore
 from pipemesh.errors import CheckpointError, DataError
 
@@ -23,7 +25,8 @@ class Batches:
     that, and how many batches were read since.
 
     Args:
-        dataset: without end; all that it does must be a function of its iterator's state.
+        dataset: without end; if not all that it does is a function of its iterator's state, it
+            begins anew when training goes on.
         read_ahead: how many batches it reads before they are asked for.
 
     Attributes:
@@ -43,6 +46,15 @@ class Batches:
         # Checkpoints that know a place in the data (None knows its beginning), the newest last, and
         # how many batches were read since.
         self._places: dict[str | None, int] = {None: 0}
+
+    @functools.cached_property
+    def is_restorable(self) -> bool:
+        """Whether a place in it can be saved: it has no state outside of the iterator."""
+        try:
+            iterator_state(self.iterator)
+        except tf.errors.OpError:
+            return False
+        return True
 
     def go_to(self, checkpoint: str, skip: int = 0) -> None:
         """Goes on where a checkpoint was.

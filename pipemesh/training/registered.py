@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import tensorflow as tf
-from lingvo.core import base_model_params, hyperparams
+from lingvo.core import base_model_params
 
 from pipemesh.errors import PlanError, TrainingError
 from pipemesh.layers import PipeliningLayer, mesh_cluster
+from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
 from pipemesh.schedule import Schedule, ScheduleSpec
 from pipemesh.text import nearest_text
@@ -78,6 +78,8 @@ class RegisteredModel(Subject):
     ) -> None:
         self.name, self.device_type, self.seed = name, device_type, seed
         self._config, values = config, dict(values or {})
+        # Flags to be kept with checkpoints.
+        self.given: Mapping[str, Any] = {}
         self._heldout = _heldout_of(config, name, dataset)
         if isinstance(getattr(config, _PLAN, None), Plan):
             self.plan = Plan.from_values(getattr(config, _PLAN).to_values() | values)
@@ -113,6 +115,7 @@ class RegisteredModel(Subject):
         return {
             "model": self.name,
             "plan": self.plan.to_values(),
+            "flags": dict(self.given),
             "settings": {
                 "device_type": self.device_type,
                 "seed": self.seed,
@@ -164,6 +167,27 @@ def find_model(name: str) -> Any:
     raise TrainingError(
         f"--model={name!r}: {module_name} {told}; it has {', '.join(known) or 'none'}"
     )
+
+
+def mesh_before(config: Any, values: Mapping[str, str]) -> Mesh | None:
+    """The mesh of a model's plan, as far as it is known before its `Task` is called.
+
+    Devices are made before TensorFlow starts, which `Task` may do.
+
+    Args:
+        config: an instance of its class.
+        values: what the plan is to have otherwise.
+
+    Returns:
+        The mesh; None if `Task` says it.
+
+    Raises:
+        PipemeshError: the plan cannot be had.
+    """
+    own = getattr(config, _PLAN, None)
+    if isinstance(own, Plan):
+        return Plan.from_values({**own.to_values(), **values}).mesh
+    return Mesh.from_text(values["mesh"]) if "mesh" in values else None
 
 
 def stacks_of(params: Any) -> list[Any]:

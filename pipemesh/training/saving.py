@@ -94,7 +94,8 @@ class Saving:
         # What is being written has the place of an iterator that has failed since.
         self._checkpoints.abandon()
         self._batches = batches
-        self._checkpoints.track(**{NAME: batches.iterator})
+        if batches.is_restorable:
+            self._checkpoints.track(**{NAME: batches.iterator})
 
     def begin(self, step: int, note: Mapping[str, Any], score: float | None = None) -> None:
         """Begins to save everything as it is now.

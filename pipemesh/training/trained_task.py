@@ -26,11 +26,11 @@ class TrainedTask:
         plan: how it is run.
         device_type: `CPU` or `GPU`.
         seed: of TensorFlow's random numbers.
+        learns: whether it will be trained; without it there is no optimizer.
 
     Attributes:
         task: the lingvo task.
         pipelines: the pipelined stacks in it, in the order in which they were made.
-        learner: what updates its weights.
         loss: the metric that is trained on.
         step: the number of finished steps.
         skipped: the number of steps among them that were skipped.
@@ -39,7 +39,9 @@ class TrainedTask:
         TrainingError: the task cannot be trained.
     """
 
-    def __init__(self, params: Any, plan: Plan, device_type: str, seed: int) -> None:
+    def __init__(
+        self, params: Any, plan: Plan, device_type: str, seed: int, learns: bool = True
+    ) -> None:
         self._plan, self._device_type = plan, device_type
         tf.random.set_seed(seed)
         with self.cluster():
@@ -53,13 +55,17 @@ class TrainedTask:
             # A task without a pipeline is on the first device.
             homes = [home for stack in self.pipelines for home in stack.StageHomes()]
         self.devices = [home.devices for home in homes]
-        self.learner = _learner_of(self.task)
-        name = self.learner.params.loss_name or self.learner.params.name
-        self.loss: str = name
-        self._trained = self.learner.GetTrainableVariables(self.task.vars).Flatten()
-        prepare_optimizer(self.learner, self._trained, self.step)
-        self._others = [v for v in self.task.vars.Flatten() if not v.trainable]
-        self._before = [tf.Variable(v, trainable=False) for v in self._others]
+        self._learner = _learner_of(self.task)
+        self.loss: str = self._learner.params.loss_name or self._learner.params.name
+        # What a step changes by itself, and its values before the step.
+        self._others: list[tf.Variable] = []
+        self._before: list[tf.Variable] = []
+        self._learns = learns
+        if learns:
+            variables = self._learner.GetTrainableVariables(self.task.vars).Flatten()
+            prepare_optimizer(self._learner, variables, self.step)
+            self._others = [v for v in self.task.vars.Flatten() if not v.trainable]
+            self._before = [tf.Variable(v, trainable=False) for v in self._others]
 
     def cluster(self, do_eval: bool = False) -> Any:
         """To be entered around all that the task does."""
@@ -71,15 +77,17 @@ class TrainedTask:
         named = functools.partial(by_logical_name, self.task)
         return {
             "global_step": self.step,
-            "skipped_steps": self.skipped,
+            **({"skipped_steps": self.skipped} if self._learns else {}),
             **named(self.task.vars.Flatten()),
             **named(self.optimizer_variables()),
             **named(self.averages()),
         }
 
     def optimizer_variables(self) -> list[tf.Variable]:
-        """Those of the optimizer."""
-        return self.learner.optimizer._optimizer.variables()
+        """Those of the optimizer; none if nothing is learned."""
+        if not self._learns:
+            return []
+        return self._learner.optimizer._optimizer.variables()
 
     def averages(self) -> list[tf.Variable]:
         """The moving averages of weights, which evaluation takes in their place; often none."""
@@ -111,7 +119,7 @@ class TrainedTask:
             py_utils.ResetStepSeed()
             with whole_batch_randomness():
                 metrics, per_example = self.task.FPropTower(self.task.theta, batch)
-            losses, update, stats = self.learner.Apply(
+            losses, update, stats = self._learner.Apply(
                 metrics, self.task.vars, gradient_adjuster=self._adjust
             )
             # As lingvo has it: averages of what was updated, then what depends on them.

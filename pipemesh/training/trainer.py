@@ -12,12 +12,12 @@ import tensorflow as tf
 
 from pipemesh.backend.peak import peak_flops
 from pipemesh.checkpoint import Manifest
-from pipemesh.checkpoint.reader import reason
 from pipemesh.errors import DataError, NotFiniteError, PipemeshError, TrainingError
 from pipemesh.layers import Report, report
 from pipemesh.recurrent import ActionClock, Placement, record_placement
 from pipemesh.schedule import Timeline, simulate
 from pipemesh.training.batches import Batches
+from pipemesh.training.evaluation import Evaluation, scored, vanished
 from pipemesh.training.run import console
 from pipemesh.training.run.options import EVAL_BATCHES, Options
 from pipemesh.training.run.stage_table import stage_table
@@ -45,6 +45,7 @@ class Trainer:
         restored: path of the checkpoint that it goes on from; None if there was none.
         report: what was predicted of a step, once its graph is built; None without a pipeline.
         best: the best score while training, and how many evaluations were not better since.
+        keeps_place: whether it went on from a place in the data.
 
     Raises:
         CheckpointError: the checkpoint is another model's, or damaged.
@@ -71,12 +72,14 @@ class Trainer:
         self.sample = subject.sample(options.eval_batches or EVAL_BATCHES)
         self._batches = Batches(dataset, subject.read_ahead)
         self.best: tuple[float | None, int] = (None, 0)
+        self.keeps_place = False
         if self.restored:
             # Not that of a newer one that was damaged.
             note = Manifest.read(self.restored).note
             best, since = note.get("best", (None, 0))
             self.best = best, since
-            if keeps_place:
+            self.keeps_place = keeps_place and self._batches.is_restorable
+            if self.keeps_place:
                 self._batches.go_to(self.restored, note.get("skip", 0))
         self._skip = 0
         self.saving.follow(self._batches)
@@ -84,7 +87,7 @@ class Trainer:
         for stack in self.trained.pipelines:
             stack.noted_run = lambda run, stack=stack: self._note_run(stack, run)
         self._train = tf.function(self._train_step, autograph=False)
-        self._evaluate = tf.function(self._evaluate_batch, autograph=False)
+        self._evaluation = Evaluation(subject, self.trained)
         self._is_first, self._was_skipped = True, False
         self._last: Any = None
         # Graphs are placed when they run for the first time.
@@ -108,6 +111,11 @@ class Trainer:
         return peak_flops(self.trained.all_devices(), dtype)
 
     @property
+    def is_restorable(self) -> bool:
+        """Whether a place in the data can be saved."""
+        return self._batches.is_restorable
+
+    @property
     def step(self) -> int:
         """The number of finished steps."""
         return int(self.trained.step.numpy())
@@ -127,7 +135,7 @@ class Trainer:
         try:
             return self.subject.heldout_data() or ()
         except OSError as error:
-            raise _vanished(error) from error
+            raise vanished(error) from error
 
     @property
     def saved(self) -> str | None:
@@ -180,12 +188,12 @@ class Trainer:
         return {
             "loss": float(loss),
             "learning_rate": float(learning_rate),
-            "score": self._scored(batch, outcome),
+            "score": scored(self.subject, batch, outcome, self.trained.loss),
         }
 
     def _prepare_evaluation(self) -> None:
         if self.sample.batches:
-            self._score(self.sample.batches[0])
+            self._evaluation.score(self.sample.batches[0])
 
     def _next_batch(self) -> Any:
         try:
@@ -252,17 +260,10 @@ class Trainer:
             DataError: the held-out data cannot be read any more.
             TrainingError: an operation of a stage failed.
         """
-        total = self.subject.nothing()
-        iterator = iter(batches)
-        while not stopped():
-            try:
-                batch = next(iterator, None)
-            except tf.errors.OpError as error:
-                raise _vanished(error) from error
-            if batch is None:
-                return total
-            total += self._score(batch)
-        return None
+        try:
+            return self._evaluation.of(batches, stopped)
+        except TrainingError as error:
+            self.give_up(str(error), self.step, error)
 
     def save(self) -> str:
         """Saves a checkpoint of everything; returns its path.
@@ -278,9 +279,9 @@ class Trainer:
             batch = self.sample.batches[0] if self.sample.batches else self._last
             if batch is None:
                 return
-            loss = self._score(batch).judged
-            if not np.isfinite(loss):
-                self.give_up(f"the held-out loss is {loss}", self.step)
+            score = self.evaluate([batch])
+            if score is not None and not np.isfinite(score.judged):
+                self.give_up(f"the held-out loss is {score.judged}", self.step)
 
         return self.saving.save(self.step, self._note(), check)
 
@@ -322,32 +323,10 @@ class Trainer:
         hint = "; give a lower --learning_rate" if is_not_finite(what) else ""
         raise TrainingError(f"step {step}: {what}; of good checkpoints, {kept}{hint}") from error
 
-    def _score(self, batch: Any) -> Score:
-        try:
-            with self.trained.cluster(do_eval=True):
-                outcome = self._evaluate(batch)
-        except tf.errors.OpError as error:
-            explained = self.trained.explain(error)
-            if explained is None:
-                raise
-            self.give_up(f"evaluation: {explained}", self.step, error)
-        return self._scored(batch, outcome)
-
-    def _scored(self, batch: Any, outcome: Any) -> Score:
-        arrays = tf.nest.map_structure(lambda t: t.numpy(), outcome)
-        return self.subject.score(batch, arrays, self.trained.loss)
-
     def _train_step(self, batch: Any) -> Any:
         return self.trained.train(batch, self.subject.outcome)
-
-    def _evaluate_batch(self, batch: Any) -> Any:
-        return self.trained.evaluate(batch, self.subject.outcome)
 
 
 def is_not_finite(told: str) -> bool:
     """Whether an error speaks of values that are not finite, in whosever words."""
     return re.search(r"\bnot finite\b|\b(nan|inf)\b", told, re.IGNORECASE) is not None
-
-
-def _vanished(error: Exception) -> DataError:
-    return DataError(f"the held-out data cannot be read any more ({reason(error)})")

@@ -14,12 +14,13 @@ from typing import Any, NoReturn
 _INTERRUPTED = 130
 
 
-def run(main: Callable[[list[str]], int]) -> NoReturn:
+def run(main: Callable[[list[str]], int], argv: list[str] | None = None) -> NoReturn:
     """Runs a program as a process of its own.
 
     Args:
         main: gets the command line, returns the exit code. What it raises that users can mend
             becomes one line.
+        argv: the command line; by default that of this process.
     """
     # Before all else: imports take seconds.
     signal.signal(signal.SIGINT, _leave)
@@ -30,7 +31,7 @@ def run(main: Callable[[list[str]], int]) -> NoReturn:
         from pipemesh.training.run import console
 
         console.stand_in()
-        code = flags.exit_code(lambda: main(sys.argv))
+        code = flags.exit_code(lambda: main(sys.argv if argv is None else argv))
     except SystemExit as end:
         if end.code is not None and not isinstance(end.code, int):
             # Python writes it.

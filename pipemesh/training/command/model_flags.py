@@ -1,0 +1,153 @@
+"""The flags that name a registered model, and the subject that they ask for."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from absl import flags
+
+from pipemesh.errors import (
+    CheckpointError,
+    DeviceError,
+    LayoutError,
+    MeshError,
+    PipemeshError,
+    PlanError,
+    ScheduleError,
+)
+from pipemesh.mesh import Mesh
+from pipemesh.training.command import plan_flags
+from pipemesh.training.command.flags import FlagError, start_tensorflow
+
+FLAGS = flags.FLAGS
+
+# Flags that are defined here belong to the program that asks for them.
+flags.disclaim_key_flags()
+
+# What lies in a logdir was trained by this program, if its note says nothing else.
+PROGRAM = "pipemesh train"
+
+
+def define() -> None:
+    """Defines them, and those of the plan."""
+    flags.DEFINE_string(
+        "model",
+        None,
+        "The model: package.module.Class, a SingleTaskModelParams of lingvo; the folder that "
+        "the command is called in is looked in first.",
+        short_name="m",
+    )
+    plan_flags.define()
+    flags.DEFINE_integer(
+        "seed", 0, "Seed of weights and of what is drawn, if the task has no random_seed."
+    )
+    flags.DEFINE_string(
+        "dataset", None, "The dataset to judge by; default: Dev, or else Test, if the model has it."
+    )
+
+
+def logdir() -> str:
+    """The folder of checkpoints.
+
+    Raises:
+        FlagError: neither it nor a model is given.
+    """
+    if FLAGS.logdir:
+        return FLAGS.logdir
+    if FLAGS.logdir == "" or not FLAGS.model:
+        raise FlagError(
+            "which model? give --model=package.module.Class, or the --logdir of a training to go on"
+        )
+    return os.path.join("runs", FLAGS.model.rpartition(".")[2])
+
+
+def subject() -> Any:
+    """The model that is asked for, and TensorFlow with the devices of its plan.
+
+    Raises:
+        FlagError: there is no such model, or it cannot be run so.
+    """
+    from pipemesh.training.run import console
+
+    if not FLAGS.model:
+        raise FlagError(
+            f"which model? --logdir={FLAGS.logdir!r} has no checkpoint that says; give "
+            "--model=package.module.Class"
+        )
+    values = plan_flags.given()
+    if FLAGS.plain:
+        values.setdefault("mesh", "layers:1")
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        # As `python -m` has it.
+        sys.path.insert(0, os.getcwd())
+    with console.waiting("loading TensorFlow"):
+        from pipemesh.training.registered import RegisteredModel, find_model, mesh_before
+
+        config = find_model(FLAGS.model)()
+        try:
+            mesh = mesh_before(config, values)
+            if mesh is not None:
+                _start(mesh)
+            model = RegisteredModel(
+                config,
+                FLAGS.model,
+                values,
+                device_type=FLAGS.device_type,
+                seed=FLAGS.seed,
+                plain=FLAGS.plain,
+                strict_devices=FLAGS.strict_devices,
+                dataset=FLAGS.dataset,
+            )
+        except (LayoutError, MeshError, PlanError, ScheduleError) as error:
+            raise _named(error, values) from error
+        if FLAGS.plain:
+            plan_flags.check_plain(model.plan.mesh.num_devices, model.plan.compute_dtype)
+        if mesh is None:
+            try:
+                _start(model.plan.mesh)
+            except DeviceError as error:
+                raise FlagError(
+                    f"--model={FLAGS.model!r}: its Task() starts TensorFlow before it is known how "
+                    f"many devices there are to be; give --mesh_shape='{model.plan.mesh}'"
+                ) from error
+        from lingvo.core import py_utils
+
+        py_utils.SetEagerMode(True)
+    return model
+
+
+def _start(mesh: Mesh) -> None:
+    start_tensorflow(mesh, FLAGS.device_type)
+
+
+def check_note(note: Mapping[str, Any], folder: str) -> None:
+    """Checks that a checkpoint is of a registered model, and of the one that is asked for.
+
+    Args:
+        note: of the checkpoint.
+        folder: that it lies in.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    there = note.get("model")
+    if not isinstance(there, str):
+        program = note.get("program", "another program")
+        raise CheckpointError(
+            f"--logdir={folder!r} holds a checkpoint of {program}; use that, or another --logdir"
+        )
+    if FLAGS.model and there != FLAGS.model:
+        raise CheckpointError(
+            f"--logdir={folder!r} holds a checkpoint of another model ({there} there, "
+            f"{FLAGS.model} now); give another --logdir"
+        )
+
+
+def _named(error: PipemeshError, values: Mapping[str, str]) -> FlagError:
+    """An error of the plan as one of a flag, if a flag asked for it."""
+    if any(str(error).startswith(f"{name}=") for name in values):
+        return plan_flags.error_of(error, values)
+    return FlagError(f"--model={FLAGS.model!r}: {error}")

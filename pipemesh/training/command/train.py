@@ -1,0 +1,101 @@
+"""Trains a registered model of lingvo, pipelined or not.
+
+    pipemesh train --model=package.module.Class --mesh_shape=layers:2 --logdir=runs/a
+
+Run it again with the same `--logdir` to go on where it stopped; flags that are not given are those
+that the training was begun with.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from absl import flags
+
+from pipemesh.checkpoint import Folder, newest_whole
+from pipemesh.checkpoint.whole_file import write_whole
+from pipemesh.training.command import model_flags, quiet, training_flags
+from pipemesh.training.command.config import as_toml
+from pipemesh.training.command.flags import parse
+from pipemesh.training.run import console
+from pipemesh.training.run.options import Options
+
+FLAGS = flags.FLAGS
+
+
+def main(argv: list[str]) -> int:
+    """Trains as the flags say.
+
+    Args:
+        argv: the program and its arguments.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        PipemeshError: what is asked for cannot be had.
+    """
+    quiet.install()
+    program = sys.modules[__name__]
+    # Not when this module is imported: a process has flags of one program.
+    model_flags.define()
+    training_flags.define()
+    parse(argv, program, __doc__)
+    folder = model_flags.logdir()
+    training_flags.take_up(folder, program)
+    with Folder(folder):
+        return _train(folder)
+
+
+def _train(folder: str) -> int:
+    path, manifest = newest_whole(folder) or (None, None)
+    if manifest:
+        model_flags.check_note(manifest.note, folder)
+    given = training_flags.given(sys.modules[__name__])
+    subject = model_flags.subject()
+    options = Options(logdir=folder, given=given, **training_flags.options())
+    with console.waiting("making the model"):
+        from pipemesh.training.run.loop import Loop
+        from pipemesh.training.trainer import Trainer
+
+        subject.given = given
+        now = subject.note()
+        there: Any = manifest.note if manifest else {}
+        place = _settings(there, "input.") == _settings(now, "input.")
+        trainer = Trainer(subject, options, restore=path, keeps_place=place)
+    plan = subject.plan
+    print(f"{subject.name}: {plan.mesh}")
+    if table := trainer.stage_table():
+        print(f"plan: {plan}\n{table}")
+    print(f"evaluation while training: {trainer.sample}")
+    if manifest:
+        print(f"going on from {trainer.restored}")
+        for told in _changes(there, now):
+            print(told)
+        if not trainer.keeps_place:
+            print("the data is read from its beginning")
+    elif not trainer.is_restorable:
+        print("a place in this data cannot be saved: who goes on reads it from its beginning")
+    sys.stdout.flush()
+    # To be given to --config.
+    write_whole(os.path.join(folder, "config.toml"), as_toml(given).encode())
+    return Loop(trainer, options).run()
+
+
+def _settings(note: Any, prefix: str) -> dict[str, str]:
+    found = note.get("settings", {})
+    return {name: value for name, value in found.items() if name.startswith(prefix)}
+
+
+def _changes(there: Any, now: Any) -> list[str]:
+    """What is otherwise now than in a checkpoint's note, a line each."""
+    found = []
+    for what in ("plan", "settings"):
+        old, new = there.get(what, {}), now[what]
+        for name in {**old, **new}:
+            before, after = old.get(name) or "none", new.get(name) or "none"
+            if before != after:
+                found.append(f"changed: {name} {before} there, {after} now")
+    return found

@@ -1,0 +1,118 @@
+"""Judges the weights of a task by batches that it is not trained on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from pipemesh.checkpoint import restore
+from pipemesh.checkpoint.reader import reason
+from pipemesh.errors import CheckpointError, DataError, TrainingError
+from pipemesh.training.score import Score
+from pipemesh.training.subject import Subject
+from pipemesh.training.trained_task import TrainedTask
+
+
+class Evaluation:
+    """Scores batches; dropout is off, and moving averages stand in for weights that have one.
+
+    Args:
+        subject: what the batches are of.
+        trained: its task.
+    """
+
+    def __init__(self, subject: Subject, trained: TrainedTask) -> None:
+        self._subject, self._trained = subject, trained
+        self._evaluate = tf.function(self._outcome, autograph=False)
+
+    def score(self, batch: Any) -> Score:
+        """The score of a batch.
+
+        Raises:
+            TrainingError: an operation of a stage failed.
+        """
+        try:
+            with self._trained.cluster(do_eval=True):
+                outcome = self._evaluate(batch)
+        except tf.errors.OpError as error:
+            explained = self._trained.explain(error)
+            if explained is None:
+                raise
+            raise TrainingError(f"evaluation: {explained}") from error
+        return scored(self._subject, batch, outcome, self._trained.loss)
+
+    def of(
+        self, batches: Iterable[Any], stopped: Callable[[], bool] = lambda: False
+    ) -> Score | None:
+        """The score of batches.
+
+        Args:
+            batches: any number.
+            stopped: asked before each batch whether to give up.
+
+        Returns:
+            The score; None if it gave up.
+
+        Raises:
+            DataError: they cannot be read any more.
+            TrainingError: an operation of a stage failed.
+        """
+        total = self._subject.nothing()
+        iterator = iter(batches)
+        while not stopped():
+            try:
+                batch = next(iterator, None)
+            except tf.errors.OpError as error:
+                raise vanished(error) from error
+            if batch is None:
+                return total
+            total += self.score(batch)
+        return None
+
+    def _outcome(self, batch: Any) -> Any:
+        return self._trained.evaluate(batch, self._subject.outcome)
+
+
+def evaluate(subject: Subject, checkpoint: str) -> tuple[int, Score]:
+    """Judges a checkpoint by all held-out batches of a subject, each once.
+
+    Under any plan; of the checkpoint only weights are read, and their moving averages.
+
+    Args:
+        subject: the model, and what to judge by.
+        checkpoint: its path.
+
+    Returns:
+        The step of the checkpoint, and the score.
+
+    Raises:
+        CheckpointError: it is another model's, or damaged.
+        DataError: there is nothing to judge by, or it cannot be read.
+    """
+    batches = subject.heldout_data()
+    if batches is None:
+        raise DataError(f"{subject.name} has no held-out data; define Dev() or Test() of its class")
+    trained = TrainedTask(
+        subject.task(), subject.plan, subject.device_type, subject.seed, learns=False
+    )
+    state = trained.state()
+    if not os.path.exists(f"{checkpoint}.index"):
+        raise CheckpointError(f"there is no checkpoint {checkpoint!r}")
+    restore(checkpoint, state)
+    score = Evaluation(subject, trained).of(batches)
+    # Nothing stops it.
+    assert score is not None
+    return int(trained.step.numpy()), score
+
+
+def scored(subject: Subject, batch: Any, outcome: Any, loss: str) -> Score:
+    """The score of a batch, from tensors."""
+    return subject.score(batch, tf.nest.map_structure(lambda t: t.numpy(), outcome), loss)
+
+
+def vanished(error: Exception) -> DataError:
+    """An error of reading held-out data in a line."""
+    return DataError(f"the held-out data cannot be read any more ({reason(error)})")
