@@ -18,6 +18,9 @@ from models.one_billion_word.vocabulary import Vocabulary
 from pipemesh.errors import CheckpointError
 from pipemesh.plan import Plan
 
+# Who goes on with a checkpoint, and judges it.
+_PROGRAM = "python -m models.one_billion_word.train"
+_EVALUATION = "models.one_billion_word.evaluate"
 # What weights depend on, and the seed, on which the order of the text depends.
 _MODEL = (
     "VOCAB_SIZE",
@@ -42,6 +45,7 @@ _SETTINGS = (
     "CLIP_GRADIENT_NORM",
     "DROPOUT_PROB",
     "BALANCE_WEIGHT",
+    "EMA_DECAY",
 )
 
 
@@ -101,7 +105,8 @@ class About:
     def to_note(self) -> dict[str, Any]:
         """What a checkpoint's manifest is to note."""
         vocabulary = base64.b64encode(self.vocabulary).decode()
-        return dataclasses.asdict(self) | {"vocabulary": vocabulary}
+        of_programs = {"program": _PROGRAM, "evaluated_by": _EVALUATION}
+        return dataclasses.asdict(self) | {"vocabulary": vocabulary} | of_programs
 
     def keep_choice(self, now: About, settings: Settings) -> tuple[str, ...]:
         """Goes on with what was chosen, if what it was chosen for is the same.
@@ -135,8 +140,13 @@ class About:
         Raises:
             CheckpointError: it is another model's.
         """
-        mine = {"model": model, **_values(settings, _MODEL)}
-        if told := changes(self.model, mine):
+        mine = {"model": model, **_values(settings, _MODEL), "moving_averages": "none"}
+        if settings.EMA_DECAY:
+            mine["moving_averages"] = "some"
+        there = {**self.model, "moving_averages": "none"}
+        if self.settings.get("ema_decay"):
+            there["moving_averages"] = "some"
+        if told := changes(there, mine):
             raise CheckpointError(
                 f"--logdir={logdir!r} holds a checkpoint of another model ({told}); give another "
                 "--logdir, or the settings it was trained with"

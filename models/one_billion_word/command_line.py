@@ -18,6 +18,7 @@ from pipemesh.mesh import LayoutRules
 from pipemesh.plan import Plan
 from pipemesh.text import nearest
 from pipemesh.training.command import plan_flags, training_flags
+from pipemesh.training.command.evaluate import ABOUT_CHECKPOINT
 from pipemesh.training.command.flags import FlagError, check_number
 from pipemesh.training.command.flags import parse as parse_flags
 
@@ -47,6 +48,12 @@ flags.DEFINE_enum(
     "Default: the model's.",
 )
 flags.DEFINE_float("learning_rate", None, "Factor of the learning rate; default: the model's.")
+flags.DEFINE_float(
+    "ema_decay",
+    None,
+    "Decay of the moving averages of weights, below 1, that evaluation takes in their place, such "
+    "as 0.999; default: the model's, none.",
+)
 flags.DEFINE_string("data_dir", None, "Folder of text; default: text that comes with Python.")
 flags.DEFINE_string("train_pattern", None, "Glob below --data_dir of the text to train on.")
 flags.DEFINE_string("heldout_pattern", None, "Glob below --data_dir of the text to judge by.")
@@ -64,6 +71,7 @@ _OF_SETTINGS = {
     "sequence_length": "SEQUENCE_LENGTH",
     "optimizer": "OPTIMIZER",
     "learning_rate": "LEARNING_RATE",
+    "ema_decay": "EMA_DECAY",
     "layers": "LAYERS",
 }
 
@@ -79,6 +87,11 @@ def parse(argv: list[str], about: str | None) -> None:
         FlagError: a flag is unknown or malformed, or an argument is none.
     """
     parse_flags(argv, sys.modules[__name__], about)
+
+
+def define_checkpoint() -> None:
+    """Defines the flag that names a checkpoint, for programs that train nothing."""
+    flags.DEFINE_string("checkpoint", None, ABOUT_CHECKPOINT)
 
 
 def take_up() -> dict[str, Any]:
@@ -119,6 +132,8 @@ def request() -> Request:
             if not isinstance(value, str):
                 check_number(flag, value)
             setattr(settings, attribute, value)
+    if not settings.EMA_DECAY < 1:
+        raise FlagError(f"--ema_decay={settings.EMA_DECAY}: it must be below 1")
     if settings.LAYERS == "lingvo" and (settings.TIED_EMBEDDINGS or settings.NUM_EXPERTS):
         what = "experts" if settings.NUM_EXPERTS else "one table for the first and the last layer"
         raise FlagError(

@@ -79,6 +79,7 @@ class LanguageModelParams(sizes.Settings, base_model_params.SingleTaskModelParam
             ),
             clip_gradient_norm_to_value=self.CLIP_GRADIENT_NORM,
         )
+        p.train.ema_decay = self.EMA_DECAY
         p.eval.samples_per_summary = 0
         p.random_seed = self.SEED
         return p

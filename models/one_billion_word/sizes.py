@@ -37,6 +37,8 @@ class Settings:
     LEARNING_RATE = 1.0
     WARMUP_STEPS = 4000
     CLIP_GRADIENT_NORM = 0.0
+    # Of the moving averages of weights that evaluation takes in their place; 0 for none.
+    EMA_DECAY = 0.0
     # Without a pipeline the stages compute the whole batch one after the other.
     PIPELINED: bool = True
     # What of the plan the trainer chooses by itself, where no flag says it.

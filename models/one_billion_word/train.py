@@ -8,6 +8,7 @@ Run it again with the same `--logdir` to go on where it stopped.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -28,13 +29,13 @@ def main(argv: list[str]) -> int:
 def run(request: Any) -> int:
     """Trains as it is asked for; returns the exit code."""
     from models.one_billion_word import about
-    from pipemesh.checkpoint import Folder
+    from pipemesh.checkpoint import Folder, newest_whole
     from pipemesh.checkpoint.whole_file import remove_unfinished, write_whole
     from pipemesh.training.command.config import as_toml
 
     with Folder(request.logdir):
         remove_unfinished(os.path.join(request.logdir, "vocabulary"), "vocab-*.model")
-        text = read_text(request)
+        text = read_text(request, *(newest_whole(request.logdir) or (None, None)))
         trainer, choice = make_trainer(request, text)
         config, there, now = request.settings, text.there, trainer.subject.about
         plan = config.PLAN
@@ -89,17 +90,21 @@ class Text(NamedTuple):
     there: Any
 
 
-def read_text(request: Any) -> Text:
-    """Finds the text and its vocabulary, without TensorFlow."""
+def read_text(request: Any, found: str | None, manifest: Any) -> Text:
+    """Finds the text and its vocabulary, without TensorFlow.
+
+    Args:
+        request: what is asked for.
+        found: path of the checkpoint to go on from; None to begin.
+        manifest: of it.
+    """
     from models.one_billion_word import about
     from models.one_billion_word.corpus import load_corpus
     from models.one_billion_word.vocabulary import Vocabulary, load_vocabulary
-    from pipemesh.checkpoint import newest_whole
     from pipemesh.training.run import console
 
     settings = request.settings
     corpus = load_corpus(settings.DATA_DIR, settings.TRAIN_PATTERN, settings.HELDOUT_PATTERN)
-    found, manifest = newest_whole(request.logdir) or (None, None)
     there = about.About.from_note(manifest.note) if manifest else None
     if there:
         there.check_model(request.model, settings, request.logdir)
@@ -116,15 +121,15 @@ def read_text(request: Any) -> Text:
     return Text(corpus, data, vocabulary, found, there)
 
 
-def make_trainer(request: Any, text: Text) -> tuple[Any, Any]:
-    """Starts TensorFlow and makes the model.
+def make_subject(request: Any, text: Text) -> tuple[Any, Any]:
+    """Starts TensorFlow and makes what is trained.
 
     Args:
         request: what is asked for; its settings get what is chosen.
         text: what is trained on.
 
     Returns:
-        The trainer, and the choice that was made; None if there was nothing to choose.
+        The subject, and the choice that was made; None if there was nothing to choose.
     """
     from models.one_billion_word import about
     from pipemesh.training.run import console
@@ -142,8 +147,9 @@ def make_trainer(request: Any, text: Text) -> tuple[Any, Any]:
 
         from models.one_billion_word.params import CONFIGURATIONS, stage_flops_of
         from models.one_billion_word.subject import LanguageModelSubject
-        from pipemesh.training.trainer import Trainer
 
+        # Modules of the trainer are loaded here, where it is said that it takes time.
+        importlib.import_module("pipemesh.training.trainer")
         config = CONFIGURATIONS[request.model]()
         vars(config).update(vars(settings))
     choice = None
@@ -155,15 +161,25 @@ def make_trainer(request: Any, text: Text) -> tuple[Any, Any]:
         choice = _choose(request, stage_flops_of(config))
         settings.PLAN = choice.plan
         vars(config).update(vars(settings))
-    described = now()
     py_utils.SetEagerMode(True)
+    return LanguageModelSubject(config, text.corpus, text.vocabulary, device_type, now()), choice
+
+
+def make_trainer(request: Any, text: Text) -> tuple[Any, Any]:
+    """Starts TensorFlow and makes the model, as `make_subject`.
+
+    Returns:
+        The trainer, and the choice that was made; None if there was nothing to choose.
+    """
+    from pipemesh.training.run import console
+
+    subject, choice = make_subject(request, text)
+    from pipemesh.training.trainer import Trainer
+
+    there = text.there
+    place = there is not None and _keeps_place(there, subject.about)
     with console.waiting("making the model"):
-        trainer = Trainer(
-            LanguageModelSubject(config, text.corpus, text.vocabulary, device_type, described),
-            request,
-            restore=text.found,
-            keeps_place=there is not None and _keeps_place(there, described),
-        )
+        trainer = Trainer(subject, request, restore=text.found, keeps_place=place)
     return trainer, choice
 
 

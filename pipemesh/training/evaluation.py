@@ -92,9 +92,6 @@ def evaluate(subject: Subject, checkpoint: str) -> tuple[int, Score]:
         CheckpointError: it is another model's, or damaged.
         DataError: there is nothing to judge by, or it cannot be read.
     """
-    batches = subject.heldout_data()
-    if batches is None:
-        raise DataError(f"{subject.name} has no held-out data; define Dev() or Test() of its class")
     trained = TrainedTask(
         subject.task(), subject.plan, subject.device_type, subject.seed, learns=False
     )
@@ -102,6 +99,10 @@ def evaluate(subject: Subject, checkpoint: str) -> tuple[int, Score]:
     if not os.path.exists(f"{checkpoint}.index"):
         raise CheckpointError(f"there is no checkpoint {checkpoint!r}")
     restore(checkpoint, state)
+    # After the model, whose initializers make TensorFlow forget the state of tokenizers.
+    batches = subject.heldout_data()
+    if batches is None:
+        raise DataError(f"{subject.name} has no held-out data; define Dev() or Test() of its class")
     score = Evaluation(subject, trained).of(batches)
     # Nothing stops it.
     assert score is not None

@@ -161,12 +161,10 @@ def find_model(name: str) -> Any:
     if inspect.isclass(found) and issubclass(found, base):
         return found
     known = [k for k, v in vars(module).items() if inspect.isclass(v) and issubclass(v, base)]
-    told = f"has no {class_name!r}{nearest_text(class_name, known)}"
+    told = f"has no {class_name!r}{nearest_text(class_name, known) or ', nor any other model'}"
     if found is not None:
         told = f"has {class_name!r}, which is no class of lingvo's SingleTaskModelParams"
-    raise TrainingError(
-        f"--model={name!r}: {module_name} {told}; it has {', '.join(known) or 'none'}"
-    )
+    raise TrainingError(f"--model={name!r}: {module_name} {told}")
 
 
 def mesh_before(config: Any, values: Mapping[str, str]) -> Mesh | None:
@@ -283,7 +281,7 @@ def _heldout_of(config: Any, name: str, dataset: str | None) -> str | None:
     if dataset not in there:
         raise TrainingError(
             f"--dataset={dataset!r}: {name} has no such dataset"
-            f"{nearest_text(dataset, there)}; it has {', '.join(there)}"
+            f"{nearest_text(dataset, there)}"
         )
     return dataset
 

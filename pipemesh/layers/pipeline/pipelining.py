@@ -135,7 +135,7 @@ class PipeliningLayer(SeqLayer):
     def _InternalGetTheta(self) -> Any:
         # Weights of stages are cast by the pipeline, which sums their gradients before that.
         theta = super()._InternalGetTheta()
-        if self.ema is None:
+        if self.ema is None or not self.do_eval:
             theta.update({name: uncast_theta(self.children[name]) for name in self._cell_names})
         return theta
 

@@ -21,6 +21,9 @@ from pipemesh.training.command.flags import parse
 
 FLAGS = flags.FLAGS
 
+# The help of `--checkpoint`.
+ABOUT_CHECKPOINT = "Path of the checkpoint to judge; default: the newest of --logdir."
+
 
 def main(argv: list[str]) -> int:
     """Evaluates as the flags say.
@@ -42,7 +45,7 @@ def main(argv: list[str]) -> int:
         return importlib.import_module(other).main(argv)
     model_flags.define()
     training_flags.define()
-    define_checkpoint()
+    flags.DEFINE_string("checkpoint", None, ABOUT_CHECKPOINT)
     parse(argv, program, __doc__)
     folder = model_flags.logdir()
     training_flags.take_up(folder, program)
@@ -56,13 +59,6 @@ def main(argv: list[str]) -> int:
         step, score = evaluate(subject, path)
     print(f"{path}, step {step}: {score}")
     return 0
-
-
-def define_checkpoint() -> None:
-    """Defines the flag that names a checkpoint."""
-    flags.DEFINE_string(
-        "checkpoint", None, "Path of the checkpoint to judge; default: the newest of --logdir."
-    )
 
 
 def checkpoint_of(folder: str) -> str:

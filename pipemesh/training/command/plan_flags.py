@@ -30,7 +30,7 @@ _OF_PLAN = {
     "allow_idle": "allow_idle",
 }
 # Those that are nothing without a pipeline.
-_OF_PIPELINES = ("num_microbatches", "schedule", "boundaries", "remat", "lowering")
+OF_PIPELINES = ("num_microbatches", "schedule", "boundaries", "remat", "lowering")
 
 
 def define(
@@ -131,7 +131,7 @@ def check_plain(num_devices: int, compute_dtype: str | None) -> None:
     Raises:
         FlagError: a flag asks for what a model without a pipeline has not.
     """
-    there = [name for name in (*_OF_PIPELINES, "trace_schedule") if FLAGS[name].present]
+    there = [name for name in (*OF_PIPELINES, "trace_schedule") if FLAGS[name].present]
     if there:
         raise FlagError(
             f"--plain has no pipeline, for which --{there[0]} is; leave one of them out"

@@ -9,7 +9,7 @@ from absl import flags
 
 from pipemesh.checkpoint import Manifest, newest
 from pipemesh.errors import CheckpointError
-from pipemesh.training.command import config
+from pipemesh.training.command import config, plan_flags
 from pipemesh.training.run.options import EVAL_BATCHES, ON_NONFINITE
 
 FLAGS = flags.FLAGS
@@ -110,7 +110,10 @@ def take_up(logdir: str, program: ModuleType) -> dict[str, Any]:
     except CheckpointError:
         # Whoever goes on from it says so.
         return {}
-    known = config.names(program)
+    known = set(config.names(program))
+    if FLAGS.plain and FLAGS["plain"].present:
+        # What it was begun with is a pipeline's.
+        known.difference_update(plan_flags.OF_PIPELINES, ("mesh_shape", "layout"))
     kept = {name: value for name, value in note.get("flags", {}).items() if name in known}
     taken = config.apply(kept, str(path), program)
     if taken:

@@ -1,0 +1,37 @@
+"""Judges a checkpoint of the language model by all of the held-out text.
+
+    python -m models.one_billion_word.evaluate --logdir=runs/OneBillionWordTiny
+
+Flags that are not given are those that the training was begun with; the mesh may be another. A
+training in the same folder may go on meanwhile.
+"""
+
+from __future__ import annotations
+
+from pipemesh.training.command import program
+
+
+def main(argv: list[str]) -> int:
+    """Evaluates as the flags say; returns the exit code."""
+    from models.one_billion_word import command_line
+    from models.one_billion_word.train import make_subject, read_text
+    from pipemesh.checkpoint import Manifest
+    from pipemesh.training.command.evaluate import checkpoint_of
+    from pipemesh.training.run import console
+
+    command_line.define_checkpoint()
+    command_line.parse(argv, __doc__)
+    command_line.take_up()
+    request = command_line.request()
+    path = checkpoint_of(request.logdir)
+    subject, _ = make_subject(request, read_text(request, path, Manifest.read(path)))
+    from pipemesh.training.evaluation import evaluate
+
+    with console.waiting("evaluating"):
+        step, score = evaluate(subject, path)
+    print(f"{path}, step {step}: {score}")
+    return 0
+
+
+if __name__ == "__main__":
+    program.run(main)

@@ -1,0 +1,80 @@
+"""Moving averages of weights: kept, saved, and judged in place of the weights."""
+
+import numpy as np
+import pytest
+
+from pipemesh.errors import CheckpointError
+from pipemesh.plan import Plan
+from tests.models.one_billion_word.small_training import scalars, small_request, weights
+
+CALM = {"NUM_LAYERS": 2, "NUM_HEADS": 4, "LEARNING_RATE": 0.05, "LAYERS": "named"}
+STEPS, DECAY = 6, 0.6
+
+
+@pytest.fixture(scope="module")
+def logdir(tmp_path_factory):
+    return tmp_path_factory.mktemp("averages")
+
+
+def request(logdir, folder, **changes):
+    settings = {"steps": STEPS, "save_every": 1, "max_to_keep": STEPS, "EMA_DECAY": DECAY}
+    return small_request(logdir, folder, **{**CALM, **settings, **changes})
+
+
+def plain(logdir, folder, **changes):
+    return request(logdir, folder, plan=Plan(), PIPELINED=False, **changes)
+
+
+@pytest.mark.slow
+def test_they_are_what_lingvo_says_and_are_judged(train, folder, logdir, tmp_path):
+    """average = decay * average + (1 - decay) * weight, with a decay that rises to what is asked.
+
+    TensorFlow's ExponentialMovingAverage with num_updates: min(decay, (1 + step) / (10 + step)).
+    """
+    assert train(plain(logdir, folder)) == 0
+    names = [name for name in weights(logdir, 1) if name.endswith("/var")]
+    saved = [weights(logdir, step) for step in range(1, STEPS + 1)]
+    for name in names:
+        averages = [step[f"{name}/ExponentialMovingAverage"] for step in saved]
+        for step in range(1, STEPS):
+            decay = min(DECAY, (1 + step) / (10 + step))
+            wanted = decay * averages[step - 1] + (1 - decay) * saved[step][name]
+            np.testing.assert_allclose(averages[step], wanted, rtol=1e-5, atol=1e-7)
+        assert not np.array_equal(averages[-1], saved[-1][name]), name
+    without = tmp_path / "without"
+    assert train(plain(without, folder, EMA_DECAY=0.0)) == 0
+    # The same training, judged by other weights.
+    assert scalars(without, "loss") == scalars(logdir, "loss")
+    assert scalars(without, "loss", "heldout") != scalars(logdir, "loss", "heldout")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "layout", "changes"),
+    [
+        pytest.param("layers:2;data:2", "batch:data", {}, marks=pytest.mark.exhaustive),
+        ("layers:2;model:2", "heads:model;d_ff:model;vocab:model", {"TIED_EMBEDDINGS": True}),
+        pytest.param("data:2;layers:2", "batch:data;embed:data", {}, marks=pytest.mark.exhaustive),
+    ],
+    ids=["replicas", "slices of tied weights", "weights cut over replicas"],
+)
+def test_they_do_not_depend_on_the_plan(train, folder, tmp_path, mesh, layout, changes):
+    one, other = tmp_path / "one", tmp_path / "other"
+    assert train(plain(one, folder, **changes)) == 0
+    plan = Plan(mesh, layout, "1f1b", num_microbatches=2)
+    assert train(request(other, folder, plan=plan, **changes)) == 0
+    wanted, found = weights(one, STEPS), weights(other, STEPS)
+    assert wanted.keys() == found.keys()
+    for name, value in wanted.items():
+        # The gradient of the keys' bias is nothing but round-off, and Adam takes full steps.
+        if name.endswith("ExponentialMovingAverage") and "/b_k/" not in name:
+            np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
+    judged = [scalars(folder, "loss", "heldout") for folder in (one, other)]
+    np.testing.assert_allclose(*judged, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_training_with_them_is_not_gone_on_with_without(train, folder, tmp_path):
+    assert train(plain(tmp_path, folder, steps=1)) == 0
+    with pytest.raises(CheckpointError, match="moving_averages some there, none now"):
+        train(plain(tmp_path, folder, EMA_DECAY=0.0))
