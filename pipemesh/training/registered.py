@@ -280,8 +280,7 @@ def _heldout_of(config: Any, name: str, dataset: str | None) -> str | None:
         return next((key for key in _HELD_OUT if key in there), None)
     if dataset not in there:
         raise TrainingError(
-            f"--dataset={dataset!r}: {name} has no such dataset"
-            f"{nearest_text(dataset, there)}"
+            f"--dataset={dataset!r}: {name} has no such dataset{nearest_text(dataset, there)}"
         )
     return dataset
 

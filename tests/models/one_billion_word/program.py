@@ -32,16 +32,17 @@ runpy.run_module({MODULE!r}, run_name="__main__", alter_sys=True)
 
 def start(*flags, code=SMALLER):
     """Starts code that runs it, where what it loads is there already."""
-    return _open(warm("-c", code, *SMALL, *flags))
+    return open_process(warm("-c", code, *SMALL, *flags))
 
 
 def start_cold(*flags, code=None):
     """Starts it as users do, or code that runs it; if it loads TensorFlow, that takes seconds."""
     program = ["-m", MODULE] if code is None else ["-c", code]
-    return _open([sys.executable, *program, *SMALL, *flags])
+    return open_process([sys.executable, *program, *SMALL, *flags])
 
 
-def _open(command):
+def open_process(command):
+    """A process in the root of the project, whose streams are read."""
     return subprocess.Popen(
         command,
         cwd=ROOT,

@@ -1,0 +1,248 @@
+"""Models of lingvo that are trained in a second: a classifier of points, pipelined or not."""
+
+import tensorflow as tf
+from lingvo.core import (
+    base_input_generator,
+    base_layer,
+    base_model,
+    base_model_params,
+    bn_layers,
+    datasource,
+    layers,
+    learner,
+    optimizer,
+    py_utils,
+    schedule,
+    tshape,
+)
+
+from pipemesh.layers import PartitionSequentialLayers, PipeliningLayer
+from pipemesh.plan import Plan
+
+BATCH, DIM = 8, 4
+
+
+def points(seed, number):
+    """Batches [x, y]; y is 1 where the values of x add up to more than 0."""
+
+    def batch(index):
+        x = tf.random.stateless_normal([BATCH, DIM], tf.stack([tf.cast(index, tf.int64), seed]))
+        y = tf.cast(tf.reduce_sum(x, 1, keepdims=True) > 0, tf.float32)
+        return py_utils.NestedMap(x=x, y=y)
+
+    numbers = tf.data.Dataset.counter() if number is None else tf.data.Dataset.range(number)
+    return numbers.map(batch)
+
+
+class Source(datasource.TFDatasetSource):
+    """The points."""
+
+    @classmethod
+    def Params(cls):
+        p = super().Params()
+        p.Define("seed", 0, "Of the points.")
+        p.Define("number", None, "Of the batches; None for no end.")
+        p.Define("bad", None, "The batch that is not finite.")
+        p.Define("stateful", False, "Whether an operation has state that no iterator has.")
+        return p
+
+    def GetDataset(self):
+        p = self.params
+        dataset = points(p.seed, p.number)
+        if p.bad is not None:
+
+            def spoil(index, batch):
+                batch.x = tf.where(tf.equal(index, p.bad), tf.constant(float("nan")), batch.x)
+                return batch
+
+            dataset = dataset.enumerate().map(spoil)
+        if p.stateful:
+            dataset = dataset.map(lambda batch: batch.Set(x=batch.x + tf.random.uniform([]))).map(
+                lambda batch: batch
+            )
+        return dataset
+
+
+class Points(base_input_generator.BaseInputGenerator):
+    """The points as lingvo's models take them."""
+
+    @classmethod
+    def Params(cls):
+        p = super().Params().Set(name="points", batch_size=BATCH)
+        p.Define("source", Source.Params(), "Where they come from.")
+        return p
+
+    def CreateDatasource(self):
+        self.CreateChild("datasource", self.params.source)
+        self.datasource.SetInputGenerator(self)
+
+
+class Drawn(base_input_generator.BaseInputGenerator):
+    """The points without a dataset, drawn when they are asked for."""
+
+    def _InputBatch(self):
+        x = tf.random.normal([BATCH, DIM])
+        return py_utils.NestedMap(x=x, y=tf.cast(x[:, :1] > 0, tf.float32))
+
+
+class Classifier(base_model.BaseTask):
+    """Batch norm, dropout and a layer; the loss is weighted by rows."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.CreateChild("norm", bn_layers.BatchNormLayerNoPadding.Params().Set(dim=DIM, decay=0.9))
+        self.CreateChild("dropout", layers.DropoutLayer.Params().Set(keep_prob=0.8))
+        self.CreateChild(
+            "dense",
+            layers.FCLayer.Params().Set(input_dim=DIM, output_dim=1, activation="NONE"),
+        )
+
+    def ComputePredictions(self, theta, input_batch):
+        # It is made for images.
+        x = self.norm.FProp(theta.norm, input_batch.x[:, None, None])[:, 0, 0]
+        return self.dense.FProp(theta.dense, self.dropout.FProp(theta.dropout, x))
+
+    def ComputeLoss(self, theta, predictions, input_batch):
+        y = input_batch.y
+        losses = tf.nn.sigmoid_cross_entropy_with_logits(y, predictions)
+        right = tf.cast(tf.equal(predictions > 0, y > 0.5), tf.float32)
+        rows = tf.constant(float(BATCH))
+        metrics = {"loss": tf.reduce_mean(losses), "accuracy": tf.reduce_mean(right)}
+        return {name: (value, rows) for name, value in metrics.items()}, py_utils.NestedMap()
+
+
+class Head(base_layer.BaseLayer):
+    """The summed loss and the number of rows."""
+
+    def FProp(self, theta, x, y):
+        loss = tf.reduce_sum(tf.square(x - y))
+        return loss, tf.cast(tf.shape(x)[0], tf.float32)
+
+    @classmethod
+    def FPropMeta(cls, p, x, y):
+        return py_utils.NestedMap(flops=x.size, out_shapes=(tshape.Shape([]), tshape.Shape([])))
+
+
+class Hidden(base_layer.BaseLayer):
+    """A fully connected layer and dropout that hand on the labels."""
+
+    @classmethod
+    def Params(cls):
+        p = super().Params()
+        p.Define("dims", (DIM, DIM), "In and out.")
+        return p
+
+    def __init__(self, params):
+        super().__init__(params)
+        dims = self.params.dims
+        dense = layers.FCLayer.Params().Set(
+            input_dim=dims[0], output_dim=dims[1], activation="TANH"
+        )
+        self.CreateChild("dense", dense)
+        self.CreateChild("dropout", layers.DropoutLayer.Params().Set(keep_prob=0.9))
+
+    def FProp(self, theta, x, y):
+        return self.dropout.FProp(theta.dropout, self.dense.FProp(theta.dense, x)), y
+
+    @classmethod
+    def FPropMeta(cls, p, x, y):
+        out = tshape.Shape([x[0], p.dims[1]])
+        return py_utils.NestedMap(flops=x.size * p.dims[1], out_shapes=(out, y))
+
+
+class Pipelined(base_model.BaseTask):
+    """A pipelined stack."""
+
+    @classmethod
+    def Params(cls):
+        p = super().Params()
+        p.Define("stack", None, "The stack.")
+        return p
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.CreateChild("stack", self.params.stack)
+
+    def ComputePredictions(self, theta, input_batch):
+        return self.stack.FProp(theta.stack, input_batch.x, input_batch.y)
+
+    def ComputeLoss(self, theta, predictions, input_batch):
+        loss, rows = predictions
+        return {"loss": (loss / rows, rows)}, py_utils.NestedMap()
+
+
+def trained(p):
+    p.train.learner = learner.Learner.Params().Set(
+        name="loss",
+        learning_rate=0.1,
+        optimizer=optimizer.Adam.Params(),
+        lr_schedule=schedule.Constant.Params(),
+    )
+    return p
+
+
+def stack_of(stages):
+    dims = [(DIM, 6), (6, 6), (6, 6), (6, 1)]
+    hidden = [Hidden.Params().Set(dims=pair) for pair in dims]
+    shapes = tshape.Shape([BATCH, DIM]), tshape.Shape([BATCH, 1])
+    return PartitionSequentialLayers([*hidden, Head.Params()], stages, *shapes)
+
+
+class PlainPoints(base_model_params.SingleTaskModelParams):
+    """Without a pipeline."""
+
+    BAD = None
+    STATEFUL = False
+
+    def Train(self):
+        p = Points.Params()
+        p.source.Set(seed=1, bad=self.BAD, stateful=self.STATEFUL)
+        return p
+
+    def Test(self):
+        p = Points.Params()
+        p.source.Set(seed=2, number=5)
+        return p
+
+    def Task(self):
+        return trained(Classifier.Params().Set(name="points"))
+
+
+class DrawnPoints(PlainPoints):
+    """Of an input that has no dataset."""
+
+    def Train(self):
+        return Drawn.Params().Set(name="drawn")
+
+
+class SpoiledPoints(PlainPoints):
+    """The fourth batch is not finite."""
+
+    BAD = 3
+
+
+class StagedPoints(PlainPoints):
+    """Declares two stages, as models for lingvo's own pipeline do."""
+
+    def Task(self):
+        stack = PipeliningLayer.Params().Set(
+            cell_tpl=stack_of(2), num_micro_batches=2, loss_inside=True
+        )
+        return trained(Pipelined.Params().Set(name="points", stack=stack))
+
+
+class PlannedPoints(PlainPoints):
+    """Cuts its layers as the plan says."""
+
+    PLAN = Plan("layers:2", num_microbatches=2)
+
+    def Task(self):
+        plan = self.PLAN
+        stack = PipeliningLayer.Params().Set(
+            cell_tpl=stack_of(plan.num_stages),
+            num_micro_batches=plan.num_microbatches,
+            schedule=plan.schedule,
+            remat=plan.remat,
+            loss_inside=True,
+        )
+        return trained(Pipelined.Params().Set(name="points", stack=stack))
