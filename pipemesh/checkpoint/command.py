@@ -4,7 +4,9 @@
   pipemesh checkpoint inspect runs/lm/ckpt-300 --match 'cell_001/.*/w_q' --verify
   pipemesh checkpoint diff runs/lm/ckpt-200 runs/lm/ckpt-300
   pipemesh checkpoint convert runs/lm/ckpt-300 exported/ckpt --dtype bfloat16 --weights-only
-  pipemesh checkpoint convert theirs/ckpt-00012345 ours/ckpt --rename '/d\\d+/(?=cell_)=/'
+  pipemesh checkpoint convert runs/lm/ckpt-300 theirs/train/ckpt-00000300 --stages 0,3,7
+  pipemesh checkpoint convert theirs/train/ckpt-00000300 runs/lm/ckpt-300 --stages none \\
+      --like runs/lm/ckpt-1
 
 A checkpoint is given by its path without any ending; a folder stands for its newest one. Those of
 lingvo and of TensorFlow's own Saver are read as well.
@@ -16,7 +18,7 @@ import argparse
 import importlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from pipemesh.checkpoint.folder import newest
@@ -57,6 +59,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN=NAME",
         help="a regular expression, and what stands in its place; again for more",
     )
+    convert.add_argument(
+        "--stages",
+        metavar="BOUNDARIES",
+        help="names as lingvo's own pipeline has them, with stages of these layers: 0,3,7 for one "
+        "of the first three and one of the next four; none: without stages, as in this library",
+    )
+    convert.add_argument(
+        "--like",
+        metavar="PATH",
+        help="a checkpoint that it is to be like, in names and what is noted; numbers and places "
+        "in data that are missing are taken from there",
+    )
     for verb in (inspect, diff, convert):
         verb.add_argument(
             "--match",
@@ -82,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
     # First: it says what is missing.
     importlib.import_module("pipemesh.needs_tensorflow")
-    from pipemesh.checkpoint import tensors
+    from pipemesh.checkpoint import conversion, tensors
 
     wanted = _matcher(arguments.match)
     path = _found(arguments.path)
@@ -101,17 +115,37 @@ def run(arguments: argparse.Namespace) -> int:
     if os.path.exists(arguments.to + INDEX):
         raise CheckpointError(f"{arguments.to} exists; give another path, or remove it")
 
-    def renamed(name: str) -> str:
-        for pattern, new in rules:
-            name = pattern.sub(new, name)
-        return name
-
-    print(
-        tensors.convert(
-            path, arguments.to, wanted, renamed, arguments.dtype, arguments.weights_only
-        )
-    )
+    stages = _stages(arguments.stages)
+    # Places in data are nothing that lingvo reads.
+    kept = not arguments.weights_only
+    names = tensors.names_of(path, wanted, state=kept, places=kept and not stages)
+    called = {name: _renamed(name, rules) for name in names}
+    if stages is not None:
+        in_stages = arguments.lingvo_names(called.values(), stages)
+        called = {name: in_stages[new] for name, new in called.items()}
+    like = arguments.like and _found(arguments.like)
+    print(conversion.convert(path, arguments.to, called, arguments.dtype, like))
     return 0
+
+
+def _renamed(name: str, rules: Iterable[tuple[re.Pattern[str], str]]) -> str:
+    for pattern, new in rules:
+        name = pattern.sub(new, name)
+    return name
+
+
+def _stages(text: str | None) -> tuple[int, ...] | None:
+    """Boundaries of stages; () for names without stages, None to leave names as they are."""
+    if text is None:
+        return None
+    if text == "none":
+        return ()
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError:
+        raise CheckpointError(
+            f"--stages={text!r} is neither 'none' nor boundaries such as 0,3,7"
+        ) from None
 
 
 def _found(path: str) -> str:
