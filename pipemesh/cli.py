@@ -107,20 +107,25 @@ def table_of(text: str, num_stages: int, num_microbatches: int) -> dict[str, Any
     return simulate(table).for_partition()
 
 
-def lingvo_names(names: Iterable[str], boundaries: Sequence[int]) -> dict[str, str]:
+def lingvo_names(
+    names: Iterable[str], boundaries: Sequence[int] | None, like: Iterable[str]
+) -> dict[str, str]:
     """What tensors are called with lingvo's stages, or without any.
 
     The room of checkpoints does not know lingvo, so it is done here.
 
     Args:
         names: of tensors.
-        boundaries: of stages; none for names without stages.
+        boundaries: of stages; empty for names without stages, None for the stages of `like`.
+        like: names of tensors that lingvo wrote.
 
     Raises:
         PipelineError: no tensor lies in a layer, or in a stage, that could be renamed.
     """
-    from pipemesh.layers.lingvo_checkpoint import with_stages, without_stages
+    from pipemesh.layers.lingvo_stages import boundaries_in, with_stages, without_stages
 
+    if boundaries is None:
+        boundaries = boundaries_in(like)
     return with_stages(names, boundaries) if boundaries else without_stages(names)
 
 

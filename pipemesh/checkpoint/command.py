@@ -26,6 +26,7 @@ from pipemesh.checkpoint.manifest import INDEX, SUFFIX, Manifest
 from pipemesh.errors import CheckpointError
 
 DTYPES = ("float32", "bfloat16", "float16")
+_NO_STAGES, _STAGES_OF_LIKE = "none", "like"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stages",
         metavar="BOUNDARIES",
         help="names as lingvo's own pipeline has them, with stages of these layers: 0,3,7 for one "
-        "of the first three and one of the next four; none: without stages, as in this library",
+        "of the first three and one of the next four; like: with those of --like; none: without "
+        "stages, as in this library",
     )
     convert.add_argument(
         "--like",
@@ -115,15 +117,17 @@ def run(arguments: argparse.Namespace) -> int:
     if os.path.exists(arguments.to + INDEX):
         raise CheckpointError(f"{arguments.to} exists; give another path, or remove it")
 
-    stages = _stages(arguments.stages)
-    # Places in data are nothing that lingvo reads.
-    kept = not arguments.weights_only
-    names = tensors.names_of(path, wanted, state=kept, places=kept and not stages)
-    called = {name: _renamed(name, rules) for name in names}
-    if stages is not None:
-        in_stages = arguments.lingvo_names(called.values(), stages)
-        called = {name: in_stages[new] for name, new in called.items()}
     like = arguments.like and _found(arguments.like)
+    kept = not arguments.weights_only
+    # Places in data are nothing that lingvo reads.
+    places = kept and arguments.stages in (None, _NO_STAGES)
+    names = tensors.names_of(path, wanted, state=kept, places=places)
+    called = {name: _renamed(name, rules) for name in names}
+    if arguments.stages is not None:
+        stages = _stages(arguments.stages, like)
+        there = tensors.names_of(like) if like else []
+        in_stages = arguments.lingvo_names(called.values(), stages, there)
+        called = {name: in_stages[new] for name, new in called.items()}
     print(conversion.convert(path, arguments.to, called, arguments.dtype, like))
     return 0
 
@@ -134,17 +138,20 @@ def _renamed(name: str, rules: Iterable[tuple[re.Pattern[str], str]]) -> str:
     return name
 
 
-def _stages(text: str | None) -> tuple[int, ...] | None:
-    """Boundaries of stages; () for names without stages, None to leave names as they are."""
-    if text is None:
-        return None
-    if text == "none":
+def _stages(text: str, like: str | None) -> tuple[int, ...] | None:
+    """Boundaries of stages; () for names without stages, None for those of another checkpoint."""
+    if text == _NO_STAGES:
         return ()
+    if text == _STAGES_OF_LIKE:
+        if not like:
+            raise CheckpointError("--stages=like wants --like, a checkpoint that lingvo wrote")
+        return None
     try:
         return tuple(map(int, text.split(",")))
     except ValueError:
         raise CheckpointError(
-            f"--stages={text!r} is neither 'none' nor boundaries such as 0,3,7"
+            f"--stages={text!r} is neither {_NO_STAGES!r} nor {_STAGES_OF_LIKE!r} nor boundaries "
+            "such as 0,3,7"
         ) from None
 
 

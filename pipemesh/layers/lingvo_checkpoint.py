@@ -7,28 +7,22 @@ module says what they are in a checkpoint that lingvo has written, or can read.
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Callable, Iterable
-from itertools import pairwise
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import lingvo.compat as tf
-from lingvo.core import gpipe, py_utils
+from lingvo.core import py_utils
 
 from pipemesh.checkpoint.conversion import convert
 from pipemesh.checkpoint.tensors import names_of
 from pipemesh.errors import PipelineError
-from pipemesh.layers.feature_extraction import FeatureExtractionLayer, is_stage
-from pipemesh.layers.layer_names import Place, places_of, scopes_of
-
-# What PartitionSequentialLayers calls stages and layers.
-_IN_STAGE = re.compile(r"(?<![^/])d\d+/(?=cell_\d{3,}/)")
-_LAYER = re.compile(r"(?<![^/])(?:d\d+/)?(cell_(\d{3,}))(?=/)")
+from pipemesh.layers.feature_extraction import FeatureExtractionLayer
+from pipemesh.layers.lingvo_stages import boundaries_in, with_stages, without_stages
 
 
 def export_to_lingvo(
-    checkpoint: str, path: str, stages: Iterable[Any], like: str | None = None
+    checkpoint: str, path: str, stages: Iterable[Any] | None = None, like: str | None = None
 ) -> str:
     """Writes a checkpoint as lingvo's own pipeline of the same layers reads it.
 
@@ -42,7 +36,7 @@ def export_to_lingvo(
         path: of the one to write, without any ending.
         stages: params of the stages of lingvo's model (its `cell_tpl`), or for those of
             `PartitionSequentialLayers` their boundaries: `(0, 3, 7)` are a stage of the first three
-            layers and one of the next four.
+            layers and one of the next four. By default the stages are those of `like`.
         like: path of a checkpoint of lingvo's model, such as that of its step 0: what is written
             has the same names. Without it, numbers that lingvo's model has beyond ours would be
             missing.
@@ -51,7 +45,7 @@ def export_to_lingvo(
         A line that says what was written.
 
     Raises:
-        PipelineError: no variable lies in a layer of the stages, or one in none of them.
+        PipelineError: no variable lies in a layer of the stages, or a layer in none of them.
         CheckpointError: see `pipemesh.checkpoint.convert`.
 
     Example:
@@ -64,6 +58,12 @@ def export_to_lingvo(
         >>> tf.train.list_variables(tf.train.latest_checkpoint(os.path.dirname(theirs)))
         [('global_step', []), ('lm/d1/cell_003/w/var', [1])]
     """
+    if stages is None:
+        if like is None:
+            raise PipelineError(
+                "neither stages nor like is given; give one, to say what lingvo's stages are"
+            )
+        stages = boundaries_in(names_of(like))
     # Places in data are nothing that lingvo reads.
     names = with_stages(names_of(checkpoint, places=False), stages)
     return convert(checkpoint, path, names, like=like)
@@ -133,136 +133,6 @@ def lingvo_checkpoint_rules(checkpoint: str, stages: Iterable[Any] | None = None
         for name, ours in sorted(names.items(), key=lambda pair: pair[1])
     ]
     return {checkpoint: (rules, [])}
-
-
-def with_stages(names: Iterable[str], stages: Iterable[Any]) -> dict[str, str]:
-    """What lingvo calls tensors: with the names of stages.
-
-    Args:
-        names: of tensors; those that have stages get others.
-        stages: as `export_to_lingvo`.
-
-    Raises:
-        PipelineError: as `export_to_lingvo`.
-
-    Example:
-        >>> with_stages(["lm/cell_003/w/var/Adam", "global_step"], stages=(0, 3, 7))
-        {'lm/cell_003/w/var/Adam': 'lm/d1/cell_003/w/var/Adam', 'global_step': 'global_step'}
-    """
-    stages = [stages] if isinstance(stages, int) else list(stages)
-    stage_of = _stages_of_cells(stages)
-    if stage_of is None:
-        pairs = {ours: theirs for theirs, ours in _scopes(stages)}
-        # The first that is found: in a layer there may be another one of such a name.
-        return _renamed(names, *_one_of(pairs), f"in a layer ({_few(pairs)})", count=1)
-
-    def in_stage(found: re.Match[str]) -> str:
-        layer = int(found[2])
-        if layer >= len(stage_of):
-            raise PipelineError(
-                f"{found.string!r} is of layer {layer}, but the stages have {len(stage_of)} "
-                "layers; give the boundaries, or the params, of all stages of the model"
-            )
-        return f"{stage_of[layer]}/{found[1]}"
-
-    return _renamed(names, _LAYER, in_stage, "in a layer (such as cell_000/...)", count=1)
-
-
-def without_stages(names: Iterable[str], stages: Iterable[Any] | None = None) -> dict[str, str]:
-    """What tensors of lingvo's own pipeline are called here: without the names of stages.
-
-    Args:
-        names: of tensors.
-        stages: as `import_from_lingvo`.
-
-    Raises:
-        PipelineError: as `import_from_lingvo`.
-
-    Example:
-        >>> without_stages(["lm/d1/cell_003/w/var"])
-        {'lm/d1/cell_003/w/var': 'lm/cell_003/w/var'}
-    """
-    if stages is not None:
-        pairs = dict(_scopes(list(stages)))
-        return _renamed(names, *_one_of(pairs), f"in a stage ({_few(pairs)})", count=1)
-    return _renamed(names, _IN_STAGE, lambda _: "", "in a stage (such as d0/cell_000/...)")
-
-
-def _stages_of_cells(stages: list[Any]) -> list[str] | None:
-    """The stage of each layer that `PartitionSequentialLayers` numbers; None for other stages."""
-    if all(isinstance(stage, int) for stage in stages):
-        if stages[:1] != [0] or len(stages) < 2 or any(a > b for a, b in pairwise(stages)):
-            raise PipelineError(
-                f"stages={stages} are no boundaries; they begin with 0 and rise, such as [0, 3, 7] "
-                "for a stage of the first three layers and one of the next four"
-            )
-        return [f"d{stage}" for stage, (a, b) in enumerate(pairwise(stages)) for _ in range(a, b)]
-    places = _places_of(stages)
-    if all(
-        re.fullmatch(r"d\d+", "/".join(place.stages))
-        and place.name == f"cell_{number:03d}"
-        and not place.scope_is_given
-        for number, place in enumerate(places)
-    ):
-        return [place.stages[0] for place in places]
-    return None
-
-
-def _places_of(stages: list[Any]) -> list[Place]:
-    return places_of(
-        stages, lambda p: issubclass(p.cls, gpipe.FeatureExtractionLayer) or is_stage(p)
-    )
-
-
-def _scopes(stages: list[Any]) -> list[tuple[str, str]]:
-    """The scopes of the layers of stages, in lingvo and here."""
-    places = _places_of(stages)
-    return [
-        ("/".join((*place.stages, place.name)), "/".join((*scope, place.name)))
-        for place, scope in zip(places, scopes_of(places), strict=True)
-        if place.stages and not place.scope_is_given
-    ]
-
-
-def _one_of(new: dict[str, str]) -> tuple[re.Pattern[str], Callable[[re.Match[str]], str]]:
-    """An expression for scopes, and what it puts in their place."""
-    longest_first = sorted(map(re.escape, new), key=len, reverse=True)
-    pattern = re.compile(rf"(?<![^/])(?:{'|'.join(longest_first) or '(?!)'})(?=/)")
-    return pattern, lambda found: new[found[0]]
-
-
-def _renamed(
-    names: Iterable[str],
-    pattern: re.Pattern[str],
-    new: Callable[[re.Match[str]], str],
-    where: str,
-    count: int = 0,
-) -> dict[str, str]:
-    """Names of tensors with others in the place of what is found in them."""
-    called: dict[str, str] = {}
-    old: dict[str, str] = {}
-    matches = 0
-    for name in names:
-        called[name], found = pattern.subn(new, name, count)
-        matches += found
-        if old.setdefault(called[name], name) != name:
-            raise PipelineError(
-                f"{old[called[name]]!r} and {name!r} would both be {called[name]!r}; give the "
-                "params of the stages (stages=...)"
-            )
-    if not matches:
-        raise PipelineError(
-            f"no variable lies {where}, as lingvo.core.gpipe has them; the first is "
-            f"{next(iter(called), 'missing')!r}. Give the params of the stages if they were "
-            "written by hand (stages=...); a checkpoint of this library needs no other names to go "
-            "on here"
-        )
-    return called
-
-
-def _few(scopes: Iterable[str]) -> str:
-    first = [f"{scope}/..." for scope in itertools.islice(scopes, 3)]
-    return ", ".join(first) or "there is none"
 
 
 class _Scope(NamedTuple):

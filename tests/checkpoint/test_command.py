@@ -93,6 +93,9 @@ def test_convert_gives_names_stages_as_lingvo_has_them_and_takes_them_away(saved
     told = said(capsys, "convert", saved[1], theirs, "--stages=0,0,3")
     assert told == f"{theirs}: 5 tensors of {saved[1]}\n", "without the place in data"
     assert "lm/d1/cell_000/w/var/Adam" in said(capsys, "inspect", theirs)
+    again = f"{tmp_path}/again"
+    told = said(capsys, "convert", saved[0], again, "--stages=like", f"--like={theirs}")
+    assert told == f"{again}: 5 tensors of {saved[0]}\n"
     # A folder stands for its newest checkpoint, whatever zeros lingvo writes.
     folder = str(tmp_path / "theirs")
     rename = "--rename=lm/d0=lm"
@@ -117,8 +120,9 @@ def test_convert_gives_names_stages_as_lingvo_has_them_and_takes_them_away(saved
         (["convert", "{saved}", "{folder}/to", "--rename=x"], "--rename='x' has no '='"),
         (
             ["convert", "{saved}", "{folder}/to", "--stages=two"],
-            "'two' is neither 'none' nor bound",
+            "'two' is neither 'none' nor 'like' nor boundaries",
         ),
+        (["convert", "{saved}", "{folder}/to", "--stages=like"], "--stages=like wants --like"),
         (["convert", "{saved}", "{folder}/to", "--stages=1,2"], "stages=[1, 2] are no boundaries"),
         (["convert", "{saved}", "{folder}/to", "--like={folder}/no"], "no' is no checkpoint"),
         (["convert", "{saved}", "{folder}/to", "--rename=^.*$=w"], "would both be 'w'; rename one"),
