@@ -10,7 +10,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pipemesh import __version__
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             command.description = str(module.__doc__).strip()
             command.formatter_class = argparse.RawDescriptionHelpFormatter
             module.add_arguments(command)
-            command.set_defaults(run=module.run, table_of=table_of)
+            command.set_defaults(run=module.run, table_of=table_of, lingvo_names=lingvo_names)
     arguments = parser.parse_args(words)
     try:
         code = int(arguments.run(arguments))
@@ -122,6 +122,28 @@ def table_of(text: str, num_stages: int, num_microbatches: int) -> dict[str, Any
 
     table = ScheduleSpec.from_text(text).for_stages(num_stages, num_microbatches)
     return simulate(table).for_partition()
+
+
+def lingvo_names(
+    names: Iterable[str], boundaries: Sequence[int] | None, like: Iterable[str]
+) -> dict[str, str]:
+    """What tensors are called with lingvo's stages, or without any.
+
+    The room of checkpoints does not know lingvo, so it is done here.
+
+    Args:
+        names: of tensors.
+        boundaries: of stages; empty for names without stages, None for the stages of `like`.
+        like: names of tensors that lingvo wrote.
+
+    Raises:
+        PipelineError: no tensor lies in a layer, or in a stage, that could be renamed.
+    """
+    from pipemesh.layers.lingvo_stages import boundaries_in, with_stages, without_stages
+
+    if boundaries is None:
+        boundaries = boundaries_in(like)
+    return with_stages(names, boundaries) if boundaries else without_stages(names)
 
 
 if __name__ == "__main__":

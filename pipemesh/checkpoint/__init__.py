@@ -21,6 +21,7 @@ from pipemesh.checkpoint.manifest import Manifest
 
 if TYPE_CHECKING:
     from pipemesh.checkpoint.checkpoints import Checkpoints
+    from pipemesh.checkpoint.conversion import convert
     from pipemesh.checkpoint.reader import contents, restore
 
 __all__ = [
@@ -28,13 +29,19 @@ __all__ = [
     "Folder",
     "Manifest",
     "contents",
+    "convert",
     "newest",
     "newest_whole",
     "restore",
     "set_aside",
 ]
 
-_WITH_TENSORFLOW = {"Checkpoints": "checkpoints", "contents": "reader", "restore": "reader"}
+_WITH_TENSORFLOW = {
+    "Checkpoints": "checkpoints",
+    "contents": "reader",
+    "convert": "conversion",
+    "restore": "reader",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,6 @@ from pipemesh.checkpoint import folder as folders
 from pipemesh.checkpoint.entries import Snapshot, entries_of
 from pipemesh.checkpoint.manifest import Manifest
 from pipemesh.checkpoint.reader import reason, restore
-from pipemesh.checkpoint.whole_file import write_whole
 from pipemesh.errors import SaveError
 
 
@@ -180,7 +179,8 @@ class Checkpoints:
             _write_through(self._folder)
         for old in gone:
             folders.remove(old)
-        _list_for_tensorflow(self._folder)
+        steps = folders.steps_of(self._folder)
+        folders.list_for_tensorflow(self._folder, [f"ckpt-{step}" for step in steps])
 
 
 class _Writing:
@@ -266,12 +266,3 @@ def _write_through(path: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _list_for_tensorflow(folder: str) -> None:
-    """Writes the list that `tf.train.latest_checkpoint` reads; nothing here depends on it."""
-    names = [f"ckpt-{step}" for step in folders.steps_of(folder)] or [""]
-    lines = [f'model_checkpoint_path: "{names[-1]}"']
-    lines += [f'all_model_checkpoint_paths: "{name}"' for name in names]
-    with contextlib.suppress(OSError):
-        write_whole(os.path.join(folder, "checkpoint"), "\n".join([*lines, ""]).encode())

@@ -4,7 +4,9 @@
   pipemesh checkpoint inspect runs/lm/ckpt-300 --match 'cell_001/.*/w_q' --verify
   pipemesh checkpoint diff runs/lm/ckpt-200 runs/lm/ckpt-300
   pipemesh checkpoint convert runs/lm/ckpt-300 exported/ckpt --dtype bfloat16 --weights-only
-  pipemesh checkpoint convert theirs/ckpt-00012345 ours/ckpt --rename '/d\\d+/(?=cell_)=/'
+  pipemesh checkpoint convert runs/lm/ckpt-300 theirs/train/ckpt-00000300 --stages 0,3,7
+  pipemesh checkpoint convert theirs/train/ckpt-00000300 runs/lm/ckpt-300 --stages none \\
+      --like runs/lm/ckpt-1
 
 A checkpoint is given by its path without any ending; a folder stands for its newest one. Those of
 lingvo and of TensorFlow's own Saver are read as well.
@@ -16,7 +18,7 @@ import argparse
 import importlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from pipemesh.checkpoint.folder import newest
@@ -24,6 +26,7 @@ from pipemesh.checkpoint.manifest import INDEX, SUFFIX, Manifest
 from pipemesh.errors import CheckpointError
 
 DTYPES = ("float32", "bfloat16", "float16")
+_NO_STAGES, _STAGES_OF_LIKE = "none", "like"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,6 +60,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN=NAME",
         help="a regular expression, and what stands in its place; again for more",
     )
+    convert.add_argument(
+        "--stages",
+        metavar="BOUNDARIES",
+        help="names as lingvo's own pipeline has them, with stages of these layers: 0,3,7 for one "
+        "of the first three and one of the next four; like: with those of --like; none: without "
+        "stages, as in this library",
+    )
+    convert.add_argument(
+        "--like",
+        metavar="PATH",
+        help="a checkpoint that it is to be like, in names and what is noted; numbers and places "
+        "in data that are missing are taken from there",
+    )
     for verb in (inspect, diff, convert):
         verb.add_argument(
             "--match",
@@ -82,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
     # First: it says what is missing.
     importlib.import_module("pipemesh.needs_tensorflow")
-    from pipemesh.checkpoint import tensors
+    from pipemesh.checkpoint import conversion, tensors
 
     wanted = _matcher(arguments.match)
     path = _found(arguments.path)
@@ -101,17 +117,42 @@ def run(arguments: argparse.Namespace) -> int:
     if os.path.exists(arguments.to + INDEX):
         raise CheckpointError(f"{arguments.to} exists; give another path, or remove it")
 
-    def renamed(name: str) -> str:
-        for pattern, new in rules:
-            name = pattern.sub(new, name)
-        return name
-
-    print(
-        tensors.convert(
-            path, arguments.to, wanted, renamed, arguments.dtype, arguments.weights_only
-        )
-    )
+    like = arguments.like and _found(arguments.like)
+    kept = not arguments.weights_only
+    # Places in data are nothing that lingvo reads.
+    places = kept and arguments.stages in (None, _NO_STAGES)
+    names = tensors.names_of(path, wanted, state=kept, places=places)
+    called = {name: _renamed(name, rules) for name in names}
+    if arguments.stages is not None:
+        stages = _stages(arguments.stages, like)
+        there = tensors.names_of(like) if like else []
+        in_stages = arguments.lingvo_names(called.values(), stages, there)
+        called = {name: in_stages[new] for name, new in called.items()}
+    print(conversion.convert(path, arguments.to, called, arguments.dtype, like))
     return 0
+
+
+def _renamed(name: str, rules: Iterable[tuple[re.Pattern[str], str]]) -> str:
+    for pattern, new in rules:
+        name = pattern.sub(new, name)
+    return name
+
+
+def _stages(text: str, like: str | None) -> tuple[int, ...] | None:
+    """Boundaries of stages; () for names without stages, None for those of another checkpoint."""
+    if text == _NO_STAGES:
+        return ()
+    if text == _STAGES_OF_LIKE:
+        if not like:
+            raise CheckpointError("--stages=like wants --like, a checkpoint that lingvo wrote")
+        return None
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError:
+        raise CheckpointError(
+            f"--stages={text!r} is neither {_NO_STAGES!r} nor {_STAGES_OF_LIKE!r} nor boundaries "
+            "such as 0,3,7"
+        ) from None
 
 
 def _found(path: str) -> str:

@@ -13,9 +13,10 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from pipemesh.checkpoint.manifest import Manifest
+from pipemesh.checkpoint.whole_file import write_whole
 from pipemesh.errors import CheckpointError, DamagedError
 
 _INDEX = re.compile(r"ckpt-(\d+)\.index", re.ASCII)
@@ -25,6 +26,8 @@ _UNFINISHED = re.compile(r"ckpt-\d+_temp", re.ASCII)
 # Under which the list of checkpoints is written before it is renamed.
 _LIST = re.compile(r"\.checkpoint\.\d+", re.ASCII)
 DAMAGED = "damaged-"
+# The list itself.
+LIST = "checkpoint"
 
 
 def steps_of(folder: str) -> list[int]:
@@ -38,7 +41,7 @@ def path_of(folder: str, step: int) -> str:
 
 
 def newest(folder: str) -> str | None:
-    """Path of the newest checkpoint; None if there is none.
+    """Path of the newest checkpoint, of lingvo's `ckpt-00000010` too; None if there is none.
 
     Example:
         >>> import pathlib, tempfile
@@ -48,8 +51,8 @@ def newest(folder: str) -> str | None:
         >>> os.path.basename(newest(folder))
         'ckpt-10'
     """
-    steps = steps_of(folder)
-    return path_of(folder, steps[-1]) if steps else None
+    found = [(int(match[1]), name) for name in _names(folder) if (match := _INDEX.fullmatch(name))]
+    return os.path.join(folder, max(found)[1].removesuffix(".index")) if found else None
 
 
 def newest_whole(folder: str) -> tuple[str, Manifest] | None:
@@ -150,6 +153,19 @@ def remove_leftovers(folder: str) -> None:
         elif _LIST.fullmatch(name) or (part and int(part[1]) not in complete):
             with contextlib.suppress(OSError):
                 os.unlink(path)
+
+
+def list_for_tensorflow(folder: str, names: Sequence[str]) -> None:
+    """Writes the list that `tf.train.latest_checkpoint` reads; nothing here depends on it.
+
+    Args:
+        folder: where the checkpoints lie.
+        names: of the checkpoints, the newest last.
+    """
+    lines = [f'model_checkpoint_path: "{names[-1] if names else ""}"']
+    lines += [f'all_model_checkpoint_paths: "{name}"' for name in names or [""]]
+    with contextlib.suppress(OSError):
+        write_whole(os.path.join(folder, LIST), "\n".join([*lines, ""]).encode())
 
 
 def to_let_go(folder: str, keep: int, keep_best: int) -> Iterable[str]:

@@ -1,24 +1,21 @@
-"""The tensors of a checkpoint one by one: listed, verified, compared, written anew."""
+"""The tensors of a checkpoint one by one: listed, verified, compared."""
 
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 
-from pipemesh.checkpoint.manifest import SUFFIX, Manifest
 from pipemesh.checkpoint.reader import contents, read_tensors
-from pipemesh.checkpoint.writer import write
 from pipemesh.errors import CheckpointError
 from pipemesh.partition.text import bytes_text
 from pipemesh.text import columns, nearest
 
 # Numbers of an optimizer that belong to no weight.
 _POWERS = re.compile(r"beta[12]_power")
-_DATA = "data/"
+DATA = "data/"
 _MARK = "_CHECKPOINTABLE_OBJECT_GRAPH"
 
 
@@ -56,7 +53,7 @@ def verify(path: str) -> str:
     """
     _, dtypes = contents(path)
     for name in dtypes:
-        _read(path, name, dtypes[name])
+        read_one(path, name, dtypes[name])
     return f"all {len(dtypes)} tensors are what was written"
 
 
@@ -91,7 +88,7 @@ def diff(path: str, other: str, wanted: Callable[[str], bool]) -> tuple[list[str
         elif here == tf.variant:
             continue
         else:
-            rows += _differing(name, _read(path, name, here), _read(other, name, there))
+            rows += _differing(name, read_one(path, name, here), read_one(other, name, there))
     if not rows:
         return [f"the same: {len(names)} tensors"], False
     head = ("name", "greatest difference", "of the norm", "")
@@ -101,54 +98,31 @@ def diff(path: str, other: str, wanted: Callable[[str], bool]) -> tuple[list[str
     ], True
 
 
-def convert(
+def names_of(
     path: str,
-    to: str,
-    wanted: Callable[[str], bool],
-    renamed: Callable[[str], str],
-    dtype: str | None = None,
-    weights_only: bool = False,
-) -> str:
-    """Writes tensors anew, one after the other.
+    wanted: Callable[[str], bool] = lambda _: True,
+    *,
+    state: bool = True,
+    places: bool = True,
+) -> list[str]:
+    """The names of a checkpoint's tensors, sorted.
 
     Args:
         path: of the checkpoint.
-        to: path of the one to write.
-        wanted: which names to take along.
-        renamed: what they are called then.
-        dtype: of floating tensors; None to leave them.
-        weights_only: whether to leave out the optimizer's state and places in data.
-
-    Returns:
-        A line that says what was written.
+        wanted: which of them.
+        state: with the optimizer's state.
+        places: with places in data.
 
     Raises:
-        CheckpointError: no name is wanted, or two get one name.
-        DamagedError: it cannot be read.
-        SaveError: it cannot be written.
+        CheckpointError: none is wanted.
+        DamagedError: the index cannot be read.
     """
-    shapes, dtypes = contents(path)
-    names = _names(path, shapes, wanted)
-    if weights_only:
-        names = [n for n in names if not _is_state(n, shapes) and not n.startswith(_DATA)]
-    new = {name: renamed(name) for name in names}
-    old: dict[str, str] = {}
-    for name, called in new.items():
-        if old.setdefault(called, name) != name:
-            raise CheckpointError(
-                f"{old[called]!r} and {name!r} would both be {called!r}; rename one"
-            )
-
-    def converted(name: str) -> tf.Tensor:
-        value = _read(path, name, dtypes[name])
-        return tf.cast(value, dtype) if dtype and value.dtype.is_floating else value
-
-    step, note = 0, {}
-    if os.path.exists(path + SUFFIX):
-        manifest = Manifest.read(path)
-        step, note = manifest.step, manifest.note
-    write(to, [(new[name], lambda name=name: converted(name)) for name in names], step, note)
-    return f"{to}: {len(names)} tensors of {path}"
+    shapes, _ = contents(path)
+    return [
+        name
+        for name in _names(path, shapes, wanted)
+        if (state or not _is_state(name, shapes)) and (places or not name.startswith(DATA))
+    ]
 
 
 def _differing(name: str, one: tf.Tensor, two: tf.Tensor) -> Iterator[tuple[str, ...]]:
@@ -181,6 +155,16 @@ def _names(path: str, shapes: dict[str, list[int]], wanted: Callable[[str], bool
     return names
 
 
-def _read(path: str, name: str, dtype: tf.DType) -> tf.Tensor:
+def read_one(path: str, name: str, dtype: tf.DType) -> tf.Tensor:
+    """Reads a tensor, whatever slices it was written in.
+
+    Args:
+        path: of the checkpoint.
+        name: of the tensor.
+        dtype: that it has there.
+
+    Raises:
+        DamagedError: it is not what was written.
+    """
     (value,) = read_tensors(path, [name], [""], [dtype])
     return value

@@ -21,7 +21,12 @@ from pipemesh.layers.costs import layer_costs
 from pipemesh.layers.feature_extraction import FeatureExtractionLayer
 from pipemesh.layers.function_layer import FunctionLayer
 from pipemesh.layers.keras_layer import KerasLayer
-from pipemesh.layers.lingvo_checkpoint import lingvo_checkpoint_rules, lingvo_names
+from pipemesh.layers.lingvo_checkpoint import (
+    export_to_lingvo,
+    import_from_lingvo,
+    lingvo_checkpoint_rules,
+    lingvo_names,
+)
 from pipemesh.layers.mesh_cluster import mesh_cluster
 from pipemesh.layers.partition_layers import PartitionSequentialLayers
 from pipemesh.layers.pipeline.pipelining import PipeliningLayer
@@ -44,6 +49,8 @@ __all__ = [
     "Report",
     "SeqLayer",
     "SetOverWriteGlobalStep",
+    "export_to_lingvo",
+    "import_from_lingvo",
     "layer_costs",
     "lingvo_checkpoint_rules",
     "lingvo_names",

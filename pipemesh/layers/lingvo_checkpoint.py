@@ -14,12 +14,92 @@ from typing import Any, NamedTuple
 import lingvo.compat as tf
 from lingvo.core import py_utils
 
+from pipemesh.checkpoint.conversion import convert
+from pipemesh.checkpoint.tensors import names_of
 from pipemesh.errors import PipelineError
-from pipemesh.layers.feature_extraction import FeatureExtractionLayer, is_stage
-from pipemesh.layers.layer_names import places_of, scopes_of
+from pipemesh.layers.feature_extraction import FeatureExtractionLayer
+from pipemesh.layers.lingvo_stages import boundaries_in, with_stages, without_stages
 
-# What PartitionSequentialLayers calls stages and layers.
-_PARTITIONED = re.compile(r"(?<![^/])d\d+/(?=cell_\d{3,}/)")
+
+def export_to_lingvo(
+    checkpoint: str, path: str, stages: Iterable[Any] | None = None, like: str | None = None
+) -> str:
+    """Writes a checkpoint as lingvo's own pipeline of the same layers reads it.
+
+    Weights, the state of the optimizer, moving averages and the step are all taken along, tensor by
+    tensor; the model is never in memory as a whole. `lingvo.trainer` goes on from it if `path` is
+    `<logdir>/train/ckpt-<step, eight digits>`, in a folder that has no checkpoint yet.
+
+    Args:
+        checkpoint: path of a checkpoint of this library, without any ending, or of lingvo's
+            with another `PartitionSequentialLayers`.
+        path: of the one to write, without any ending.
+        stages: params of the stages of lingvo's model (its `cell_tpl`), or for those of
+            `PartitionSequentialLayers` their boundaries: `(0, 3, 7)` are a stage of the first three
+            layers and one of the next four. By default the stages are those of `like`.
+        like: path of a checkpoint of lingvo's model, such as that of its step 0: what is written
+            has the same names. Without it, numbers that lingvo's model has beyond ours would be
+            missing.
+
+    Returns:
+        A line that says what was written.
+
+    Raises:
+        PipelineError: no variable lies in a layer of the stages, or a layer in none of them.
+        CheckpointError: see `pipemesh.checkpoint.convert`.
+
+    Example:
+        >>> import os, tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> state = {"lm/cell_003/w/var": tf.Variable([1.0]), "global_step": tf.Variable(300)}
+        >>> ours = tf.compat.v1.train.Saver(state).save(None, os.path.join(folder, "ours"))
+        >>> theirs = os.path.join(folder, "train", "ckpt-00000300")
+        >>> told = export_to_lingvo(ours, theirs, stages=(0, 3, 7))
+        >>> tf.train.list_variables(tf.train.latest_checkpoint(os.path.dirname(theirs)))
+        [('global_step', []), ('lm/d1/cell_003/w/var', [1])]
+    """
+    if stages is None:
+        if like is None:
+            raise PipelineError(
+                "neither stages nor like is given; give one, to say what lingvo's stages are"
+            )
+        stages = boundaries_in(names_of(like))
+    # Places in data are nothing that lingvo reads.
+    names = with_stages(names_of(checkpoint, places=False), stages)
+    return convert(checkpoint, path, names, like=like)
+
+
+def import_from_lingvo(
+    checkpoint: str, path: str, stages: Iterable[Any] | None = None, like: str | None = None
+) -> str:
+    """Writes a checkpoint of lingvo's own pipeline as every plan of this library reads it.
+
+    Args:
+        checkpoint: path of lingvo's checkpoint, without any ending.
+        path: of the one to write, without any ending.
+        stages: params of the stages of that model, if they were written by hand; leave it out
+            for those of `PartitionSequentialLayers`.
+        like: path of a checkpoint of the training that is to go on from it, such as that of its
+            step 1: what is noted, and what lingvo does not save, is taken from there.
+
+    Returns:
+        A line that says what was written.
+
+    Raises:
+        PipelineError: no variable lies in a stage, or two would get one name.
+        CheckpointError: see `pipemesh.checkpoint.convert`.
+
+    Example:
+        >>> import os, tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> weight = {"lm/d1/cell_003/w/var": tf.Variable([1.0])}
+        >>> theirs = tf.compat.v1.train.Saver(weight).save(None, os.path.join(folder, "theirs"))
+        >>> told = import_from_lingvo(theirs, os.path.join(folder, "ours"))
+        >>> tf.train.list_variables(os.path.join(folder, "ours"))
+        [('lm/cell_003/w/var', [1])]
+    """
+    names = without_stages(names_of(checkpoint), stages)
+    return convert(checkpoint, path, names, like=like)
 
 
 def lingvo_checkpoint_rules(checkpoint: str, stages: Iterable[Any] | None = None) -> dict[str, Any]:
@@ -47,51 +127,12 @@ def lingvo_checkpoint_rules(checkpoint: str, stages: Iterable[Any] | None = None
         >>> lingvo_checkpoint_rules(path)[path]
         ([('lm/cell_003/w/var(?::0)?$', 'lm/d1/cell_003/w/var')], [])
     """
-    names = {}
-    ours_of = _renaming(list(stages)) if stages is not None else _without_stage
-    theirs = [name for name, _ in tf.train.list_variables(checkpoint)]
-    for name in theirs:
-        ours = ours_of(name)
-        if ours in names:
-            raise PipelineError(
-                f"{checkpoint}: {names[ours]!r} and {name!r} would both be {ours!r}; give the "
-                "params of the stages that wrote it (stages=...)"
-            )
-        names[ours] = name
-    if all(ours == name for ours, name in names.items()):
-        raise PipelineError(
-            f"{checkpoint}: no variable lies in a stage (such as d0/cell_000/...), as "
-            f"lingvo.core.gpipe writes them; the first is {theirs[0] if theirs else 'missing'!r}. "
-            "Give the params of the stages if they were written by hand (stages=...); a checkpoint "
-            "of this library needs no rules"
-        )
+    names = without_stages((name for name, _ in tf.train.list_variables(checkpoint)), stages)
     rules = [
         (f"{re.escape(ours)}(?::0)?$", name.replace("%", "%%"))
-        for ours, name in sorted(names.items())
+        for name, ours in sorted(names.items(), key=lambda pair: pair[1])
     ]
     return {checkpoint: (rules, [])}
-
-
-def _without_stage(name: str) -> str:
-    return _PARTITIONED.sub("", name)
-
-
-def _renaming(stages: list[Any]) -> Any:
-    places = places_of(stages, is_stage)
-    pairs = [
-        ("/".join((*place.stages, place.name)), "/".join((*scope, place.name)))
-        for place, scope in zip(places, scopes_of(places), strict=True)
-        if place.stages and not place.scope_is_given
-    ]
-
-    def rename(name: str) -> str:
-        for theirs, ours in pairs:
-            found = re.search(rf"(?<![^/]){re.escape(theirs)}(?=/)", name)
-            if found:
-                return name[: found.start()] + ours + name[found.end() :]
-        return name
-
-    return rename
 
 
 class _Scope(NamedTuple):

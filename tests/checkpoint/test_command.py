@@ -88,6 +88,28 @@ def test_convert_takes_weights_along_under_other_names(saved, tmp_path, capsys):
     assert "exists; give another path" in said(capsys, "convert", saved[1], to, code=2)
 
 
+def test_convert_gives_names_stages_as_lingvo_has_them_and_takes_them_away(saved, tmp_path, capsys):
+    theirs, back = str(tmp_path / "theirs" / "ckpt-00000004"), str(tmp_path / "back" / "ckpt-4")
+    told = said(capsys, "convert", saved[1], theirs, "--stages=0,0,3")
+    assert told == f"{theirs}: 5 tensors of {saved[1]}\n", "without the place in data"
+    assert "lm/d1/cell_000/w/var/Adam" in said(capsys, "inspect", theirs)
+    again = f"{tmp_path}/again"
+    told = said(capsys, "convert", saved[0], again, "--stages=like", f"--like={theirs}")
+    assert told == f"{again}: 5 tensors of {saved[0]}\n"
+    # A folder stands for its newest checkpoint, whatever zeros lingvo writes.
+    folder = str(tmp_path / "theirs")
+    rename = "--rename=lm/d0=lm"
+    like = str(tmp_path / "like")
+    said(capsys, "convert", saved[0], like, rename)
+    told = said(capsys, "convert", folder, back, "--stages=none", f"--like={like}")
+    assert told == f"{back}: 5 tensors of {theirs}, data/batches of {like}\n"
+    lines = said(capsys, "inspect", back).splitlines()
+    assert lines[0] == f"{back}: step 4"
+    assert "lm/cell_000/w/var" in "".join(lines)
+    said(capsys, "convert", saved[1], f"{back}-renamed", rename)
+    assert said(capsys, "diff", back, f"{back}-renamed") == "the same: 6 tensors\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -96,6 +118,13 @@ def test_convert_takes_weights_along_under_other_names(saved, tmp_path, capsys):
         (["inspect", "{saved}", "--match=zzz"], "has no tensor of such a name; it has 6, such as"),
         (["inspect", "{saved}", "--match=("], "--match='(' is no regular expression"),
         (["convert", "{saved}", "{folder}/to", "--rename=x"], "--rename='x' has no '='"),
+        (
+            ["convert", "{saved}", "{folder}/to", "--stages=two"],
+            "'two' is neither 'none' nor 'like' nor boundaries",
+        ),
+        (["convert", "{saved}", "{folder}/to", "--stages=like"], "--stages=like wants --like"),
+        (["convert", "{saved}", "{folder}/to", "--stages=1,2"], "stages=[1, 2] are no boundaries"),
+        (["convert", "{saved}", "{folder}/to", "--like={folder}/no"], "no' is no checkpoint"),
         (["convert", "{saved}", "{folder}/to", "--rename=^.*$=w"], "would both be 'w'; rename one"),
     ],
 )

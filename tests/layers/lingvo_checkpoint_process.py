@@ -1,16 +1,20 @@
 """Trains with `lingvo.core.gpipe`, saves, trains on: what a checkpoint of lingvo's must go on to.
 
-Arguments: a folder, and `automatic` or `by_hand` stages. Prints the losses after saving.
+Arguments: a folder and jobs such as `automatic:2:`, of the kind of stages and their number. Behind
+the second colon there may be the path of a checkpoint to go on from, before anything is trained.
+Prints a line of JSON for each job: the path of what lingvo's own saver has written, and the losses
+after.
 """
 
 import json
+import os
 import sys
 
 import tensorflow as tf
 from absl import flags
 
 from pipemesh.layers import lingvo_loader as lingvo_loader  # isort: skip
-from lingvo.core import gpipe, layers, py_utils, tshape
+from lingvo.core import gpipe, layers, py_utils, saver, tshape
 
 BATCH, WIDTH, NUM_STEPS = 8, 4, 3
 
@@ -44,36 +48,51 @@ def stack(pipelining_params, stages):
 
 
 def loss_and_step(layer, step):
-    """The loss and the operation that trains with Adam."""
+    """The loss and the operation that trains with Adam, and averages weights."""
     loss = tf.reduce_sum(tf.square(layer.FPropDefaultTheta(inputs()) - 0.5))
     optimizer = tf.compat.v1.train.AdamOptimizer(0.05)
-    return loss, optimizer.minimize(loss, step, var_list=layer.vars.Flatten())
+    weights = layer.vars.Flatten()
+    train_step = optimizer.minimize(loss, step, var_list=weights)
+    with tf.control_dependencies([train_step]):
+        return loss, tf.compat.v1.train.ExponentialMovingAverage(0.9).apply(weights)
 
 
 def train(session, loss, train_step):
     return [float(session.run([loss, train_step])[0]) for _ in range(NUM_STEPS)]
 
 
-def main():
-    folder, kind = sys.argv[1:]
-    flags.FLAGS.mark_as_parsed()
-    py_utils.SetEagerMode(False)
+def stages_of(kind, number):
+    if kind == "automatic":
+        return automatic(gpipe.PartitionSequentialLayers, number)
+    return by_hand(gpipe.FeatureExtractionLayer.Params)
+
+
+def run(folder, kind, number, restore):
+    os.makedirs(folder)
     with tf.Graph().as_default():
         tf.compat.v1.set_random_seed(3)
         step = py_utils.GetOrCreateGlobalStepVar()
-        if kind == "automatic":
-            stages = automatic(gpipe.PartitionSequentialLayers, 2)
-        else:
-            stages = by_hand(gpipe.FeatureExtractionLayer.Params)
-        layer = stack(gpipe.PipeliningLayer.Params, stages).Instantiate()
+        layer = stack(gpipe.PipeliningLayer.Params, stages_of(kind, number)).Instantiate()
         loss, train_step = loss_and_step(layer, step)
-        saver = tf.compat.v1.train.Saver()
+        theirs = saver.Saver(folder, variables=tf.compat.v1.global_variables())
         with tf.compat.v1.Session() as session:
-            session.run(tf.compat.v1.global_variables_initializer())
-            train(session, loss, train_step)
-            path = saver.save(session, folder + "/ckpt", global_step=step)
-            losses = train(session, loss, train_step)
-    print(json.dumps({"path": path, "losses": losses}))
+            if restore:
+                # All variables are in it, or it is an error.
+                theirs.Restore(session, path=restore)
+            else:
+                session.run(tf.compat.v1.global_variables_initializer())
+                train(session, loss, train_step)
+            _, path = theirs.Save(session)
+            return {"path": path, "losses": train(session, loss, train_step)}
+
+
+def main():
+    flags.FLAGS.mark_as_parsed()
+    py_utils.SetEagerMode(False)
+    folder, *jobs = sys.argv[1:]
+    for index, job in enumerate(jobs):
+        kind, number, restore = job.split(":")
+        print(json.dumps(run(os.path.join(folder, str(index)), kind, int(number), restore)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,86 @@
+"""A checkpoint written anew, to be like another one."""
+
+import pytest
+import tensorflow as tf
+
+from pipemesh.checkpoint import Checkpoints, Manifest, convert, restore
+from pipemesh.checkpoint.tensors import names_of
+from pipemesh.errors import CheckpointError
+
+
+def mine(tmp_path, **more):
+    """A checkpoint of a training: what another program does not save is there, too."""
+    iterator = iter(tf.data.Dataset.range(9))
+    next(iterator)
+    state = {
+        "global_step": tf.Variable(1, dtype=tf.int64),
+        "skipped_steps": tf.Variable(7, dtype=tf.int64),
+        "w": tf.Variable([0.0, 0.0], dtype=tf.bfloat16),
+        "data/batches": iterator,
+    }
+    return Checkpoints(str(tmp_path), state | more).save(1, {"by": "me"})
+
+
+def theirs(tmp_path, **state):
+    """One of another program."""
+    state = {"w": [1.0, 2.0], "counter": 5, **state}
+    variables = {name: tf.Variable(value) for name, value in state.items() if value is not None}
+    variables["global_step"] = tf.Variable(300, dtype=tf.int64)
+    return tf.compat.v1.train.Saver(variables).save(None, str(tmp_path / "theirs"))
+
+
+def converted(path, like=None):
+    to = f"{path}-converted"
+    return to, convert(path, to, {name: name for name in names_of(path)}, like=like)
+
+
+def test_what_another_program_wrote_becomes_like_a_checkpoint_of_a_training(tmp_path):
+    path, like = theirs(tmp_path), mine(tmp_path)
+    to, told = converted(path, like)
+    assert told == (
+        f"{to}: 2 tensors of {path}, data/batches, skipped_steps of {like}; left out: counter"
+    )
+    manifest = Manifest.read(to)
+    assert (manifest.step, manifest.note) == (300, {"by": "me"})
+    step, skipped = (tf.Variable(0, dtype=tf.int64) for _ in range(2))
+    w, iterator = tf.Variable([0.0, 0.0], dtype=tf.bfloat16), iter(tf.data.Dataset.range(9))
+    state = {"global_step": step, "skipped_steps": skipped, "w": w, "data/batches": iterator}
+    assert restore(to, state) == []
+    assert (int(step), int(skipped), w.numpy().tolist()) == (300, 7, [1.0, 2.0])
+    assert int(next(iterator)) == 1, "where the training was, which the other does not know"
+    assert tf.train.load_checkpoint(to).get_variable_to_dtype_map()["w"] == tf.bfloat16
+
+
+def test_the_step_of_another_programs_checkpoint_is_noted(tmp_path):
+    """It was noted as 0."""
+    to, _ = converted(theirs(tmp_path))
+    assert Manifest.read(to).step == 300
+
+
+@pytest.mark.parametrize(
+    ("state", "more", "told"),
+    [
+        ({"w": None, "v": [1.0, 2.0]}, {}, "only .*ckpt-1 has 'w', and .* is the nearest"),
+        ({"w/Adam": [1.0, 2.0]}, {}, "only .*theirs has 'w/Adam', and 'w' is the nearest"),
+        ({"w": [1.0]}, {}, r"'w' of .*theirs is float32\[1\], but 'w' of .* is bfloat16\[2\]"),
+        ({"w": [1, 2]}, {}, r"'w' of .*theirs is int32\[2\], but 'w' of .* is bfloat16\[2\]"),
+        ({}, {"v": tf.Variable([1.0])}, "only .*ckpt-1 has 'v'"),
+    ],
+)
+def test_a_weight_that_is_not_in_both_or_is_another_is_an_error(tmp_path, state, more, told):
+    """Nobody trains on with what a name that was not found has left as it was."""
+    path, like = theirs(tmp_path, **state), mine(tmp_path, **more)
+    with pytest.raises(CheckpointError, match=told):
+        converted(path, like)
+    assert not list(tmp_path.glob("*converted*"))
+
+
+def test_a_folder_gets_a_list_of_its_first_checkpoint_alone(tmp_path):
+    """The list of a folder that has one is somebody else's."""
+    like = mine(tmp_path)
+    to, _ = converted(like)
+    assert tf.train.latest_checkpoint(str(tmp_path)) == like
+    names = {name: name for name in names_of(like)}
+    new = str(tmp_path / "new" / "ckpt-00000001")
+    convert(to, new, names)
+    assert tf.train.latest_checkpoint(str(tmp_path / "new")) == new
