@@ -18,9 +18,11 @@ from pipemesh import needs_tensorflow as needs_tensorflow  # isort: skip
 from pipemesh.layers import lingvo_loader as lingvo_loader  # isort: skip
 
 from pipemesh.layers.costs import layer_costs
+from pipemesh.layers.dataset_input import DatasetInput
 from pipemesh.layers.feature_extraction import FeatureExtractionLayer
 from pipemesh.layers.function_layer import FunctionLayer
 from pipemesh.layers.keras_layer import KerasLayer
+from pipemesh.layers.keras_task import KerasTask
 from pipemesh.layers.lingvo_checkpoint import lingvo_checkpoint_rules, lingvo_names
 from pipemesh.layers.mesh_cluster import mesh_cluster
 from pipemesh.layers.partition_layers import PartitionSequentialLayers
@@ -34,11 +36,13 @@ from pipemesh.layers.step_seed import (
 )
 
 __all__ = [
+    "DatasetInput",
     "FeatureExtractionLayer",
     "FunctionLayer",
     "GenerateStepSeedPair",
     "GetOverWriteGlobalStep",
     "KerasLayer",
+    "KerasTask",
     "PartitionSequentialLayers",
     "PipeliningLayer",
     "Report",
