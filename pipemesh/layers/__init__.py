@@ -18,9 +18,11 @@ from pipemesh import needs_tensorflow as needs_tensorflow  # isort: skip
 from pipemesh.layers import lingvo_loader as lingvo_loader  # isort: skip
 
 from pipemesh.layers.costs import layer_costs
+from pipemesh.layers.dataset_input import DatasetInput
 from pipemesh.layers.feature_extraction import FeatureExtractionLayer
 from pipemesh.layers.function_layer import FunctionLayer
 from pipemesh.layers.keras_layer import KerasLayer
+from pipemesh.layers.keras_task import KerasTask
 from pipemesh.layers.lingvo_checkpoint import (
     export_to_lingvo,
     import_from_lingvo,
@@ -39,11 +41,13 @@ from pipemesh.layers.step_seed import (
 )
 
 __all__ = [
+    "DatasetInput",
     "FeatureExtractionLayer",
     "FunctionLayer",
     "GenerateStepSeedPair",
     "GetOverWriteGlobalStep",
     "KerasLayer",
+    "KerasTask",
     "PartitionSequentialLayers",
     "PipeliningLayer",
     "Report",

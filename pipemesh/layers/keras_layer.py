@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
-from collections.abc import Sequence
+import random
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -18,14 +22,33 @@ from pipemesh.layers.traced_meta import traced_meta
 _SEED_STATE = "seed_generator_state"
 
 
+@dataclasses.dataclass(frozen=True)
+class Called:
+    """What a call of a Keras layer gave.
+
+    Attributes:
+        outputs: what it returned; a list as a tuple.
+        changed: by name, the new values of variables that it assigned.
+        penalties: scalars that it asks to be added to the loss: those of regularizers and
+            `add_loss`.
+    """
+
+    outputs: Any
+    changed: dict[str, tf.Tensor]
+    penalties: list[tf.Tensor]
+
+
 class KerasLayer(base_layer.BaseLayer):
     """A Keras 3 layer or model with weights of its own, to be used wherever a layer of lingvo is.
 
     Its weights are variables of lingvo, in `vars` and `theta`, with the initial values that Keras
-    draws, and are trained, cut into stages and saved like all others. Its random numbers are keyed
-    by the layer and the global step, so dropout does not depend on the plan. What a layer updates
-    by itself when it trains, as the averages of `BatchNormalization`, cannot be honoured microbatch
-    by microbatch, and is an error; such layers can be evaluated.
+    draws (with `random_seed`, a function of that and the layer's name), and are trained, cut into
+    stages and saved like all others. Their constraints hold after
+    each step (`PostTrainingStepUpdate`). Its random numbers are keyed by the layer and the global
+    step, so dropout does not depend on the plan. What a layer updates by itself when it trains, as
+    the averages of `BatchNormalization`, and what it adds to the loss, as regularizers do, cannot
+    be honoured microbatch by microbatch, and is an error; such layers can be evaluated, and
+    trained as a whole model by `KerasTask`.
 
     It needs TensorFlow 2's behaviour, as Keras does.
 
@@ -72,7 +95,8 @@ class KerasLayer(base_layer.BaseLayer):
                 f"{p.name}: layers of Keras need TensorFlow 2's behaviour; call "
                 "py_utils.SetEagerMode(True) before layers are made"
             )
-        self._layer = _built(p)
+        with _keras_seeded(p):
+            self._layer = _built(p)
 
     def _CreateLayerVariables(self) -> None:
         super()._CreateLayerVariables()
@@ -99,31 +123,64 @@ class KerasLayer(base_layer.BaseLayer):
             What it returns.
 
         Raises:
-            PipelineError: it updates state while it trains, or computes in another dtype than
-                `fprop_dtype` says.
+            PipelineError: it updates state or adds to the loss while it trains, or computes in
+                another dtype than `fprop_dtype` says.
         """
-        p = self.params
+        called = self._call(theta, *args)
+        if not self.do_eval:
+            self._refuse(called)
+        return called.outputs
+
+    def _call(self, theta: Any, *args: Any) -> Called:
+        """Calls the layer, which changes nothing."""
         self._check_dtype()
         mapping = [(variable, theta[name]) for name, variable in self._kept.items()]
         for number, variable in enumerate(self._seeds):
-            seed = GenerateStepSeedPair(p, op_seed=number)
+            seed = GenerateStepSeedPair(self.params, op_seed=number)
             mapping.append((variable, tf.cast(seed, variable.dtype)))
-        with keras.StatelessScope(mapping) as scope:
+        with keras.StatelessScope(mapping, collect_losses=True) as scope:
             before = {name: scope.get_current_value(v) for name, v in self._kept.items()}
             outputs = self._layer(*args, training=not self.do_eval)
-            changed = [
-                name
-                for name, variable in self._kept.items()
-                if scope.get_current_value(variable) is not before[name]
-            ]
-        if changed and not self.do_eval:
+            after: dict[str, Any] = {
+                name: scope.get_current_value(v) for name, v in self._kept.items()
+            }
+            # Sums of `add_loss` first, as Keras adds them.
+            penalties = [tf.reduce_sum(loss) for loss in scope.losses]
+            for name, variable in self._kept.items():
+                if variable.trainable and variable.regularizer is not None:
+                    penalties.append(variable.regularizer(before[name]))
+        changed = {name: value for name, value in after.items() if value is not before[name]}
+        return Called(tuple(outputs) if isinstance(outputs, list) else outputs, changed, penalties)
+
+    def _refuse(self, called: Called) -> None:
+        name, kind = self.params.name, with_article(type(self._layer).__name__)
+        if called.changed:
             raise PipelineError(
-                f"{p.name}: {with_article(type(self._layer).__name__)} updates {changed[0]!r} "
+                f"{name}: {kind} updates {next(iter(called.changed))!r} "
                 "while it trains, which would be done once a microbatch instead of once a step, "
-                "and again where it is computed again; freeze it (trainable=False), or use a "
-                "layer without such state, such as LayerNormalization"
+                "and again where it is computed again; freeze it (trainable=False), use a "
+                "layer without such state, such as LayerNormalization, or train the whole model "
+                "as a KerasTask, without a pipeline"
             )
-        return tuple(outputs) if isinstance(outputs, list) else outputs
+        if called.penalties:
+            raise PipelineError(
+                f"{name}: {kind} adds to the loss (a regularizer, or add_loss), which would be "
+                "lost, for a stage hands on its outputs alone; leave that out and set "
+                "l2_regularizer_weight of the learner, or train the whole model as a KerasTask, "
+                "without a pipeline"
+            )
+
+    def PostTrainingStepUpdate(self) -> Any:
+        """Lets constraints of weights hold.
+
+        Returns:
+            An operation; lingvo runs it after the weights of a step have been updated.
+        """
+        updates = [super().PostTrainingStepUpdate()]
+        for name, variable in self._kept.items():
+            if variable.trainable and variable.constraint is not None:
+                updates.append(self.vars[name].assign(variable.constraint(self.vars[name].value())))
+        return tf.group(*updates)
 
     def _check_dtype(self) -> None:
         wanted, own = py_utils.FPropDtype(self.params), tf.as_dtype(self._layer.compute_dtype)
@@ -146,6 +203,20 @@ class KerasLayer(base_layer.BaseLayer):
         number = sum(math.prod(v.shape) for v in layer.trainable_variables)
         meta.parameter_bytes = number * tf.as_dtype(layer.variable_dtype).size
         return meta
+
+
+@contextlib.contextmanager
+def _keras_seeded(p: Any) -> Iterator[None]:
+    """Inside, Keras draws initial values by `random_seed`: it takes seeds from Python's numbers."""
+    if p.random_seed is None:
+        yield
+        return
+    state = random.getstate()
+    random.seed(f"{p.random_seed} {p.name}")
+    try:
+        yield
+    finally:
+        random.setstate(state)
 
 
 def _built(p: Any) -> Any:
@@ -185,12 +256,33 @@ def _shapes_of(layer: Any) -> list[Any] | None:
 
 def _names(variables: Sequence[Any]) -> list[str]:
     """A name for each variable, none of them twice: the shortest ends of their paths that do."""
-    paths = [variable.path.split("/") for variable in variables]
+    paths = _renumbered([variable.path.split("/") for variable in variables])
     for length in range(1, 1 + max(map(len, paths), default=0)):
         names = ["_".join(path[-length:]) for path in paths]
         if len(set(names)) == len(names):
             return names
     return [f"{'_'.join(path)}_{number}" for number, path in enumerate(paths)]
+
+
+def _renumbered(paths: list[list[str]]) -> list[list[str]]:
+    """Paths whose parts are numbered within the model: `dense_7`, `dense_8` as `dense`, `dense_1`.
+
+    Keras numbers layers without a name by how many of their kind the process has made, which a
+    checkpoint cannot know.
+    """
+    siblings: dict[tuple[str, ...], dict[str, str]] = {}
+    renumbered = []
+    for path in paths:
+        new: list[str] = []
+        for part in path[:-1]:
+            known = siblings.setdefault(tuple(new), {})
+            if part not in known:
+                base = re.sub(r"_\d+$", "", part)
+                wanted = [base, *(f"{base}_{number}" for number in range(1, len(known) + 1))]
+                known[part] = next(name for name in wanted if name not in known.values())
+            new.append(known[part])
+        renumbered.append([*new, path[-1]])
+    return renumbered
 
 
 def _is_seed(variable: Any) -> bool:

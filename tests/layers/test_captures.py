@@ -8,7 +8,7 @@ from lingvo.core import base_layer, bn_layers, py_utils
 from pipemesh.errors import PipelineError
 from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, SeqLayer
 from tests.layers.blocks import WIDTH
-from tests.layers.harness import run_eagerly, run_tf1, run_tf2
+from tests.layers.harness import cluster, run_eagerly, run_tf1, run_tf2
 
 X = np.random.default_rng(0).normal(size=[8, WIDTH]).astype(np.float32)
 
@@ -118,3 +118,27 @@ def test_batch_normalization_with_accumulators_has_the_statistics_of_the_whole_b
     parts = [run(norm(SeqLayer), [part]).outputs[0] for part in np.split(images, 4)]
     np.testing.assert_allclose(got.outputs[0], np.concatenate(parts), rtol=1e-4, atol=1e-5)
     assert np.abs(got.outputs[0] - wanted.outputs[0]).max() > 0.01
+
+
+def test_an_evaluation_before_the_first_step_leaves_accumulators_to_training(eagerly):
+    """They kept tensors of the graph that evaluates, out of the scope of the one that trains."""
+    layer = bn_layers.BatchNormLayerNoPadding.Params().Set(name="bn", dim=WIDTH)
+    cells = [FeatureExtractionLayer.Params().Set(name="s0", sub=[layer])]
+    params = PipeliningLayer.Params().Set(name="stack", cell_tpl=cells, num_micro_batches=2)
+    images = tf.constant(np.random.default_rng(1).normal(size=[4, 3, 3, WIDTH]), tf.float32)
+    with cluster(1):
+        py_utils.GetOrCreateGlobalStepVar()
+        stack = params.Instantiate()
+
+    def call():
+        outputs = stack.FPropDefaultTheta(images)
+        stack.PostTrainingStepUpdate()
+        return outputs
+
+    with cluster(1, do_eval=True):
+        for _ in range(2):
+            tf.function(stack.FPropDefaultTheta, autograph=False)(images)
+    with cluster(1):
+        tf.function(call, autograph=False)()
+    mean = 0.003 * tf.reduce_mean(images, axis=[0, 1, 2])
+    np.testing.assert_allclose(stack.vars.s0.bn.moving_mean, mean, rtol=1e-4, atol=1e-7)

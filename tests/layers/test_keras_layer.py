@@ -1,5 +1,7 @@
 """Layers of Keras in stacks of lingvo, pipelined, equal Keras itself."""
 
+import random
+
 import keras
 import numpy as np
 import pytest
@@ -159,6 +161,54 @@ def test_state_that_training_updates_is_an_error(eagerly):
         layer.FPropDefaultTheta(tf.constant(X))
     evaluated = run_tf2(params, [X], do_eval=True, loss=None)
     assert evaluated.outputs[0].shape == X.shape
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"kernel_regularizer": "l2"}, {"activity_regularizer": "l1"}],
+    ids=["weights", "activities"],
+)
+def test_what_would_be_added_to_the_loss_is_an_error_instead_of_lost(eagerly, options):
+    layer = wrapped("dense", lambda: keras.layers.Dense(4, **options)).Instantiate()
+    with pytest.raises(PipelineError, match=r"dense: a Dense adds to the loss .*KerasTask"):
+        layer.FPropDefaultTheta(tf.constant(X))
+    with mesh_cluster(Mesh.from_text("layers:1"), do_eval=True):
+        assert layer.FPropDefaultTheta(tf.constant(X)).shape == X.shape
+
+
+def test_a_constraint_holds_after_each_step(eagerly):
+    layer = wrapped("dense", keras.layers.Dense(4, kernel_constraint="non_neg")).Instantiate()
+    kernel = layer.vars.kernel.numpy()
+    assert kernel.min() < 0
+    layer.PostTrainingStepUpdate()
+    np.testing.assert_array_equal(layer.vars.kernel, np.maximum(kernel, 0))
+
+
+def test_names_of_weights_do_not_depend_on_what_else_the_process_has_made(eagerly):
+    """Keras numbers layers without a name on and on: a checkpoint would not fit the next time."""
+
+    def model():
+        return keras.Sequential(
+            [keras.layers.Dense(4), keras.layers.Dense(4), keras.layers.Dense(4, name="own_7")]
+        )
+
+    wanted = [f"{layer}_{v}" for layer in ("dense", "dense_1", "own") for v in ("bias", "kernel")]
+    for name in "ab":
+        keras.layers.Dense(3)
+        assert sorted(wrapped(name, model).Instantiate().vars) == sorted(wanted)
+
+
+def test_initial_values_are_those_of_the_random_seed_and_the_name(eagerly):
+    def kernel(name, seed):
+        params = wrapped(name, lambda: keras.layers.Dense(4)).Set(random_seed=seed)
+        with py_utils.VariableStore():
+            return params.Instantiate().vars.kernel.numpy()
+
+    state = random.getstate()
+    np.testing.assert_array_equal(kernel("a", 1), kernel("a", 1))
+    assert random.getstate() == state
+    assert not np.array_equal(kernel("a", 1), kernel("a", 2))
+    assert not np.array_equal(kernel("a", 1), kernel("b", 1))
 
 
 def test_another_dtype_is_an_error(eagerly):

@@ -14,6 +14,7 @@ from pipemesh.errors import PipelineError
 from pipemesh.layers.check_params import check_micro_batch_size
 from pipemesh.layers.feature_extraction import to_tuple
 from pipemesh.layers.named.values import exported
+from pipemesh.layers.pipeline.accumulators import kept_accumulators, set_accumulators
 from pipemesh.layers.pipeline.alike_stages import check_predictable, pipeline_of
 from pipemesh.layers.pipeline.head import check_head
 from pipemesh.layers.pipeline.pipelining_params import define_pipelining
@@ -239,9 +240,8 @@ class PipeliningLayer(SeqLayer):
             structures = []
             thetas = [own.tensors for own in weights]
             outputs, carries = build(thetas, inputs, carries, step, structures)
-        for name, carry in zip(self._cell_names, carries, strict=True):
-            cell = self.children[name]
-            cell.SetAccumulatorValues(cell.accumulators.Pack(carry))
+        if not self.do_eval:
+            set_accumulators([self.children[name] for name in self._cell_names], carries)
         return structures[-1].pack(outputs)
 
     def PredictMemory(self, *args: Any) -> list[DeviceMemory]:
@@ -389,13 +389,13 @@ class PipeliningLayer(SeqLayer):
 
         def forward(theta: Any, carry: Any, inputs: Any, microbatch: Any, step: Any) -> Any:
             del microbatch
-            saved = cell.GetAccumulatorValues()
-            cell.SetAccumulatorValues(cell.accumulators.Pack(carry))
             with (
+                kept_accumulators(cell),
                 py_utils.RemoveAssertContext(remove=True),
                 keyed_seeds(global_step_in(step)),
                 self._lowerings[number].on(current_devices()),
             ):
+                cell.SetAccumulatorValues(cell.accumulators.Pack(carry))
                 outputs = self._fprop_cell(
                     weights.pack(theta), name, *structures[number].pack_arguments(inputs)
                 )
@@ -404,8 +404,7 @@ class PipeliningLayer(SeqLayer):
                     outputs = exported(outputs)
                 else:
                     outputs = handed_over(outputs, self._lowerings[number + 1].replica_mesh)
-            carry = [tf.convert_to_tensor(t) for t in cell.GetAccumulatorValues().Flatten()]
-            cell.SetAccumulatorValues(saved)
+                carry = [tf.convert_to_tensor(t) for t in cell.GetAccumulatorValues().Flatten()]
             where = f"{p.name}: stage {name!r}"
             structures[number + 1] = StageStructure(outputs, p.nested_map_fprop, where, "outputs")
             flat = structures[number + 1].flatten(outputs)

@@ -1,0 +1,1 @@
+"""Classifiers of handwritten digits: layers of lingvo, a pipeline of them, and Keras."""

@@ -1,0 +1,72 @@
+"""Handwritten digits that come with scikit-learn."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from pipemesh.errors import PipemeshError
+
+SIDE = 8
+NUM_CLASSES = 10
+_HELD_OUT = 360
+
+
+@dataclasses.dataclass(frozen=True)
+class Digits:
+    """Images of shape [n, height, width] in [0, 1], float32, and labels of shape [n], int32."""
+
+    images: np.ndarray
+    labels: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batches(self, size: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Batches without end. Each epoch has an order of its own; none loses an image."""
+        waiting = np.zeros([0], np.int64)
+        epoch = 0
+        while True:
+            while len(waiting) < size:
+                order = np.random.default_rng([seed, epoch]).permutation(len(self))
+                waiting = np.concatenate([waiting, order])
+                epoch += 1
+            chosen, waiting = waiting[:size], waiting[size:]
+            yield self.images[chosen], self.labels[chosen]
+
+    def in_order(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+        """All images once; the last batch is filled up with copies of the first ones.
+
+        Yields:
+            images, labels, and how many of them count.
+        """
+        for begin in range(0, len(self), size):
+            chosen = np.arange(begin, begin + size)
+            yield (
+                self.images[chosen % len(self)],
+                self.labels[chosen % len(self)],
+                min(size, len(self) - begin),
+            )
+
+
+def load_digits() -> tuple[Digits, Digits]:
+    """1,437 digits of 8 x 8 to train on, and 360 held out, which other people wrote.
+
+    Raises:
+        PipemeshError: scikit-learn is not installed.
+    """
+    try:
+        from sklearn import datasets
+    except ImportError as error:
+        raise PipemeshError(
+            "the digits come with scikit-learn, which is not installed; run: "
+            "python -m pip install 'pipemesh[examples]'"
+        ) from error
+    found: Any = datasets.load_digits()
+    images = found.images.astype(np.float32) / 16
+    labels = found.target.astype(np.int32)
+    cut = len(labels) - _HELD_OUT
+    return Digits(images[:cut], labels[:cut]), Digits(images[cut:], labels[cut:])

@@ -1,0 +1,38 @@
+"""A Keras model as a configuration that is registered with lingvo."""
+
+from typing import Any
+
+import keras
+from lingvo import model_registry
+
+from models.digits.params import DigitsParams, trained_as
+from pipemesh.layers import KerasTask
+
+
+def convolutional() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input([8, 8, 1]),
+            keras.layers.Conv2D(32, 3, padding="same", activation="relu"),
+            keras.layers.BatchNormalization(momentum=0.9),
+            keras.layers.Conv2D(64, 3, strides=2, padding="same", activation="relu"),
+            keras.layers.Flatten(),
+            keras.layers.Dropout(0.3),
+            keras.layers.Dense(10, activation="softmax"),
+        ]
+    )
+
+
+@model_registry.RegisterSingleTaskModel
+class DigitsKeras(DigitsParams):
+    """Convolutions, batch normalization and dropout of Keras."""
+
+    def Task(self) -> Any:
+        """The task."""
+        p = KerasTask.Params().Set(
+            name="digits",
+            model=convolutional,
+            loss="sparse_categorical_crossentropy",
+            metrics=["accuracy"],
+        )
+        return trained_as(self, p)

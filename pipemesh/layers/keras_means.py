@@ -1,0 +1,166 @@
+"""Losses and metrics of Keras as weighted means over examples."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from pipemesh.errors import PipelineError
+
+_ACCURACY = ("accuracy", "acc")
+
+
+class _Unreduced(keras.losses.Loss):
+    """A function of labels and outputs, with the casts and the masks of Keras' losses."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(name="values", reduction="none")
+        self._function = function
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return self._function(y_true, y_pred)
+
+
+class WeightedMean:
+    """The weighted mean of what a function of Keras says of each example.
+
+    Labels and outputs are cast and brought to the same rank as Keras does it for its losses, and
+    what a mask of Keras leaves out of the outputs is left out.
+
+    Args:
+        name: what to call it in errors.
+        function: of labels and outputs; it returns a value for each example, or each of its steps.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name, self._function = name, function
+
+    def __call__(
+        self, labels: Any, outputs: Any, weights: tf.Tensor | None
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """The mean and the sum of all weights, both float32 scalars.
+
+        Args:
+            labels: what is right.
+            outputs: of the model.
+            weights: one for each example, or for each value; None counts each value as 1.
+
+        Returns:
+            The mean, 0 if all weights are 0; and the sum of weights.
+
+        Raises:
+            PipelineError: there is no value for each example, or the weights do not fit the values.
+        """
+        if isinstance(labels, tf.Tensor) and isinstance(outputs, tf.Tensor):
+            # Another tensor would not have the mask of the outputs, so labels give way.
+            labels, function = _fitted(labels, outputs, self._function)
+        else:
+            function = self._function
+        values: Any = _Unreduced(function)(labels, outputs)
+        if not values.shape.rank:
+            raise PipelineError(
+                f"{self.name} gave a scalar for the whole batch; it must return a value for each "
+                "example, as functions of keras.losses and keras.metrics do"
+            )
+        ones: Any = _Unreduced(lambda y_true, y_pred: tf.ones_like(values))(labels, outputs)
+        if weights is not None:
+            weights = tf.cast(self._spread(weights, values), values.dtype)
+            values, ones = values * weights, ones * weights
+        total = tf.reduce_sum(ones)
+        mean = tf.math.divide_no_nan(tf.reduce_sum(values), total)
+        return tf.cast(mean, tf.float32), tf.cast(total, tf.float32)
+
+    def _spread(self, weights: tf.Tensor, values: Any) -> tf.Tensor:
+        """Weights of examples as those of values."""
+        missing = values.shape.rank - weights.shape.rank
+        if missing < 0 or not values.shape[: weights.shape.rank].is_compatible_with(weights.shape):
+            raise PipelineError(
+                f"{self.name} has values of shape {values.shape}, but weights have shape "
+                f"{weights.shape}; give one for each example, [{values.shape[0]}], or for each "
+                "value"
+            )
+        return tf.reshape(weights, tf.concat([tf.shape(weights), [1] * missing], 0))
+
+
+def loss_mean(owner: str, loss: Any) -> WeightedMean:
+    """The mean of a loss.
+
+    Args:
+        owner: name of the task, for errors.
+        loss: a name, such as "mse", a `keras.losses.Loss`, whose reduction does not count, or a
+            function of labels and outputs.
+
+    Raises:
+        PipelineError: Keras knows no such loss.
+    """
+    try:
+        found = keras.losses.get(loss)
+    except ValueError as error:
+        raise PipelineError(f"{owner}: Keras knows no loss {loss!r}") from error
+    if found is None:
+        raise PipelineError(
+            f"{owner}: it has no loss; set loss to one of Keras, such as 'mse', or to a function "
+            "of labels and outputs that returns a value for each example"
+        )
+    function: Any = found.call if isinstance(found, keras.losses.Loss) else found
+    return WeightedMean(f"{owner}: loss {loss!r}", function)
+
+
+def metric_mean(owner: str, metric: Any) -> tuple[str, WeightedMean]:
+    """The name and the mean of a metric.
+
+    Args:
+        owner: name of the task, for errors.
+        metric: "accuracy", the name of a function in `keras.metrics`, such as
+            "top_k_categorical_accuracy", or a function of labels and outputs.
+
+    Raises:
+        PipelineError: it is none, or no mean over examples, as areas under curves.
+    """
+    name = metric if isinstance(metric, str) else getattr(metric, "__name__", "")
+    function: Any = metric
+    if name in _ACCURACY:
+        function = _accuracy
+    elif isinstance(metric, str):
+        function = getattr(keras.metrics, metric, None)
+    known = callable(function) and not inspect.isclass(function)
+    if not known or isinstance(function, keras.metrics.Metric):
+        raise PipelineError(
+            f"{owner}: metric {metric!r} is no function that says something of each example; give "
+            "'accuracy', the name of a function in keras.metrics, such as "
+            "'top_k_categorical_accuracy', or a function of labels and outputs"
+        )
+    if not name.isidentifier() or name == "loss":
+        raise PipelineError(
+            f"{owner}: a metric cannot be named {name!r}; give a function with a name of its own"
+        )
+    return name, WeightedMean(f"{owner}: metric {name!r}", function)
+
+
+def _accuracy(labels: Any, outputs: Any) -> Any:
+    """Which accuracy Keras takes for that word, by the shapes."""
+    if outputs.shape[-1] == 1:
+        return keras.metrics.binary_accuracy(labels, outputs)
+    if labels.shape.rank < outputs.shape.rank or labels.shape[-1] == 1:
+        return keras.metrics.sparse_categorical_accuracy(labels, outputs)
+    return keras.metrics.categorical_accuracy(labels, outputs)
+
+
+def _fitted(
+    labels: tf.Tensor, outputs: tf.Tensor, function: Callable[..., Any]
+) -> tuple[tf.Tensor, Callable[..., Any]]:
+    """Labels and a function of them where ranks differ by a last dim of 1, as Keras takes them."""
+    more = labels.shape.rank - outputs.shape.rank
+    if more == 1 and labels.shape[-1] == 1:
+        if outputs.shape.rank == 1:
+            return labels, lambda y_true, y_pred: function(y_true, tf.expand_dims(y_pred, -1))
+        return tf.squeeze(labels, -1), function
+    if more == -1 and outputs.shape[-1] == 1:
+        if labels.shape.rank == 1:
+            return tf.expand_dims(labels, -1), function
+        return labels, lambda y_true, y_pred: function(y_true, tf.squeeze(y_pred, -1))
+    return labels, function

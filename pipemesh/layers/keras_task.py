@@ -1,0 +1,204 @@
+"""A model of Keras as a task of lingvo."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow as tf
+from lingvo.core import base_model, py_utils
+
+from pipemesh import randomness
+from pipemesh.errors import PipelineError
+from pipemesh.layers.dataset_input import as_batch
+from pipemesh.layers.keras_layer import KerasLayer
+from pipemesh.layers.keras_means import loss_mean, metric_mean
+from pipemesh.layers.step_seed import step_of_call, whole_batch_randomness
+
+
+class KerasTask(base_model.BaseTask):
+    """A Keras 3 model that is trained as a whole, to be registered with lingvo in a few lines.
+
+    Its weights are those of a `KerasLayer`. It computes the whole batch once, without a pipeline,
+    so what a model does besides its outputs is honoured, as in `keras.Model.fit`: regularizers and
+    `add_loss` are part of the loss, constraints hold after each step, and what layers update by
+    themselves, such as the averages of `BatchNormalization`, is updated once a step: in
+    `PostTrainingStepUpdate`, which has to run after the weights were updated. So a step that fails
+    changes nothing, nor does evaluation. Such values are variables that are not trainable, and are
+    saved like all.
+
+    A batch is a NestedMap with `inputs`, which the model is called with, `labels` and, if
+    examples differ in weight, `weights`; or a tuple of these. Tensors of a nested input are given
+    to the model as a dict, a list or a tuple, as they are nested.
+
+    The metric `loss` is the mean of `loss` over all examples, weighted by `weights`, plus what
+    the model adds by itself; the others are such means, too. Without weights, or if their mean is
+    1, that is what Keras minimizes; Keras divides by the number of examples otherwise, here it is
+    by the sum of weights (in Keras, `reduction="mean_with_sample_weight"`). Rows of weight 0 count
+    nowhere, but `BatchNormalization` sees them while it trains.
+
+    "accuracy" is what Keras takes the word for: with one output, whether it is on the label's side
+    of 0.5 (`binary_accuracy`: of probabilities, not of logits); with several, whether the greatest
+    is that of the label, given by its number (`sparse_categorical_accuracy`) or one-hot
+    (`categorical_accuracy`). Other names are those of functions in `keras.metrics`.
+
+    Example:
+        >>> import keras
+        >>> from lingvo.core import py_utils
+        >>> def model():
+        ...     return keras.Sequential([keras.Input([2]), keras.layers.Dense(3)])
+        >>> params = KerasTask.Params().Set(
+        ...     name="small", model=model, metrics=["accuracy"],
+        ...     loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        >>> py_utils.SetEagerMode(True, test_mode=True)
+        >>> task = params.Instantiate()
+        >>> metrics, _ = task.FPropTower(task.theta, (tf.ones([4, 2]), tf.zeros([4], tf.int32)))
+        >>> sorted(metrics), metrics.loss[1].numpy()
+        (['accuracy', 'loss'], np.float32(4.0))
+        >>> py_utils.SetEagerMode(False, test_mode=True)
+    """
+
+    @classmethod
+    def Params(cls) -> Any:
+        """Defines `model`, `input_shapes`, `loss` and `metrics`."""
+        p = super().Params()
+        p.name = "keras"
+        p.Define(
+            "model",
+            None,
+            "A function that makes a new Keras model, or a model, which is copied by its config.",
+        )
+        p.Define(
+            "input_shapes",
+            None,
+            "A shape for each input, such as [[None, 28, 28, 1]]; None for a model that is built, "
+            "as one with a keras.Input is.",
+        )
+        p.Define(
+            "loss",
+            None,
+            "A loss of Keras by its name, a keras.losses.Loss, or a function of labels and outputs "
+            "that returns a value for each example.",
+        )
+        p.Define(
+            "metrics",
+            [],
+            "Names of functions in keras.metrics, or 'accuracy'; or functions of labels and "
+            "outputs that return a value for each example.",
+        )
+        return p
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        p = self.params
+        self._loss_mean = loss_mean(p.name, p.loss)
+        self._metric_means = dict(metric_mean(p.name, metric) for metric in p.metrics)
+        self.CreateChild(
+            "model", WholeBatchLayer.Params().Set(layer=p.model, input_shapes=p.input_shapes)
+        )
+
+    def ComputePredictions(self, theta: Any, input_batch: Any) -> Any:
+        """Calls the model.
+
+        Args:
+            theta: weights.
+            input_batch: with `inputs`.
+
+        Returns:
+            A NestedMap with its `outputs`, and as `penalty` what it adds to the loss.
+
+        Raises:
+            PipelineError: the batch has no inputs.
+        """
+        inputs = self._part(as_batch(input_batch), "inputs")
+        outputs, penalty = self.model.FProp(theta.model, _plain(inputs))
+        return py_utils.NestedMap(outputs=outputs, penalty=penalty)
+
+    def ComputeLoss(self, theta: Any, predictions: Any, input_batch: Any) -> Any:
+        """The weighted means.
+
+        Args:
+            theta: weights, which are not used.
+            predictions: what `ComputePredictions` returned.
+            input_batch: with `labels` and perhaps `weights`.
+
+        Returns:
+            By name, pairs of mean and sum of weights; an empty NestedMap, for examples.
+
+        Raises:
+            PipelineError: labels or weights do not fit the outputs.
+        """
+        del theta
+        batch = as_batch(input_batch)
+        labels, outputs = _plain(self._part(batch, "labels")), predictions.outputs
+        mean, total = self._loss_mean(labels, outputs, batch.get("weights"))
+        metrics = py_utils.NestedMap(loss=(mean + tf.cast(predictions.penalty, mean.dtype), total))
+        for name, metric in self._metric_means.items():
+            value, total = metric(labels, outputs, batch.get("weights"))
+            metrics[name] = (tf.stop_gradient(value), total)
+        return metrics, py_utils.NestedMap()
+
+    def _part(self, batch: Any, name: str) -> Any:
+        if name not in batch:
+            raise PipelineError(
+                f"{self.params.name}: the batch has no {name!r}, but {sorted(batch)}; give a "
+                "NestedMap or dict with inputs, labels and perhaps weights, or a tuple of these"
+            )
+        return batch[name]
+
+
+class WholeBatchLayer(KerasLayer):
+    """A `KerasLayer` that sees each batch once, whole, and may therefore update itself."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self._updates: dict[str, tf.Tensor] = {}
+
+    def FProp(self, theta: Any, *args: Any) -> Any:
+        """Calls the layer.
+
+        Args:
+            theta: weights.
+            *args: its inputs.
+
+        Returns:
+            What it returns, and the sum of what it adds to the loss.
+
+        Raises:
+            PipelineError: it computes in another dtype than `fprop_dtype` says.
+        """
+        if not self.do_eval:
+            # Averages grow from what they are, not from that rounded to `fprop_dtype`.
+            own = {name: self.vars[name].value() for name in self._untrained()}
+            theta = py_utils.NestedMap({**theta, **own})
+        with (
+            whole_batch_randomness(step_of_call(self)),
+            randomness.layer_scope(self.params.name),
+        ):
+            called = self._call(theta, *args)
+        if not self.do_eval:
+            self._updates = called.changed
+        penalties = [tf.cast(penalty, tf.float32) for penalty in called.penalties]
+        return called.outputs, tf.add_n(penalties) if penalties else tf.zeros([])
+
+    def _untrained(self) -> list[str]:
+        return [name for name, variable in self._kept.items() if not variable.trainable]
+
+    def PostTrainingStepUpdate(self) -> Any:
+        """Updates what the last call while training was to update, and lets constraints hold.
+
+        Returns:
+            An operation; lingvo runs it after the weights of a step have been updated.
+        """
+        updates = [self.vars[name].assign(value) for name, value in self._updates.items()]
+        self._updates = {}
+        return tf.group(super().PostTrainingStepUpdate(), *updates)
+
+
+def _plain(inputs: Any) -> Any:
+    """NestedMaps as dicts, which Keras knows."""
+    if isinstance(inputs, Mapping):
+        return {name: _plain(value) for name, value in inputs.items()}
+    if isinstance(inputs, (list, tuple)):
+        return type(inputs)(_plain(value) for value in inputs)
+    return inputs

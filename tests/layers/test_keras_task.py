@@ -1,0 +1,290 @@
+"""A Keras model as a task of lingvo trains as Keras does."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from lingvo.core import learner, optimizer, py_utils, schedule
+
+from pipemesh.errors import PipelineError
+from pipemesh.layers import KerasTask, mesh_cluster
+from pipemesh.mesh import Mesh
+from pipemesh.training import all_or_none
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(1.0, 2.0, size=[20, 12, 6, 6, 2]).astype(np.float32)
+Y = RNG.integers(3, size=[20, 12]).astype(np.int32)
+LOSS = "sparse_categorical_crossentropy"
+ROUND_OFF = {"rtol": 2e-4, "atol": 2e-6}
+
+
+@pytest.fixture(autouse=True)
+def lingvo_runs_eagerly(eagerly):
+    """Keras needs it."""
+
+
+def convolutional(dropout=0.0, **conv):
+    """Equal weights each time."""
+    keras.utils.set_random_seed(3)
+    return keras.Sequential(
+        [
+            keras.Input([6, 6, 2]),
+            keras.layers.Conv2D(4, 3, activation="relu", **conv),
+            keras.layers.BatchNormalization(momentum=0.9),
+            keras.layers.Flatten(),
+            keras.layers.Dropout(dropout),
+            keras.layers.Dense(3, activation="softmax"),
+            keras.layers.BatchNormalization(momentum=0.8, center=False, scale=False),
+            keras.layers.Softmax(),
+        ]
+    )
+
+
+class Training:
+    """Steps of lingvo's learner in eager mode, in one function."""
+
+    def __init__(self, model, learning_rate=0.1, **params):
+        p = KerasTask.Params().Set(**{"name": "task", "loss": LOSS, "model": model, **params})
+        p.train.learner = learner.Learner.Params().Set(
+            name="loss",
+            optimizer=optimizer.SGD.Params(),
+            learning_rate=learning_rate,
+            lr_schedule=schedule.Constant.Params(),
+        )
+        with self.cluster():
+            self.step = py_utils.GetOrCreateGlobalStepVar()
+            self.step.assign(0)
+            self.task = p.Instantiate()
+        self.train = tf.function(self.train_eagerly, autograph=False)
+        self._evaluate = tf.function(self._metrics, autograph=False)
+
+    @staticmethod
+    def cluster(do_eval=False):
+        return mesh_cluster(Mesh.from_text("layers:1"), do_eval=do_eval)
+
+    def _metrics(self, batch):
+        return dict(self.task.FPropTower(self.task.theta, batch)[0])
+
+    def train_eagerly(self, batch):
+        with py_utils.GradientTape(), py_utils.GlobalStepContext(self.step):
+            metrics = self._metrics(batch)
+            _, update, _ = self.task.learners[0].Apply(
+                metrics, self.task.vars, gradient_adjuster=all_or_none
+            )
+        with tf.control_dependencies([] if update is None else [update]):
+            after = self.task.PostTrainingStepUpdate()
+        with tf.control_dependencies([] if after is None else [after]):
+            self.step.assign_add(1)
+        return metrics
+
+    def evaluate(self, batch):
+        with self.cluster(do_eval=True):
+            return self._evaluate(batch)
+
+    def variables(self):
+        """In the order of Keras: by layer."""
+        found = {v.name: v.numpy() for v in self.task.vars.Flatten()}
+        names = ["conv2d_kernel", "conv2d_bias"]
+        names += [f"batch_normalization_{n}" for n in ("gamma", "beta", *MOVING)]
+        names += ["dense_kernel", "dense_bias"]
+        names += [f"batch_normalization_1_{n}" for n in MOVING]
+        assert len(names) == len(found)
+        return [found[f"task/model/{name}/var:0"] for name in names]
+
+
+MOVING = ("moving_mean", "moving_variance")
+
+
+def of_keras(model):
+    """Losses and the model after Keras' own loop."""
+    made = model()
+    made.compile(optimizer=keras.optimizers.SGD(0.1), loss=LOSS)
+    losses = []
+    for x, y in zip(X, Y, strict=True):
+        made.reset_metrics()
+        losses.append(made.train_on_batch(x, y, return_dict=True)["loss"])
+    return losses, made
+
+
+def kept(made):
+    """Its variables but for seeds of dropout."""
+    return [v.numpy() for v in made.variables if "seed_generator" not in v.path]
+
+
+def assert_all_close(got, wanted):
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(a, b, **ROUND_OFF)
+
+
+def test_20_steps_equal_those_of_train_on_batch_with_moving_averages():
+    made = convolutional()
+    made.compile(optimizer=keras.optimizers.SGD(0.1), loss=LOSS, metrics=["accuracy"])
+    training = Training(convolutional, metrics=["accuracy"])
+    assert_all_close(training.variables(), kept(made))
+    before = training.variables()
+    for x, y in zip(X, Y, strict=True):
+        made.reset_metrics()
+        wanted = made.train_on_batch(x, y, return_dict=True)
+        got = training.train((tf.constant(x), tf.constant(y)))
+        np.testing.assert_allclose(got["loss"][0], wanted["loss"], rtol=1e-4)
+        np.testing.assert_allclose(got["accuracy"][0], wanted["accuracy"], rtol=1e-6)
+    assert_all_close(training.variables(), kept(made))
+    for old, new in zip(before, training.variables(), strict=True):
+        assert np.abs(new - old).max() > 1e-3
+    # And so is what they say when nothing trains.
+    made.reset_metrics()
+    wanted = made.test_on_batch(X[0], Y[0], return_dict=True)
+    got = training.evaluate((tf.constant(X[0]), tf.constant(Y[0])))
+    for name in ("loss", "accuracy"):
+        np.testing.assert_allclose(got[name][0], wanted[name], rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "conv",
+    [
+        {"kernel_regularizer": keras.regularizers.L2(0.05), "activity_regularizer": "l1"},
+        {"kernel_constraint": keras.constraints.MaxNorm(0.3), "trainable": False},
+        {"kernel_constraint": keras.constraints.MaxNorm(0.3)},
+    ],
+    ids=["penalties", "frozen", "constraint"],
+)
+def test_what_a_model_asks_of_its_trainer_is_done(conv):
+    model = functools.partial(convolutional, **conv)
+    wanted, made = of_keras(model)
+    training = Training(model)
+    got = [
+        float(training.train((tf.constant(x), tf.constant(y)))["loss"][0])
+        for x, y in zip(X, Y, strict=True)
+    ]
+    np.testing.assert_allclose(got, wanted, rtol=1e-3)
+    kernel = made.layers[0].kernel.numpy()
+    ours = {v.name: v.numpy() for v in training.task.vars.Flatten()}
+    np.testing.assert_allclose(ours["task/model/conv2d_kernel/var:0"], kernel, **ROUND_OFF)
+
+
+def test_it_trains_without_a_function_too():
+    traced, eager = Training(convolutional), Training(convolutional)
+    for x, y in zip(X[:3], Y[:3], strict=True):
+        traced.train((tf.constant(x), tf.constant(y)))
+        eager.train_eagerly((tf.constant(x), tf.constant(y)))
+    assert_all_close(eager.variables(), traced.variables())
+
+
+def test_a_step_that_fails_changes_nothing():
+    """Its moments are finite, its gradient is not: averages do not move before weights can."""
+    training = Training(convolutional)
+    batch = py_utils.NestedMap(
+        inputs=tf.constant(X[0]), labels=tf.constant(Y[0]), weights=tf.ones([12])
+    )
+    training.train(batch)
+    before = training.variables()
+    bad = py_utils.NestedMap(batch, weights=tf.fill([12], np.float32(np.inf)))
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        training.train(bad)
+    for a, b in zip(training.variables(), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+    # The next one is as if there had been none.
+    training.train(batch)
+    other = Training(convolutional)
+    for _ in range(2):
+        other.train(batch)
+    for a, b in zip(training.variables(), other.variables(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_evaluation_changes_nothing_and_leaves_out_rows_without_weight():
+    training = Training(convolutional, metrics=["accuracy"])
+    for x, y in zip(X[:3], Y[:3], strict=True):
+        training.train((tf.constant(x), tf.constant(y)))
+    before = training.variables()
+    whole = training.evaluate((tf.constant(X[3]), tf.constant(Y[3])))
+    filled = np.concatenate([X[3], 100 * np.ones([4, 6, 6, 2], np.float32)])
+    labels = np.concatenate([Y[3], np.zeros([4], np.int32)])
+    weights = np.concatenate([np.ones([12]), np.zeros([4])]).astype(np.float32)
+    padded = training.evaluate(tuple(map(tf.constant, (filled, labels, weights))))
+    for name, (value, weight) in whole.items():
+        np.testing.assert_allclose(padded[name][0], value, rtol=1e-5)
+        assert padded[name][1] == weight == 12
+    for a, b in zip(training.variables(), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_averages_are_variables_that_are_not_trained():
+    task = Training(convolutional).task
+    fixed = sorted(v.name for v in task.vars.Flatten() if not v.trainable)
+    assert len(fixed) == 4 and all("moving_" in name for name in fixed)
+
+
+def test_dropout_is_another_one_in_each_step_and_the_same_in_a_step_made_again():
+    model = functools.partial(convolutional, dropout=0.5)
+    batch = tf.constant(X[0]), tf.constant(Y[0])
+    training, again = Training(model, learning_rate=0.0), Training(model, learning_rate=0.0)
+    losses = [float(training.train(batch)["loss"][0]) for _ in range(3)]
+    assert len(set(losses)) == 3
+    again.step.assign(2)
+    assert float(again.train(batch)["loss"][0]) == losses[2]
+
+
+def test_weights_divide_by_their_sum():
+    weights = RNG.uniform(size=[12]).astype(np.float32)
+    training = Training(convolutional)
+    batch = tuple(map(tf.constant, (X[0], Y[0], weights)))
+    made = convolutional()
+    loss = keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight")
+    wanted = loss(Y[0], made(X[0], training=True), weights)
+    loss, total = training.train(batch)["loss"]
+    np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    np.testing.assert_allclose(total, weights.sum(), rtol=1e-6)
+
+
+def test_inputs_may_be_nested():
+    def model():
+        a, b = keras.Input([2], name="a"), keras.Input([3], name="b")
+        return keras.Model(
+            {"a": a, "b": b}, keras.layers.Dense(1)(keras.layers.concatenate([a, b]))
+        )
+
+    training = Training(model, loss="mse")
+    batch = {
+        "inputs": {"a": tf.ones([4, 2]), "b": tf.ones([4, 3])},
+        "labels": tf.zeros([4, 1]),
+    }
+    losses = [float(training.train(batch)["loss"][0]) for _ in range(5)]
+    assert losses[-1] < losses[0]
+
+
+def test_it_computes_in_bfloat16_with_averages_in_float32():
+    training = Training(
+        lambda: keras.Sequential(
+            [
+                keras.Input([4]),
+                keras.layers.BatchNormalization(momentum=0.999, dtype="mixed_bfloat16"),
+                keras.layers.Dense(3, dtype="mixed_bfloat16"),
+                keras.layers.Softmax(dtype="float32"),
+            ]
+        )
+    )
+    x = RNG.normal(1.0, 1.0, size=[12, 4]).astype(np.float32)
+    for _ in range(40):
+        training.train((tf.constant(x), tf.constant(Y[0])))
+    averages = {v.name: v.numpy() for v in training.task.vars.Flatten()}
+    rounded = tf.cast(x, tf.bfloat16).numpy().astype(np.float32)
+    wanted = (1 - 0.999**40) * rounded.mean(axis=0)
+    got = averages["task/model/moving_mean/var:0"]
+    np.testing.assert_allclose(got, wanted, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("batch", "text"),
+    [
+        ({"labels": tf.zeros([4])}, r"task: the batch has no 'inputs', but \['labels'\]"),
+        ({"inputs": tf.ones([4, 6, 6, 2])}, r"task: the batch has no 'labels', but \['inputs'\]"),
+        (tf.ones([4]), "a batch is an? .*Tensor; it must be a NestedMap"),
+    ],
+)
+def test_a_batch_without_its_parts_says_what_is_missing(batch, text):
+    training = Training(convolutional)
+    with pytest.raises(PipelineError, match=text):
+        training.evaluate(batch)
