@@ -95,9 +95,19 @@ class About:
 
     @classmethod
     def from_note(cls, note: Mapping[str, Any]) -> About:
-        """What a checkpoint's manifest notes."""
-        values: dict[str, Any] = {**note, "vocabulary": base64.b64decode(note["vocabulary"])}
-        return cls(**values)
+        """What a checkpoint's manifest notes.
+
+        Raises:
+            CheckpointError: another program has noted it.
+        """
+        try:
+            values: dict[str, Any] = {**note, "vocabulary": base64.b64decode(note["vocabulary"])}
+            return cls(**values)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                "--logdir has checkpoints of another program, or of another version of this one "
+                f"({error}); give another --logdir"
+            ) from error
 
     def to_note(self) -> dict[str, Any]:
         """What a checkpoint's manifest is to note."""

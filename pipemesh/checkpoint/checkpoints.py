@@ -60,11 +60,14 @@ class Checkpoints:
         self._keep, self._keep_best = keep, keep_best
         self._entries = entries_of(tracked)
         self._writing: _Writing | None = None
+        self._known: str | None = None
 
     @property
     def newest(self) -> str | None:
-        """Path of the newest complete checkpoint."""
-        return folders.newest(self._folder)
+        """Path of the newest complete checkpoint; the last known while the folder is unreadable."""
+        with contextlib.suppress(OSError):
+            self._known = folders.newest(self._folder)
+        return self._known
 
     def track(self, **tracked: Any) -> None:
         """Saves these too from now on, or instead of those of the same names."""
