@@ -132,10 +132,12 @@ def publish(temporary: str, path: str) -> list[str]:
     folder, name = os.path.split(temporary)
     # The index last: without it the rest is no checkpoint.
     files = sorted(_files(folder, name), key=lambda found: found.endswith(INDEX))
-    paths = [path + found.removeprefix(name) for found in files]
+    paths: list[str] = []
     try:
-        for found, new in zip(files, paths, strict=True):
+        for found in files:
+            new = path + found.removeprefix(name)
             os.replace(os.path.join(folder, found), new)
+            paths.append(new)
     except OSError:
         # Else they would be taken for a checkpoint that lost its index.
         for new in paths:
