@@ -175,6 +175,7 @@ class Checkpoints:
         # One of the same step, if there is one, must not be there in part.
         folders.remove(path)
         files = folders.publish(temporary, path)
+        self._known = path
         gone = list(folders.to_let_go(self._folder, self._keep, self._keep_best))
         if gone:
             # A machine that loses power now must find what replaces them.

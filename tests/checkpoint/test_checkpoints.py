@@ -223,15 +223,19 @@ def test_a_folder_that_was_taken_away_is_not_made_again(tmp_path):
 def test_in_a_folder_that_cannot_be_listed_the_last_known_one_is_the_newest(tmp_path, monkeypatch):
     """To say what is kept ended a training that could not be saved."""
     saver = Checkpoints(str(tmp_path), {"w": tf.Variable(1.0)})
-    first = saver.save(1, {})
+    saver.save(1, {})
+    path = saver.begin(2, {})
+    saver.confirm()
+    while saver.is_writing:
+        time.sleep(0.01)
 
     def denied(_):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(os, "listdir", denied)
-    with pytest.raises(SaveError, match=r"ckpt-2 cannot be written \(.*Permission denied\)"):
-        saver.save(2, {})
-    assert saver.newest == first
+    with pytest.raises(SaveError, match=r"ckpt-3 cannot be written \(.*Permission denied\)"):
+        saver.save(3, {})
+    assert saver.newest == path
 
 
 def test_a_folder_in_place_of_an_older_ones_file_is_no_reason_to_fail(tmp_path):

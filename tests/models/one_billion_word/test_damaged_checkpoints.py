@@ -92,7 +92,13 @@ def test_all_that_are_damaged_are_named_and_set_aside_and_the_last_whole_one_ser
 
 
 @pytest.mark.parametrize(
-    ("end", "harm"), [(INDEX, lose), (DATA, cut), (DATA, flip), (MANIFEST, write_noise)]
+    ("end", "harm"),
+    [
+        (INDEX, lose),
+        (DATA, flip),
+        pytest.param(DATA, cut, marks=pytest.mark.exhaustive),
+        pytest.param(MANIFEST, write_noise, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_where_none_is_whole_nobody_begins_anew_until_a_copy_is_put_there(
     undisturbed, tmp_path, end, harm

@@ -1,10 +1,12 @@
 """Text of odd kinds, text that vanishes, no room for its copies: the whole program."""
 
+import shutil
+
 import pytest
 
 from tests.models.one_billion_word.disturbed import (
     STEPS,
-    assert_goes_on,
+    assert_kept,
     assert_same_losses,
     begin,
     losses,
@@ -36,10 +38,12 @@ def text(corpus, tmp_path):
     return folder
 
 
+@pytest.mark.exhaustive
 def test_a_line_of_a_megabyte_and_a_flood_of_empty_ones_need_room_and_then_are_trained_on(
-    disk, text, tmp_path
+    disk, text, corpus, tmp_path
 ):
-    (text / "train-3").write_bytes(b"word after word " * (1 << 16))
+    line = " ".join(corpus.train.lines).encode()
+    (text / "train-3").write_bytes(line * (1 + (1 << 20) // len(line)))
     (text / "train-4").write_bytes(b"one" + b"\n" * (1 << 21) + b"two\n")
     whole, logdir = tmp_path / "whole", tmp_path / "run"
     code, _, err = finish(begin(whole, *flags(text)))
@@ -49,18 +53,21 @@ def test_a_line_of_a_megabyte_and_a_flood_of_empty_ones_need_room_and_then_are_t
     options = {"env": {"XDG_CACHE_HOME": str(caches)}}
     line = refused(logdir, *flags(text), cold=True, **options)
     why = f"which fails in '{caches}/pipemesh/text' (No space left on device); make room, or name"
-    assert line.startswith(f"'{text}/train-3' has to be copied to be read, 1.0 MB, {why}")
+    assert line.startswith(f"'{text}/train-3' has to be copied to be read, 1.") and why in line
     assert not [path for path in caches.rglob(".*")], "half a copy"
 
     disk(caches, 1 << 26)
-    assert finish(begin(logdir, *flags(text), steps=5, **options))[0] == 0
-    assert_goes_on(logdir, 5, whole, *flags(text), **options)
-    assert len(losses(whole)) == STEPS
+    # To learn it again takes long.
+    shutil.copytree(whole / "vocabulary", logdir / "vocabulary")
+    code, _, err = finish(begin(logdir, *flags(text), **options))
+    assert code == 0, err
+    assert_kept(logdir, STEPS, whole)
+    assert losses(logdir) == losses(whole)
 
 
 def test_a_file_that_vanishes_saves_and_once_it_is_back_the_same_command_goes_on(text, tmp_path):
     whole, logdir, err = tmp_path / "whole", tmp_path / "run", tmp_path / "err"
-    assert finish(begin(whole, *flags(text), "--save_every=1000", steps=600))[0] == 0
+    assert finish(begin(whole, *flags(text), "--save_every=1000", steps=300))[0] == 0
     with running(logdir, err, *flags(text), "--max_to_keep=2") as process:
         wait_until((logdir / "ckpt-2.index").exists, process)
         (text / "train-1").rename(tmp_path / "kept")
@@ -80,6 +87,6 @@ def test_a_file_that_vanishes_saves_and_once_it_is_back_the_same_command_goes_on
     code, out, told_now = finish(begin(logdir, *flags(text), steps=reached + 9))
     assert code == 0, told_now
     assert f"going on from {logdir}/ckpt-{reached}\n" in out
-    assert reached + 9 < 600, "it came too far to be compared"
+    assert reached + 9 < 300, "it came too far to be compared"
     assert_same_losses(logdir, losses(whole))
     assert max(losses(logdir)) == reached + 9

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -104,7 +105,7 @@ def test_a_vocabulary_that_finds_no_room_is_told_in_a_line(disk, undisturbed, si
 def many_losses(tmp_path_factory):
     """The losses of a training that goes further than one that is disturbed is to come."""
     logdir = tmp_path_factory.mktemp("many")
-    code, _, err = finish(begin(logdir, "--save_every=1000", steps=900))
+    code, _, err = finish(begin(logdir, "--save_every=1000", steps=300))
     assert code == 0, err
     return losses(logdir)
 
@@ -126,11 +127,25 @@ def make_closed(logdir, mount):
     return lambda: logdir.chmod(0o700)
 
 
+def unprivileged():
+    """Options of a program that permissions of files bind."""
+    if os.getuid():
+        return {}
+    if not shutil.which("setpriv"):
+        pytest.skip("the super user may read and write all, and there is no program `setpriv`")
+    rights = [f"--bounding-set={_RIGHTS}", f"--inh-caps={_RIGHTS}"]
+    # Who was forked from a program that has rights has them as well.
+    return {"cold": True, "wrap": ["setpriv", *rights]}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("disturb", "reason"),
-    [(make_full, FULL), (make_read_only, READ_ONLY), (make_closed, DENIED)],
-    ids=["full", "read-only", "closed"],
+    [
+        pytest.param(make_full, FULL, id="full"),
+        pytest.param(make_read_only, READ_ONLY, id="read-only"),
+        pytest.param(make_closed, DENIED, id="closed", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_what_cannot_be_written_to_for_a_while_ends_no_training(
     mount, disk, size, many_losses, tmp_path, disturb, reason
@@ -140,13 +155,7 @@ def test_what_cannot_be_written_to_for_a_while_ends_no_training(
     if disturb is make_full:
         disk(logdir, 6 * size)
     logdir.mkdir(exist_ok=True)
-    # The super user is bound by permissions only without these rights; TensorFlow is not loaded
-    # without them yet.
-    unprivileged = disturb is make_closed and os.getuid() == 0
-    rights = [f"--bounding-set={_RIGHTS}", f"--inh-caps={_RIGHTS}"]
-    options = {"cold": True, "wrap": ["setpriv", *rights]} if unprivileged else {}
-    if unprivileged and not shutil.which("setpriv"):
-        pytest.skip("the super user may all, and there is no setpriv")
+    options = unprivileged() if disturb is make_closed else {}
 
     def last():
         found = newest(str(logdir))
@@ -165,7 +174,8 @@ def test_what_cannot_be_written_to_for_a_while_ends_no_training(
     assert code == 128 + signal.SIGTERM, err.read_text()
     lines = [line for line in told(err.read_text()) if "ckpt-" in line]
     assert reason in lines[0], lines
-    assert f"; training goes on, and {logdir}/ckpt-" in lines[0], "what is kept is known"
+    kept = re.fullmatch(rf".*; training goes on, and {logdir}/ckpt-(\d+) is kept", lines[0])
+    assert kept and int(kept[1]) >= 2, "what is kept is known"
     reached = last()
     assert f"SIGTERM: saved {logdir}/ckpt-{reached}; run the same command again" in out
     assert reached + 3 <= max(many_losses), "it came too far to be compared"
@@ -207,6 +217,19 @@ def test_a_log_directory_that_is_none_is_refused_before_anything_is_done(tmp_pat
         line = refused(tmp_path / name, cold=True)
         assert line == f"logdir='{tmp_path / name}' {why}"
     assert (tmp_path / "file").read_text() == "of somebody else"
+
+
+@pytest.mark.slow
+def test_a_log_directory_without_permission_is_refused_and_left_alone(undisturbed, tmp_path):
+    logdir = begun(undisturbed, 3, tmp_path / "run")
+    for mode, why in (
+        (0o500, f"logdir='{logdir}' cannot be written to ({DENIED}); give another"),
+        (0o000, f"[Errno 13] {DENIED}: '{logdir}'"),
+    ):
+        logdir.chmod(mode)
+        assert refused(logdir, **unprivileged() | {"cold": True}) == why
+        logdir.chmod(0o700)
+        assert_kept(logdir, 3, undisturbed)
 
 
 @pytest.mark.slow
