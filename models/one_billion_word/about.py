@@ -97,10 +97,20 @@ class About:
 
     @classmethod
     def from_note(cls, note: Mapping[str, Any]) -> About:
-        """What a checkpoint's manifest notes."""
+        """What a checkpoint's manifest notes.
+
+        Raises:
+            CheckpointError: another program has noted it.
+        """
         known = {field.name for field in dataclasses.fields(cls)}
-        values: dict[str, Any] = {name: value for name, value in note.items() if name in known}
-        return cls(**{**values, "vocabulary": base64.b64decode(note["vocabulary"])})
+        try:
+            values: dict[str, Any] = {name: value for name, value in note.items() if name in known}
+            return cls(**{**values, "vocabulary": base64.b64decode(note["vocabulary"])})
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                "--logdir has checkpoints of another program, or of another version of this one "
+                f"({error}); give another --logdir"
+            ) from error
 
     def to_note(self) -> dict[str, Any]:
         """What a checkpoint's manifest is to note."""

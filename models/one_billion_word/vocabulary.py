@@ -130,7 +130,7 @@ def load_vocabulary(corpus: Corpus, size: int, cache_dir: str) -> Vocabulary:
 
     Raises:
         CorpusError: the text cannot be read.
-        VocabularyError: as `train_vocabulary`, or the cached file is damaged.
+        VocabularyError: as `train_vocabulary`, or the file is damaged or cannot be written.
     """
     identity = hashlib.sha256(f"{_RECIPE} {corpus.train.digest()}".encode()).hexdigest()
     name = f"vocab-{size}-{identity[:12]}"
@@ -138,7 +138,13 @@ def load_vocabulary(corpus: Corpus, size: int, cache_dir: str) -> Vocabulary:
     if not found:
         vocabulary = train_vocabulary(corpus.train, size)
         path = os.path.join(cache_dir, f"{name}-{vocabulary.digest[:12]}.model")
-        write_whole(path, vocabulary.model)
+        try:
+            write_whole(path, vocabulary.model)
+        except OSError as error:
+            raise VocabularyError(
+                f"the vocabulary cannot be written to {path!r} ({error.strerror}); make room, or "
+                "give another folder"
+            ) from error
         return vocabulary
     path = os.path.join(cache_dir, found[0])
     with open(path, "rb") as file:

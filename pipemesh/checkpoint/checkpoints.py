@@ -59,11 +59,14 @@ class Checkpoints:
         self._keep, self._keep_best = keep, keep_best
         self._entries = entries_of(tracked)
         self._writing: _Writing | None = None
+        self._known: str | None = None
 
     @property
     def newest(self) -> str | None:
-        """Path of the newest complete checkpoint."""
-        return folders.newest(self._folder)
+        """Path of the newest complete checkpoint; the last known while the folder is unreadable."""
+        with contextlib.suppress(OSError):
+            self._known = folders.newest(self._folder)
+        return self._known
 
     def track(self, **tracked: Any) -> None:
         """Saves these too from now on, or instead of those of the same names."""
@@ -171,6 +174,7 @@ class Checkpoints:
         # One of the same step, if there is one, must not be there in part.
         folders.remove(path)
         files = folders.publish(temporary, path)
+        self._known = path
         gone = list(folders.to_let_go(self._folder, self._keep, self._keep_best))
         if gone:
             # A machine that loses power now must find what replaces them.

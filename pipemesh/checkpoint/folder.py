@@ -15,19 +15,20 @@ import shutil
 import sys
 from collections.abc import Iterable, Sequence
 
-from pipemesh.checkpoint.manifest import Manifest
+from pipemesh.checkpoint.manifest import INDEX, SUFFIX, Manifest
 from pipemesh.checkpoint.whole_file import write_whole
 from pipemesh.errors import CheckpointError, DamagedError
 
 _INDEX = re.compile(r"ckpt-(\d+)\.index", re.ASCII)
 # Nothing else goes: somebody else may keep `ckpt-100.pt` in the same folder.
 _PART = re.compile(r"ckpt-(\d+)\.(?:manifest|data-\d{5}-of-\d{5})", re.ASCII)
-_UNFINISHED = re.compile(r"ckpt-\d+_temp", re.ASCII)
+_UNFINISHED = re.compile(r"ckpt-(\d+)_temp", re.ASCII)
 # Under which the list of checkpoints is written before it is renamed.
 _LIST = re.compile(r"\.checkpoint\.\d+", re.ASCII)
 DAMAGED = "damaged-"
 # The list itself.
 LIST = "checkpoint"
+_MANIFEST = re.compile(rf"(?:{DAMAGED})?ckpt-\d+{re.escape(SUFFIX)}", re.ASCII)
 
 
 def steps_of(folder: str) -> list[int]:
@@ -61,10 +62,14 @@ def newest_whole(folder: str) -> tuple[str, Manifest] | None:
     Newer ones that are damaged, as far as their manifests know, are set aside, and it is said.
 
     Raises:
-        CheckpointError: the newest is another program's, or all there were are damaged.
+        CheckpointError: the newest is another program's, or cannot be read now, or all there were
+            are damaged.
     """
     while path := newest(folder):
         try:
+            if not os.path.lexists(path + SUFFIX) and any(map(_MANIFEST.fullmatch, _names(folder))):
+                # The others are of this library, so this one was, too.
+                raise DamagedError(path, f"{path}{SUFFIX} is missing")
             manifest = Manifest.read(path)
             manifest.check(path)
             return path, manifest
@@ -107,7 +112,10 @@ def set_aside(path: str) -> str:
     aside = os.path.join(folder, DAMAGED + name)
     # Data, index, manifest: of a kill on the way the rest is found damaged again, nothing removed.
     for found in sorted(_files(folder, name)):
-        os.replace(os.path.join(folder, found), aside + found.removeprefix(name))
+        to = aside + found.removeprefix(name)
+        # What was set aside before may be a folder, which nothing takes the place of.
+        _take_away(to)
+        os.replace(os.path.join(folder, found), to)
     return aside
 
 
@@ -122,14 +130,23 @@ def publish(temporary: str, path: str) -> list[str]:
         The paths of its files.
 
     Raises:
-        OSError: one cannot be renamed.
+        OSError: one cannot be renamed; nothing is left of the others.
     """
     folder, name = os.path.split(temporary)
     # The index last: without it the rest is no checkpoint.
-    files = sorted(_files(folder, name), key=lambda found: found.endswith(".index"))
-    paths = [path + found.removeprefix(name) for found in files]
-    for found, new in zip(files, paths, strict=True):
-        os.replace(os.path.join(folder, found), new)
+    files = sorted(_files(folder, name), key=lambda found: found.endswith(INDEX))
+    paths: list[str] = []
+    try:
+        for found in files:
+            new = path + found.removeprefix(name)
+            os.replace(os.path.join(folder, found), new)
+            paths.append(new)
+    except OSError:
+        # Else they would be taken for a checkpoint that lost its index.
+        for new in paths:
+            with contextlib.suppress(OSError):
+                os.unlink(new)
+        raise
     return paths
 
 
@@ -137,22 +154,35 @@ def remove(path: str) -> None:
     """Removes a checkpoint."""
     folder, name = os.path.split(path)
     # The index first: a checkpoint is never there in part.
-    for found in sorted(_files(folder, name), key=lambda found: not found.endswith(".index")):
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(folder, found))
+    for found in sorted(_files(folder, name), key=lambda found: not found.endswith(INDEX)):
+        _take_away(os.path.join(folder, found))
 
 
 def remove_leftovers(folder: str) -> None:
-    """Removes the parts of checkpoints that were not completed, or whose rest was removed."""
-    complete = set(steps_of(folder))
-    for name in _names(folder):
+    """Removes the parts of checkpoints that were not completed, or whose rest was removed.
+
+    The newest, if it was completed and only its index is missing, is set aside, and it is said.
+    """
+    names, complete = _names(folder), steps_of(folder)
+    unfinished = {int(match[1]) for name in names if (match := _UNFINISHED.fullmatch(name))}
+    parts = {name: int(match[1]) for name in names if (match := _PART.fullmatch(name))}
+    # While one is written its folder is there, and what is let go of is older than the newest.
+    newer = {step for step in parts.values() if step > max(complete, default=-1)}
+    for step in sorted(newer - unfinished):
+        path = path_of(folder, step)
+        go_back(DamagedError(path, f"{path}{INDEX} is missing"))
+    for name, step in parts.items():
+        if step not in complete:
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(folder, name))
+    for name in names:
         path = os.path.join(folder, name)
-        part = _PART.fullmatch(name)
-        if _UNFINISHED.fullmatch(name):
-            shutil.rmtree(path, ignore_errors=True)
-        elif _LIST.fullmatch(name) or (part and int(part[1]) not in complete):
+        if _LIST.fullmatch(name):
             with contextlib.suppress(OSError):
                 os.unlink(path)
+        elif _UNFINISHED.fullmatch(name):
+            # Only now: it says that the parts were not completed.
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def list_for_tensorflow(folder: str, names: Sequence[str]) -> None:
@@ -190,6 +220,15 @@ def _score(folder: str, step: int) -> float | None:
         score = Manifest.read(path_of(folder, step)).score
         return score if score is not None and math.isfinite(score) else None
     return None
+
+
+def _take_away(path: str) -> None:
+    """Removes a file, or a folder that stands in its place, if there is one."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
 
 
 def _files(folder: str, name: str) -> list[str]:

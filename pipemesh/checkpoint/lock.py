@@ -33,8 +33,9 @@ class Folder:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        if os.path.exists(path) and not os.path.isdir(path):
-            raise CheckpointError(f"logdir={path!r} is a file; give a folder")
+        if os.path.lexists(path) and not os.path.isdir(path):
+            what = "a file" if os.path.exists(path) else "a link to nothing"
+            raise CheckpointError(f"logdir={path!r} is {what}; give a folder")
         try:
             os.makedirs(path, exist_ok=True)
             with tempfile.TemporaryFile(dir=path):

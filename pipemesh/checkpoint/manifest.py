@@ -6,11 +6,12 @@ checksums of their own inside of TensorFlow's files, which are checked when they
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipemesh.checkpoint.whole_file import write_whole
@@ -60,7 +61,7 @@ class Manifest:
         sizes = {
             end: os.path.getsize(path + end) for end in sorted(ends) if end.startswith(".data")
         }
-        return cls(step, _digest(path + INDEX), sizes, note, score)
+        return cls(step, _digest(_content(path + INDEX)), sizes, note, score)
 
     @classmethod
     def read(cls, path: str) -> Manifest:
@@ -70,20 +71,25 @@ class Manifest:
             path: the checkpoint, without any ending.
 
         Raises:
-            CheckpointError: nothing does.
+            CheckpointError: nothing does, it cannot be read now, or is another version's.
             DamagedError: it is not what was written.
         """
-        try:
-            with open(path + SUFFIX, "rb") as file:
-                digest, _, content = file.read().partition(b"\n")
-        except FileNotFoundError as error:
-            raise CheckpointError(
-                f"{path} is a checkpoint of another program, or lost {path}{SUFFIX}; give another "
-                "folder"
-            ) from error
-        if hashlib.sha256(content).hexdigest().encode() != digest:
+        with _reading(path, SUFFIX):
+            try:
+                digest, _, content = _content(path + SUFFIX).partition(b"\n")
+            except FileNotFoundError as error:
+                raise CheckpointError(
+                    f"{path} is a checkpoint of another program, or lost {path}{SUFFIX}; give "
+                    "another folder"
+                ) from error
+        if _digest(content).encode() != digest:
             raise DamagedError(path, f"{path}{SUFFIX} is not what was written")
-        return cls(**json.loads(content))
+        try:
+            return cls(**json.loads(content))
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{path}{SUFFIX} is that of another version ({error}); give another folder"
+            ) from error
 
     def write(self, path: str) -> None:
         """Writes it beside a checkpoint.
@@ -92,8 +98,7 @@ class Manifest:
             OSError: it cannot be written.
         """
         content = json.dumps(dataclasses.asdict(self), indent=1).encode()
-        digest = hashlib.sha256(content).hexdigest().encode()
-        write_whole(path + SUFFIX, digest + b"\n" + content)
+        write_whole(path + SUFFIX, _digest(content).encode() + b"\n" + content)
 
     def check(self, path: str) -> None:
         """Checks that the files are there, of their sizes, with the index that was written.
@@ -102,18 +107,36 @@ class Manifest:
 
         Raises:
             DamagedError: one is not.
+            CheckpointError: one cannot be read now.
         """
         for end, size in self.sizes.items():
-            try:
-                found = os.path.getsize(path + end)
-            except FileNotFoundError:
-                raise DamagedError(path, f"{path}{end} is missing") from None
+            with _reading(path, end), open(path + end, "rb") as file:
+                found = os.fstat(file.fileno()).st_size
             if found != size:
                 raise DamagedError(path, f"{path}{end} has {found:,} bytes of {size:,}")
-        if _digest(path + INDEX) != self.index:
+        with _reading(path, INDEX):
+            index = _content(path + INDEX)
+        if _digest(index) != self.index:
             raise DamagedError(path, f"{path}{INDEX} is not what was written")
 
 
-def _digest(path: str) -> str:
+@contextlib.contextmanager
+def _reading(path: str, end: str) -> Iterator[None]:
+    """Tells what is damaged from what cannot be read now, while a file of a checkpoint is read."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise DamagedError(path, f"{path}{end} is missing") from None
+    except IsADirectoryError:
+        raise DamagedError(path, f"{path}{end} is a folder") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}{end} cannot be read ({error.strerror})") from error
+
+
+def _content(path: str) -> bytes:
     with open(path, "rb") as file:
-        return hashlib.sha256(file.read()).hexdigest()
+        return file.read()
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

@@ -15,7 +15,7 @@ def write_whole(path: str, content: bytes) -> None:
         content: its bytes.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written; its message has the path.
 
     Example:
         >>> import tempfile
@@ -32,9 +32,12 @@ def write_whole(path: str, content: bytes) -> None:
         with open(temporary, "wb") as file:
             file.write(content)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
+        if isinstance(error, OSError) and error.errno and not error.filename:
+            # Of a disk that is full, Python does not say which file it was.
+            error.filename = path
         raise
 
 

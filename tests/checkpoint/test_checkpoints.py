@@ -218,3 +218,31 @@ def test_a_folder_that_was_taken_away_is_not_made_again(tmp_path):
     with pytest.raises(SaveError, match=r"ckpt-1 cannot be written \(.*No such file"):
         saver.save(1, {})
     assert os.listdir(tmp_path) == ["away"]
+
+
+def test_in_a_folder_that_cannot_be_listed_the_last_known_one_is_the_newest(tmp_path, monkeypatch):
+    """To say what is kept ended a training that could not be saved."""
+    saver = Checkpoints(str(tmp_path), {"w": tf.Variable(1.0)})
+    saver.save(1, {})
+    path = saver.begin(2, {})
+    saver.confirm()
+    while saver.is_writing:
+        time.sleep(0.01)
+
+    def denied(_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "listdir", denied)
+    with pytest.raises(SaveError, match=r"ckpt-3 cannot be written \(.*Permission denied\)"):
+        saver.save(3, {})
+    assert saver.newest == path
+
+
+def test_a_folder_in_place_of_an_older_ones_file_is_no_reason_to_fail(tmp_path):
+    """The new one was whole, and training ended with the error that it could not be written."""
+    saver = Checkpoints(str(tmp_path), {"w": tf.Variable(1.0)}, keep=1)
+    saver.save(1, {})
+    (tmp_path / "ckpt-1.data-00000-of-00001").unlink()
+    (tmp_path / "ckpt-1.data-00000-of-00001").mkdir()
+    assert saver.save(2, {}) == str(tmp_path / "ckpt-2")
+    assert not list(tmp_path.glob("ckpt-1*"))

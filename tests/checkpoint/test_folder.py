@@ -69,6 +69,72 @@ def test_nobody_begins_anew_over_what_is_damaged(tmp_path):
             newest_whole(str(tmp_path))
 
 
+def test_one_that_lost_its_index_is_set_aside_and_not_taken_for_one_that_was_not_finished(
+    tmp_path, capsys
+):
+    """Its weights were removed as a leftover, and training began anew in their place."""
+    paths = [make(tmp_path, step) for step in (3, 6)]
+    os.unlink(f"{paths[1]}.index")
+    folder.remove_leftovers(str(tmp_path))
+    assert capsys.readouterr().err == (
+        f"{paths[1]} is damaged: {paths[1]}.index is missing; set aside as damaged-ckpt-6, going "
+        f"back to {paths[0]}\n"
+    )
+    assert {f"damaged-ckpt-6.{DATA}", "damaged-ckpt-6.manifest"} <= set(names(tmp_path))
+    os.unlink(f"{paths[0]}.index")
+    folder.remove_leftovers(str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"\(damaged-ckpt-3, damaged-ckpt-6\); put a copy"):
+        newest_whole(str(tmp_path))
+
+
+def test_what_is_left_of_an_older_one_that_was_being_removed_goes(tmp_path, capsys):
+    paths = [make(tmp_path, step) for step in (3, 6)]
+    os.unlink(f"{paths[0]}.index")
+    folder.remove_leftovers(str(tmp_path))
+    assert names(tmp_path) == sorted(f"ckpt-6.{end}" for end in ("index", "manifest", DATA))
+    assert not capsys.readouterr().err
+
+
+def test_one_that_lost_its_manifest_among_others_that_have_one_is_damaged(tmp_path, capsys):
+    paths = [make(tmp_path, step) for step in (3, 6)]
+    os.unlink(f"{paths[1]}.manifest")
+    found = newest_whole(str(tmp_path))
+    assert found is not None and found[0] == paths[0]
+    assert f"{paths[1]} is damaged: {paths[1]}.manifest is missing; " in capsys.readouterr().err
+
+
+def test_folders_in_place_of_files_are_in_nobodys_way(tmp_path, capsys):
+    """One that was set aside was once in the way of the next, and for ever."""
+    path = make(tmp_path, 3)
+    for end in (DATA, "index", "manifest"):
+        make(tmp_path, 6)
+        os.unlink(tmp_path / f"ckpt-6.{end}")
+        (tmp_path / f"ckpt-6.{end}" / "inside").mkdir(parents=True)
+        found = newest_whole(str(tmp_path))
+        assert found is not None and found[0] == path
+        assert f"ckpt-6.{end} is a folder; set aside" in capsys.readouterr().err
+    (tmp_path / f"ckpt-3.{DATA}").unlink()
+    (tmp_path / f"ckpt-3.{DATA}" / "inside").mkdir(parents=True)
+    folder.remove(path)
+    assert not [name for name in names(tmp_path) if name.startswith("ckpt-3")]
+
+
+def test_of_one_that_cannot_get_its_name_nothing_is_left(tmp_path, monkeypatch):
+    (tmp_path / "ckpt-6_temp").mkdir()
+    temporary = make(tmp_path / "ckpt-6_temp", 6)
+    real = os.replace
+
+    def replace(old, new):
+        if str(new).endswith(".index"):
+            raise OSError(28, "No space left on device")
+        real(old, new)
+
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(OSError, match="No space"):
+        folder.publish(temporary, str(tmp_path / "ckpt-6"))
+    assert names(tmp_path) == ["ckpt-6_temp/ckpt-6.index"]
+
+
 def test_another_programs_checkpoint_is_left_alone(tmp_path):
     (tmp_path / "ckpt-3.index").touch()
     with pytest.raises(CheckpointError, match="of another program"):

@@ -61,6 +61,9 @@ def test_a_directory_that_cannot_be_written_to_is_refused(tmp_path, monkeypatch)
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="is a file; give a folder"):
         Folder(str(tmp_path / "file"))
+    (tmp_path / "link").symlink_to(tmp_path / "unmounted")
+    with pytest.raises(CheckpointError, match="is a link to nothing; give a folder"):
+        Folder(str(tmp_path / "link"))
 
     def read_only(*_, **__):
         raise OSError(errno.EROFS, "Read-only file system")

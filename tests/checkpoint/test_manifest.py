@@ -1,5 +1,6 @@
 """What lies beside a checkpoint: whole, and read without TensorFlow."""
 
+import hashlib
 import os
 import random
 import subprocess
@@ -48,12 +49,41 @@ def test_another_programs_checkpoint_has_none(tmp_path):
         Manifest.read(str(tmp_path / "ckpt-3"))
 
 
+def in_its_place(path):
+    os.unlink(path)
+    os.mkdir(path)
+
+
+@pytest.mark.parametrize("end", [DATA, ".index", ".manifest"])
+def test_what_cannot_be_read_now_is_not_damaged(path, end):
+    os.unlink(path + end)
+    os.symlink(f"ckpt-3{end}", path + end)
+    with pytest.raises(
+        CheckpointError, match=rf"ckpt-3{end} cannot be read \(Too many lev"
+    ) as caught:
+        Manifest.read(path).check(path)
+    assert not isinstance(caught.value, DamagedError)
+
+
+@pytest.mark.parametrize("content", [b"{}", b"[1]", b"{", b'{"more": 1}'])
+def test_that_of_another_version_is_told_in_a_line(path, content):
+    digest = hashlib.sha256(content).hexdigest().encode()
+    with open(f"{path}.manifest", "wb") as file:
+        file.write(digest + b"\n" + content)
+    with pytest.raises(CheckpointError, match=r"ckpt-3.manifest is that of another version \("):
+        Manifest.read(path)
+
+
 @pytest.mark.parametrize(
     ("harm", "told"),
     [
         (lambda path: os.unlink(path + DATA), f"ckpt-3{DATA} is missing"),
         (lambda path: os.truncate(path + DATA, 3), f"ckpt-3{DATA} has 3 bytes of 7"),
         (lambda path: os.truncate(path + ".index", 3), "ckpt-3.index is not what was written"),
+        (lambda path: os.unlink(path + ".index"), "ckpt-3.index is missing"),
+        (lambda path: in_its_place(path + DATA), f"ckpt-3{DATA} is a folder"),
+        (lambda path: in_its_place(path + ".index"), "ckpt-3.index is a folder"),
+        (lambda path: in_its_place(path + ".manifest"), "ckpt-3.manifest is a folder"),
     ],
 )
 def test_files_that_are_not_whole_are_named(path, harm, told):

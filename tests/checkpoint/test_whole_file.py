@@ -25,3 +25,13 @@ def test_what_a_kill_has_left_goes_and_files_of_others_stay(tmp_path):
     remove_unfinished(str(tmp_path), "vocab-*.model")
     assert sorted(os.listdir(tmp_path)) == sorted(stays)
     remove_unfinished(str(tmp_path / "no such folder"), "*")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_the_error_of_a_full_disk_names_the_file(tmp_path):
+    """`error: [Errno 28] No space left on device` was all that was said."""
+    (tmp_path / f".note.{os.getpid()}").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"\[Errno 28\] No space left on device: '.*/note'") as caught:
+        write_whole(str(tmp_path / "note"), b"new")
+    assert caught.value.filename == str(tmp_path / "note")
+    assert os.listdir(tmp_path) == []

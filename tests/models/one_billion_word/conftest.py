@@ -1,6 +1,9 @@
 """What the tests of the one-billion-word example share."""
 
 import itertools
+import os
+import shutil
+import subprocess
 
 import pytest
 from lingvo.core import py_utils
@@ -8,6 +11,8 @@ from lingvo.core import py_utils
 from models.one_billion_word import train as program
 from models.one_billion_word.corpus import embedded_corpus
 from models.one_billion_word.vocabulary import load_vocabulary
+from tests.models.one_billion_word import disturbed
+from tests.models.one_billion_word.program import finish
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -44,6 +49,50 @@ def folder(corpus, tmp_path_factory):
     for number, part in enumerate((corpus.heldout.lines[:20], corpus.heldout.lines[20:30])):
         (folder / f"heldout-{number}.txt").write_text("\n".join(part), encoding="utf-8")
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory):
+    """The log directory of a training that nobody disturbs, with the checkpoint of each step."""
+    logdir = tmp_path_factory.mktemp("undisturbed")
+    code, _, err = finish(disturbed.begin(logdir))
+    assert code == 0, err
+    return logdir
+
+
+@pytest.fixture
+def mount():
+    """Mounts something, for which one has to be the super user, until the test has ended."""
+    mounted = []
+    if not shutil.which("mount"):
+        pytest.skip("nothing can be mounted here: there is no program `mount`")
+
+    def mount(path, *arguments):
+        path.mkdir(exist_ok=True)
+        ran = subprocess.run(["mount", *arguments, str(path)], capture_output=True, text=True)
+        if ran.returncode:
+            pytest.skip(f"nothing can be mounted here ({ran.stderr.strip()}); be the super user")
+        if not arguments[-1].startswith("remount"):
+            mounted.append(path)
+
+    yield mount
+    for path in reversed(mounted):
+        # Lazily: a process that hangs may hold it.
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+@pytest.fixture
+def disk(mount):
+    """Makes a folder a disk of so many bytes, or changes how many it has."""
+
+    def disk(path, size):
+        if os.path.ismount(path):
+            mount(path, "-o", f"remount,size={size}")
+        else:
+            mount(path, "-t", "tmpfs", "-o", f"size={size}", "disk")
+        return path
+
+    return disk
 
 
 @pytest.fixture

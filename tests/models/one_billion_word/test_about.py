@@ -23,6 +23,14 @@ def test_it_is_noted_as_json_and_read_as_it_was(about):
     assert About.from_note(json.loads(json.dumps(about.to_note()))) == about
 
 
+@pytest.mark.parametrize("change", [{"vocabulary": None}, {"vocabulary": "abc"}, {"more": 1}, None])
+def test_what_another_program_has_noted_is_told_in_a_line(about, change):
+    """A log directory of another program ended in a traceback."""
+    note = {"by": "me"} if change is None else about.to_note() | change
+    with pytest.raises(CheckpointError, match=r"--logdir has checkpoints of another program, .*;"):
+        About.from_note(note)
+
+
 def test_another_model_is_refused_and_other_settings_are_listed(about, vocabulary):
     other = Tiny()
     other.BATCH_SIZE, other.SEED = 8, 3

@@ -182,3 +182,12 @@ def test_sentencepiece_is_quiet(corpus, capfd):
     with pytest.raises(VocabularyError):
         train_vocabulary(corpus.train, 10)
     assert capfd.readouterr() == ("", "")
+
+
+def test_what_cannot_be_written_is_told_by_name(corpus, tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    match = (
+        r"cannot be written to '.*/file/below/vocab-400-.*\.model' \(Not a directory\); make room"
+    )
+    with pytest.raises(VocabularyError, match=match):
+        load_vocabulary(corpus, 400, str(tmp_path / "file" / "below"))
