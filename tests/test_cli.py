@@ -7,11 +7,16 @@ import sys
 import pytest
 
 from pipemesh import __version__
-from pipemesh.cli import COMMANDS, HELP, main
+from pipemesh.cli import COMMANDS, HELP, PROGRAMS, main
+
+
+def test_every_program_has_help_and_its_function():
+    assert set(HELP) == {*COMMANDS, *PROGRAMS}
+    for name in PROGRAMS.values():
+        assert callable(importlib.import_module(name).main)
 
 
 def test_every_command_has_the_two_functions():
-    assert set(HELP) <= set(COMMANDS)
     for name in COMMANDS.values():
         module = importlib.import_module(name)
         assert callable(module.add_arguments)
@@ -66,5 +71,5 @@ def test_an_unknown_command_gets_the_nearest(capsys):
     assert main(["scedule"]) == 2
     assert capsys.readouterr().err == (
         "pipemesh: error: unknown command 'scedule'; did you mean 'schedule'? "
-        f"known are {', '.join(COMMANDS)}\n"
+        f"known are {', '.join(sorted({*COMMANDS, *PROGRAMS}))}\n"
     )

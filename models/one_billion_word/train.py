@@ -35,6 +35,7 @@ def run(request: Any) -> int:
 
     with Folder(request.logdir):
         remove_unfinished(os.path.join(request.logdir, "vocabulary"), "vocab-*.model")
+        remove_unfinished(request.logdir, "config.toml")
         text = read_text(request, *(newest_whole(request.logdir) or (None, None)))
         trainer, choice = make_trainer(request, text)
         config, there, now = request.settings, text.there, trainer.subject.about

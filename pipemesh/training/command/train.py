@@ -15,7 +15,7 @@ from typing import Any
 from absl import flags
 
 from pipemesh.checkpoint import Folder, newest_whole
-from pipemesh.checkpoint.whole_file import write_whole
+from pipemesh.checkpoint.whole_file import remove_unfinished, write_whole
 from pipemesh.training.command import model_flags, quiet, training_flags
 from pipemesh.training.command.config import as_toml
 from pipemesh.training.command.flags import parse
@@ -50,6 +50,7 @@ def main(argv: list[str]) -> int:
 
 
 def _train(folder: str) -> int:
+    remove_unfinished(folder, "config.toml")
     path, manifest = newest_whole(folder) or (None, None)
     if manifest:
         model_flags.check_note(manifest.note, folder)

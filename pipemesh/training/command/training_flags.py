@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
 from absl import flags
 
-from pipemesh.checkpoint import Manifest, newest
+from pipemesh.checkpoint import Manifest
+from pipemesh.checkpoint.folder import path_of, steps_of
 from pipemesh.errors import CheckpointError
 from pipemesh.training.command import config, plan_flags
 from pipemesh.training.run.options import EVAL_BATCHES, ON_NONFINITE
@@ -94,6 +97,16 @@ def given(program: ModuleType) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name not in _OF_A_CALL}
 
 
+def _newest_note(logdir: str) -> tuple[str | None, Mapping[str, Any]]:
+    """Path and note of the newest checkpoint whose manifest can be read."""
+    for step in reversed(steps_of(logdir)):
+        path = path_of(logdir, step)
+        # Whoever goes on from a damaged one says so.
+        with contextlib.suppress(CheckpointError, OSError):
+            return path, Manifest.read(path).note
+    return None, {}
+
+
 def take_up(logdir: str, program: ModuleType) -> dict[str, Any]:
     """Takes flags that are not given as the training was begun with, and says so.
 
@@ -104,12 +117,7 @@ def take_up(logdir: str, program: ModuleType) -> dict[str, Any]:
     Returns:
         Those that were taken.
     """
-    path = newest(logdir)
-    try:
-        note = Manifest.read(path).note if path else {}
-    except CheckpointError:
-        # Whoever goes on from it says so.
-        return {}
+    path, note = _newest_note(logdir)
     known = set(config.names(program))
     if FLAGS.plain and FLAGS["plain"].present:
         # What it was begun with is a pipeline's.

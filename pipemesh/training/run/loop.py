@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from pipemesh.backend.peak import peak_memory
 from pipemesh.checkpoint.reader import reason
+from pipemesh.checkpoint.whole_file import write_whole
 from pipemesh.errors import DataError, NotFiniteError, SaveError
 from pipemesh.partition.text import bytes_text
 from pipemesh.schedule.render import to_html, to_trace
@@ -63,7 +64,7 @@ class Loop:
         try:
             self._train()
             if self._stop is not None:
-                path = self._trainer.save()
+                path = self._save_at_last()
                 name = signal.Signals(self._stop).name
                 print(f"{name}: saved {path}; run the same command again to go on", flush=True)
                 return _BY_SIGNAL + self._stop
@@ -181,11 +182,19 @@ class Loop:
         try:
             act()
         except SaveError as error:
-            kept = self._trainer.saved
-            kept = f"{kept} is kept" if kept else "none was written yet"
             if self._trainer.step == self._options.steps or self._is_settled:
-                raise SaveError(f"{error}; of the checkpoints before, {kept}") from error
-            bar.write(f"{error}; training goes on, and {kept}", file=sys.stderr)
+                raise SaveError(f"{error}; of the checkpoints before, {self._kept()}") from error
+            bar.write(f"{error}; training goes on, and {self._kept()}", file=sys.stderr)
+
+    def _save_at_last(self) -> str:
+        try:
+            return self._trainer.save()
+        except SaveError as error:
+            raise SaveError(f"{error}; of the checkpoints before, {self._kept()}") from error
+
+    def _kept(self) -> str:
+        kept = self._trainer.saved
+        return f"{kept} is kept" if kept else "none was written yet"
 
     def _request_stop(self, number: int, _frame: Any) -> None:
         if self._stop is not None:
@@ -278,8 +287,7 @@ class Loop:
             ("schedule_trace.json", to_trace(predicted, measured=measured)),
         ):
             path = os.path.join(self._options.logdir, name)
-            with open(path, "w", encoding="utf-8") as file:
-                file.write(text)
+            write_whole(path, text.encode())
             print(f"schedule: {path}")
         print(
             f"a step takes {measured.makespan:.0f} ms in the pipeline, predicted from its actions "

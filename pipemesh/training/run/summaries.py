@@ -12,6 +12,9 @@ from tqdm import tqdm
 
 from pipemesh.checkpoint.reader import reason
 
+# After a failure.
+_STEPS_BETWEEN_TRIES = 100
+
 
 class Summaries:
     """Event files below a folder.
@@ -30,7 +33,8 @@ class Summaries:
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._writers: dict[str, Any] = {}
-        self._complained: set[str] = set()
+        # The step from which on it is tried again: each try leaves a file.
+        self._again: dict[str, int] = {}
 
     def write(self, name: str, step: int, **values: float) -> None:
         """Writes scalars of a step.
@@ -40,6 +44,8 @@ class Summaries:
             step: of it.
             **values: by tag.
         """
+        if step < self._again.get(name, step):
+            return
         try:
             if name not in self._writers:
                 path = os.path.join(self._folder, name)
@@ -53,10 +59,10 @@ class Summaries:
         except (OSError, tf.errors.OpError) as error:
             # A file that was written in part is not written to again.
             self._writers.pop(name, None)
-            if name not in self._complained:
-                self._complained.add(name)
+            if name not in self._again:
                 tqdm.write(
                     f"summaries of step {step} cannot be written ({reason(error)}); training "
                     "goes on",
                     file=sys.stderr,
                 )
+            self._again[name] = step + _STEPS_BETWEEN_TRIES

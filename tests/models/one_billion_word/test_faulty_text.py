@@ -77,7 +77,7 @@ def test_a_file_that_vanishes_saves_and_once_it_is_back_the_same_command_goes_on
     reached = max(int(path.stem.removeprefix("ckpt-")) for path in logdir.glob("ckpt-*.index"))
     gone = f"error: step {reached + 1}: the data to train on cannot be read any more ("
     assert last.startswith(gone) and f"{text}/train-1; No such file or directory" in last
-    back = "put the text back and run the same command again to go on"
+    back = "put the data back and run the same command again to go on"
     assert last.endswith(f"; saved {logdir}/ckpt-{reached}: {back}")
 
     # Without it the same command is refused, and what is saved stays.
