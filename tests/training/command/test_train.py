@@ -1,0 +1,69 @@
+"""`pipemesh train` and `pipemesh evaluate`, from the command line to the last line."""
+
+import pytest
+
+from tests.training.command.program import done, refused
+
+MODEL = "--model=models.digits.params.DigitsPlain"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model", ["params.DigitsPlain", "params.DigitsPipelined", "keras_model.DigitsKeras"]
+)
+def test_models_that_are_no_language_models_train_go_on_and_are_judged(tmp_path, model):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    flags = [f"--model=models.digits.{model}", "--save_every=3"]
+    expected = done("train", *flags, "--steps=6", f"--logdir={whole}")
+    done("train", *flags, "--steps=3", f"--logdir={parts}")
+    # The model is known by then.
+    out = done("train", "--steps=6", f"--logdir={parts}")
+    assert f"as it was begun: --model=models.digits.{model} --save_every=3" in out
+    assert f"going on from {parts}/ckpt-3" in out
+    (line,) = [line for line in expected.splitlines() if line.startswith("held out at step 6: ")]
+    assert line in out and "accuracy 0." in line
+    judged = done("evaluate", f"--logdir={parts}")
+    score = line.removeprefix("held out at step 6: ").partition(" (")[0]
+    assert judged.splitlines()[-1] == f"{parts}/ckpt-6, step 6: {score}"
+
+
+@pytest.mark.slow
+def test_another_plan_is_told_and_judges_alike(tmp_path):
+    model = "--model=tests.training.small_models.PlannedPoints"
+    out = done("train", model, "--steps=2", f"--logdir={tmp_path}", "--early_stop=1")
+    line = next(line for line in out.splitlines() if line.startswith("held out at step 2: "))
+    score = line.removeprefix("held out at step 2: ").partition(" (")[0]
+    split = ["--mesh_shape=layers:2;data:2", "--layout=batch:data"]
+    for flags in (["--plain"], split):
+        assert done("evaluate", f"--logdir={tmp_path}", *flags).endswith(f"step 2: {score}\n")
+    out = done("train", "--steps=3", f"--logdir={tmp_path}", *split)
+    assert "changed: mesh layers:2 there, layers:2;data:2 now" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["train"], "which model? give --model=package.module.Class"),
+        (["train", "--model=no.such.Model"], "there is no module 'no'"),
+        (["train", MODEL, "--step=3"], "step"),
+        (["train", MODEL, "--mesh_shape=layers:2"], "has no PipeliningLayer"),
+        (["train", MODEL, "--plain", "--num_microbatches=2"], "num_microbatches"),
+        (["evaluate"], "which model?"),
+        (["evaluate", "--logdir=/no/such/run"], "has no checkpoint; train first"),
+    ],
+)
+def test_what_cannot_be_had_is_one_line(words, told, tmp_path):
+    if words[0] == "train" and len(words) > 1:
+        words = [*words, f"--logdir={tmp_path}"]
+    assert told in refused(*words)
+
+
+@pytest.mark.slow
+def test_a_training_ends_early_where_nothing_gets_better(tmp_path):
+    model = "--model=tests.training.small_models.PlainPoints"
+    flags = ["--steps=300", "--eval_every=1", "--early_stop=3", f"--logdir={tmp_path}"]
+    out = done("train", model, *flags)
+    assert "stopped early: 3 evaluations were no better than " in out
+    steps = [line for line in out.splitlines() if line.startswith("step ")]
+    assert 3 < len(steps) < 300 and f"checkpoint: {tmp_path}/ckpt-{len(steps)}" in out
