@@ -119,6 +119,7 @@ _LINGVO = {
     "_InternalGetTheta",
     "_child_variable_scope_override",
     "_extra_theta",
+    "_graphs_applied_ema",
     "_optimizer",
     "_private_theta",
     "_private_vars",

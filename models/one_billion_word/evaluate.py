@@ -16,11 +16,12 @@ def main(argv: list[str]) -> int:
     from models.one_billion_word import command_line
     from models.one_billion_word.train import make_subject, read_text
     from pipemesh.checkpoint import Manifest
-    from pipemesh.training.command.evaluate import checkpoint_of
+    from pipemesh.training.command.evaluate import check_whole, checkpoint_of
     from pipemesh.training.run import console
 
     command_line.define_checkpoint()
     command_line.parse(argv, __doc__)
+    check_whole()
     command_line.take_up()
     request = command_line.request()
     path = checkpoint_of(request.logdir)

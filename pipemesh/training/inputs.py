@@ -10,6 +10,9 @@ from lingvo.core import datasource, py_utils
 
 from pipemesh.errors import DataError, PipemeshError
 
+# Where a generator does something to batches, if it is its own.
+_OF_GENERATORS = ("_InputBatch", "_PreprocessInputBatch", "GetPreprocessedInputBatch")
+
 
 def training_dataset(params: Any) -> tf.data.Dataset:
     """Batches of an input generator, without end.
@@ -32,8 +35,7 @@ def heldout_batches(params: Any) -> Iterable[Any]:
 
     Args:
         params: of the input generator. Without a `TFDatasetSource` it is asked for batches until
-            `tf.errors.OutOfRangeError`, or until it has given `num_samples` examples, if that
-            is set.
+            it has given `num_samples` examples.
 
     Raises:
         DataError: the generator cannot be made, or has no end.
@@ -45,7 +47,8 @@ def heldout_batches(params: Any) -> Iterable[Any]:
         if not (samples and size):
             raise DataError(
                 f"input {params.name!r} ({params.cls.__name__}) gives batches without end, so "
-                "nobody knows when all were seen; let it end, or set its num_samples and batch_size"
+                "nobody knows when all were seen; let it end, set its num_samples and batch_size, "
+                "or judge by nothing with --dataset=none"
             )
         return dataset.take(-(-samples // size))
     return dataset
@@ -54,7 +57,7 @@ def heldout_batches(params: Any) -> Iterable[Any]:
 def _dataset(params: Any) -> tf.data.Dataset:
     generator = _made(params)
     source = generator.children.get("datasource", None)
-    if isinstance(source, datasource.TFDatasetSource):
+    if isinstance(source, datasource.TFDatasetSource) and not _has_own_ways(generator, source):
         with py_utils.GlobalStepContext(None):
             # Hidden from functions of the dataset, as lingvo has it.
             dataset: Any = source.GetDataset()
@@ -67,6 +70,14 @@ def _dataset(params: Any) -> tf.data.Dataset:
         return generator.GetPreprocessedInputBatch()
 
     return tf.data.Dataset.from_tensors(0).repeat().map(batch)
+
+
+def _has_own_ways(generator: Any, source: Any) -> bool:
+    """Whether batches are more than what the dataset has."""
+    own = [getattr(type(generator), name) for name in _OF_GENERATORS]
+    return type(source).GetNext is not datasource.TFDatasetSource.GetNext or any(
+        not function.__module__.startswith("lingvo.core.") for function in own
+    )
 
 
 def _made(params: Any) -> Any:

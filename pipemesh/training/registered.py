@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Iterable, Mapping
@@ -14,6 +15,7 @@ from pipemesh.errors import PlanError, TrainingError
 from pipemesh.layers import PipeliningLayer, mesh_cluster
 from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
+from pipemesh.plan.text_form import of_value
 from pipemesh.schedule import Schedule, ScheduleSpec
 from pipemesh.text import nearest_text
 from pipemesh.training.inputs import heldout_batches, training_dataset
@@ -49,7 +51,7 @@ class RegisteredModel(Subject):
         seed: of weights and of what is drawn, if the task has no `random_seed`.
         plain: whether stacks run without a pipeline.
         strict_devices: whether an operation that leaves its stage's device is an error.
-        dataset: what to judge by; by default `Dev`, or else `Test`, or nothing.
+        dataset: what to judge by; by default `Dev`, or else `Test`, or nothing, as with `none`.
 
     Raises:
         PipemeshError: the plan cannot be had for this model.
@@ -78,21 +80,37 @@ class RegisteredModel(Subject):
     ) -> None:
         self.name, self.device_type, self.seed = name, device_type, seed
         self._config, values = config, dict(values or {})
+        if plain:
+            values.setdefault("mesh", "layers:1")
         # Flags to be kept with checkpoints.
         self.given: Mapping[str, Any] = {}
         self._heldout = _heldout_of(config, name, dataset)
-        if isinstance(getattr(config, _PLAN, None), Plan):
-            self.plan = Plan.from_values(getattr(config, _PLAN).to_values() | values)
+        own = getattr(config, _PLAN, None)
+        if isinstance(own, Plan):
+            # What orders a pipeline is nothing without one.
+            kept = {"compute_dtype": own.to_values()["compute_dtype"]} if plain else own.to_values()
+            self.plan = Plan.from_values({**kept, **values})
             setattr(config, _PLAN, self.plan)
             self._task = config.Task()
         else:
             self._task = config.Task()
-            self.plan = _plan_of(self._task, name, values)
+            self.plan = _plan_of(self._task, name, values, plain)
         for stack in stacks_of(self._task):
             stack.pipelined = stack.pipelined and not plain
             stack.strict_devices = stack.strict_devices or strict_devices
         if self._task.random_seed is None:
             self._task.random_seed = seed
+        self._settings = {
+            "device_type": device_type,
+            "seed": seed,
+            **_lines("task", self._task),
+            **_lines("input", self._input("Train")),
+        }
+
+    def has_actions(self) -> bool:
+        """Whether it has a pipeline whose actions are operations of their own."""
+        stacks = stacks_of(self._task)
+        return bool(stacks) and stacks[0].pipelined and self.plan.lowering == "placement"
 
     def task(self) -> Any:
         """Params of the lingvo task."""
@@ -116,12 +134,7 @@ class RegisteredModel(Subject):
             "model": self.name,
             "plan": self.plan.to_values(),
             "flags": dict(self.given),
-            "settings": {
-                "device_type": self.device_type,
-                "seed": self.seed,
-                **_lines("task", self._task),
-                **_lines("input", self._input("Train")),
-            },
+            "settings": self._settings,
         }
 
     def _input(self, dataset: str) -> Any:
@@ -203,7 +216,7 @@ def stacks_of(params: Any) -> list[Any]:
     return found
 
 
-def _plan_of(task: Any, name: str, values: dict[str, str]) -> Plan:
+def _plan_of(task: Any, name: str, values: dict[str, str], plain: bool) -> Plan:
     """The plan of a task that declares its stages itself; its stacks get what is asked for."""
     stacks = stacks_of(task)
     if not stacks:
@@ -226,17 +239,19 @@ def _plan_of(task: Any, name: str, values: dict[str, str]) -> Plan:
             "attribute PLAN = pipemesh.plan.Plan() and let Task() cut them as self.PLAN says"
         )
     first = stacks[0]
-    own = {
-        key: str(of)
-        for key, param in _OF_STACKS.items()
-        if isinstance(of := first.Get(param), str | int)
-    }
+    for stack in stacks[1:]:
+        if (stack.mesh_shape, stack.layout) != (first.mesh_shape, first.layout):
+            raise PlanError(
+                f"mesh={values.get('mesh', first.mesh_shape)}: {name} has stacks with meshes or "
+                "layouts of their own, but there is one cluster; leave mesh_shape and layout of "
+                "its stacks out"
+            )
+    own = {} if plain else _own_values(first)
     if first.fprop_dtype is not None:
         own["compute_dtype"] = tf.as_dtype(first.fprop_dtype).name
-    own["layout"] = str(first.layout or "") if "layout" in first else ""
-    own |= {key: value for key, value in values.items()}
+    own |= values
     if "mesh" not in own:
-        own["mesh"] = str(first.mesh_shape or f"layers:{_places(first, own)}")
+        own["mesh"] = str(first.mesh_shape or f"layers:{_places(first, values)}")
     plan = Plan.from_values(own)
     for stack in stacks:
         for key, param in _OF_STACKS.items():
@@ -252,11 +267,24 @@ def _plan_of(task: Any, name: str, values: dict[str, str]) -> Plan:
     return plan
 
 
+def _own_values(stack: Any) -> dict[str, str]:
+    """What a stack's params say of its plan."""
+    is_text = isinstance(stack.remat, str)
+    return {
+        "schedule": of_value(stack.schedule),
+        "num_microbatches": str(stack.num_micro_batches),
+        "remat": stack.remat if is_text else "custom",
+        "lowering": stack.lowering,
+        "layout": str(stack.layout or ""),
+        "allow_idle": of_value(bool(stack.allow_idle)),
+    }
+
+
 def _places(stack: Any, values: Mapping[str, str]) -> int:
     """How many places a stack's stages take."""
     if "schedule" not in values and isinstance(stack.schedule, Schedule):
         return stack.schedule.num_devices
-    spec = ScheduleSpec.from_text(values.get("schedule", "gpipe"))
+    spec = ScheduleSpec.from_text(values.get("schedule", stack.schedule))
     return max(1, len(stack.cell_tpl) // spec.stages_a_device)
 
 
@@ -276,6 +304,8 @@ def _heldout_of(config: Any, name: str, dataset: str | None) -> str | None:
         there = list(listed)
     if "Train" not in there:
         raise TrainingError(f"{name} has no dataset Train; define the method Train of its class")
+    if dataset == "none":
+        return None
     if dataset is None:
         return next((key for key in _HELD_OUT if key in there), None)
     if dataset not in there:
@@ -292,4 +322,13 @@ def _lines(prefix: str, params: Any) -> dict[str, str]:
         key, separator, value = line.partition(" : ")
         if separator:
             found[f"{prefix}.{key}"] = value
+
+    def note(key: str, value: Any) -> None:
+        # lingvo writes the name of its type alone.
+        if isinstance(value, functools.partial):
+            given = [*map(repr, value.args), *(f"{k}={v!r}" for k, v in value.keywords.items())]
+            name = getattr(value.func, "__qualname__", type(value.func).__name__)
+            found[f"{prefix}.{key}"] = f"{name}({', '.join(given)})"
+
+    params.Visit(note)
     return found

@@ -77,8 +77,9 @@ class Means:
 
     @property
     def judged(self) -> float:
-        """The mean loss."""
-        return self.values().get(self.loss, math.nan)
+        """The mean loss; of what has no weight 0, as there is nothing to object to."""
+        total, weight = self.sums.get(self.loss, (math.nan, 1.0))
+        return total / weight if weight else total
 
     def values(self) -> dict[str, float]:
         """The mean of each metric; not a number if nothing was weighed for it."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
-from lingvo.core import base_model, py_utils
+from lingvo.core import base_model, optimizer, py_utils
 
 from pipemesh.errors import PipemeshError, TrainingError
 from pipemesh.layers import PipeliningLayer, mesh_cluster
@@ -16,6 +16,14 @@ from pipemesh.layers.step_seed import whole_batch_randomness
 from pipemesh.plan import Plan
 from pipemesh.training.optimizer import prepare_optimizer
 from pipemesh.training.whole_updates import all_or_none
+
+# Optimizers around others.
+_WRAPPING = (
+    optimizer.Accumulator,
+    optimizer.CompositeOptimizer,
+    optimizer.DistributedShampoo,
+    optimizer.DynamicAccumulator,
+)
 
 
 class TrainedTask:
@@ -56,6 +64,8 @@ class TrainedTask:
             homes = [home for stack in self.pipelines for home in stack.StageHomes()]
         self.devices = [home.devices for home in homes]
         self._learner = _learner_of(self.task)
+        if learns:
+            _check_applied(self.task)
         self.loss: str = self._learner.params.loss_name or self._learner.params.name
         # What a step changes by itself, and its values before the step.
         self._others: list[tf.Variable] = []
@@ -119,8 +129,14 @@ class TrainedTask:
             py_utils.ResetStepSeed()
             with whole_batch_randomness():
                 metrics, per_example = self.task.FPropTower(self.task.theta, batch)
+            # A pipeline looks at its loss itself, and scales it where that makes it overflow.
+            loss = None if self.pipelines else metrics[self.loss][0]
+            # lingvo remembers graphs by a number that the next one may get.
+            self.task._graphs_applied_ema.clear()
             losses, update, stats = self._learner.Apply(
-                metrics, self.task.vars, gradient_adjuster=self._adjust
+                metrics,
+                self.task.vars,
+                gradient_adjuster=lambda found: all_or_none(self.task.AdjustGradients(found), loss),
             )
             # As lingvo has it: averages of what was updated, then what depends on them.
             for follow in (
@@ -150,9 +166,6 @@ class TrainedTask:
         """An error as one line with stage, layer and microbatch; None if no stage raised it."""
         found = (stack.Explain(error) for stack in self.pipelines)
         return next((told for told in found if told is not None), None)
-
-    def _adjust(self, var_grads: Any) -> Any:
-        return all_or_none(self.task.AdjustGradients(var_grads))
 
 
 def pipelines_of(layer: Any) -> list[Any]:
@@ -187,6 +200,29 @@ def _learner_of(task: Any) -> Any:
             "leave scale_gradients of its learner True"
         )
     return learners[0]
+
+
+def _check_applied(task: Any) -> None:
+    """Checks that a task asks for nothing that is done by lingvo's own trainer alone.
+
+    Raises:
+        TrainingError: it does.
+    """
+    name, p = task.params.name, task.params.train
+    kind = task.learners[0].params.optimizer.cls
+    if p.init_from_checkpoint_rules:
+        raise TrainingError(
+            f"{name}: init_from_checkpoint_rules are lingvo's trainer's; put the checkpoint into "
+            "the log directory instead (pipemesh checkpoint convert), and leave them out"
+        )
+    if p.pruning_hparams_dict:
+        raise TrainingError(f"{name}: weights are not pruned here; leave pruning_hparams_dict out")
+    if issubclass(kind, _WRAPPING):
+        raise TrainingError(
+            f"{name}: the optimizer {kind.__name__} keeps its state in steps that are not one, so "
+            "it cannot be saved between them; use one that updates all weights in each step (more "
+            "microbatches accumulate gradients, too)"
+        )
 
 
 def _nested_map(batch: Any) -> Any:

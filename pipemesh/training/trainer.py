@@ -69,7 +69,10 @@ class Trainer:
         # TensorFlow forget the state of operations, that of tokenizers included.
         # Data that is begun again has other epochs than those that are done.
         dataset = subject.train_data(self.step)
-        self.sample = subject.sample(options.eval_batches or EVAL_BATCHES)
+        try:
+            self.sample = subject.sample(options.eval_batches or EVAL_BATCHES)
+        except tf.errors.OpError as error:
+            raise vanished(error) from error
         self._batches = Batches(dataset, subject.read_ahead)
         self.best: tuple[float | None, int] = (None, 0)
         self.keeps_place = False

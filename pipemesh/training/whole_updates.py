@@ -9,9 +9,10 @@ from lingvo.core import py_utils
 
 # What the error says that ends a step.
 NOT_FINITE = "the norm of all gradients is not finite"
+LOSS_NOT_FINITE = "the loss is not finite"
 
 
-def all_or_none(var_grads: Any) -> Any:
+def all_or_none(var_grads: Any, loss: tf.Tensor | None = None) -> Any:
     """Lets no update begin before all gradients are known to be finite.
 
     lingvo checks each gradient by itself, while weights with other gradients are updated: of a step
@@ -21,6 +22,7 @@ def all_or_none(var_grads: Any) -> Any:
     Args:
         var_grads: a NestedMap of lingvo's pairs of variable and gradient; give the function to
             `Learner.Apply(..., gradient_adjuster=all_or_none)`.
+        loss: what is to be finite as well; None if somebody else looks at it.
 
     Returns:
         The same, with gradients that are there only if the norm of all is finite. In a function
@@ -34,11 +36,14 @@ def all_or_none(var_grads: Any) -> Any:
     """
     gradients = [gradient for _, gradient in var_grads.Flatten()]
     squared: Any = py_utils.SumSquared(gradients)
-    check = tf.debugging.Assert(tf.math.is_finite(squared), [NOT_FINITE], name="all_gradients")
+    checks = [tf.debugging.Assert(tf.math.is_finite(squared), [NOT_FINITE], name="all_gradients")]
+    if loss is not None:
+        is_finite = tf.reduce_all(tf.math.is_finite(loss))
+        checks.append(tf.debugging.Assert(is_finite, [LOSS_NOT_FINITE], name="loss"))
 
     def behind_check(pair: Any) -> Any:
         variable, gradient = pair
-        with tf.control_dependencies([] if check is None else [check]):
+        with tf.control_dependencies([check for check in checks if check is not None]):
             if isinstance(gradient, tf.IndexedSlices):
                 gradient = tf.IndexedSlices(
                     _on(gradient.values), gradient.indices, gradient.dense_shape

@@ -1,10 +1,16 @@
 """Any registered model of lingvo, trained by the same trainer."""
 
+import functools
+
 import numpy as np
 import pytest
 import tensorflow as tf
+from lingvo.core import optimizer
 
-from pipemesh.errors import NotFiniteError, PlanError, TrainingError
+from pipemesh.errors import DataError, NotFiniteError, PlanError, TrainingError
+from pipemesh.layers import DatasetInput
+from pipemesh.recurrent import Selective
+from pipemesh.schedule import one_f_one_b
 from pipemesh.training import Options, Trainer
 from pipemesh.training.evaluation import evaluate
 from pipemesh.training.registered import RegisteredModel, find_model
@@ -152,3 +158,124 @@ def test_several_learners_are_an_error(eagerly, tmp_path):
     options = Options(logdir=str(tmp_path), steps=1)
     with pytest.raises(TrainingError, match="2 learners"):
         Trainer(RegisteredModel(Several(), "Several"), options)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            lambda p: p.train.Set(init_from_checkpoint_rules={"/some/ckpt": ([], [])}),
+            "init_from_checkpoint_rules are lingvo's trainer's",
+        ),
+        (
+            lambda p: p.train.learner.Set(optimizer=optimizer.Accumulator.Params()),
+            "the optimizer Accumulator keeps its state",
+        ),
+        (lambda p: p.train.learner.Set(scale_gradients=False), "leave scale_gradients"),
+    ],
+)
+def test_what_only_lingvos_trainer_does_is_an_error_and_not_left_out(
+    eagerly, tmp_path, change, told
+):
+    class Asking(small_models.PlainPoints):
+        def Task(self):
+            p = super().Task()
+            change(p)
+            return p
+
+    with pytest.raises(TrainingError, match=told):
+        Trainer(RegisteredModel(Asking(), "Asking"), Options(logdir=str(tmp_path), steps=1))
+
+
+def test_a_loss_that_is_not_finite_is_no_step_though_its_gradients_are(eagerly, tmp_path):
+    class Offset(small_models.Classifier):
+        def ComputeLoss(self, theta, predictions, input_batch):
+            metrics, rest = super().ComputeLoss(theta, predictions, input_batch)
+            loss, rows = metrics["loss"]
+            # Not in the gradient.
+            metrics["loss"] = (loss + tf.constant(float("nan")), rows)
+            return metrics, rest
+
+    class Model(small_models.PlainPoints):
+        def Task(self):
+            return small_models.trained(Offset.Params().Set(name="points"))
+
+    made = Trainer(RegisteredModel(Model(), "Model"), Options(logdir=str(tmp_path), steps=1))
+    before = [v.numpy() for v in made.trained.task.vars.Flatten()]
+    with pytest.raises(NotFiniteError):
+        made.train_step()
+    for value, variable in zip(before, made.trained.task.vars.Flatten(), strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+
+
+def test_what_a_generator_does_to_batches_is_not_left_out(eagerly, tmp_path):
+    """lingvo refuses both, a dataset and a function of one's own; neither may win in silence."""
+
+    class Doubled(small_models.Points):
+        def _PreprocessInputBatch(self, batch):
+            batch.x *= 2
+            return batch
+
+    class Model(small_models.PlainPoints):
+        def Train(self):
+            return Doubled.Params()
+
+    with pytest.raises(ValueError, match="do not go through"):
+        Trainer(RegisteredModel(Model(), "Model"), Options(logdir=str(tmp_path), steps=1))
+
+
+def test_stacks_with_meshes_of_their_own_are_an_error():
+    class Two(small_models.Pipelined):
+        @classmethod
+        def Params(cls):
+            p = super().Params()
+            p.Define("second", None, "Another stack.")
+            return p
+
+    class Model(small_models.StagedPoints):
+        def Task(self):
+            p = super().Task()
+            second = p.stack.Copy().Set(mesh_shape="layers:2;data:2", layout="batch:data")
+            return Two.Params().Set(name="two", stack=p.stack, second=second)
+
+    with pytest.raises(PlanError, match="has stacks with meshes or layouts of their own"):
+        RegisteredModel(Model(), "Model")
+
+
+def test_the_plan_tells_what_a_stack_declares():
+    class Model(small_models.StagedPoints):
+        def Task(self):
+            p = super().Task()
+            p.stack.schedule = one_f_one_b(2, 2)
+            p.stack.remat = Selective(lambda name: True)
+            return p
+
+    plan = RegisteredModel(Model(), "Model").plan
+    assert plan.table == one_f_one_b(2, 2) and plan.remat == "custom"
+    plain = RegisteredModel(Model(), "Model", plain=True)
+    assert plain.plan.mesh.num_devices == 1 and not plain.has_actions()
+
+
+def test_what_a_partial_function_is_given_is_noted():
+    """Else a training would go on in the data of another seed."""
+
+    class Model(small_models.PlainPoints):
+        SEED = 3
+
+        def Train(self):
+            return DatasetInput.Params().Set(
+                name="points",
+                dataset=functools.partial(small_models.points, self.SEED, number=None),
+            )
+
+    settings = RegisteredModel(Model(), "Model").note()["settings"]
+    assert settings["input.dataset"] == "points(3, number=None)"
+
+
+def test_a_model_may_be_judged_by_nothing(eagerly, tmp_path):
+    made = trainer(tmp_path, dataset="none")
+    assert not made.sample.batches
+    losses(made, 1)
+    assert made.save().endswith("ckpt-1")
+    with pytest.raises(DataError, match="has no held-out data"):
+        evaluate(subject(dataset="none"), made.saved)

@@ -17,7 +17,8 @@ from absl import flags
 from pipemesh.checkpoint import Manifest, newest
 from pipemesh.errors import CheckpointError
 from pipemesh.training.command import model_flags, quiet, training_flags
-from pipemesh.training.command.flags import parse
+from pipemesh.training.command.flags import FlagError, parse
+from pipemesh.training.command.training_flags import newest_note
 
 FLAGS = flags.FLAGS
 
@@ -47,6 +48,7 @@ def main(argv: list[str]) -> int:
     training_flags.define()
     flags.DEFINE_string("checkpoint", None, ABOUT_CHECKPOINT)
     parse(argv, program, __doc__)
+    check_whole()
     folder = model_flags.logdir()
     training_flags.take_up(folder, program)
     path = checkpoint_of(folder)
@@ -59,6 +61,16 @@ def main(argv: list[str]) -> int:
         step, score = evaluate(subject, path)
     print(f"{path}, step {step}: {score}")
     return 0
+
+
+def check_whole() -> None:
+    """Checks that all of the held-out data is asked for.
+
+    Raises:
+        FlagError: a part is.
+    """
+    if FLAGS["eval_batches"].present:
+        raise FlagError("--eval_batches is for training; all held-out batches are judged by here")
 
 
 def checkpoint_of(folder: str) -> str:
@@ -82,5 +94,4 @@ def _note_of(argv: list[str]) -> dict[str, Any]:
     words = [word.lstrip("-") for word in argv[1:]]
     given = [word.partition("=")[2] for word in words if word.startswith("logdir=")]
     given += [after for word, after in zip(words, argv[2:], strict=False) if word == "logdir"]
-    path = newest(given[-1]) if given else None
-    return dict(Manifest.read(path).note) if path else {}
+    return dict(newest_note(given[-1])[1]) if given else {}

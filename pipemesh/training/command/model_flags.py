@@ -79,7 +79,8 @@ def subject() -> Any:
         )
     values = plan_flags.given()
     if FLAGS.plain:
-        values.setdefault("mesh", "layers:1")
+        mesh = Mesh.from_text(values.setdefault("mesh", "layers:1"))
+        plan_flags.check_plain(mesh.num_devices, FLAGS.compute_dtype)
     if "" not in sys.path and os.getcwd() not in sys.path:
         # As `python -m` has it.
         sys.path.insert(0, os.getcwd())
@@ -103,8 +104,11 @@ def subject() -> Any:
             )
         except (LayoutError, MeshError, PlanError, ScheduleError) as error:
             raise _named(error, values) from error
-        if FLAGS.plain:
-            plan_flags.check_plain(model.plan.mesh.num_devices, model.plan.compute_dtype)
+        if FLAGS.trace_schedule and not model.has_actions():
+            raise FlagError(
+                f"--trace_schedule: {FLAGS.model} has no pipeline of single actions to time; leave "
+                "it out"
+            )
         if mesh is None:
             try:
                 _start(model.plan.mesh)

@@ -97,8 +97,12 @@ def given(program: ModuleType) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name not in _OF_A_CALL}
 
 
-def _newest_note(logdir: str) -> tuple[str | None, Mapping[str, Any]]:
-    """Path and note of the newest checkpoint whose manifest can be read."""
+def newest_note(logdir: str) -> tuple[str | None, Mapping[str, Any]]:
+    """Path and note of the newest checkpoint whose manifest can be read; None and {} if none can.
+
+    Args:
+        logdir: the folder of a training.
+    """
     for step in reversed(steps_of(logdir)):
         path = path_of(logdir, step)
         # Whoever goes on from a damaged one says so.
@@ -117,7 +121,7 @@ def take_up(logdir: str, program: ModuleType) -> dict[str, Any]:
     Returns:
         Those that were taken.
     """
-    path, note = _newest_note(logdir)
+    path, note = newest_note(logdir)
     known = set(config.names(program))
     if FLAGS.plain and FLAGS["plain"].present:
         # What it was begun with is a pipeline's.

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tqdm import tqdm
@@ -116,11 +117,11 @@ class Loop:
                 else:
                     self._one_step(bar)
                 done, judged = trainer.step, None
-                if done % options.eval_every == 0 and done != steps:
+                if done % options.eval_every == 0 and done != steps and trainer.sample.batches:
                     score = trainer.evaluate(trainer.sample.batches, lambda: self._stop is not None)
                     if score is not None:
                         judged = self._judge(score.judged)
-                        self._summarize("heldout", **score.values())
+                        self._summarize("heldout", score.values())
                         bar.write(f"step {done}: held out {score}", file=sys.stdout)
                         sys.stdout.flush()
                 if done == steps or self._is_settled:
@@ -133,7 +134,7 @@ class Loop:
     def _judge(self, score: float) -> float:
         """Takes the score of an evaluation while training, and hands it on."""
         best, since = self._trainer.best
-        better = best is None or score < best
+        better = math.isfinite(score) and (best is None or score < best)
         self._trainer.best = (score, 0) if better else (best, since + 1)
         return score
 
@@ -231,7 +232,7 @@ class Loop:
             self._rate = 0.9 * self._rate + 0.1 * now if self._rate else now
             shown += f", {self._rate:,.0f} {unit}/s"
             self._measured(bar, seconds)
-        self._summarize("train", **values)
+        self._summarize("train", values)
         bar.set_postfix_str(shown, refresh=False)
         bar.update()
 
@@ -252,19 +253,20 @@ class Loop:
                 f"({number} step{'' if number == 1 else 's'} skipped so far)",
                 file=sys.stderr,
             )
-        self._summarize("train", skipped_steps=trainer.skipped)
+        self._summarize("train", {"skipped_steps": trainer.skipped})
         # The graph is built, whatever it gave.
         self._rate = self._rate or 0.0
         bar.update()
 
-    def _summarize(self, name: str, **values: float) -> None:
-        self._summaries.write(name, self._trainer.step, **values)
+    def _summarize(self, name: str, values: Mapping[str, float]) -> None:
+        self._summaries.write(name, self._trainer.step, values)
 
     def _conclude(self) -> None:
         trainer = self._trainer
         if self._is_settled and trainer.step < self._options.steps:
             best, since = trainer.best
-            print(f"stopped early: {since} evaluations were no better than {best:.4g}")
+            than = "a number" if best is None else f"{best:.4g}"
+            print(f"stopped early: {since} evaluations were no better than {than}")
         asked = self._options.eval_batches
         batches = trainer.sample.batches if asked else trainer.whole
         if trainer.sample.batches:
@@ -273,7 +275,7 @@ class Loop:
                 score = trainer.evaluate(batches)
             # Nothing stops it.
             assert score is not None
-            self._summarize("heldout", **score.values())
+            self._summarize("heldout", score.values())
             print(f"held out at step {trainer.step}: {score} ({what})")
             for line in trainer.subject.epilogue(score, batches):
                 print(line)

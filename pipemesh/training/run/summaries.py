@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ class Summaries:
     Example:
         >>> import os, tempfile
         >>> folder = tempfile.mkdtemp()
-        >>> Summaries(folder).write("train", 7, loss=2.5)
+        >>> Summaries(folder).write("train", 7, {"loss": 2.5})
         >>> os.listdir(folder)
         ['train']
     """
@@ -36,13 +37,13 @@ class Summaries:
         # The step from which on it is tried again: each try leaves a file.
         self._again: dict[str, int] = {}
 
-    def write(self, name: str, step: int, **values: float) -> None:
+    def write(self, name: str, step: int, values: Mapping[str, float]) -> None:
         """Writes scalars of a step.
 
         Args:
             name: of the curve, such as `train`.
             step: of it.
-            **values: by tag.
+            values: by tag.
         """
         if step < self._again.get(name, step):
             return

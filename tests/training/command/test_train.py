@@ -49,7 +49,9 @@ def test_another_plan_is_told_and_judges_alike(tmp_path):
         (["train", MODEL, "--step=3"], "step"),
         (["train", MODEL, "--mesh_shape=layers:2"], "has no PipeliningLayer"),
         (["train", MODEL, "--plain", "--num_microbatches=2"], "num_microbatches"),
+        (["train", MODEL, "--trace_schedule"], "no pipeline of single actions to time"),
         (["evaluate"], "which model?"),
+        (["evaluate", "--logdir=/no/such/run", "--eval_batches=2"], "all held-out batches"),
         (["evaluate", "--logdir=/no/such/run"], "has no checkpoint; train first"),
     ],
 )
@@ -57,6 +59,14 @@ def test_what_cannot_be_had_is_one_line(words, told, tmp_path):
     if words[0] == "train" and len(words) > 1:
         words = [*words, f"--logdir={tmp_path}"]
     assert told in refused(*words)
+
+
+@pytest.mark.slow
+def test_a_model_that_nothing_judges_never_ends_early(tmp_path):
+    model = "--model=tests.training.small_models.PlainPoints"
+    flags = ["--steps=9", "--eval_every=1", "--early_stop=1", "--dataset=none"]
+    out = done("train", model, *flags, f"--logdir={tmp_path}")
+    assert out.endswith(f"checkpoint: {tmp_path}/ckpt-9\n") and "held out" not in out
 
 
 @pytest.mark.slow
