@@ -21,6 +21,7 @@ from pipemesh.plan import Plan
 # Who goes on with a checkpoint, and judges it.
 _PROGRAM = "python -m models.one_billion_word.train"
 _EVALUATION = "models.one_billion_word.evaluate"
+_OF_TRAINER = ("best", "evaluated_by", "program", "skip")
 # What weights depend on, and the seed, on which the order of the text depends.
 _MODEL = (
     "VOCAB_SIZE",
@@ -102,9 +103,9 @@ class About:
         Raises:
             CheckpointError: another program has noted it.
         """
-        known = {field.name for field in dataclasses.fields(cls)}
         try:
-            values: dict[str, Any] = {name: value for name, value in note.items() if name in known}
+            # The trainer notes more beside it.
+            values: dict[str, Any] = {n: v for n, v in note.items() if n not in _OF_TRAINER}
             return cls(**{**values, "vocabulary": base64.b64decode(note["vocabulary"])})
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(

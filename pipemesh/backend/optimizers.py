@@ -17,7 +17,7 @@ def create_slots(optimizer: Any, variables: Sequence[tf.Variable]) -> None:
         optimizer: a `tf.compat.v1.train.Optimizer`.
         variables: that it will update.
     """
-    for root in sorted({variable.name.split("/")[0] for variable in variables}):
+    for root in sorted({variable.name.split(":")[0].split("/")[0] for variable in variables}):
         # Whoever leaves a scope forgets which names are taken below it.
         with tf.compat.v1.variable_scope(root) as scope:
             assert scope.name == root

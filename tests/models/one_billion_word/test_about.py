@@ -72,7 +72,7 @@ def test_digests_tell_what_is_trained_on_from_what_is_judged_by():
 def test_it_needs_no_tensorflow():
     code = """
 import sys
-from models.one_billion_word import about, command_line, console, vocabulary
+from models.one_billion_word import about, command_line, request, vocabulary
 assert not {"tensorflow", "lingvo", "keras"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -13,9 +13,9 @@ import random
 import numpy as np
 import pytest
 
-from models.one_billion_word import trainer as trainer_module
 from models.one_billion_word.corpus import TextFiles
 from pipemesh.checkpoint import newest
+from pipemesh.training import trainer as trainer_module
 from tests.models.one_billion_word.small_training import scalars, small_request
 
 STEPS = 30
