@@ -80,8 +80,8 @@ def test_what_it_prints_and_writes(tmp_path):
     assert re.search(r"measured over 2 steps: [\d,]+ tokens/s, MFU \d+\.\d% of [\d,]+ GFLOP/s", out)
     train = scalars(tmp_path)
     assert {step for _, step in train} == {1, 2, 3}
-    tags = {"loss", "learning_rate", "word_perplexity", "bits_per_byte", "tokens_per_second", "mfu"}
-    assert {tag for tag, _ in train} == tags
+    scores = {"loss", "bits_per_byte", "token_perplexity", "word_perplexity"}
+    assert {tag for tag, _ in train} == {*scores, "learning_rate", "tokens_per_second", "mfu"}
     assert all(0 < value < 1 for (tag, _), value in train.items() if tag == "mfu")
     assert ("tokens_per_second", 1) not in train, "the first step builds the graph"
     assert np.isfinite(list(train.values())).all()
