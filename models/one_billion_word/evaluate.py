@@ -16,8 +16,7 @@ def main(argv: list[str]) -> int:
     from models.one_billion_word import command_line
     from models.one_billion_word.train import make_subject, read_text
     from pipemesh.checkpoint import Manifest
-    from pipemesh.training.command.evaluate import check_whole, checkpoint_of
-    from pipemesh.training.run import console
+    from pipemesh.training.command.evaluate import check_whole, checkpoint_of, judge
 
     command_line.define_checkpoint()
     command_line.parse(argv, __doc__)
@@ -26,11 +25,7 @@ def main(argv: list[str]) -> int:
     request = command_line.request()
     path = checkpoint_of(request.logdir)
     subject, _ = make_subject(request, read_text(request, path, Manifest.read(path)))
-    from pipemesh.training.evaluation import evaluate
-
-    with console.waiting("evaluating"):
-        step, score = evaluate(subject, path)
-    print(f"{path}, step {step}: {score}")
+    judge(subject, path)
     return 0
 
 

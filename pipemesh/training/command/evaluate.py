@@ -53,14 +53,26 @@ def main(argv: list[str]) -> int:
     training_flags.take_up(folder, program)
     path = checkpoint_of(folder)
     model_flags.check_note(Manifest.read(path).note, folder)
-    subject = model_flags.subject()
+    judge(model_flags.subject(), path)
+    return 0
+
+
+def judge(subject: Any, path: str) -> None:
+    """Says what a checkpoint is worth.
+
+    Args:
+        subject: what it is of.
+        path: of the checkpoint.
+
+    Raises:
+        PipemeshError: as `pipemesh.training.evaluation.evaluate`.
+    """
     from pipemesh.training.evaluation import evaluate
     from pipemesh.training.run import console
 
     with console.waiting("evaluating"):
         step, score = evaluate(subject, path)
     print(f"{path}, step {step}: {score}")
-    return 0
 
 
 def check_whole() -> None:

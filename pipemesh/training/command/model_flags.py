@@ -27,9 +27,6 @@ FLAGS = flags.FLAGS
 # Flags that are defined here belong to the program that asks for them.
 flags.disclaim_key_flags()
 
-# What lies in a logdir was trained by this program, if its note says nothing else.
-PROGRAM = "pipemesh train"
-
 
 def define() -> None:
     """Defines them, and those of the plan."""

@@ -12,8 +12,6 @@ import os
 import sys
 from typing import Any
 
-from absl import flags
-
 from pipemesh.checkpoint import Folder, newest_whole
 from pipemesh.checkpoint.whole_file import remove_unfinished, write_whole
 from pipemesh.training.command import model_flags, quiet, training_flags
@@ -21,8 +19,6 @@ from pipemesh.training.command.config import as_toml
 from pipemesh.training.command.flags import parse
 from pipemesh.training.run import console
 from pipemesh.training.run.options import Options
-
-FLAGS = flags.FLAGS
 
 
 def main(argv: list[str]) -> int:
