@@ -145,6 +145,11 @@ class Trainer:
         """Path of the newest checkpoint."""
         return self.saving.newest
 
+    @property
+    def kept(self) -> str:
+        """What of a training is left if nothing more can be saved, in words."""
+        return f"{self.saved} is kept" if self.saved else "none was written yet"
+
     def train_step(self) -> dict[str, Any]:
         """Trains on the next batch.
 
@@ -322,9 +327,10 @@ class Trainer:
             TrainingError: always.
         """
         self.saving.give_up()
-        kept = f"{self.saved} is kept" if self.saved else "none was written yet"
         hint = "; give a lower --learning_rate" if is_not_finite(what) else ""
-        raise TrainingError(f"step {step}: {what}; of good checkpoints, {kept}{hint}") from error
+        raise TrainingError(
+            f"step {step}: {what}; of good checkpoints, {self.kept}{hint}"
+        ) from error
 
     def _train_step(self, batch: Any) -> Any:
         return self.trained.train(batch, self.subject.outcome)

@@ -184,18 +184,16 @@ class Loop:
             act()
         except SaveError as error:
             if self._trainer.step == self._options.steps or self._is_settled:
-                raise SaveError(f"{error}; of the checkpoints before, {self._kept()}") from error
-            bar.write(f"{error}; training goes on, and {self._kept()}", file=sys.stderr)
+                raise SaveError(
+                    f"{error}; of the checkpoints before, {self._trainer.kept}"
+                ) from error
+            bar.write(f"{error}; training goes on, and {self._trainer.kept}", file=sys.stderr)
 
     def _save_at_last(self) -> str:
         try:
             return self._trainer.save()
         except SaveError as error:
-            raise SaveError(f"{error}; of the checkpoints before, {self._kept()}") from error
-
-    def _kept(self) -> str:
-        kept = self._trainer.saved
-        return f"{kept} is kept" if kept else "none was written yet"
+            raise SaveError(f"{error}; of the checkpoints before, {self._trainer.kept}") from error
 
     def _request_stop(self, number: int, _frame: Any) -> None:
         if self._stop is not None:
