@@ -21,7 +21,7 @@ from pipemesh.plan import Plan
 # Who goes on with a checkpoint, and judges it.
 _PROGRAM = "python -m models.one_billion_word.train"
 _EVALUATION = "models.one_billion_word.evaluate"
-_OF_TRAINER = ("best", "evaluated_by", "program", "skip")
+_OF_TRAINER = ("best", "evaluated_by", "judged", "program", "skip")
 # What weights depend on, and the seed, on which the order of the text depends.
 _MODEL = (
     "VOCAB_SIZE",

@@ -18,7 +18,6 @@ from pipemesh.mesh import LayoutRules
 from pipemesh.plan import Plan
 from pipemesh.text import nearest
 from pipemesh.training.command import plan_flags, training_flags
-from pipemesh.training.command.evaluate import ABOUT_CHECKPOINT
 from pipemesh.training.command.flags import FlagError, check_number
 from pipemesh.training.command.flags import parse as parse_flags
 
@@ -48,6 +47,17 @@ flags.DEFINE_enum(
     "Default: the model's.",
 )
 flags.DEFINE_float("learning_rate", None, "Factor of the learning rate; default: the model's.")
+flags.DEFINE_integer(
+    "warmup_steps",
+    None,
+    "Steps in which the learning rate grows, before it falls with the root of the step; default: "
+    "the model's.",
+)
+flags.DEFINE_float(
+    "dropout_prob",
+    None,
+    "Share of values that dropout takes away, from 0 on, below 1; default: the model's.",
+)
 flags.DEFINE_float(
     "ema_decay",
     None,
@@ -71,6 +81,8 @@ _OF_SETTINGS = {
     "sequence_length": "SEQUENCE_LENGTH",
     "optimizer": "OPTIMIZER",
     "learning_rate": "LEARNING_RATE",
+    "warmup_steps": "WARMUP_STEPS",
+    "dropout_prob": "DROPOUT_PROB",
     "ema_decay": "EMA_DECAY",
     "layers": "LAYERS",
 }
@@ -89,13 +101,11 @@ def parse(argv: list[str], about: str | None) -> None:
     parse_flags(argv, sys.modules[__name__], about)
 
 
-def define_checkpoint() -> None:
-    """Defines the flag that names a checkpoint, for programs that train nothing."""
-    flags.DEFINE_string("checkpoint", None, ABOUT_CHECKPOINT)
-
-
-def take_up() -> dict[str, Any]:
+def take_up(checkpoint: str | None = None) -> dict[str, Any]:
     """Takes flags that are not given as the training was begun with, whose folder is given.
+
+    Args:
+        checkpoint: path of the one that says them; by default the newest.
 
     Returns:
         Those that were taken.
@@ -103,7 +113,7 @@ def take_up() -> dict[str, Any]:
     Raises:
         FlagError: as `request`.
     """
-    return training_flags.take_up(_logdir(), sys.modules[__name__])
+    return training_flags.take_up(_logdir(), sys.modules[__name__], checkpoint)
 
 
 def _logdir() -> str:
@@ -129,9 +139,13 @@ def request() -> Request:
     for flag, attribute in _OF_SETTINGS.items():
         value = FLAGS[flag].value
         if value is not None:
-            if not isinstance(value, str):
+            if flag != "dropout_prob" and not isinstance(value, str):
                 check_number(flag, value)
             setattr(settings, attribute, value)
+    if not 0 <= settings.DROPOUT_PROB < 1:
+        raise FlagError(
+            f"--dropout_prob={settings.DROPOUT_PROB}: it must be 0 or more, and below 1"
+        )
     if not settings.EMA_DECAY < 1:
         raise FlagError(f"--ema_decay={settings.EMA_DECAY}: it must be below 1")
     if settings.LAYERS == "lingvo" and (settings.TIED_EMBEDDINGS or settings.NUM_EXPERTS):

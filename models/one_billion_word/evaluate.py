@@ -16,12 +16,17 @@ def main(argv: list[str]) -> int:
     from models.one_billion_word import command_line
     from models.one_billion_word.train import make_subject, read_text
     from pipemesh.checkpoint import Manifest
-    from pipemesh.training.command.evaluate import check_whole, checkpoint_of, judge
+    from pipemesh.training.command.evaluate import (
+        check_flags,
+        checkpoint_of,
+        define_checkpoint,
+        judge,
+    )
 
-    command_line.define_checkpoint()
+    define_checkpoint()
     command_line.parse(argv, __doc__)
-    check_whole()
-    command_line.take_up()
+    check_flags()
+    command_line.take_up(command_line.FLAGS.checkpoint)
     request = command_line.request()
     path = checkpoint_of(request.logdir)
     subject, _ = make_subject(request, read_text(request, path, Manifest.read(path)))

@@ -33,6 +33,7 @@ class LanguageModelSubject(Subject):
 
     unit = "tokens"
     read_ahead = PREFETCHED_BATCHES
+    rate_name = "--learning_rate"
 
     def __init__(
         self,

@@ -30,8 +30,8 @@ def run(request: Any) -> int:
     """Trains as it is asked for; returns the exit code."""
     from models.one_billion_word import about
     from pipemesh.checkpoint import Folder, newest_whole
-    from pipemesh.checkpoint.whole_file import remove_unfinished, write_whole
-    from pipemesh.training.command.config import as_toml
+    from pipemesh.checkpoint.whole_file import remove_unfinished
+    from pipemesh.training.command.train import carry_out
 
     with Folder(request.logdir):
         remove_unfinished(os.path.join(request.logdir, "vocabulary"), "vocab-*.model")
@@ -65,12 +65,7 @@ def run(request: Any) -> int:
             if not _keeps_place(there, now):
                 print("the text is read from its beginning, in the order of epochs to come")
         sys.stdout.flush()
-        from pipemesh.training.run.loop import Loop
-
-        # To be given to --config.
-        path = os.path.join(request.logdir, "config.toml")
-        write_whole(path, as_toml(request.given).encode())
-        return Loop(trainer, request).run()
+        return carry_out(trainer, request)
 
 
 class Text(NamedTuple):

@@ -71,13 +71,19 @@ class Manifest:
             path: the checkpoint, without any ending.
 
         Raises:
-            CheckpointError: nothing does, it cannot be read now, or is another version's.
+            CheckpointError: there is no such checkpoint, or nothing lies beside it, or that cannot
+                be read now, or is another version's.
             DamagedError: it is not what was written.
         """
         with _reading(path, SUFFIX):
             try:
                 digest, _, content = _content(path + SUFFIX).partition(b"\n")
             except FileNotFoundError as error:
+                if not os.path.lexists(path + INDEX):
+                    raise CheckpointError(
+                        f"there is no checkpoint {path}; give the path of one without the endings "
+                        "of its files, as folder/ckpt-100"
+                    ) from error
                 raise CheckpointError(
                     f"{path} is a checkpoint of another program, or lost {path}{SUFFIX}; give "
                     "another folder"

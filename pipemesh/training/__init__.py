@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipemesh.training.batches import Batches
+    from pipemesh.training.evaluation import evaluate
     from pipemesh.training.optimizer import prepare_optimizer
+    from pipemesh.training.registered import RegisteredModel, find_model
     from pipemesh.training.run.loop import Loop
     from pipemesh.training.run.options import Options
     from pipemesh.training.saving import Saving
@@ -29,10 +31,13 @@ __all__ = [
     "Loop",
     "Means",
     "Options",
+    "RegisteredModel",
     "Saving",
     "Subject",
     "Trainer",
     "all_or_none",
+    "evaluate",
+    "find_model",
     "prepare_optimizer",
 ]
 
@@ -44,7 +49,10 @@ _MODULES = {
     "Saving": "saving",
     "Subject": "subject",
     "Trainer": "trainer",
+    "RegisteredModel": "registered",
     "all_or_none": "whole_updates",
+    "evaluate": "evaluation",
+    "find_model": "registered",
     "prepare_optimizer": "optimizer",
 }
 
@@ -54,6 +62,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # First: it says what is missing.
     importlib.import_module("pipemesh.needs_tensorflow")
+    # Before lingvo, which it loads on every system.
+    importlib.import_module("pipemesh.layers")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 

@@ -193,12 +193,12 @@ def mesh_before(config: Any, values: Mapping[str, str]) -> Mesh | None:
         The mesh; None if `Task` says it.
 
     Raises:
-        PipemeshError: the plan cannot be had.
+        MeshError: the text of one is none.
     """
+    if "mesh" in values:
+        return Mesh.from_text(values["mesh"])
     own = getattr(config, _PLAN, None)
-    if isinstance(own, Plan):
-        return Plan.from_values({**own.to_values(), **values}).mesh
-    return Mesh.from_text(values["mesh"]) if "mesh" in values else None
+    return own.mesh if isinstance(own, Plan) else None
 
 
 def stacks_of(params: Any) -> list[Any]:

@@ -15,7 +15,7 @@ from pipemesh.errors import CheckpointError, DamagedError, SaveError
 from pipemesh.training.batches import NAME, Batches
 
 # What of a note may differ between two checkpoints that the same command goes on from.
-_OF_THE_PLACE = ("skip", "flags", "best")
+_OF_THE_PLACE = ("skip", "flags", "best", "judged")
 
 
 class Saving:

@@ -18,6 +18,7 @@ from pipemesh.recurrent import ActionClock, Placement, record_placement
 from pipemesh.schedule import Timeline, simulate
 from pipemesh.training.batches import Batches
 from pipemesh.training.evaluation import Evaluation, scored, vanished
+from pipemesh.training.ramp import ramped
 from pipemesh.training.run import console
 from pipemesh.training.run.options import EVAL_BATCHES, Options
 from pipemesh.training.run.stage_table import stage_table
@@ -45,6 +46,7 @@ class Trainer:
         restored: path of the checkpoint that it goes on from; None if there was none.
         report: what was predicted of a step, once its graph is built; None without a pipeline.
         best: the best score while training, and how many evaluations were not better since.
+        judged: the step of the last evaluation while training; 0 if there was none.
         keeps_place: whether it went on from a place in the data.
 
     Raises:
@@ -61,6 +63,9 @@ class Trainer:
     ) -> None:
         self.subject = subject
         params = subject.task()
+        if options.find_learning_rate:
+            first = Manifest.read(restore).step if restore else 0
+            params = ramped(params, first, options.find_learning_rate)
         self.trained = TrainedTask(params, subject.plan, subject.device_type, subject.seed)
         keep = options.max_to_keep, options.keep_best
         self.saving = Saving(options.logdir, self.trained.state(), *keep)
@@ -75,12 +80,13 @@ class Trainer:
             raise vanished(error) from error
         self._batches = Batches(dataset, subject.read_ahead)
         self.best: tuple[float | None, int] = (None, 0)
+        self.judged = 0
         self.keeps_place = False
         if self.restored:
             # Not that of a newer one that was damaged.
             note = Manifest.read(self.restored).note
             best, since = note.get("best", (None, 0))
-            self.best = best, since
+            self.best, self.judged = (best, since), note.get("judged", self.step)
             self.keeps_place = keeps_place and self._batches.is_restorable
             if self.keeps_place:
                 self._batches.go_to(self.restored, note.get("skip", 0))
@@ -307,7 +313,8 @@ class Trainer:
         self.saving.begin(self.step, self._note(), score)
 
     def _note(self) -> dict[str, Any]:
-        return {**self.subject.note(), "skip": self._skip, "best": self.best}
+        place = {"skip": self._skip, "best": self.best, "judged": self.judged}
+        return {**self.subject.note(), **place}
 
     def skip(self) -> None:
         """Counts a step that was not made as one that was, whose weights are those before."""

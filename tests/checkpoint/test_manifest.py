@@ -45,6 +45,9 @@ def test_no_flipped_bit_passes(path):
 
 
 def test_another_programs_checkpoint_has_none(tmp_path):
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*ckpt-3; give"):
+        Manifest.read(str(tmp_path / "ckpt-3"))
+    (tmp_path / "ckpt-3.index").touch()
     with pytest.raises(CheckpointError, match="ckpt-3 is a checkpoint of another program, or lost"):
         Manifest.read(str(tmp_path / "ckpt-3"))
 

@@ -246,3 +246,22 @@ class PlannedPoints(PlainPoints):
             loss_inside=True,
         )
         return trained(Pipelined.Params().Set(name="points", stack=stack))
+
+
+class SplitPoints(PlannedPoints):
+    """As its plan has it, on two devices a stage."""
+
+    PLAN = Plan("layers:2;data:2", num_microbatches=2, layout="batch:data")
+
+
+class ByStep(schedule.BaseSchedule):
+    """Learning rates by the step."""
+
+    @classmethod
+    def Params(cls):
+        p = super().Params()
+        p.Define("values", [1.0], "Of the steps from 0 on.")
+        return p
+
+    def Value(self, step=None):
+        return tf.gather(tf.constant(self.params.values), self.GetStep(step))

@@ -8,22 +8,23 @@ training in the same folder may go on meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import itertools
+import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from absl import flags
 
 from pipemesh.checkpoint import Manifest, newest
 from pipemesh.errors import CheckpointError
-from pipemesh.training.command import model_flags, quiet, training_flags
+from pipemesh.training.command import config, model_flags, quiet, training_flags
 from pipemesh.training.command.flags import FlagError, parse
 from pipemesh.training.command.training_flags import newest_note
 
 FLAGS = flags.FLAGS
-
-# The help of `--checkpoint`.
-ABOUT_CHECKPOINT = "Path of the checkpoint to judge; default: the newest of --logdir."
 
 
 def main(argv: list[str]) -> int:
@@ -46,11 +47,11 @@ def main(argv: list[str]) -> int:
         return importlib.import_module(other).main(argv)
     model_flags.define()
     training_flags.define()
-    flags.DEFINE_string("checkpoint", None, ABOUT_CHECKPOINT)
+    define_checkpoint()
     parse(argv, program, __doc__)
-    check_whole()
+    check_flags()
     folder = model_flags.logdir()
-    training_flags.take_up(folder, program)
+    training_flags.take_up(folder, program, FLAGS.checkpoint)
     path = checkpoint_of(folder)
     model_flags.check_note(Manifest.read(path).note, folder)
     judge(model_flags.subject(), path)
@@ -75,14 +76,25 @@ def judge(subject: Any, path: str) -> None:
     print(f"{path}, step {step}: {score}")
 
 
-def check_whole() -> None:
-    """Checks that all of the held-out data is asked for.
+def define_checkpoint() -> None:
+    """Defines the flag that names a checkpoint."""
+    flags.DEFINE_string(
+        "checkpoint", None, "Path of the checkpoint to judge; default: the newest of --logdir."
+    )
+
+
+def check_flags() -> None:
+    """Checks what is asked for; a checkpoint that is named says where it lies.
 
     Raises:
-        FlagError: a part is.
+        FlagError: something is for training alone.
     """
     if FLAGS["eval_batches"].present:
         raise FlagError("--eval_batches is for training; all held-out batches are judged by here")
+    if FLAGS.find_learning_rate:
+        raise FlagError("--find_learning_rate is for training; leave it out")
+    if FLAGS.checkpoint and not FLAGS.logdir:
+        FLAGS.logdir = os.path.dirname(FLAGS.checkpoint) or "."
 
 
 def checkpoint_of(folder: str) -> str:
@@ -101,9 +113,18 @@ def checkpoint_of(folder: str) -> str:
     return path
 
 
-def _note_of(argv: list[str]) -> dict[str, Any]:
-    """The note of the newest checkpoint in the folder that a command line names."""
-    words = [word.lstrip("-") for word in argv[1:]]
-    given = [word.partition("=")[2] for word in words if word.startswith("logdir=")]
-    given += [after for word, after in zip(words, argv[2:], strict=False) if word == "logdir"]
-    return dict(newest_note(given[-1])[1]) if given else {}
+def _note_of(argv: list[str]) -> Mapping[str, Any]:
+    """The note of the checkpoint that a command line names, before its flags are defined."""
+    given: dict[str, Any] = {}
+    for word, after in itertools.zip_longest(argv[1:], argv[2:], fillvalue=""):
+        name, separator, value = word.lstrip("-").partition("=")
+        if word.startswith("-"):
+            given[name] = value if separator else after
+    if "config" in given:
+        # What is wrong with it is said when the flags are parsed.
+        with contextlib.suppress(config.ConfigError):
+            given = {**config.read(given["config"]), **given}
+    if path := given.get("checkpoint"):
+        with contextlib.suppress(CheckpointError, OSError):
+            return Manifest.read(str(path)).note
+    return newest_note(str(given["logdir"]))[1] if "logdir" in given else {}

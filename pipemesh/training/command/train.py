@@ -54,7 +54,6 @@ def _train(folder: str) -> int:
     subject = model_flags.subject()
     options = Options(logdir=folder, given=given, **training_flags.options())
     with console.waiting("making the model"):
-        from pipemesh.training.run.loop import Loop
         from pipemesh.training.trainer import Trainer
 
         subject.given = given
@@ -76,8 +75,28 @@ def _train(folder: str) -> int:
     elif not trainer.is_restorable:
         print("a place in this data cannot be saved: who goes on reads it from its beginning")
     sys.stdout.flush()
+    return carry_out(trainer, options)
+
+
+def carry_out(trainer: Any, options: Options) -> int:
+    """Trains, or tries learning rates.
+
+    Args:
+        trainer: a `Trainer`, made with the options.
+        options: what is asked for.
+
+    Returns:
+        The exit code.
+    """
+    if options.find_learning_rate:
+        from pipemesh.training.run.range_test import RangeTest
+
+        return RangeTest(trainer, options).run()
+    from pipemesh.training.run.loop import Loop
+
     # To be given to --config.
-    write_whole(os.path.join(folder, "config.toml"), as_toml(given).encode())
+    path = os.path.join(options.logdir, "config.toml")
+    write_whole(path, as_toml(options.given).encode())
     return Loop(trainer, options).run()
 
 

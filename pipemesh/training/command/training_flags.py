@@ -13,6 +13,7 @@ from pipemesh.checkpoint import Manifest
 from pipemesh.checkpoint.folder import path_of, steps_of
 from pipemesh.errors import CheckpointError
 from pipemesh.training.command import config, plan_flags
+from pipemesh.training.command.flags import FlagError
 from pipemesh.training.run.options import EVAL_BATCHES, ON_NONFINITE
 
 FLAGS = flags.FLAGS
@@ -27,12 +28,15 @@ _OF_OPTIONS = (
     "eval_batches",
     "early_stop",
     "trace_schedule",
+    "find_learning_rate",
     "on_nonfinite",
     "max_to_keep",
     "keep_best",
 )
+# With fewer a step of the test is as large as the range that is looked for.
+_FEWEST_RATES = 20
 # Those that say where a training lies, or what is to be done this time.
-_OF_A_CALL = ("logdir", "config", "other_text", "trace_schedule")
+_OF_A_CALL = ("logdir", "config", "other_text", "trace_schedule", "find_learning_rate")
 
 
 def define(drawn: str = "the first ones") -> None:
@@ -80,10 +84,29 @@ def define(drawn: str = "the first ones") -> None:
         "After training, two more steps that time every action; writes schedule.html and "
         "schedule_trace.json (chrome://tracing) into --logdir, predicted beside measured.",
     )
+    flags.DEFINE_integer(
+        "find_learning_rate",
+        0,
+        "Instead of training, try so many learning rates, each higher than the one before, 100 for "
+        "example; say with which of them the model learns, and write learning_rates.csv into "
+        "--logdir. No weights are saved.",
+        lower_bound=0,
+    )
 
 
 def options() -> dict[str, Any]:
-    """What of `Options` is asked for, but the log directory."""
+    """What of `Options` is asked for, but the log directory.
+
+    Raises:
+        FlagError: flags do not go together.
+    """
+    if 0 < FLAGS.find_learning_rate < _FEWEST_RATES:
+        raise FlagError(
+            f"--find_learning_rate={FLAGS.find_learning_rate}: so few say nothing; give "
+            f"{_FEWEST_RATES} or more, such as 100, or 0 to train"
+        )
+    if FLAGS.find_learning_rate and FLAGS.trace_schedule:
+        raise FlagError("--trace_schedule is for training; leave it or --find_learning_rate out")
     return {name: getattr(FLAGS, name) for name in _OF_OPTIONS}
 
 
@@ -111,17 +134,24 @@ def newest_note(logdir: str) -> tuple[str | None, Mapping[str, Any]]:
     return None, {}
 
 
-def take_up(logdir: str, program: ModuleType) -> dict[str, Any]:
+def take_up(logdir: str, program: ModuleType, checkpoint: str | None = None) -> dict[str, Any]:
     """Takes flags that are not given as the training was begun with, and says so.
 
     Args:
         logdir: the folder of the training.
         program: the module that the flags belong to.
+        checkpoint: path of the one that says them; by default the newest of the folder.
 
     Returns:
         Those that were taken.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged.
     """
-    path, note = newest_note(logdir)
+    if checkpoint:
+        path, note = checkpoint, Manifest.read(checkpoint).note
+    else:
+        path, note = newest_note(logdir)
     known = set(config.names(program))
     if FLAGS.plain and FLAGS["plain"].present:
         # What it was begun with is a pipeline's.

@@ -106,6 +106,9 @@ class Loop:
             mininterval=SECONDS_A_REFRESH[terminal],
             file=sys.stderr,
         ) as bar:
+            if trainer.restored:
+                # Which a signal may have cut short, or which was the last one of fewer steps.
+                self._evaluate(bar)
             while trainer.step < steps and self._stop is None and not self._is_settled:
                 if self._rate is None:
                     bar.set_postfix_str("building the graph")
@@ -116,14 +119,7 @@ class Loop:
                     self._report(bar)
                 else:
                     self._one_step(bar)
-                done, judged = trainer.step, None
-                if done % options.eval_every == 0 and done != steps and trainer.sample.batches:
-                    score = trainer.evaluate(trainer.sample.batches, lambda: self._stop is not None)
-                    if score is not None:
-                        judged = self._judge(score.judged)
-                        self._summarize("heldout", score.values())
-                        bar.write(f"step {done}: held out {score}", file=sys.stdout)
-                        sys.stdout.flush()
+                done, judged = trainer.step, self._evaluate(bar)
                 if done == steps or self._is_settled:
                     self._save(bar, trainer.save)
                 elif done % options.save_every == 0:
@@ -131,12 +127,25 @@ class Loop:
                 else:
                     self._save(bar, trainer.saving.poll)
 
-    def _judge(self, score: float) -> float:
-        """Takes the score of an evaluation while training, and hands it on."""
-        best, since = self._trainer.best
-        better = math.isfinite(score) and (best is None or score < best)
-        self._trainer.best = (score, 0) if better else (best, since + 1)
-        return score
+    def _evaluate(self, bar: Any) -> float | None:
+        """Evaluates if it is time to; returns what the weights are judged by, if it was."""
+        trainer, options = self._trainer, self._options
+        step, sample = trainer.step, trainer.sample.batches
+        # After the last step all of the held-out data is judged.
+        is_due = step % options.eval_every == 0 and step < options.steps
+        if not (is_due and sample) or step == trainer.judged:
+            return None
+        score = trainer.evaluate(sample, lambda: self._stop is not None)
+        if score is None:
+            return None
+        trainer.judged = step
+        best, since = trainer.best
+        better = math.isfinite(score.judged) and (best is None or score.judged < best)
+        trainer.best = (score.judged, 0) if better else (best, since + 1)
+        self._summarize("heldout", score.values())
+        bar.write(f"step {step}: held out {score}", file=sys.stdout)
+        sys.stdout.flush()
+        return score.judged
 
     @property
     def _is_settled(self) -> bool:

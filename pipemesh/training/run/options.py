@@ -31,6 +31,7 @@ class Options:
             before them training ends; 0 for never.
         given: the flags that were given, by name, to be kept with checkpoints.
         trace_schedule: whether to time the actions of a step at the end.
+        find_learning_rate: the number of learning rates to try instead of training; 0 to train.
 
     Example:
         >>> Options(logdir="runs/a", steps=300).save_every
@@ -48,3 +49,4 @@ class Options:
     early_stop: int = 0
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     trace_schedule: bool = False
+    find_learning_rate: int = 0

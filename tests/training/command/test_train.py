@@ -77,3 +77,68 @@ def test_a_training_ends_early_where_nothing_gets_better(tmp_path):
     assert "stopped early: 3 evaluations were no better than " in out
     steps = [line for line in out.splitlines() if line.startswith("step ")]
     assert 3 < len(steps) < 300 and f"checkpoint: {tmp_path}/ckpt-{len(steps)}" in out
+
+
+@pytest.mark.slow
+def test_going_on_judges_the_step_that_was_the_last_one(tmp_path):
+    """What early stop counts does not depend on where a training was interrupted."""
+    model = "--model=tests.training.small_models.PlainPoints"
+    flags = [model, "--eval_every=2", "--save_every=2", f"--logdir={tmp_path}"]
+    done("train", *flags, "--steps=4")
+    told = [line for line in done("train", *flags, "--steps=8").splitlines() if "held out" in line]
+    assert [line.partition(":")[0] for line in told] == ["step 4", "step 6", "held out at step 8"]
+    # A step is judged once.
+    (tmp_path / "ckpt-8.index").unlink()
+    told = [line for line in done("train", *flags, "--steps=8").splitlines() if "held out" in line]
+    assert [line.partition(":")[0] for line in told] == ["held out at step 8"]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_is_named_says_how_it_was_made(tmp_path):
+    model = "--model=tests.training.small_models.PlannedPoints"
+    out = done("train", model, "--steps=2", "--save_every=1", f"--logdir={tmp_path}", "--seed=7")
+    score = out.partition("held out at step 2: ")[2].partition(" (")[0]
+    # Later ones with another seed of weights, which is no matter of the first.
+    done("train", "--steps=3", f"--logdir={tmp_path}", "--num_microbatches=4")
+    path = tmp_path / "ckpt-2"
+    for where in ([], [f"--logdir={tmp_path}"]):
+        out = done("evaluate", f"--checkpoint={path}", *where)
+        assert "--seed=7" in out and "--num_microbatches" not in out
+        assert out.endswith(f"{path}, step 2: {score}\n")
+    config = tmp_path / "judge.toml"
+    config.write_text(f'checkpoint = "{path}"\n')
+    assert done("evaluate", f"--config={config}").endswith(f"{path}, step 2: {score}\n")
+    assert "there is no checkpoint /no/such/ckpt-1" in refused(
+        "evaluate", "--checkpoint=/no/such/ckpt-1"
+    )
+
+
+@pytest.mark.slow
+def test_without_a_pipeline_a_layout_of_the_model_is_none(tmp_path):
+    model = "--model=tests.training.small_models.SplitPoints"
+    flags = [model, "--steps=2"]
+    split = done("train", *flags, f"--logdir={tmp_path / 'split'}")
+    assert "data:2" in split
+    plain = done("train", *flags, "--plain", f"--logdir={tmp_path / 'plain'}")
+    lines = [
+        next(line for line in out.splitlines() if line.startswith("held out at step 2: "))
+        for out in (split, plain)
+    ]
+    assert lines[0] == lines[1]
+
+
+@pytest.mark.slow
+def test_learning_rates_are_tried_without_a_training(tmp_path):
+    model = "--model=tests.training.small_models.StagedPoints"
+    out = done("train", model, f"--logdir={tmp_path}", "--find_learning_rate=30")
+    assert "suggested: learning rates up to " in out
+    assert [path.name for path in tmp_path.iterdir()] == ["learning_rates.csv"]
+    # It is none of the flags that a training was begun with.
+    out = done("train", model, f"--logdir={tmp_path}", "--steps=1")
+    assert f"checkpoint: {tmp_path}/ckpt-1" in out
+    for flag, told in [
+        ("--find_learning_rate=3", "so few say nothing"),
+        ("--trace_schedule", "leave it or --find_learning_rate out"),
+    ]:
+        words = ["train", f"--logdir={tmp_path}", "--find_learning_rate=30", flag]
+        assert told in refused(*words)
