@@ -202,6 +202,25 @@ def check_micro_batch_size(p: Any, inputs: Sequence[tf.Tensor]) -> None:
         )
 
 
+def is_rest(p: Any, args: Any, homes: Sequence[Any]) -> bool:
+    """Whether a batch is a rest: of a size that does not divide into microbatches.
+
+    Args:
+        p: params of the pipeline.
+        args: of its `FProp`.
+        homes: of the stages.
+
+    Returns:
+        False also where something else is wrong with the batch, which is said elsewhere.
+    """
+    shapes = [tf.TensorShape(getattr(leaf, "shape", ())) for leaf in tf.nest.flatten(args)]
+    ranked = [shape.as_list() for shape in shapes if shape.rank is not None]
+    sizes = {sizes[p.batch_dim] for sizes in ranked if len(sizes) > p.batch_dim}
+    if len(sizes) != 1 or None in sizes:
+        return False
+    return sizes.pop() % (p.num_micro_batches * homes[0].num_replicas) != 0
+
+
 def check_batch_dim(p: Any) -> None:
     """Checks that `batch_dim` counts from the first dim.
 

@@ -43,12 +43,17 @@ class Source(datasource.TFDatasetSource):
         p.Define("seed", 0, "Of the points.")
         p.Define("number", None, "Of the batches; None for no end.")
         p.Define("bad", None, "The batch that is not finite.")
+        p.Define("rest", 0, "Rows of one more batch, at the end.")
         p.Define("stateful", False, "Whether an operation has state that no iterator has.")
         return p
 
     def GetDataset(self):
         p = self.params
         dataset = points(p.seed, p.number)
+        if p.rest:
+            last = points(p.seed, p.number + 1).skip(p.number)
+            few = last.map(lambda batch: batch.Transform(lambda x: x[: p.rest]))
+            dataset = dataset.concatenate(few)
         if p.bad is not None:
 
             def spoil(index, batch):
@@ -229,6 +234,15 @@ class StagedPoints(PlainPoints):
             cell_tpl=stack_of(2), num_micro_batches=2, loss_inside=True
         )
         return trained(Pipelined.Params().Set(name="points", stack=stack))
+
+
+class UnevenPoints(StagedPoints):
+    """The last batch to judge by does not divide into microbatches."""
+
+    def Test(self):
+        p = super().Test()
+        p.source.rest = 3
+        return p
 
 
 class PlannedPoints(PlainPoints):

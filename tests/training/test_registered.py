@@ -279,3 +279,17 @@ def test_a_model_may_be_judged_by_nothing(eagerly, tmp_path):
     assert made.save().endswith("ckpt-1")
     with pytest.raises(DataError, match="has no held-out data"):
         evaluate(subject(dataset="none"), made.saved)
+
+
+@pytest.mark.parametrize("layout", ["", "batch:data"])
+def test_the_rest_of_the_held_out_data_is_judged_in_a_pipeline_too(eagerly, tmp_path, layout):
+    values = {"mesh": "layers:2;data:2", "layout": layout} if layout else {}
+    made = trainer(tmp_path, "UnevenPoints", values)
+    assert [len(batch.x) for batch in made.whole] == [8] * 5 + [3]
+    found = made.evaluate(made.whole)
+    assert found.amount == 43
+    path = made.save()
+    wanted = evaluate(subject("UnevenPoints", plain=True), path)[1]
+    np.testing.assert_allclose(found.judged, wanted.judged, rtol=1e-5)
+    # It counts by its rows.
+    assert evaluate(subject("StagedPoints"), path)[1].judged != pytest.approx(wanted.judged)

@@ -11,7 +11,7 @@ import lingvo.compat as tf
 from lingvo.core import py_utils
 
 from pipemesh.errors import PipelineError
-from pipemesh.layers.check_params import check_micro_batch_size
+from pipemesh.layers.check_params import check_micro_batch_size, is_rest
 from pipemesh.layers.feature_extraction import to_tuple
 from pipemesh.layers.named.values import exported
 from pipemesh.layers.pipeline.accumulators import kept_accumulators, set_accumulators
@@ -179,17 +179,19 @@ class PipeliningLayer(SeqLayer):
             summed loss, the summed weight and the metrics.
 
         Raises:
-            PipelineError: the batch does not divide into `num_micro_batches`, shapes are not
-                static, an output is not cut along the batch, or with `loss_inside` the last stage
-                does not return a summed loss and a summed weight; eagerly also, an operation of a
-                stage failed or gave what is not finite.
+            PipelineError: the batch does not divide into `num_micro_batches` (while evaluating it
+                goes through the stages whole then), shapes are not static, an output is not cut
+                along the batch, or with `loss_inside` the last stage does not return a summed loss
+                and a summed weight; eagerly also, an operation of a stage failed or gave what is
+                not finite.
             DeviceError: with `strict_devices`, a stage has an operation that would run elsewhere.
             ScheduleError: the schedule needs the loss inside the pipeline.
         """
         p = self.params
         if self.simd is not None:
             return self.simd.run(theta, args)
-        if not p.pipelined or (self.do_eval and self.cluster.num_devices_per_split == 1):
+        alone = self.cluster.num_devices_per_split == 1
+        if not p.pipelined or (self.do_eval and (alone or is_rest(p, args, self.StageHomes()))):
             return super().FProp(plain_theta(self, theta, self._cell_names), *cast_first(p, args))
         schedule = self.schedule
         if self.do_eval and p.loss_inside:
