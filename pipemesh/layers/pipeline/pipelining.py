@@ -182,8 +182,7 @@ class PipeliningLayer(SeqLayer):
             PipelineError: the batch does not divide into `num_micro_batches` (while evaluating it
                 goes through the stages whole then), shapes are not static, an output is not cut
                 along the batch, or with `loss_inside` the last stage does not return a summed loss
-                and a summed weight; eagerly also, an operation of a stage failed or gave what is
-                not finite.
+                and a summed weight; eagerly also, a stage failed or gave what is not finite.
             DeviceError: with `strict_devices`, a stage has an operation that would run elsewhere.
             ScheduleError: the schedule needs the loss inside the pipeline.
         """
