@@ -86,5 +86,9 @@ class TrainingError(PipemeshError, RuntimeError):
     """Training cannot go on."""
 
 
+class DecodingError(PipemeshError, ValueError):
+    """A prompt, or how it is to be continued, cannot be had."""
+
+
 class NotFiniteError(TrainingError):
     """The loss or a gradient of a step is not finite; nothing has changed."""

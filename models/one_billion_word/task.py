@@ -54,6 +54,17 @@ class LanguageModel(base_model.BaseTask):
         )
         return metrics, py_utils.NestedMap(xent=predictions.xent)
 
+    def DecodeArgs(self, ids, places):
+        """What `stack` is called with to learn what follows some tokens.
+
+        Args:
+            ids: [batch, time] int32.
+            places: [batch, time] int32, where they stand in their rows.
+        """
+        nothing = tf.zeros_like(ids)
+        # One segment a row. There is no label, so nothing is weighed.
+        return ids, nothing, tf.cast(nothing, tf.float32), tf.ones_like(ids), places
+
     def Inference(self):
         """What `lingvo.trainer --mode=write_inference_graph` exports: it scores packed rows.
 

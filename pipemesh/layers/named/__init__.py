@@ -19,6 +19,7 @@ Example:
 """
 
 from pipemesh.layers.named.attention import Attention
+from pipemesh.layers.named.cache import KeyValueCache, cache_scope, current_cache
 from pipemesh.layers.named.convolution import Convolution
 from pipemesh.layers.named.dropout import Dropout
 from pipemesh.layers.named.embedding import Embedding
@@ -40,6 +41,7 @@ __all__ = [
     "Embedding",
     "Experts",
     "FeedForward",
+    "KeyValueCache",
     "NamedLayer",
     "Norm",
     "ReplicaCut",
@@ -47,6 +49,8 @@ __all__ = [
     "Tally",
     "TransformerBlock",
     "by_logical_name",
+    "cache_scope",
+    "current_cache",
     "current_lowering",
     "lowering_scope",
     "replica_cut_scope",

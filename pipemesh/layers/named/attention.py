@@ -12,6 +12,8 @@ from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import LayoutError, PipelineError
 from pipemesh.layers.check_params import check_above_zero, check_flags, check_whole
 from pipemesh.layers.named.block_attention import Blocks, Buckets, block_attention
+from pipemesh.layers.named.cache import KeyValueCache, current_cache
+from pipemesh.layers.named.cached_attention import cached_attention
 from pipemesh.layers.named.named_layer import NamedLayer
 from pipemesh.layers.named.positions import rotated
 from pipemesh.layers.named.scope import current_lowering
@@ -40,6 +42,8 @@ class Attention(NamedLayer):
     reduce-scatter.
 
     Scores are computed in blocks (`block_attention`), so memory grows linearly with the length.
+    Inside of `cache_scope` inputs go on where rows ended: places count, segments and paddings do
+    not.
     """
 
     @classmethod
@@ -160,7 +164,12 @@ class Attention(NamedLayer):
         }
         if p.relative_buckets:
             given["table"] = self.Weight(theta, "relative_bias")
-        attended = self._Attend(q, k, v, given)
+        cache = current_cache()
+        if cache is None:
+            attended = self._Attend(q, k, v, given)
+        else:
+            places = whole(self, cache.places, "batch;length", renamed)
+            attended = self._Continue(q, k, v, cache, places, given.get("table"))
         operands = [attended, self.Weight(theta, "w_out")]
         product = ops.einsum(operands, [*rows, "embed"], split_names(renamed))
         return self._Biased(theta, "out", product)
@@ -175,10 +184,9 @@ class Attention(NamedLayer):
         axes = union_axes([q, k, v, *given.values()])
         operands = [tensor.vary(axes) for tensor in (q, k, v, *given.values())]
         buckets = Buckets(p.relative_buckets, p.relative_max_distance)
-        heads_axis = lowering.rules.axis("heads")
-        is_cut = heads_axis is not None and k.layout.axes[2] != heads_axis
+        is_cut = self._KeysAreWhole(q, k)
         if is_cut:
-            operands.append(lowering.coordinate(str(heads_axis)))
+            operands.append(lowering.coordinate(str(lowering.rules.axis("heads"))))
 
         def local(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, *rest: tf.Tensor) -> tf.Tensor:
             named = dict(zip(given, rest, strict=False))
@@ -194,6 +202,52 @@ class Attention(NamedLayer):
             )
 
         return Tensor(lowering, lowering.map(local, *operands), q.shape)
+
+    def _Continue(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: KeyValueCache,
+        places: Tensor,
+        table: Tensor | None,
+    ) -> Tensor:
+        """The same where rows go on: of what is remembered and of what comes to it."""
+        p, lowering = self.params, q.lowering
+        axes = union_axes([q, k, v, places, *([] if table is None else [table])])
+        q, k, v, places = (Tensor(lowering, x.vary(axes), x.shape) for x in (q, k, v, places))
+        if p.use_rotary:
+            q, k = (self._Rotated(x, places) for x in (q, k))
+        keys, values = cache.extend(self.path, k, v, places)
+        operands = [x.slices for x in (q, keys, values, places)]
+        operands += [] if table is None else [table.vary(axes)]
+        buckets = Buckets(p.relative_buckets, p.relative_max_distance)
+        is_cut = self._KeysAreWhole(q, k)
+        if is_cut:
+            operands.append(lowering.coordinate(str(lowering.rules.axis("heads"))))
+
+        def local(
+            q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, places: tf.Tensor, *rest: tf.Tensor
+        ) -> tf.Tensor:
+            if is_cut:
+                k, v = (_keys_of(p, x, static_sizes(q)[2], rest[-1], axis=1) for x in (k, v))
+            scale = tf.cast(1 / math.sqrt(_head_dim(p)), q.dtype)
+            return cached_attention(
+                q * scale, k, v, places, rest[0] if p.relative_buckets else None, buckets
+            )
+
+        return Tensor(lowering, lowering.map(local, *operands), q.shape)
+
+    def _Rotated(self, x: Tensor, places: Tensor) -> Tensor:
+        turned = x.lowering.map(
+            lambda x, places: rotated(x, places, self.params.rotary_base), x.slices, places.slices
+        )
+        return Tensor(x.lowering, turned, x.shape)
+
+    def _KeysAreWhole(self, q: Tensor, k: Tensor) -> bool:
+        """Whether a processor with some heads has all keys."""
+        axis = q.lowering.rules.axis("heads")
+        return axis is not None and k.layout.axes[2] != axis
 
     @classmethod
     def CountCosts(
@@ -299,11 +353,11 @@ def _head_dim(p: Any) -> int:
     return p.dim_per_head or p.input_dim // p.num_heads
 
 
-def _keys_of(p: Any, keys: tf.Tensor, heads: int, at: tf.Tensor) -> tf.Tensor:
+def _keys_of(p: Any, keys: tf.Tensor, heads: int, at: tf.Tensor, axis: int = 2) -> tf.Tensor:
     """Of all keys those of one processor's heads: the heads `[at * heads, (at + 1) * heads)`."""
     shared = p.num_heads // p.num_kv_heads
     number = max(1, heads // shared)
-    return tf.gather(keys, at * heads // shared + tf.range(number), axis=2)
+    return tf.gather(keys, at * heads // shared + tf.range(number), axis=axis)
 
 
 def _segments(ids: tf.Tensor | None, paddings: tf.Tensor | None) -> tf.Tensor | None:

@@ -21,7 +21,7 @@ from pipemesh.backend.tapes import unrecorded
 from pipemesh.errors import GradientError
 
 # So low that its exponential is 0, and differences of such are finite.
-_LOW = -1e30
+LOW = -1e30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +199,7 @@ class _Attention:
             rows = [number, self.batch, self.kv_heads, self.shared * self.blocks.size]
             tops, sums, totals = self._over_pairs(
                 body,
-                _Rows.of(tf.fill([*rows, 1], _LOW)),
+                _Rows.of(tf.fill([*rows, 1], LOW)),
                 _Rows.of(tf.zeros([*rows, 1])),
                 _Rows.of(tf.zeros([*rows, self.dim])),
             )
@@ -292,7 +292,7 @@ class _Attention:
             assert self.buckets is not None
             bias = tf.gather(tf.cast(table, tf.float32), self.buckets.of(distance))
             scores += tf.reshape(tf.transpose(bias, [2, 0, 1]), [1, *static_sizes(scores)[1:]])
-        scores = tf.where(seen, scores, _LOW)
+        scores = tf.where(seen, scores, LOW)
         return tf.reshape(scores, shape) if self.shared > 1 else scores
 
     def _distance(self, i: Any, j: Any) -> tf.Tensor:

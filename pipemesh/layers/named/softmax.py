@@ -10,6 +10,7 @@ from lingvo.core import py_utils
 
 from pipemesh.errors import PipelineError
 from pipemesh.layers.check_params import check_flags, check_whole
+from pipemesh.layers.named.cache import current_cache
 from pipemesh.layers.named.named_layer import NamedLayer
 from pipemesh.layers.named.tally import Tally, Value
 from pipemesh.layers.named.whole_length import (
@@ -21,6 +22,7 @@ from pipemesh.layers.named.whole_length import (
 )
 from pipemesh.lowering import Tensor, ops
 from pipemesh.lowering.ops.einsum import products
+from pipemesh.mesh import Dim, Shape
 
 
 class SoftmaxCrossEntropy(NamedLayer):
@@ -92,9 +94,12 @@ class SoftmaxCrossEntropy(NamedLayer):
 
         Returns:
             The weighted sum of cross entropies, the sum of the weights, and the cross entropy of
-            each label, `batch;length`: all float32.
+            each label, `batch;length`: all float32. Inside of `cache_scope`, of which labels know
+            nothing, the logits of what follows in each row, `batch;vocab` float32.
         """
         p = self.params
+        if (cache := current_cache()) is not None:
+            return self._Next(theta, x, cache.last)
         logits = self.Logits(theta, x)
         names = whole_names(logits.lowering.rules, "vocab")
         labels = whole(self, labels, "batch;length", names)
@@ -110,6 +115,15 @@ class SoftmaxCrossEntropy(NamedLayer):
         weights = ops.cast(weights, tf.float32)
         each = ops.rename(xent, split_names(names))
         return ops.reduce_sum(xent * weights), ops.reduce_sum(weights), each
+
+    def _Next(self, theta: Any, x: Any, last: Any) -> Tensor:
+        """The logits of what follows the token at `last` in each row, `batch;vocab`."""
+        x = self.Named(x, "batch;length;embed")
+        at = self.Named(last, "batch")
+        x = ops.gather(x, at, "length")
+        batch, embed = x.shape
+        logits = self.Logits(theta, ops.reshape(x, Shape((batch, Dim("length", 1), embed))))
+        return ops.reshape(logits, Shape((batch, logits.shape["vocab"])))
 
     @classmethod
     def CountCosts(

@@ -185,6 +185,32 @@ class SeqLayer(base_layer.BaseLayer):
                     args = exported(self._fprop_cell(theta[name], name, *to_tuple(args)))
         return args
 
+    @property
+    def stage_names(self) -> list[str]:
+        """What the stages are called in `children` and `theta`."""
+        return list(self._cell_names)
+
+    def FPropStage(self, theta: Any, number: int, *args: Any, replica: int = 0) -> Any:
+        """Runs one stage by itself, on the devices of one of its replicas.
+
+        Args:
+            theta: weights of this layer and its children.
+            number: of the stage.
+            *args: its inputs.
+            replica: the number of the replica.
+
+        Returns:
+            What the stage returns, without named dims, on the replica's first device.
+        """
+        name, lowering = self._cell_names[number], self._lowerings[number]
+        devices = self.StageHomes()[number].replica(replica)
+        with (
+            whole_batch_randomness(step_of_call(self)),
+            tf.device(devices[0]),
+            lowering.whole_rows().on(devices),
+        ):
+            return exported(self._fprop_cell(theta[name], name, *to_tuple(args)))
+
     def _fprop_before(self, theta: Any, *args: Any) -> Any:
         """Runs the layers before the stages inside randomness."""
         if py_utils.IsEagerMode() and not self._weights_are_its_own:

@@ -32,7 +32,7 @@ class StageLowering:
     """
 
     def __init__(self, mesh: Mesh | None, layout: LayoutRules, place: int = 0) -> None:
-        self._layout = layout
+        self._layout, self._place = layout, place
         self._mesh = mesh
         self._inner = None if mesh is None else inner_mesh(mesh, layout, place % mesh.num_stages)
         axis = None if mesh is None else replica_axis(mesh, layout)
@@ -56,6 +56,11 @@ class StageLowering:
     def cuts_weights(self) -> bool:
         """Whether weights are cut over the replicas."""
         return self._cut is not None
+
+    def whole_rows(self) -> StageLowering:
+        """The same without a rule for `length`, for rows that come token by token."""
+        rules = tuple(rule for rule in self._layout.rules if rule[0] != "length")
+        return StageLowering(self._mesh, LayoutRules(rules), self._place)
 
     @contextlib.contextmanager
     def on(self, devices: Sequence[str], home: Home | None = None) -> Iterator[None]:

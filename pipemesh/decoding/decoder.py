@@ -1,0 +1,197 @@
+"""Continues prompts: as many at a time as there is room for, the others when a row is free."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from pipemesh.decoding.generator import Generator, Group
+from pipemesh.errors import DecodingError
+
+# Tokens a row between two looks at which rows are done. With more, rows that are done wait longer
+# for others to take their places; with fewer, starting the loop takes more of the time.
+_STEPS_A_LOOK = 16
+# Prompts are filled up to a power of two, so there are few graphs.
+_SHORTEST = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Continuation:
+    """What follows a prompt.
+
+    Attributes:
+        number: of the prompt, from 0 on.
+        tokens: ids, the one that ended it among them.
+        log_probs: of each under the model, natural logarithms.
+        stopped: whether one of the stop tokens ended it; else it has as many as were asked for.
+    """
+
+    number: int
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    stopped: bool
+
+
+@dataclasses.dataclass
+class _Row:
+    """A prompt that is being continued."""
+
+    number: int
+    most: int
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    log_probs: list[float] = dataclasses.field(default_factory=list)
+
+
+class Decoder:
+    """Continues prompts.
+
+    Args:
+        generator: computes tokens.
+        rows: prompts a group.
+        groups: how many groups are under way.
+        length: tokens of prompt and continuation together, at most.
+        vocab_size: ids are below it.
+        stop: ids that end a continuation.
+        seed: of what is drawn. A token depends on it, on the number of the prompt and on its place:
+            neither on the plan nor on what else is continued.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        *,
+        rows: int,
+        groups: int,
+        length: int,
+        vocab_size: int,
+        stop: Collection[int] = (),
+        seed: int = 0,
+    ) -> None:
+        self._generator, self._length, self._vocab_size = generator, length, vocab_size
+        self._stop, self._seed = frozenset(stop), seed
+        self._slots: list[list[_Row | None]] = [[None] * rows for _ in range(groups)]
+        self._groups: list[Group | None] = [None] * groups
+
+    def check(self, prompt: Sequence[int], max_tokens: int, number: int = 0) -> None:
+        """Checks that a prompt can be continued.
+
+        Args:
+            prompt: ids.
+            max_tokens: how many tokens to add at most.
+            number: of the prompt, for errors.
+
+        Raises:
+            DecodingError: it cannot.
+        """
+        if max_tokens < 1:
+            raise DecodingError(f"max_tokens is {max_tokens}; ask for 1 or more")
+        if not len(prompt):
+            raise DecodingError(f"prompt {number} is empty; give one token or more")
+        if len(prompt) + max_tokens > self._length:
+            raise DecodingError(
+                f"prompt {number} has {len(prompt)} tokens, with {max_tokens} more it exceeds "
+                f"the model's {self._length}; give a shorter one, or ask for "
+                f"{max(self._length - len(prompt), 0)} at most"
+            )
+        for token in prompt:
+            if not 0 <= token < self._vocab_size:
+                raise DecodingError(
+                    f"prompt {number} has the token {token}; ids are from 0 to "
+                    f"{self._vocab_size - 1}"
+                )
+
+    def generate(self, prompts: Iterable[Sequence[int]], max_tokens: int) -> Iterator[Continuation]:
+        """Continues prompts, and yields each when it is done.
+
+        Args:
+            prompts: ids of each.
+            max_tokens: how many tokens to add to each at most.
+
+        Raises:
+            DecodingError: one cannot be continued; those before it are.
+        """
+        waiting = enumerate(prompts)
+        while True:
+            yield from self._fill(waiting, max_tokens)
+            active = [row for slots in self._slots for row in slots if row is not None]
+            if not active:
+                return
+            left = max(row.most - len(row.tokens) for row in active)
+            groups = [group for group in self._groups if group is not None]
+            groups, tokens, log_probs = self._generator.go_on(groups, min(left, _STEPS_A_LOOK))
+            self._groups[: len(groups)] = groups
+            for number, found in enumerate(zip(tokens, log_probs, strict=True)):
+                yield from self._take(number, *(each.numpy() for each in found))
+
+    def _fill(self, waiting: Iterator[Any], max_tokens: int) -> Iterator[Continuation]:
+        """Puts prompts where rows are free, until there is none of either."""
+        while True:
+            new: dict[int, dict[int, Sequence[int]]] = collections.defaultdict(dict)
+            # Round about, so that each group has some.
+            rows = range(len(self._slots[0]))
+            free = [
+                (group, row)
+                for row in rows
+                for group, slots in enumerate(self._slots)
+                if slots[row] is None
+            ]
+            for group, row in free:
+                number, prompt = next(waiting, (None, ()))
+                if number is None:
+                    break
+                self.check(prompt, max_tokens, number)
+                self._slots[group][row] = _Row(number, max_tokens)
+                new[group][row] = prompt
+            if not new:
+                return
+            numbers = sorted(new)
+            prompts = [self._prompt(self._slots[number], new[number]) for number in numbers]
+            found = self._generator.begin(numbers, prompts, [self._groups[n] for n in numbers])
+            for number, (group, tokens, log_probs) in zip(numbers, found, strict=True):
+                self._groups[number] = group
+                chosen = [each.numpy()[None] for each in (tokens, log_probs)]
+                yield from self._take(number, *chosen, rows=new[number])
+
+    def _prompt(self, slots: Sequence[_Row | None], new: dict[int, Sequence[int]]) -> Any:
+        """Ids, lengths and seeds of a group, of which some rows are new."""
+        longest = max(len(prompt) for prompt in new.values())
+        size = _SHORTEST
+        while size < longest:
+            size *= 2
+        ids = np.zeros([len(slots), min(size, self._length)], np.int32)
+        lengths = np.zeros([len(slots)], np.int32)
+        seeds = np.zeros([len(slots), 2], np.int32)
+        for row, prompt in new.items():
+            ids[row, : len(prompt)] = prompt
+            lengths[row] = len(prompt)
+            slot = slots[row]
+            assert slot is not None
+            seeds[row] = _seed(self._seed, slot.number), len(prompt)
+        return ids, lengths, seeds
+
+    def _take(
+        self, number: int, tokens: Any, log_probs: Any, rows: Collection[int] | None = None
+    ) -> Iterator[Continuation]:
+        """Takes the tokens of a group, `[steps, rows]`; yields what is done by them."""
+        slots = self._slots[number]
+        for place, row in enumerate(slots):
+            if row is None or (rows is not None and place not in rows):
+                continue
+            for token, log_prob in zip(tokens[:, place], log_probs[:, place], strict=True):
+                row.tokens.append(int(token))
+                row.log_probs.append(float(log_prob))
+                stopped = row.tokens[-1] in self._stop
+                if stopped or len(row.tokens) == row.most:
+                    slots[place] = None
+                    yield Continuation(row.number, tuple(row.tokens), tuple(row.log_probs), stopped)
+                    break
+
+
+def _seed(seed: int, number: int) -> int:
+    """An int32 for a prompt: neighbours have seeds that are far from each other."""
+    mixed = (seed * 0x9E3779B97F4A7C15 + number + 1) * 0xBF58476D1CE4E5B9 % 2**64
+    return (mixed >> 33) & 0x7FFFFFFF

@@ -1,0 +1,84 @@
+"""How the next token is chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import tensorflow as tf
+
+from pipemesh.backend.static_shape import static_sizes
+from pipemesh.errors import DecodingError
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+    """Chooses the next token by its logits.
+
+    Attributes:
+        temperature: what logits are divided by; 0 for the most likely token (greedy).
+        top_k: how many of the most likely tokens may be drawn; 0 for all.
+        top_p: of the most likely tokens as many may be drawn as have this probability together,
+            one at least (Holtzman et al., "The curious case of neural text degeneration", 2020).
+
+    Raises:
+        DecodingError: a value cannot be had.
+
+    Example:
+        >>> logits = tf.math.log([[0.1, 0.6, 0.3]])
+        >>> ids, log_probs = Sampler().choose(logits, tf.constant([[0, 0]]))
+        >>> ids.numpy().tolist(), tf.exp(log_probs).numpy().round(2).tolist()
+        ([1], [0.6000000238418579])
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise DecodingError(f"temperature is {self.temperature}; give 0 (greedy) or more")
+        if self.top_k < 0:
+            raise DecodingError(f"top_k is {self.top_k}; give a number of tokens, or 0 for all")
+        if not 0 < self.top_p <= 1:
+            raise DecodingError(f"top_p is {self.top_p}; give a probability above 0, at most 1")
+        if not self.temperature and (self.top_k or self.top_p < 1):
+            raise DecodingError(
+                f"top_k {self.top_k} and top_p {self.top_p} are for drawing; give a temperature "
+                "above 0, or leave them out"
+            )
+
+    def choose(self, logits: tf.Tensor, seeds: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Chooses a token for each row.
+
+        Args:
+            logits: `[rows, vocab]` float32.
+            seeds: `[rows, 2]` int32: the same seed draws the same number, wherever the row is.
+
+        Returns:
+            The ids, `[rows]` int32, and their log probabilities under the model, `[rows]` float32:
+            neither temperature nor what may be drawn changes these.
+        """
+        log_probs = tf.nn.log_softmax(logits)
+        if self.temperature:
+            ids = self._drawn(logits / self.temperature, seeds)
+        else:
+            ids = tf.argmax(logits, -1, tf.int32)
+        return ids, tf.gather(log_probs, ids, batch_dims=1)
+
+    def _drawn(self, logits: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:
+        vocab = static_sizes(logits)[1]
+        values, ids = tf.math.top_k(logits, min(self.top_k or vocab, vocab))
+        chances = tf.nn.softmax(values)
+        before = tf.cumsum(chances, -1, exclusive=True)
+        chances = tf.where(before < self.top_p, chances, 0.0)
+        ends = tf.cumsum(chances, -1)
+        drawn = tf.map_fn(
+            lambda seed: tf.random.stateless_uniform([], seed),
+            seeds,
+            fn_output_signature=tf.float32,
+        )
+        # Rounding may put the number at the very end.
+        most = tf.math.count_nonzero(chances, -1, dtype=tf.int32) - 1
+        reached = drawn[:, None] * ends[:, -1:]
+        at = tf.reduce_sum(tf.cast(ends <= reached, tf.int32), -1)
+        return tf.gather(ids, tf.minimum(at, most), batch_dims=1)

@@ -1,0 +1,144 @@
+"""Decoded tokens are those of the plain model, whatever the plan."""
+
+import functools
+
+import numpy as np
+import pytest
+
+from pipemesh.decoding import Sampler
+from pipemesh.errors import DecodingError
+from pipemesh.plan import Plan
+from tests.decoding.models import (
+    LENGTH,
+    PLAIN,
+    PROMPTS,
+    VOCAB_SIZE,
+    decoder,
+    greedy,
+    prompts_of,
+    tokens,
+    trained,
+)
+
+TOKENS = 9
+SAMPLERS = {
+    "greedy": Sampler(),
+    "warm": Sampler(temperature=0.8),
+    "top_k": Sampler(temperature=1.0, top_k=5),
+    "top_p": Sampler(temperature=1.3, top_k=30, top_p=0.7),
+}
+ALL = "heads:model;d_ff:model;vocab:model"
+EXPERTS = "heads:model;experts:model;vocab:model"
+# Plan, groups, rows a group.
+PLANS = [
+    ("layers:2", "", 1, 3),
+    ("layers:2", "", 2, 2),
+    ("layers:4", "", 2, 2),
+    ("layers:4", "", 5, 1),
+    ("model:2", ALL, 1, 4),
+    ("model:4", ALL, 2, 2),
+    ("layers:1;data:2", "batch:data", 2, 2),
+    ("layers:2;data:2", "batch:data", 3, 2),
+    ("layers:2;model:2", ALL, 2, 3),
+    ("layers:2;model:2", f"{ALL};length:model", 2, 3),
+    ("layers:2;data:2;model:2", f"batch:data;{ALL}", 4, 2),
+    ("layers:2;data:2;model:2", f"batch:data;embed:data;{ALL}", 2, 2),
+    ("layers:2;model:2,1", ALL, 2, 2),
+]
+LESS = [PLANS[1], PLANS[10]]
+CASES = [
+    *(("dense", *plan) for plan in PLANS),
+    *(("tied", *plan) for plan in PLANS[:-1][1::3]),
+    *(("experts", *(plan[0], plan[1].replace(ALL, EXPERTS), *plan[2:])) for plan in PLANS[1::3]),
+]
+
+
+@functools.cache
+def plain(model, sampler="greedy"):
+    """What the model says without a pipeline, all prompts at once."""
+    task = trained(PLAIN, model, PIPELINED=False)
+    with_all = decoder(task, 1, len(PROMPTS), SAMPLERS[sampler])
+    return tokens(with_all.generate(PROMPTS, TOKENS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["dense", "tied", "experts"])
+def test_the_plain_model_says_what_it_says_without_a_cache(eagerly, model):
+    task = trained(PLAIN, model, PIPELINED=False)
+    wanted = greedy(task, PROMPTS, TOKENS)
+    found = sorted(
+        decoder(task, 1, len(PROMPTS)).generate(PROMPTS, TOKENS), key=lambda each: each.number
+    )
+    assert [each.tokens for each in found] == [each for each, _ in wanted]
+    for each, (_, logs) in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(each.log_probs, logs, rtol=1e-4, atol=1e-5)
+    assert plain(model) == [each for each, _ in wanted]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "mesh", "layout", "groups", "rows"), CASES)
+def test_tokens_do_not_depend_on_the_plan(eagerly, model, mesh, layout, groups, rows):
+    task = trained(Plan(mesh, layout, num_microbatches=2), model)
+    found = decoder(task, groups, rows).generate(PROMPTS, TOKENS)
+    assert tokens(found) == plain(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", list(SAMPLERS)[1:])
+@pytest.mark.parametrize(("mesh", "layout", "groups", "rows"), LESS)
+def test_what_is_drawn_does_not_either(eagerly, sampler, mesh, layout, groups, rows):
+    task = trained(Plan(mesh, layout, num_microbatches=2))
+    found = decoder(task, groups, rows, SAMPLERS[sampler]).generate(PROMPTS, TOKENS)
+    assert tokens(found) == plain("dense", sampler)
+    assert plain("dense", sampler) != plain("dense")
+
+
+def test_another_seed_draws_others(eagerly):
+    task = trained(PLAIN, PIPELINED=False)
+    make = functools.partial(decoder, task, 1, 4, SAMPLERS["warm"])
+    first, other = (tokens(make(seed=seed).generate([PROMPTS[0]] * 4, TOKENS)) for seed in (0, 1))
+    # Each prompt has its own numbers, too.
+    assert len({*first, *other}) == 8
+
+
+def test_a_stop_token_ends_a_row_and_another_prompt_takes_its_place(eagerly):
+    task = trained(PLAIN, PIPELINED=False)
+    wanted = plain("dense")
+    stop = {wanted[0][3], wanted[3][1]}
+
+    def cut(row):
+        ends = [i for i, token in enumerate(row) if token in stop]
+        return row[: ends[0] + 1] if ends else row
+
+    found = list(decoder(task, 2, 1, stop=stop).generate(PROMPTS, TOKENS))
+    assert tokens(found) == [cut(row) for row in wanted]
+    for each in found:
+        assert each.stopped == (each.tokens[-1] in stop)
+        assert len(each.log_probs) == len(each.tokens)
+
+
+def test_a_text_may_fill_the_length_to_its_end(eagerly):
+    task = trained(PLAIN, PIPELINED=False)
+    (prompt,) = prompts_of(LENGTH - 3)
+    (found,) = decoder(task, 1, 1).generate([prompt], 3)
+    assert found.tokens == greedy(task, [prompt], 3)[0][0] and not found.stopped
+
+
+@pytest.mark.parametrize(
+    ("prompt", "number", "message"),
+    [
+        ([], 3, "prompt 1 is empty"),
+        (
+            [1] * 20,
+            5,
+            "prompt 1 has 20 tokens, with 5 more .* 24; .* 4 at most",
+        ),
+        ([1, VOCAB_SIZE], 3, f"prompt 1 has the token {VOCAB_SIZE}; ids are from 0 to"),
+        ([-1], 3, "has the token -1"),
+        ([1], 0, "max_tokens is 0"),
+    ],
+)
+def test_a_prompt_that_cannot_be_continued_is_one_line(eagerly, prompt, number, message):
+    made = decoder(trained(PLAIN, PIPELINED=False), 1, 1)
+    with pytest.raises(DecodingError, match=message):
+        list(made.generate([[1], prompt], number))

@@ -1,0 +1,115 @@
+"""Tokens one after the other have what all at once have, under every layout."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.layers.named import (
+    Attention,
+    KeyValueCache,
+    TransformerBlock,
+    cache_scope,
+    current_cache,
+)
+from pipemesh.lowering import Tensor, ops
+from tests.layers.named.harness import MESHES, run, value_of
+
+BATCH, LENGTH = 2, 7
+X = value_of("x", [BATCH, LENGTH, 8])
+PARAMS = Attention.Params().Set(
+    name="attention", input_dim=8, num_heads=4, dim_per_head=2, block_size=4
+)
+BLOCK = TransformerBlock.Params().Set(name="block", input_dim=8, num_heads=4, hidden_dim=16)
+KINDS = {
+    "plain": {},
+    "groups": {"num_kv_heads": 2},
+    "rotary": {"use_rotary": True, "use_bias": False},
+    "buckets": {"relative_buckets": 6, "relative_max_distance": 9},
+    "all": {"num_kv_heads": 2, "use_rotary": True, "relative_buckets": 4},
+}
+
+
+def by_parts(*lengths):
+    """Calls a layer with some tokens after the other."""
+
+    def call(layer, theta, x):
+        kept, found, begin = {}, [], 0
+        for length in lengths:
+            places = tf.tile([tf.range(begin, begin + length)], [BATCH, 1])
+            with cache_scope(KeyValueCache(LENGTH + 2, places, kept)) as cache:
+                y = layer.FProp(theta, x[:, begin : begin + length])
+            kept, begin = cache.kept, begin + length
+            found.append(ops.export_tensor(y))
+        assert begin == LENGTH and current_cache() is None
+        return tf.concat(found, 1)
+
+    return call
+
+
+def same(params, mesh, rules=None, parts=(4, 1, 1, 1)):
+    more = {} if rules is None else {"rules": rules}
+    wanted = run(params, [X], mesh, **more).outputs
+    found = run(params, [X], mesh, call=by_parts(*parts), **more).outputs
+    np.testing.assert_allclose(found[0], wanted[0], rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mesh", MESHES[1:])
+def test_attention_goes_on_where_it_was(mesh, kind):
+    if KINDS[kind].get("num_kv_heads") == 2 and mesh == "model:4":
+        pytest.skip("two groups on four processors are a case of its own")
+    same(PARAMS.Copy().Set(**KINDS[kind]), mesh)
+
+
+@pytest.mark.parametrize(("mesh", "kv_heads"), [("model:2", 1), ("model:4", 2)])
+def test_keys_may_stay_whole_where_heads_are_split(mesh, kv_heads):
+    same(PARAMS.Copy().Set(num_kv_heads=kv_heads, use_rotary=True), mesh, "heads:model")
+
+
+@pytest.mark.parametrize("parts", [(7,), (1,) * 7, (2, 3, 2)])
+def test_any_parts_will_do(parts):
+    same(PARAMS.Copy().Set(**KINDS["all"]), "model:2", parts=parts)
+
+
+def test_a_block_goes_on_with_its_length_split():
+    rules = "batch:data;heads:model;d_ff:model;length:model"
+    same(BLOCK, "data:2;model:2", rules, (7,))
+    same(BLOCK, "data:2;model:2", "batch:data;heads:model;d_ff:model")
+
+
+def test_rows_may_stand_at_different_places():
+    """What was written behind a row's end does no harm."""
+    lengths = [3, 5]
+
+    def call(layer, theta, x):
+        places = tf.tile([tf.range(5)], [BATCH, 1])
+        with cache_scope(KeyValueCache(LENGTH, places)) as cache:
+            # Both rows with five tokens, of which the first row has two too many.
+            layer.FProp(
+                theta,
+                tf.where(places[..., None] < tf.constant(lengths)[:, None, None], x[:, :5], 9.0),
+            )
+        own = [tf.constant(lengths), tf.constant(lengths) + 1]
+        found = []
+        for at in own:
+            here = tf.gather(x, at, batch_dims=1, axis=1)[:, None]
+            with cache_scope(KeyValueCache(LENGTH, at[:, None], cache.kept)) as cache:
+                found.append(ops.export_tensor(layer.FProp(theta, here)))
+        return tf.concat(found, 1)
+
+    whole = run(PARAMS, [X], "model:1").outputs[0]
+    found = run(PARAMS, [X], "data:2;model:2", call=call).outputs[0]
+    wanted = [[whole[row, at + i] for i in range(2)] for row, at in enumerate(lengths)]
+    np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-6)
+
+
+def test_what_is_remembered_lies_with_its_heads():
+    def call(layer, theta, x):
+        with cache_scope(KeyValueCache(9, tf.tile([tf.range(LENGTH)], [BATCH, 1]))) as cache:
+            y = layer.FProp(theta, x)
+        ((keys, values),) = cache.kept.values()
+        assert [s.shape.as_list() for s in (*keys, *values)] == [[1, 2, 9, 2]] * 8
+        assert isinstance(y, Tensor)
+        return y
+
+    run(PARAMS, [X], "data:2;model:2", call=call)
