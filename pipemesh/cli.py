@@ -24,10 +24,12 @@ COMMANDS = {
 }
 # Those that train have flags of their own kind: `main(argv) -> exit code`.
 PROGRAMS = {
+    "decode": "pipemesh.training.command.decode",
     "evaluate": "pipemesh.training.command.evaluate",
     "train": "pipemesh.training.command.train",
 }
 HELP = {
+    "decode": "continue texts with what was trained",
     "evaluate": "judge a checkpoint by one epoch of held-out data",
     "train": "train a registered model of lingvo, pipelined or not",
     "checkpoint": "look into checkpoints, compare and convert them",

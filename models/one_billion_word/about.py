@@ -21,7 +21,8 @@ from pipemesh.plan import Plan
 # Who goes on with a checkpoint, and judges it.
 _PROGRAM = "python -m models.one_billion_word.train"
 _EVALUATION = "models.one_billion_word.evaluate"
-_OF_TRAINER = ("best", "evaluated_by", "judged", "program", "skip")
+_DECODING = "models.one_billion_word.decode"
+_OF_TRAINER = ("best", "decoded_by", "evaluated_by", "judged", "program", "skip")
 # What weights depend on, and the seed, on which the order of the text depends.
 _MODEL = (
     "VOCAB_SIZE",
@@ -116,7 +117,11 @@ class About:
     def to_note(self) -> dict[str, Any]:
         """What a checkpoint's manifest is to note."""
         vocabulary = base64.b64encode(self.vocabulary).decode()
-        of_programs = {"program": _PROGRAM, "evaluated_by": _EVALUATION}
+        of_programs = {
+            "program": _PROGRAM,
+            "evaluated_by": _EVALUATION,
+            "decoded_by": _DECODING,
+        }
         return dataclasses.asdict(self) | {"vocabulary": vocabulary} | of_programs
 
     def keep_choice(self, now: About, settings: Settings) -> tuple[str, ...]:

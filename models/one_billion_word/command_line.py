@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import os
 import sys
+from collections.abc import Collection
 from typing import Any
 
 from absl import flags
@@ -101,11 +102,12 @@ def parse(argv: list[str], about: str | None) -> None:
     parse_flags(argv, sys.modules[__name__], about)
 
 
-def take_up(checkpoint: str | None = None) -> dict[str, Any]:
+def take_up(checkpoint: str | None = None, leave: Collection[str] | None = None) -> dict[str, Any]:
     """Takes flags that are not given as the training was begun with, whose folder is given.
 
     Args:
         checkpoint: path of the one that says them; by default the newest.
+        leave: see `training_flags.take_up`.
 
     Returns:
         Those that were taken.
@@ -113,7 +115,7 @@ def take_up(checkpoint: str | None = None) -> dict[str, Any]:
     Raises:
         FlagError: as `request`.
     """
-    return training_flags.take_up(_logdir(), sys.modules[__name__], checkpoint)
+    return training_flags.take_up(_logdir(), sys.modules[__name__], checkpoint, leave)
 
 
 def _logdir() -> str:

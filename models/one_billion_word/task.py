@@ -106,9 +106,9 @@ class LanguageModel(base_model.BaseTask):
         )
 
     def Decode(self, input_batch):
-        """Refuses: there is no cache of keys and values yet."""
+        """Refuses: lingvo's decoders go through held-out data, and a prompt is none."""
         raise NotImplementedError(
-            "LanguageModel does not generate text yet, so it has no decoder; use "
-            "--job=evaler_heldout for the loss, or --mode=write_inference_graph for a graph that "
-            "scores text"
+            "LanguageModel is no decoder job of lingvo's; `pipemesh decode --logdir=RUN "
+            "--prompt=TEXT` continues texts, --job=evaler_heldout gives the loss, and "
+            "--mode=write_inference_graph a graph that scores text"
         )

@@ -92,13 +92,7 @@ def evaluate(subject: Subject, checkpoint: str) -> tuple[int, Score]:
         CheckpointError: it is another model's, or damaged.
         DataError: there is nothing to judge by, or it cannot be read.
     """
-    trained = TrainedTask(
-        subject.task(), subject.plan, subject.device_type, subject.seed, learns=False
-    )
-    state = trained.state()
-    if not os.path.exists(f"{checkpoint}.index"):
-        raise CheckpointError(f"there is no checkpoint {checkpoint!r}")
-    restore(checkpoint, state)
+    trained = restored(subject, checkpoint)
     # After the model, whose initializers make TensorFlow forget the state of tokenizers.
     batches = subject.heldout_data()
     if batches is None:
@@ -107,6 +101,26 @@ def evaluate(subject: Subject, checkpoint: str) -> tuple[int, Score]:
     # Nothing stops it.
     assert score is not None
     return int(trained.step.numpy()), score
+
+
+def restored(subject: Subject, checkpoint: str) -> TrainedTask:
+    """A task with the weights of a checkpoint, and their moving averages, to be used.
+
+    Args:
+        subject: the model, under any plan.
+        checkpoint: its path.
+
+    Raises:
+        CheckpointError: there is none, it is another model's, or damaged.
+    """
+    trained = TrainedTask(
+        subject.task(), subject.plan, subject.device_type, subject.seed, learns=False
+    )
+    state = trained.state()
+    if not os.path.exists(f"{checkpoint}.index"):
+        raise CheckpointError(f"there is no checkpoint {checkpoint!r}")
+    restore(checkpoint, state)
+    return trained
 
 
 def scored(subject: Subject, batch: Any, outcome: Any, loss: str) -> Score:

@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     """
     quiet.install()
     program = sys.modules[__name__]
-    note = _note_of(argv)
+    note = note_of(argv)
     if other := note.get("evaluated_by"):
         # A model with flags of its own.
         return importlib.import_module(other).main(argv)
@@ -113,8 +113,12 @@ def checkpoint_of(folder: str) -> str:
     return path
 
 
-def _note_of(argv: list[str]) -> Mapping[str, Any]:
-    """The note of the checkpoint that a command line names, before its flags are defined."""
+def note_of(argv: list[str]) -> Mapping[str, Any]:
+    """The note of the checkpoint that a command line names, before its flags are defined.
+
+    Args:
+        argv: the program and its arguments.
+    """
     given: dict[str, Any] = {}
     for word, after in itertools.zip_longest(argv[1:], argv[2:], fillvalue=""):
         name, separator, value = word.lstrip("-").partition("=")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -134,13 +134,20 @@ def newest_note(logdir: str) -> tuple[str | None, Mapping[str, Any]]:
     return None, {}
 
 
-def take_up(logdir: str, program: ModuleType, checkpoint: str | None = None) -> dict[str, Any]:
+def take_up(
+    logdir: str,
+    program: ModuleType,
+    checkpoint: str | None = None,
+    leave: Collection[str] | None = None,
+) -> dict[str, Any]:
     """Takes flags that are not given as the training was begun with, and says so.
 
     Args:
         logdir: the folder of the training.
         program: the module that the flags belong to.
         checkpoint: path of the one that says them; by default the newest of the folder.
+        leave: flags that are no matter of the program, which has more to say than what it took;
+            None for a program that trains or judges.
 
     Returns:
         Those that were taken.
@@ -152,13 +159,13 @@ def take_up(logdir: str, program: ModuleType, checkpoint: str | None = None) -> 
         path, note = checkpoint, Manifest.read(checkpoint).note
     else:
         path, note = newest_note(logdir)
-    known = set(config.names(program))
+    known = set(config.names(program)).difference(leave or ())
     if FLAGS.plain and FLAGS["plain"].present:
         # What it was begun with is a pipeline's.
         known.difference_update(plan_flags.OF_PIPELINES, ("mesh_shape", "layout"))
     kept = {name: value for name, value in note.get("flags", {}).items() if name in known}
     taken = config.apply(kept, str(path), program)
-    if taken:
+    if taken and leave is None:
         told = " ".join(f"--{name}={value}" for name, value in taken.items())
         print(f"as it was begun: {told}")
     return taken

@@ -172,7 +172,7 @@ def test_lingvos_decoder_says_why_it_does_not_work(trained, lingvos_trainer):
     assert trained[0].returncode == 0
     done, _ = lingvos_trainer("--mode=sync", "--job=decoder_heldout")
     assert done.returncode != 0
-    assert "LanguageModel does not generate text yet" in done.stderr.splitlines()[-1]
+    assert "LanguageModel is no decoder job of lingvo's" in done.stderr.splitlines()[-1]
 
 
 def test_only_texts_are_data_sets_of_lingvo():
