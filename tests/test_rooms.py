@@ -51,7 +51,9 @@ assert not loaded, loaded
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-@pytest.mark.parametrize("room", ["backend", "randomness", "lowering", "recurrent", "layers"])
+@pytest.mark.parametrize(
+    "room", ["backend", "randomness", "lowering", "recurrent", "layers", "decoding"]
+)
 @pytest.mark.parametrize("missing", ["tensorflow", "lingvo"])
 def test_other_rooms_say_in_one_line_what_is_missing(room, missing):
     code = f"""

@@ -8,6 +8,7 @@ Standard output has the texts and nothing else. Neither plan nor text need be th
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from pipemesh.training.command import program
@@ -31,14 +32,16 @@ def main(argv: list[str]) -> int:
     given = [name for name in decode.OF_TRAINING if flags[name].present]
     if given:
         raise decode.FlagError(f"--{given[0]} is for training; leave it out")
-    command_line.take_up(flags.checkpoint, decode.OF_TRAINING)
+    # Other stages than those of the training are cut elsewhere.
+    command_line.take_up(flags.checkpoint, (*decode.OF_TRAINING, "boundaries"))
     request = command_line.request()
     path = checkpoint_of(request.logdir)
     there = about.About.from_note(Manifest.read(path).note)
     there.check_model(request.model, request.settings, request.logdir)
     words = Vocabulary(there.vocabulary)
     # What is chosen is how a batch is cut, and there is none.
-    request.settings.CHOSEN = ()
+    settings = request.settings
+    settings.CHOSEN, settings.PLAN = (), dataclasses.replace(settings.PLAN, num_microbatches=1)
     corpus: Any = None
     subject, _ = make_subject(request, Text(corpus, there.data, words, path, there))
 
@@ -49,7 +52,7 @@ def main(argv: list[str]) -> int:
         encode,
         lambda ids: words.decode([each for each in ids if each != words.bos_id]),
         frozenset([words.eos_id]),
-        request.settings.SEQUENCE_LENGTH,
+        settings.SEQUENCE_LENGTH,
         words.size,
     )
     decode.decode(subject, path, tokens, texts)

@@ -1,4 +1,16 @@
-"""Decoding: a model of named layers continues prompts, group by group through its stages."""
+"""Decoding: a model of named layers continues prompts, group by group through its stages.
+
+The same tokens under every plan, with a cache of keys and values, as many prompts at a time as
+there is room for. `pipemesh decode` does it from the command line.
+
+Example:
+    >>> import tensorflow as tf
+    >>> from pipemesh.decoding import Sampler
+    >>> logits = tf.math.log([[0.2, 0.5, 0.3]])
+    >>> ids, log_probs = Sampler(temperature=0.7, top_k=2).choose(logits, tf.constant([[3, 0]]))
+    >>> int(ids[0]) in (1, 2)
+    True
+"""
 
 from pipemesh import needs_tensorflow as needs_tensorflow  # isort: skip
 
@@ -6,7 +18,7 @@ from pipemesh import needs_tensorflow as needs_tensorflow  # isort: skip
 from pipemesh import layers as layers  # isort: skip
 
 from pipemesh.decoding.decoder import Continuation, Decoder
-from pipemesh.decoding.generator import Generator
+from pipemesh.decoding.generator import Generator, Group
 from pipemesh.decoding.sampling import Sampler
 
-__all__ = ["Continuation", "Decoder", "Generator", "Sampler"]
+__all__ = ["Continuation", "Decoder", "Generator", "Group", "Sampler"]

@@ -116,7 +116,7 @@ class Generator:
     def _begin_group(self, theta: Any, number: int, prompt: Any, before: Group | None) -> Any:
         ids, lengths, seeds = prompt
         rows, most = ids.shape
-        places = tf.tile([tf.range(most)], [rows, 1])
+        places = tf.tile(tf.range(most)[None], [rows, 1])
         last = tf.maximum(lengths - 1, 0)
         logits, kept = self._through(theta, number, ids, places, last, None)
         tokens, log_probs = self._sampler.choose(logits, seeds)

@@ -83,12 +83,13 @@ class KeyValueCache:
         lowering = current_lowering()
         batch, _, heads, head_dim = keys.shape
         shape = Shape((batch, heads, Dim(CACHE, self.length), head_dim))
-        before = self.kept.get(path) or tuple(
-            lowering.map(self._nothing, x.slices) for x in (keys, values)
+        before = self.kept.get(path) or (
+            lowering.map(self._nothing, keys.slices),
+            lowering.map(self._nothing, values.slices),
         )
-        after = tuple(
-            lowering.map(_written, kept, x.slices, places.slices)
-            for kept, x in zip(before, (keys, values), strict=True)
+        after = (
+            lowering.map(_written, before[0], keys.slices, places.slices),
+            lowering.map(_written, before[1], values.slices, places.slices),
         )
         self.kept[path] = after
         return [Tensor(lowering, slices, shape) for slices in after]

@@ -81,9 +81,7 @@ class SoftmaxCrossEntropy(NamedLayer):
             logits = logits + self.Weight(theta, "b")
         return ops.cast(logits, tf.float32)
 
-    def FProp(
-        self, theta: Any, x: Any, labels: Any, weights: Any = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def FProp(self, theta: Any, x: Any, labels: Any, weights: Any = None) -> Any:
         """Computes the loss.
 
         Args:

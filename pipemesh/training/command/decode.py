@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -187,15 +188,18 @@ def decode(subject: Any, path: str, tokens: Tokens, texts: Sequence[str]) -> Non
         stop=tokens.stop,
         seed=FLAGS.sample_seed,
     )
-    for number, prompt in enumerate(ids):
+    for number, prompt in enumerate(ids, 1):
         # Before the first of them.
         decoder.check(prompt, FLAGS.max_tokens, number)
+    found = _in_order(decoder.generate(ids, FLAGS.max_tokens))
     with console.waiting("decoding"):
-        for found in _in_order(decoder.generate(ids, FLAGS.max_tokens)):
-            print(_told(found, texts[found.number], ids[found.number], tokens), flush=True)
+        first = next(found)
+    for each in itertools.chain([first], found):
+        print(_told(each, texts[each.number], ids[each.number], tokens), flush=True)
 
 
 def _told(found: Any, text: str, prompt: Sequence[int], tokens: Tokens) -> str:
+    """A continuation as it is printed."""
     said = found.tokens[:-1] if found.stopped else found.tokens
     whole = tokens.decode([*prompt, *said])
     if FLAGS.format == "text":
