@@ -9,7 +9,6 @@ Standard output has the texts and nothing else. Neither plan nor text need be th
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from pipemesh.training.command import program
 
@@ -42,8 +41,7 @@ def main(argv: list[str]) -> int:
     # What is chosen is how a batch is cut, and there is none.
     settings = request.settings
     settings.CHOSEN, settings.PLAN = (), dataclasses.replace(settings.PLAN, num_microbatches=1)
-    corpus: Any = None
-    subject, _ = make_subject(request, Text(corpus, there.data, words, path, there))
+    subject, _ = make_subject(request, Text(None, there.data, words, path, there))
 
     def encode(text: str) -> list[int]:
         return [words.bos_id, *words.encode(text)]

@@ -16,6 +16,7 @@ MODELS = {
     "tied": {"TIED_EMBEDDINGS": True},
     # No token is left out for want of room, as it might be in a longer row.
     "experts": {"NUM_EXPERTS": 4, "HIDDEN_DIM": 16, "CAPACITY_FACTOR": None},
+    "crowded": {"NUM_EXPERTS": 4, "HIDDEN_DIM": 16, "CAPACITY_FACTOR": 0.5},
 }
 PLAIN = Plan("layers:1", num_microbatches=1)
 

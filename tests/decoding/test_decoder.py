@@ -100,6 +100,13 @@ def test_what_is_drawn_does_not_either(eagerly, sampler, mesh, layout, groups, r
     assert plain("dense", sampler) != plain("dense")
 
 
+@pytest.mark.slow
+def test_experts_have_room_for_all_tokens_whatever_comes_with_them(eagerly):
+    """They have the weights of those that would leave some out."""
+    found = decoder(trained(PLAIN, "crowded", PIPELINED=False), 3, 1).generate(PROMPTS, TOKENS)
+    assert tokens(found) == plain("experts")
+
+
 def test_another_seed_draws_others(eagerly):
     task = trained(PLAIN, PIPELINED=False)
     make = functools.partial(decoder, task, 1, 4, SAMPLERS["warm"])

@@ -10,6 +10,7 @@ from lingvo.core import py_utils
 
 from pipemesh.errors import LayoutError, PipelineError
 from pipemesh.layers.check_params import check_above_zero, check_choice, check_whole
+from pipemesh.layers.named.cache import current_cache
 from pipemesh.layers.named.feed_forward import ACTIVATIONS, GATED, count_activation
 from pipemesh.layers.named.named_layer import NamedLayer
 from pipemesh.layers.named.routing import places_of, tokens_of
@@ -128,7 +129,7 @@ class Experts(NamedLayer):
 
     def _Places(self, chosen: Tensor, paddings: Tensor | None) -> Tensor:
         p, lowering = self.params, chosen.lowering
-        room = self.Room(p, chosen.shape[WHOLE].size)
+        room = self._RoomNow(chosen.shape[WHOLE].size)
 
         def local(chosen: tf.Tensor, *skipped: tf.Tensor) -> tf.Tensor:
             return places_of(chosen, skipped[0] if skipped else None, p.num_experts, room)
@@ -136,11 +137,15 @@ class Experts(NamedLayer):
         operands = [chosen.slices] if paddings is None else [chosen.slices, paddings.slices]
         return Tensor(lowering, lowering.map(local, *operands), chosen.shape)
 
+    def _RoomNow(self, length: int) -> int:
+        # Else it would depend on what tokens come with others who finds room.
+        return length if current_cache() is not None else self.Room(self.params, length)
+
     def _Answers(self, theta: Any, x: Tensor, places: Tensor) -> Tensor:
         """What each token's experts say: `batch;length;choice;embed`."""
         p, lowering = self.params, x.lowering
         batch, tokens, embed = x.shape
-        room = self.Room(p, tokens.size)
+        room = self._RoomNow(tokens.size)
         slots = p.num_experts * room
         each = Shape((batch, Dim("router", p.num_experts), Dim("room", room)))
         taken = lowering.map(
