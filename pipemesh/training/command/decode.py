@@ -194,8 +194,8 @@ def decode(subject: Any, path: str, tokens: Tokens, texts: Sequence[str]) -> Non
     found = _in_order(decoder.generate(ids, FLAGS.max_tokens))
     with console.waiting("decoding"):
         first = next(found)
-    for each in itertools.chain([first], found):
-        print(_told(each, texts[each.number], ids[each.number], tokens), flush=True)
+    for each, text, prompt in zip(itertools.chain([first], found), texts, ids, strict=True):
+        print(_told(each, text, prompt, tokens), flush=True)
 
 
 def _told(found: Any, text: str, prompt: Sequence[int], tokens: Tokens) -> str:
