@@ -9,30 +9,38 @@ import numpy as np
 import tensorflow as tf
 from lingvo.core import schedule
 
-# A schedule is looked at in so many places.
+# The lowest and the highest rate of a ramp.
+LOW, HIGH = 1e-7, 10.0
+# A schedule is looked at in so many places, evenly by steps and by their logarithms, and in as many
+# again around the largest value.
 _PLACES = 200
 
 
 class Ramp(schedule.BaseSchedule):
     """Learning rates that grow by the same factor from step to step.
 
+    Attributes:
+        first_step: the step with the lowest one.
+
     Example:
         >>> from lingvo.core import py_utils
         >>> py_utils.SetEagerMode(True, test_mode=True)
-        >>> ramp = Ramp.Params().Set(first_step=10, steps=3, low=0.01, high=1.0).Instantiate()
+        >>> ramp = Ramp.Params().Set(steps=3, low=0.01, high=1.0).Instantiate()
+        >>> ramp.first_step = 10
         >>> [round(float(ramp.Value(tf.constant(step))), 4) for step in (10, 11, 12)]
         [0.01, 0.1, 1.0]
         >>> py_utils.SetEagerMode(False, test_mode=True)
     """
 
+    first_step = 0
+
     @classmethod
     def Params(cls) -> Any:
-        """Defines `first_step`, `steps`, `low` and `high`."""
+        """Defines `steps`, `low` and `high`."""
         p = super().Params()
-        p.Define("first_step", 0, "The step with the lowest one.")
         p.Define("steps", 100, "How many there are; at least 2.")
-        p.Define("low", 1e-7, "The lowest one.")
-        p.Define("high", 10.0, "The highest one.")
+        p.Define("low", LOW, "The lowest one.")
+        p.Define("high", HIGH, "The highest one.")
         return p
 
     def Value(self, step: Any = None) -> tf.Tensor:
@@ -42,28 +50,33 @@ class Ramp(schedule.BaseSchedule):
             step: a scalar tensor; by default the global step.
         """
         p = self.params
-        share = tf.cast(self.GetStep(step) - p.first_step, p.dtype) / (p.steps - 1)
+        share = tf.cast(self.GetStep(step) - self.first_step, p.dtype) / (p.steps - 1)
         share = tf.clip_by_value(share, 0.0, 1.0)
         return p.low * tf.exp(share * math.log(p.high / p.low))
 
 
-def ramped(task: Any, first_step: int, steps: int) -> Any:
+def ramped(task: Any, steps: int) -> Any:
     """A copy of a task's params that trains with a `Ramp` in place of its learning rates.
 
     Args:
-        task: params of a lingvo task.
-        first_step: of the ramp.
-        steps: that it takes.
+        task: params of a lingvo task; one without a learner is returned as it is.
+        steps: that the ramp takes.
     """
     copy = task.Copy()
-    _rates_of(copy).Set(
-        learning_rate=1.0,
-        lr_schedule=Ramp.Params().Set(name="ramp", first_step=first_step, steps=steps),
-    )
+    rates, _ = _rates_of(copy)
+    if rates is not None:
+        ramp = Ramp.Params().Set(name="ramp", steps=steps)
+        rates.Set(learning_rate=1.0, lr_schedule=ramp)
     return copy
 
 
-def peak_rate(task: Any, steps: int) -> tuple[float, float] | None:
+def has_state(task: Any) -> bool:
+    """Whether the schedule of a task's learning rates has variables."""
+    rates, _ = _rates_of(task)
+    return rates is not None and bool(rates.lr_schedule.Instantiate().vars.Flatten())
+
+
+def peak_rate(task: Any, steps: int) -> tuple[str, float, float] | None:
     """The largest learning rate of a task's own schedule.
 
     Args:
@@ -71,21 +84,39 @@ def peak_rate(task: Any, steps: int) -> tuple[float, float] | None:
         steps: that it will be trained for.
 
     Returns:
-        Its factor `learning_rate`, and the largest product of that and the schedule among steps
-        that lie evenly from 0 to `steps`; None for a schedule that has state.
+        What its factor is called, the factor, and the largest product of that and the schedule
+        among steps from 0 to `steps`, many but not all of them; None if the schedule does not say.
     """
-    rates = _rates_of(task)
-    own = rates.lr_schedule.Instantiate()
-    if own.vars.Flatten():
+    rates, name = _rates_of(task)
+    last = max(steps - 1, 0)
+
+    def value(step: int) -> float:
+        return float(own.Value(tf.constant(step, tf.int64)))
+
+    try:
+        own = rates.lr_schedule.Instantiate()
+        if own.vars.Flatten():
+            return None
+        evenly = np.linspace(0, last, _PLACES)
+        looked_at = np.unique(np.rint([*evenly, *np.geomspace(1, last + 1, _PLACES) - 1]))
+        values = [value(int(step)) for step in looked_at]
+        at = int(np.argmax(values))
+        around = looked_at[max(at - 1, 0)], looked_at[min(at + 1, len(looked_at) - 1)]
+        closer = np.unique(np.rint(np.linspace(*around, _PLACES)))
+        peak = max(value(int(step)) for step in closer)
+    # Whatever somebody's schedule raises where there is no training around it.
+    except Exception:
         return None
-    looked_at = np.unique(np.linspace(0, steps, _PLACES + 1).astype(np.int64))
-    values = [float(own.Value(tf.constant(step))) for step in looked_at]
-    return rates.learning_rate, rates.learning_rate * max(values)
+    return name, rates.learning_rate, rates.learning_rate * peak
 
 
-def _rates_of(task: Any) -> Any:
-    """The params that have the learning rate: of the learner, or of a task that makes its own."""
-    found = task.train.learner
-    if isinstance(found, list | tuple):
-        found = found[0]
-    return task.train if found is None else found
+def _rates_of(task: Any) -> tuple[Any, str]:
+    """The params that have the learning rate, of the learner or the task, and what it is called."""
+    train = task.train
+    learner = None if train is None else train.learner
+    if isinstance(learner, list | tuple):
+        # None, or several, are refused elsewhere.
+        return (learner[0] if learner else None), "p.train.learner[0].learning_rate"
+    if learner is not None:
+        return learner, "p.train.learner.learning_rate"
+    return train, "p.train.learning_rate"

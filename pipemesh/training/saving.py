@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -143,6 +144,17 @@ class Saving:
             self.confirm()
             self._checkpoints.wait()
         return wanted
+
+    def judge(self, path: str, score: float) -> None:
+        """Notes what the weights of a checkpoint were judged by after it was saved.
+
+        Args:
+            path: of the checkpoint.
+            score: less is better.
+        """
+        # It decides which ones are kept, and nothing else.
+        with contextlib.suppress(OSError, CheckpointError):
+            dataclasses.replace(Manifest.read(path), score=score).write(path)
 
     def confirm(self) -> None:
         """Says that the weights that were saved last are good."""

@@ -43,7 +43,7 @@ class Subject(abc.ABC):
         seed: of TensorFlow's random numbers.
         unit: what `Score.amount` counts.
         read_ahead: how many batches the training data reads before they are asked for.
-        rate_name: what says how large the learning rate is, a factor of the schedule.
+        rate_name: what says how large the learning rate is; None for the param of the task.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Subject(abc.ABC):
     seed: int = 0
     unit: str = "examples"
     read_ahead: int = 0
-    rate_name: str = "p.train.learner.learning_rate"
+    rate_name: str | None = None
 
     @abc.abstractmethod
     def task(self) -> Any:

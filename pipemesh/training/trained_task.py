@@ -39,6 +39,7 @@ class TrainedTask:
     Attributes:
         task: the lingvo task.
         pipelines: the pipelined stacks in it, in the order in which they were made.
+        learner: the learner of the task.
         loss: the metric that is trained on.
         step: the number of finished steps.
         skipped: the number of steps among them that were skipped.
@@ -63,17 +64,17 @@ class TrainedTask:
             # A task without a pipeline is on the first device.
             homes = [home for stack in self.pipelines for home in stack.StageHomes()]
         self.devices = [home.devices for home in homes]
-        self._learner = _learner_of(self.task)
+        self.learner = _learner_of(self.task)
         if learns:
             _check_applied(self.task)
-        self.loss: str = self._learner.params.loss_name or self._learner.params.name
+        self.loss: str = self.learner.params.loss_name or self.learner.params.name
         # What a step changes by itself, and its values before the step.
         self._others: list[tf.Variable] = []
         self._before: list[tf.Variable] = []
         self._learns = learns
         if learns:
-            variables = self._learner.GetTrainableVariables(self.task.vars).Flatten()
-            prepare_optimizer(self._learner, variables, self.step)
+            variables = self.learner.GetTrainableVariables(self.task.vars).Flatten()
+            prepare_optimizer(self.learner, variables, self.step)
             self._others = [v for v in self.task.vars.Flatten() if not v.trainable]
             self._before = [tf.Variable(v, trainable=False) for v in self._others]
 
@@ -97,7 +98,7 @@ class TrainedTask:
         """Those of the optimizer; none if nothing is learned."""
         if not self._learns:
             return []
-        return self._learner.optimizer._optimizer.variables()
+        return self.learner.optimizer._optimizer.variables()
 
     def averages(self) -> list[tf.Variable]:
         """The moving averages of weights, which evaluation takes in their place; often none."""
@@ -133,7 +134,7 @@ class TrainedTask:
             loss = None if self.pipelines else metrics[self.loss][0]
             # lingvo remembers graphs by a number that the next one may get.
             self.task._graphs_applied_ema.clear()
-            losses, update, stats = self._learner.Apply(
+            losses, update, stats = self.learner.Apply(
                 metrics,
                 self.task.vars,
                 gradient_adjuster=lambda found: all_or_none(self.task.AdjustGradients(found), loss),

@@ -18,13 +18,13 @@ from pipemesh.recurrent import ActionClock, Placement, record_placement
 from pipemesh.schedule import Timeline, simulate
 from pipemesh.training.batches import Batches
 from pipemesh.training.evaluation import Evaluation, scored, vanished
-from pipemesh.training.ramp import ramped
+from pipemesh.training.ramp import has_state, ramped
 from pipemesh.training.run import console
 from pipemesh.training.run.options import EVAL_BATCHES, Options
 from pipemesh.training.run.stage_table import stage_table
 from pipemesh.training.saving import Saving
 from pipemesh.training.score import Score
-from pipemesh.training.subject import Subject
+from pipemesh.training.subject import Sample, Subject
 from pipemesh.training.trained_task import TrainedTask
 
 
@@ -64,18 +64,26 @@ class Trainer:
         self.subject = subject
         params = subject.task()
         if options.find_learning_rate:
-            first = Manifest.read(restore).step if restore else 0
-            params = ramped(params, first, options.find_learning_rate)
+            if restore and has_state(params):
+                raise TrainingError(
+                    f"{subject.name}: the schedule of its learning rate has variables, which the "
+                    "range test replaces; begin it with new weights, in another log directory"
+                )
+            params = ramped(params, options.find_learning_rate)
         self.trained = TrainedTask(params, subject.plan, subject.device_type, subject.seed)
         keep = options.max_to_keep, options.keep_best
         self.saving = Saving(options.logdir, self.trained.state(), *keep)
         self.restored = restore and self.saving.restore(restore)
+        if options.find_learning_rate:
+            self.trained.learner.lr_schedule.first_step = self.step
         # After the model: its initializers set TensorFlow's seed, and every new seed makes
         # TensorFlow forget the state of operations, that of tokenizers included.
         # Data that is begun again has other epochs than those that are done.
         dataset = subject.train_data(self.step)
         try:
-            self.sample = subject.sample(options.eval_batches or EVAL_BATCHES)
+            self.sample = Sample((), "none, learning rates are tried")
+            if not options.find_learning_rate:
+                self.sample = subject.sample(options.eval_batches or EVAL_BATCHES)
         except tf.errors.OpError as error:
             raise vanished(error) from error
         self._batches = Batches(dataset, subject.read_ahead)

@@ -279,3 +279,15 @@ class ByStep(schedule.BaseSchedule):
 
     def Value(self, step=None):
         return tf.gather(tf.constant(self.params.values), self.GetStep(step))
+
+
+class Remembering(schedule.BaseSchedule):
+    """A schedule with a variable."""
+
+    def _CreateLayerVariables(self):
+        super()._CreateLayerVariables()
+        one = py_utils.WeightParams([], py_utils.WeightInit.Constant(1.0), tf.float32)
+        self.CreateVariable("factor", one, trainable=False)
+
+    def Value(self, step=None):
+        return self.theta.factor

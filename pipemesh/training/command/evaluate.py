@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     folder = model_flags.logdir()
     training_flags.take_up(folder, program, FLAGS.checkpoint)
     path = checkpoint_of(folder)
-    model_flags.check_note(Manifest.read(path).note, folder)
+    model_flags.check_note(Manifest.read(path).note, os.path.dirname(path) or ".")
     judge(model_flags.subject(), path)
     return 0
 
@@ -129,6 +129,5 @@ def note_of(argv: list[str]) -> Mapping[str, Any]:
         with contextlib.suppress(config.ConfigError):
             given = {**config.read(given["config"]), **given}
     if path := given.get("checkpoint"):
-        with contextlib.suppress(CheckpointError, OSError):
-            return Manifest.read(str(path)).note
+        return Manifest.read(str(path)).note
     return newest_note(str(given["logdir"]))[1] if "logdir" in given else {}

@@ -34,7 +34,7 @@ _OF_OPTIONS = (
     "keep_best",
 )
 # With fewer a step of the test is as large as the range that is looked for.
-_FEWEST_RATES = 20
+_FEWEST_RATES = 50
 # Those that say where a training lies, or what is to be done this time.
 _OF_A_CALL = ("logdir", "config", "other_text", "trace_schedule", "find_learning_rate")
 

@@ -108,7 +108,9 @@ class Loop:
         ) as bar:
             if trainer.restored:
                 # Which a signal may have cut short, or which was the last one of fewer steps.
-                self._evaluate(bar)
+                score = self._evaluate(bar)
+                if score is not None:
+                    trainer.saving.judge(trainer.restored, score)
             while trainer.step < steps and self._stop is None and not self._is_settled:
                 if self._rate is None:
                     bar.set_postfix_str("building the graph")

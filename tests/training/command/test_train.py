@@ -130,8 +130,8 @@ def test_without_a_pipeline_a_layout_of_the_model_is_none(tmp_path):
 @pytest.mark.slow
 def test_learning_rates_are_tried_without_a_training(tmp_path):
     model = "--model=tests.training.small_models.StagedPoints"
-    out = done("train", model, f"--logdir={tmp_path}", "--find_learning_rate=30")
-    assert "suggested: learning rates up to " in out
+    out = done("train", model, f"--logdir={tmp_path}", "--find_learning_rate=60")
+    assert "each with a higher learning rate" in out and "learning_rates.csv" in out
     assert [path.name for path in tmp_path.iterdir()] == ["learning_rates.csv"]
     # It is none of the flags that a training was begun with.
     out = done("train", model, f"--logdir={tmp_path}", "--steps=1")
@@ -140,5 +140,5 @@ def test_learning_rates_are_tried_without_a_training(tmp_path):
         ("--find_learning_rate=3", "so few say nothing"),
         ("--trace_schedule", "leave it or --find_learning_rate out"),
     ]:
-        words = ["train", f"--logdir={tmp_path}", "--find_learning_rate=30", flag]
+        words = ["train", f"--logdir={tmp_path}", "--find_learning_rate=60", flag]
         assert told in refused(*words)

@@ -3,6 +3,7 @@
 import math
 import os
 import random
+import signal
 
 import numpy as np
 import pytest
@@ -13,14 +14,16 @@ from pipemesh.training.registered import RegisteredModel
 from pipemesh.training.run.range_test import Curve, RangeTest
 from tests.training import small_models
 
-STEPS = 40
+STEPS = 60
 
 
-def range_test(logdir, name="PlainPoints", restore=None, **attributes):
+def range_test(logdir, name="PlainPoints", restore=None, on_nonfinite="skip", **attributes):
     """The test, and its trainer."""
     config = getattr(small_models, name)()
     vars(config).update(attributes)
-    options = Options(logdir=str(logdir), steps=50, find_learning_rate=STEPS)
+    options = Options(
+        logdir=str(logdir), steps=50, find_learning_rate=STEPS, on_nonfinite=on_nonfinite
+    )
     trainer = Trainer(RegisteredModel(config, name), options, restore)
     return RangeTest(trainer, options), trainer
 
@@ -29,26 +32,42 @@ def rows_of(logdir):
     return np.genfromtxt(logdir / "learning_rates.csv", delimiter=",", names=True)
 
 
-def test_a_curve_is_read_through_its_noise():
-    rng = random.Random(0)
-    curve = Curve()
-    for number in range(100):
-        rate = 1e-7 * 10 ** (8 * number / 99)
-        # Falls around 1e-3, rises from about 0.3 on.
-        curve.add(rate, 8 - 2 / (1 + 1e-3 / rate) + (rate / 0.3) ** 2 + rng.gauss(0, 0.02))
+def drawn(steps, noise, seed, begin=8.0):
+    """The curve of a loss that falls by a fourth around 1e-3, and rises from about 0.3 on."""
+    rng = random.Random(seed)
+    curve = Curve(steps)
+    rate = 0.0
+    for number in range(steps):
+        # That of the weights, which the rate before has moved.
+        loss = begin * (0.75 + 0.25 / (1 + rate / 1e-3)) + (rate / 0.3) ** 2
+        rate = 1e-7 * 10 ** (8 * number / (steps - 1))
+        curve.add(rate, loss + rng.gauss(0, noise))
         if curve.has_risen:
             break
-    # At 0.7 it is back to where it was.
-    assert 0.7 < rate < 1.5
-    assert 3e-4 < curve.fastest < curve.suggested < curve.lowest < 0.3
+    return curve
 
 
-def test_a_curve_that_never_falls_suggests_the_lowest_rate_there_was():
-    curve = Curve()
-    for number in range(20):
-        curve.add(1e-7 * 2**number, 1.0 + number)
-    assert curve.fastest == curve.lowest == 1e-7
-    assert math.isfinite(curve.suggested)
+@pytest.mark.parametrize("steps", [50, 100, 300])
+@pytest.mark.parametrize("noise", [0.0, 0.05, 0.2])
+def test_a_curve_is_read_through_its_noise(steps, noise):
+    for seed in range(40):
+        curve = drawn(steps, noise, seed)
+        assert curve.has_risen and curve.has_fallen
+        # The loss is back where it was at 0.4.
+        assert 0.4 < curve.rates[-1] < 3
+        assert 1e-4 < curve.fastest <= curve.suggested <= curve.lowest < 0.3, seed
+        assert 4e-4 < curve.suggested < 0.1, seed
+
+
+def test_a_loss_that_only_varies_suggests_nothing():
+    """As that of a model that has learned what there is."""
+    for seed in range(200):
+        rng = random.Random(seed)
+        curve = Curve(100)
+        for number in range(70):
+            curve.add(1e-7 * 10 ** (8 * number / 99), 0.1 * math.exp(rng.gauss(0, 0.5)))
+            assert not curve.has_risen, seed
+        assert not curve.has_fallen, seed
 
 
 def test_rates_grow_and_nothing_is_saved(eagerly, tmp_path, capsys):
@@ -61,9 +80,24 @@ def test_rates_grow_and_nothing_is_saved(eagerly, tmp_path, capsys):
     np.testing.assert_allclose(
         rows["learning_rate"], 1e-7 * 10 ** (8 * np.arange(count) / (STEPS - 1)), rtol=1e-4
     )
-    told = capsys.readouterr().out
-    # The schedule of the model is constant.
-    assert "With p.train.learner.learning_rate=0.1 the model's own go up to 1.0e-01" in told
+    assert f"{count} steps from step 0 on" in capsys.readouterr().out
+
+
+def test_what_was_found_is_set_beside_the_models_own_rates(eagerly, tmp_path):
+    test, _ = range_test(tmp_path)
+    told = test._advice(drawn(100, 0.0, 0), "is well above it")
+    assert told[1].startswith("suggested: learning rates up to ")
+    # The schedule is constant.
+    assert told[2].startswith(
+        "with p.train.learner.learning_rate=0.1 the model's own go up to 1.0e-01 within 50 steps; "
+    )
+    flat = Curve(100)
+    for number in range(100):
+        flat.add(1e-7 * 1.2**number, 1.0)
+    assert test._advice(flat, "is 1 at the highest") == [
+        "the loss did not fall by more than it varies, and is 1 at the highest; there is nothing "
+        "to suggest"
+    ]
 
 
 @pytest.mark.parametrize("name", ["PlainPoints", "StagedPoints"])
@@ -82,28 +116,73 @@ def test_a_step_moves_the_weights_by_its_rate(eagerly, tmp_path, name):
     np.testing.assert_allclose(rows_of(tmp_path)["loss"], losses, rtol=1e-4)
 
 
-def test_it_begins_where_a_training_is(eagerly, tmp_path):
+@pytest.mark.parametrize("damaged", [False, True])
+def test_it_begins_where_a_training_is(eagerly, tmp_path, damaged):
+    """If the newest checkpoint is damaged, at the one before."""
     subject = RegisteredModel(small_models.PlainPoints(), "points")
     before = Trainer(subject, Options(logdir=str(tmp_path), steps=50))
     for _ in range(3):
         before.train_step()
     path = before.save()
     wanted = before.train_step()["loss"]
-    test, trainer = range_test(tmp_path, restore=path)
+    if damaged:
+        for _ in range(4):
+            before.train_step()
+        newest = before.save()
+        with open(f"{newest}.data-00000-of-00001", "r+b") as file:
+            file.seek(200)
+            file.write(b"damaged")
+    test, trainer = range_test(tmp_path, restore=newest if damaged else path)
     assert trainer.step == 3
     trainer._batches.go_to(path, 0)
     test.run()
     rows = rows_of(tmp_path)
     assert rows["learning_rate"][0] == pytest.approx(1e-7)
+    assert rows["learning_rate"][-1] > 1e-3
     np.testing.assert_allclose(rows["loss"][0], wanted, rtol=1e-5)
-    assert [name for name in os.listdir(tmp_path) if name.endswith(".index")] == ["ckpt-3.index"]
+    assert [name for name in os.listdir(tmp_path) if name.startswith("ckpt-3.i")]
+
+
+def test_a_batch_that_is_not_finite_is_no_matter_of_rates(eagerly, tmp_path):
+    test, trainer = range_test(tmp_path, "SpoiledPoints")
+    test.run()
+    assert len(rows_of(tmp_path)) > 20 and trainer.skipped == 1
 
 
 def test_a_loss_that_is_not_finite_ends_it(eagerly, tmp_path, capsys):
-    test, _ = range_test(tmp_path, "SpoiledPoints")
+    test, _ = range_test(tmp_path, "SpoiledPoints", on_nonfinite="stop")
     test.run()
     assert len(rows_of(tmp_path)) == 3
     assert "and is not finite beyond" in capsys.readouterr().out
-    test, _ = range_test(tmp_path, "SpoiledPoints", BAD=0)
+    test, _ = range_test(tmp_path, "SpoiledPoints", on_nonfinite="stop", BAD=0)
     with pytest.raises(TrainingError, match=r"^step 1: .*with a learning rate of next to nothing"):
         test.run()
+
+
+def test_a_signal_ends_it_and_what_was_found_is_told(eagerly, tmp_path, capsys):
+    test, trainer = range_test(tmp_path)
+    step = trainer.train_step
+
+    def interrupted():
+        if trainer.step == 30:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step()
+
+    trainer.train_step = interrupted
+    assert test.run() == 128 + signal.SIGINT
+    assert len(rows_of(tmp_path)) == 31
+    assert "31 steps from step 0 on" in capsys.readouterr().out
+
+
+def test_a_schedule_with_variables_is_for_new_weights(eagerly, tmp_path):
+    subject = RegisteredModel(small_models.PlainPoints(), "points")
+    before = Trainer(subject, Options(logdir=str(tmp_path), steps=50))
+    before.train_step()
+    path = before.save()
+    task = subject.task()
+    task.train.learner.lr_schedule = small_models.Remembering.Params()
+    subject.task = task.Copy
+    options = Options(logdir=str(tmp_path), steps=50, find_learning_rate=STEPS)
+    with pytest.raises(TrainingError, match="learning rate has variables, which the range test"):
+        Trainer(subject, options, path)
+    assert RangeTest(Trainer(subject, options), options).run() == 0
