@@ -50,7 +50,8 @@ class Ramp(schedule.BaseSchedule):
             step: a scalar tensor; by default the global step.
         """
         p = self.params
-        share = tf.cast(self.GetStep(step) - self.first_step, p.dtype) / (p.steps - 1)
+        now: Any = self.GetStep(step)
+        share = tf.cast(now - self.first_step, p.dtype) / (p.steps - 1)
         share = tf.clip_by_value(share, 0.0, 1.0)
         return p.low * tf.exp(share * math.log(p.high / p.low))
 
