@@ -106,9 +106,10 @@ class NamedSoftmax(named.SoftmaxCrossEntropy):
     def FProp(self, theta, x, labels, weights, segment_ids, segment_pos, *balance):
         del segment_ids, segment_pos
         hidden = self.norm.FProp(theta.norm, x)
+        found = super().FProp(theta, hidden, labels, weights)
         if named.current_cache() is not None:
-            return super().FProp(theta, hidden, labels, weights)
-        loss, total, xent = super().FProp(theta, hidden, labels, weights)
+            return found
+        loss, total, xent = found
         for each in balance:
             tokens = ops.reduce_sum(self.Named(weights, "batch;length", tf.float32), "length")
             balances = ops.reduce_sum(self.Named(each, "batch", tf.float32) * tokens)
