@@ -86,7 +86,7 @@ class Text(NamedTuple):
     there: Any
 
 
-def read_text(request: Any, found: str | None, manifest: Any) -> Text:
+def read_text(request: Any, found: str | None = None, manifest: Any = None) -> Text:
     """Finds the text and its vocabulary, without TensorFlow.
 
     Args:
