@@ -26,11 +26,13 @@ COMMANDS = {
 PROGRAMS = {
     "decode": "pipemesh.training.command.decode",
     "evaluate": "pipemesh.training.command.evaluate",
+    "score": "pipemesh.training.command.score",
     "train": "pipemesh.training.command.train",
 }
 HELP = {
     "decode": "continue texts with what was trained",
     "evaluate": "judge a checkpoint by one epoch of held-out data",
+    "score": "score texts with what was trained",
     "train": "train a registered model of lingvo, pipelined or not",
     "checkpoint": "look into checkpoints, compare and convert them",
     "partition": "cut a stack of layers into stages of equal cost",

@@ -32,12 +32,14 @@ class ScheduleName:
         short: another spelling, or nothing.
         stages_a_device: how many, or the default where the caller may choose.
         is_open: whether the caller may choose how many, after a colon.
+        trains: whether it goes backward, too.
     """
 
     summary: str
     short: str = ""
     stages_a_device: int = 1
     is_open: bool = False
+    trains: bool = True
 
 
 NAMES: Mapping[str, ScheduleName] = MappingProxyType(
@@ -52,7 +54,8 @@ NAMES: Mapping[str, ScheduleName] = MappingProxyType(
         "zb_h2": ScheduleName("zero bubble, twice the memory"),
         "zb_v": ScheduleName("zero bubble, 2 stages a device in a V", "", 2),
         "dual_pipe_v": ScheduleName("forward beside backward, 2 stages a device in a V", "", 2),
-        "forward_only": ScheduleName("no training; V stages a device", "", 1, True),
+        "forward_only": ScheduleName("no training; V stages a device", "", 1, True, trains=False),
+        "decode": ScheduleName("V tokens of each group of prompts", "", 4, True, trains=False),
     }
 )
 """Every published schedule, by its name in `pipemesh.schedule`."""

@@ -1,4 +1,4 @@
-"""Continues texts with the language model.
+"""Continues texts with the language model, and scores them.
 
     python -m models.one_billion_word.decode --logdir=runs/OneBillionWordTiny \\
         --prompt="The module" --max_tokens=24
@@ -9,52 +9,89 @@ Standard output has the texts and nothing else. Neither plan nor text need be th
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
+from typing import Any
 
 from pipemesh.training.command import program
 
 
 def main(argv: list[str]) -> int:
     """Decodes as the flags say; returns the exit code."""
-    from models.one_billion_word import about, command_line
-    from models.one_billion_word.train import Text, make_subject
-    from models.one_billion_word.vocabulary import Vocabulary
-    from pipemesh.checkpoint import Manifest
     from pipemesh.training.command import decode
-    from pipemesh.training.command.evaluate import check_flags, checkpoint_of, define_checkpoint
+
+    decode.define()
+    _parse(argv, __doc__)
+    texts = decode.prompts()
+    # Other stages than those of the training are cut elsewhere.
+    request, path, there = _model((*decode.OF_TRAINING, "boundaries"))
+    # What is chosen is how a batch is cut, and there is none.
+    settings = request.settings
+    settings.CHOSEN, settings.PLAN = (), dataclasses.replace(settings.PLAN, num_microbatches=1)
+    subject, tokens = _subject(request, path, there)
+    decode.decode(subject, path, tokens, texts)
+    return 0
+
+
+def score(argv: list[str]) -> int:
+    """Scores as the flags say; returns the exit code."""
+    from pipemesh.training.command import decode, score
+
+    score.define()
+    _parse(argv, score.__doc__)
+    texts = decode.prompts("scored")
+    request, path, there = _model()
+    subject, tokens = _subject(request, path, there)
+    score.score(subject, path, tokens, request.settings.BATCH_SIZE, texts)
+    return 0
+
+
+def _parse(argv: list[str], about: str | None) -> None:
+    from models.one_billion_word import command_line
+    from pipemesh.training.command.evaluate import check_flags, define_checkpoint
 
     define_checkpoint()
-    decode.define()
-    command_line.parse(argv, __doc__)
+    command_line.parse(argv, about)
     check_flags()
+
+
+def _model(of_training: Collection[str] | None = None) -> tuple[Any, str, Any]:
+    """What the flags ask for, the checkpoint, and what is noted in it.
+
+    Flags of a training that play no part are not taken from it.
+    """
+    from models.one_billion_word import about, command_line
+    from pipemesh.checkpoint import Manifest
+    from pipemesh.training.command.decode import FlagError
+    from pipemesh.training.command.evaluate import checkpoint_of
+
     flags = command_line.FLAGS
-    texts = decode.prompts()
-    given = [name for name in decode.OF_TRAINING if flags[name].present]
+    given = [name for name in of_training or () if flags[name].present and name != "boundaries"]
     if given:
-        raise decode.FlagError(f"--{given[0]} is for training; leave it out")
-    # Other stages than those of the training are cut elsewhere.
-    command_line.take_up(flags.checkpoint, (*decode.OF_TRAINING, "boundaries"))
+        raise FlagError(f"--{given[0]} is for training; leave it out")
+    command_line.take_up(flags.checkpoint, of_training)
     request = command_line.request()
     path = checkpoint_of(request.logdir)
     there = about.About.from_note(Manifest.read(path).note)
     there.check_model(request.model, request.settings, request.logdir)
+    return request, path, there
+
+
+def _subject(request: Any, path: str, there: Any) -> tuple[Any, Any]:
+    """The model, and how it spells text."""
+    from models.one_billion_word.train import Text, make_subject
+    from models.one_billion_word.vocabulary import Vocabulary
+    from pipemesh.training.command.decode import Tokens
+
     words = Vocabulary(there.vocabulary)
-    # What is chosen is how a batch is cut, and there is none.
-    settings = request.settings
-    settings.CHOSEN, settings.PLAN = (), dataclasses.replace(settings.PLAN, num_microbatches=1)
     subject, _ = make_subject(request, Text(None, there.data, words, path, there))
-
-    def encode(text: str) -> list[int]:
-        return [words.bos_id, *words.encode(text)]
-
-    tokens = decode.Tokens(
-        encode,
+    tokens = Tokens(
+        lambda text: [words.bos_id, *words.encode(text)],
         lambda ids: words.decode([each for each in ids if each != words.bos_id]),
         frozenset([words.eos_id]),
-        settings.SEQUENCE_LENGTH,
+        request.settings.SEQUENCE_LENGTH,
         words.size,
     )
-    decode.decode(subject, path, tokens, texts)
-    return 0
+    return subject, tokens
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ Example:
     >>> import tensorflow as tf
     >>> from pipemesh.decoding import Sampler
     >>> logits = tf.math.log([[0.2, 0.5, 0.3]])
-    >>> ids, log_probs = Sampler(temperature=0.7, top_k=2).choose(logits, tf.constant([[3, 0]]))
+    >>> ids, log_probs = Sampler(temperature=0.7, top_k=2).drawn(logits, tf.constant([[3, 0]]))
     >>> int(ids[0]) in (1, 2)
     True
 """
@@ -17,8 +17,20 @@ from pipemesh import needs_tensorflow as needs_tensorflow  # isort: skip
 # Before lingvo, which it loads on every system.
 from pipemesh import layers as layers  # isort: skip
 
-from pipemesh.decoding.decoder import Continuation, Decoder
+from pipemesh.decoding.beam import BeamSearch
+from pipemesh.decoding.choice import Continuation
+from pipemesh.decoding.decoder import Decoder
 from pipemesh.decoding.generator import Generator, Group
 from pipemesh.decoding.sampling import Sampler
+from pipemesh.decoding.scorer import ScoredText, Scorer
 
-__all__ = ["Continuation", "Decoder", "Generator", "Group", "Sampler"]
+__all__ = [
+    "BeamSearch",
+    "Continuation",
+    "Decoder",
+    "Generator",
+    "Group",
+    "Sampler",
+    "ScoredText",
+    "Scorer",
+]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from pipemesh.decoding.choice import Continuation, Row
 from pipemesh.decoding.generator import Generator, Group
 from pipemesh.errors import DecodingError
 
@@ -17,33 +17,6 @@ from pipemesh.errors import DecodingError
 _STEPS_A_LOOK = 16
 # Prompts are filled up to a power of two, so there are few graphs.
 _SHORTEST = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Continuation:
-    """What follows a prompt.
-
-    Attributes:
-        number: of the prompt, from 0 on.
-        tokens: ids, the one that ended it among them.
-        log_probs: of each under the model, natural logarithms.
-        stopped: whether one of the stop tokens ended it; else it has as many as were asked for.
-    """
-
-    number: int
-    tokens: tuple[int, ...]
-    log_probs: tuple[float, ...]
-    stopped: bool
-
-
-@dataclasses.dataclass
-class _Row:
-    """A prompt that is being continued."""
-
-    number: int
-    most: int
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    log_probs: list[float] = dataclasses.field(default_factory=list)
 
 
 class Decoder:
@@ -55,9 +28,15 @@ class Decoder:
         groups: how many groups are under way.
         length: tokens of prompt and continuation together, at most.
         vocab_size: ids are below it.
-        stop: ids that end a continuation.
         seed: of what is drawn. A token depends on it, on the number of the prompt and on its place:
             neither on the plan nor on what else is continued.
+        steps: tokens between two looks at which rows are done, at most; by default as many as there
+            are to come, if nothing can end a row before.
+        watch: called with the number of a prompt and each of its tokens as soon as it is known, if
+            prompts have one row each.
+
+    Raises:
+        DecodingError: tokens cannot be chosen in this way of so many, or not be watched.
     """
 
     def __init__(
@@ -68,12 +47,20 @@ class Decoder:
         groups: int,
         length: int,
         vocab_size: int,
-        stop: Collection[int] = (),
         seed: int = 0,
+        steps: int | None = None,
+        watch: Callable[[int, int], None] | None = None,
     ) -> None:
+        generator.chooser.check(vocab_size, generator.stop)
+        if watch is not None and generator.chooser.width > 1:
+            raise DecodingError(
+                "a search knows its tokens when it is over; watch what a sampler chooses"
+            )
+        self._watch = watch
         self._generator, self._length, self._vocab_size = generator, length, vocab_size
-        self._stop, self._seed = frozenset(stop), seed
-        self._slots: list[list[_Row | None]] = [[None] * rows for _ in range(groups)]
+        self._seed = seed
+        self._steps = steps or (_STEPS_A_LOOK if generator.stop else length)
+        self._slots: list[list[Row | None]] = [[None] * rows for _ in range(groups)]
         self._groups: list[Group | None] = [None] * groups
 
     def check(self, prompt: Sequence[int], max_tokens: int, number: int = 0) -> None:
@@ -120,12 +107,13 @@ class Decoder:
             active = [row for slots in self._slots for row in slots if row is not None]
             if not active:
                 return
-            left = max(row.most - len(row.tokens) for row in active)
+            # Nobody is done before the first one is.
+            steps = min(self._steps, min(row.left for row in active))
             groups = [group for group in self._groups if group is not None]
-            groups, tokens, log_probs = self._generator.go_on(groups, min(left, _STEPS_A_LOOK))
+            groups, found = self._generator.go_on(groups, steps)
             self._groups[: len(groups)] = groups
-            for number, found in enumerate(zip(tokens, log_probs, strict=True)):
-                yield from self._take(number, *(each.numpy() for each in found))
+            for number, told in enumerate(found):
+                yield from self._take(number, [each.numpy() for each in told])
 
     def _fill(self, waiting: Iterator[Any], max_tokens: int) -> Iterator[Continuation]:
         """Puts prompts where rows are free, until there is none of either."""
@@ -144,19 +132,19 @@ class Decoder:
                 if number is None:
                     break
                 self.check(prompt, max_tokens, number)
-                self._slots[group][row] = _Row(number, max_tokens)
+                chooser, stop = self._generator.chooser, self._generator.stop
+                self._slots[group][row] = chooser.row(number, max_tokens, stop)
                 new[group][row] = prompt
             if not new:
                 return
             numbers = sorted(new)
             prompts = [self._prompt(self._slots[number], new[number]) for number in numbers]
             found = self._generator.begin(numbers, prompts, [self._groups[n] for n in numbers])
-            for number, (group, tokens, log_probs) in zip(numbers, found, strict=True):
+            for number, (group, told) in zip(numbers, found, strict=True):
                 self._groups[number] = group
-                chosen = [each.numpy()[None] for each in (tokens, log_probs)]
-                yield from self._take(number, *chosen, rows=new[number])
+                yield from self._take(number, [each.numpy()[None] for each in told], new[number])
 
-    def _prompt(self, slots: Sequence[_Row | None], new: dict[int, Sequence[int]]) -> Any:
+    def _prompt(self, slots: Sequence[Row | None], new: dict[int, Sequence[int]]) -> Any:
         """Ids, lengths and seeds of a group, of which some rows are new."""
         longest = max(len(prompt) for prompt in new.values())
         size = _SHORTEST
@@ -174,20 +162,20 @@ class Decoder:
         return ids, lengths, seeds
 
     def _take(
-        self, number: int, tokens: Any, log_probs: Any, rows: Collection[int] | None = None
+        self, number: int, told: Sequence[Any], rows: Collection[int] | None = None
     ) -> Iterator[Continuation]:
-        """Takes the tokens of a group, `[steps, rows]`; yields what is done by them."""
+        """Takes what is told of a group, steps and prompts in front; yields what is done by it."""
         slots = self._slots[number]
         for place, row in enumerate(slots):
             if row is None or (rows is not None and place not in rows):
                 continue
-            for token, log_prob in zip(tokens[:, place], log_probs[:, place], strict=True):
-                row.tokens.append(int(token))
-                row.log_probs.append(float(log_prob))
-                stopped = row.tokens[-1] in self._stop
-                if stopped or len(row.tokens) == row.most:
+            for step in zip(*(each[:, place] for each in told), strict=True):
+                if self._watch is not None:
+                    self._watch(row.number, int(step[0]))
+                found = row.take(*step)
+                if found is not None:
                     slots[place] = None
-                    yield Continuation(row.number, tuple(row.tokens), tuple(row.log_probs), stopped)
+                    yield found
                     break
 
 

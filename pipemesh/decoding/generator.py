@@ -1,19 +1,21 @@
 """The graphs of decoding: prompts go in, tokens come out, group by group through the stages.
 
 A group of rows is a microbatch. In a step of the loop each group gets a token: it passes all
-stages, one after the other, and what is drawn behind the last is the input of the first in the
-next step. Groups depend on nothing of each other, so while one is at a stage another is at the
-next: TensorFlow runs what is ready, across steps of the loop too.
+stages, one after the other, and what is chosen behind the last is the input of the first in the
+next step. Groups depend on nothing of each other but that each stage takes them in turn, so while
+one is at a stage another is at the next, across steps of the loop too: `pipemesh.schedule.decode`
+is the table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from pipemesh.decoding.sampling import Sampler
+from pipemesh.decoding.choice import Choice, Chooser
+from pipemesh.decoding.turns import Turns
 from pipemesh.layers.feature_extraction import to_tuple
 from pipemesh.layers.named import KeyValueCache, cache_scope
 from pipemesh.layers.pipeline.weight_dtypes import plain_theta
@@ -28,13 +30,13 @@ class Group(NamedTuple):
     Attributes:
         tokens: `[rows]` int32, the last ones, which nothing has been computed of.
         places: `[rows]` int32, where they stand.
-        seeds: `[rows, 2]` int32; the second one grows by one with every token.
+        state: what the next choice depends on.
         kept: of each stage the `kept` of its `KeyValueCache`.
     """
 
     tokens: tf.Tensor
     places: tf.Tensor
-    seeds: tf.Tensor
+    state: tf.Tensor
     kept: Any
 
 
@@ -46,36 +48,48 @@ class Generator:
         stack: its stack of stages.
         cluster: makes a context to call the task in.
         length: places a row.
-        sampler: chooses tokens.
+        chooser: chooses tokens.
+        stop: ids that end a continuation.
     """
 
     def __init__(
-        self, task: Any, stack: Any, cluster: Callable[[], Any], length: int, sampler: Sampler
+        self,
+        task: Any,
+        stack: Any,
+        cluster: Callable[[], Any],
+        length: int,
+        chooser: Chooser,
+        stop: Collection[int] = (),
     ) -> None:
         self._task, self._stack, self._cluster = task, stack, cluster
-        self._length, self._sampler = length, sampler
+        self._length, self.chooser, self.stop = length, chooser, frozenset(stop)
         with cluster():
-            self.num_replicas = stack.StageHomes()[0].num_replicas
+            homes = stack.StageHomes()
+            self.num_replicas = homes[0].num_replicas
+            # The first device of each replica of each stage, stage by stage.
+            self._devices = [
+                home.replica(number)[0] for home in homes for number in range(self.num_replicas)
+            ]
         self._begin = tf.function(self._begin_groups, autograph=False)
         self._go_on = tf.function(self._go_on_groups, autograph=False)
 
     def begin(
         self, numbers: Sequence[int], prompts: Sequence[Any], before: Sequence[Group | None]
-    ) -> list[tuple[Group, tf.Tensor, tf.Tensor]]:
+    ) -> list[tuple[Group, tuple[tf.Tensor, ...]]]:
         """Reads prompts, and chooses the token behind each.
 
         Args:
             numbers: of the groups.
-            prompts: for each group ids `[rows, prompt]`, lengths `[rows]` (0 for a row that
-                goes on as it is), and seeds `[rows, 2]`, all int32.
+            prompts: for each group ids `[prompts, length]`, lengths `[prompts]` (0 for one that
+                goes on as it is), and seeds `[prompts, 2]`, all int32.
             before: the groups as they were; None for those that begin.
 
         Returns:
-            For each group what it is now, and its tokens and their log probabilities, `[rows]`.
+            For each group what it is now, and what its rows are told, prompts in front.
         """
         return self._begin(tuple(numbers), list(prompts), list(before))
 
-    def go_on(self, groups: Sequence[Group], steps: int) -> tuple[list[Group], Any, Any]:
+    def go_on(self, groups: Sequence[Group], steps: int) -> tuple[list[Group], list[Any]]:
         """Chooses tokens, one after the other.
 
         Args:
@@ -83,7 +97,7 @@ class Generator:
             steps: how many tokens.
 
         Returns:
-            The groups, and for each its tokens and their log probabilities, `[steps, rows]`.
+            The groups, and for each what its rows are told, steps and then prompts in front.
         """
         return self._go_on(list(groups), tf.constant(steps))
 
@@ -92,79 +106,100 @@ class Generator:
         return plain_theta(stack, stack.theta, stack.stage_names)
 
     def _through(
-        self, theta: Any, number: int, ids: Any, places: Any, last: Any, kept: Any
+        self, turns: Turns, theta: Any, number: int, ids: Any, places: Any, last: Any, kept: Any
     ) -> tuple[tf.Tensor, list[Any]]:
         """Some tokens of a group through all stages: logits, and what is kept."""
         args, after = self._task.DecodeArgs(ids, places), []
+        replica = number % self.num_replicas
         for stage in range(len(self._stack.stage_names)):
             before = kept[stage] if kept else None
+            device = stage * self.num_replicas + replica
+            args = turns.enter(device, to_tuple(args))
             with cache_scope(KeyValueCache(self._length, places, before, last)) as cache:
-                args = self._stack.FPropStage(
-                    theta, stage, *to_tuple(args), replica=number % self.num_replicas
-                )
+                args = self._stack.FPropStage(theta, stage, *args, replica=replica)
+            turns.leave(device, args)
             after.append(cache.kept)
         return args, after
 
     def _begin_groups(self, numbers: tuple[int, ...], prompts: Any, before: Any) -> Any:
         with self._cluster():
-            theta = self._theta()
+            theta, turns = self._theta(), Turns.free(self._devices)
             return [
-                self._begin_group(theta, *each)
+                self._begin_group(turns, theta, *each)
                 for each in zip(numbers, prompts, before, strict=True)
             ]
 
-    def _begin_group(self, theta: Any, number: int, prompt: Any, before: Group | None) -> Any:
+    def _begin_group(
+        self, turns: Turns, theta: Any, number: int, prompt: Any, before: Group | None
+    ) -> Any:
         ids, lengths, seeds = prompt
         rows, most = ids.shape
         places = tf.tile(tf.range(most)[None], [rows, 1])
         last = tf.maximum(lengths - 1, 0)
-        logits, kept = self._through(theta, number, ids, places, last, None)
-        tokens, log_probs = self._sampler.choose(logits, seeds)
-        after = Group(tokens, lengths, _next(seeds), kept)
+        logits, kept = self._through(turns, theta, number, ids, places, last, None)
+        with tf.device(logits.device):
+            choice = self.chooser.begin(logits, seeds, self.stop)
+        lengths = tf.repeat(lengths, self.chooser.width)
+        after = _after(choice, lengths, kept)
         if before is not None:
+            new = lengths > 0
             after = tf.nest.map_structure(
-                lambda new, old: tf.where(_rows(lengths > 0, new), new, old), after, before
+                lambda now, old: _beside(now, lambda: tf.where(_rows(new, now), now, old)),
+                after,
+                before,
             )
-        return after, tokens, log_probs
+        return after, choice.told
 
     def _go_on_groups(self, groups: list[Group], steps: tf.Tensor) -> Any:
         with self._cluster():
             theta = self._theta()
-            arrays = [
-                tuple(tf.TensorArray(dtype, steps) for dtype in (tf.int32, tf.float32))
-                for _ in groups
-            ]
+            gates = Turns.free(self._devices).gates
+            arrays = [[tf.TensorArray(dtype, steps) for dtype in self.chooser.told] for _ in groups]
 
-            def body(step: tf.Tensor, groups: Any, arrays: Any) -> Any:
-                found = [self._step(theta, number, group) for number, group in enumerate(groups)]
-                written = [
-                    tuple(a.write(step, value) for a, value in zip(own, each[1:], strict=True))
-                    for own, each in zip(arrays, found, strict=True)
+            def body(step: tf.Tensor, gates: Any, groups: Any, arrays: Any) -> Any:
+                turns = Turns(gates)
+                found = [
+                    self._step(turns, theta, number, group) for number, group in enumerate(groups)
                 ]
-                return step + 1, [each[0] for each in found], written
+                written = [
+                    [a.write(step, value) for a, value in zip(own, told, strict=True)]
+                    for own, (_, told) in zip(arrays, found, strict=True)
+                ]
+                return step + 1, turns.gates, [group for group, _ in found], written
 
-            _, groups, arrays = tf.while_loop(
+            _, _, groups, arrays = tf.while_loop(
                 lambda step, *_: step < steps,
                 body,
-                (tf.constant(0), groups, arrays),
+                (tf.constant(0), gates, groups, arrays),
                 parallel_iterations=_STEPS_AT_ONCE,
             )
-            return groups, [a.stack() for a, _ in arrays], [b.stack() for _, b in arrays]
+            return groups, [tuple(each.stack() for each in own) for own in arrays]
 
-    def _step(self, theta: Any, number: int, group: Group) -> Any:
+    def _step(self, turns: Turns, theta: Any, number: int, group: Group) -> Any:
         # A row that is done goes on until somebody looks; beyond its end it stays at the end.
         places = tf.minimum(group.places, self._length - 1)
         last = tf.zeros_like(places)
         ids = group.tokens[:, None]
-        logits, kept = self._through(theta, number, ids, places[:, None], last, group.kept)
-        tokens, log_probs = self._sampler.choose(logits, group.seeds)
-        after = Group(tokens, group.places + 1, _next(group.seeds), kept)
-        return after, tokens, log_probs
+        logits, kept = self._through(turns, theta, number, ids, places[:, None], last, group.kept)
+        with tf.device(logits.device):
+            choice = self.chooser.choose(logits, group.state, self.stop)
+        return _after(choice, group.places + 1, kept), choice.told
 
 
-def _next(seeds: tf.Tensor) -> tf.Tensor:
-    """The seeds of the tokens behind."""
-    return seeds + tf.constant([0, 1])
+def _after(choice: Choice, places: tf.Tensor, kept: Any) -> Group:
+    """A group behind a choice. The rows of a prompt are at the same place."""
+    parents = choice.parents
+    if parents is not None:
+        kept = tf.nest.map_structure(
+            lambda each: _beside(each, lambda: tf.gather(each, parents)), kept
+        )
+    return Group(choice.ids, places, choice.state, kept)
+
+
+def _beside(there: tf.Tensor, compute: Callable[[], tf.Tensor]) -> tf.Tensor:
+    """What is computed where something lies."""
+    with tf.device(there.device):
+        return compute()
 
 
 def _rows(chosen: tf.Tensor, like: tf.Tensor) -> tf.Tensor:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
+from typing import Any
 
 import tensorflow as tf
 
 from pipemesh.backend.static_shape import static_sizes
+from pipemesh.decoding.choice import Choice, Continuation
 from pipemesh.errors import DecodingError
 
 
@@ -25,7 +28,7 @@ class Sampler:
 
     Example:
         >>> logits = tf.math.log([[0.1, 0.6, 0.3]])
-        >>> ids, log_probs = Sampler().choose(logits, tf.constant([[0, 0]]))
+        >>> ids, log_probs = Sampler().drawn(logits, tf.constant([[0, 0]]))
         >>> ids.numpy().tolist(), tf.exp(log_probs).numpy().round(2).tolist()
         ([1], [0.6000000238418579])
     """
@@ -47,7 +50,33 @@ class Sampler:
                 "above 0, or leave them out"
             )
 
-    def choose(self, logits: tf.Tensor, seeds: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    @property
+    def width(self) -> int:
+        """Rows of a prompt: one."""
+        return 1
+
+    @property
+    def told(self) -> tuple[tf.DType, ...]:
+        """Types of a token and its log probability."""
+        return tf.int32, tf.float32
+
+    def check(self, vocab_size: int, stop: Collection[int]) -> None:
+        """Any vocabulary will do."""
+
+    def row(self, number: int, most: int, stop: Collection[int]) -> Sampled:
+        """A prompt that gets `most` tokens unless one of `stop` ends it."""
+        return Sampled(number, most, stop)
+
+    def begin(self, logits: tf.Tensor, seeds: tf.Tensor, stop: Collection[int]) -> Choice:
+        """The first tokens, as all others."""
+        return self.choose(logits, seeds, stop)
+
+    def choose(self, logits: tf.Tensor, state: tf.Tensor, stop: Collection[int]) -> Choice:
+        """The next tokens, and seeds of those behind them; see `drawn`."""
+        ids, log_probs = self.drawn(logits, state)
+        return Choice(ids, None, state + tf.constant([0, 1]), (ids, log_probs))
+
+    def drawn(self, logits: tf.Tensor, seeds: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Chooses a token for each row.
 
         Args:
@@ -60,12 +89,12 @@ class Sampler:
         """
         log_probs = tf.nn.log_softmax(logits)
         if self.temperature:
-            ids = self._drawn(logits / self.temperature, seeds)
+            ids = self._draw(logits / self.temperature, seeds)
         else:
             ids = tf.argmax(logits, -1, tf.int32)
         return ids, tf.gather(log_probs, ids, batch_dims=1)
 
-    def _drawn(self, logits: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:
+    def _draw(self, logits: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:
         vocab = static_sizes(logits)[1]
         values, ids = tf.math.top_k(logits, min(self.top_k or vocab, vocab))
         chances = tf.nn.softmax(values)
@@ -82,3 +111,33 @@ class Sampler:
         reached = drawn[:, None] * ends[:, -1:]
         at = tf.reduce_sum(tf.cast(ends <= reached, tf.int32), -1)
         return tf.gather(ids, tf.minimum(at, most), batch_dims=1)
+
+
+class Sampled:
+    """A prompt that is continued token by token.
+
+    Args:
+        number: of the prompt.
+        most: tokens to add.
+        stop: ids that end it before.
+    """
+
+    def __init__(self, number: int, most: int, stop: Collection[int]) -> None:
+        self.number = number
+        self._most, self._stop = most, stop
+        self._tokens: list[int] = []
+        self._log_probs: list[float] = []
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be added."""
+        return self._most - len(self._tokens)
+
+    def take(self, token: Any, log_prob: Any) -> Continuation | None:
+        """Takes a token; returns the continuation if it is done."""
+        self._tokens.append(int(token))
+        self._log_probs.append(float(log_prob))
+        stopped = self._tokens[-1] in self._stop
+        if not stopped and self.left:
+            return None
+        return Continuation(self.number, tuple(self._tokens), tuple(self._log_probs), stopped)

@@ -17,6 +17,7 @@ Example:
 from pipemesh.schedule.action import Action
 from pipemesh.schedule.builders import (
     build,
+    decode,
     dual_pipe_v,
     forward_only,
     gpipe,
@@ -42,6 +43,7 @@ __all__ = [
     "ScheduleSpec",
     "Timeline",
     "build",
+    "decode",
     "dual_pipe_v",
     "execution_order",
     "forward_only",

@@ -89,8 +89,8 @@ def compare(
     rows: list[Row] = []
     shares: set[int] = set()
     for name, builder in BUILDERS.items():
-        if name == "forward_only":
-            continue  # Not a training step.
+        if not builder.trains:
+            continue
         virtual_stages = builder.virtual_stages
         if builder.takes_virtual_stages and num_virtual_stages is not None:
             virtual_stages = num_virtual_stages

@@ -174,7 +174,7 @@ def _candidates(
     yield _one_at_a_time(placements[0], num_devices, num_microbatches)
     for name, builder in BUILDERS.items():
         virtual_stages = num_stages // num_devices
-        if name == "forward_only" or not (
+        if not builder.trains or not (
             builder.takes_virtual_stages or builder.virtual_stages == virtual_stages
         ):
             continue

@@ -27,6 +27,7 @@ _DRAWN = {
     "zb_v": "ZB-V",
     "dual_pipe_v": "DualPipeV",
     "forward_only": "Forward only",
+    "decode": "Decoding, four tokens",
 }
 
 

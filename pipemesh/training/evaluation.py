@@ -22,11 +22,34 @@ class Evaluation:
     Args:
         subject: what the batches are of.
         trained: its task.
+        wanted: makes what is wanted of metrics and of tensors with a row an example; by default
+            what the subject scores.
     """
 
-    def __init__(self, subject: Subject, trained: TrainedTask) -> None:
+    def __init__(
+        self,
+        subject: Subject,
+        trained: TrainedTask,
+        wanted: Callable[[Any, Any], Any] | None = None,
+    ) -> None:
         self._subject, self._trained = subject, trained
-        self._evaluate = tf.function(self._outcome, autograph=False)
+        wanted = wanted or subject.outcome
+        self._evaluate = tf.function(lambda batch: trained.evaluate(batch, wanted), autograph=False)
+
+    def outcome(self, batch: Any) -> Any:
+        """What is wanted of a batch.
+
+        Raises:
+            TrainingError: an operation of a stage failed.
+        """
+        try:
+            with self._trained.cluster(do_eval=True):
+                return self._evaluate(batch)
+        except tf.errors.OpError as error:
+            explained = self._trained.explain(error)
+            if explained is None:
+                raise
+            raise TrainingError(f"evaluation: {explained}") from error
 
     def score(self, batch: Any) -> Score:
         """The score of a batch.
@@ -34,15 +57,7 @@ class Evaluation:
         Raises:
             TrainingError: an operation of a stage failed.
         """
-        try:
-            with self._trained.cluster(do_eval=True):
-                outcome = self._evaluate(batch)
-        except tf.errors.OpError as error:
-            explained = self._trained.explain(error)
-            if explained is None:
-                raise
-            raise TrainingError(f"evaluation: {explained}") from error
-        return scored(self._subject, batch, outcome, self._trained.loss)
+        return scored(self._subject, batch, self.outcome(batch), self._trained.loss)
 
     def of(
         self, batches: Iterable[Any], stopped: Callable[[], bool] = lambda: False
@@ -71,9 +86,6 @@ class Evaluation:
                 return total
             total += self.score(batch)
         return None
-
-    def _outcome(self, batch: Any) -> Any:
-        return self._trained.evaluate(batch, self._subject.outcome)
 
 
 def evaluate(subject: Subject, checkpoint: str) -> tuple[int, Score]:

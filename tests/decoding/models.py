@@ -34,13 +34,14 @@ def trained(plan=PLAIN, model="dense", **settings):
     return TrainedTask(config.Task(), plan, "CPU", 0, learns=False)
 
 
-def decoder(task, groups=2, rows=2, sampler=None, **options):
+def decoder(task, groups=2, rows=2, chooser=None, stop=(), **options):
     generator = Generator(
         task.task,
         task.pipelines[0],
         lambda: task.cluster(do_eval=True),
         LENGTH,
-        sampler or Sampler(),
+        chooser or Sampler(),
+        stop,
     )
     sizes = {"rows": rows, "groups": groups, "length": LENGTH, "vocab_size": VOCAB_SIZE}
     return Decoder(generator, **sizes, **options)

@@ -15,7 +15,7 @@ def shares(**options):
     """How often each token is drawn."""
     logits = tf.tile([tf.math.log(CHANCES)], [NUMBER, 1])
     seeds = tf.stack([tf.range(NUMBER), tf.ones([NUMBER], tf.int32)], -1)
-    ids, log_probs = Sampler(**options).choose(logits, seeds)
+    ids, log_probs = Sampler(**options).drawn(logits, seeds)
     np.testing.assert_allclose(tf.exp(log_probs), CHANCES[ids.numpy()], rtol=1e-5)
     return np.bincount(ids.numpy(), minlength=5) / NUMBER
 
@@ -43,9 +43,9 @@ def test_a_seed_draws_the_same_wherever_its_row_is():
     logits = rng.normal(size=[6, 9]).astype(np.float32)
     seeds = rng.integers(0, 99, size=[6, 2]).astype(np.int32)
     sampler = Sampler(temperature=1.0)
-    ids, _ = sampler.choose(tf.constant(logits), tf.constant(seeds))
+    ids, _ = sampler.drawn(tf.constant(logits), tf.constant(seeds))
     order = rng.permutation(6)
-    again, _ = sampler.choose(tf.constant(logits[order]), tf.constant(seeds[order]))
+    again, _ = sampler.drawn(tf.constant(logits[order]), tf.constant(seeds[order]))
     np.testing.assert_array_equal(again, ids.numpy()[order])
 
 

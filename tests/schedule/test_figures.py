@@ -18,6 +18,7 @@ CASES = {
     "zb_v": (4, 8, Costs()),
     "dual_pipe_v": (4, 10, Costs()),
     "forward_only": (4, 4, Costs()),
+    "decode": (4, 4, Costs()),
 }
 
 

@@ -10,12 +10,12 @@ of `B` or `W`. Transfers are free in every formula.
 Example:
     >>> from pipemesh.schedule.builders import BUILDERS, build
     >>> sorted(BUILDERS)[:3]
-    ['dual_pipe_v', 'forward_only', 'gpipe']
+    ['decode', 'dual_pipe_v', 'forward_only']
     >>> build("one_f_one_b", 2, 2).num_stages
     2
 """
 
-from pipemesh.schedule.builders.all_forward import forward_only, gpipe, looped_bfs
+from pipemesh.schedule.builders.all_forward import decode, forward_only, gpipe, looped_bfs
 from pipemesh.schedule.builders.one_f_one_b import interleaved_one_f_one_b, one_f_one_b
 from pipemesh.schedule.builders.registry import BUILDERS, Builder, build
 from pipemesh.schedule.builders.v_shaped import dual_pipe_v, zb_v
@@ -25,6 +25,7 @@ __all__ = [
     "BUILDERS",
     "Builder",
     "build",
+    "decode",
     "dual_pipe_v",
     "forward_only",
     "gpipe",

@@ -1,4 +1,4 @@
-"""Schedules that run all forwards before the first backward, and the one without backwards."""
+"""Schedules that run all forwards before the first backward, and those without backwards."""
 
 from __future__ import annotations
 
@@ -135,3 +135,33 @@ def forward_only(num_devices: int, num_microbatches: int, num_virtual_stages: in
         for device in range(num_devices)
     )
     return validate(Schedule(rows, loop(num_devices, num_virtual_stages), num_microbatches))
+
+
+def decode(num_devices: int, num_microbatches: int, num_virtual_stages: int = 4) -> Schedule:
+    """Decoding: a token of each group of prompts in turn, and then the next token of each.
+
+    A microbatch is a group of prompts, and a round of the loop is a token: virtual stage
+    `D t + d` is device `d` at its `t`-th token, whose first stage needs what the last one made of
+    the token before. The makespan is that of the forward half of `looped_bfs`: `(V M + D - 1) f`
+    if `M >= D`, else `(V D + M - 1) f`. So the steady rate is that of `M` groups in `max(M, D)`
+    times the time of a stage, and devices are busy from as many groups as stages on.
+
+    Source: the forward half of Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2022.
+
+    Args:
+        num_devices: `D`, at least 1; also the number of stages of the model.
+        num_microbatches: `M`, groups of prompts, at least 1.
+        num_virtual_stages: `V`, tokens of each, at least 1.
+
+    Returns:
+        The validated schedule of `D V` stages.
+
+    Raises:
+        ScheduleError: a count is below 1.
+
+    Example:
+        >>> print(decode(2, 2, 3))
+        0: 0F0 0F1 2F0 2F1 4F0 4F1
+        1: 1F0 1F1 3F0 3F1 5F0 5F1
+    """
+    return looped_bfs(num_devices, num_microbatches, num_virtual_stages).only_forward()

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from pipemesh.errors import ScheduleError
-from pipemesh.schedule.builders.all_forward import forward_only, gpipe, looped_bfs
+from pipemesh.schedule.builders.all_forward import decode, forward_only, gpipe, looped_bfs
 from pipemesh.schedule.builders.one_f_one_b import interleaved_one_f_one_b, one_f_one_b
 from pipemesh.schedule.builders.v_shaped import dual_pipe_v, zb_v
 from pipemesh.schedule.builders.zero_bubble import zb_h1, zb_h2
@@ -22,11 +22,13 @@ class Builder:
         function: takes device and microbatch counts, and `num_virtual_stages` if it is open.
         virtual_stages: stages a device, or the default where the caller may choose.
         takes_virtual_stages: whether the caller may choose.
+        trains: whether it goes backward, too.
     """
 
     function: Callable[..., Schedule]
     virtual_stages: int = 1
     takes_virtual_stages: bool = False
+    trains: bool = True
 
 
 _FUNCTIONS: tuple[Callable[..., Schedule], ...] = (
@@ -39,10 +41,12 @@ _FUNCTIONS: tuple[Callable[..., Schedule], ...] = (
     zb_v,
     dual_pipe_v,
     forward_only,
+    decode,
 )
 BUILDERS: dict[str, Builder] = {
-    f.__name__: Builder(f, NAMES[f.__name__].stages_a_device, NAMES[f.__name__].is_open)
+    f.__name__: Builder(f, known.stages_a_device, known.is_open, known.trains)
     for f in _FUNCTIONS
+    for known in [NAMES[f.__name__]]
 }
 """Every published schedule by its name."""
 

@@ -7,6 +7,7 @@ Standard output has the texts and nothing else. The plan may be another than tha
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import importlib
 import itertools
@@ -59,6 +60,19 @@ def main(argv: list[str]) -> int:
         define()
         print(f"{__doc__}\n{FLAGS.module_help(sys.modules[__name__])}")
         return 0
+    return importlib.import_module(program_of(argv)).main(argv)
+
+
+def program_of(argv: list[str]) -> str:
+    """The module that continues and scores texts with the checkpoint that a command line names.
+
+    Args:
+        argv: the program and its arguments.
+
+    Raises:
+        CheckpointError: it is of a model that does neither.
+        FlagError: there is none.
+    """
     note = note_of(argv)
     if not note:
         raise FlagError("which training? give the --logdir of one, or a --checkpoint")
@@ -68,7 +82,7 @@ def main(argv: list[str]) -> int:
             f"the checkpoint is of {note.get('model') or note.get('program', 'another program')}, "
             "which says nothing of decoding: it continues no text, or was trained before it could"
         )
-    return importlib.import_module(program).main(argv)
+    return program
 
 
 def define() -> None:
@@ -81,6 +95,15 @@ def define() -> None:
     )
     flags.DEFINE_integer("top_k", 0, "Draw from so many of the most likely tokens; 0 for all.")
     flags.DEFINE_float("top_p", 1.0, "Draw from the most likely tokens of this probability.")
+    flags.DEFINE_integer(
+        "beams", None, "Search the likeliest text, so many beginnings at a time.", lower_bound=1
+    )
+    flags.DEFINE_float(
+        "length_penalty",
+        1.0,
+        "Of a search: texts of n tokens have their log probability divided by n to this power.",
+        lower_bound=0.0,
+    )
     flags.DEFINE_integer(
         "sample_seed", 0, "Seed of what is drawn; with the same one it is the same under any plan."
     )
@@ -95,6 +118,11 @@ def define() -> None:
     )
     flags.DEFINE_enum(
         "format", "text", ["text", "json"], "Texts, or a line of JSON for each, with probabilities."
+    )
+    flags.DEFINE_bool(
+        "stream",
+        None,
+        "Print text as it comes; default: on a terminal, unless it is searched or JSON.",
     )
 
 
@@ -116,16 +144,24 @@ class Tokens:
     length: int
     vocab_size: int
 
+    def text(self, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+        """The text of a prompt and what follows it, without the token that ends it."""
+        said = tokens[:-1] if tokens and tokens[-1] in self.stop else tokens
+        return self.decode([*prompt, *said])
 
-def prompts() -> list[str]:
-    """The texts that are to be continued.
+
+def prompts(what: str = "continued") -> list[str]:
+    """The texts that are given.
+
+    Args:
+        what: is to be done with them, for errors.
 
     Raises:
         FlagError: there is none, or both flags are given.
         OSError: the file cannot be read.
     """
     if (FLAGS.prompt is None) == (FLAGS.file is None):
-        raise FlagError("what is to be continued? give either --prompt or --file")
+        raise FlagError(f"what is to be {what}? give either --prompt or --file")
     if FLAGS.prompt is not None:
         if not FLAGS.prompt:
             raise FlagError("--prompt='' is empty; give some text")
@@ -160,11 +196,12 @@ def decode(subject: Any, path: str, tokens: Tokens, texts: Sequence[str]) -> Non
     Raises:
         PipemeshError: a text cannot be continued, or the checkpoint is another model's.
     """
-    from pipemesh.decoding import Decoder, Generator, Sampler
+    from pipemesh.decoding import Decoder, Generator
+    from pipemesh.training.command.streaming import Stream
     from pipemesh.training.evaluation import restored
     from pipemesh.training.run import console
 
-    sampler = Sampler(FLAGS.temperature, FLAGS.top_k, FLAGS.top_p)
+    chooser, streams = _chooser(), _streams()
     ids = [tokens.encode(text) for text in texts]
     with console.waiting("making the model"):
         trained = restored(subject, path)
@@ -175,23 +212,29 @@ def decode(subject: Any, path: str, tokens: Tokens, texts: Sequence[str]) -> Non
         trained.pipelines[0],
         lambda: trained.cluster(do_eval=True),
         tokens.length,
-        sampler,
+        chooser,
+        tokens.stop,
     )
     plan = subject.plan
     groups = min(FLAGS.groups or plan.num_stages * plan.num_replicas, len(ids))
+    stream = Stream(tokens, ids, FLAGS.max_tokens)
     decoder = Decoder(
         generator,
         groups=groups,
         rows=FLAGS.rows or min(-(-len(ids) // groups), _MOST_ROWS),
         length=tokens.length,
         vocab_size=tokens.vocab_size,
-        stop=tokens.stop,
         seed=FLAGS.sample_seed,
+        **({"steps": 1, "watch": stream.take} if streams else {}),
     )
     for number, prompt in enumerate(ids, 1):
         # Before the first of them.
         decoder.check(prompt, FLAGS.max_tokens, number)
     found = _in_order(decoder.generate(ids, FLAGS.max_tokens))
+    if streams:
+        # What is said comes from the stream.
+        collections.deque(found, maxlen=0)
+        return
     with console.waiting("decoding"):
         first = next(found)
     for each, text, prompt in zip(itertools.chain([first], found), texts, ids, strict=True):
@@ -200,8 +243,7 @@ def decode(subject: Any, path: str, tokens: Tokens, texts: Sequence[str]) -> Non
 
 def _told(found: Any, text: str, prompt: Sequence[int], tokens: Tokens) -> str:
     """A continuation as it is printed."""
-    said = found.tokens[:-1] if found.stopped else found.tokens
-    whole = tokens.decode([*prompt, *said])
+    whole = tokens.text(prompt, found.tokens)
     if FLAGS.format == "text":
         return whole
     values = {
@@ -211,7 +253,50 @@ def _told(found: Any, text: str, prompt: Sequence[int], tokens: Tokens) -> str:
         "log_probs": [round(each, 6) for each in found.log_probs],
         "stopped": found.stopped,
     }
+    if FLAGS.beams:
+        # What the search found besides.
+        values["others"] = [
+            {
+                "text": tokens.text(prompt, other.tokens),
+                "log_prob": round(sum(other.log_probs), 6),
+            }
+            for other in found.others
+        ]
     return json.dumps(values, ensure_ascii=False)
+
+
+def _chooser() -> Any:
+    """How tokens are chosen.
+
+    Raises:
+        DecodingError: a value cannot be had.
+        FlagError: flags do not go together.
+    """
+    from pipemesh.decoding import BeamSearch, Sampler
+
+    drawing = [name for name in ("temperature", "top_k", "top_p") if FLAGS[name].present]
+    if FLAGS.beams is None:
+        if FLAGS["length_penalty"].present:
+            raise FlagError("--length_penalty is for a search; give --beams, or leave it out")
+        return Sampler(FLAGS.temperature, FLAGS.top_k, FLAGS.top_p)
+    if drawing:
+        raise FlagError(
+            f"--beams searches and --{drawing[0]} is for drawing; leave one of them out"
+        )
+    return BeamSearch(FLAGS.beams, FLAGS.length_penalty)
+
+
+def _streams() -> bool:
+    """Whether text is printed as it comes.
+
+    Raises:
+        FlagError: it is asked for, and cannot be.
+    """
+    hinders = [f"--format={FLAGS.format}"] if FLAGS.format != "text" else []
+    hinders += ["--beams"] if FLAGS.beams else []
+    if FLAGS.stream and hinders:
+        raise FlagError(f"--stream prints text as it comes; it does not go with {hinders[0]}")
+    return sys.stdout.isatty() and not hinders if FLAGS.stream is None else FLAGS.stream
 
 
 def _in_order(found: Iterable[Any]) -> Iterator[Any]:

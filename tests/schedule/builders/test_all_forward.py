@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipemesh.schedule import Costs, forward_only, gpipe, looped_bfs, simulate
+from pipemesh.schedule import Costs, decode, forward_only, gpipe, looped_bfs, simulate
 
 devices = st.integers(1, 10)
 microbatches = st.integers(1, 40)
@@ -34,3 +34,16 @@ def test_forward_only(d, m, v, f):
     if v == 1 or m % d == 0:
         assert timeline.makespan == (v * m + d - 1) * f
     assert timeline.peak_activations == (1,) * d
+
+
+@given(devices, microbatches, virtual, time)
+def test_decode(d, g, t, f):
+    """A token of all groups takes as long as there are groups or stages, what there is more of."""
+    schedule = decode(d, g, t)
+    timeline = simulate(schedule, Costs(forward=f))
+    units = t * g + d - 1 if g >= d or t == 1 else t * d + g - 1
+    assert timeline.makespan == units * f
+    assert timeline.peak_activations == (1,) * d
+    # Every device sees the groups in the same order, over and over.
+    for row in schedule.rows:
+        assert [action.microbatch for action in row] == list(range(g)) * t

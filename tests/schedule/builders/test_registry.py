@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipemesh.errors import ScheduleError
-from pipemesh.schedule import forward_only, interleaved_one_f_one_b, looped_bfs, validate, zb_v
+from pipemesh.schedule import (
+    decode,
+    forward_only,
+    interleaved_one_f_one_b,
+    looped_bfs,
+    validate,
+    zb_v,
+)
 from pipemesh.schedule.builders import BUILDERS, build
 
 devices = st.integers(1, 10)
@@ -48,7 +55,7 @@ def test_bad_counts_are_errors(name, counts, message):
         BUILDERS[name].function(*counts)
 
 
-@pytest.mark.parametrize("builder", [interleaved_one_f_one_b, looped_bfs, forward_only])
+@pytest.mark.parametrize("builder", [interleaved_one_f_one_b, looped_bfs, forward_only, decode])
 def test_no_virtual_stages_is_an_error(builder):
     with pytest.raises(ScheduleError, match="num_virtual_stages is 0"):
         builder(2, 2, 0)

@@ -1,0 +1,158 @@
+"""What a model thinks of given texts: the log probability of every token."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from pipemesh.errors import DecodingError
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoredText:
+    """A text and what the model thinks of it.
+
+    Attributes:
+        number: of the text, from 0 on.
+        tokens: ids of all tokens but the first one, which nothing is said of.
+        log_probs: of each of them given those before it, natural logarithms.
+    """
+
+    number: int
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
+
+    @property
+    def log_prob(self) -> float:
+        """Of the whole text."""
+        return sum(self.log_probs)
+
+    @property
+    def perplexity(self) -> float:
+        """Of a token: 1 if all were certain.
+
+        Example:
+            >>> round(ScoredText(0, (5, 7), (-0.5, -1.5)).perplexity, 3)
+            2.718
+        """
+        return float(np.exp(-self.log_prob / len(self.tokens)))
+
+
+class Scorer:
+    """Computes log probabilities of texts, several texts a row and several rows a batch.
+
+    Args:
+        compute: gives minus the log probabilities `[rows, length]` of `labels`, of a batch of numpy
+            arrays of that shape: `ids`, `labels`, `segment_ids` (from 1; 0 for places that are
+            nobody's), `segment_pos`, all int32, and `weights` (1, or 0 for such places), float32.
+        rows: of a batch.
+        length: places a row.
+        vocab_size: ids are below it.
+
+    Example:
+        >>> def certain(batch):
+        ...     return tf.zeros_like(batch["weights"])
+        >>> scorer = Scorer(certain, rows=1, length=4, vocab_size=9)
+        >>> [each.tokens for each in scorer.score([[1, 2], [1, 3, 4]])]
+        [(2,), (3, 4)]
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[dict[str, Any]], tf.Tensor],
+        *,
+        rows: int,
+        length: int,
+        vocab_size: int,
+    ) -> None:
+        self._compute, self._vocab_size = compute, vocab_size
+        self._shape = (rows, length)
+
+    def check(self, text: Sequence[int], number: int = 0) -> None:
+        """Checks that a text can be scored.
+
+        Args:
+            text: ids.
+            number: of the text, for errors.
+
+        Raises:
+            DecodingError: it cannot.
+        """
+        length = self._shape[1]
+        if len(text) < 2:
+            raise DecodingError(
+                f"text {number} has {len(text)} tokens; give 2 or more, the first is not scored"
+            )
+        if len(text) > length + 1:
+            raise DecodingError(
+                f"text {number} has {len(text) - 1} tokens to be scored, which exceeds the "
+                f"model's {length}; give a shorter one, or cut it"
+            )
+        for token in text:
+            if not 0 <= token < self._vocab_size:
+                raise DecodingError(
+                    f"text {number} has the token {token}; ids are from 0 to {self._vocab_size - 1}"
+                )
+
+    def score(self, texts: Iterable[Sequence[int]]) -> Iterator[ScoredText]:
+        """Scores texts, in their order.
+
+        Args:
+            texts: ids of each, of which the first is given and not scored.
+
+        Raises:
+            DecodingError: one cannot be scored; those before it may be.
+        """
+        batch = _Batch(self._shape)
+        for number, text in enumerate(texts):
+            self.check(text, number)
+            if not batch.add(number, text):
+                yield from self._scored(batch)
+                batch = _Batch(self._shape)
+                batch.add(number, text)
+        if batch.texts:
+            yield from self._scored(batch)
+
+    def _scored(self, batch: _Batch) -> Iterator[ScoredText]:
+        losses = np.asarray(self._compute(batch.arrays))
+        for number, row, begin, text in batch.texts:
+            found = -losses[row, begin : begin + len(text) - 1]
+            yield ScoredText(number, tuple(text[1:]), tuple(map(float, found)))
+
+
+class _Batch:
+    """Rows that are filled with texts, each behind the one before."""
+
+    def __init__(self, shape: tuple[int, int]) -> None:
+        names = ("ids", "labels", "segment_ids", "segment_pos")
+        self.arrays: dict[str, Any] = {name: np.zeros(shape, np.int32) for name in names}
+        self.arrays["weights"] = np.zeros(shape, np.float32)
+        # Number, row, place in it, and ids.
+        self.texts: list[tuple[int, int, int, list[int]]] = []
+        self._shape, self._row, self._used = shape, 0, 0
+
+    def add(self, number: int, text: Sequence[int]) -> bool:
+        """Adds a text that fits into a row; returns whether there was room."""
+        count = len(text) - 1
+        if self._used + count > self._shape[1]:
+            self._row, self._used = self._row + 1, 0
+        if self._row == self._shape[0]:
+            return False
+        begin, end = self._used, self._used + count
+        segment = self.arrays["segment_ids"][self._row].max() + 1
+        values = {
+            "ids": text[:-1],
+            "labels": text[1:],
+            "segment_ids": segment,
+            "segment_pos": range(count),
+            "weights": 1.0,
+        }
+        for name, value in values.items():
+            self.arrays[name][self._row, begin:end] = value
+        self.texts.append((number, self._row, begin, list(text)))
+        self._used = end
+        return True

@@ -1,0 +1,101 @@
+"""Scores texts with a trained language model.
+
+    pipemesh score --logdir=runs/OneBillionWordTiny --file=texts.txt
+
+Standard output has a line for each text: its log probability (natural logarithm), how many tokens
+it has, their perplexity, and the text, with tabs between. The plan may be another than that of the
+training.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+
+from pipemesh.training.command import quiet
+from pipemesh.training.command.decode import Tokens, program_of
+
+FLAGS = flags.FLAGS
+
+# Flags that are defined here belong to the program that asks for them.
+flags.disclaim_key_flags()
+
+
+def main(argv: list[str]) -> int:
+    """Scores as the flags say.
+
+    Args:
+        argv: the program and its arguments.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        PipemeshError: what is asked for cannot be had.
+    """
+    quiet.install()
+    if {"--help", "-h", "-help", "--helpfull", "--helpshort"} & set(argv[1:]):
+        define()
+        print(f"{__doc__}\n{FLAGS.module_help(sys.modules[__name__])}")
+        return 0
+    return importlib.import_module(program_of(argv)).score(argv)
+
+
+def define() -> None:
+    """Defines the flags of scoring."""
+    flags.DEFINE_string("prompt", None, "The text to score.")
+    flags.DEFINE_string("file", None, "A file of texts to score, one a line; - for the input.")
+    flags.DEFINE_enum(
+        "format", "text", ["text", "json"], "Columns, or a line of JSON for each, token by token."
+    )
+
+
+def score(subject: Any, path: str, tokens: Tokens, rows: int, texts: Sequence[str]) -> None:
+    """Scores texts, and prints what was found in their order.
+
+    Args:
+        subject: the model.
+        path: of the checkpoint.
+        tokens: how it spells text.
+        rows: of a batch.
+        texts: to be scored.
+
+    Raises:
+        PipemeshError: a text cannot be scored, or the checkpoint is another model's.
+    """
+    from pipemesh.decoding import Scorer
+    from pipemesh.training.evaluation import Evaluation, restored
+    from pipemesh.training.run import console
+
+    # Each ends with the token that ends a text, if there is one.
+    end = sorted(tokens.stop)[:1]
+    ids = [[*tokens.encode(text), *end] for text in texts]
+    with console.waiting("making the model"):
+        trained = restored(subject, path)
+    compute = Evaluation(subject, trained, lambda _, per_example: per_example.xent).outcome
+    scorer = Scorer(compute, rows=rows, length=tokens.length, vocab_size=tokens.vocab_size)
+    for number, text in enumerate(ids, 1):
+        # Before the first of them.
+        scorer.check(text, number)
+    for found, text in zip(scorer.score(ids), texts, strict=True):
+        print(_told(found, text), flush=True)
+
+
+def _told(found: Any, text: str) -> str:
+    if FLAGS.format == "text":
+        columns = f"{found.log_prob:.4f}", str(len(found.tokens)), f"{found.perplexity:.4f}", text
+        return "\t".join(columns)
+    values = {
+        "text": text,
+        "log_prob": round(found.log_prob, 6),
+        "perplexity": round(found.perplexity, 6) if math.isfinite(found.perplexity) else None,
+        "tokens": list(found.tokens),
+        "log_probs": [round(each, 6) for each in found.log_probs],
+    }
+    return json.dumps(values, ensure_ascii=False)
