@@ -54,7 +54,7 @@ def _parse(argv: list[str], about: str | None) -> None:
     check_flags()
 
 
-def _model(of_training: Collection[str] | None = None) -> tuple[Any, str, Any]:
+def _model(of_training: Collection[str] = ()) -> tuple[Any, str, Any]:
     """What the flags ask for, the checkpoint, and what is noted in it.
 
     Flags of a training that play no part are not taken from it.
@@ -65,7 +65,7 @@ def _model(of_training: Collection[str] | None = None) -> tuple[Any, str, Any]:
     from pipemesh.training.command.evaluate import checkpoint_of
 
     flags = command_line.FLAGS
-    given = [name for name in of_training or () if flags[name].present and name != "boundaries"]
+    given = [name for name in of_training if flags[name].present and name != "boundaries"]
     if given:
         raise FlagError(f"--{given[0]} is for training; leave it out")
     command_line.take_up(flags.checkpoint, of_training)

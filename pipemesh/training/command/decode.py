@@ -55,10 +55,7 @@ def main(argv: list[str]) -> int:
         PipemeshError: what is asked for cannot be had.
     """
     quiet.install()
-    if {"--help", "-h", "-help", "--helpfull", "--helpshort"} & set(argv[1:]):
-        # Those that all models share.
-        define()
-        print(f"{__doc__}\n{FLAGS.module_help(sys.modules[__name__])}")
+    if helped(argv, __doc__, define):
         return 0
     return importlib.import_module(program_of(argv)).main(argv)
 
@@ -85,44 +82,101 @@ def program_of(argv: list[str]) -> str:
     return program
 
 
-def define() -> None:
-    """Defines the flags of decoding."""
-    flags.DEFINE_string("prompt", None, "The text to continue.")
-    flags.DEFINE_string("file", None, "A file of texts to continue, one a line; - for the input.")
-    flags.DEFINE_integer("max_tokens", 24, "Add so many tokens to a text at most.", lower_bound=1)
-    flags.DEFINE_float(
-        "temperature", 0.0, "0 takes the most likely token, 1 draws by what the model says."
+def helped(argv: list[str], about: str | None, define: Callable[[flags.FlagValues], None]) -> bool:
+    """Prints help if it is asked for, with flags that all models share.
+
+    Args:
+        argv: the program and its arguments.
+        about: what help begins with.
+        define: defines the flags.
+
+    Returns:
+        Whether it was asked for.
+    """
+    if not {"--help", "-h", "-help", "--helpfull", "--helpshort"} & set(argv[1:]):
+        return False
+    values = flags.FlagValues()
+    define(values)
+    told = values.get_help(include_special_flags=False).splitlines()
+    # Without the name of the module that asked.
+    print(about, *(line for line in told if line.startswith("  ")), sep="\n")
+    return True
+
+
+def define(values: flags.FlagValues = FLAGS) -> None:
+    """Defines the flags of decoding.
+
+    Args:
+        values: where.
+    """
+    flags.DEFINE_string("prompt", None, "The text to continue.", flag_values=values)
+    flags.DEFINE_string(
+        "file",
+        None,
+        "A file of texts to continue, one a line; - for the input.",
+        flag_values=values,
     )
-    flags.DEFINE_integer("top_k", 0, "Draw from so many of the most likely tokens; 0 for all.")
-    flags.DEFINE_float("top_p", 1.0, "Draw from the most likely tokens of this probability.")
     flags.DEFINE_integer(
-        "beams", None, "Search the likeliest text, so many beginnings at a time.", lower_bound=1
+        "max_tokens", 24, "Add so many tokens to a text at most.", lower_bound=1, flag_values=values
+    )
+    flags.DEFINE_float(
+        "temperature",
+        0.0,
+        "0 takes the most likely token, 1 draws by what the model says.",
+        flag_values=values,
+    )
+    flags.DEFINE_integer(
+        "top_k", 0, "Draw from so many of the most likely tokens; 0 for all.", flag_values=values
+    )
+    flags.DEFINE_float(
+        "top_p", 1.0, "Draw from the most likely tokens of this probability.", flag_values=values
+    )
+    flags.DEFINE_integer(
+        "beams",
+        None,
+        "Search the likeliest text, so many beginnings at a time.",
+        lower_bound=1,
+        flag_values=values,
     )
     flags.DEFINE_float(
         "length_penalty",
         1.0,
         "Of a search: texts of n tokens have their log probability divided by n to this power.",
         lower_bound=0.0,
+        flag_values=values,
     )
     flags.DEFINE_integer(
-        "sample_seed", 0, "Seed of what is drawn; with the same one it is the same under any plan."
+        "sample_seed",
+        0,
+        "Seed of what is drawn; with the same one it is the same under any plan.",
+        flag_values=values,
     )
     flags.DEFINE_integer(
-        "groups", None, "Groups of texts under way; default: one a stage.", lower_bound=1
+        "groups",
+        None,
+        "Groups of texts under way; default: one a stage.",
+        lower_bound=1,
+        flag_values=values,
     )
     flags.DEFINE_integer(
         "rows",
         None,
         f"Texts a group; default: as many as there are, {_MOST_ROWS} at most.",
         lower_bound=1,
+        flag_values=values,
     )
     flags.DEFINE_enum(
-        "format", "text", ["text", "json"], "Texts, or a line of JSON for each, with probabilities."
+        "format",
+        "text",
+        ["text", "json"],
+        "Texts, or a line of JSON for each, with probabilities.",
+        flag_values=values,
     )
     flags.DEFINE_bool(
         "stream",
         None,
         "Print text as it comes; default: on a terminal, unless it is searched or JSON.",
+        flag_values=values,
     )
 
 

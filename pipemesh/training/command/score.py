@@ -12,14 +12,13 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from absl import flags
 
 from pipemesh.training.command import quiet
-from pipemesh.training.command.decode import Tokens, program_of
+from pipemesh.training.command.decode import Tokens, helped, program_of
 
 FLAGS = flags.FLAGS
 
@@ -40,19 +39,27 @@ def main(argv: list[str]) -> int:
         PipemeshError: what is asked for cannot be had.
     """
     quiet.install()
-    if {"--help", "-h", "-help", "--helpfull", "--helpshort"} & set(argv[1:]):
-        define()
-        print(f"{__doc__}\n{FLAGS.module_help(sys.modules[__name__])}")
+    if helped(argv, __doc__, define):
         return 0
     return importlib.import_module(program_of(argv)).score(argv)
 
 
-def define() -> None:
-    """Defines the flags of scoring."""
-    flags.DEFINE_string("prompt", None, "The text to score.")
-    flags.DEFINE_string("file", None, "A file of texts to score, one a line; - for the input.")
+def define(values: flags.FlagValues = FLAGS) -> None:
+    """Defines the flags of scoring.
+
+    Args:
+        values: where.
+    """
+    flags.DEFINE_string("prompt", None, "The text to score.", flag_values=values)
+    flags.DEFINE_string(
+        "file", None, "A file of texts to score, one a line; - for the input.", flag_values=values
+    )
     flags.DEFINE_enum(
-        "format", "text", ["text", "json"], "Columns, or a line of JSON for each, token by token."
+        "format",
+        "text",
+        ["text", "json"],
+        "Columns, or a line of JSON for each, token by token.",
+        flag_values=values,
     )
 
 

@@ -10,12 +10,12 @@ from tests.models.one_billion_word.program import finish, open_process, start
 from tests.training.command import program
 from tests.warm import warm
 
-DECODE = """
+PROGRAM = """
 import sys
 from models.one_billion_word import sizes
 sizes.Tiny.NUM_LAYERS = 2
 from pipemesh import cli
-cli.main(["decode", *sys.argv[1:]])
+cli.main(sys.argv[1:])
 """
 SPLIT = ["--mesh_shape=layers:2;data:2;model:2"]
 SPLIT += ["--layout=batch:data;heads:model;d_ff:model;vocab:model"]
@@ -30,13 +30,13 @@ def logdir(tmp_path_factory):
     return folder
 
 
-def run(*flags):
-    return finish(open_process(warm("-c", DECODE, *flags)))
+def run(*flags, command="decode"):
+    return finish(open_process(warm("-c", PROGRAM, command, *flags)))
 
 
-def said(*flags):
+def said(*flags, command="decode"):
     """The lines of standard output."""
-    code, out, err = run(*flags)
+    code, out, err = run(*flags, command=command)
     assert code == 0, err
     return out.splitlines()
 
@@ -51,7 +51,7 @@ def test_standard_output_has_the_texts_alone_whatever_the_plan(tmp_path, logdir)
     assert len(found) == len(TEXTS)
     for text, prompt in zip(found, TEXTS, strict=True):
         assert text.startswith(prompt)
-    assert said(where, *drawn, *SPLIT, "--groups=3", "--rows=1") == found
+    assert said(where, *drawn, *SPLIT, "--groups=3", "--rows=1", "--stream") == found
     assert said(where, *drawn, "--plain", "--sample_seed=1") != found
     # From a checkpoint alone, whose text is not looked for.
     lines = said(f"--checkpoint={logdir}/ckpt-3", *drawn, "--format=json")
@@ -65,11 +65,56 @@ def test_standard_output_has_the_texts_alone_whatever_the_plan(tmp_path, logdir)
 
 @pytest.mark.slow
 def test_prompts_may_come_from_standard_input(logdir):
-    command = warm("-c", DECODE, f"--logdir={logdir}", "--file=-", "--max_tokens=2")
+    command = warm("-c", PROGRAM, "decode", f"--logdir={logdir}", "--file=-", "--max_tokens=2")
     done = subprocess.run(
         command, input="One\nTwo\n", capture_output=True, text=True, timeout=240, check=True
     )
     assert [line[:3] for line in done.stdout.splitlines()] == ["One", "Two"]
+
+
+@pytest.mark.slow
+def test_scores_are_those_that_a_search_had(tmp_path, logdir):
+    """Of what a search found, and of the same under another plan."""
+    where = f"--logdir={logdir}"
+    lines = said(where, "--prompt=It", "--beams=2", "--max_tokens=5", "--format=json")
+    (found,) = map(json.loads, lines)
+    (other,) = found["others"]
+    assert other["log_prob"] <= sum(found["log_probs"])
+    file = tmp_path / "texts.txt"
+    file.write_text(f"{found['text']}\nIt\n")
+    scored = said(where, f"--file={file}", "--format=json", command="score")
+    first, second = map(json.loads, scored)
+    assert first["text"] == found["text"] and second["text"] == "It"
+    # Behind the prompt, as long as the text is spelled as it was found.
+    begin = len(second["tokens"]) - 1
+    same = 0
+    for i, token in enumerate(found["tokens"]):
+        if first["tokens"][begin + i] != token:
+            break
+        assert abs(first["log_probs"][begin + i] - found["log_probs"][i]) < 1e-3
+        same += 1
+    assert same >= 3
+    columns = [line.split("\t") for line in said(where, f"--file={file}", *SPLIT, command="score")]
+    for each, (log_prob, count, perplexity, text) in zip((first, second), columns, strict=True):
+        assert abs(float(log_prob) - each["log_prob"]) < 1e-2
+        assert (int(count), text) == (len(each["tokens"]), each["text"])
+        assert abs(float(perplexity) / each["perplexity"] - 1) < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ([], "what is to be scored? give either --prompt or --file"),
+        (["--prompt=" + "word " * 60], "tokens to be scored, which exceeds the model's 32"),
+        (["--prompt=a", "--max_tokens=3"], "Unknown command line flag 'max_tokens'"),
+    ],
+)
+def test_what_cannot_be_scored_is_one_line(logdir, flags, told):
+    code, out, err = run(f"--logdir={logdir}", *flags, command="score")
+    lines = [line for line in err.splitlines() if not line.endswith(" s")]
+    assert (code, out, len(lines)) == (2, "", 1), err
+    assert told in lines[0]
 
 
 @pytest.mark.slow
@@ -81,6 +126,10 @@ def test_prompts_may_come_from_standard_input(logdir):
         (["--prompt="], "--prompt='' is empty; give some text"),
         (["--prompt=a " + "word " * 60], "tokens, with 24 more it exceeds the model's 32; give a"),
         (["--prompt=a", "--max_tokens=0"], "max_tokens"),
+        (["--prompt=a", "--beams=2", "--top_k=4"], "--beams searches and --top_k is for drawing"),
+        (["--prompt=a", "--beams=2", "--stream"], "--stream prints text as it comes"),
+        (["--prompt=a", "--length_penalty=2"], "--length_penalty is for a search; give --beams"),
+        (["--prompt=a", "--beams=900"], "900 beams look at 1800 tokens, but there are 400"),
         (["--prompt=a", "--top_k=4"], "are for drawing; give a temperature above 0"),
         (["--prompt=a", "--schedule=gpipe"], "--schedule is for training; leave it out"),
         (["--prompt=a", "--lowering=simd"], "--lowering is for training; leave it out"),
@@ -107,10 +156,11 @@ def test_a_model_that_continues_no_text_is_told_so(tmp_path):
     assert "of models.digits.params.DigitsPlain, which says nothing of decoding" in line
 
 
-def test_help_needs_no_tensorflow():
+@pytest.mark.parametrize(("command", "flag"), [("decode", "--beams"), ("score", "--format")])
+def test_help_needs_no_tensorflow(command, flag):
     code = "import sys; sys.modules['tensorflow'] = None; from pipemesh import cli; "
-    code += "cli.main(['decode', '--help'])"
+    code += f"cli.main(['{command}', '--help'])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.returncode == 0 and "--max_tokens" in done.stdout, done.stderr
+    assert done.returncode == 0 and flag in done.stdout, done.stderr
