@@ -26,12 +26,14 @@ COMMANDS = {
 PROGRAMS = {
     "decode": "pipemesh.training.command.decode",
     "evaluate": "pipemesh.training.command.evaluate",
+    "predict": "pipemesh.training.command.predict",
     "score": "pipemesh.training.command.score",
     "train": "pipemesh.training.command.train",
 }
 HELP = {
     "decode": "continue texts with what was trained",
     "evaluate": "judge a checkpoint by one epoch of held-out data",
+    "predict": "say what was trained makes of each held-out example",
     "score": "score texts with what was trained",
     "train": "train a registered model of lingvo, pipelined or not",
     "checkpoint": "look into checkpoints, compare and convert them",

@@ -158,6 +158,12 @@ class TrainedTask:
             py_utils.ResetStepSeed()
             return outcome(*self.task.FPropTower(self.task.theta, _nested_map(batch)))
 
+    def predict(self, batch: Any) -> Any:
+        """What the task predicts of a batch without training; nested tensors."""
+        with py_utils.GlobalStepContext(self.step):
+            py_utils.ResetStepSeed()
+            return self.task.ComputePredictions(self.task.theta, _nested_map(batch))
+
     def take_back(self) -> None:
         """Gives back what a step that failed has changed by itself, as batch norm its averages."""
         for variable, before in zip(self._others, self._before, strict=True):

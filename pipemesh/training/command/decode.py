@@ -72,12 +72,15 @@ def program_of(argv: list[str]) -> str:
     """
     note = note_of(argv)
     if not note:
+        if any(word.lstrip("-").startswith("logdir") for word in argv[1:]):
+            raise CheckpointError("the --logdir has no checkpoint; train first, or give another")
         raise FlagError("which training? give the --logdir of one, or a --checkpoint")
     program = note.get("decoded_by")
     if program is None:
         raise CheckpointError(
             f"the checkpoint is of {note.get('model') or note.get('program', 'another program')}, "
-            "which says nothing of decoding: it continues no text, or was trained before it could"
+            "which says nothing of decoding: it continues no text, or was trained before it could; "
+            "pipemesh predict says what it makes of held-out examples"
         )
     return program
 
@@ -222,7 +225,8 @@ def prompts(what: str = "continued") -> list[str]:
         return [FLAGS.prompt]
     try:
         if FLAGS.file == "-":
-            lines = sys.stdin.read().split("\n")
+            # As it is: text streams take other characters for ends of lines as well.
+            lines = sys.stdin.buffer.read().decode("utf-8").split("\n")
         else:
             with open(FLAGS.file, encoding="utf-8", newline="\n") as file:
                 lines = file.read().split("\n")

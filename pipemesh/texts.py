@@ -1,0 +1,174 @@
+"""Continues and scores texts from Python, each call in a process of its own.
+
+So the caller needs no TensorFlow, and one that has started its own with other devices loses
+nothing. Who continues many texts in turn gives them in one call, or uses `pipemesh.decoding`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pipemesh.errors import DecodingError
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodedText:
+    """A prompt and what follows it.
+
+    Attributes:
+        prompt: that was given.
+        text: it and its continuation.
+        tokens: ids of the continuation, the one that ended it among them.
+        log_probs: of each of them under the model, natural logarithms.
+        stopped: whether a token ended it; else it has as many as were asked for.
+        others: of a search, what was found besides, best first: texts and their log probabilities.
+    """
+
+    prompt: str
+    text: str
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    stopped: bool
+    others: tuple[tuple[str, float], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class TextScore:
+    """What a model thinks of a text.
+
+    Attributes:
+        text: that was given.
+        log_prob: of the whole text, a natural logarithm.
+        perplexity: of a token; infinite if a token is impossible.
+        tokens: ids, the one that ends the text among them.
+        log_probs: of each of them.
+    """
+
+    text: str
+    log_prob: float
+    perplexity: float
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
+
+
+def decode(
+    prompts: Iterable[str],
+    *,
+    logdir: str | os.PathLike[str] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    **flags: Any,
+) -> list[DecodedText]:
+    """Continues texts with what was trained; `pipemesh decode` for programs.
+
+    Args:
+        prompts: texts of one line each.
+        logdir: folder of a training, whose newest checkpoint is taken.
+        checkpoint: path of one, in place of the folder.
+        **flags: of `pipemesh decode`, such as `max_tokens=24`, `mesh_shape="layers:2"`,
+            `temperature=0.8`, `beams=4` or `plain=True`.
+
+    Returns:
+        Each prompt and what follows it, in their order.
+
+    Raises:
+        DecodingError: what is asked for cannot be had; the line that the command says.
+
+    Example:
+        >>> pipemesh.decode(["The module"], logdir="runs/OneBillionWordTiny")  # doctest: +SKIP
+        [DecodedText(prompt='The module', text='The module is ...', ...)]
+        >>> decode([])
+        []
+    """
+    return [
+        DecodedText(
+            found["prompt"],
+            found["text"],
+            tuple(found["tokens"]),
+            tuple(found["log_probs"]),
+            found["stopped"],
+            tuple((each["text"], each["log_prob"]) for each in found.get("others", ())),
+        )
+        for found in _lines("decode", prompts, logdir=logdir, checkpoint=checkpoint, **flags)
+    ]
+
+
+def score(
+    texts: Iterable[str],
+    *,
+    logdir: str | os.PathLike[str] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    **flags: Any,
+) -> list[TextScore]:
+    """Scores texts with what was trained; `pipemesh score` for programs.
+
+    Args:
+        texts: of one line each.
+        logdir: folder of a training, whose newest checkpoint is taken.
+        checkpoint: path of one, in place of the folder.
+        **flags: of `pipemesh score`, such as `mesh_shape="layers:2"` or `plain=True`.
+
+    Returns:
+        What the model thinks of each, in their order.
+
+    Raises:
+        DecodingError: what is asked for cannot be had; the line that the command says.
+
+    Example:
+        >>> score([])
+        []
+    """
+    return [
+        TextScore(
+            found["text"],
+            found["log_prob"],
+            float("inf") if found["perplexity"] is None else found["perplexity"],
+            tuple(found["tokens"]),
+            tuple(found["log_probs"]),
+        )
+        for found in _lines("score", texts, logdir=logdir, checkpoint=checkpoint, **flags)
+    ]
+
+
+def _lines(command: str, texts: Iterable[str], **flags: Any) -> Sequence[dict[str, Any]]:
+    """What a command says of texts, as JSON."""
+    if isinstance(texts, str):
+        raise DecodingError(f"{texts!r} is one text; give a list of them")
+    lines = list(texts)
+    if not lines:
+        return []
+    for number, line in enumerate(lines, 1):
+        if not isinstance(line, str) or "\n" in line or not line.strip():
+            raise DecodingError(f"text {number} is {line!r}; give texts of one line each")
+    for name in ("prompt", "file", "format", "stream"):
+        if name in flags:
+            raise DecodingError(f"{name} is for the command alone; leave it out")
+    words = [_flag(name, value) for name, value in flags.items() if value is not None]
+    done = subprocess.run(
+        [sys.executable, "-m", "pipemesh.cli", command, "--file=-", "--format=json", *words],
+        input="".join(f"{line}\n" for line in lines).encode(),
+        capture_output=True,
+        # What can be imported here can be imported there.
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "PYTHONUTF8": "1",
+        },
+        check=False,
+    )
+    if done.returncode:
+        told = done.stderr.decode(errors="replace").strip().splitlines()
+        raise DecodingError(told[-1].removeprefix("error: ") if told else f"{command} failed")
+    # Not by what else may end a line, which JSON leaves as it is.
+    return [json.loads(line) for line in done.stdout.decode().split("\n") if line]
+
+
+def _flag(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no{name}"
+    return f"--{name}={os.fspath(value) if isinstance(value, os.PathLike) else value}"

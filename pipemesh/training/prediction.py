@@ -1,0 +1,90 @@
+"""What a model makes of held-out examples, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from lingvo.core import py_utils
+
+from pipemesh.errors import DataError, TrainingError
+from pipemesh.training.evaluation import restored, vanished
+from pipemesh.training.subject import Subject, rows_of
+
+# What a prediction is called that is one tensor.
+_ONE = "predictions"
+
+
+class Predictor:
+    """Predicts, without dropout, with moving averages in place of weights that have one.
+
+    Under any plan; of the checkpoint only weights are read, and their moving averages.
+
+    Args:
+        subject: the model, and its held-out data.
+        checkpoint: its path.
+
+    Attributes:
+        left_out: names of what the task predicts that has no row for each example, as far as it
+            has been seen.
+
+    Raises:
+        CheckpointError: it is another model's, or damaged.
+        DataError: there is no held-out data.
+    """
+
+    def __init__(self, subject: Subject, checkpoint: str) -> None:
+        self._trained = restored(subject, checkpoint)
+        self._batches = subject.heldout_data()
+        if self._batches is None:
+            raise DataError(
+                f"{subject.name} has no held-out data; define Dev() or Test() of its class"
+            )
+        self.left_out: set[str] = set()
+        self._predict = tf.function(self._trained.predict, autograph=False)
+
+    def examples(self) -> Iterator[dict[str, np.ndarray]]:
+        """What is predicted of each held-out example, in their order.
+
+        Rows of a batch whose `weights` are 0 fill it up, and are no examples.
+
+        Raises:
+            DataError: they cannot be read any more.
+            TrainingError: an operation of a stage failed, or nothing has a row for each example.
+        """
+        iterator = iter(self._batches or ())
+        while True:
+            try:
+                batch = next(iterator, None)
+            except tf.errors.OpError as error:
+                raise vanished(error) from error
+            if batch is None:
+                return
+            yield from self._of(batch)
+
+    def _of(self, batch: Any) -> Iterator[dict[str, np.ndarray]]:
+        rows = rows_of(batch)
+        try:
+            with self._trained.cluster(do_eval=True):
+                found = self._predict(batch)
+        except tf.errors.OpError as error:
+            explained = self._trained.explain(error)
+            if explained is None:
+                raise
+            raise TrainingError(f"prediction: {explained}") from error
+        named = dict(py_utils.NestedMap({_ONE: found}).FlattenItems())
+        # Names of those in a map of their own need no more.
+        named = {name.removeprefix(f"{_ONE}."): np.asarray(each) for name, each in named.items()}
+        kept = {name: each for name, each in named.items() if each.shape[:1] == (rows,)}
+        self.left_out |= named.keys() - kept.keys()
+        if not kept:
+            raise TrainingError(
+                f"of what ComputePredictions returns ({', '.join(named) or 'nothing'}) nothing has "
+                f"a row for each of {rows} examples"
+            )
+        weights = np.asarray(batch["weights"]) if "weights" in batch else np.ones([rows])
+        for row in range(rows):
+            if weights.shape != (rows,) or weights[row]:
+                yield {name: each[row] for name, each in kept.items()}
