@@ -26,6 +26,7 @@ COMMANDS = {
 PROGRAMS = {
     "decode": "pipemesh.training.command.decode",
     "evaluate": "pipemesh.training.command.evaluate",
+    "export": "pipemesh.training.command.export",
     "predict": "pipemesh.training.command.predict",
     "score": "pipemesh.training.command.score",
     "train": "pipemesh.training.command.train",
@@ -33,6 +34,7 @@ PROGRAMS = {
 HELP = {
     "decode": "continue texts with what was trained",
     "evaluate": "judge a checkpoint by one epoch of held-out data",
+    "export": "write what was trained as a SavedModel of TensorFlow",
     "predict": "say what was trained makes of each held-out example",
     "score": "score texts with what was trained",
     "train": "train a registered model of lingvo, pipelined or not",

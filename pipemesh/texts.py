@@ -143,7 +143,7 @@ def _lines(command: str, texts: Iterable[str], **flags: Any) -> Sequence[dict[st
     if not lines:
         return []
     for number, line in enumerate(lines, 1):
-        if not isinstance(line, str) or "\n" in line or not line.strip():
+        if "\n" in line or not line.strip():
             raise DecodingError(f"text {number} is {line!r}; give texts of one line each")
     for name in ("prompt", "file", "format", "stream"):
         if name in flags:
@@ -171,4 +171,4 @@ def _lines(command: str, texts: Iterable[str], **flags: Any) -> Sequence[dict[st
 def _flag(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no{name}"
-    return f"--{name}={os.fspath(value) if isinstance(value, os.PathLike) else value}"
+    return f"--{name}={value}"

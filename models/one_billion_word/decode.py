@@ -13,6 +13,9 @@ from collections.abc import Collection
 from typing import Any
 
 from pipemesh.training.command import program
+from pipemesh.training.command.plan_flags import OF_PIPELINES
+
+_OF_PLANS = ("mesh_shape", "layout", *OF_PIPELINES, "strict_devices", "trace_schedule")
 
 
 def main(argv: list[str]) -> int:
@@ -42,6 +45,29 @@ def score(argv: list[str]) -> int:
     request, path, there = _model()
     subject, tokens = _subject(request, path, there)
     score.score(subject, path, tokens, request.settings.BATCH_SIZE, texts)
+    return 0
+
+
+def export(argv: list[str]) -> int:
+    """Exports as the flags say; returns the exit code."""
+    from models.one_billion_word import command_line
+    from pipemesh.training.command import export
+    from pipemesh.training.command.flags import FlagError
+
+    export.define()
+    _parse(argv, export.__doc__)
+    export.folder()
+    flags = command_line.FLAGS
+    given = [name for name in _OF_PLANS if flags[name].present]
+    if given:
+        raise FlagError(
+            f"--{given[0]} plays no part, since a model is exported for one device; leave it out"
+        )
+    # As it is without a pipeline, whatever it was trained on.
+    flags.plain, flags["plain"].present = True, 1
+    request, path, there = _model()
+    subject, tokens = _subject(request, path, there)
+    export.export(subject, path, tokens)
     return 0
 
 

@@ -20,6 +20,7 @@ from pipemesh import layers as layers  # isort: skip
 from pipemesh.decoding.beam import BeamSearch
 from pipemesh.decoding.choice import Continuation
 from pipemesh.decoding.decoder import Decoder
+from pipemesh.decoding.export import ExportedModel
 from pipemesh.decoding.generator import Generator, Group
 from pipemesh.decoding.sampling import Sampler
 from pipemesh.decoding.scorer import ScoredText, Scorer
@@ -28,6 +29,7 @@ __all__ = [
     "BeamSearch",
     "Continuation",
     "Decoder",
+    "ExportedModel",
     "Generator",
     "Group",
     "Sampler",

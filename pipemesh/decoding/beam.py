@@ -140,8 +140,13 @@ class Beams:
         """Tokens that may still be added."""
         return self._most - len(self._going[0].tokens)
 
-    def take(self, tokens: Any, parents: Any, totals: Any) -> Continuation | None:
-        """Takes the likeliest tokens, best first; returns the continuation if it is done."""
+    def take(self, *told: Any) -> Continuation | None:
+        """Takes the likeliest tokens, what each continues, and scores, best first.
+
+        Returns:
+            The continuation, if it is done.
+        """
+        tokens, parents, totals = told
         beams, going = self._search.beams, []
         for place, (token, parent, total) in enumerate(zip(tokens, parents, totals, strict=True)):
             found = self._going[int(parent)].then(int(token), float(total))

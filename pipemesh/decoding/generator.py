@@ -89,7 +89,9 @@ class Generator:
         """
         return self._begin(tuple(numbers), list(prompts), list(before))
 
-    def go_on(self, groups: Sequence[Group], steps: int) -> tuple[list[Group], list[Any]]:
+    def go_on(
+        self, groups: Sequence[Group], steps: int | tf.Tensor
+    ) -> tuple[list[Group], list[Any]]:
         """Chooses tokens, one after the other.
 
         Args:
@@ -99,7 +101,7 @@ class Generator:
         Returns:
             The groups, and for each what its rows are told, steps and then prompts in front.
         """
-        return self._go_on(list(groups), tf.constant(steps))
+        return self._go_on(list(groups), tf.convert_to_tensor(steps))
 
     def _theta(self) -> Any:
         stack = self._stack

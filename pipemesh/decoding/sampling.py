@@ -133,8 +133,9 @@ class Sampled:
         """Tokens that may still be added."""
         return self._most - len(self._tokens)
 
-    def take(self, token: Any, log_prob: Any) -> Continuation | None:
-        """Takes a token; returns the continuation if it is done."""
+    def take(self, *told: Any) -> Continuation | None:
+        """Takes a token and its log probability; returns the continuation if it is done."""
+        token, log_prob = told
         self._tokens.append(int(token))
         self._log_probs.append(float(log_prob))
         stopped = self._tokens[-1] in self._stop

@@ -101,6 +101,119 @@ def test_scores_are_those_that_a_search_had(tmp_path, logdir):
         assert abs(float(perplexity) / each["perplexity"] - 1) < 1e-3
 
 
+# A server that knows TensorFlow alone, and requests as TensorFlow Serving has them.
+SERVER = """
+import json, sys
+sys.modules["pipemesh"] = sys.modules["lingvo"] = None
+import tensorflow as tf
+from tensorflow_serving.apis import predict_pb2
+
+model = tf.saved_model.load(sys.argv[1])
+for line in sys.stdin:
+    name, inputs = json.loads(line)
+    request = predict_pb2.PredictRequest()
+    request.model_spec.name, request.model_spec.signature_name = "model", name
+    for key, value in inputs.items():
+        request.inputs[key].CopyFrom(tf.make_tensor_proto(value, tf.int32))
+    sent = predict_pb2.PredictRequest.FromString(request.SerializeToString())
+    called = model.signatures[sent.model_spec.signature_name]
+    given = {key: tf.constant(tf.make_ndarray(each)) for key, each in sent.inputs.items()}
+    response = predict_pb2.PredictResponse()
+    try:
+        for key, value in called(**given).items():
+            response.outputs[key].CopyFrom(tf.make_tensor_proto(value))
+    except tf.errors.InvalidArgumentError as error:
+        print(json.dumps(str(error)))
+        continue
+    found = predict_pb2.PredictResponse.FromString(response.SerializeToString())
+    print(json.dumps({k: tf.make_ndarray(v).tolist() for k, v in found.outputs.items()}))
+"""
+
+
+def served(folder, *requests):
+    lines = "".join(f"{json.dumps(each)}\n" for each in requests)
+    done = subprocess.run(
+        [sys.executable, "-c", SERVER, str(folder)],
+        input=lines,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return list(map(json.loads, done.stdout.splitlines()))
+
+
+@pytest.mark.slow
+def test_tensorflow_alone_serves_what_is_exported(tmp_path, logdir):
+    where, to = f"--logdir={logdir}", tmp_path / "exported"
+    (line,) = said(where, f"--to={to}", command="export")
+    assert line.endswith("signatures score and decode, 32 tokens a row")
+    file = tmp_path / "texts.txt"
+    file.write_text("\n".join(TEXTS) + "\n")
+    texts = [where, f"--file={file}", "--format=json"]
+    decoded = list(map(json.loads, said(*texts, "--max_tokens=6")))
+    scored = list(map(json.loads, said(*texts, command="score")))
+    # The first token begins a text, the last one ends it.
+    rows = [[1, *each["tokens"]] for each in scored]
+    most = max(map(len, rows))
+
+    def request(rows):
+        return {
+            "ids": [row + [0] * (most - len(row)) for row in rows],
+            "lengths": [*map(len, rows)],
+        }
+
+    prompts = request([row[:-1] for row in rows])
+    found, log_probs, alone, *errors = served(
+        to,
+        ("decode", {**prompts, "max_tokens": 6}),
+        ("score", request(rows)),
+        ("score", request(rows[:1])),
+        ("decode", {**prompts, "max_tokens": 32}),
+        ("decode", {**prompts, "max_tokens": 0}),
+        ("score", {"ids": [[1, 400]], "lengths": [2]}),
+        ("score", {"ids": [[1, 2]], "lengths": [3]}),
+    )
+    for row, each in enumerate(decoded):
+        count = found["counts"][row]
+        assert found["tokens"][row] == each["tokens"] + [0] * (6 - count)
+        for one, other in zip(found["log_probs"][row], each["log_probs"], strict=False):
+            assert abs(one - other) < 1e-3
+    for row, each in enumerate(scored):
+        wanted = [0.0, *each["log_probs"]]
+        wanted += [0.0] * (most - len(wanted))
+        assert (
+            max(abs(a - b) for a, b in zip(log_probs["log_probs"][row], wanted, strict=True)) < 1e-3
+        )
+    assert len(alone["log_probs"]) == 1
+    for told, why in zip(
+        errors,
+        [
+            "are more than the model has places for",
+            "max_tokens is below 1",
+            "a token is not in the vocabulary",
+            "a row is longer than its ids",
+        ],
+        strict=True,
+    ):
+        assert why in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ([], "where to? give --to=FOLDER"),
+        (["--to=/proc"], "--to='/proc' is there already; give a new or an empty folder"),
+        (["--to=x", "--mesh_shape=layers:2"], "--mesh_shape plays no part, since a model is"),
+    ],
+)
+def test_what_cannot_be_exported_is_one_line(logdir, flags, told):
+    code, out, err = run(f"--logdir={logdir}", *flags, command="export")
+    assert (code, out) == (2, "") and told in err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "told"),

@@ -1,0 +1,105 @@
+"""Writes a trained language model as a SavedModel, which TensorFlow loads without this library.
+
+    pipemesh export --logdir=runs/OneBillionWordTiny --to=exported
+
+It has the signatures `score` and `decode` (greedy); `pipemesh.decoding.ExportedModel` says what
+they take and return.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+from absl import flags
+
+from pipemesh.training.command import quiet
+from pipemesh.training.command.decode import Tokens, helped, program_of
+from pipemesh.training.command.flags import FlagError
+
+FLAGS = flags.FLAGS
+
+# Flags that are defined here belong to the program that asks for them.
+flags.disclaim_key_flags()
+
+
+def main(argv: list[str]) -> int:
+    """Exports as the flags say.
+
+    Args:
+        argv: the program and its arguments.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        PipemeshError: what is asked for cannot be had.
+    """
+    quiet.install()
+    if helped(argv, __doc__, define):
+        return 0
+    return importlib.import_module(program_of(argv)).export(argv)
+
+
+def define(values: flags.FlagValues = FLAGS) -> None:
+    """Defines the flags of an export.
+
+    Args:
+        values: where.
+    """
+    flags.DEFINE_string("to", None, "The folder to write to, new or empty.", flag_values=values)
+
+
+def folder() -> str:
+    """The folder to write to.
+
+    Raises:
+        FlagError: there is none, or something is in it.
+    """
+    if not FLAGS.to:
+        raise FlagError("where to? give --to=FOLDER")
+    if os.path.exists(FLAGS.to) and (not os.path.isdir(FLAGS.to) or os.listdir(FLAGS.to)):
+        raise FlagError(f"--to={FLAGS.to!r} is there already; give a new or an empty folder")
+    return FLAGS.to
+
+
+def export(subject: Any, path: str, tokens: Tokens) -> None:
+    """Writes a SavedModel, and says so.
+
+    Args:
+        subject: the model, on one device.
+        path: of the checkpoint.
+        tokens: how it spells text.
+
+    Raises:
+        CheckpointError: the checkpoint is another model's, or damaged.
+        FlagError: the folder cannot be written to.
+    """
+    from pipemesh.decoding import ExportedModel, Generator, Sampler
+    from pipemesh.training.evaluation import restored
+    from pipemesh.training.run import console
+
+    to = folder()
+    with console.waiting("making the model"):
+        trained = restored(subject, path)
+
+    def compute(batch: Any) -> Any:
+        with trained.cluster(do_eval=True):
+            return trained.evaluate(batch, lambda _, per_example: per_example.xent)
+
+    generator = Generator(
+        trained.task,
+        trained.pipelines[0],
+        lambda: trained.cluster(do_eval=True),
+        tokens.length,
+        Sampler(),
+        tokens.stop,
+    )
+    with console.waiting("writing"):
+        made = ExportedModel(compute, generator, length=tokens.length, vocab_size=tokens.vocab_size)
+        try:
+            made.save(to)
+        except OSError as error:
+            raise FlagError(f"--to={to!r} cannot be written to ({error})") from error
+    print(f"{path} is exported to {to}: signatures score and decode, {tokens.length} tokens a row")
