@@ -9,7 +9,7 @@ Standard output has the texts and nothing else. Neither plan nor text need be th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from pipemesh.training.command import program
@@ -22,8 +22,7 @@ def main(argv: list[str]) -> int:
     """Decodes as the flags say; returns the exit code."""
     from pipemesh.training.command import decode
 
-    decode.define()
-    _parse(argv, __doc__)
+    _parse(argv, __doc__, decode.define)
     texts = decode.prompts()
     # Other stages than those of the training are cut elsewhere.
     request, path, there = _model((*decode.OF_TRAINING, "boundaries"))
@@ -39,8 +38,7 @@ def score(argv: list[str]) -> int:
     """Scores as the flags say; returns the exit code."""
     from pipemesh.training.command import decode, score
 
-    score.define()
-    _parse(argv, score.__doc__)
+    _parse(argv, score.__doc__, score.define)
     texts = decode.prompts("scored")
     request, path, there = _model()
     subject, tokens = _subject(request, path, there)
@@ -54,8 +52,7 @@ def export(argv: list[str]) -> int:
     from pipemesh.training.command import export
     from pipemesh.training.command.flags import FlagError
 
-    export.define()
-    _parse(argv, export.__doc__)
+    _parse(argv, export.__doc__, export.define)
     export.folder()
     flags = command_line.FLAGS
     given = [name for name in _OF_PLANS if flags[name].present]
@@ -71,11 +68,17 @@ def export(argv: list[str]) -> int:
     return 0
 
 
-def _parse(argv: list[str], about: str | None) -> None:
+def _parse(argv: list[str], about: str | None, define: Callable[[], None]) -> None:
     from models.one_billion_word import command_line
     from pipemesh.training.command.evaluate import check_flags, define_checkpoint
 
+    flags = command_line.FLAGS
+    before = set(flags)
+    define()
     define_checkpoint()
+    for name in {*flags} - before:
+        # Told with the others by --help.
+        flags.register_key_flag_for_module(command_line.__name__, flags[name])
     command_line.parse(argv, about)
     check_flags()
 

@@ -64,6 +64,15 @@ def test_standard_output_has_the_texts_alone_whatever_the_plan(tmp_path, logdir)
 
 
 @pytest.mark.slow
+def test_what_one_program_for_all_has_trained_says_the_same_under_any_plan(tmp_path):
+    where = f"--logdir={tmp_path / 'run'}"
+    code, _, err = finish(start("--steps=3", "--lowering=simd", "--mesh_shape=layers:2", where))
+    assert code == 0, err
+    asked = [where, "--prompt=The module", "--max_tokens=7"]
+    assert said(*asked, *SPLIT) == said(*asked, "--plain") == said(*asked)
+
+
+@pytest.mark.slow
 def test_prompts_may_come_from_standard_input(logdir):
     command = warm("-c", PROGRAM, "decode", f"--logdir={logdir}", "--file=-", "--max_tokens=2")
     done = subprocess.run(
@@ -277,3 +286,10 @@ def test_help_needs_no_tensorflow(command, flag):
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0 and flag in done.stdout, done.stderr
+
+
+def test_help_of_the_module_has_all_flags():
+    command = [sys.executable, "-m", "models.one_billion_word.decode", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    for flag in ("--beams", "--checkpoint", "--mesh_shape"):
+        assert f"  {flag}:" in done.stdout
