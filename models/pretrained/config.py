@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from pipemesh.errors import PipemeshError
 from pipemesh.text import nearest_text
 
 FILE = "config.json"
+# Beside it may lie how texts are to be continued.
+GENERATION = "generation_config.json"
 # Theirs by name, as layers with named dims know them.
 _ACTIVATIONS = {
     "gelu": "GELU",
@@ -90,19 +93,39 @@ def read(path: str) -> Config:
         WeightsError: it cannot be read, or is of a model that is not known here, or has an option
             that layers here have not.
     """
+    return of_values(_object(path), path)
+
+
+def ends_of(folder: str, config: Config) -> frozenset[int]:
+    """The tokens that end a text: those of a `generation_config.json`, or else the model's.
+
+    Args:
+        folder: that it may lie in.
+        config: of the model.
+
+    Raises:
+        WeightsError: it cannot be read.
+    """
+    path = os.path.join(folder, GENERATION)
+    if not os.path.exists(path):
+        return frozenset(config.eos)
+    given = _Given(_object(path), path)
+    return frozenset(given.tokens("eos_token_id") or config.eos)
+
+
+def _object(path: str) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
             values = json.load(file)
     except OSError as error:
         raise WeightsError(
-            f"{path!r} cannot be read ({error.strerror}); give the config.json that came with the "
-            "weights"
+            f"{path!r} cannot be read ({error.strerror}); give the one that came with the weights"
         ) from error
     except ValueError as error:
         raise WeightsError(f"{path!r} is no JSON ({error})") from error
     if not isinstance(values, dict):
-        raise WeightsError(f"{path!r} is no config.json: it holds no object of JSON")
-    return of_values(values, path)
+        raise WeightsError(f"{path!r} holds no object of JSON")
+    return values
 
 
 def of_values(values: Mapping[str, Any], path: str = FILE) -> Config:

@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     tokens = decode.Tokens(
         encode,
         told,
-        frozenset(config.eos),
+        configs.ends_of(folder, config),
         # There is a place for each key and value, and some models can have very many.
         min(config.max_length, longest + values.max_tokens),
         config.vocab_size,

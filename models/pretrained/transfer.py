@@ -29,7 +29,7 @@ _BESIDE = (
     "special_tokens_map.json",
     "vocab.json",
     "merges.txt",
-    "generation_config.json",
+    configs.GENERATION,
 )
 # What a file calls the dtype of its weights.
 _DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -139,7 +139,8 @@ def export_weights(path: str, to: str, dtype: str = "float32") -> list[str]:
             weight.to_theirs(read_one(path, weight.name, dtypes[weight.name]).numpy())
             for weight in parts
         ]
-        return (np.concatenate(found, -1) if len(found) > 1 else found[0]).astype(wanted)
+        whole = np.concatenate(found, -1) if len(found) > 1 else found[0]
+        return _cast(whole, wanted, parts[0].theirs)
 
     def tensors() -> Iterator[tuple[str, int, Callable[[], np.ndarray]]]:
         for theirs, parts in names.by_theirs(weights):
@@ -178,6 +179,16 @@ def _as_in(files: TensorFiles, weights: Sequence[Weight], config: Config) -> lis
     return found
 
 
+def _cast(value: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        found = value.astype(dtype)
+    if not np.array_equal(np.isfinite(found), np.isfinite(value)):
+        raise WeightsError(
+            f"tensor {name!r} has numbers that are too large for {dtype.name}; give another --dtype"
+        )
+    return found
+
+
 def _write(path: str, files: TensorFiles, weights: Sequence[Weight], note: Any, dtype: str) -> None:
     """Writes the checkpoint, tensor by tensor."""
     import tensorflow as tf
@@ -189,7 +200,7 @@ def _write(path: str, files: TensorFiles, weights: Sequence[Weight], note: Any, 
     def get(weight: Weight) -> tf.Tensor:
         value = weight.from_theirs(files.read(weight.theirs, weight.index))
         with tf.device("CPU:0"):
-            return tf.constant(np.ascontiguousarray(value.astype(wanted)))
+            return tf.constant(np.ascontiguousarray(_cast(value, wanted, weight.theirs)))
 
     step = ("global_step", lambda: tf.zeros([], tf.int64))
     tensors = ((weight.name, lambda weight=weight: get(weight)) for weight in weights)

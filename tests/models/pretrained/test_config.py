@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from models.pretrained.config import WeightsError, of_values, read
+from models.pretrained.config import WeightsError, ends_of, of_values, read
 
 GPT2, LLAMA = {"model_type": "gpt2"}, {"model_type": "llama"}
 
@@ -39,6 +39,18 @@ def test_tokens_that_end_a_text_may_be_several():
     assert (found.bos, found.eos) == (1, (2, 9))
     assert of_values(GPT2 | {"eos_token_id": 7}).eos == (7,)
     assert of_values(GPT2).eos == ()
+
+
+def test_what_ends_a_text_is_said_by_the_file_beside_it_first(tmp_path):
+    config = of_values(LLAMA | {"eos_token_id": 2})
+    assert ends_of(str(tmp_path), config) == {2}
+    beside = tmp_path / "generation_config.json"
+    for content, ends in (("{}", {2}), ('{"eos_token_id": [2, 9]}', {2, 9})):
+        beside.write_text(content)
+        assert ends_of(str(tmp_path), config) == ends
+    beside.write_text('{"eos_token_id": "end"}')
+    with pytest.raises(WeightsError, match=r"generation_config\.json: eos_token_id is 'end'"):
+        ends_of(str(tmp_path), config)
 
 
 @pytest.mark.parametrize(

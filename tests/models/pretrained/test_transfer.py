@@ -134,6 +134,18 @@ def test_what_cannot_be_taken_in_is_one_line(tmp_path, capsys, given):
     assert "has a checkpoint, " in refused(capsys, *enter)
 
 
+def test_numbers_that_a_dtype_has_not_are_an_error(tmp_path, capsys, given):
+    folder, tensors, change = given
+    name = "model.norm.weight"
+    change(**{name: tensors[name] * 1e9})
+    enter = "import", "--from", folder, "--logdir", tmp_path / "run"
+    told = f"tensor '{name}' has numbers that are too large for float16; give another --dtype"
+    assert told in refused(capsys, *enter, "--dtype=float16")
+    assert cli.main(["checkpoint", *map(str, enter), "--dtype=bfloat16"]) == 0
+    assert told in refused(capsys, "export", tmp_path / "run", tmp_path / "out", "--dtype=float16")
+    assert not list((tmp_path / "out").glob("*.safetensors*"))
+
+
 def test_what_cannot_go_out_is_one_line(tmp_path, capsys, given):
     folder, _, _ = given
     run, out = tmp_path / "run", tmp_path / "out"
