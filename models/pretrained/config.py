@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pipemesh.errors import PipemeshError
@@ -46,6 +46,7 @@ class Config:
         epsilon: of the norms.
         activation: of the feed-forward layers, by the name that they have here.
         rotary_base: of rotary positions; None for learned ones.
+        rotary_scaling: of their angles, what a `RotaryScaling` is made of; None for none.
         attention_bias: whether the products of attention have biases.
         feed_forward_bias: whether those of the feed-forward layers do.
         tied: whether the logits are products with the embedding's table.
@@ -71,6 +72,7 @@ class Config:
     attention_bias: bool
     feed_forward_bias: bool
     tied: bool
+    rotary_scaling: Mapping[str, Any] | None = None
     embedding_dropout: float = 0.0
     residual_dropout: float = 0.0
     bos: int | None = None
@@ -144,8 +146,8 @@ def of_values(values: Mapping[str, Any], path: str = FILE) -> Config:
         (2, 768, 3072, 'GELU_APPROXIMATE')
         >>> of_values({"model_type": "llama", "rope_scaling": {"rope_type": "yarn"}})
         Traceback (most recent call last):
-        models.pretrained.config.WeightsError: config.json: rope_type is 'yarn'; supported is \
-'default', rotations that are not scaled
+        models.pretrained.config.WeightsError: config.json: rope_type is 'yarn'; supported are \
+default, linear, llama3
     """
     model_type = values.get("model_type")
     if model_type not in MODEL_TYPES:
@@ -169,7 +171,13 @@ class _Given:
             raise self._error(name, value, "it is a whole number from 1 on")
         return value
 
-    def number(self, name: str, default: float, *, zero: bool = False) -> float:
+    def at_least_one(self, name: str) -> float:
+        value = self.number(name, None)
+        if value < 1:
+            raise self._error(name, value, "it is 1 or more")
+        return value
+
+    def number(self, name: str, default: float | None, *, zero: bool = False) -> float:
         value = self._of(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._error(name, value, "it is a number")
@@ -267,6 +275,7 @@ def _llama(given: _Given) -> Config:
             f"{given.path}: heads have {head_dim} elements, but pairs of them are rotated"
         )
     bos, eos = given.tokens("bos_token_id"), given.tokens("eos_token_id")
+    base, scaling = _rotations(given)
     return Config(
         model_type="llama",
         vocab_size=given.whole("vocab_size", 32000),
@@ -279,7 +288,8 @@ def _llama(given: _Given) -> Config:
         max_length=given.whole("max_position_embeddings", 2048),
         epsilon=given.number("rms_norm_eps", 1e-6),
         activation=given.choice("hidden_act", "silu", _GATED_ACTIVATIONS),
-        rotary_base=_rotary_base(given),
+        rotary_base=base,
+        rotary_scaling=scaling,
         attention_bias=given.flag("attention_bias", False),
         feed_forward_bias=given.flag("mlp_bias", False),
         tied=given.flag("tie_word_embeddings", False),
@@ -293,25 +303,50 @@ def _llama(given: _Given) -> Config:
 MODEL_TYPES = {"gpt2": _gpt2, "llama": _llama}
 
 
-def _rotary_base(given: _Given) -> float:
-    """The base of rotations, which older files have at one place and newer ones at another."""
-    base = given.values.get("rope_theta")
+def _rotations(given: _Given) -> tuple[float, Mapping[str, Any] | None]:
+    """Base and scaling of rotations, which older files have elsewhere than newer ones."""
+    base, scaling = given.values.get("rope_theta"), None
     for name in ("rope_scaling", "rope_parameters"):
         found = given.values.get(name)
         if found is None:
             continue
         if not isinstance(found, dict):
             raise WeightsError(f"{given.path}: {name} is {found!r}; it is an object of JSON")
+        part = _Given(found, f"{given.path}: {name}")
+        part.only("partial_rotary_factor", [None, 1, 1.0], "whole heads are rotated")
         kind = found.get("rope_type", found.get("type", "default"))
-        if kind != "default":
+        if kind not in _SCALINGS:
             raise WeightsError(
-                f"{given.path}: rope_type is {kind!r}; supported is 'default', rotations that are "
-                "not scaled"
+                f"{given.path}: rope_type is {kind!r}; supported are {', '.join(_SCALINGS)}"
             )
-        given_parts = _Given(found, f"{given.path}: {name}")
-        given_parts.only("partial_rotary_factor", [None, 1, 1.0], "whole heads are rotated")
+        scaling = _SCALINGS[kind](part)
         base = found.get("rope_theta", base)
-    return _Given({"rope_theta": base}, given.path).number("rope_theta", _ROTARY_BASE)
+    number = _Given({"rope_theta": base}, given.path).number("rope_theta", _ROTARY_BASE)
+    return number, scaling
+
+
+def _by_a_factor(part: _Given) -> Mapping[str, Any]:
+    return {"factor": part.at_least_one("factor")}
+
+
+def _by_frequency(part: _Given) -> Mapping[str, Any]:
+    """Dubey et al., 2024."""
+    low, high = part.number("low_freq_factor", None), part.number("high_freq_factor", None)
+    if not low < high:
+        raise WeightsError(
+            f"{part.path}: low_freq_factor is {low} and high_freq_factor {high}, which is to be "
+            "the greater one"
+        )
+    length = part.whole("original_max_position_embeddings", None)
+    return {**_by_a_factor(part), "length": length, "low": low, "high": high}
+
+
+# Of rotations, by the type that a file has for it.
+_SCALINGS: Mapping[str, Callable[[_Given], Mapping[str, Any] | None]] = {
+    "default": lambda part: None,
+    "linear": _by_a_factor,
+    "llama3": _by_frequency,
+}
 
 
 def _head_dim(given: _Given, size: str, model_dim: int, number: str, num_heads: int) -> int:

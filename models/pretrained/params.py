@@ -152,6 +152,8 @@ def layers_of(config: Config, dropout: float | None = None) -> list[Any]:
     )
     if is_rotary:
         attention.rotary_base = config.rotary_base
+    if config.rotary_scaling is not None:
+        attention.rotary_scaling = named.RotaryScaling(**config.rotary_scaling)
     block = NamedBlock.Params().Set(
         input_dim=config.model_dim,
         num_heads=config.num_heads,

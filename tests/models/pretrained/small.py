@@ -38,9 +38,19 @@ LLAMA = {
     "rope_theta": 50.0,
     "eos_token_id": None,
 }
-# What else a Llama may have: heads of a size of their own, biases, one table.
+# What else a Llama may have: heads of a size of their own, biases, one table, slower rotations: of
+# the four of a head one is as it was, one as slow as any, and two are between.
 RICH_LLAMA = LLAMA | {
-    "head_dim": 6,
+    "head_dim": 8,
+    "rope_theta": None,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 50.0,
+        "factor": 5.0,
+        "low_freq_factor": 0.1,
+        "high_freq_factor": 1.0,
+        "original_max_position_embeddings": 8,
+    },
     "attention_bias": True,
     "mlp_bias": True,
     "tie_word_embeddings": True,

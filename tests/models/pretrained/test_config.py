@@ -7,6 +7,13 @@ import pytest
 from models.pretrained.config import WeightsError, ends_of, of_values, read
 
 GPT2, LLAMA = {"model_type": "gpt2"}, {"model_type": "llama"}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8,
+    "low_freq_factor": 1,
+    "high_freq_factor": 4,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def test_what_a_file_leaves_out_is_that_of_the_smallest_model():
@@ -32,6 +39,15 @@ def test_what_a_file_leaves_out_is_that_of_the_smallest_model():
 )
 def test_the_base_of_rotations_stands_where_older_and_newer_files_have_it(given):
     assert of_values(LLAMA | given).rotary_base == 5e5
+
+
+def test_rotations_may_be_slower():
+    assert of_values(LLAMA).rotary_scaling is None
+    found = of_values(LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}})
+    assert found.rotary_scaling == {"factor": 2.0}
+    found = of_values(LLAMA | {"rope_theta": 5e5, "rope_scaling": LLAMA3})
+    assert found.rotary_scaling == {"factor": 8.0, "length": 8192, "low": 1.0, "high": 4.0}
+    assert found.rotary_base == 5e5
 
 
 def test_tokens_that_end_a_text_may_be_several():
@@ -75,8 +91,11 @@ def test_what_ends_a_text_is_said_by_the_file_beside_it_first(tmp_path):
         (LLAMA | {"num_key_value_heads": 3}, "num_key_value_heads is 3, which does not divide"),
         (LLAMA | {"head_dim": 5}, "heads have 5 elements, but pairs"),
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; whole heads"),
-        (LLAMA | {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type is 'linear'; supp"),
-        (LLAMA | {"rope_parameters": {"rope_type": "llama3"}}, "rope_type is 'llama3'; supported"),
+        (LLAMA | {"rope_scaling": {"type": "yarn"}}, "'yarn'; supported are default, linear, lla"),
+        (LLAMA | {"rope_scaling": {"type": "linear"}}, "rope_scaling has no 'factor', which"),
+        (LLAMA | {"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor is 0.5; it is 1 or"),
+        (LLAMA | {"rope_parameters": LLAMA3 | {"high_freq_factor": 1}}, "high_freq_factor 1.0, "),
+        (LLAMA | {"rope_parameters": {"rope_type": "llama3"}}, "has no 'low_freq_factor', which"),
         (LLAMA | {"rope_scaling": 2}, "rope_scaling is 2; it is an object of JSON"),
         (LLAMA | {"rope_theta": "high"}, "rope_theta is 'high'; it is a number"),
     ],

@@ -9,6 +9,7 @@ import tensorflow as tf
 from models.pretrained import config, params, transfer
 from models.pretrained.config import WeightsError
 from pipemesh.layers import DatasetInput
+from pipemesh.layers.named import RotaryScaling
 from pipemesh.plan import Plan
 from pipemesh.training.registered import RegisteredModel
 from pipemesh.training.run.options import Options
@@ -62,7 +63,8 @@ def test_the_file_says_the_sizes_and_the_class_the_rest(tmp_path):
     assert params.length_of(model) == 16
     embedding, block, _, head = params.layers_of(model.CONFIG)
     assert (embedding.vocab_size, embedding.positions, embedding.dropout_rate) == (24, "none", 0)
-    assert (block.attention_tpl.dim_per_head, block.attention_tpl.num_kv_heads) == (6, 2)
+    assert (block.attention_tpl.dim_per_head, block.attention_tpl.num_kv_heads) == (8, 2)
+    assert block.attention_tpl.rotary_scaling == RotaryScaling(5.0, length=8, low=0.1, high=1.0)
     assert block.attention_tpl.rotary_base == 50.0 and block.attention_tpl.use_bias
     assert block.norm_tpl.kind == head.norm_tpl.kind == "rms"
     assert block.feed_forward_tpl.activation == "SWIGLU"

@@ -1,11 +1,13 @@
 """Models of `transformers`, taken in from their files: logits, tokens and a step are theirs."""
 
+import dataclasses
 import types
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from models.pretrained import config as configs
 from models.pretrained import params, transfer
 from pipemesh.decoding import Decoder, Generator, Sampler
 from pipemesh.layers import DatasetInput
@@ -92,6 +94,10 @@ def case(request, tmp_path_factory):
     transfer.import_weights(str(folder / "theirs"), str(folder / "run"))
     config = (Gpt2 if request.param == "gpt2" else Llama)()
     config.LOGDIR = str(folder / "run")
+    # What the package wrote says what it was asked for.
+    wanted = configs.of_values(values)
+    there = configs.read(str(folder / "run" / "config.json"))
+    assert dataclasses.replace(there, bos=None, eos=()) == dataclasses.replace(wanted, eos=())
     subject = RegisteredModel(config, "Model", PLANS[request.param])
     return types.SimpleNamespace(
         torch=torch, package=package, model=model, folder=folder, subject=subject
