@@ -16,7 +16,7 @@ from models.pretrained import config as configs
 from models.pretrained import names
 from models.pretrained.config import Config, WeightsError
 from models.pretrained.text import heldout_dataset, train_dataset
-from pipemesh.errors import DataError
+from pipemesh.errors import DataError, PlanError
 from pipemesh.layers import DatasetInput, named
 from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
@@ -124,7 +124,21 @@ def length_of(params: PretrainedParams) -> int:
 
 
 def stages_of(params: PretrainedParams) -> list[Any]:
-    """Params of the stages."""
+    """Params of the stages.
+
+    Args:
+        params: an instance of its class.
+
+    Raises:
+        PlanError: a batch does not divide into microbatches.
+    """
+    number = params.PLAN.num_microbatches
+    if params.BATCH_SIZE % number:
+        raise PlanError(
+            f"num_microbatches={number}: batches of {type(params).__name__} have "
+            f"{params.BATCH_SIZE} rows, which do not divide into as many; give another number, or "
+            "derive a class with another BATCH_SIZE"
+        )
 
     class Sizes:
         PLAN, BATCH_SIZE = params.PLAN, params.BATCH_SIZE

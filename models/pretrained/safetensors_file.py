@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -225,8 +226,12 @@ def write(
 def _write_file(path: str, tensors: Mapping[str, np.ndarray]) -> None:
     temporary = f"{path}.{os.getpid()}"
     try:
-        # Those who read it by torch look for it.
+        with open(temporary, "wb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+        # Those who read it by torch look for the format.
         save_file(dict(tensors), temporary, metadata={"format": "pt"})
+        # The package makes files that only their owner may read.
+        os.chmod(temporary, stat.S_IMODE(mode))
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
         with contextlib.suppress(OSError):

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from models.pretrained import config, params, transfer
 from models.pretrained.config import WeightsError
+from pipemesh.errors import PlanError
 from pipemesh.layers import DatasetInput
 from pipemesh.layers.named import RotaryScaling
 from pipemesh.plan import Plan
@@ -77,6 +78,14 @@ def test_the_file_says_the_sizes_and_the_class_the_rest(tmp_path):
     model.LOGDIR = str(tmp_path)
     with pytest.raises(WeightsError, match="Llama has model_type 'llama', but"):
         model.Task()
+
+
+def test_a_batch_that_does_not_divide_is_told_by_the_flag():
+    model = params.Gpt2()
+    model.CONFIG = config.of_values(small.GPT2)
+    values = {"num_microbatches": "16"}
+    with pytest.raises(PlanError, match="num_microbatches=16: batches of Gpt2 have 8 rows, which"):
+        RegisteredModel(model, "Gpt2", values)
 
 
 def test_there_is_data_to_judge_by_where_there_is_text():

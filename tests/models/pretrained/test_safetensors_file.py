@@ -70,6 +70,11 @@ def test_what_is_written_is_read_in_one_file_or_in_several(tmp_path, most, numbe
     tensors, paths = written(tmp_path, most)
     assert len(paths) == number
     assert sorted(tmp_path.iterdir()) == sorted(map(type(tmp_path), paths))
+    # As others are: folders of models are shared.
+    (tmp_path / "other").touch()
+    assert {each.stat().st_mode for each in tmp_path.iterdir()} == {
+        (tmp_path / "other").stat().st_mode
+    }
     with TensorFiles(find(str(tmp_path))) as files:
         assert files.names == sorted(tensors)
         for name, value in tensors.items():
