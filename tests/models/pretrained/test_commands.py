@@ -3,10 +3,11 @@
 import json
 import os
 
+import numpy as np
 import pytest
 
 from models.pretrained import transfer
-from tests.models.pretrained import small
+from tests.models.pretrained import reference, small
 from tests.training.command import program
 
 pytestmark = pytest.mark.slow
@@ -39,8 +40,11 @@ def run(tmp_path_factory):
 def test_text_goes_on_under_any_plan_with_a_tokenizer_and_without(run):
     plain = program.done("decode", f"--logdir={run}", *PROMPT, "--format=json", "--plain")
     found = json.loads(plain)
-    assert found["text"].startswith("the cat") and len(found["tokens"]) == 5
-    assert all(token < len(small.WORDS) for token in found["tokens"])
+    assert found["text"].startswith("the cat")
+    values = json.loads((run / "config.json").read_text())
+    tokens, log_probs = reference.greedy(values, small.tensors_of(values), [1, 2, 3], 5)
+    assert found["tokens"] == tokens
+    np.testing.assert_allclose(found["log_probs"], log_probs, rtol=0, atol=1e-4)
     split = program.done("decode", f"--logdir={run}", *PROMPT, "--format=json", *SPLIT)
     assert json.loads(split)["tokens"] == found["tokens"]
     os.rename(run / "tokenizer.json", run / "away.json")
@@ -62,6 +66,20 @@ def test_text_goes_on_under_any_plan_with_a_tokenizer_and_without(run):
     assert "has 3 tokens, with 14 more it exceeds the model's 16" in line
     line = program.refused("train", f"--logdir={run}")
     assert "there is no text to train on: derive a class" in line
+
+
+def test_tokens_of_llama_are_those_of_its_formulas(tmp_path):
+    tensors = small.tensors_of(small.LLAMA)
+    small.write(tmp_path / "in", small.LLAMA, tensors)
+    transfer.import_weights(str(tmp_path / "in"), str(tmp_path / "run"))
+    prompt = ["--ids", "--prompt=3 9 1 20", "--max_tokens=8", "--format=json"]
+    layout = f"{SPLIT[1]};kv_heads:model"
+    found = json.loads(
+        program.done("decode", f"--logdir={tmp_path}/run", *prompt, SPLIT[0], layout)
+    )
+    tokens, log_probs = reference.greedy(small.LLAMA, tensors, [3, 9, 1, 20], 8)
+    assert found["tokens"] == tokens and len(set(tokens)) > 5
+    np.testing.assert_allclose(found["log_probs"], log_probs, rtol=0, atol=1e-4)
 
 
 def test_a_training_goes_on_with_them_and_says_text_too(run, tmp_path, monkeypatch):

@@ -5,14 +5,11 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from models.pretrained.config import WeightsError
+from models.pretrained.safetensors_file import INDEX, ONE, TensorFiles, find, write
 from pipemesh.errors import SaveError
-from tests.models.pretrained import small
-
-save_file = small.save_file
-
-from models.pretrained.safetensors_file import INDEX, ONE, TensorFiles, find, write  # noqa: E402
 
 NUMBERS = np.arange(12, dtype=np.float32).reshape(3, 4)
 

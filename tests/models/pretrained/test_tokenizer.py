@@ -4,6 +4,7 @@ import io
 import sys
 
 import pytest
+import sentencepiece
 
 from models.pretrained import config, tokenizer
 from models.pretrained.config import WeightsError
@@ -25,7 +26,6 @@ def test_a_tokenizer_of_json(tmp_path):
 
 
 def test_a_model_of_sentencepiece(tmp_path):
-    sentencepiece = pytest.importorskip("sentencepiece")
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["the cat sat", "a cat sat on the mat"] * 20),
