@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pipemesh import __version__
-from pipemesh.errors import PipemeshError
+from pipemesh.errors import CheckpointError, PipemeshError
 from pipemesh.text import did_you_mean
 
 COMMANDS = {
@@ -87,7 +87,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             command.description = str(module.__doc__).strip()
             command.formatter_class = argparse.RawDescriptionHelpFormatter
             module.add_arguments(command)
-            command.set_defaults(run=module.run, table_of=table_of, lingvo_names=lingvo_names)
+            command.set_defaults(
+                run=module.run,
+                table_of=table_of,
+                lingvo_names=lingvo_names,
+                weights_of_others=weights_of_others,
+            )
     arguments = parser.parse_args(words)
     try:
         code = int(arguments.run(arguments))
@@ -152,6 +157,36 @@ def lingvo_names(
     if boundaries is None:
         boundaries = boundaries_in(like)
     return with_stages(names, boundaries) if boundaries else without_stages(names)
+
+
+def weights_of_others(arguments: argparse.Namespace) -> int:
+    """Takes weights of other programs in, or hands them out.
+
+    The room of checkpoints knows no models, so it is done here.
+
+    Args:
+        arguments: of `pipemesh checkpoint import` or `export`.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        PipemeshError: the weights cannot be had, or cannot be written.
+    """
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        # As `python -m` has it.
+        sys.path.insert(0, os.getcwd())
+    name = "models.pretrained.command"
+    try:
+        module: Any = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise CheckpointError(
+            f"there is no module {error.name!r}, which knows the models of others; it comes with "
+            "the source of pipemesh: call the command in its folder"
+        ) from error
+    return int(module.run(arguments))
 
 
 if __name__ == "__main__":

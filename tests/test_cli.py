@@ -54,6 +54,18 @@ def test_the_schedule_command_loads_neither_tensorflow_nor_lingvo():
     assert done.returncode == 0, done.stderr
 
 
+def test_weights_of_others_are_a_matter_of_the_source(monkeypatch, capsys, tmp_path):
+    """A wheel has no models: what is missing is said in a line."""
+    monkeypatch.setitem(sys.modules, "models", None)
+    monkeypatch.delitem(sys.modules, "models.pretrained.command", raising=False)
+    monkeypatch.delitem(sys.modules, "models.pretrained", raising=False)
+    assert main(["checkpoint", "import", "--from", "x", "--logdir", str(tmp_path / "run")]) == 2
+    told = "which knows the models of others; it comes with the source of pipemesh"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "there is no module 'models" in line and told in line
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_reader_that_stops_early_is_no_error():
     code = (
         "import sys; from pipemesh.cli import main; "

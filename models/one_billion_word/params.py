@@ -54,22 +54,8 @@ class LanguageModelParams(sizes.Settings, base_model_params.SingleTaskModelParam
         )
 
     def Task(self) -> Any:
-        p, plan = LanguageModel.Params().Set(name="language_model"), self.PLAN
-        p.stack = PipeliningLayer.Params().Set(
-            cell_tpl=stages_of(self),
-            tied_weights=tied_weights_of(self),
-            num_micro_batches=plan.num_microbatches,
-            schedule=plan.schedule,
-            loss_inside=True,
-            remat=plan.remat,
-            lowering=plan.lowering,
-            fprop_dtype=plan.compute_dtype and tf.as_dtype(plan.compute_dtype),
-            strict_devices=self.STRICT_DEVICES,
-            pipelined=self.PIPELINED,
-        )
-        if plan.layout.rules:
-            # For lingvo's own clusters, which know devices and no axes.
-            p.stack.Set(mesh_shape=str(plan.mesh), layout=str(plan.layout))
+        p = LanguageModel.Params().Set(name="language_model")
+        p.stack = stack_of(self, stages_of(self), tied_weights_of(self))
         p.train.learner = learner.Learner.Params().Set(
             name="loss",
             optimizer=optimizer_of(self),
@@ -88,7 +74,7 @@ class LanguageModelParams(sizes.Settings, base_model_params.SingleTaskModelParam
 # Functions of a configuration: its public methods would be data sets of lingvo.
 
 
-def optimizer_of(config: LanguageModelParams) -> Any:
+def optimizer_of(config: Any) -> Any:
     """Params of the optimizer; all of them are right on weights that a layout cuts."""
     return {
         "adam": optimizer.Adam.ParamsB(),
@@ -97,6 +83,33 @@ def optimizer_of(config: LanguageModelParams) -> Any:
         "sgd": optimizer.SGD.Params(),
         "momentum": optimizer.Momentum.Params(),
     }[config.OPTIMIZER]
+
+
+def stack_of(config: Any, stages: list[Any], tied_weights: dict[str, str]) -> Any:
+    """Params of the pipelined stack of a language model, as its plan has it.
+
+    Args:
+        config: has `PLAN`, `STRICT_DEVICES` and `PIPELINED`.
+        stages: params of them.
+        tied_weights: as of a `PipeliningLayer`.
+    """
+    plan = config.PLAN
+    p = PipeliningLayer.Params().Set(
+        cell_tpl=stages,
+        tied_weights=tied_weights,
+        num_micro_batches=plan.num_microbatches,
+        schedule=plan.schedule,
+        loss_inside=True,
+        remat=plan.remat,
+        lowering=plan.lowering,
+        fprop_dtype=plan.compute_dtype and tf.as_dtype(plan.compute_dtype),
+        strict_devices=config.STRICT_DEVICES,
+        pipelined=config.PIPELINED,
+    )
+    if plan.layout.rules:
+        # For lingvo's own clusters, which know devices and no axes.
+        p.Set(mesh_shape=str(plan.mesh), layout=str(plan.layout))
+    return p
 
 
 def layers_of(config: LanguageModelParams) -> list[Any]:
@@ -116,7 +129,7 @@ def layers_of(config: LanguageModelParams) -> list[Any]:
     return [embedding, *(block.Copy() for _ in range(config.NUM_LAYERS)), softmax]
 
 
-def input_shapes_of(config: LanguageModelParams, num_replicas: int = 1) -> tuple[Any, ...]:
+def input_shapes_of(config: Any, num_replicas: int = 1) -> tuple[Any, ...]:
     """Shapes of the five inputs of the stack, for one microbatch, or a replica's part of it."""
     size = config.BATCH_SIZE // config.PLAN.num_microbatches // num_replicas
     return (tshape.Shape([size, config.SEQUENCE_LENGTH]),) * 5
@@ -124,6 +137,16 @@ def input_shapes_of(config: LanguageModelParams, num_replicas: int = 1) -> tuple
 
 def stages_of(config: LanguageModelParams) -> list[Any]:
     """Params of the stages."""
+    return cut(config, layers_of(config))
+
+
+def cut(config: Any, layers: list[Any]) -> list[Any]:
+    """Params of the stages that layers are cut into, as the plan says or by their flops.
+
+    Args:
+        config: has `PLAN`, `NUM_LAYERS`, `BATCH_SIZE` and `SEQUENCE_LENGTH`.
+        layers: params of the embedding, the blocks and the softmax.
+    """
     shapes = input_shapes_of(config)
     boundaries = config.PLAN.boundaries
     if boundaries is None and config.PLAN.lowering == "simd":
@@ -133,8 +156,8 @@ def stages_of(config: LanguageModelParams) -> list[Any]:
         if not plan.mesh.is_even:
             # A home with more devices takes more of the layers.
             speeds = [len(plan.home(stage)) for stage in range(plan.num_stages)]
-        return PartitionSequentialLayers(layers_of(config), plan.num_stages, *shapes, speeds=speeds)
-    layers = named_layers(layers_of(config))
+        return PartitionSequentialLayers(layers, plan.num_stages, *shapes, speeds=speeds)
+    layers = named_layers(layers)
     flops = layer_flops(layers, *shapes)
     costs = tuple(sum(flops[a:b]) for a, b in itertools.pairwise(boundaries))
     return stage_params(layers, Partition(boundaries, costs))

@@ -1,4 +1,4 @@
-"""Looks into checkpoints, compares them, and writes them in another dtype or under other names.
+"""Looks into checkpoints, compares them, writes them anew, takes in and hands out weights.
 
   pipemesh checkpoint inspect runs/lm
   pipemesh checkpoint inspect runs/lm/ckpt-300 --match 'cell_001/.*/w_q' --verify
@@ -7,9 +7,12 @@
   pipemesh checkpoint convert runs/lm/ckpt-300 theirs/train/ckpt-00000300 --stages 0,3,7
   pipemesh checkpoint convert theirs/train/ckpt-00000300 runs/lm/ckpt-300 --stages none \\
       --like runs/lm/ckpt-1
+  pipemesh checkpoint import --from gpt2/model.safetensors --logdir runs/gpt2
+  pipemesh checkpoint export runs/gpt2 tuned
 
 A checkpoint is given by its path without any ending; a folder stands for its newest one. Those of
-lingvo and of TensorFlow's own Saver are read as well.
+lingvo and of TensorFlow's own Saver are read as well. `import` and `export` are for the files of
+the package `transformers`: model.safetensors, config.json, and the tokenizer beside them.
 """
 
 from __future__ import annotations
@@ -73,12 +76,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a checkpoint that it is to be like, in names and what is noted; numbers and places "
         "in data that are missing are taken from there",
     )
+    _add_weights_of_others(verbs)
     for verb in (inspect, diff, convert):
         verb.add_argument(
             "--match",
             metavar="PATTERN",
             help="tensors alone in whose names this expression is found",
         )
+
+
+def _add_weights_of_others(verbs: Any) -> None:
+    enter = verbs.add_parser(
+        "import", help="begin a training with weights of others", allow_abbrev=False
+    )
+    enter.add_argument(
+        "--from",
+        dest="source",
+        metavar="PATH",
+        required=True,
+        help="model.safetensors, model.safetensors.index.json, or their folder",
+    )
+    enter.add_argument(
+        "--config", metavar="PATH", help="config.json; by default the one beside the weights"
+    )
+    enter.add_argument("--logdir", required=True, help="folder of the training to begin")
+    enter.add_argument(
+        "--model",
+        metavar="CLASS",
+        help="package.module.Class that goes on with them, derived from the one that is taken "
+        "otherwise, by the config.json",
+    )
+    leave = verbs.add_parser(
+        "export", help="write weights that were imported as they came", allow_abbrev=False
+    )
+    leave.add_argument("path")
+    leave.add_argument("to", help="folder to write model.safetensors and config.json to")
+    for verb in (enter, leave):
+        verb.add_argument("--dtype", choices=DTYPES, help="of the weights; default: float32")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -98,6 +132,11 @@ def run(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
     # First: it says what is missing.
     importlib.import_module("pipemesh.needs_tensorflow")
+    if arguments.verb == "import":
+        return int(arguments.weights_of_others(arguments))
+    if arguments.verb == "export":
+        arguments.path = _found(arguments.path)
+        return int(arguments.weights_of_others(arguments))
     from pipemesh.checkpoint import conversion, tensors
 
     wanted = _matcher(arguments.match)

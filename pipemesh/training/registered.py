@@ -23,6 +23,8 @@ from pipemesh.training.subject import Subject
 
 # What a class gets the plan in, if it has it, before its `Task` is called.
 _PLAN = "PLAN"
+# What a class says the name of the program in that continues texts with it, if there is one.
+_DECODED_BY = "DECODED_BY"
 # What weights are judged by where nobody says, the first that a model has.
 _HELD_OUT = ("Dev", "Test")
 # What of a plan's values is which param of a `PipeliningLayer`.
@@ -41,7 +43,8 @@ class RegisteredModel(Subject):
     A class with an attribute `PLAN` (a `pipemesh.plan.Plan`) gets the plan in it before its
     `Task()` is called, so that it can cut its layers as is asked for. Of any other class the stacks
     that `Task()` declares get what is asked for; how many stages there are remains their own
-    matter.
+    matter. Where a class has an attribute `DECODED_BY`, the name of a module, checkpoints note that
+    the program in it continues texts.
 
     Args:
         config: an instance of the class.
@@ -130,11 +133,13 @@ class RegisteredModel(Subject):
 
     def note(self) -> dict[str, Any]:
         """All params, the plan, and the name of the model."""
+        decoded_by = getattr(self._config, _DECODED_BY, None)
         return {
             "model": self.name,
             "plan": self.plan.to_values(),
             "flags": dict(self.given),
             "settings": self._settings,
+            **({"decoded_by": decoded_by} if decoded_by else {}),
         }
 
     def _input(self, dataset: str) -> Any:

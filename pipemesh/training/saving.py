@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -17,6 +17,8 @@ from pipemesh.training.batches import NAME, Batches
 
 # What of a note may differ between two checkpoints that the same command goes on from.
 _OF_THE_PLACE = ("skip", "flags", "best", "judged")
+# Noted of a checkpoint that has weights alone, which other programs have trained.
+WEIGHTS_ONLY = "weights_only"
 
 
 class Saving:
@@ -27,6 +29,8 @@ class Saving:
         state: by name, the variables of model, optimizer and training, as `Checkpoints` takes them.
         keep: how many of the newest to keep.
         keep_best: how many of the best to keep besides.
+        weights: which of the names a checkpoint that has weights alone has; of what else there is
+            nothing is restored then.
 
     Example:
         >>> import os, tempfile
@@ -39,9 +43,14 @@ class Saving:
     """
 
     def __init__(
-        self, folder: str, state: Mapping[str, Any], keep: int = 3, keep_best: int = 0
+        self,
+        folder: str,
+        state: Mapping[str, Any],
+        keep: int = 3,
+        keep_best: int = 0,
+        weights: Collection[str] = (),
     ) -> None:
-        self._folder, self._names = folder, list(state)
+        self._folder, self._names, self._weights = folder, list(state), list(weights)
         self._checkpoints = Checkpoints(folder, state, keep, keep_best)
         self._batches: Batches | None = None
 
@@ -66,7 +75,8 @@ class Saving:
                 none is left, or the one before was made with other settings.
         """
         try:
-            beyond = self._checkpoints.restore(path, *self._names)
+            only = Manifest.read(path).note.get(WEIGHTS_ONLY)
+            beyond = self._checkpoints.restore(path, *(self._weights if only else self._names))
             if NAME in beyond:
                 beyond.remove(NAME)
                 read_tensors(path, [NAME], [""], [tf.variant])

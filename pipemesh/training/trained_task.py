@@ -94,6 +94,17 @@ class TrainedTask:
             **named(self.averages()),
         }
 
+    def weights(self) -> list[str]:
+        """The names in `state` of what a checkpoint has that has weights alone."""
+        return ["global_step", *by_logical_name(self.task, self.task.vars.Flatten())]
+
+    def begin_averages(self) -> None:
+        """Lets moving averages be those of the weights as they are."""
+        ema = self.task.ema
+        for variable in self.task.vars.Flatten() if ema else []:
+            if (average := ema.average(variable)) is not None:
+                average.assign(variable)
+
     def optimizer_variables(self) -> list[tf.Variable]:
         """Those of the optimizer; none if nothing is learned."""
         if not self._learns:

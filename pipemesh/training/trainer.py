@@ -22,7 +22,7 @@ from pipemesh.training.ramp import has_state, ramped
 from pipemesh.training.run import console
 from pipemesh.training.run.options import EVAL_BATCHES, Options
 from pipemesh.training.run.stage_table import stage_table
-from pipemesh.training.saving import Saving
+from pipemesh.training.saving import WEIGHTS_ONLY, Saving
 from pipemesh.training.score import Score
 from pipemesh.training.subject import Sample, Subject
 from pipemesh.training.trained_task import TrainedTask
@@ -72,7 +72,7 @@ class Trainer:
             params = ramped(params, options.find_learning_rate)
         self.trained = TrainedTask(params, subject.plan, subject.device_type, subject.seed)
         keep = options.max_to_keep, options.keep_best
-        self.saving = Saving(options.logdir, self.trained.state(), *keep)
+        self.saving = Saving(options.logdir, self.trained.state(), *keep, self.trained.weights())
         self.restored = restore and self.saving.restore(restore)
         if options.find_learning_rate:
             self.trained.learner.lr_schedule.first_step = self.step
@@ -95,7 +95,11 @@ class Trainer:
             note = Manifest.read(self.restored).note
             best, since = note.get("best", (None, 0))
             self.best, self.judged = (best, since), note.get("judged", self.step)
-            self.keeps_place = keeps_place and self._batches.is_restorable
+            # Weights that another program has trained come without what trained them.
+            only = bool(note.get(WEIGHTS_ONLY))
+            if only:
+                self.trained.begin_averages()
+            self.keeps_place = keeps_place and self._batches.is_restorable and not only
             if self.keeps_place:
                 self._batches.go_to(self.restored, note.get("skip", 0))
         self._skip = 0

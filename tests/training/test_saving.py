@@ -9,6 +9,7 @@ import tensorflow as tf
 from pipemesh.checkpoint import Manifest, checkpoints
 from pipemesh.errors import CheckpointError, DamagedError, SaveError
 from pipemesh.training import Batches, Saving
+from pipemesh.training.saving import WEIGHTS_ONLY
 
 
 @pytest.fixture
@@ -71,6 +72,25 @@ def test_tensors_that_nobody_asked_for_are_no_small_matter(state, tmp_path):
     less = {"global_step": state["global_step"]}
     with pytest.raises(CheckpointError, match="has 1 tensors that the model has not, such as 'w/v"):
         Saving(str(tmp_path), less).restore(str(tmp_path / "ckpt-1"))
+
+
+def test_weights_alone_are_restored_alone(state, tmp_path):
+    """Of what another program has trained, the optimizer's state is not there."""
+    weights = {name: state[name] for name in ("global_step", "w/var")}
+    train(weights, tmp_path, [4], {4: {WEIGHTS_ONLY: True}})
+    state["w/var/Adam"] = tf.Variable([3.0, 3.0])
+    state["w/var"].assign([9.0, 9.0])
+    path = str(tmp_path / "ckpt-4")
+    assert Saving(str(tmp_path), state, weights=weights).restore(path) == path
+    assert (int(state["global_step"]), state["w/var"].numpy().tolist()) == (4, [1.0, 0.0])
+    assert state["w/var/Adam"].numpy().tolist() == [3.0, 3.0]
+    # A weight that is not there is missed all the same, and without the note so is the state.
+    state["v/var"] = tf.Variable(0.0)
+    with pytest.raises(CheckpointError, match="has no 'v/var'"):
+        Saving(str(tmp_path), state, weights=[*weights, "v/var"]).restore(path)
+    train(weights, tmp_path, [5])
+    with pytest.raises(CheckpointError, match="has no 'w/var/Adam'"):
+        Saving(str(tmp_path), state, weights=weights).restore(str(tmp_path / "ckpt-5"))
 
 
 def test_it_is_saved_once_a_step_and_only_if_it_is_good(state, tmp_path):

@@ -27,6 +27,7 @@ from pipemesh.layers.named.experts import Experts
 from pipemesh.layers.named.feed_forward import FeedForward
 from pipemesh.layers.named.named_layer import NamedLayer
 from pipemesh.layers.named.norm import Norm
+from pipemesh.layers.named.positions import RotaryScaling
 from pipemesh.layers.named.replica_cut import ReplicaCut, replica_cut_scope
 from pipemesh.layers.named.saved import by_logical_name
 from pipemesh.layers.named.scope import current_lowering, lowering_scope
@@ -45,6 +46,7 @@ __all__ = [
     "NamedLayer",
     "Norm",
     "ReplicaCut",
+    "RotaryScaling",
     "SoftmaxCrossEntropy",
     "Tally",
     "TransformerBlock",

@@ -15,7 +15,7 @@ from pipemesh.layers.named.block_attention import Blocks, Buckets, block_attenti
 from pipemesh.layers.named.cache import KeyValueCache, current_cache
 from pipemesh.layers.named.cached_attention import cached_attention
 from pipemesh.layers.named.named_layer import NamedLayer
-from pipemesh.layers.named.positions import rotated
+from pipemesh.layers.named.positions import RotaryScaling, rotated
 from pipemesh.layers.named.scope import current_lowering
 from pipemesh.layers.named.tally import Tally, Value
 from pipemesh.layers.named.whole_length import (
@@ -57,6 +57,7 @@ class Attention(NamedLayer):
         p.Define("use_bias", True, "Whether biases are added to the four products.")
         p.Define("use_rotary", False, "Whether queries and keys are rotated by their positions.")
         p.Define("rotary_base", 1e4, "Of the wavelengths of rotations.")
+        p.Define("rotary_scaling", None, "A `RotaryScaling`, of slower rotations; None for none.")
         p.Define(
             "relative_buckets", 0, "Number of buckets of a bias by distance and head; 0 for none."
         )
@@ -75,6 +76,10 @@ class Attention(NamedLayer):
         check_whole(p.name, "relative_buckets", p.relative_buckets, 0)
         check_flags(p, ["use_bias", "use_rotary"])
         check_above_zero(p.name, "rotary_base", p.rotary_base)
+        if not isinstance(p.rotary_scaling, RotaryScaling | None):
+            raise PipelineError(
+                f"{p.name}: rotary_scaling is {p.rotary_scaling!r}; give a RotaryScaling, or None"
+            )
         if p.dim_per_head is None and p.input_dim % p.num_heads:
             raise PipelineError(
                 f"{p.name}: input_dim {p.input_dim} is no multiple of num_heads {p.num_heads}; "
@@ -194,7 +199,7 @@ class Attention(NamedLayer):
                 k, v = (_keys_of(p, x, static_sizes(q)[2], rest[-1]) for x in (k, v))
             if p.use_rotary:
                 places = named["positions"] if "positions" in named else tf.range(q.shape[1])
-                q, k = (rotated(x, places, p.rotary_base) for x in (q, k))
+                q, k = (rotated(x, places, p.rotary_base, p.rotary_scaling) for x in (q, k))
             scale = tf.cast(1 / math.sqrt(_head_dim(p)), q.dtype)
             segments = _segments(named.get("segments"), named.get("paddings"))
             return block_attention(
@@ -239,8 +244,11 @@ class Attention(NamedLayer):
         return Tensor(lowering, lowering.map(local, *operands), q.shape)
 
     def _Rotated(self, x: Tensor, places: Tensor) -> Tensor:
+        p = self.params
         turned = x.lowering.map(
-            lambda x, places: rotated(x, places, self.params.rotary_base), x.slices, places.slices
+            lambda x, places: rotated(x, places, p.rotary_base, p.rotary_scaling),
+            x.slices,
+            places.slices,
         )
         return Tensor(x.lowering, turned, x.shape)
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 from lingvo.core import py_utils
 
 from pipemesh.backend.attach_gradient import attach_gradient
-from pipemesh.layers.check_params import check_above_zero, check_choice, check_whole
+from pipemesh.layers.check_params import check_above_zero, check_choice, check_flags, check_whole
 from pipemesh.layers.named.named_layer import NamedLayer
 from pipemesh.layers.named.tally import Tally, Value
 from pipemesh.lowering import Tensor, ops
@@ -22,13 +22,14 @@ KINDS = ("layer", "rms")
 class Norm(NamedLayer):
     """Layer norm (Ba et al., 2016) or RMS norm (Zhang and Sennrich, 2019) over `embed`.
 
-    As in lingvo, the weight `scale` is what is added to 1. Moments are computed in float32. If
-    `embed` is split, each of them is one all-reduce of a number a token.
+    As in lingvo, the weight `scale` is what is added to 1, or, with `direct_scale`, the factor.
+    Moments are computed in float32. If `embed` is split, each of them is one all-reduce of a number
+    a token.
     """
 
     @classmethod
     def Params(cls) -> Any:
-        """Defines `input_dim`, `kind` and `epsilon`."""
+        """Defines `input_dim`, `kind`, `epsilon` and `direct_scale`."""
         p = super().Params()
         p.Define("input_dim", 0, "Size of `embed`.")
         p.Define(
@@ -38,6 +39,9 @@ class Norm(NamedLayer):
             "by the root of the mean square.",
         )
         p.Define("epsilon", 1e-6, "What is added to the mean square.")
+        p.Define(
+            "direct_scale", False, "Whether `scale` is the factor, and not what it has above 1."
+        )
         return p
 
     def __init__(self, params: Any) -> None:
@@ -46,12 +50,15 @@ class Norm(NamedLayer):
         check_whole(p.name, "input_dim", p.input_dim, 1)
         check_choice(p.name, "kind", p.kind, KINDS)
         check_above_zero(p.name, "epsilon", p.epsilon)
+        check_flags(p, ["direct_scale"])
 
     @classmethod
     def NamedWeights(cls, p: Any) -> dict[str, Any]:
         """`scale`, and `bias` of layer norm."""
-        names = ("scale", "bias") if p.kind == "layer" else ("scale",)
-        return {name: (f"embed:{p.input_dim}", py_utils.WeightInit.Constant(0.0)) for name in names}
+        zero, embed = py_utils.WeightInit.Constant(0.0), f"embed:{p.input_dim}"
+        scale = py_utils.WeightInit.Constant(1.0) if p.direct_scale else zero
+        bias = {"bias": (embed, zero)} if p.kind == "layer" else {}
+        return {"scale": (embed, scale), **bias}
 
     def FProp(self, theta: Any, x: Any) -> Tensor:
         """Normalizes.
@@ -74,7 +81,8 @@ class Norm(NamedLayer):
 
         def normalized(value: tf.Tensor, moment: tf.Tensor, *scale_and_bias: tf.Tensor) -> Any:
             scale, *bias = [tf.cast(weight, tf.float32) for weight in scale_and_bias]
-            result = value * tf.math.rsqrt(moment + p.epsilon) * (1 + scale)
+            factor = scale if p.direct_scale else 1 + scale
+            result = value * tf.math.rsqrt(moment + p.epsilon) * factor
             return tf.cast(result + bias[0] if bias else result, x.dtype)
 
         return broadcast(normalized, [centered, square, *weights], x.shape)
@@ -93,7 +101,7 @@ class Norm(NamedLayer):
         inverse = tf.math.rsqrt(square + p.epsilon)
         normalized = value * inverse
         scale, *bias = [tf.cast(weight, tf.float32) for weight in weights]
-        factor = 1 + scale
+        factor = scale if p.direct_scale else 1 + scale
         result = normalized * factor
 
         def backward(grads: Sequence[tf.Tensor]) -> list[tf.Tensor]:

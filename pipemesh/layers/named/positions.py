@@ -2,11 +2,69 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
+import numpy as np
 import tensorflow as tf
 
 from pipemesh.backend.static_shape import static_sizes
+from pipemesh.errors import PipelineError
+
+
+@dataclasses.dataclass(frozen=True)
+class RotaryScaling:
+    """Slower rotations, for longer sequences than a model was trained with at first.
+
+    Without `length` all rotations are slower (Chen et al., "Position Interpolation", 2023). With
+    it, as in Llama 3.1 (Dubey et al., 2024), only those that turn fewer than `low` times within as
+    many positions; those that turn more than `high` times are as they were, and between the two it
+    goes over in a line.
+
+    Attributes:
+        factor: by which rotations are slower; 1 or more.
+        length: of the sequences at first, in tokens.
+        low: see above.
+        high: see above; more than `low`.
+
+    Raises:
+        PipelineError: a number is none of these.
+
+    Example:
+        >>> RotaryScaling(4.0).speeds(1e4, 2).tolist()
+        [0.25, 0.25]
+        >>> RotaryScaling(4.0, length=64, low=1.0, high=4.0).speeds(1e4, 2).tolist()
+        [1.0, 0.25]
+    """
+
+    factor: float
+    length: int | None = None
+    low: float = 1.0
+    high: float = 4.0
+
+    def __post_init__(self) -> None:
+        if not self.factor >= 1:
+            raise PipelineError(f"RotaryScaling: factor is {self.factor!r}; it must be 1 or more")
+        if self.length is not None and self.length < 1:
+            raise PipelineError(f"RotaryScaling: length is {self.length!r}; it must be 1 or more")
+        if not 0 < self.low < self.high:
+            raise PipelineError(
+                f"RotaryScaling: low is {self.low!r} and high {self.high!r}; both must be above 0, "
+                "and high the greater one"
+            )
+
+    def speeds(self, base: float, number: int) -> np.ndarray:
+        """How fast each pair turns, of how fast it turns without scaling.
+
+        Args:
+            base: see `rotated`.
+            number: of pairs.
+        """
+        kept = np.zeros([number])
+        if self.length is not None:
+            turns = self.length * base ** (-np.arange(number) / number) / (2 * math.pi)
+            kept = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
+        return kept + (1 - kept) / self.factor
 
 
 def sinusoids(positions: tf.Tensor, dim: int) -> tf.Tensor:
@@ -29,7 +87,9 @@ def sinusoids(positions: tf.Tensor, dim: int) -> tf.Tensor:
     return tf.concat([tf.sin(angles), tf.cos(angles)], -1)
 
 
-def rotated(x: tf.Tensor, positions: tf.Tensor, base: float) -> tf.Tensor:
+def rotated(
+    x: tf.Tensor, positions: tf.Tensor, base: float, scaling: RotaryScaling | None = None
+) -> tf.Tensor:
     """Turns pairs of elements by angles that grow with the position.
 
     Products of two rotated vectors depend on the distance of their positions. Element `i` of the
@@ -39,9 +99,12 @@ def rotated(x: tf.Tensor, positions: tf.Tensor, base: float) -> tf.Tensor:
         x: `[batch, length, heads, dim]`; `dim` is even.
         positions: `[batch, length]`, or `[length]`, integers.
         base: the longest wavelength is almost 2 pi times this.
+        scaling: of the angles.
     """
     half = static_sizes(x)[-1] // 2
     angles = tf.expand_dims(_angles(positions, half, base, half), -2)
+    if scaling is not None:
+        angles *= tf.constant(scaling.speeds(base, half), tf.float32)
     sines, cosines = tf.sin(angles), tf.cos(angles)
     first, second = tf.split(tf.cast(x, tf.float32), 2, axis=-1)
     turned = [first * cosines - second * sines, second * cosines + first * sines]

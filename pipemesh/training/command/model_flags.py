@@ -24,6 +24,9 @@ from pipemesh.training.command.flags import FlagError, start_tensorflow
 
 FLAGS = flags.FLAGS
 
+# What a class gets the log directory in, if it has it: some models lie there in part.
+_LOGDIR = "LOGDIR"
+
 # Flags that are defined here belong to the program that asks for them.
 flags.disclaim_key_flags()
 
@@ -85,6 +88,8 @@ def subject() -> Any:
         from pipemesh.training.registered import RegisteredModel, find_model, mesh_before
 
         config = find_model(FLAGS.model)()
+        if hasattr(config, _LOGDIR):
+            setattr(config, _LOGDIR, logdir())
         try:
             mesh = mesh_before(config, values)
             if mesh is not None:

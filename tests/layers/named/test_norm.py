@@ -34,6 +34,23 @@ def test_results_and_gradients_are_those_of_plain_tensorflow(mesh, kind, rules):
     run(PARAMS.Copy().Set(kind=kind), [X], mesh, rules).assert_close(*plain(kind))
 
 
+@pytest.mark.parametrize(("kind", "rules"), [("layer", ""), ("rms", "embed:model")])
+def test_the_scale_may_be_the_factor_itself(kind, rules):
+    params = PARAMS.Copy().Set(kind=kind)
+    values = {name: value_of(name, [8]) for name in params.cls.NamedWeights(params)}
+    wanted = run(params, [X], "model:2", rules, values=values)
+    params.direct_scale = True
+    found = run(params, [X], "model:2", rules, values=values | {"scale": values["scale"] + 1})
+    np.testing.assert_allclose(found.outputs[0], wanted.outputs[0], 1e-5, 1e-5)
+    for name, grad in wanted.grads.items():
+        np.testing.assert_allclose(found.grads[name], grad, 1e-4, 1e-4, err_msg=name)
+    # A new one changes nothing.
+    plain = run(PARAMS.Copy().Set(kind=kind), [X], scale=None).outputs[0]
+    np.testing.assert_array_equal(run(params, [X], scale=None).outputs[0], plain)
+    with pytest.raises(PipelineError, match="direct_scale is 'no'; it must be True or False"):
+        params.Copy().Set(direct_scale="no").Instantiate()
+
+
 def test_moments_of_bfloat16_are_computed_in_float32():
     params = PARAMS.Copy().Set(fprop_dtype=tf.bfloat16)
     rounded = tf.cast(X, tf.bfloat16)

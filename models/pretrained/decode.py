@@ -1,0 +1,185 @@
+"""Continues texts with a model whose weights were imported, scores them, and exports the model.
+
+    pipemesh decode --logdir=runs/gpt2 --prompt="The module" --max_tokens=24
+    pipemesh decode --logdir=runs/gpt2 --prompt="464 8265" --ids
+
+Standard output has the texts and nothing else. The plan may be another than that of the training.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+from pipemesh.training.command import program
+from pipemesh.training.command.plan_flags import OF_PIPELINES
+
+_OF_PLANS = ("mesh_shape", "layout", *OF_PIPELINES, "strict_devices", "trace_schedule")
+
+
+class _Model(NamedTuple):
+    """What is asked for.
+
+    Attributes:
+        folder: of the checkpoint, which has config.json and the tokenizer.
+        path: of the checkpoint.
+        config: what the model is made of.
+        encode: ids of a text.
+        decode: text of ids.
+    """
+
+    folder: str
+    path: str
+    config: Any
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Any], str]
+
+    def tokens(self, length: int) -> Any:
+        """How texts are spelled that have so many tokens, or fewer if the model has no more."""
+        from models.pretrained import config as configs
+        from pipemesh.training.command.decode import Tokens
+
+        return Tokens(
+            self.encode,
+            self.decode,
+            configs.ends_of(self.folder, self.config),
+            min(self.config.max_length, length),
+            self.config.vocab_size,
+        )
+
+    def longest(self, texts: Collection[str]) -> int:
+        """Tokens of the longest text: there is a place for each, and some models can have many."""
+        return max(len(self.encode(text)) for text in texts)
+
+
+def main(argv: list[str]) -> int:
+    """Decodes as the flags say; returns the exit code."""
+    from absl import flags
+
+    from pipemesh.training.command import decode, model_flags
+
+    _parse(argv, __doc__, decode.define)
+    texts = decode.prompts()
+    # Other stages than those of the training are cut elsewhere.
+    model = _model((*decode.OF_TRAINING, "boundaries"))
+    tokens = model.tokens(model.longest(texts) + flags.FLAGS.max_tokens)
+    decode.decode(model_flags.subject(), model.path, tokens, texts)
+    return 0
+
+
+def score(argv: list[str]) -> int:
+    """Scores as the flags say; returns the exit code."""
+    from pipemesh.training.command import decode, model_flags, score
+
+    _parse(argv, score.__doc__, score.define)
+    texts = decode.prompts("scored")
+    model = _model()
+    subject = model_flags.subject()
+    tokens = model.tokens(model.longest(texts))
+    score.score(subject, model.path, tokens, _params().BATCH_SIZE, texts)
+    return 0
+
+
+def export(argv: list[str]) -> int:
+    """Exports as the flags say; returns the exit code."""
+    from absl import flags
+
+    from pipemesh.training.command import export, model_flags
+    from pipemesh.training.command.flags import FlagError
+
+    _parse(argv, export.__doc__, export.define)
+    export.folder()
+    values = flags.FLAGS
+    given = [name for name in _OF_PLANS if values[name].present]
+    if given:
+        raise FlagError(
+            f"--{given[0]} plays no part, since a model is exported for one device; leave it out"
+        )
+    # As it is without a pipeline, whatever it was trained on.
+    values.plain, values["plain"].present = True, 1
+    model = _model()
+    export.export(model_flags.subject(), model.path, model.tokens(_params().SEQUENCE_LENGTH))
+    return 0
+
+
+def _parse(argv: list[str], about: str | None, define: Callable[[], None]) -> None:
+    from absl import flags
+
+    from pipemesh.training.command import model_flags, training_flags
+    from pipemesh.training.command.evaluate import check_flags, define_checkpoint
+    from pipemesh.training.command.flags import parse
+
+    model_flags.define()
+    training_flags.define()
+    define_checkpoint()
+    define()
+    flags.DEFINE_bool("ids", False, "Texts are ids of tokens, 12 7 30, and so is what is said.")
+    parse(argv, sys.modules[__name__], about)
+    check_flags()
+
+
+def _model(of_training: Collection[str] = ()) -> _Model:
+    """The model that flags name; those of a training that play no part are not taken from it."""
+    from absl import flags
+
+    from models.pretrained import config as configs
+    from pipemesh.checkpoint import Manifest
+    from pipemesh.training.command import model_flags, training_flags
+    from pipemesh.training.command.evaluate import checkpoint_of
+    from pipemesh.training.command.flags import FlagError
+
+    values = flags.FLAGS
+    given = [name for name in of_training if values[name].present and name != "boundaries"]
+    if given:
+        raise FlagError(f"--{given[0]} is for training; leave it out")
+    folder = model_flags.logdir()
+    training_flags.take_up(folder, sys.modules[__name__], values.checkpoint, of_training)
+    path = checkpoint_of(folder)
+    model_flags.check_note(Manifest.read(path).note, folder)
+    config = configs.read(os.path.join(folder, configs.FILE))
+    encode, told = _spelling(values.ids, folder, config)
+    # Each text once.
+    return _Model(folder, path, config, functools.cache(encode), told)
+
+
+def _params() -> Any:
+    """The class of the model."""
+    from absl import flags
+
+    from pipemesh.training import find_model
+
+    return find_model(flags.FLAGS.model)
+
+
+def _spelling(ids: bool, folder: str, config: Any) -> tuple[Callable[[str], Any], Any]:
+    """How texts become tokens, and how tokens become texts."""
+    from models.pretrained import tokenizer
+    from pipemesh.training.command.flags import FlagError
+
+    if ids:
+        return _ids_of, lambda found: " ".join(map(str, found))
+    words = tokenizer.load(folder, config)
+    if words is None:
+        raise FlagError(
+            f"--logdir={folder!r} has neither {tokenizer.JSON} nor {tokenizer.SENTENCEPIECE}; put "
+            "that of the model there, or give --ids, and numbers of tokens as --prompt"
+        )
+    return words.encode, words.decode
+
+
+def _ids_of(text: str) -> list[int]:
+    from pipemesh.training.command.flags import FlagError
+
+    try:
+        return [int(word) for word in text.replace(",", " ").split()]
+    except ValueError as error:
+        raise FlagError(
+            f"with --ids a prompt is numbers of tokens, such as 12 7 30, but there is {text!r}"
+        ) from error
+
+
+if __name__ == "__main__":
+    program.run(main)

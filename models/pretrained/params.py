@@ -1,0 +1,232 @@
+"""GPT-2 and Llama as models that are registered with lingvo; their files say how large they are."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+from lingvo import model_registry
+from lingvo.core import base_model_params, learner, schedule
+
+from models.one_billion_word.named_transformer import NamedBlock, NamedEmbedding, NamedSoftmax
+from models.one_billion_word.params import cut, optimizer_of, stack_of
+from models.one_billion_word.task import LanguageModel
+from models.pretrained import config as configs
+from models.pretrained import names
+from models.pretrained.config import Config, WeightsError
+from models.pretrained.text import heldout_dataset, train_dataset
+from pipemesh.errors import DataError, PlanError
+from pipemesh.layers import DatasetInput, named
+from pipemesh.mesh import Mesh
+from pipemesh.plan import Plan
+
+
+class PretrainedParams(base_model_params.SingleTaskModelParams):
+    """A language model that was trained elsewhere, and how to go on with it.
+
+    To train it on a text derive a class that says which, and give it to
+    `pipemesh checkpoint import --model`. Attributes may be changed on an instance, too, before its
+    methods are called.
+    """
+
+    # Of the file that it is to have.
+    MODEL_TYPE = ""
+    # The folder with config.json and the tokenizer: that of the training.
+    LOGDIR: str | None = None
+    # What the file says, if there is none.
+    CONFIG: Config | None = None
+    # The program that continues texts.
+    DECODED_BY = "models.pretrained.decode"
+    PLAN = Plan(Mesh.from_text("layers:2"), num_microbatches=4)
+    PIPELINED = True
+    STRICT_DEVICES = False
+    BATCH_SIZE = 8
+    # Tokens a row in training; at most what the model can have.
+    SEQUENCE_LENGTH = 512
+    # Files of text, UTF-8.
+    TRAIN_TEXT: str | None = None
+    HELDOUT_TEXT: str | None = None
+    # One of those of `models.one_billion_word.sizes`.
+    OPTIMIZER = "adam"
+    LEARNING_RATE = 1e-5
+    CLIP_GRADIENT_NORM = 1.0
+    # Of what is added to the residuals, and behind the embedding; None for those of the file.
+    DROPOUT_PROB: float | None = None
+    SEED = 0
+
+    def GetAllDatasetParams(self) -> dict[str, Any]:
+        """Of the text to train on, and of the one to judge by if there is one."""
+        found = {"Train": self.Train()}
+        if self.HELDOUT_TEXT is not None:
+            found["Dev"] = found["Test"] = self._input("Dev", heldout_dataset, self.HELDOUT_TEXT)
+        return found
+
+    def Train(self) -> Any:
+        """Batches without end."""
+        if self.TRAIN_TEXT is None:
+            return DatasetInput.Params().Set(name="Train", dataset=_no_text)
+        return self._input("Train", train_dataset, self.TRAIN_TEXT, seed=self.SEED)
+
+    def _input(self, name: str, dataset: Any, text: str, **more: Any) -> Any:
+        folder, length = str(self.LOGDIR), length_of(self)
+        batches = functools.partial(dataset, text, folder, length, self.BATCH_SIZE, **more)
+        return DatasetInput.Params().Set(name=name, dataset=batches, batch_size=self.BATCH_SIZE)
+
+    def Task(self) -> Any:
+        """The task."""
+        p, config = LanguageModel.Params().Set(name=names.TASK), config_of(self)
+        p.stack = stack_of(self, stages_of(self), names.tied_of(config))
+        p.train.learner = learner.Learner.Params().Set(
+            name="loss",
+            optimizer=optimizer_of(self),
+            learning_rate=self.LEARNING_RATE,
+            lr_schedule=schedule.Constant.Params(),
+            clip_gradient_norm_to_value=self.CLIP_GRADIENT_NORM,
+        )
+        p.eval.samples_per_summary = 0
+        p.random_seed = self.SEED
+        return p
+
+
+# Functions of a configuration: its public methods would be data sets of lingvo.
+
+
+def config_of(params: PretrainedParams) -> Config:
+    """What the model is made of.
+
+    Args:
+        params: an instance of its class.
+
+    Raises:
+        WeightsError: nothing says it, or it is another class's.
+    """
+    found = params.CONFIG
+    if found is None:
+        path = os.path.join(str(params.LOGDIR or "."), configs.FILE)
+        if not os.path.exists(path):
+            raise WeightsError(
+                f"there is no {path}, which says how large the model is; begin with `pipemesh "
+                "checkpoint import --from=model.safetensors --logdir=RUN`"
+            )
+        found = configs.read(path)
+    if found.model_type != params.MODEL_TYPE:
+        raise WeightsError(
+            f"{type(params).__name__} has model_type {params.MODEL_TYPE!r}, but {configs.FILE} is "
+            f"of {found.model_type!r}; take {MODELS[found.model_type]}"
+        )
+    return found
+
+
+def length_of(params: PretrainedParams) -> int:
+    """Tokens a row in training."""
+    return min(params.SEQUENCE_LENGTH, config_of(params).max_length)
+
+
+def stages_of(params: PretrainedParams) -> list[Any]:
+    """Params of the stages.
+
+    Args:
+        params: an instance of its class.
+
+    Raises:
+        PlanError: a batch does not divide into microbatches.
+    """
+    number = params.PLAN.num_microbatches
+    if params.BATCH_SIZE % number:
+        raise PlanError(
+            f"num_microbatches={number}: batches of {type(params).__name__} have "
+            f"{params.BATCH_SIZE} rows, which do not divide into as many; give another number, or "
+            "derive a class with another BATCH_SIZE"
+        )
+
+    class Sizes:
+        PLAN, BATCH_SIZE = params.PLAN, params.BATCH_SIZE
+        SEQUENCE_LENGTH, NUM_LAYERS = length_of(params), config_of(params).num_layers
+
+    return cut(Sizes, layers_of(config_of(params), params.DROPOUT_PROB))
+
+
+def layers_of(config: Config, dropout: float | None = None) -> list[Any]:
+    """Params of the embedding, the blocks and the head.
+
+    Args:
+        config: what the model is made of.
+        dropout: in place of the rates of the file.
+    """
+    is_rotary = config.rotary_base is not None
+    norm = named.Norm.Params().Set(
+        kind="rms" if is_rotary else "layer", epsilon=config.epsilon, direct_scale=True
+    )
+    attention = named.Attention.Params().Set(
+        num_kv_heads=config.num_kv_heads,
+        dim_per_head=config.head_dim,
+        use_bias=config.attention_bias,
+        use_rotary=is_rotary,
+    )
+    if is_rotary:
+        attention.rotary_base = config.rotary_base
+    if config.rotary_scaling is not None:
+        attention.rotary_scaling = named.RotaryScaling(**config.rotary_scaling)
+    block = NamedBlock.Params().Set(
+        input_dim=config.model_dim,
+        num_heads=config.num_heads,
+        hidden_dim=config.hidden_dim,
+        dropout_rate=config.residual_dropout if dropout is None else dropout,
+        norm_tpl=norm,
+        attention_tpl=attention,
+    )
+    block.feed_forward_tpl.Set(activation=config.activation, use_bias=config.feed_forward_bias)
+    embedding = NamedEmbedding.Params().Set(
+        vocab_size=config.vocab_size,
+        embedding_dim=config.model_dim,
+        positions="none" if is_rotary else "learned",
+        max_length=config.max_length,
+        dropout_rate=config.embedding_dropout if dropout is None else dropout,
+    )
+    head = Head.Params().Set(
+        vocab_size=config.vocab_size, input_dim=config.model_dim, use_bias=False, norm_tpl=norm
+    )
+    return [embedding, *(block.Copy() for _ in range(config.num_layers)), head]
+
+
+class Head(NamedSoftmax):
+    """Norm, logits, and the cross entropy of the labels."""
+
+    @classmethod
+    def Params(cls):
+        p = super().Params()
+        p.Define("norm_tpl", named.Norm.Params(), "Of the norm.")
+        return p
+
+    @classmethod
+    def NormParams(cls, p):
+        return p.norm_tpl.Copy().Set(input_dim=p.input_dim)
+
+
+def _no_text() -> Any:
+    raise DataError(
+        "there is no text to train on: derive a class from that of the model, let its TRAIN_TEXT "
+        "be the path of a text, and give it to `pipemesh checkpoint import --model`"
+    )
+
+
+@model_registry.RegisterSingleTaskModel
+class Gpt2(PretrainedParams):
+    """Radford et al., 2019."""
+
+    MODEL_TYPE = "gpt2"
+
+
+@model_registry.RegisterSingleTaskModel
+class Llama(PretrainedParams):
+    """Touvron et al., 2023."""
+
+    MODEL_TYPE = "llama"
+
+
+# By the type that a file says, the name of the class.
+MODELS = {
+    "gpt2": "models.pretrained.params.Gpt2",
+    "llama": "models.pretrained.params.Llama",
+}

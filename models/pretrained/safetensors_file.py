@@ -1,0 +1,239 @@
+"""Tensors in files of safetensors: one file, or several with an index, read piece by piece."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from models.pretrained.config import WeightsError
+from pipemesh.checkpoint.whole_file import write_whole
+from pipemesh.errors import SaveError
+
+try:
+    # Before the files are opened: by it NumPy knows bfloat16.
+    import ml_dtypes
+    from safetensors import SafetensorError, safe_open
+    from safetensors.numpy import save_file
+except ImportError as missing:
+    raise WeightsError(
+        f"weights come in files of safetensors, which needs {missing.name!r}, which is not "
+        "installed; run: python -m pip install 'pipemesh[examples]'"
+    ) from missing
+
+ONE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+# By the name that the files have for it, what weights may be numbers of.
+DTYPES: Mapping[str, Any] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+# A model with more is written as several files.
+_BYTES_A_FILE = 4 << 30
+
+
+def find(path: str) -> str:
+    """Path of a file of tensors or of an index.
+
+    Args:
+        path: the same, or a folder that has one under its usual name.
+
+    Raises:
+        WeightsError: there is none.
+    """
+    if not os.path.isdir(path):
+        return path
+    for name in (INDEX, ONE):
+        found = os.path.join(path, name)
+        if os.path.exists(found):
+            return found
+    raise WeightsError(
+        f"the folder {path!r} has neither {ONE} nor {INDEX}; give the path of the weights, a file "
+        "of safetensors"
+    )
+
+
+class TensorFiles:
+    """The tensors of a file, or of all files of an index, as a context manager.
+
+    Nothing is read but what is asked for.
+
+    Args:
+        path: of a `.safetensors` file, or of an index, `model.safetensors.index.json`.
+
+    Attributes:
+        path: the same.
+
+    Raises:
+        WeightsError: a file is missing, or is not what it ought to be.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._stack = contextlib.ExitStack()
+        self._files: dict[str, Any] = {}
+        try:
+            if path.endswith(".json"):
+                self._open_all(path)
+            else:
+                file = self._open(path)
+                self._files = dict.fromkeys(file.keys(), file)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors."""
+        return sorted(self._files)
+
+    def check(self, name: str, shape: Sequence[int]) -> None:
+        """Checks the shape of a tensor, and that its numbers are floating ones.
+
+        Args:
+            name: of the tensor.
+            shape: that it must have.
+
+        Raises:
+            WeightsError: it has another one, or other numbers.
+        """
+        found = self._files[name].get_slice(name)
+        there, dtype = list(found.get_shape()), found.get_dtype()
+        if there != list(shape):
+            raise WeightsError(
+                f"{self.path}: tensor {name!r} has shape {there}, but that of config.json has "
+                f"{list(shape)}; the two are of different models"
+            )
+        if dtype not in DTYPES:
+            raise WeightsError(
+                f"{self.path}: tensor {name!r} has numbers of {dtype}; weights may be of "
+                f"{', '.join(DTYPES)}"
+            )
+
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+        """A tensor, or a part of it, in the dtype that it has there.
+
+        Args:
+            name: of the tensor.
+            index: which part; by default all.
+
+        Raises:
+            WeightsError: it cannot be read any more.
+        """
+        try:
+            return self._files[name].get_slice(name)[index or slice(None)]
+        except (OSError, SafetensorError) as error:
+            raise WeightsError(f"{self.path}: tensor {name!r} cannot be read ({error})") from error
+
+    def _open(self, path: str) -> Any:
+        try:
+            size = os.path.getsize(path)
+            if os.path.isdir(path):
+                raise WeightsError(f"{path!r} is a folder; give the path of a file of safetensors")
+            return self._stack.enter_context(safe_open(path, framework="numpy"))
+        except OSError as error:
+            raise WeightsError(f"{path!r} cannot be read ({error.strerror or error})") from error
+        except SafetensorError as error:
+            told = str(error).removeprefix("Error while deserializing header: ")
+            raise WeightsError(
+                f"{path!r} ({size:,} bytes) is no whole file of safetensors ({told}): it was cut "
+                "short, or is something else; fetch it again"
+            ) from error
+
+    def _open_all(self, path: str) -> None:
+        try:
+            with open(path, encoding="utf-8") as file:
+                places = json.load(file)["weight_map"]
+            wanted = {str(name): str(place) for name, place in places.items()}
+        except OSError as error:
+            raise WeightsError(f"{path!r} cannot be read ({error.strerror})") from error
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise WeightsError(
+                f"{path!r} is no index of safetensors, which names the file of each tensor in "
+                "'weight_map'"
+            ) from error
+        folder = os.path.dirname(path)
+        opened = {place: self._open(os.path.join(folder, place)) for place in set(wanted.values())}
+        there = {place: set(file.keys()) for place, file in opened.items()}
+        for name, place in wanted.items():
+            if name not in there[place]:
+                raise WeightsError(
+                    f"{os.path.join(folder, place)!r} has no tensor {name!r}, which {path!r} says "
+                    "is in it; fetch both again"
+                )
+            self._files[name] = opened[place]
+
+
+def write(
+    folder: str,
+    tensors: Iterable[tuple[str, int, Callable[[], np.ndarray]]],
+    bytes_a_file: int = _BYTES_A_FILE,
+) -> list[str]:
+    """Writes tensors into one file, or into several with an index if there is too much for one.
+
+    Args:
+        folder: where; it exists.
+        tensors: names, bytes, and what gives the tensor of that name when its turn comes.
+        bytes_a_file: how many a file has at most, unless one tensor has more; they are held.
+
+    Returns:
+        The paths of the files.
+
+    Raises:
+        SaveError: one cannot be written.
+    """
+    groups: list[list[tuple[str, Callable[[], np.ndarray]]]] = [[]]
+    total = size = 0
+    for name, number, get in tensors:
+        if groups[-1] and size + number > bytes_a_file:
+            groups.append([])
+            size = 0
+        groups[-1].append((name, get))
+        size, total = size + number, total + number
+    names = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
+    paths = [os.path.join(folder, name) for name in (names if len(groups) > 1 else [ONE])]
+    for path, group in zip(paths, groups, strict=True):
+        _write_file(path, {name: np.ascontiguousarray(get()) for name, get in group})
+    if len(groups) > 1:
+        places = {
+            name: place for place, group in zip(names, groups, strict=True) for name, _ in group
+        }
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        paths.append(os.path.join(folder, INDEX))
+        write_whole(paths[-1], (json.dumps(index, indent=2) + "\n").encode())
+    return paths
+
+
+def _write_file(path: str, tensors: Mapping[str, np.ndarray]) -> None:
+    temporary = f"{path}.{os.getpid()}"
+    try:
+        with open(temporary, "wb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+        # Those who read it by torch look for the format.
+        save_file(dict(tensors), temporary, metadata={"format": "pt"})
+        # The package makes files that only their owner may read.
+        os.chmod(temporary, stat.S_IMODE(mode))
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise SaveError(f"{path} cannot be written ({error})") from error

@@ -1,0 +1,128 @@
+"""From files of others to text, to a training and back to files, by commands."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from models.pretrained import transfer
+from tests.models.pretrained import reference, small
+from tests.training.command import program
+
+pytestmark = pytest.mark.slow
+
+SPLIT = ["--mesh_shape=layers:2;model:2", "--layout=heads:model;d_ff:model;vocab:model"]
+PROMPT = ["--prompt=the cat", "--max_tokens=5"]
+# A class of one's own, in the folder that a command is called in.
+TUNED = """
+from lingvo import model_registry
+from models.pretrained import params
+
+@model_registry.RegisterSingleTaskModel
+class Tuned(params.Gpt2):
+    TRAIN_TEXT = HELDOUT_TEXT = {text!r}
+    BATCH_SIZE, SEQUENCE_LENGTH, LEARNING_RATE = 4, 8, 1e-2
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A training that begins with weights of others; no token of theirs ends a text."""
+    folder = tmp_path_factory.mktemp("commands")
+    values = small.GPT2 | {"vocab_size": len(small.WORDS)}
+    small.write(folder / "in", values, small.tensors_of(values))
+    small.write_tokenizer(folder / "in")
+    transfer.import_weights(str(folder / "in"), str(folder / "run"))
+    return folder / "run"
+
+
+def test_text_goes_on_under_any_plan_with_a_tokenizer_and_without(run):
+    plain = program.done("decode", f"--logdir={run}", *PROMPT, "--format=json", "--plain")
+    found = json.loads(plain)
+    assert found["text"].startswith("the cat")
+    values = json.loads((run / "config.json").read_text())
+    tokens, log_probs = reference.greedy(values, small.tensors_of(values), [1, 2, 3], 5)
+    assert found["tokens"] == tokens
+    np.testing.assert_allclose(found["log_probs"], log_probs, rtol=0, atol=1e-4)
+    split = program.done("decode", f"--logdir={run}", *PROMPT, "--format=json", *SPLIT)
+    assert json.loads(split)["tokens"] == found["tokens"]
+    os.rename(run / "tokenizer.json", run / "away.json")
+    try:
+        line = program.refused("decode", f"--logdir={run}", *PROMPT)
+        assert "has neither tokenizer.json nor tokenizer.model; put that of the model" in line
+        ids = ["--ids", "--prompt=1 2, 3", "--max_tokens=5"]
+        said = program.done("decode", f"--checkpoint={run}/ckpt-0", *ids)
+        assert said.split() == ["1", "2", "3", *map(str, found["tokens"])]
+        line = program.refused("decode", f"--logdir={run}", "--ids", "--prompt=the cat")
+        assert "with --ids a prompt is numbers of tokens, such as 12 7 30, but" in line
+        line = program.refused(
+            "decode", f"--logdir={run}", "--ids", "--prompt=1 99", "--max_tokens=2"
+        )
+        assert "has the token 99; ids are from 0 to 7" in line
+    finally:
+        os.rename(run / "away.json", run / "tokenizer.json")
+    line = program.refused("decode", f"--logdir={run}", "--prompt=the cat", "--max_tokens=14")
+    assert "has 3 tokens, with 14 more it exceeds the model's 16" in line
+    line = program.refused("train", f"--logdir={run}")
+    assert "there is no text to train on: derive a class" in line
+
+
+def test_what_was_found_is_scored_and_exported(run, tmp_path):
+    plain = program.done("decode", f"--logdir={run}", *PROMPT, "--beams=3", "--format=json")
+    found = json.loads(plain)
+    ids = "--prompt=" + " ".join(map(str, [1, 2, 3, *found["tokens"]]))
+    for plan in ([], SPLIT):
+        line = program.done("score", f"--logdir={run}", "--ids", ids, "--format=json", *plan)
+        scored = json.loads(line)
+        assert scored["tokens"][2:7] == found["tokens"]
+        wanted = found["log_probs"]
+        np.testing.assert_allclose(scored["log_probs"][2:7], wanted, rtol=0, atol=1e-4)
+    program.done("export", f"--logdir={run}", f"--to={tmp_path}/out")
+    decode = tf.saved_model.load(f"{tmp_path}/out").signatures["decode"]
+    values = json.loads((run / "config.json").read_text())
+    tokens, _ = reference.greedy(values, small.tensors_of(values), [1, 2, 3], 5)
+    got = decode(ids=tf.constant([[1, 2, 3]]), lengths=tf.constant([3]), max_tokens=tf.constant(5))
+    assert got["tokens"].numpy().tolist() == [tokens]
+
+
+def test_tokens_of_llama_are_those_of_its_formulas(tmp_path):
+    tensors = small.tensors_of(small.LLAMA)
+    small.write(tmp_path / "in", small.LLAMA, tensors)
+    transfer.import_weights(str(tmp_path / "in"), str(tmp_path / "run"))
+    prompt = ["--ids", "--prompt=3 9 1 20", "--max_tokens=8", "--format=json"]
+    layout = f"{SPLIT[1]};kv_heads:model"
+    found = json.loads(
+        program.done("decode", f"--logdir={tmp_path}/run", *prompt, SPLIT[0], layout)
+    )
+    tokens, log_probs = reference.greedy(small.LLAMA, tensors, [3, 9, 1, 20], 8)
+    assert found["tokens"] == tokens and len(set(tokens)) > 5
+    np.testing.assert_allclose(found["log_probs"], log_probs, rtol=0, atol=1e-4)
+
+
+def test_a_training_goes_on_with_them_and_says_text_too(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(program, "CODE", f"import os; os.chdir({str(tmp_path)!r})\n{program.CODE}")
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on a mat\na cat sat on the mat\n" * 30)
+    (tmp_path / "tuned.py").write_text(TUNED.format(text=str(text)))
+    logdir = tmp_path / "tuned"
+    enter = ["--from", f"{run.parent}/in", "--logdir", str(logdir), "--model=tuned.Tuned"]
+    program.done("checkpoint", "import", *enter)
+    out = program.done("train", f"--logdir={logdir}", "--steps=30", *SPLIT)
+    assert f"going on from {logdir}/ckpt-0" in out
+    assert "changed: mesh layers:2 there, layers:2;model:2 now" in out
+    changed = {line.split()[1] for line in out.splitlines() if line.startswith("changed: ")}
+    assert changed == {"mesh", "layout", "task.stack.mesh_shape", "task.stack.layout"}
+    assert "the data is read from its beginning" in out
+    again = program.done("train", f"--logdir={logdir}", "--steps=31")
+    assert f"going on from {logdir}/ckpt-30" in again and "from its beginning" not in again
+    assert "ckpt-31, step 31: loss " in program.done("evaluate", f"--logdir={logdir}")
+    said = program.done("decode", f"--logdir={logdir}", "--prompt=the cat sat", "--max_tokens=2")
+    assert said.split()[:4] == ["the", "cat", "sat", "on"]
+    program.done("checkpoint", "export", str(logdir), str(tmp_path / "out"))
+    assert sorted(each.name for each in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]

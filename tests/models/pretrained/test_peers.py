@@ -1,0 +1,187 @@
+"""Models of `transformers`, taken in from their files: logits, tokens and a step are theirs."""
+
+import dataclasses
+import types
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from models.pretrained import config as configs
+from models.pretrained import params, transfer
+from pipemesh.decoding import Decoder, Generator, Sampler
+from pipemesh.layers import DatasetInput
+from pipemesh.training.evaluation import restored
+from pipemesh.training.registered import RegisteredModel
+from pipemesh.training.run.options import Options
+from pipemesh.training.trainer import Trainer
+from tests.models.pretrained import small
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("eagerly")]
+
+LENGTH, VOCAB, RATE = 12, small.GPT2["vocab_size"], 0.5
+RULES = "heads:model;d_ff:model;vocab:model"
+PLANS = {
+    "gpt2": {"mesh": "layers:2;model:2", "layout": RULES, "num_microbatches": "2"},
+    "llama": {
+        "mesh": "layers:2;data:2;model:2",
+        "layout": f"batch:data;kv_heads:model;{RULES}",
+        "num_microbatches": "2",
+        "schedule": "zb_h1",
+    },
+    "rich llama": {
+        "mesh": "layers:2;model:2",
+        "layout": f"kv_heads:model;{RULES}",
+        "num_microbatches": "4",
+        "schedule": "gpipe",
+    },
+}
+IDS = np.random.default_rng(3).integers(0, VOCAB, [8, LENGTH + 1])
+PROMPTS = [IDS[i, :number].tolist() for i, number in enumerate((3, 7, 1, 5))]
+MORE = 8
+
+
+def batches():
+    """The one batch that is trained on."""
+    shape = [len(IDS), LENGTH]
+    values = {
+        "ids": IDS[:, :-1].astype(np.int32),
+        "labels": IDS[:, 1:].astype(np.int32),
+        "weights": np.ones(shape, np.float32),
+        "segment_ids": np.ones(shape, np.int32),
+        "segment_pos": np.tile(np.arange(LENGTH, dtype=np.int32), [len(IDS), 1]),
+    }
+    return tf.data.Dataset.from_tensors(values)
+
+
+class OneBatch:
+    """Trains by plain gradients on the one batch."""
+
+    OPTIMIZER, LEARNING_RATE, CLIP_GRADIENT_NORM = "sgd", RATE, 0.0
+    BATCH_SIZE, SEQUENCE_LENGTH = IDS.shape[0], LENGTH
+
+    def Train(self):
+        return DatasetInput.Params().Set(name="Train", dataset=batches)
+
+
+class Gpt2(OneBatch, params.Gpt2):
+    pass
+
+
+class Llama(OneBatch, params.Llama):
+    pass
+
+
+@pytest.fixture(scope="module", params=PLANS)
+def case(request, tmp_path_factory):
+    """A model of theirs, and the folder of a training that begins with its weights."""
+    reason = "the models to compare with are not installed: pip install -e '.[dev,peers]'"
+    torch = pytest.importorskip("torch", reason=reason)
+    package = pytest.importorskip("transformers", reason=reason)
+    values = small.KINDS[request.param]
+    torch.manual_seed(7)
+    model = package.AutoModelForCausalLM.from_config(package.AutoConfig.for_model(**values)).eval()
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        for weight in model.parameters():
+            # Away from zeros and ones, and large enough for logits that differ.
+            weight.add_(0.3 * torch.randn(weight.shape))
+    folder = tmp_path_factory.mktemp("peer")
+    # As the package writes it; of one kind in several files.
+    size = "4KB" if request.param == "llama" else "1GB"
+    model.save_pretrained(folder / "theirs", max_shard_size=size)
+    assert (folder / "theirs" / "model.safetensors").exists() == (size == "1GB")
+    transfer.import_weights(str(folder / "theirs"), str(folder / "run"))
+    config = (Gpt2 if request.param == "gpt2" else Llama)()
+    config.LOGDIR = str(folder / "run")
+    # What the package wrote says what it was asked for.
+    wanted = configs.of_values(values)
+    there = configs.read(str(folder / "run" / "config.json"))
+    assert dataclasses.replace(there, bos=None, eos=()) == dataclasses.replace(wanted, eos=())
+    subject = RegisteredModel(config, "Model", PLANS[request.param])
+    return types.SimpleNamespace(
+        torch=torch, package=package, model=model, folder=folder, subject=subject
+    )
+
+
+@pytest.fixture
+def trained(case):
+    return restored(case.subject, str(case.folder / "run" / "ckpt-0"))
+
+
+def test_log_probabilities_of_all_tokens_are_theirs(case, trained):
+    """Our model has no logits but those of labels, so each row is asked for each label."""
+    (batch,) = batches()
+    row = {name: tf.repeat(value[:1], VOCAB, 0) for name, value in batch.items()}
+    row["labels"] = tf.tile(tf.range(VOCAB)[:, None], [1, LENGTH])
+
+    @tf.function(autograph=False)
+    def xent(batch):
+        return trained.evaluate(batch, lambda metrics, per_example: per_example["xent"])
+
+    with trained.cluster(do_eval=True):
+        found = -xent(row).numpy().T
+    torch = case.torch
+    with torch.no_grad():
+        logits = case.model(torch.tensor(IDS[:1, :-1])).logits[0]
+    wanted = torch.log_softmax(logits, -1).numpy()
+    assert np.std(wanted) > 0.5
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
+
+
+def test_the_most_likely_tokens_are_theirs(case, trained):
+    sizes = {"length": 16, "vocab_size": VOCAB}
+    generator = Generator(
+        trained.task,
+        trained.pipelines[0],
+        lambda: trained.cluster(do_eval=True),
+        sizes["length"],
+        Sampler(),
+    )
+    decoder = Decoder(generator, rows=1, groups=2, **sizes)
+    found = {each.number: list(each.tokens) for each in decoder.generate(PROMPTS, MORE)}
+    torch = case.torch
+    for number, prompt in enumerate(PROMPTS):
+        given = torch.tensor([prompt])
+        said = case.model.generate(
+            given,
+            attention_mask=torch.ones_like(given),
+            do_sample=False,
+            max_new_tokens=MORE,
+            pad_token_id=0,
+        )
+        assert found[number] == said[0, len(prompt) :].tolist(), number
+    assert len({tuple(each) for each in found.values()}) > 1
+
+
+def test_a_step_is_theirs_and_goes_back_to_them(case):
+    torch, run = case.torch, case.folder / "run"
+    trainer = Trainer(case.subject, Options(logdir=str(run), steps=1), str(run / "ckpt-0"), True)
+    assert not trainer.keeps_place
+    loss = trainer.train_step()["loss"]
+    path = trainer.save()
+    assert trainer.step == 1
+
+    model = case.model
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    logits = model(torch.tensor(IDS[:, :-1]), use_cache=False).logits
+    wanted = torch.nn.functional.cross_entropy(
+        logits.reshape(-1, VOCAB), torch.tensor(IDS[:, 1:]).reshape(-1)
+    )
+    wanted.backward()
+    np.testing.assert_allclose(loss, wanted.item(), rtol=0, atol=1e-4)
+
+    transfer.export_weights(path, str(case.folder / "tuned"))
+    tuned = case.package.AutoModelForCausalLM.from_pretrained(case.folder / "tuned")
+    found = dict(tuned.named_parameters())
+    assert found.keys() == before.keys()
+    for name, weight in model.named_parameters():
+        step = RATE * weight.grad
+        assert float(step.abs().max()) > 1e-3, name
+        np.testing.assert_allclose(
+            found[name].detach().numpy(),
+            (before[name] - step).numpy(),
+            rtol=0,
+            atol=1e-4,
+            err_msg=name,
+        )

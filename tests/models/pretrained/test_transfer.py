@@ -1,0 +1,168 @@
+"""Weights come in and go out bit by bit, and what cannot be had is one line."""
+
+import json
+import shutil
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from models.pretrained import config, names, transfer
+from models.pretrained.safetensors_file import INDEX, TensorFiles, find, write
+from pipemesh import cli
+from pipemesh.checkpoint import Manifest
+from tests.models.pretrained import small
+
+
+def tensors_in(folder):
+    with TensorFiles(find(str(folder))) as files:
+        return {name: files.read(name) for name in files.names}
+
+
+def assert_same(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype, name
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+def refused(capsys, *words):
+    """The one line that says why."""
+    capsys.readouterr()
+    assert cli.main(["checkpoint", *map(str, words)]) == 2
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert not out and line.startswith("pipemesh: error: ")
+    return line
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kind", small.KINDS)
+def test_what_comes_in_goes_out_as_it_was(tmp_path, capsys, kind, dtype):
+    values = small.KINDS[kind] | {"dtype": "float32", "architectures": ["Any"]}
+    kinds = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+    tensors = small.tensors_of(values, kinds[dtype])
+    small.write(tmp_path / "in", values, tensors)
+    (tmp_path / "in" / "generation_config.json").write_text("{}")
+    run, out = tmp_path / "run", tmp_path / "out"
+    enter = ["import", "--from", str(tmp_path / "in" / "model.safetensors"), "--logdir", str(run)]
+    assert cli.main(["checkpoint", *enter]) == 0
+    assert f"{run}/ckpt-0: " in capsys.readouterr().out
+    # In the checkpoint they are float32, as training has them.
+    reader = tf.train.load_checkpoint(str(run / "ckpt-0"))
+    for weight in names.weights_of(config.of_values(values)):
+        found = reader.get_tensor(weight.name)
+        assert (found.dtype, found.shape) == (np.float32, weight.shape)
+    assert Manifest.read(str(run / "ckpt-0")).note["model"].startswith("models.pretrained.params.")
+    assert cli.main(["checkpoint", "export", str(run), str(out), f"--dtype={dtype}"]) == 0
+    assert_same(tensors_in(out), tensors)
+    assert json.loads((out / "config.json").read_text()) == values | {"dtype": dtype}
+    assert (out / "generation_config.json").read_text() == "{}"
+    # Once more is not over what is there.
+    assert "model.safetensors exists; give another folder" in refused(capsys, "export", run, out)
+
+
+def test_files_of_other_makers_are_the_same_model(tmp_path):
+    """Without prefix, with masks and with logits of their own; in several files."""
+    tensors = small.tensors_of(small.GPT2)
+    small.write(tmp_path / "plain", small.GPT2, tensors)
+    bare = {name.removeprefix("transformer."): value for name, value in tensors.items()}
+    masks = {f"h.{i}.attn.bias": np.ones([1, 1, 16, 16], np.float32) for i in range(2)}
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "config.json").write_text(json.dumps(small.GPT2))
+    given = {**bare, **masks, "lm_head.weight": bare["wte.weight"]}
+    entries = [(name, value.nbytes, lambda value=value: value) for name, value in given.items()]
+    assert len(write(str(tmp_path / "parts"), entries, 2000)) > 3
+    for name in ("plain", "parts"):
+        transfer.import_weights(str(tmp_path / name), str(tmp_path / f"run {name}"))
+        transfer.export_weights(
+            str(tmp_path / f"run {name}" / "ckpt-0"), str(tmp_path / f"of {name}")
+        )
+    assert_same(tensors_in(tmp_path / "of parts"), tensors_in(tmp_path / "of plain"))
+    assert (tmp_path / "parts" / INDEX).exists()
+
+
+@pytest.fixture
+def given(tmp_path):
+    """A folder of weights, and a function that writes other ones there."""
+    tensors = small.tensors_of(small.LLAMA)
+    folder = small.write(tmp_path / "in", small.LLAMA, tensors)
+
+    def change(**other):
+        small.write(folder, small.LLAMA | other.pop("config", {}), {**tensors, **other})
+
+    return folder, tensors, change
+
+
+def test_what_cannot_be_taken_in_is_one_line(tmp_path, capsys, given):
+    folder, _, change = given
+    run = tmp_path / "run"
+    enter = "import", "--from", folder, "--logdir", run
+    first = "model.layers.0.mlp.up_proj.weight"
+    change(**{first: np.zeros([12, 17], np.float32)})
+    told = refused(capsys, *enter)
+    assert f"'{first}' has shape [12, 17], but that of config.json has [12, 16]" in told
+    change(**{"model.layers.2.input_layernorm.weight": np.ones([16], np.float32)})
+    told = refused(capsys, *enter)
+    assert "1 tensors that the model of config.json (llama, 2 layers) has not, such as" in told
+    change(config={"num_hidden_layers": 3})
+    told = refused(capsys, *enter)
+    assert "there is no tensor 'model.layers.2.input_layernorm.weight', which the model of" in told
+    change(config={"tie_word_embeddings": True})
+    assert "'lm_head.weight' is not 'model.embed_tokens.weight', but" in refused(capsys, *enter)
+    change(config={"model_type": "gpt2"})
+    assert "there is no tensor " in refused(capsys, *enter)
+    change(config={"rope_scaling": {"rope_type": "yarn"}})
+    assert "rope_type is 'yarn'; supported are default, linear" in refused(capsys, *enter)
+    change()
+    assert "cannot be read" in refused(capsys, *enter, "--config", tmp_path / "none.json")
+    (folder / "tokenizer.json").write_text("none")
+    assert "tokenizer.json' is no tokenizer" in refused(capsys, *enter)
+    (folder / "tokenizer.json").unlink()
+    told = refused(capsys, *enter, "--model", "models.digits.params.DigitsPlain")
+    assert "takes no weights of others; give models.pretrained.params.Llama" in told
+    told = refused(capsys, *enter, "--model", "models.pretrained.params.Gpt2")
+    assert "model_type 'gpt2', but config.json is of 'llama'; take models.pretrained.params" in told
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+    assert "cut short" in refused(capsys, *enter)
+    assert not list(run.glob("ckpt-*"))
+    # All is well in the end, but once.
+    change()
+    assert cli.main(["checkpoint", *map(str, enter)]) == 0
+    assert "has a checkpoint, " in refused(capsys, *enter)
+
+
+def test_numbers_that_a_dtype_has_not_are_an_error(tmp_path, capsys, given):
+    folder, tensors, change = given
+    name = "model.norm.weight"
+    change(**{name: tensors[name] * 1e9})
+    enter = "import", "--from", folder, "--logdir", tmp_path / "run"
+    told = f"tensor '{name}' has numbers that are too large for float16; give another --dtype"
+    assert told in refused(capsys, *enter, "--dtype=float16")
+    assert cli.main(["checkpoint", *map(str, enter), "--dtype=bfloat16"]) == 0
+    assert told in refused(capsys, "export", tmp_path / "run", tmp_path / "out", "--dtype=float16")
+    assert not list((tmp_path / "out").glob("*.safetensors*"))
+
+
+def test_what_cannot_go_out_is_one_line(tmp_path, capsys, given):
+    folder, _, _ = given
+    run, out = tmp_path / "run", tmp_path / "out"
+    transfer.import_weights(str(folder), str(run))
+    shutil.copytree(run, tmp_path / "bare")
+    (tmp_path / "bare" / "config.json").unlink()
+    told = refused(capsys, "export", tmp_path / "bare", out)
+    assert "is of no model that can be exported: there is no " in told
+    other = small.LLAMA | {"intermediate_size": 13}
+    (tmp_path / "bare" / "config.json").write_text(json.dumps(other))
+    told = refused(capsys, "export", tmp_path / "bare", out)
+    assert "is of another model than" in told and "it has it as [16, 12]" in told
+    other = small.LLAMA | {"num_hidden_layers": 3}
+    (tmp_path / "bare" / "config.json").write_text(json.dumps(other))
+    assert "it has none" in refused(capsys, "export", tmp_path / "bare", out)
+    assert "is no checkpoint" in refused(capsys, "export", run / "ckpt-9", out)
+    data = run / "ckpt-0.data-00000-of-00001"
+    data.write_bytes(data.read_bytes()[:-3])
+    assert "ckpt-0.data-00000-of-00001 has " in refused(capsys, "export", run, out)
+    assert not out.exists()
