@@ -108,6 +108,12 @@ def speed(rounds: int) -> object:
             f"{ratio(name, REFERENCE):8.2f} {1e3 * median['cpu']:5.0f}ms "
             f"{median['cpu'] / wall:6.2f}"
         )
+    plain = {what: statistics.median(each) for what, each in found[REFERENCE].items()}
+    cores = plain["cpu"] / (plain["prefill"] + plain["generation"])
+    print(
+        f"limit: {REFERENCE} keeps {cores:.2f} of 2 cores busy; the same work on both of them all "
+        f"the time were {2 / cores:.2f} times as many tokens"
+    )
     for (name, other), bar in BARS.items():
         share = ratio(name, other)
         verdict = "met" if share >= bar else "NOT met"
