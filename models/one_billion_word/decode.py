@@ -13,9 +13,6 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from pipemesh.training.command import program
-from pipemesh.training.command.plan_flags import OF_PIPELINES
-
-_OF_PLANS = ("mesh_shape", "layout", *OF_PIPELINES, "strict_devices", "trace_schedule")
 
 
 def main(argv: list[str]) -> int:
@@ -48,20 +45,11 @@ def score(argv: list[str]) -> int:
 
 def export(argv: list[str]) -> int:
     """Exports as the flags say; returns the exit code."""
-    from models.one_billion_word import command_line
     from pipemesh.training.command import export
-    from pipemesh.training.command.flags import FlagError
 
     _parse(argv, export.__doc__, export.define)
     export.folder()
-    flags = command_line.FLAGS
-    given = [name for name in _OF_PLANS if flags[name].present]
-    if given:
-        raise FlagError(
-            f"--{given[0]} plays no part, since a model is exported for one device; leave it out"
-        )
-    # As it is without a pipeline, whatever it was trained on.
-    flags.plain, flags["plain"].present = True, 1
+    export.on_one_device()
     request, path, there = _model()
     subject, tokens = _subject(request, path, there)
     export.export(subject, path, tokens)

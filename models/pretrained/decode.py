@@ -15,9 +15,6 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from pipemesh.training.command import program
-from pipemesh.training.command.plan_flags import OF_PIPELINES
-
-_OF_PLANS = ("mesh_shape", "layout", *OF_PIPELINES, "strict_devices", "trace_schedule")
 
 
 class _Model(NamedTuple):
@@ -85,21 +82,11 @@ def score(argv: list[str]) -> int:
 
 def export(argv: list[str]) -> int:
     """Exports as the flags say; returns the exit code."""
-    from absl import flags
-
     from pipemesh.training.command import export, model_flags
-    from pipemesh.training.command.flags import FlagError
 
     _parse(argv, export.__doc__, export.define)
     export.folder()
-    values = flags.FLAGS
-    given = [name for name in _OF_PLANS if values[name].present]
-    if given:
-        raise FlagError(
-            f"--{given[0]} plays no part, since a model is exported for one device; leave it out"
-        )
-    # As it is without a pipeline, whatever it was trained on.
-    values.plain, values["plain"].present = True, 1
+    export.on_one_device()
     model = _model()
     export.export(model_flags.subject(), model.path, model.tokens(_params().SEQUENCE_LENGTH))
     return 0

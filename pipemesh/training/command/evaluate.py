@@ -13,7 +13,8 @@ import importlib
 import itertools
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from types import ModuleType
 from typing import Any
 
 from absl import flags
@@ -45,17 +46,34 @@ def main(argv: list[str]) -> int:
     if other := note.get("evaluated_by"):
         # A model with flags of its own.
         return importlib.import_module(other).main(argv)
+    judge(*asked(argv, program, __doc__))
+    return 0
+
+
+def asked(
+    argv: list[str], program: ModuleType, about: str | None, leave: Collection[str] | None = None
+) -> tuple[Any, str]:
+    """The registered model that a command line asks for, and the path of its checkpoint.
+
+    Args:
+        argv: the program and its arguments.
+        program: the module that flags belong to.
+        about: what help begins with.
+        leave: see `training_flags.take_up`.
+
+    Raises:
+        PipemeshError: they cannot be had.
+    """
     model_flags.define()
     training_flags.define()
     define_checkpoint()
-    parse(argv, program, __doc__)
+    parse(argv, program, about)
     check_flags()
     folder = model_flags.logdir()
-    training_flags.take_up(folder, program, FLAGS.checkpoint)
+    training_flags.take_up(folder, program, FLAGS.checkpoint, leave)
     path = checkpoint_of(folder)
     model_flags.check_note(Manifest.read(path).note, os.path.dirname(path) or ".")
-    judge(model_flags.subject(), path)
-    return 0
+    return model_flags.subject(), path
 
 
 def judge(subject: Any, path: str) -> None:

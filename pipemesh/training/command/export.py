@@ -17,6 +17,7 @@ from absl import flags
 from pipemesh.training.command import quiet
 from pipemesh.training.command.decode import Tokens, helped, program_of
 from pipemesh.training.command.flags import FlagError
+from pipemesh.training.command.plan_flags import OF_PIPELINES
 
 FLAGS = flags.FLAGS
 
@@ -62,6 +63,21 @@ def folder() -> str:
     if os.path.exists(FLAGS.to) and (not os.path.isdir(FLAGS.to) or os.listdir(FLAGS.to)):
         raise FlagError(f"--to={FLAGS.to!r} is there already; give a new or an empty folder")
     return FLAGS.to
+
+
+def on_one_device() -> None:
+    """Asks for the model as it is without a pipeline, whatever it was trained on.
+
+    Raises:
+        FlagError: a flag asks for another plan.
+    """
+    of_plans = ("mesh_shape", "layout", *OF_PIPELINES, "strict_devices", "trace_schedule")
+    given = [name for name in of_plans if FLAGS[name].present]
+    if given:
+        raise FlagError(
+            f"--{given[0]} plays no part, since a model is exported for one device; leave it out"
+        )
+    FLAGS.plain, FLAGS["plain"].present = True, 1
 
 
 def export(subject: Any, path: str, tokens: Tokens) -> None:

@@ -10,24 +10,12 @@ with; the mesh may be another.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from typing import Any
 
-from absl import flags
-
-from pipemesh.checkpoint import Manifest
 from pipemesh.errors import CheckpointError
-from pipemesh.training.command import model_flags, quiet, training_flags
-from pipemesh.training.command.evaluate import (
-    check_flags,
-    checkpoint_of,
-    define_checkpoint,
-    note_of,
-)
-from pipemesh.training.command.flags import parse
-
-FLAGS = flags.FLAGS
+from pipemesh.training.command import quiet
+from pipemesh.training.command.evaluate import asked, note_of
 
 
 def main(argv: list[str]) -> int:
@@ -43,23 +31,14 @@ def main(argv: list[str]) -> int:
         PipemeshError: what is asked for cannot be had.
     """
     quiet.install()
-    program = sys.modules[__name__]
     note = note_of(argv)
     if "decoded_by" in note:
         raise CheckpointError(
             f"the checkpoint is of {note.get('program', 'a model')}, which continues and scores "
             "texts; use pipemesh decode or pipemesh score"
         )
-    model_flags.define()
-    training_flags.define()
-    define_checkpoint()
-    parse(argv, program, __doc__)
-    check_flags()
-    folder = model_flags.logdir()
-    training_flags.take_up(folder, program, FLAGS.checkpoint, leave=())
-    path = checkpoint_of(folder)
-    model_flags.check_note(Manifest.read(path).note, os.path.dirname(path) or ".")
-    subject = model_flags.subject()
+    # On standard output there are predictions alone.
+    subject, path = asked(argv, sys.modules[__name__], __doc__, leave=())
     from pipemesh.training.prediction import Predictor
     from pipemesh.training.run import console
 
