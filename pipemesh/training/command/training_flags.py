@@ -14,7 +14,7 @@ from pipemesh.checkpoint.folder import path_of, steps_of
 from pipemesh.errors import CheckpointError
 from pipemesh.training.command import config, plan_flags
 from pipemesh.training.command.flags import FlagError
-from pipemesh.training.run.options import EVAL_BATCHES, ON_NONFINITE
+from pipemesh.training.run.options import EVAL_BATCHES, LOG_FORMATS, ON_NONFINITE
 
 FLAGS = flags.FLAGS
 
@@ -32,11 +32,21 @@ _OF_OPTIONS = (
     "on_nonfinite",
     "max_to_keep",
     "keep_best",
+    "log_format",
 )
 # With fewer a step of the test is as large as the range that is looked for.
 _FEWEST_RATES = 50
 # Those that say where a training lies, or what is to be done this time.
-_OF_A_CALL = ("logdir", "config", "other_text", "trace_schedule", "find_learning_rate")
+_OF_A_CALL = (
+    "logdir",
+    "config",
+    "other_text",
+    "trace_schedule",
+    "find_learning_rate",
+    "log_format",
+)
+# Those that a program that only judges refuses.
+OF_TRAINING = ("log_format",)
 
 
 def define(drawn: str = "the first ones") -> None:
@@ -93,6 +103,14 @@ def define(drawn: str = "the first ones") -> None:
         lower_bound=0,
     )
 
+    flags.DEFINE_enum(
+        "log_format",
+        "text",
+        list(LOG_FORMATS),
+        "What standard output has: lines for people, or for programs an object of JSON a line and "
+        "nothing else, the same as record.jsonl in --logdir; text goes to standard error then.",
+    )
+
 
 def options() -> dict[str, Any]:
     """What of `Options` is asked for, but the log directory.
@@ -107,6 +125,11 @@ def options() -> dict[str, Any]:
         )
     if FLAGS.find_learning_rate and FLAGS.trace_schedule:
         raise FlagError("--trace_schedule is for training; leave it or --find_learning_rate out")
+    if FLAGS.find_learning_rate and FLAGS.log_format != "text":
+        raise FlagError(
+            f"--log_format={FLAGS.log_format} is for training; leave it or --find_learning_rate "
+            "out (learning_rates.csv is for programs)"
+        )
     return {name: getattr(FLAGS, name) for name in _OF_OPTIONS}
 
 
