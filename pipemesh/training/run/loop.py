@@ -27,7 +27,9 @@ from pipemesh.errors import DataError, NotFiniteError, PipemeshError, SaveError
 from pipemesh.partition.text import bytes_text
 from pipemesh.schedule.render import to_html, to_trace
 from pipemesh.training.run.console import SECONDS_A_REFRESH, objects_alone, ticking, waiting
+from pipemesh.training.run.histograms import Histograms
 from pipemesh.training.run.options import Options
+from pipemesh.training.run.profile import Profile
 from pipemesh.training.run.spikes import Spikes
 from pipemesh.training.run.summaries import Summaries
 from pipemesh.training.run.telling import Telling, of_beginning, of_measured, of_report
@@ -60,6 +62,8 @@ class Loop:
         self._flops, self._peak, self._measured_steps, self._seconds = 0.0, 0.0, 0, 0.0
         self._summaries = Summaries(options.logdir)
         self._tell = Telling(options)
+        self._profile = Profile(options.logdir, options.profile_steps, self._tell.warn)
+        self._histograms = Histograms(trainer.trained.weights(), options.histogram_every)
         # The step of the checkpoint that was told of last, and of the one that was begun last.
         self._saved = self._begun = trainer.step
 
@@ -80,7 +84,12 @@ class Loop:
         stops = [s for s in _STOPS if signal.getsignal(s) is not signal.SIG_IGN]
         old = {s: signal.signal(s, self._request_stop) for s in stops}
         try:
-            self._train()
+            try:
+                self._train()
+            finally:
+                # Steps that do not come any more are missing in it.
+                self._profile.close()
+                self._tell_profile()
             if self._stop is not None:
                 path = self._save_at_last()
                 name = signal.Signals(self._stop).name
@@ -120,6 +129,8 @@ class Loop:
     def _train(self) -> None:
         trainer, options = self._trainer, self._options
         steps = options.steps
+        if options.profile_steps and trainer.step >= options.profile_steps[1]:
+            self._tell.warn("the steps that are to be profiled are done; there is no profile")
         self._flops = trainer.subject.flops() or 0.0
         if trainer.step < steps and self._flops:
             with waiting("measuring the devices"):
@@ -265,15 +276,18 @@ class Loop:
         self._stop = number
 
     def _one_step(self, bar: Any) -> None:
-        begin = time.perf_counter()
+        number = self._trainer.step + 1
+        self._histograms.before(number)
         try:
-            result = self._trainer.train_step()
+            with self._profile.around(number):
+                begin = time.perf_counter()
+                result = self._trainer.train_step()
+                seconds = time.perf_counter() - begin
         except NotFiniteError as error:
             self._skip(str(error))
             bar.update()
             return
         self._in_a_row = 0
-        seconds = time.perf_counter() - begin
         step = self._trainer.step
         if told := self._spikes.add(result["loss"]):
             self._tell("spike", f"step {step}: {told}", is_warning=True, step=step, why=told)
@@ -295,10 +309,17 @@ class Loop:
             self._rate = 0.9 * self._rate + 0.1 * now if self._rate else now
             shown += f", {self._rate:,.0f} {unit}/s"
             self._measured(seconds)
-        self._summarize("train", values)
+        self._summaries.write("train", step, values, self._histograms.after())
         self._tell("step", step=step, **values)
         bar.set_postfix_str(shown, refresh=False)
         bar.update()
+        self._tell_profile()
+
+    def _tell_profile(self) -> None:
+        """Tells of a profile that has been written."""
+        if (path := self._profile.written) is not None:
+            self._profile.written = None
+            self._tell("profile", f"profile: {path}", step=self._trainer.step, path=path)
 
     def _skip(self, why: str) -> None:
         """Goes on without a step that is not finite, or not at all."""

@@ -35,6 +35,8 @@ class Options:
         trace_schedule: whether to time the actions of a step at the end.
         find_learning_rate: the number of learning rates to try instead of training; 0 to train.
         log_format: one of `LOG_FORMATS`.
+        profile_steps: the first and the last step to profile; None for none.
+        histogram_every: steps between histograms of weights and their updates; 0 for none.
 
     Example:
         >>> Options(logdir="runs/a", steps=300).save_every
@@ -54,3 +56,5 @@ class Options:
     trace_schedule: bool = False
     find_learning_rate: int = 0
     log_format: str = "text"
+    profile_steps: tuple[int, int] | None = None
+    histogram_every: int = 0
