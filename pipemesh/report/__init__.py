@@ -19,7 +19,7 @@ Example:
 from pipemesh.report.comparison import comparison
 from pipemesh.report.difference import Part, parts_of
 from pipemesh.report.page import page
-from pipemesh.report.record import FILE, Record, to_line
+from pipemesh.report.record import Record, to_line
 from pipemesh.report.run import Run, read
 
-__all__ = ["FILE", "Part", "Record", "Run", "comparison", "page", "parts_of", "read", "to_line"]
+__all__ = ["Part", "Record", "Run", "comparison", "page", "parts_of", "read", "to_line"]

@@ -14,7 +14,7 @@ WIDTH, HEIGHT = 590, 310
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 16, 56, 44
 _FONT = "font-family=\"'DejaVu Sans', Verdana, Arial, sans-serif\""
 # Steps that are drawn one by one; more are drawn as means of as many parts.
-_MOST = 260
+_MOST = 500
 # A curve of no more points has a mark at each.
 _FEW = 40
 _CHARACTER = 6.8

@@ -33,7 +33,7 @@ def page(run: Run) -> str:
         [
             table(["", ""], facts(run).items(), left=(0, 1)),
             section("Curves", side_by_side(curves(run))),
-            section("Plan", *_plan(run)),
+            section("How it was run", *_plan(run)),
             section("Schedule", *schedule(run)),
             section("Memory", *memory(run)),
             section("Communication", communication(run)),

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from pipemesh.report import FILE, Record, to_line
+from pipemesh.report.record import FILE, Record, to_line
 
 
 def lines(folder):

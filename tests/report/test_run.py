@@ -5,7 +5,8 @@ import json
 import pytest
 
 from pipemesh.errors import ReportError
-from pipemesh.report import FILE, Record, read
+from pipemesh.report import Record, read
+from pipemesh.report.record import FILE
 from pipemesh.schedule import one_f_one_b, simulate
 from tests.report import records
 

@@ -12,12 +12,9 @@ import gc
 import math
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
-
-from tqdm import tqdm
 
 from pipemesh.backend.peak import peak_memory
 from pipemesh.checkpoint.folder import path_of, steps_of
@@ -26,10 +23,11 @@ from pipemesh.checkpoint.whole_file import write_whole
 from pipemesh.errors import DataError, NotFiniteError, PipemeshError, SaveError
 from pipemesh.partition.text import bytes_text
 from pipemesh.schedule.render import to_html, to_trace
-from pipemesh.training.run.console import SECONDS_A_REFRESH, objects_alone, ticking, waiting
+from pipemesh.training.run.console import objects_alone, waiting
 from pipemesh.training.run.histograms import Histograms
 from pipemesh.training.run.options import Options
 from pipemesh.training.run.profile import Profile
+from pipemesh.training.run.progress import Progress
 from pipemesh.training.run.spikes import Spikes
 from pipemesh.training.run.summaries import Summaries
 from pipemesh.training.run.telling import Telling, of_beginning, of_measured, of_report
@@ -135,14 +133,7 @@ class Loop:
         if trainer.step < steps and self._flops:
             with waiting("measuring the devices"):
                 self._peak = trainer.peak_flops()
-        terminal = sys.stderr.isatty()
-        with tqdm(
-            total=max(steps, trainer.step),
-            initial=trainer.step,
-            bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
-            mininterval=SECONDS_A_REFRESH[terminal],
-            file=sys.stderr,
-        ) as bar:
+        with Progress(trainer.step, steps) as progress:
             if trainer.restored:
                 # Which a signal may have cut short, or which was the last one of fewer steps.
                 score = self._evaluate()
@@ -150,14 +141,12 @@ class Loop:
                     trainer.saving.judge(trainer.restored, score)
             while trainer.step < steps and self._stop is None and not self._is_settled:
                 if self._rate is None:
-                    bar.set_postfix_str("building the graph")
-                    period = SECONDS_A_REFRESH[terminal]
-                    with ticking(lambda _: bar.refresh(), period, period):
-                        self._one_step(bar)
+                    with progress.busy("building the graph"):
+                        self._one_step(progress)
                     gc.enable()
                     self._report()
                 else:
-                    self._one_step(bar)
+                    self._one_step(progress)
                 done, judged = trainer.step, self._evaluate()
                 if done == steps or self._is_settled:
                     self._save(self._save_now)
@@ -275,7 +264,7 @@ class Loop:
             raise KeyboardInterrupt
         self._stop = number
 
-    def _one_step(self, bar: Any) -> None:
+    def _one_step(self, progress: Progress) -> None:
         number = self._trainer.step + 1
         self._histograms.before(number)
         try:
@@ -285,7 +274,7 @@ class Loop:
                 seconds = time.perf_counter() - begin
         except NotFiniteError as error:
             self._skip(str(error))
-            bar.update()
+            progress.advance()
             return
         self._in_a_row = 0
         step = self._trainer.step
@@ -311,8 +300,7 @@ class Loop:
             self._measured(seconds)
         self._summaries.write("train", step, values, self._histograms.after())
         self._tell("step", step=step, **values)
-        bar.set_postfix_str(shown, refresh=False)
-        bar.update()
+        progress.advance(shown)
         self._tell_profile()
 
     def _tell_profile(self) -> None:
