@@ -167,7 +167,8 @@ def read(folder: str) -> Run:
     begins: list[dict[str, Any]] = []
     last: dict[str, dict[str, Any]] = {}
     unread = 0
-    for line in _lines(path):
+    # What stands behind the last end of a line is just being written.
+    for line in _lines(path)[:-1]:
         event = _event(line)
         if event is None:
             unread += 1
@@ -210,9 +211,6 @@ def _lines(path: str) -> list[str]:
 
 def _event(line: str) -> dict[str, Any] | None:
     """What a line says; None if it was cut short, or says something else."""
-    if not line:
-        # Behind the last end of a line.
-        return {"event": "", "step": 0}
     try:
         event: Any = json.loads(line)
     except ValueError:

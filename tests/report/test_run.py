@@ -97,6 +97,14 @@ def test_lines_of_no_use_are_counted_and_left_out(tmp_path, line):
     assert (after.train, after.last) == (before.train, before.last)
 
 
+def test_a_line_that_is_just_being_written_is_not_missed(tmp_path):
+    records.plain(tmp_path)
+    before = read(str(tmp_path))
+    with open(tmp_path / FILE, "a") as file:
+        file.write('{"event": "step", "step": 3')
+    assert read(str(tmp_path)) == before
+
+
 def test_values_that_are_no_numbers_are_no_curves(tmp_path):
     record = Record(str(tmp_path))
     record.add("step", step=1, loss=float("nan"), word="x", flag=True, more=[1])
