@@ -20,6 +20,7 @@ from pipemesh.text import did_you_mean
 COMMANDS = {
     "checkpoint": "pipemesh.checkpoint.command",
     "partition": "pipemesh.partition.command",
+    "report": "pipemesh.report.command",
     "schedule": "pipemesh.schedule.command",
 }
 # Those that train have flags of their own kind: `main(argv) -> exit code`.
@@ -40,6 +41,7 @@ HELP = {
     "train": "train a registered model of lingvo, pipelined or not",
     "checkpoint": "look into checkpoints, compare and convert them",
     "partition": "cut a stack of layers into stages of equal cost",
+    "report": "make a page of a training, or compare several",
     "schedule": "build, compare, simulate and draw pipeline schedules",
 }
 

@@ -92,3 +92,7 @@ class DecodingError(PipemeshError, ValueError):
 
 class NotFiniteError(TrainingError):
     """The loss or a gradient of a step is not finite; nothing has changed."""
+
+
+class ReportError(PipemeshError, ValueError):
+    """There is no record of a training to make a report of, or it cannot be read."""

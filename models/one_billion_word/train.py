@@ -20,10 +20,12 @@ from pipemesh.training.command import program
 def main(argv: list[str]) -> int:
     """Trains as the flags say; returns the exit code."""
     from models.one_billion_word import command_line
+    from pipemesh.training.run import console
 
     command_line.parse(argv, __doc__)
-    command_line.take_up()
-    return run(command_line.request())
+    with console.objects_alone(command_line.FLAGS.log_format == "json"):
+        command_line.take_up()
+        return run(command_line.request())
 
 
 def run(request: Any) -> int:

@@ -15,7 +15,7 @@ from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.partition.text import bytes_text
 from pipemesh.plan.places import home_of
 from pipemesh.recurrent import DeviceMemory, Home, Transfer, memory_of, transfers_of
-from pipemesh.schedule import Costs, simulate
+from pipemesh.schedule import Costs, Timeline, simulate
 from pipemesh.text import columns
 
 
@@ -68,6 +68,7 @@ class Report:
         flops: of a step's products of matrices: those of the forward pass three times, whatever is
             computed again (Chowdhery et al., "PaLM", 2022, appendix B).
         weights: of all weights where they lie.
+        timeline: of actions that take as long as their flops say.
     """
 
     memory: tuple[DeviceMemory, ...]
@@ -76,6 +77,7 @@ class Report:
     bubble: float
     flops: float
     weights: tuple[WeightLayout, ...]
+    timeline: Timeline
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [
@@ -129,14 +131,16 @@ def report(stack: Any, run: Any, shapes: Sequence[Any], optimizer: Sequence[Any]
     forward = [number / home.group for number, home in zip(flops, homes, strict=True)]
     again = 1 if stack.params.remat == "full" else 0
     costs = Costs(forward, input_grad=[(1 + again) * f for f in forward], weight_grad=forward)
+    timeline = simulate(stack.schedule, costs)
     return Report(
         memory=tuple(memory),
         optimizer=dict(held),
         # What is sent while actions compute is said by primitive.
         sent=(*_between(transfers_of(run, inside=False), _coordinates(stack, homes)), *inside),
-        bubble=simulate(stack.schedule, costs).bubble_ratio,
+        bubble=timeline.bubble_ratio,
         flops=3 * number * homes[0].num_replicas * sum(flops),
         weights=tuple(_layouts(stack)),
+        timeline=timeline,
     )
 
 

@@ -105,6 +105,17 @@ class TrainedTask:
             if (average := ema.average(variable)) is not None:
                 average.assign(variable)
 
+    def learned(self) -> dict[str, list[tf.Variable]]:
+        """The weights that are learned, by logical name: the variables that each lies in."""
+        learned = [v for v in self.task.vars.Flatten() if v.trainable]
+        named = by_logical_name(self.task, learned)
+        return {
+            name.removesuffix("/var"): [
+                part for part, _ in getattr(found, "parts", [(found, None)])
+            ]
+            for name, found in named.items()
+        }
+
     def optimizer_variables(self) -> list[tf.Variable]:
         """Those of the optimizer; none if nothing is learned."""
         if not self._learns:

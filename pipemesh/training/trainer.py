@@ -21,7 +21,7 @@ from pipemesh.training.evaluation import Evaluation, scored, vanished
 from pipemesh.training.ramp import has_state, ramped
 from pipemesh.training.run import console
 from pipemesh.training.run.options import EVAL_BATCHES, Options
-from pipemesh.training.run.stage_table import stage_table
+from pipemesh.training.run.stage_table import stage_rows, stage_table
 from pipemesh.training.saving import WEIGHTS_ONLY, Saving
 from pipemesh.training.score import Score
 from pipemesh.training.subject import Sample, Subject
@@ -122,9 +122,13 @@ class Trainer:
 
     def stage_table(self) -> str:
         """Which layers each stage has, and where; "" without a pipeline."""
+        return "\n\n".join(map(stage_table, self.stage_rows()))
+
+    def stage_rows(self) -> list[list[tuple[str, ...]]]:
+        """The same as rows of a table, for each pipeline."""
         with self.trained.cluster():
             shapes = self.subject.input_shapes()
-            return "\n\n".join(stage_table(stack, shapes) for stack in self.trained.pipelines)
+            return [stage_rows(stack, shapes) for stack in self.trained.pipelines]
 
     def peak_flops(self) -> float:
         """What the devices can compute a second, measured now."""

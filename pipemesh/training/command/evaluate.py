@@ -111,6 +111,9 @@ def check_flags() -> None:
         raise FlagError("--eval_batches is for training; all held-out batches are judged by here")
     if FLAGS.find_learning_rate:
         raise FlagError("--find_learning_rate is for training; leave it out")
+    for name in training_flags.OF_TRAINING:
+        if FLAGS[name].present:
+            raise FlagError(f"--{name} is for training; leave it out")
     if FLAGS.checkpoint and not FLAGS.logdir:
         FLAGS.logdir = os.path.dirname(FLAGS.checkpoint) or "."
 

@@ -40,9 +40,10 @@ def main(argv: list[str]) -> int:
     training_flags.define()
     parse(argv, program, __doc__)
     folder = model_flags.logdir()
-    training_flags.take_up(folder, program)
-    with Folder(folder):
-        return _train(folder)
+    with console.objects_alone(training_flags.FLAGS.log_format == "json"):
+        training_flags.take_up(folder, program)
+        with Folder(folder):
+            return _train(folder)
 
 
 def _train(folder: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Collection, Mapping
 from types import ModuleType
 from typing import Any
@@ -14,7 +15,7 @@ from pipemesh.checkpoint.folder import path_of, steps_of
 from pipemesh.errors import CheckpointError
 from pipemesh.training.command import config, plan_flags
 from pipemesh.training.command.flags import FlagError
-from pipemesh.training.run.options import EVAL_BATCHES, ON_NONFINITE
+from pipemesh.training.run.options import EVAL_BATCHES, LOG_FORMATS, ON_NONFINITE
 
 FLAGS = flags.FLAGS
 
@@ -32,11 +33,23 @@ _OF_OPTIONS = (
     "on_nonfinite",
     "max_to_keep",
     "keep_best",
+    "log_format",
+    "histogram_every",
 )
 # With fewer a step of the test is as large as the range that is looked for.
 _FEWEST_RATES = 50
 # Those that say where a training lies, or what is to be done this time.
-_OF_A_CALL = ("logdir", "config", "other_text", "trace_schedule", "find_learning_rate")
+_OF_A_CALL = (
+    "logdir",
+    "config",
+    "other_text",
+    "trace_schedule",
+    "find_learning_rate",
+    "log_format",
+    "profile_steps",
+)
+# Those that a program that only judges refuses.
+OF_TRAINING = ("log_format", "profile_steps")
 
 
 def define(drawn: str = "the first ones") -> None:
@@ -93,6 +106,27 @@ def define(drawn: str = "the first ones") -> None:
         lower_bound=0,
     )
 
+    flags.DEFINE_enum(
+        "log_format",
+        "text",
+        list(LOG_FORMATS),
+        "What standard output has: lines for people, or for programs an object of JSON a line and "
+        "nothing else, the same as record.jsonl in --logdir; text goes to standard error then.",
+    )
+    flags.DEFINE_integer(
+        "histogram_every",
+        0,
+        "Write histograms for TensorBoard every so many steps, of each weight and of what the step "
+        "changed it by; 0 for never.",
+        lower_bound=0,
+    )
+    flags.DEFINE_string(
+        "profile_steps",
+        None,
+        "Profile these steps with TensorFlow's profiler, such as 10:15, from the 10th to the 15th; "
+        "TensorBoard shows plugins/profile in --logdir. The first step builds the graph.",
+    )
+
 
 def options() -> dict[str, Any]:
     """What of `Options` is asked for, but the log directory.
@@ -107,7 +141,36 @@ def options() -> dict[str, Any]:
         )
     if FLAGS.find_learning_rate and FLAGS.trace_schedule:
         raise FlagError("--trace_schedule is for training; leave it or --find_learning_rate out")
-    return {name: getattr(FLAGS, name) for name in _OF_OPTIONS}
+    if FLAGS.find_learning_rate and FLAGS.log_format != "text":
+        raise FlagError(
+            f"--log_format={FLAGS.log_format} is for training; leave it or --find_learning_rate "
+            "out (learning_rates.csv is for programs)"
+        )
+    found = {name: getattr(FLAGS, name) for name in _OF_OPTIONS}
+    return {**found, "profile_steps": _profile_steps()}
+
+
+def _profile_steps() -> tuple[int, int] | None:
+    """The first and the last step to profile.
+
+    Raises:
+        FlagError: there are no such steps.
+    """
+    text = FLAGS.profile_steps
+    if text is None:
+        return None
+    given = f"--profile_steps={text!r}"
+    match = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text, re.ASCII)
+    if match is None:
+        raise FlagError(f"{given}: give the first and the last step, such as 10:15")
+    first, last = int(match[1]), int(match[2])
+    if not 1 <= first <= last:
+        raise FlagError(f"{given}: the first step is at least 1, and the last one not before it")
+    if last > FLAGS.steps:
+        raise FlagError(f"{given}: training ends at step {FLAGS.steps}; give more --steps")
+    if FLAGS.find_learning_rate:
+        raise FlagError(f"{given} is for training; leave it or --find_learning_rate out")
+    return first, last
 
 
 def given(program: ModuleType) -> dict[str, Any]:

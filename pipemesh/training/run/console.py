@@ -77,6 +77,35 @@ def stand_in() -> None:
     sys.stderr = _Steady(err, 2, "error")
 
 
+# Standard output, while it is for objects alone.
+_objects: IO[str] | None = None
+
+
+@contextlib.contextmanager
+def objects_alone(wanted: bool = True) -> Iterator[None]:
+    """Keeps standard output for `say_object` until the block ends; text goes to standard error.
+
+    Args:
+        wanted: whether to; without it, and in a block of another one, nothing changes.
+    """
+    global _objects
+    if not wanted or _objects is not None:
+        yield
+        return
+    _objects, sys.stdout = sys.stdout, sys.stderr
+    try:
+        yield
+    finally:
+        _objects, sys.stdout = None, _objects
+
+
+def say_object(line: str) -> None:
+    """Writes a line to standard output if it is for objects, and nothing if it is not."""
+    if _objects is not None:
+        _objects.write(f"{line}\n")
+        _objects.flush()
+
+
 @contextlib.contextmanager
 def ticking(tick: Callable[[float], None], patience: float, period: float) -> Iterator[None]:
     """Calls `tick` with the seconds since the beginning, again and again until the block ends.

@@ -6,28 +6,31 @@ data that is gone, ends it after a checkpoint was saved.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import math
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tqdm import tqdm
-
 from pipemesh.backend.peak import peak_memory
+from pipemesh.checkpoint.folder import path_of, steps_of
 from pipemesh.checkpoint.reader import reason
 from pipemesh.checkpoint.whole_file import write_whole
-from pipemesh.errors import DataError, NotFiniteError, SaveError
+from pipemesh.errors import DataError, NotFiniteError, PipemeshError, SaveError
 from pipemesh.partition.text import bytes_text
 from pipemesh.schedule.render import to_html, to_trace
-from pipemesh.training.run.console import SECONDS_A_REFRESH, ticking, waiting
+from pipemesh.training.run.console import objects_alone, waiting
+from pipemesh.training.run.histograms import Histograms
 from pipemesh.training.run.options import Options
+from pipemesh.training.run.profile import Profile
+from pipemesh.training.run.progress import Progress
 from pipemesh.training.run.spikes import Spikes
 from pipemesh.training.run.summaries import Summaries
+from pipemesh.training.run.telling import Telling, of_beginning, of_measured, of_report
 from pipemesh.training.score import ratio
 from pipemesh.training.trainer import Trainer
 
@@ -56,18 +59,41 @@ class Loop:
         # What the devices can do in flops a second; the first steps, and their seconds.
         self._flops, self._peak, self._measured_steps, self._seconds = 0.0, 0.0, 0, 0.0
         self._summaries = Summaries(options.logdir)
+        self._tell = Telling(options)
+        self._profile = Profile(options.logdir, options.profile_steps, self._tell.warn)
+        self._histograms = Histograms(trainer.trained.learned(), options.histogram_every)
+        # The step of the checkpoint that was told of last, and of the one that was begun last.
+        self._saved = self._begun = trainer.step
 
     def run(self) -> int:
         """Trains, evaluates and saves; returns the exit code."""
+        with objects_alone(self._options.log_format == "json"):
+            self._tell("begin", **of_beginning(self._trainer, self._options))
+            try:
+                return self._run()
+            except BaseException as error:
+                is_known = isinstance(error, (PipemeshError, OSError))
+                told = " ".join(str(error).split()) if is_known else type(error).__name__
+                self._tell("end", step=self._trainer.step, reason=told, is_done=False)
+                raise
+
+    def _run(self) -> int:
         # Who started it with `nohup` ignores SIGHUP, and is to have it so.
         stops = [s for s in _STOPS if signal.getsignal(s) is not signal.SIG_IGN]
         old = {s: signal.signal(s, self._request_stop) for s in stops}
         try:
-            self._train()
+            try:
+                self._train()
+            finally:
+                # Steps that do not come any more are missing in it.
+                self._profile.close()
+                self._tell_profile()
             if self._stop is not None:
                 path = self._save_at_last()
                 name = signal.Signals(self._stop).name
-                print(f"{name}: saved {path}; run the same command again to go on", flush=True)
+                self._tell.say(f"{name}: saved {path}; run the same command again to go on")
+                self._tell_saved()
+                self._end(f"stopped by {name}", is_done=False)
                 return _BY_SIGNAL + self._stop
         except DataError as error:
             try:
@@ -87,49 +113,49 @@ class Loop:
                 signal.signal(number, handler)
         gc.enable()
         self._conclude()
+        steps = self._trainer.step
+        reason = "stopped early" if steps < self._options.steps else "done"
+        # Pages are told of before the checkpoint, which is what a training is for.
+        if not self._options.trace_schedule:
+            self._end(reason, is_told=True)
+        self._tell.say(f"checkpoint: {self._trainer.saved}")
         if self._options.trace_schedule:
             self._trace_schedule()
+            self._end(reason, is_told=True, step=steps)
         return 0
 
     def _train(self) -> None:
         trainer, options = self._trainer, self._options
         steps = options.steps
+        if options.profile_steps and trainer.step >= options.profile_steps[1]:
+            self._tell.warn("the steps that are to be profiled are done; there is no profile")
         self._flops = trainer.subject.flops() or 0.0
         if trainer.step < steps and self._flops:
             with waiting("measuring the devices"):
                 self._peak = trainer.peak_flops()
-        terminal = sys.stderr.isatty()
-        with tqdm(
-            total=max(steps, trainer.step),
-            initial=trainer.step,
-            bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
-            mininterval=SECONDS_A_REFRESH[terminal],
-            file=sys.stderr,
-        ) as bar:
+        with Progress(trainer.step, steps) as progress:
             if trainer.restored:
                 # Which a signal may have cut short, or which was the last one of fewer steps.
-                score = self._evaluate(bar)
+                score = self._evaluate()
                 if score is not None:
                     trainer.saving.judge(trainer.restored, score)
             while trainer.step < steps and self._stop is None and not self._is_settled:
                 if self._rate is None:
-                    bar.set_postfix_str("building the graph")
-                    period = SECONDS_A_REFRESH[terminal]
-                    with ticking(lambda _: bar.refresh(), period, period):
-                        self._one_step(bar)
+                    with progress.busy("building the graph"):
+                        self._one_step(progress)
                     gc.enable()
-                    self._report(bar)
+                    self._report()
                 else:
-                    self._one_step(bar)
-                done, judged = trainer.step, self._evaluate(bar)
+                    self._one_step(progress)
+                done, judged = trainer.step, self._evaluate()
                 if done == steps or self._is_settled:
-                    self._save(bar, trainer.save)
+                    self._save(self._save_now)
                 elif done % options.save_every == 0:
-                    self._save(bar, functools.partial(trainer.begin_save, judged))
+                    self._save(functools.partial(self._begin_save, judged))
                 else:
-                    self._save(bar, trainer.saving.poll)
+                    self._save(trainer.saving.poll)
 
-    def _evaluate(self, bar: Any) -> float | None:
+    def _evaluate(self) -> float | None:
         """Evaluates if it is time to; returns what the weights are judged by, if it was."""
         trainer, options = self._trainer, self._options
         step, sample = trainer.step, trainer.sample.batches
@@ -145,8 +171,8 @@ class Loop:
         better = math.isfinite(score.judged) and (best is None or score.judged < best)
         trainer.best = (score.judged, 0) if better else (best, since + 1)
         self._summarize("heldout", score.values())
-        bar.write(f"step {step}: held out {score}", file=sys.stdout)
-        sys.stdout.flush()
+        values: dict[str, Any] = {"judged": score.judged, **score.values()}
+        self._tell("heldout", f"step {step}: held out {score}", step=step, **values)
         return score.judged
 
     @property
@@ -155,54 +181,80 @@ class Loop:
         most = self._options.early_stop
         return 0 < most <= self._trainer.best[1]
 
-    def _report(self, bar: Any) -> None:
+    def _report(self) -> None:
         """Says what a step holds and sends, and writes how the weights lie beside the run."""
         found = self._trainer.report
         if found is None:
             return
         path = os.path.join(self._options.logdir, "layout.txt")
         told = f"predicted of a step:\n{found}"
+        self._tell("forecast", step=self._trainer.step, **of_report(found))
         try:
             with open(path, "w", encoding="utf-8") as file:
                 file.write(f"{found.layout()}\n")
             told = f"{told}\nlayout of the weights: {path}"
         except OSError as error:
             told = f"{told}\nthe layout of the weights cannot be written ({reason(error)})"
-        bar.write(told, file=sys.stdout)
-        sys.stdout.flush()
+        self._tell.say(told)
 
-    def _measured(self, bar: Any, seconds: float) -> None:
+    def _measured(self, seconds: float) -> None:
         """Says what the first steps after the graph was built have shown."""
         self._measured_steps += 1
         self._seconds += seconds
         number, is_last = self._measured_steps, self._trainer.step >= self._options.steps
         if number == _MEASURED_STEPS or (is_last and number < _MEASURED_STEPS):
             plural = "" if number == 1 else "s"
-            told = f"{self._rate:,.0f} {self._trainer.subject.unit}/s"
+            unit = self._trainer.subject.unit
+            values: dict[str, Any] = {"steps": number, f"{unit}_per_second": self._rate}
+            told = f"{self._rate:,.0f} {unit}/s"
             if self._flops:
                 share = self._mfu(self._seconds / number)
                 told += f", MFU {share:.1%} of {self._peak / 1e9:,.0f} GFLOP/s"
-            memory = bytes_text(peak_memory(self._trainer.trained.all_devices()))
-            bar.write(f"measured over {number} step{plural}: {told}, {memory}", file=sys.stdout)
-            sys.stdout.flush()
+                values |= {"mfu": share, "flops_per_second": self._peak}
+            values["peak_memory"] = peak_memory(self._trainer.trained.all_devices())
+            told += f", {bytes_text(values['peak_memory'])}"
+            told = f"measured over {number} step{plural}: {told}"
+            self._tell("measured", told, step=self._trainer.step, **values)
 
     def _mfu(self, seconds: float) -> float:
         """The share of what the devices can do that the model's products make up."""
         return ratio(self._flops, seconds * self._peak)
 
-    def _save(self, bar: Any, act: Callable[[], object]) -> None:
+    def _save(self, act: Callable[[], object]) -> None:
         try:
             act()
+            self._tell_saved()
         except SaveError as error:
             if self._trainer.step == self._options.steps or self._is_settled:
                 raise SaveError(
                     f"{error}; of the checkpoints before, {self._trainer.kept}"
                 ) from error
-            bar.write(f"{error}; training goes on, and {self._trainer.kept}", file=sys.stderr)
+            told = f"{error}; training goes on, and {self._trainer.kept}"
+            self._tell("unsaved", told, is_warning=True, step=self._trainer.step, why=str(error))
+
+    def _save_now(self) -> str:
+        self._begun = self._trainer.step
+        return self._trainer.save()
+
+    def _begin_save(self, judged: float | None) -> None:
+        self._begun = self._trainer.step
+        self._trainer.begin_save(judged)
+
+    def _tell_saved(self) -> None:
+        """Tells of what has become a checkpoint since."""
+        if self._saved == self._begun:
+            return
+        folder, steps = self._options.logdir, []
+        with contextlib.suppress(OSError):
+            steps = steps_of(folder)
+        for step in steps:
+            if self._saved < step <= self._begun:
+                self._saved = step
+                self._tell("checkpoint", step=step, path=path_of(folder, step))
 
     def _save_at_last(self) -> str:
         try:
-            return self._trainer.save()
+            return self._save_now()
         except SaveError as error:
             raise SaveError(f"{error}; of the checkpoints before, {self._trainer.kept}") from error
 
@@ -212,17 +264,22 @@ class Loop:
             raise KeyboardInterrupt
         self._stop = number
 
-    def _one_step(self, bar: Any) -> None:
-        begin = time.perf_counter()
+    def _one_step(self, progress: Progress) -> None:
+        number = self._trainer.step + 1
+        self._histograms.before(number)
         try:
-            result = self._trainer.train_step()
+            with self._profile.around(number):
+                begin = time.perf_counter()
+                result = self._trainer.train_step()
+                seconds = time.perf_counter() - begin
         except NotFiniteError as error:
-            self._skip(bar, str(error))
+            self._skip(str(error))
+            progress.advance()
             return
         self._in_a_row = 0
-        seconds = time.perf_counter() - begin
+        step = self._trainer.step
         if told := self._spikes.add(result["loss"]):
-            bar.write(f"step {self._trainer.step}: {told}", file=sys.stderr)
+            self._tell("spike", f"step {step}: {told}", is_warning=True, step=step, why=told)
         score, unit = result["score"], self._trainer.subject.unit
         values = {
             **score.values(),
@@ -240,12 +297,19 @@ class Loop:
                 values["mfu"] = self._mfu(seconds)
             self._rate = 0.9 * self._rate + 0.1 * now if self._rate else now
             shown += f", {self._rate:,.0f} {unit}/s"
-            self._measured(bar, seconds)
-        self._summarize("train", values)
-        bar.set_postfix_str(shown, refresh=False)
-        bar.update()
+            self._measured(seconds)
+        self._summaries.write("train", step, values, self._histograms.after())
+        self._tell("step", step=step, **values)
+        progress.advance(shown)
+        self._tell_profile()
 
-    def _skip(self, bar: Any, why: str) -> None:
+    def _tell_profile(self) -> None:
+        """Tells of a profile that has been written."""
+        if (path := self._profile.written) is not None:
+            self._profile.written = None
+            self._tell("profile", f"profile: {path}", step=self._trainer.step, path=path)
+
+    def _skip(self, why: str) -> None:
         """Goes on without a step that is not finite, or not at all."""
         trainer = self._trainer
         if self._options.on_nonfinite == "stop":
@@ -255,17 +319,17 @@ class Loop:
         if self._in_a_row == _MOST_IN_A_ROW:
             told = f"{_MOST_IN_A_ROW} steps in a row were skipped, the last one since {why}"
             trainer.give_up(told, trainer.step)
+        number, text = trainer.skipped, None
         if self._in_a_row == 1:
-            number = trainer.skipped
-            bar.write(
+            text = (
                 f"step {trainer.step}: {why}; skipped, its weights are those before "
-                f"({number} step{'' if number == 1 else 's'} skipped so far)",
-                file=sys.stderr,
+                f"({number} step{'' if number == 1 else 's'} skipped so far)"
             )
-        self._summarize("train", {"skipped_steps": trainer.skipped})
+        values = {"why": why, "skipped_steps": number}
+        self._tell("skipped", text, is_warning=True, step=trainer.step, **values)
+        self._summarize("train", {"skipped_steps": number})
         # The graph is built, whatever it gave.
         self._rate = self._rate or 0.0
-        bar.update()
 
     def _summarize(self, name: str, values: Mapping[str, float]) -> None:
         self._summaries.write(name, self._trainer.step, values)
@@ -275,7 +339,7 @@ class Loop:
         if self._is_settled and trainer.step < self._options.steps:
             best, since = trainer.best
             than = "a number" if best is None else f"{best:.4g}"
-            print(f"stopped early: {since} evaluations were no better than {than}")
+            self._tell.say(f"stopped early: {since} evaluations were no better than {than}")
         asked = self._options.eval_batches
         batches = trainer.sample.batches if asked else trainer.whole
         if trainer.sample.batches:
@@ -285,13 +349,25 @@ class Loop:
             # Nothing stops it.
             assert score is not None
             self._summarize("heldout", score.values())
-            print(f"held out at step {trainer.step}: {score} ({what})")
+            text = f"held out at step {trainer.step}: {score} ({what})"
+            values = {"judged": score.judged, "what": what, **score.values()}
+            self._tell("final", text, step=trainer.step, **values)
             for line in trainer.subject.epilogue(score, batches):
-                print(line)
-        print(f"checkpoint: {trainer.saved}", flush=True)
+                self._tell.say(line)
+
+    def _end(
+        self, reason: str, *, is_done: bool = True, is_told: bool = False, step: int | None = None
+    ) -> None:
+        """Tells how it ended, and writes the page of the run."""
+        step = self._trainer.step if step is None else step
+        self._tell("end", step=step, reason=reason, is_done=is_done)
+        if (path := self._tell.write_page()) and is_told:
+            self._tell.say(f"report: {path}")
 
     def _trace_schedule(self) -> None:
+        step = self._trainer.step
         predicted, measured = self._trainer.trace_schedule()
+        self._tell("schedule", step=step, **of_measured(measured))
         title = f"{self._trainer.subject.name}, milliseconds"
         for name, text in (
             ("schedule.html", to_html(predicted, title=title, measured=measured)),
@@ -299,10 +375,9 @@ class Loop:
         ):
             path = os.path.join(self._options.logdir, name)
             write_whole(path, text.encode())
-            print(f"schedule: {path}")
-        print(
+            self._tell.say(f"schedule: {path}")
+        self._tell.say(
             f"a step takes {measured.makespan:.0f} ms in the pipeline, predicted from its actions "
             f"{predicted.makespan:.0f} ms; bubble {measured.bubble_ratio:.1%}, predicted "
-            f"{predicted.bubble_ratio:.1%}",
-            flush=True,
+            f"{predicted.bubble_ratio:.1%}"
         )

@@ -8,6 +8,8 @@ from typing import Any
 
 # How many held-out batches are evaluated while training, unless a number is asked for.
 EVAL_BATCHES = 16
+# What standard output has: lines for people, or an object of JSON a line.
+LOG_FORMATS = ("text", "json")
 # Skips the step, or ends training.
 ON_NONFINITE = ("skip", "stop")
 
@@ -32,6 +34,9 @@ class Options:
         given: the flags that were given, by name, to be kept with checkpoints.
         trace_schedule: whether to time the actions of a step at the end.
         find_learning_rate: the number of learning rates to try instead of training; 0 to train.
+        log_format: one of `LOG_FORMATS`.
+        profile_steps: the first and the last step to profile; None for none.
+        histogram_every: steps between histograms of weights and their updates; 0 for none.
 
     Example:
         >>> Options(logdir="runs/a", steps=300).save_every
@@ -50,3 +55,6 @@ class Options:
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     trace_schedule: bool = False
     find_learning_rate: int = 0
+    log_format: str = "text"
+    profile_steps: tuple[int, int] | None = None
+    histogram_every: int = 0

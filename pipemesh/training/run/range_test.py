@@ -17,13 +17,13 @@ import sys
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from pipemesh.checkpoint.whole_file import write_whole
 from pipemesh.errors import NotFiniteError, TrainingError
 from pipemesh.training.ramp import HIGH, LOW, peak_rate
-from pipemesh.training.run.console import SECONDS_A_REFRESH, waiting
+from pipemesh.training.run.console import waiting
 from pipemesh.training.run.options import Options
+from pipemesh.training.run.progress import Progress
 from pipemesh.training.trainer import Trainer
 
 # Means are those over a third of a decade.
@@ -222,13 +222,7 @@ class RangeTest:
     def _try(self, curve: Curve) -> str:
         """Trains until the loss has risen; returns what ended it, in words."""
         steps, in_a_row = self._options.find_learning_rate, 0
-        terminal = sys.stderr.isatty()
-        with tqdm(
-            total=steps,
-            bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
-            mininterval=SECONDS_A_REFRESH[terminal],
-            file=sys.stderr,
-        ) as bar:
+        with Progress(0, steps) as progress:
             for number in range(steps):
                 try:
                     result = self._step(is_first=number == 0)
@@ -241,8 +235,7 @@ class RangeTest:
                 in_a_row = 0
                 curve.add(result["learning_rate"], result["loss"])
                 told = f"rate {curve.rates[-1]:.1e}, loss {curve.losses[-1]:.3f}"
-                bar.set_postfix_str(told, refresh=False)
-                bar.update()
+                progress.advance(told)
                 if curve.has_risen:
                     return f"is well above that of the beginning at {curve.rates[-1]:.1e}"
                 if self._stop is not None:

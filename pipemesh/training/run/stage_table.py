@@ -1,4 +1,4 @@
-"""The table of stages that training prints first."""
+"""The table of stages that training prints first, and records."""
 
 from __future__ import annotations
 
@@ -10,12 +10,25 @@ from pipemesh.layers.pipeline.simd_cut import simd_cut
 from pipemesh.text import columns
 
 
-def stage_table(stack: Any, shapes: Sequence[Any] | None = None) -> str:
+def stage_table(rows: Sequence[Sequence[str]]) -> str:
+    """A table as text.
+
+    Args:
+        rows: that `stage_rows` found.
+    """
+    lines = columns(rows, left=(0, 1, len(rows[0]) - 1))
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def stage_rows(stack: Any, shapes: Sequence[Any] | None = None) -> list[tuple[str, ...]]:
     """Which layers, what share of the flops, how many parameters and which devices a stage has.
 
     Args:
         stack: a `PipeliningLayer`, on the cluster that it was made on.
         shapes: of its inputs, for a microbatch; None if they are not known.
+
+    Returns:
+        The names of the columns, and a row for each stage.
     """
     p = stack.params
     cells = list(p.cell_tpl)
@@ -36,7 +49,7 @@ def stage_table(stack: Any, shapes: Sequence[Any] | None = None) -> str:
         ]
     last = "device" if len(devices[0]) == 1 else "devices"
     shares = () if flops is None else ("flops",)
-    rows = [("stage", "layers", *shares, "parameters", last)]
+    rows: list[tuple[str, ...]] = [("stage", "layers", *shares, "parameters", last)]
     for number, cell, places in stages:
         layers = _layers(cell)
         end = begin + len(layers)
@@ -53,8 +66,7 @@ def stage_table(stack: Any, shapes: Sequence[Any] | None = None) -> str:
             )
         )
         begin = end
-    lines = columns(rows, left=(0, 1, len(rows[0]) - 1))
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+    return rows
 
 
 def _layers(cell: Any) -> list[Any]:

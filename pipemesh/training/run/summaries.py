@@ -1,9 +1,10 @@
-"""Scalars for TensorBoard. That they cannot be written ends no training."""
+"""Scalars and histograms for TensorBoard. That they cannot be written ends no training."""
 
 from __future__ import annotations
 
 import os
 import sys
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,13 +38,20 @@ class Summaries:
         # The step from which on it is tried again: each try leaves a file.
         self._again: dict[str, int] = {}
 
-    def write(self, name: str, step: int, values: Mapping[str, float]) -> None:
-        """Writes scalars of a step.
+    def write(
+        self,
+        name: str,
+        step: int,
+        values: Mapping[str, float],
+        histograms: Mapping[str, np.ndarray] = types.MappingProxyType({}),
+    ) -> None:
+        """Writes what there is to see of a step.
 
         Args:
             name: of the curve, such as `train`.
             step: of it.
             values: by tag.
+            histograms: by tag, what they are of.
         """
         if step < self._again.get(name, step):
             return
@@ -56,6 +64,8 @@ class Summaries:
                     # Perplexities exceed what a float32 holds; TensorFlow takes no such number.
                     with np.errstate(over="ignore"):
                         tf.summary.scalar(key, np.float32(value))
+                for key, value in histograms.items():
+                    tf.summary.histogram(key, value)
             self._writers[name].flush()
         except (OSError, tf.errors.OpError) as error:
             # A file that was written in part is not written to again.

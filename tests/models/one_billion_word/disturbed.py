@@ -37,7 +37,7 @@ def begin(logdir, *flags, steps=STEPS, cold=False, wrap=(), env=(), **streams):
 def told(text):
     """The lines that a program wrote, without those of its progress."""
     lines = (line.rpartition("\r")[2].strip() for line in text.splitlines())
-    return [line for line in lines if line and not re.search(r", \d+ s$|%\|", line)]
+    return [line for line in lines if line and not re.search(r", \d+ s$|^step [\d,]+ of ", line)]
 
 
 def refused(logdir, *flags, **options):

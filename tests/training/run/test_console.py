@@ -138,3 +138,25 @@ def test_what_is_done_meanwhile_ends_with_the_block_and_its_errors_are_dropped()
     assert done
     with pytest.raises(KeyError), console.meanwhile(lambda: None):
         raise KeyError("of the block")
+
+
+def test_objects_have_standard_output_for_themselves(capsys):
+    console.say_object("nobody asked for it")
+    with console.objects_alone(False):
+        print("text")
+        console.say_object("nobody asked for it")
+    with console.objects_alone():
+        print("text for people")
+        console.say_object("{}")
+        with console.objects_alone():
+            console.say_object("[]")
+        print("more of it")
+    print("text again")
+    assert capsys.readouterr() == ("text\n{}\n[]\ntext again\n", "text for people\nmore of it\n")
+
+
+def test_objects_end_when_what_they_are_told_of_fails(capsys):
+    with pytest.raises(ValueError), console.objects_alone():
+        raise ValueError
+    print("text")
+    assert capsys.readouterr().out == "text\n"

@@ -1,0 +1,134 @@
+"""Where the time of a step of a pipeline went: what was predicted, and what came on top."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+
+from pipemesh.schedule import Costs, Timeline, simulate
+from pipemesh.schedule.table import NOTHING, Table, compile_table
+
+_KINDS = ("forward", "backward", "input_grad", "weight_grad")
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A part of the time of a step.
+
+    Attributes:
+        name: what it is.
+        time: how long, in the unit of the timeline; below 0 if it made the step shorter.
+        about: what it means.
+    """
+
+    name: str
+    time: float
+    about: str
+
+
+def parts_of(measured: Timeline) -> list[Part]:
+    """Says what a measured makespan is made of.
+
+    The schedule is run again and again with one more of the things that make it slow, and what the
+    makespan grows by is that thing's part. The last run is the measured one, so the parts add up.
+
+    Args:
+        measured: when actions ran; its costs are the usual durations on each stage.
+
+    Returns:
+        The parts: work, filling and draining, imbalance, variation, overhead, transfers. Up to
+        imbalance they are the makespan that is predicted from the costs.
+
+    Example:
+        >>> from pipemesh.schedule import gpipe
+        >>> costs = Costs(forward=[1, 2], backward=[2, 4], transfer=0.5)
+        >>> real = simulate(gpipe(2, 2), costs)
+        >>> measured = Timeline(real.schedule, Costs([1, 2], [2, 4]), real.starts, real.ends)
+        >>> [(part.name, part.time) for part in parts_of(measured) if part.time]
+        [('work', 9.0), ('filling and draining', 4.5), ('imbalance', 1.5), ('transfers', 1.0)]
+        >>> measured.makespan
+        16.0
+    """
+    schedule, costs = measured.schedule, measured.costs
+    found = costs.per_stage(schedule.num_stages)
+    equal = Costs(*(statistics.fmean(getattr(found, name)) for name in _KINDS))
+    predicted = simulate(schedule, costs)
+    table = compile_table(schedule)
+    durations = [
+        [end - start for start, end in zip(*row, strict=True)]
+        for row in zip(measured.starts, measured.ends, strict=True)
+    ]
+    delays, own = _delays(table, measured)
+    nothing = [[0.0] * len(row) for row in durations]
+    makespans = [
+        sum(predicted.busy) / schedule.num_devices,
+        simulate(schedule, equal).makespan,
+        predicted.makespan,
+        _replay(table, durations, nothing),
+        _replay(table, durations, own),
+        _replay(table, durations, delays),
+    ]
+    names = (
+        ("work", "all actions, if every device did an equal share and never waited"),
+        ("filling and draining", "waiting that this order of actions has with equal stages"),
+        ("imbalance", "waiting because stages do not take equally long"),
+        ("variation", "actions that took longer, or shorter, than those of their stage usually do"),
+        ("overhead", "time between two actions of a device that had all it needed there"),
+        ("transfers", "time from the end of an action until its result was used elsewhere"),
+    )
+    before = [0.0, *makespans]
+    return [
+        Part(name, now - then, about)
+        for (name, about), now, then in zip(names, makespans, before, strict=False)
+    ]
+
+
+def _delays(table: Table, measured: Timeline) -> tuple[list[list[float]], list[list[float]]]:
+    """How long each action waited for nothing that the table knows: all, and the device's own."""
+    end = [0.0] * table.num_codes
+    for codes, ends in zip(table.codes, measured.ends, strict=True):
+        for code, time in zip(codes, ends, strict=True):
+            end[code] = time
+    delays: list[list[float]] = []
+    own: list[list[float]] = []
+    for device, starts in enumerate(measured.starts):
+        delays.append([])
+        own.append([])
+        before = 0.0
+        for tick, start in enumerate(starts):
+            source = table.waits[device][tick]
+            arrived = end[source] if source != NOTHING else 0.0
+            delay = start - max(before, arrived)
+            is_own = arrived <= before or not table.remote[device][tick]
+            delays[-1].append(delay)
+            own[-1].append(delay if is_own else 0.0)
+            before = measured.ends[device][tick]
+    return delays, own
+
+
+def _replay(
+    table: Table, durations: Sequence[Sequence[float]], delays: Sequence[Sequence[float]]
+) -> float:
+    """The makespan of a table whose actions take and wait as is said."""
+    end: list[float | None] = [None] * table.num_codes
+    ticks, now = [0] * len(table.codes), [0.0] * len(table.codes)
+    runnable = list(range(len(table.codes)))
+    sleepers: dict[int, int] = {}
+    while runnable:
+        device = runnable.pop()
+        codes = table.codes[device]
+        while ticks[device] < len(codes):
+            tick = ticks[device]
+            source = table.waits[device][tick]
+            arrived = 0.0 if source == NOTHING else end[source]
+            if arrived is None:
+                sleepers[source] = device
+                break
+            start = max(now[device], arrived) + delays[device][tick]
+            now[device] = start + durations[device][tick]
+            ticks[device] += 1
+            end[codes[tick]] = now[device]
+            if codes[tick] in sleepers:
+                runnable.append(sleepers.pop(codes[tick]))
+    return max(now)

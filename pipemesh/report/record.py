@@ -1,0 +1,127 @@
+"""The record of a training: a line of JSON for whatever it tells. That it cannot be written ends
+no training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+FILE = "record.jsonl"
+"""Its name in a log directory."""
+
+# After a failure.
+_STEPS_BETWEEN_TRIES = 100
+
+
+def to_line(kind: str, values: Mapping[str, Any]) -> str:
+    """What was told, as a line of JSON without its end.
+
+    Args:
+        kind: of what, such as `step`.
+        values: by name; numbers that are not finite become null, which is all that JSON has.
+
+    Example:
+        >>> to_line("step", {"step": 3, "loss": float("nan")})
+        '{"event": "step", "step": 3, "loss": null}'
+    """
+    return json.dumps(_plain({"event": kind, **values}), ensure_ascii=False)
+
+
+class Record:
+    """Appends to the record of a log directory.
+
+    What goes on from a checkpoint tells so in a `begin`, with its step: of the steps beyond it
+    `read` takes what is told after that.
+
+    Args:
+        folder: the log directory.
+        warn: called with a line, once, when it cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> _ = Record(folder).add("begin", step=0, time=0)
+        >>> with open(os.path.join(folder, FILE)) as file:
+        ...     file.read()
+        '{"event": "begin", "step": 0, "time": 0}\\n'
+    """
+
+    def __init__(self, folder: str, warn: Callable[[str], object] = print) -> None:
+        self._path, self._warn = os.path.join(folder, FILE), warn
+        self._fd: int | None = None
+        self._step, self._again, self._failed = 0, 0, False
+
+    def add(self, kind: str, **values: Any) -> str:
+        """Appends a line.
+
+        Args:
+            kind: of what is told.
+            **values: by name. The time is added, in seconds since 1970; `step` is that of the line
+                before if it is not given.
+
+        Returns:
+            The line.
+        """
+        self._step = values.setdefault("step", self._step)
+        values.setdefault("time", round(time.time(), 3))
+        line = to_line(kind, values)
+        if self._step >= self._again:
+            self._append(line)
+        return line
+
+    def _append(self, line: str) -> None:
+        try:
+            if self._fd is None:
+                self._fd = _open(self._path)
+            content = f"{line}\n".encode("utf-8", "backslashreplace")
+            if os.write(self._fd, content) < len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            if self._fd is not None:
+                # Opened again, it ends what was written in part.
+                with contextlib.suppress(OSError):
+                    os.close(self._fd)
+                self._fd = None
+            self._again = self._step + _STEPS_BETWEEN_TRIES
+            if not self._failed:
+                self._failed = True
+                self._warn(
+                    f"{self._path} cannot be written ({error.strerror or error}); training goes on"
+                )
+
+
+def _open(path: str) -> int:
+    """A file to append to, at the beginning of a line."""
+    # Whoever finds a pipe there would wait for somebody who reads it.
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+    fd = os.open(path, flags, 0o666)
+    try:
+        size = os.fstat(fd).st_size
+        if size and os.pread(fd, 1, size - 1) != b"\n":
+            os.write(fd, b"\n")
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it."""
+    if isinstance(value, Mapping):
+        found = cast("Mapping[Any, Any]", value)
+        return {str(name): _plain(each) for name, each in found.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in cast("list[Any]", value)]
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    # A number of NumPy, or what is told as text.
+    return _plain(value.item()) if hasattr(value, "item") else str(value)

@@ -1,0 +1,294 @@
+"""What the record of a training says."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pipemesh.errors import PipemeshError, ReportError
+from pipemesh.report.record import FILE
+from pipemesh.schedule import Costs, Schedule, Timeline, simulate, validate
+
+Points = list[tuple[int, float | None]]
+"""A value by step, rising; None where it was no finite number."""
+
+SAMPLES = "samples.jsonl"
+"""In a log directory: what `pipemesh decode --format=json` has printed."""
+
+# Of each step the last one counts.
+_OF_A_STEP = ("step", "heldout", "final", "skipped", "spike", "checkpoint", "unsaved")
+# What else a line has than values; what is judged by is one of them under another name.
+_NO_VALUES = {"event", "step", "time", "judged"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A training, as it was recorded.
+
+    Attributes:
+        folder: its log directory.
+        train: by the name of a value, what it was in each step.
+        heldout: by name, as judged while training.
+        final: by name, as judged at the end of a training.
+        told: by kind, the lines of steps, by step: `skipped`, `spike`, `checkpoint`, `unsaved`.
+        begins: the lines that say from where a process went on.
+        last: by kind, the last line of `begin`, `forecast`, `measured`, `schedule` and `end`.
+        samples: decoded text, prompt and all of it.
+        unread: how many lines could not be read.
+    """
+
+    folder: str
+    train: Mapping[str, Points]
+    heldout: Mapping[str, Points]
+    final: Mapping[str, Points]
+    told: Mapping[str, Mapping[int, Mapping[str, Any]]]
+    begins: Sequence[Mapping[str, Any]]
+    last: Mapping[str, Mapping[str, Any]]
+    samples: Sequence[tuple[str, str]] = ()
+    unread: int = 0
+
+    @property
+    def name(self) -> str:
+        """Of what was trained."""
+        return str(self.fact("begin", "name", "a training"))
+
+    @property
+    def unit(self) -> str:
+        """What its speed counts."""
+        return str(self.fact("begin", "unit", "examples"))
+
+    @property
+    def step(self) -> int:
+        """The last step that is known of."""
+        steps = [int(self.last["begin"].get("step", 0))] if self.begins else [0]
+        steps += [points[-1][0] for points in self.train.values() if points]
+        return max([*steps, *self.told["skipped"]])
+
+    @property
+    def resumed(self) -> list[int]:
+        """The steps that later processes went on from."""
+        return sorted({begin["step"] for begin in self.begins if begin["step"]})
+
+    @property
+    def state(self) -> str:
+        """How it ended, in words."""
+        if not self.begins:
+            return "no beginning is recorded"
+        end = self.last.get("end")
+        if end is None:
+            return f"no end is recorded: it runs, or was killed, at step {self.step:,} or later"
+        return f"{end.get('reason', 'ended')}, at step {self.step:,}"
+
+    def fact(self, kind: str, name: str, other: Any = None) -> Any:
+        """A value of the last line of a kind.
+
+        Args:
+            kind: of the line.
+            name: of the value.
+            other: what to return if there is none.
+        """
+        value = self.last.get(kind, {}).get(name)
+        return other if value is None else value
+
+    def table(self, kind: str, name: str) -> list[Any]:
+        """A list of the last line of a kind; empty if it is none.
+
+        Args:
+            kind: of the line.
+            name: of the list.
+        """
+        found: Any = self.fact(kind, name, [])
+        return list(found)
+
+    def pairs(self, kind: str, name: str) -> dict[str, str]:
+        """Texts by name, of the last line of a kind; empty if there are none.
+
+        Args:
+            kind: of the line.
+            name: of what has them.
+        """
+        found: Any = self.fact(kind, name)
+        if not isinstance(found, dict):
+            return {}
+        return {str(key): _text(found[key]) for key in found}  # pyright: ignore
+
+    def measured(self) -> Timeline | None:
+        """When the actions of a step ran, in milliseconds; None if none was timed."""
+        line = self.last.get("schedule")
+        if line is None:
+            return None
+        schedule, costs = _schedule(line)
+        starts, ends = (tuple(tuple(row) for row in line[name]) for name in ("starts", "ends"))
+        return Timeline(schedule, costs, starts, ends)
+
+    def predicted(self) -> Timeline | None:
+        """When the actions were to run, by their flops; in forward passes of a mean stage."""
+        line = self.last.get("forecast")
+        if line is None or "schedule" not in line:
+            return None
+        schedule, costs = _schedule(line)
+        forward = costs.per_stage(schedule.num_stages).durations()["F"]
+        unit = sum(forward) / len(forward) or 1.0
+        scaled = {
+            name: [each / unit for each in line["costs"][kind]] for kind, name in _COSTS.items()
+        }
+        return simulate(schedule, Costs(**scaled))
+
+
+MEMORY = ("weights", "optimizer", "gradients", "activations")
+"""What a device holds, by its names in a forecast."""
+_COSTS = {"F": "forward", "B": "backward", "I": "input_grad", "W": "weight_grad"}
+
+
+def read(folder: str) -> Run:
+    """Reads the record of a log directory.
+
+    Args:
+        folder: the log directory.
+
+    Returns:
+        What it says. Lines of steps beyond a checkpoint that was gone back to count no more.
+
+    Raises:
+        ReportError: there is no record, or it cannot be read.
+    """
+    path = os.path.join(folder, FILE)
+    if not os.path.isdir(folder):
+        kind = "a file" if os.path.exists(folder) else "not there"
+        raise ReportError(f"{folder!r} is {kind}; give the log directory of a training")
+    if not os.path.exists(path):
+        raise ReportError(
+            f"{folder!r} has no {FILE}; give the log directory of a training, which writes one"
+        )
+    steps: dict[str, dict[int, dict[str, Any]]] = {kind: {} for kind in _OF_A_STEP}
+    begins: list[dict[str, Any]] = []
+    last: dict[str, dict[str, Any]] = {}
+    unread = 0
+    # What stands behind the last end of a line is just being written.
+    for line in _lines(path)[:-1]:
+        event = _event(line)
+        if event is None:
+            unread += 1
+            continue
+        kind, step = event["event"], event["step"]
+        if kind in steps:
+            steps[kind][step] = event
+            continue
+        last[kind] = event
+        if kind == "begin":
+            last.pop("end", None)
+            begins.append(event)
+            for told in steps.values():
+                for beyond in [each for each in told if each > step]:
+                    del told[beyond]
+    if not (begins or any(steps.values())):
+        raise ReportError(f"{path!r} says nothing of a training yet; wait for its first step")
+    curves = {kind: _curves(steps.pop(kind)) for kind in ("step", "heldout", "final")}
+    samples, lost = _samples(os.path.join(folder, SAMPLES))
+    return Run(
+        folder,
+        curves["step"],
+        curves["heldout"],
+        curves["final"],
+        steps,
+        begins,
+        last,
+        samples,
+        unread + lost,
+    )
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read().split("\n")
+    except OSError as error:
+        raise ReportError(f"{path!r} cannot be read ({error.strerror})") from error
+
+
+def _event(line: str) -> dict[str, Any] | None:
+    """What a line says; None if it was cut short, or says something else."""
+    try:
+        event: Any = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):  # pyright: ignore
+        return None
+    step: Any = event.get("step")  # pyright: ignore
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        return None
+    found: dict[str, Any] = event  # pyright: ignore
+    return found if _is_sound(found) else None
+
+
+def _is_sound(event: Mapping[str, Any]) -> bool:
+    """Whether what a page shows of a line is there, and can be shown."""
+    kind = event["event"]
+    try:
+        if kind == "begin":
+            for rows in event.get("stages", ()):
+                if not rows or {len(row) for row in rows} != {len(rows[0])}:
+                    return False
+                "".join(cell for row in rows for cell in row)
+        if kind == "measured":
+            float(event.get("peak_memory") or 0)
+        if kind == "forecast":
+            for each in event.get("devices", ()):
+                sum((each[part] for part in MEMORY), 0.0)
+                str(each["device"])
+            for each in event.get("sent", ()):
+                _ = each["axes"], each["what"], f"{each['times']:,}", each["bytes"] + 0.0
+        if kind == "schedule" or (kind == "forecast" and "schedule" in event):
+            schedule, costs = _schedule(event)
+            simulate(schedule, costs)
+        if kind == "schedule":
+            for row, starts, ends in zip(
+                _schedule(event)[0].rows, event["starts"], event["ends"], strict=True
+            ):
+                spans = zip(row, starts, ends, strict=True)
+                if not all(start + 0.0 <= end + 0.0 for _, start, end in spans):
+                    return False
+    except (PipemeshError, AttributeError, KeyError, TypeError, ValueError):
+        return False
+    return True
+
+
+def _schedule(line: Mapping[str, Any]) -> tuple[Schedule, Costs]:
+    schedule = validate(Schedule.from_text(line["schedule"]))
+    found = {name: line["costs"][kind] for kind, name in _COSTS.items()}
+    return schedule, Costs(**found)
+
+
+def _curves(events: Mapping[int, Mapping[str, Any]]) -> dict[str, Points]:
+    found: dict[str, Points] = {}
+    for step in sorted(events):
+        for name, value in events[step].items():
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if name not in _NO_VALUES and (is_number or value is None):
+                found.setdefault(name, []).append((step, value))
+    return found
+
+
+def _samples(path: str) -> tuple[list[tuple[str, str]], int]:
+    """Prompts with what was made of them, and how many lines could not be read."""
+    if not os.path.exists(path):
+        return [], 0
+    found: list[tuple[str, str]] = []
+    lost = 0
+    for line in filter(None, _lines(path)):
+        try:
+            sample: Any = json.loads(line)
+            prompt, text = sample["prompt"], sample["text"]
+        except (ValueError, KeyError, TypeError):
+            lost += 1
+            continue
+        found.append((str(prompt), str(text)))
+    return found, lost
+
+
+def _text(value: Any) -> str:
+    """A value as flags have it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,57 @@
+"""Histograms of weights, and of what a step changes them by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+
+class Histograms:
+    """Looks at weights before and after some steps.
+
+    Args:
+        weights: by logical name, the variables that a weight lies in.
+        every: how many steps lie between; 0 for never.
+
+    Example:
+        >>> w = tf.Variable([1.0, 2.0])
+        >>> histograms = Histograms({"w": [w]}, every=2)
+        >>> for step in (1, 2):
+        ...     histograms.before(step)
+        ...     _ = w.assign_add([0.5, 0.0])
+        ...     print({name: v.tolist() for name, v in histograms.after().items()})
+        {}
+        {'weights/w': [2.0, 2.0], 'updates/w': [0.5, 0.0]}
+    """
+
+    def __init__(self, weights: Mapping[str, Sequence[tf.Variable]], every: int) -> None:
+        self._weights, self._every = weights, every
+        self._before: dict[str, np.ndarray] = {}
+
+    def before(self, step: int) -> None:
+        """Keeps the weights, if the step is one to look at.
+
+        Args:
+            step: the one that comes.
+        """
+        is_due = self._every and step % self._every == 0
+        self._before = self._values() if is_due else {}
+
+    def after(self) -> dict[str, np.ndarray]:
+        """What the step has made of them, by tag; {} if it was none to look at."""
+        if not self._before:
+            return {}
+        before, self._before = self._before, {}
+        found: dict[str, np.ndarray] = {}
+        for name, value in self._values().items():
+            found[f"weights/{name}"] = value
+            found[f"updates/{name}"] = value - before[name]
+        return found
+
+    def _values(self) -> dict[str, np.ndarray]:
+        return {
+            name: np.concatenate([part.numpy().ravel().astype(np.float32) for part in parts])
+            for name, parts in self._weights.items()
+        }

@@ -1,0 +1,156 @@
+"""Telling what happens in a training: as text or as objects, and into its record and its page."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from tqdm import tqdm
+
+from pipemesh import __version__
+from pipemesh.checkpoint.whole_file import write_whole
+from pipemesh.errors import PipemeshError
+from pipemesh.layers import Report
+from pipemesh.report import Record, page, read
+from pipemesh.report.command import PAGE
+from pipemesh.schedule import Timeline
+from pipemesh.training.run.console import say_object
+from pipemesh.training.run.options import Options
+
+# A thousandth of what times are told in.
+_DIGITS = 3
+
+
+class Telling:
+    """Tells what happens, once for people and once for programs.
+
+    Args:
+        options: what is asked for; its log directory gets the record.
+
+    Example:
+        >>> import tempfile
+        >>> told = Telling(Options(logdir=tempfile.mkdtemp(), steps=3))
+        >>> told("final", "held out: loss 2.5", step=3, loss=2.5)
+        held out: loss 2.5
+        >>> os.listdir(told.folder)
+        ['record.jsonl']
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.folder = options.logdir
+        self._record = Record(self.folder, self.warn)
+
+    def __call__(
+        self, kind: str, text: str | None = None, *, is_warning: bool = False, **values: Any
+    ) -> None:
+        """Tells something.
+
+        Args:
+            kind: of what, see `pipemesh/report/README.md`.
+            text: for people; None if it is for programs alone.
+            is_warning: whether the text belongs on standard error.
+            **values: for programs.
+        """
+        if text is not None:
+            self.warn(text) if is_warning else self.say(text)
+        say_object(self._record.add(kind, **values))
+
+    def say(self, text: str) -> None:
+        """Writes a line for people, above what shows progress."""
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
+
+    def warn(self, text: str) -> None:
+        """Writes a line of what went wrong."""
+        tqdm.write(text, file=sys.stderr)
+
+    def write_page(self) -> str | None:
+        """Writes the page of the run; returns its path, or None if that could not be."""
+        path = os.path.join(self.folder, PAGE)
+        try:
+            write_whole(path, page(read(self.folder)).encode("utf-8", "replace"))
+        except (OSError, PipemeshError) as error:
+            self.warn(f"the report cannot be written ({' '.join(str(error).split())})")
+            return None
+        return path
+
+
+def of_beginning(trainer: Any, options: Options) -> dict[str, Any]:
+    """What is known of a training before its first step.
+
+    Args:
+        trainer: a `Trainer`.
+        options: what is asked for.
+    """
+    subject = trainer.subject
+    return {
+        "step": trainer.step,
+        "restored": trainer.restored,
+        "name": subject.name,
+        "unit": subject.unit,
+        "steps": options.steps,
+        "logdir": options.logdir,
+        "mesh": str(subject.plan.mesh),
+        "plan": subject.plan.to_values(),
+        "flags": options.given,
+        "stages": trainer.stage_rows(),
+        "sample": str(trainer.sample),
+        "versions": {
+            "pipemesh": __version__,
+            "tensorflow": tf.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def of_report(found: Report) -> dict[str, Any]:
+    """What is predicted of a step.
+
+    Args:
+        found: the prediction.
+    """
+    return {
+        "devices": [
+            {
+                "device": each.device,
+                "weights": each.weights,
+                "optimizer": found.optimizer.get(each.device, 0),
+                "gradients": each.gradients,
+                "activations": each.kept,
+            }
+            for each in found.memory
+        ],
+        "sent": [
+            {"axes": each.axes, "what": each.what, "times": each.times, "bytes": each.bytes}
+            for each in found.sent
+        ],
+        "bubble": found.bubble,
+        "flops": found.flops,
+        **_of_schedule(found.timeline),
+    }
+
+
+def of_measured(measured: Timeline) -> dict[str, Any]:
+    """When the actions of a step ran.
+
+    Args:
+        measured: in milliseconds.
+    """
+
+    def rounded(rows: Sequence[Sequence[float]]) -> list[list[float]]:
+        return [[round(time, _DIGITS) for time in row] for row in rows]
+
+    return {
+        **_of_schedule(measured),
+        "starts": rounded(measured.starts),
+        "ends": rounded(measured.ends),
+    }
+
+
+def _of_schedule(timeline: Timeline) -> dict[str, Any]:
+    costs = timeline.costs.per_stage(timeline.schedule.num_stages)
+    return {"schedule": timeline.schedule.to_text(), "costs": costs.durations()}

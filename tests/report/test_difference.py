@@ -1,0 +1,74 @@
+"""The parts of a measured step add up, and each is the thing that it is named after."""
+
+import random
+
+import pytest
+
+from pipemesh.report import parts_of
+from pipemesh.schedule import Costs, Timeline, gpipe, one_f_one_b, simulate, zb_v
+
+NAMES = ["work", "filling and draining", "imbalance", "variation", "overhead", "transfers"]
+
+
+def times(measured):
+    found = parts_of(measured)
+    assert [part.name for part in found] == NAMES
+    assert sum(part.time for part in found) == pytest.approx(measured.makespan)
+    return {part.name: part.time for part in found}
+
+
+def measured(real, costs=None):
+    """What ran as `real`, where actions usually take `costs`."""
+    return Timeline(real.schedule, costs or real.costs, real.starts, real.ends)
+
+
+def test_what_runs_as_predicted_has_no_part_on_top():
+    found = times(measured(simulate(gpipe(4, 8), Costs(1, 2))))
+    assert found["work"] == 24 and found["filling and draining"] == 9
+    assert [found[name] for name in NAMES[2:]] == [0] * 4
+
+
+def test_stages_that_differ_are_imbalance():
+    found = times(measured(simulate(one_f_one_b(2, 4), Costs([1, 3], [2, 6]))))
+    assert found["work"] == 24 and found["imbalance"] > 0
+    assert [found[name] for name in NAMES[3:]] == [0] * 3
+
+
+def test_transfers_are_transfers():
+    costs = Costs(1, 2)
+    found = times(measured(simulate(gpipe(2, 3), Costs(1, 2, transfer=0.25)), costs))
+    assert found["transfers"] == pytest.approx(0.5)
+    assert [found[name] for name in NAMES[2:5]] == [0] * 3
+
+
+def test_pauses_on_a_device_are_overhead():
+    real = simulate(gpipe(1, 2), Costs(1, 2))
+    starts = tuple(tuple(time + 0.5 * n for n, time in enumerate(row)) for row in real.starts)
+    ends = tuple(tuple(time + 0.5 * n for n, time in enumerate(row)) for row in real.ends)
+    found = times(Timeline(real.schedule, real.costs, starts, ends))
+    assert found["overhead"] == pytest.approx(1.5) and found["transfers"] == 0
+
+
+def test_actions_that_take_longer_than_usual_are_variation():
+    real = simulate(gpipe(1, 4), Costs(1, 2))
+
+    def late(row, n):
+        return tuple(time + (3 if tick >= n else 0) for tick, time in enumerate(row))
+
+    starts, ends = ((late(rows[0], n),) for rows, n in ((real.starts, 3), (real.ends, 2)))
+    found = times(Timeline(real.schedule, real.costs, starts, ends))
+    assert found["variation"] == pytest.approx(3)
+    assert found["overhead"] == found["transfers"] == pytest.approx(0)
+
+
+@pytest.mark.parametrize(
+    "schedule", [gpipe(3, 5), one_f_one_b(4, 8), zb_v(4, 8)], ids=["gpipe", "1f1b", "zb_v"]
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_of_any_step_the_parts_add_up(schedule, seed):
+    draw = random.Random(seed)
+    usual = [draw.uniform(1, 2) for _ in range(schedule.num_stages)]
+    costs = Costs(usual, input_grad=usual, weight_grad=usual)
+    late = Costs(usual, input_grad=usual, weight_grad=usual, transfer=draw.uniform(0, 0.5))
+    found = times(measured(simulate(schedule, late, jitter=0.3, seed=seed), costs))
+    assert found["work"] > 0 and found["transfers"] > 0

@@ -1,0 +1,113 @@
+"""What is appended, and what happens when it cannot be."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from pipemesh.report.record import FILE, Record, to_line
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
+
+
+def test_every_line_has_its_kind_its_step_and_the_time(tmp_path):
+    record = Record(str(tmp_path))
+    record.add("step", step=3, loss=np.float32(0.5))
+    line = record.add("heldout", loss=1.5)
+    assert json.loads(line) == lines(tmp_path)[1]
+    first, second = lines(tmp_path)
+    assert (first["event"], first["step"], first["loss"]) == ("step", 3, 0.5)
+    assert (second["event"], second["step"]) == ("heldout", 3)
+    assert first["time"] <= second["time"]
+
+
+def test_whatever_is_told_is_json():
+    values = {
+        "a": float("inf"),
+        "b": (np.int64(2), np.float64("nan")),
+        "c": {"d": None, 3: True},
+        "e": np.dtype("float32"),
+        "f": "ü\n",
+    }
+    told = json.loads(to_line("x", values), parse_constant=lambda name: pytest.fail(name))
+    assert told == {
+        "event": "x",
+        "a": None,
+        "b": [2, None],
+        "c": {"d": None, "3": True},
+        "e": "float32",
+        "f": "ü\n",
+    }
+
+
+def test_what_was_cut_short_is_ended_before_more_is_written(tmp_path):
+    (tmp_path / FILE).write_text('{"event": "step", "st')
+    Record(str(tmp_path)).add("begin", step=0)
+    cut, whole = (tmp_path / FILE).read_text().splitlines()
+    assert cut == '{"event": "step", "st'
+    assert json.loads(whole)["event"] == "begin"
+
+
+def test_a_folder_that_is_gone_is_told_once_and_tried_again(tmp_path):
+    folder, told = tmp_path / "run", []
+    record = Record(str(folder), told.append)
+    for step in range(1, 50):
+        record.add("step", step=step)
+    folder.mkdir()
+    for step in range(50, 151):
+        record.add("step", step=step)
+    assert told == [
+        f"{folder}/{FILE} cannot be written (No such file or directory); training goes on"
+    ]
+    assert [line["step"] for line in lines(folder)] == list(range(101, 151))
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_told_once(tmp_path):
+    (tmp_path / FILE).symlink_to("/dev/full")
+    told = []
+    record = Record(str(tmp_path), told.append)
+    for step in range(300):
+        record.add("step", step=step)
+    assert told == [
+        f"{tmp_path}/{FILE} cannot be written (No space left on device); training goes on"
+    ]
+
+
+def test_a_pipe_that_nobody_reads_stops_nothing(tmp_path):
+    os.mkfifo(tmp_path / FILE)
+    told = []
+    Record(str(tmp_path), told.append).add("begin", step=0)
+    assert len(told) <= 1
+
+
+# A limit on the size of files stands for a disk that fills up.
+FILLS_UP = f"""
+import resource, signal, sys
+from pipemesh.report import Record
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (200, {resource.RLIM_INFINITY}))
+record = Record(sys.argv[1], lambda line: print("told"))
+for step in range(10):
+    record.add("step", step=step, text="x" * 30)
+resource.setrlimit(resource.RLIMIT_FSIZE, ({resource.RLIM_INFINITY},) * 2)
+for step in range(200, 210):
+    record.add("step", step=step)
+"""
+
+
+def test_a_disk_that_fills_up_in_the_middle_of_a_line_costs_that_line_alone(tmp_path):
+    code = [sys.executable, "-c", FILLS_UP, str(tmp_path)]
+    done = subprocess.run(code, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "told\n"
+    found = (tmp_path / FILE).read_text().splitlines()
+    broken = [line for line in found if not line.endswith("}")]
+    assert len(broken) == 1
+    steps = [json.loads(line)["step"] for line in found if line not in broken]
+    assert steps[-10:] == list(range(200, 210)) and steps[0] == 0
