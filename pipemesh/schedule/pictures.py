@@ -39,7 +39,7 @@ def pictures() -> dict[str, str]:
 
     Example:
         >>> sorted(pictures())[0]
-        'dual_pipe_v.svg'
+        'decode.svg'
     """
     drawn: dict[str, str] = {}
     for name, title in _DRAWN.items():

@@ -64,9 +64,13 @@ def asked(
     Raises:
         PipemeshError: they cannot be had.
     """
+    before = set(FLAGS)
     model_flags.define()
     training_flags.define()
     define_checkpoint()
+    for name in {*FLAGS} - before:
+        # They were defined by this module, whoever asks for them.
+        FLAGS.register_key_flag_for_module(program.__name__, FLAGS[name])
     parse(argv, program, about)
     check_flags()
     folder = model_flags.logdir()
