@@ -16,6 +16,9 @@ from typing import Any
 
 from pipemesh.errors import DecodingError
 
+# The exit code of what users can mend.
+_REFUSED = 2
+
 
 @dataclasses.dataclass(frozen=True)
 class DecodedText:
@@ -78,6 +81,7 @@ def decode(
 
     Raises:
         DecodingError: what is asked for cannot be had; the line that the command says.
+        RuntimeError: the command failed otherwise; all that it said.
 
     Example:
         >>> pipemesh.decode(["The module"], logdir="runs/OneBillionWordTiny")  # doctest: +SKIP
@@ -90,9 +94,9 @@ def decode(
             found["prompt"],
             found["text"],
             tuple(found["tokens"]),
-            tuple(found["log_probs"]),
+            tuple(map(_log_prob, found["log_probs"])),
             found["stopped"],
-            tuple((each["text"], each["log_prob"]) for each in found.get("others", ())),
+            tuple((each["text"], _log_prob(each["log_prob"])) for each in found.get("others", ())),
         )
         for found in _lines("decode", prompts, logdir=logdir, checkpoint=checkpoint, **flags)
     ]
@@ -118,6 +122,7 @@ def score(
 
     Raises:
         DecodingError: what is asked for cannot be had; the line that the command says.
+        RuntimeError: the command failed otherwise; all that it said.
 
     Example:
         >>> score([])
@@ -126,10 +131,10 @@ def score(
     return [
         TextScore(
             found["text"],
-            found["log_prob"],
+            _log_prob(found["log_prob"]),
             float("inf") if found["perplexity"] is None else found["perplexity"],
             tuple(found["tokens"]),
-            tuple(found["log_probs"]),
+            tuple(map(_log_prob, found["log_probs"])),
         )
         for found in _lines("score", texts, logdir=logdir, checkpoint=checkpoint, **flags)
     ]
@@ -139,13 +144,17 @@ def _lines(command: str, texts: Iterable[str], **flags: Any) -> Sequence[dict[st
     """What a command says of texts, as JSON."""
     if isinstance(texts, str):
         raise DecodingError(f"{texts!r} is one text; give a list of them")
-    lines = list(texts)
+    lines: list[Any] = list(texts)
     if not lines:
         return []
     for number, line in enumerate(lines, 1):
-        if "\n" in line or not line.strip():
+        if not isinstance(line, str) or "\n" in line or not line.strip():
             raise DecodingError(f"text {number} is {line!r}; give texts of one line each")
-    for name in ("prompt", "file", "format", "stream"):
+        try:
+            line.encode()
+        except UnicodeEncodeError as error:
+            raise DecodingError(f"text {number} is {line!r}, which is not UTF-8") from error
+    for name in ("prompt", "file", "format", "stream", "help", "helpfull", "helpshort"):
         if name in flags:
             raise DecodingError(f"{name} is for the command alone; leave it out")
     words = [_flag(name, value) for name, value in flags.items() if value is not None]
@@ -158,14 +167,26 @@ def _lines(command: str, texts: Iterable[str], **flags: Any) -> Sequence[dict[st
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "PYTHONUTF8": "1",
+            "PYTHONIOENCODING": "utf-8",
         },
         check=False,
     )
-    if done.returncode:
-        told = done.stderr.decode(errors="replace").strip().splitlines()
-        raise DecodingError(told[-1].removeprefix("error: ") if told else f"{command} failed")
+    told = done.stderr.decode(errors="replace").strip()
+    if done.returncode == _REFUSED and told:
+        raise DecodingError(told.splitlines()[-1].removeprefix("error: "))
     # Not by what else may end a line, which JSON leaves as it is.
-    return [json.loads(line) for line in done.stdout.decode().split("\n") if line]
+    found = [json.loads(line) for line in done.stdout.decode().split("\n") if line]
+    if done.returncode or len(found) != len(lines):
+        raise RuntimeError(
+            f"pipemesh {command} ended with exit code {done.returncode} after {len(found)} of "
+            f"{len(lines)} texts:\n{told}"
+        )
+    return found
+
+
+def _log_prob(value: float | None) -> float:
+    """JSON knows no infinity: what is impossible has none."""
+    return float("-inf") if value is None else value
 
 
 def _flag(name: str, value: Any) -> str:

@@ -100,6 +100,8 @@ def _subject(request: Any, path: str, there: Any) -> tuple[Any, Any]:
     from pipemesh.training.command.decode import Tokens
 
     words = Vocabulary(there.vocabulary)
+    # Experts have room for all tokens, so that no text depends on what comes with it.
+    request.settings.CAPACITY_FACTOR = None
     subject, _ = make_subject(request, Text(None, there.data, words, path, there))
     tokens = Tokens(
         lambda text: [words.bos_id, *words.encode(text)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -163,7 +164,8 @@ class Beams:
         return dataclasses.replace(best, others=tuple(others))
 
     def _score(self, total: float, length: int) -> float:
-        return total / length**self._search.length_penalty
+        # As a power it might be more than a float can be.
+        return total * math.exp(-self._search.length_penalty * math.log(length))
 
     def _end(self, found: _Found) -> None:
         self._ended.append((self._score(found.totals[-1], len(found.tokens)), found))
@@ -174,6 +176,9 @@ class Beams:
         beams = self._search.beams
         if len(self._ended) < beams:
             return False
+        if beams == 1:
+            # Greedy: it ends with the likeliest token.
+            return True
         # Totals only fall, and the longest divides by the most.
         hope = self._score(self._going[0].totals[-1], self._most)
         return self._ended[beams - 1][0] >= hope

@@ -15,7 +15,7 @@ from pipemesh.errors import DecodingError
 # Tokens a row between two looks at which rows are done. With more, rows that are done wait longer
 # for others to take their places; with fewer, starting the loop takes more of the time.
 _STEPS_A_LOOK = 16
-# Prompts are filled up to a power of two, so there are few graphs.
+# Prompts are filled up to at least so many places.
 _SHORTEST = 8
 
 
@@ -62,6 +62,7 @@ class Decoder:
         self._steps = steps or (_STEPS_A_LOOK if generator.stop else length)
         self._slots: list[list[Row | None]] = [[None] * rows for _ in range(groups)]
         self._groups: list[Group | None] = [None] * groups
+        self._wrong: DecodingError | None = None
 
     def check(self, prompt: Sequence[int], max_tokens: int, number: int = 0) -> None:
         """Checks that a prompt can be continued.
@@ -79,10 +80,11 @@ class Decoder:
         if not len(prompt):
             raise DecodingError(f"prompt {number} is empty; give one token or more")
         if len(prompt) + max_tokens > self._length:
+            left = self._length - len(prompt)
             raise DecodingError(
                 f"prompt {number} has {len(prompt)} tokens, with {max_tokens} more it exceeds "
-                f"the model's {self._length}; give a shorter one, or ask for "
-                f"{max(self._length - len(prompt), 0)} at most"
+                f"the model's {self._length}; give a shorter one"
+                + (f", or ask for {left} at most" if left > 0 else "")
             )
         for token in prompt:
             if not 0 <= token < self._vocab_size:
@@ -101,11 +103,15 @@ class Decoder:
         Raises:
             DecodingError: one cannot be continued; those before it are.
         """
+        # What another call has left, if nobody waited for its end.
+        self._clear()
         waiting = enumerate(prompts)
         while True:
             yield from self._fill(waiting, max_tokens)
             active = [row for slots in self._slots for row in slots if row is not None]
             if not active:
+                if self._wrong is not None:
+                    raise self._wrong
                 return
             # Nobody is done before the first one is.
             steps = min(self._steps, min(row.left for row in active))
@@ -114,6 +120,10 @@ class Decoder:
             self._groups[: len(groups)] = groups
             for number, told in enumerate(found):
                 yield from self._take(number, [each.numpy() for each in told])
+
+    def _clear(self) -> None:
+        self._slots = [[None] * len(slots) for slots in self._slots]
+        self._wrong = None
 
     def _fill(self, waiting: Iterator[Any], max_tokens: int) -> Iterator[Continuation]:
         """Puts prompts where rows are free, until there is none of either."""
@@ -129,28 +139,42 @@ class Decoder:
             ]
             for group, row in free:
                 number, prompt = next(waiting, (None, ()))
-                if number is None:
+                if number is None or self._wrong is not None:
                     break
-                self.check(prompt, max_tokens, number)
+                try:
+                    self.check(prompt, max_tokens, number)
+                except DecodingError as error:
+                    # It is raised when those before it are done.
+                    self._wrong = error
+                    break
                 chooser, stop = self._generator.chooser, self._generator.stop
                 self._slots[group][row] = chooser.row(number, max_tokens, stop)
                 new[group][row] = prompt
             if not new:
                 return
             numbers = sorted(new)
-            prompts = [self._prompt(self._slots[number], new[number]) for number in numbers]
-            found = self._generator.begin(numbers, prompts, [self._groups[n] for n in numbers])
-            for number, (group, told) in zip(numbers, found, strict=True):
-                self._groups[number] = group
-                yield from self._take(number, [each.numpy()[None] for each in told], new[number])
+            whole = len(numbers) == len(self._slots) and not any(self._groups)
+            # Together at the beginning; then one by one, or each set of groups had its own graph.
+            for together in [numbers] if whole else [[number] for number in numbers]:
+                size = self._size(len(prompt) for n in together for prompt in new[n].values())
+                prompts = [self._prompt(self._slots[n], new[n], size) for n in together]
+                before = [self._groups[n] for n in together]
+                found = self._generator.begin(together, prompts, before)
+                for number, (group, told) in zip(together, found, strict=True):
+                    self._groups[number] = group
+                    told = [each.numpy()[None] for each in told]
+                    yield from self._take(number, told, new[number])
 
-    def _prompt(self, slots: Sequence[Row | None], new: dict[int, Sequence[int]]) -> Any:
-        """Ids, lengths and seeds of a group, of which some rows are new."""
-        longest = max(len(prompt) for prompt in new.values())
-        size = _SHORTEST
+    def _size(self, lengths: Iterable[int]) -> int:
+        """Places for prompts: a power of two, so there are few graphs."""
+        longest, size = max(lengths), _SHORTEST
         while size < longest:
             size *= 2
-        ids = np.zeros([len(slots), min(size, self._length)], np.int32)
+        return min(size, self._length)
+
+    def _prompt(self, slots: Sequence[Row | None], new: dict[int, Sequence[int]], size: int) -> Any:
+        """Ids, lengths and seeds of a group, of which some rows are new."""
+        ids = np.zeros([len(slots), size], np.int32)
         lengths = np.zeros([len(slots)], np.int32)
         seeds = np.zeros([len(slots), 2], np.int32)
         for row, prompt in new.items():

@@ -21,8 +21,8 @@ _ROWS_AT_ONCE = 8
 class ExportedModel(tf.Module):
     """What a SavedModel has: signatures `score` and `decode`.
 
-    Both take `ids`, int32 `[batch, length]`, rows that are filled up at their ends, and `lengths`,
-    int32 `[batch]`, for any batch and any length up to the model's.
+    Both take `ids`, int32 `[batch, length]`, rows that are filled up at their ends by anything,
+    and `lengths`, int32 `[batch]`, each up to the model's, for any batch.
 
     * `score` returns `log_probs`, float32 `[batch, length]`: of every token given those before it,
       natural logarithms; 0 for the first one, of which nothing is said, and behind the end.
@@ -104,7 +104,8 @@ class ExportedModel(tf.Module):
             parallel_iterations=_ROWS_AT_ONCE,
             fn_output_signature=tf.TensorSpec([self._length], tf.float32),
         )
-        return {"log_probs": found[:, :size]}
+        wider = tf.maximum(size - self._length, 0)
+        return {"log_probs": tf.pad(found[:, :size], [[0, 0], [0, wider]])}
 
     def _decode(
         self, ids: tf.Tensor, lengths: tf.Tensor, max_tokens: tf.Tensor
@@ -124,9 +125,11 @@ class ExportedModel(tf.Module):
             for stop in sorted(self._generator.stop):
                 ends += tf.cast(tokens == stop, tf.int32)
             there = tf.cumsum(ends, exclusive=True) == 0
+            # As many as there may be, since without a row nobody knows how many there are.
+            filling = [[0, self._length - max_tokens]]
             return (
-                tf.where(there, tokens, 0),
-                tf.where(there, log_probs, 0.0),
+                tf.ensure_shape(tf.pad(tf.where(there, tokens, 0), filling), [self._length]),
+                tf.ensure_shape(tf.pad(tf.where(there, log_probs, 0.0), filling), [self._length]),
                 tf.math.count_nonzero(there, dtype=tf.int32),
             )
 
@@ -135,20 +138,22 @@ class ExportedModel(tf.Module):
             (ids, lengths),
             parallel_iterations=_ROWS_AT_ONCE,
             fn_output_signature=(
-                tf.TensorSpec([None], tf.int32),
-                tf.TensorSpec([None], tf.float32),
+                tf.TensorSpec([self._length], tf.int32),
+                tf.TensorSpec([self._length], tf.float32),
                 tf.TensorSpec([], tf.int32),
             ),
         )
-        return {"tokens": tokens, "log_probs": log_probs, "counts": counts}
+        found = {"tokens": tokens[:, :max_tokens], "log_probs": log_probs[:, :max_tokens]}
+        return {**found, "counts": counts}
 
     def _checked(self, ids: tf.Tensor, lengths: tf.Tensor, more: tf.Tensor | None = None) -> Any:
         """Rows of the model's length, their own lengths, and the length that was given."""
         size = tf.shape(ids)[1]
+        # What fills rows up may be anything.
+        ids = tf.where(tf.range(size) < lengths[:, None], ids, 0)
         said = "tokens of a row, and those to come, are more than the model has places for"
-        total = lengths if more is None else lengths + more
         checks = [
-            tf.debugging.assert_less_equal(total, self._length, said),
+            tf.debugging.assert_less_equal(lengths, self._length, said),
             tf.debugging.assert_positive(lengths, "a row is empty"),
             tf.debugging.assert_less_equal(lengths, size, "a row is longer than its ids"),
             tf.debugging.assert_less(ids, self._vocab_size, "a token is not in the vocabulary"),
@@ -157,6 +162,9 @@ class ExportedModel(tf.Module):
         ]
         if more is not None:
             checks.append(tf.debugging.assert_positive(more, "max_tokens is below 1"))
+            # A sum of both might be more than an int32 has room for.
+            left = self._length - lengths
+            checks.append(tf.debugging.assert_less_equal(more, left, said))
         with tf.control_dependencies(checks):
             # As many as there are places, and no more of what is behind the ends.
             filling = tf.zeros([tf.shape(ids)[0], self._length], tf.int32)

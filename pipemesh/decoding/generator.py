@@ -87,7 +87,9 @@ class Generator:
         Returns:
             For each group what it is now, and what its rows are told, prompts in front.
         """
-        return self._begin(tuple(numbers), list(prompts), list(before))
+        # Which replica a group is at is all that its graph depends on.
+        replicas = tuple(number % self.num_replicas for number in numbers)
+        return self._begin(replicas, list(prompts), list(before))
 
     def go_on(
         self, groups: Sequence[Group], steps: int | tf.Tensor

@@ -12,6 +12,9 @@ from pipemesh.backend.static_shape import static_sizes
 from pipemesh.decoding.choice import Choice, Continuation
 from pipemesh.errors import DecodingError
 
+# Logits that are divided by less might be more than float32 has.
+_COLDEST = 1e-6
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
@@ -38,8 +41,10 @@ class Sampler:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise DecodingError(f"temperature is {self.temperature}; give 0 (greedy) or more")
+        if not (self.temperature == 0 or _COLDEST <= self.temperature < float("inf")):
+            raise DecodingError(
+                f"temperature is {self.temperature}; give 0 (greedy), or {_COLDEST} or more"
+            )
         if self.top_k < 0:
             raise DecodingError(f"top_k is {self.top_k}; give a number of tokens, or 0 for all")
         if not 0 < self.top_p <= 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -39,7 +40,10 @@ class ScoredText:
             >>> round(ScoredText(0, (5, 7), (-0.5, -1.5)).perplexity, 3)
             2.718
         """
-        return float(np.exp(-self.log_prob / len(self.tokens)))
+        try:
+            return math.exp(-self.log_prob / len(self.tokens))
+        except OverflowError:
+            return math.inf
 
 
 class Scorer:

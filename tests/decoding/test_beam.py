@@ -77,13 +77,20 @@ def wide_search(search, table, first, most, stop):
     return found
 
 
-def test_one_beam_is_greedy():
-    table = chain(5)
-    (found,) = searched(BeamSearch(1), table, [1], 6)
+@pytest.mark.parametrize("seed", range(20))
+def test_one_beam_is_greedy(seed):
+    table, stop = chain(seed), (2,)
+    (found,) = searched(BeamSearch(1), table, [1], 6, stop)
     row = [1]
-    for _ in range(6):
+    while len(row) < 7 and row[-1] not in stop:
         row.append(int(tf.argmax(table[row[-1]])))
-    assert list(found.tokens) == row[1:] and not found.stopped and not found.others
+    assert list(found.tokens) == row[1:] and not found.others
+
+
+def test_any_penalty_is_a_number():
+    (found,) = searched(BeamSearch(2, 1000.0), chain(), [0], 4, (2,))
+    # No score differs from 0 any more.
+    assert 1 <= len(found.tokens) <= 4 and len(found.others) == 1
 
 
 def test_what_was_found_besides_is_worse_and_sorted():

@@ -147,6 +147,7 @@ def test_a_text_may_fill_the_length_to_its_end(eagerly):
             5,
             "prompt 1 has 20 tokens, with 5 more .* 24; .* 4 at most",
         ),
+        ([1] * 24, 5, "it exceeds the model's 24; give a shorter one$"),
         ([1, VOCAB_SIZE], 3, f"prompt 1 has the token {VOCAB_SIZE}; ids are from 0 to"),
         ([-1], 3, "has the token -1"),
         ([1], 0, "max_tokens is 0"),
@@ -156,3 +157,38 @@ def test_a_prompt_that_cannot_be_continued_is_one_line(eagerly, prompt, number, 
     made = decoder(trained(PLAIN, PIPELINED=False), 1, 1)
     with pytest.raises(DecodingError, match=message):
         list(made.generate([[1], prompt], number))
+
+
+def test_prompts_before_one_that_cannot_be_continued_are(eagerly):
+    made = decoder(trained(PLAIN, PIPELINED=False), 2, 3)
+    found = []
+    with pytest.raises(DecodingError, match="prompt 3 has the token 1000"):
+        found.extend(made.generate([*PROMPTS[:3], [1000], PROMPTS[3]], TOKENS))
+    assert sorted(each.number for each in found) == [0, 1, 2]
+    assert tokens(found) == plain("dense")[:3]
+    # Nor is anything left of it.
+    assert tokens(made.generate(PROMPTS, TOKENS)) == plain("dense")
+
+
+def test_who_leaves_before_the_end_leaves_nothing_behind(eagerly):
+    made = decoder(trained(PLAIN, PIPELINED=False), 2, 2)
+    found = made.generate(PROMPTS, TOKENS)
+    next(found)
+    found.close()
+    assert tokens(made.generate(PROMPTS[:1], TOKENS)) == plain("dense")[:1]
+
+
+def test_few_graphs_read_many_prompts(eagerly):
+    """One for all groups at the beginning, then one a length: not one for each set of groups."""
+    stop = {row[i] for row in plain("dense") for i in (0, 3)}
+    made = decoder(trained(PLAIN, PIPELINED=False), 3, 2, stop=stop)
+    many = prompts_of(*np.random.default_rng(0).integers(1, 15, 40))
+    found = list(made.generate(many, TOKENS))
+    assert sorted(each.number for each in found) == list(range(40))
+    assert made._generator._begin.experimental_get_tracing_count() <= 3
+
+
+@pytest.mark.parametrize("temperature", [1e-40, float("nan"), -1.0])
+def test_a_temperature_that_cannot_be_had_is_one_line(temperature):
+    with pytest.raises(DecodingError, match=r"give 0 .greedy., or 1e-06 or more"):
+        Sampler(temperature=temperature)

@@ -12,6 +12,7 @@ import dataclasses
 import importlib
 import itertools
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from pipemesh.errors import CheckpointError, DecodingError
 from pipemesh.training.command import quiet
 from pipemesh.training.command.evaluate import note_of
 from pipemesh.training.command.flags import FlagError
+from pipemesh.training.run import console
 
 FLAGS = flags.FLAGS
 
@@ -164,7 +166,7 @@ def define(values: flags.FlagValues = FLAGS) -> None:
     flags.DEFINE_integer(
         "rows",
         None,
-        f"Texts a group; default: as many as there are, {_MOST_ROWS} at most.",
+        f"Texts a group, or fewer if there are not so many; default: {_MOST_ROWS}, by --beams.",
         lower_bound=1,
         flag_values=values,
     )
@@ -220,16 +222,20 @@ def prompts(what: str = "continued") -> list[str]:
     if (FLAGS.prompt is None) == (FLAGS.file is None):
         raise FlagError(f"what is to be {what}? give either --prompt or --file")
     if FLAGS.prompt is not None:
-        if not FLAGS.prompt:
-            raise FlagError("--prompt='' is empty; give some text")
+        if not FLAGS.prompt.strip():
+            raise FlagError(f"--prompt={FLAGS.prompt!r} is empty; give some text")
+        try:
+            FLAGS.prompt.encode()
+        except UnicodeEncodeError as error:
+            raise FlagError(f"--prompt={FLAGS.prompt!r} is not UTF-8; give text that is") from error
         return [FLAGS.prompt]
     try:
         if FLAGS.file == "-":
             # As it is: text streams take other characters for ends of lines as well.
             lines = sys.stdin.buffer.read().decode("utf-8").split("\n")
         else:
-            with open(FLAGS.file, encoding="utf-8", newline="\n") as file:
-                lines = file.read().split("\n")
+            with open(FLAGS.file, encoding="utf-8-sig", newline="\n") as file:
+                lines = file.read().replace("\r\n", "\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise FlagError(f"--file={FLAGS.file!r} cannot be read ({reason})") from error
@@ -257,8 +263,8 @@ def decode(subject: Any, path: str, tokens: Tokens, texts: Sequence[str]) -> Non
     from pipemesh.decoding import Decoder, Generator
     from pipemesh.training.command.streaming import Stream
     from pipemesh.training.evaluation import restored
-    from pipemesh.training.run import console
 
+    console.output_matters()
     chooser, streams = _chooser(), _streams()
     ids = [tokens.encode(text) for text in texts]
     with console.waiting("making the model"):
@@ -279,7 +285,7 @@ def decode(subject: Any, path: str, tokens: Tokens, texts: Sequence[str]) -> Non
     decoder = Decoder(
         generator,
         groups=groups,
-        rows=FLAGS.rows or min(-(-len(ids) // groups), _MOST_ROWS),
+        rows=min(FLAGS.rows or max(_MOST_ROWS // chooser.width, 1), -(-len(ids) // groups)),
         length=tokens.length,
         vocab_size=tokens.vocab_size,
         seed=FLAGS.sample_seed,
@@ -308,7 +314,7 @@ def _told(found: Any, text: str, prompt: Sequence[int], tokens: Tokens) -> str:
         "prompt": text,
         "text": whole,
         "tokens": list(found.tokens),
-        "log_probs": [round(each, 6) for each in found.log_probs],
+        "log_probs": list(map(json_number, found.log_probs)),
         "stopped": found.stopped,
     }
     if FLAGS.beams:
@@ -316,11 +322,21 @@ def _told(found: Any, text: str, prompt: Sequence[int], tokens: Tokens) -> str:
         values["others"] = [
             {
                 "text": tokens.text(prompt, other.tokens),
-                "log_prob": round(sum(other.log_probs), 6),
+                "log_prob": json_number(sum(other.log_probs)),
             }
             for other in found.others
         ]
-    return json.dumps(values, ensure_ascii=False)
+    return line_of(values)
+
+
+def json_number(value: float) -> float | None:
+    """A number as JSON has it, which knows no infinity."""
+    return round(value, 6) if math.isfinite(value) else None
+
+
+def line_of(values: Any) -> str:
+    """A line of JSON, in characters that standard output has."""
+    return json.dumps(values, ensure_ascii=not console.has_unicode())
 
 
 def _chooser() -> Any:

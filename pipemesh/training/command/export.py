@@ -62,6 +62,10 @@ def folder() -> str:
         raise FlagError("where to? give --to=FOLDER")
     if os.path.exists(FLAGS.to) and (not os.path.isdir(FLAGS.to) or os.listdir(FLAGS.to)):
         raise FlagError(f"--to={FLAGS.to!r} is there already; give a new or an empty folder")
+    try:
+        os.makedirs(FLAGS.to, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(error) from error
     return FLAGS.to
 
 
@@ -92,6 +96,8 @@ def export(subject: Any, path: str, tokens: Tokens) -> None:
         CheckpointError: the checkpoint is another model's, or damaged.
         FlagError: the folder cannot be written to.
     """
+    import tensorflow as tf
+
     from pipemesh.decoding import ExportedModel, Generator, Sampler
     from pipemesh.training.evaluation import restored
     from pipemesh.training.run import console
@@ -116,6 +122,11 @@ def export(subject: Any, path: str, tokens: Tokens) -> None:
         made = ExportedModel(compute, generator, length=tokens.length, vocab_size=tokens.vocab_size)
         try:
             made.save(to)
-        except OSError as error:
-            raise FlagError(f"--to={to!r} cannot be written to ({error})") from error
+        except (OSError, tf.errors.OpError) as error:
+            raise _unwritable(error) from error
     print(f"{path} is exported to {to}: signatures score and decode, {tokens.length} tokens a row")
+
+
+def _unwritable(error: Exception) -> FlagError:
+    why = getattr(error, "strerror", None) or getattr(error, "message", None) or error
+    return FlagError(f"--to={FLAGS.to!r} cannot be written to ({why})")

@@ -9,13 +9,15 @@ with; the mesh may be another.
 
 from __future__ import annotations
 
-import json
+import math
 import sys
 from typing import Any
 
 from pipemesh.errors import CheckpointError
 from pipemesh.training.command import quiet
+from pipemesh.training.command.decode import line_of
 from pipemesh.training.command.evaluate import asked, note_of
+from pipemesh.training.run import console
 
 
 def main(argv: list[str]) -> int:
@@ -40,13 +42,13 @@ def main(argv: list[str]) -> int:
     # On standard output there are predictions alone.
     subject, path = asked(argv, sys.modules[__name__], __doc__, leave=())
     from pipemesh.training.prediction import Predictor
-    from pipemesh.training.run import console
 
+    console.output_matters()
     with console.waiting("making the model"):
         predictor = Predictor(subject, path)
     for number, example in enumerate(predictor.examples()):
         values = {name: _plain(value.tolist()) for name, value in example.items()}
-        print(json.dumps({"number": number, **values}))
+        print(line_of({"number": number, **values}), flush=True)
     if predictor.left_out:
         told = ", ".join(sorted(predictor.left_out))
         print(f"left out, as it has no row for each example: {told}", file=sys.stderr)
@@ -54,9 +56,11 @@ def main(argv: list[str]) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it, with as many digits as float32."""
+    """A value as JSON has it, which knows no infinity, with all digits that float32 has."""
     if isinstance(value, list):
         return [_plain(each) for each in value]
     if isinstance(value, bytes):
         return value.decode(errors="replace")
-    return float(f"{value:.8g}") if isinstance(value, float) else value
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.9g}") if math.isfinite(value) else None

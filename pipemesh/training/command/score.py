@@ -10,15 +10,14 @@ training.
 from __future__ import annotations
 
 import importlib
-import json
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from absl import flags
 
 from pipemesh.training.command import quiet
-from pipemesh.training.command.decode import Tokens, helped, program_of
+from pipemesh.training.command.decode import Tokens, helped, json_number, line_of, program_of
+from pipemesh.training.run import console
 
 FLAGS = flags.FLAGS
 
@@ -78,8 +77,8 @@ def score(subject: Any, path: str, tokens: Tokens, rows: int, texts: Sequence[st
     """
     from pipemesh.decoding import Scorer
     from pipemesh.training.evaluation import Evaluation, restored
-    from pipemesh.training.run import console
 
+    console.output_matters()
     # Each ends with the token that ends a text, if there is one.
     end = sorted(tokens.stop)[:1]
     ids = [[*tokens.encode(text), *end] for text in texts]
@@ -100,9 +99,9 @@ def _told(found: Any, text: str) -> str:
         return "\t".join(columns)
     values = {
         "text": text,
-        "log_prob": round(found.log_prob, 6),
-        "perplexity": round(found.perplexity, 6) if math.isfinite(found.perplexity) else None,
+        "log_prob": json_number(found.log_prob),
+        "perplexity": json_number(found.perplexity),
         "tokens": list(found.tokens),
-        "log_probs": [round(each, 6) for each in found.log_probs],
+        "log_probs": list(map(json_number, found.log_probs)),
     }
-    return json.dumps(values, ensure_ascii=False)
+    return line_of(values)

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import IO, Any, TypeVar
 
+from pipemesh.errors import PipemeshError
+
 # How often progress is shown: in a log file every time is a line, on a terminal they are one.
 SECONDS_A_REFRESH = {False: 30.0, True: 1.0}
 # What takes less is not worth a line.
@@ -24,7 +26,13 @@ T = TypeVar("T")
 
 
 class _Steady:
-    """A text stream that goes quiet when it cannot be written to."""
+    """A text stream that goes quiet when it cannot be written to.
+
+    Attributes:
+        ends: whether it raises instead, as what is written is all that the program is for.
+    """
+
+    ends = False
 
     def __init__(self, stream: IO[str], fd: int, name: str) -> None:
         self._stream, self._fd, self._name = stream, fd, name
@@ -50,6 +58,12 @@ class _Steady:
                 for fd in {self._fd, self._stream.fileno()}:
                     os.dup2(nowhere, fd)
                 os.close(nowhere)
+            if self.ends:
+                if isinstance(error, BrokenPipeError):
+                    # The reader, `head` for example, has seen enough.
+                    raise SystemExit(0) from error
+                reason = getattr(error, "strerror", None) or error
+                raise PipemeshError(f"standard output cannot be written to ({reason})") from error
             if self._name == "output":
                 reason = getattr(error, "strerror", None) or error
                 print(f"standard output is closed ({reason}); going on", file=sys.stderr)
@@ -79,6 +93,23 @@ def stand_in() -> None:
 
 # Standard output, while it is for objects alone.
 _objects: IO[str] | None = None
+
+
+def output_matters() -> None:
+    """Lets the program end if standard output cannot be written to: it is all that is asked for.
+
+    Characters that its encoding lacks are written as escapes.
+    """
+    if isinstance(sys.stdout, _Steady):
+        sys.stdout.ends = True
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None and not has_unicode():
+        reconfigure(errors="backslashreplace")
+
+
+def has_unicode() -> bool:
+    """Whether standard output has all characters."""
+    return str(getattr(sys.stdout, "encoding", "")).lower().startswith("utf")
 
 
 @contextlib.contextmanager

@@ -123,7 +123,8 @@ for line in sys.stdin:
     request = predict_pb2.PredictRequest()
     request.model_spec.name, request.model_spec.signature_name = "model", name
     for key, value in inputs.items():
-        request.inputs[key].CopyFrom(tf.make_tensor_proto(value, tf.int32))
+        shape = [0, 3] if value == [] and key == "ids" else None
+        request.inputs[key].CopyFrom(tf.make_tensor_proto(value, tf.int32, shape))
     sent = predict_pb2.PredictRequest.FromString(request.SerializeToString())
     called = model.signatures[sent.model_spec.signature_name]
     given = {key: tf.constant(tf.make_ndarray(each)) for key, each in sent.inputs.items()}
@@ -183,7 +184,17 @@ def test_tensorflow_alone_serves_what_is_exported(tmp_path, logdir):
         ("decode", {**prompts, "max_tokens": 0}),
         ("score", {"ids": [[1, 400]], "lengths": [2]}),
         ("score", {"ids": [[1, 2]], "lengths": [3]}),
+        ("decode", {**prompts, "max_tokens": 2**31 - 1}),
     )
+    # What fills rows up may be anything; and there need be no row.
+    filled, empty = served(
+        to,
+        ("score", {"ids": [[*rows[0], *[-1] * 40]], "lengths": [len(rows[0])]}),
+        ("decode", {"ids": [], "lengths": [], "max_tokens": 2}),
+    )
+    assert len(filled["log_probs"][0]) == len(rows[0]) + 40
+    assert filled["log_probs"][0][: len(rows[0])] == log_probs["log_probs"][0][: len(rows[0])]
+    assert empty["counts"] == []
     for row, each in enumerate(decoded):
         count = found["counts"][row]
         assert found["tokens"][row] == each["tokens"] + [0] * (6 - count)
@@ -203,6 +214,7 @@ def test_tensorflow_alone_serves_what_is_exported(tmp_path, logdir):
             "max_tokens is below 1",
             "a token is not in the vocabulary",
             "a row is longer than its ids",
+            "are more than the model has places for",
         ],
         strict=True,
     ):
@@ -267,6 +279,19 @@ def test_what_cannot_be_had_is_one_line(logdir, flags, told):
     lines = [line for line in err.splitlines() if not line.endswith(" s")]
     assert (code, out, len(lines)) == (2, "", 1), err
     assert told in lines[0]
+
+
+@pytest.mark.slow
+def test_output_that_nobody_reads_ends_the_program(logdir):
+    flags = [f"--logdir={logdir}", "--prompt=It", "--max_tokens=2"]
+    # What is loaded already writes to pipes of its own.
+    command = [sys.executable, "-c", PROGRAM, "decode", *flags]
+    with open("/dev/full", "w") as out:
+        done = subprocess.run(
+            command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=240, check=False
+        )
+    assert done.returncode == 2, done.stderr
+    assert "standard output cannot be written to (No space left" in done.stderr
 
 
 @pytest.mark.slow
