@@ -153,8 +153,9 @@ class Decoder:
             if not new:
                 return
             numbers = sorted(new)
-            whole = len(numbers) == len(self._slots) and not any(self._groups)
-            # Together at the beginning; then one by one, or each set of groups had its own graph.
+            begun = {group is not None for group in self._groups}
+            whole = len(numbers) == len(self._slots) and len(begun) == 1
+            # All of them together or one by one: each set of groups had its own graph.
             for together in [numbers] if whole else [[number] for number in numbers]:
                 size = self._size(len(prompt) for n in together for prompt in new[n].values())
                 prompts = [self._prompt(self._slots[n], new[n], size) for n in together]

@@ -179,13 +179,13 @@ def test_who_leaves_before_the_end_leaves_nothing_behind(eagerly):
 
 
 def test_few_graphs_read_many_prompts(eagerly):
-    """One for all groups at the beginning, then one a length: not one for each set of groups."""
+    """For all groups, or for one, of a length or two: not for each set of groups."""
     stop = {row[i] for row in plain("dense") for i in (0, 3)}
     made = decoder(trained(PLAIN, PIPELINED=False), 3, 2, stop=stop)
     many = prompts_of(*np.random.default_rng(0).integers(1, 15, 40))
     found = list(made.generate(many, TOKENS))
     assert sorted(each.number for each in found) == list(range(40))
-    assert made._generator._begin.experimental_get_tracing_count() <= 3
+    assert made._generator._begin.experimental_get_tracing_count() <= 5
 
 
 @pytest.mark.parametrize("temperature", [1e-40, float("nan"), -1.0])
