@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -18,6 +20,27 @@ _numbers = itertools.count()
 # In the names that TensorFlow gives the function's graphs.
 _NAME = "__pipemesh_passes_on_"
 _GRADIENT = "PipemeshGradient"
+_unneeded = contextvars.ContextVar("pipemesh_no_gradients", default=False)
+
+
+@contextlib.contextmanager
+def no_gradients() -> Iterator[None]:
+    """Nothing is attached inside: what is computed there is not differentiated.
+
+    Each gradient of one's own takes an operation that does nothing but carry it.
+
+    Example:
+        >>> x = tf.constant([3.0])
+        >>> with no_gradients():
+        ...     (y,) = attach_gradient([2 * x], [x], lambda grads: grads, False)
+        >>> float(y[0])
+        6.0
+    """
+    token = _unneeded.set(True)
+    try:
+        yield
+    finally:
+        _unneeded.reset(token)
 
 
 @tf.function(autograph=False)
@@ -65,6 +88,8 @@ def attach_gradient(
             called outside of any colocation and has to enter device scopes itself.
         across_devices: whether the tensors lie on different devices.
     """
+    if _unneeded.get():
+        return list(outputs)
     number = len(outputs)
     tensors = [*outputs, *inputs]
 

@@ -192,3 +192,15 @@ def test_few_graphs_read_many_prompts(eagerly):
 def test_a_temperature_that_cannot_be_had_is_one_line(temperature):
     with pytest.raises(DecodingError, match=r"give 0 .greedy., or 1e-06 or more"):
         Sampler(temperature=temperature)
+
+
+def test_a_group_may_be_continued_more_than_once(eagerly):
+    """What it keeps is overwritten in a copy."""
+    task = trained(Plan("layers:2", num_microbatches=2))
+    generator = decoder(task, 1, 2)._generator
+    ids = np.array([PROMPTS[0], PROMPTS[0][::-1]], np.int32)
+    seeds = np.zeros([2, 2], np.int32)
+    ((group, _),) = generator.begin([0], [(ids, np.array([3, 3], np.int32), seeds)], [None])
+    first, again = (generator.go_on([group], 5)[1][0][0].numpy() for _ in range(2))
+    np.testing.assert_array_equal(first, again)
+    assert first.shape == (5, 2)

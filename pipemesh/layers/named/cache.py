@@ -15,6 +15,8 @@ from pipemesh.lowering import Tensor
 from pipemesh.lowering.primitives import Slices
 from pipemesh.mesh import Dim, Shape
 
+# What can be overwritten on every device.
+_OVERWRITTEN = (tf.float16, tf.float32, tf.float64)
 # What `length` is called in what is remembered, which no rule splits.
 CACHE = "cache"
 
@@ -33,6 +35,8 @@ class KeyValueCache:
         kept: the `kept` of the call before; by default nothing was remembered.
         last: `batch`, int32: the number of the input of each row that logits are wanted of, for
             the head of a language model.
+        overwrites: whether `kept` may be changed where it lies, as nobody reads it any more: a loop
+            would copy all of it for each token.
 
     Attributes:
         length: places a row.
@@ -64,8 +68,10 @@ class KeyValueCache:
         places: Any,
         kept: Mapping[str, tuple[Slices, Slices]] | None = None,
         last: Any = None,
+        overwrites: bool = False,
     ) -> None:
         self.length, self.places, self.last = length, places, last
+        self._write = _overwritten if overwrites else _written
         self.kept = dict(kept or {})
 
     def extend(self, path: str, keys: Tensor, values: Tensor, places: Tensor) -> list[Tensor]:
@@ -88,8 +94,8 @@ class KeyValueCache:
             lowering.map(self._nothing, values.slices),
         )
         after = (
-            lowering.map(_written, before[0], keys.slices, places.slices),
-            lowering.map(_written, before[1], values.slices, places.slices),
+            lowering.map(self._write, before[0], keys.slices, places.slices),
+            lowering.map(self._write, before[1], values.slices, places.slices),
         )
         self.kept[path] = after
         return [Tensor(lowering, slices, shape) for slices in after]
@@ -108,6 +114,20 @@ def _written(kept: tf.Tensor, new: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
     at = tf.broadcast_to(tf.expand_dims(tf.cast(places, tf.int32), 1), each)
     indices = tf.stack([rows, columns, at], -1)
     return tf.tensor_scatter_nd_update(kept, indices, tf.transpose(new, [0, 2, 1, 3]))
+
+
+def _overwritten(kept: tf.Tensor, new: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
+    """As `_written`, and `kept` is changed where it lies."""
+    if kept.dtype not in _OVERWRITTEN:
+        return _written(kept, new, places)
+    batch, heads, length, dim = static_sizes(kept)
+    number = static_sizes(new)[1]
+    first = tf.reshape(tf.range(batch * heads) * length, [batch, heads, 1])
+    at = tf.reshape(first + tf.expand_dims(tf.cast(places, tf.int32), 1), [-1])
+    values = tf.reshape(tf.transpose(new, [0, 2, 1, 3]), [batch * heads * number, dim])
+    rows = tf.reshape(kept, [batch * heads * length, dim])
+    rows = tf.raw_ops.InplaceUpdate(x=rows, i=at, v=values)
+    return tf.reshape(rows, [batch, heads, length, dim])
 
 
 _current: contextvars.ContextVar[KeyValueCache | None] = contextvars.ContextVar(
