@@ -158,7 +158,7 @@ def request() -> Request:
         )
     settings.PLAN = _plan(settings)
     is_simd = settings.PLAN.lowering == "simd"
-    fixed = simd_plan.DEFAULTS if is_simd else {}
+    fixed = plan_flags.OF_SIMD if is_simd else {}
     settings.CHOSEN = tuple(
         name for name in settings.CHOSEN if name not in fixed and not FLAGS[name].present
     )
@@ -187,7 +187,7 @@ def _plan(settings: Settings) -> Plan:
     given = plan_flags.given()
     values = settings.PLAN.to_values() | given
     if values["lowering"] == "simd":
-        values |= simd_plan.DEFAULTS | given
+        values |= plan_flags.OF_SIMD | given
     if FLAGS.plain and "mesh" not in given:
         values["mesh"] = "layers:1"
     if settings.PLAN.boundaries is not None and "boundaries" not in given:

@@ -21,8 +21,7 @@ def main(argv: list[str]) -> int:
 
     _parse(argv, __doc__, decode.define)
     texts = decode.prompts()
-    # Other stages than those of the training are cut elsewhere.
-    request, path, there = _model((*decode.OF_TRAINING, "boundaries"))
+    request, path, there = _model(decode.OWN, decode.OF_TRAINING)
     # What is chosen is how a batch is cut, and there is none.
     settings = request.settings
     settings.CHOSEN, settings.PLAN = (), dataclasses.replace(settings.PLAN, num_microbatches=1)
@@ -71,10 +70,10 @@ def _parse(argv: list[str], about: str | None, define: Callable[[], None]) -> No
     check_flags()
 
 
-def _model(of_training: Collection[str] = ()) -> tuple[Any, str, Any]:
+def _model(own: Collection[str] = (), refused: Collection[str] = ()) -> tuple[Any, str, Any]:
     """What the flags ask for, the checkpoint, and what is noted in it.
 
-    Flags of a training that play no part are not taken from it.
+    Flags that are `own` are not taken from the training, and those that are `refused` play no part.
     """
     from models.one_billion_word import about, command_line
     from pipemesh.checkpoint import Manifest
@@ -82,10 +81,10 @@ def _model(of_training: Collection[str] = ()) -> tuple[Any, str, Any]:
     from pipemesh.training.command.evaluate import checkpoint_of
 
     flags = command_line.FLAGS
-    given = [name for name in of_training if flags[name].present and name != "boundaries"]
+    given = [name for name in refused if flags[name].present]
     if given:
         raise FlagError(f"--{given[0]} is for training; leave it out")
-    command_line.take_up(flags.checkpoint, of_training)
+    command_line.take_up(flags.checkpoint, own)
     request = command_line.request()
     path = checkpoint_of(request.logdir)
     there = about.About.from_note(Manifest.read(path).note)

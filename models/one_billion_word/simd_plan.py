@@ -6,9 +6,6 @@ from models.one_billion_word.sizes import Settings
 from pipemesh.schedule import looped_bfs
 from pipemesh.training.command.flags import FlagError
 
-# What it runs by where nobody says otherwise.
-DEFAULTS = {"schedule": "gpipe", "remat": "full"}
-
 
 def alike_boundaries(settings: Settings) -> tuple[int, ...]:
     """Where layers are cut so that all stages have as many blocks.

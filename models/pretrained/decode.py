@@ -60,8 +60,7 @@ def main(argv: list[str]) -> int:
 
     _parse(argv, __doc__, decode.define)
     texts = decode.prompts()
-    # Other stages than those of the training are cut elsewhere.
-    model = _model((*decode.OF_TRAINING, "boundaries"))
+    model = _model(decode.OWN, decode.OF_TRAINING)
     tokens = model.tokens(model.longest(texts) + flags.FLAGS.max_tokens)
     decode.decode(model_flags.subject(), model.path, tokens, texts)
     return 0
@@ -108,8 +107,11 @@ def _parse(argv: list[str], about: str | None, define: Callable[[], None]) -> No
     check_flags()
 
 
-def _model(of_training: Collection[str] = ()) -> _Model:
-    """The model that flags name; those of a training that play no part are not taken from it."""
+def _model(own: Collection[str] = (), refused: Collection[str] = ()) -> _Model:
+    """The model that flags name.
+
+    Flags that are `own` are not taken from the training, and those that are `refused` play no part.
+    """
     from absl import flags
 
     from models.pretrained import config as configs
@@ -119,11 +121,11 @@ def _model(of_training: Collection[str] = ()) -> _Model:
     from pipemesh.training.command.flags import FlagError
 
     values = flags.FLAGS
-    given = [name for name in of_training if values[name].present and name != "boundaries"]
+    given = [name for name in refused if values[name].present]
     if given:
         raise FlagError(f"--{given[0]} is for training; leave it out")
     folder = model_flags.logdir()
-    training_flags.take_up(folder, sys.modules[__name__], values.checkpoint, of_training)
+    training_flags.take_up(folder, sys.modules[__name__], values.checkpoint, own)
     path = checkpoint_of(folder)
     model_flags.check_note(Manifest.read(path).note, folder)
     config = configs.read(os.path.join(folder, configs.FILE))

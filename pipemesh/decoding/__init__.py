@@ -21,9 +21,11 @@ from pipemesh.decoding.beam import BeamSearch
 from pipemesh.decoding.choice import Continuation
 from pipemesh.decoding.decoder import Decoder
 from pipemesh.decoding.export import ExportedModel
-from pipemesh.decoding.generator import Generator, Group
+from pipemesh.decoding.generator import Generator, generator_of
+from pipemesh.decoding.group import Group
 from pipemesh.decoding.sampling import Sampler
 from pipemesh.decoding.scorer import ScoredText, Scorer
+from pipemesh.decoding.simd_generator import SimdGenerator
 
 __all__ = [
     "BeamSearch",
@@ -35,4 +37,6 @@ __all__ = [
     "Sampler",
     "ScoredText",
     "Scorer",
+    "SimdGenerator",
+    "generator_of",
 ]

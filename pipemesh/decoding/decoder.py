@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 
 from pipemesh.decoding.choice import Continuation, Row
-from pipemesh.decoding.generator import Generator, Group
+from pipemesh.decoding.generator import Generator
+from pipemesh.decoding.group import Group
+from pipemesh.decoding.simd_generator import SimdGenerator
 from pipemesh.errors import DecodingError
 
 # Tokens a row between two looks at which rows are done. With more, rows that are done wait longer
@@ -41,7 +43,7 @@ class Decoder:
 
     def __init__(
         self,
-        generator: Generator,
+        generator: Generator | SimdGenerator,
         *,
         rows: int,
         groups: int,

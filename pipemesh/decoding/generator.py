@@ -9,13 +9,16 @@ is the table.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
 from pipemesh.backend.attach_gradient import no_gradients
 from pipemesh.decoding.choice import Choice, Chooser
+from pipemesh.decoding.group import Group, rows_of
+from pipemesh.decoding.simd_generator import SimdGenerator
 from pipemesh.decoding.turns import Turns
 from pipemesh.layers.feature_extraction import to_tuple
 from pipemesh.layers.named import KeyValueCache, cache_scope
@@ -23,22 +26,6 @@ from pipemesh.layers.pipeline.weight_dtypes import plain_theta
 
 # How many steps of the loop may be under way at the same time.
 _STEPS_AT_ONCE = 4
-
-
-class Group(NamedTuple):
-    """The rows of a group between two calls, all on their devices.
-
-    Attributes:
-        tokens: `[rows]` int32, the last ones, which nothing has been computed of.
-        places: `[rows]` int32, where they stand.
-        state: what the next choice depends on.
-        kept: of each stage the `kept` of its `KeyValueCache`.
-    """
-
-    tokens: tf.Tensor
-    places: tf.Tensor
-    state: tf.Tensor
-    kept: Any
 
 
 class Generator:
@@ -51,7 +38,14 @@ class Generator:
         length: places a row.
         chooser: chooses tokens.
         stop: ids that end a continuation.
+
+    Attributes:
+        chooser: chooses tokens.
+        stop: ids that end a continuation.
+        multiple: what the prompts of a group are a multiple of: each replica has groups of its own.
     """
+
+    multiple = 1
 
     def __init__(
         self,
@@ -153,12 +147,8 @@ class Generator:
         lengths = tf.repeat(lengths, self.chooser.width)
         after = _after(choice, lengths, kept)
         if before is not None:
-            new = lengths > 0
-            after = tf.nest.map_structure(
-                lambda now, old: _beside(now, lambda: tf.where(_rows(new, now), now, old)),
-                after,
-                before,
-            )
+            new = functools.partial(rows_of, lengths > 0)
+            after = tf.nest.map_structure(new, after, before)
         return after, choice.told
 
     def _go_on_groups(self, groups: list[Group], steps: tf.Tensor) -> Any:
@@ -221,6 +211,23 @@ def _beside(there: tf.Tensor, compute: Callable[[], tf.Tensor]) -> tf.Tensor:
         return compute()
 
 
-def _rows(chosen: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
-    """`[rows]` with as many dims as a tensor of rows, which may be some of them."""
-    return tf.reshape(chosen, [-1] + [1] * (like.shape.rank - 1))
+def generator_of(
+    task: Any,
+    stack: Any,
+    cluster: Callable[[], Any],
+    length: int,
+    chooser: Chooser,
+    stop: Collection[int] = (),
+) -> Generator | SimdGenerator:
+    """The generator for a stack, by its lowering.
+
+    Args:
+        task: a task of lingvo with `DecodeArgs`.
+        stack: its stack of stages.
+        cluster: makes a context to call the task in.
+        length: places a row.
+        chooser: chooses tokens.
+        stop: ids that end a continuation.
+    """
+    kind = Generator if stack.simd is None else SimdGenerator
+    return kind(task, stack, cluster, length, chooser, stop)

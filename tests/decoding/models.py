@@ -4,7 +4,7 @@ import numpy as np
 import tensorflow as tf
 from lingvo.core import py_utils
 
-from pipemesh.decoding import Decoder, Generator, Sampler
+from pipemesh.decoding import Decoder, Sampler, generator_of
 from pipemesh.plan import Plan
 from pipemesh.training.trained_task import TrainedTask
 from tests.models.one_billion_word.language_model import VOCAB_SIZE, small
@@ -16,6 +16,7 @@ MODELS = {
     "tied": {"TIED_EMBEDDINGS": True},
     # No token is left out for want of room, as it might be in a longer row.
     "experts": {"NUM_EXPERTS": 4, "HIDDEN_DIM": 16, "CAPACITY_FACTOR": None},
+    "deep": {"NUM_LAYERS": 4},
     "crowded": {"NUM_EXPERTS": 4, "HIDDEN_DIM": 16, "CAPACITY_FACTOR": 0.5},
 }
 PLAIN = Plan("layers:1", num_microbatches=1)
@@ -30,12 +31,17 @@ PROMPTS = prompts_of(3, 7, 1, 5, 2, 9, 4)
 
 
 def trained(plan=PLAIN, model="dense", **settings):
-    config = small(**SETTINGS, **MODELS[model], PLAN=plan, **settings)
+    config = small(**SETTINGS | MODELS[model], PLAN=plan, **settings)
     return TrainedTask(config.Task(), plan, "CPU", 0, learns=False)
 
 
+def one_program(mesh, layout="", schedule="gpipe"):
+    """A plan in which all devices run the same program."""
+    return Plan(mesh, layout, schedule, 1, remat="full", lowering="simd")
+
+
 def decoder(task, groups=2, rows=2, chooser=None, stop=(), **options):
-    generator = Generator(
+    generator = generator_of(
         task.task,
         task.pipelines[0],
         lambda: task.cluster(do_eval=True),

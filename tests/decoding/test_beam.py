@@ -9,7 +9,15 @@ import tensorflow as tf
 from pipemesh.decoding import BeamSearch, Sampler
 from pipemesh.errors import DecodingError
 from pipemesh.plan import Plan
-from tests.decoding.models import PLAIN, PROMPTS, decoder, log_probs_of, tokens, trained
+from tests.decoding.models import (
+    PLAIN,
+    PROMPTS,
+    decoder,
+    log_probs_of,
+    one_program,
+    tokens,
+    trained,
+)
 
 VOCAB = 5
 
@@ -143,9 +151,13 @@ def test_a_model_says_what_it_says_without_a_cache_under_any_plan(eagerly):
             ),
             {},
         ),
+        (one_program("layers:2"), {}),
+        (one_program("layers:1;data:2;model:2", "batch:data;heads:model"), {}),
     ]
     for plan, settings in plans:
-        made = decoder(trained(plan, **settings), 2, 1, search)
+        task = trained(plan, **settings)
+        rows = plan.num_replicas if plan.lowering == "simd" else 1
+        made = decoder(task, 2, rows, search)
         found = sorted(made.generate(prompts, most), key=lambda each: each.number)
         for each, options in zip(found, wanted, strict=True):
             assert [one.tokens for one in (each, *each.others)] == [row for row, _ in options]

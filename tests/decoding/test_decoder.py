@@ -15,6 +15,7 @@ from tests.decoding.models import (
     VOCAB_SIZE,
     decoder,
     greedy,
+    one_program,
     prompts_of,
     tokens,
     trained,
@@ -45,7 +46,26 @@ PLANS = [
     ("layers:2;data:2;model:2", f"batch:data;embed:data;{ALL}", 2, 2),
     ("layers:2;model:2,1", ALL, 2, 2),
 ]
-LESS = [PLANS[1], PLANS[10]]
+# Model, mesh, layout, schedule, groups, rows a group.
+PROGRAMS = [
+    ("dense", "layers:2", "", "gpipe", 2, 2),
+    ("dense", "layers:2", "", "gpipe", 3, 1),
+    ("dense", "layers:1;model:2", ALL, "gpipe", 2, 3),
+    ("dense", "layers:2;model:2", f"{ALL};length:model", "gpipe", 1, 4),
+    ("dense", "layers:2;data:2;model:2", f"batch:data;{ALL}", "gpipe", 3, 2),
+    ("tied", "layers:2;data:2", "batch:data", "gpipe", 2, 2),
+    ("experts", "layers:2;model:2", EXPERTS, "gpipe", 2, 2),
+    ("deep", "layers:4", "", "gpipe", 3, 2),
+    ("deep", "layers:2;model:2", ALL, "looped_bfs:2", 3, 2),
+    ("deep", "layers:2;data:2;model:2", f"batch:data;{ALL}", "gpipe", 4, 2),
+]
+LESS = [
+    (Plan("layers:2", num_microbatches=2), 2, 2),
+    (Plan("layers:2;model:2", f"{ALL};length:model", num_microbatches=2), 3, 2),
+    (Plan("layers:2;data:2;model:2", f"batch:data;{ALL}", num_microbatches=2), 4, 2),
+    (one_program("layers:2"), 2, 2),
+    (one_program("layers:2;data:2;model:2", f"batch:data;{ALL}"), 3, 2),
+]
 CASES = [
     *(("dense", *plan) for plan in PLANS),
     *(("tied", *plan) for plan in PLANS[:-1][1::3]),
@@ -90,11 +110,40 @@ def test_tokens_do_not_depend_on_the_plan(eagerly, model, mesh, layout, groups, 
     assert tokens(found) == plain(model)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sampler", list(SAMPLERS)[1:])
-@pytest.mark.parametrize(("mesh", "layout", "groups", "rows"), LESS)
-def test_what_is_drawn_does_not_either(eagerly, sampler, mesh, layout, groups, rows):
-    task = trained(Plan(mesh, layout, num_microbatches=2))
+def programs():
+    for number, case in enumerate(PROGRAMS):
+        mark = pytest.mark.slow if number in (0, 4, 6, 8) else pytest.mark.exhaustive
+        yield pytest.param(*case, marks=mark)
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "layout", "schedule", "groups", "rows"), list(programs())
+)
+def test_one_program_for_all_devices_says_the_same(
+    eagerly, model, mesh, layout, schedule, groups, rows
+):
+    task = trained(one_program(mesh, layout, schedule), model)
+    found = decoder(task, groups, rows).generate(PROMPTS, TOKENS)
+    assert tokens(found) == plain(model)
+
+
+def test_prompts_that_one_program_cannot_split_are_one_line(eagerly):
+    task = trained(one_program("layers:1;data:2", "batch:data"))
+    with pytest.raises(DecodingError, match="a group of 3 prompts cannot be split 2 ways, as the"):
+        list(decoder(task, 1, 3).generate(PROMPTS, TOKENS))
+
+
+def drawn():
+    for plan, groups, rows in LESS:
+        for sampler in list(SAMPLERS)[1:]:
+            often = sampler == "top_p" and plan in (LESS[0][0], LESS[4][0])
+            mark = pytest.mark.slow if often else pytest.mark.exhaustive
+            yield pytest.param(plan, groups, rows, sampler, marks=mark)
+
+
+@pytest.mark.parametrize(("plan", "groups", "rows", "sampler"), list(drawn()))
+def test_what_is_drawn_does_not_either(eagerly, plan, groups, rows, sampler):
+    task = trained(plan)
     found = decoder(task, groups, rows, SAMPLERS[sampler]).generate(PROMPTS, TOKENS)
     assert tokens(found) == plain("dense", sampler)
     assert plain("dense", sampler) != plain("dense")
@@ -194,9 +243,12 @@ def test_a_temperature_that_cannot_be_had_is_one_line(temperature):
         Sampler(temperature=temperature)
 
 
-def test_a_group_may_be_continued_more_than_once(eagerly):
+@pytest.mark.parametrize(
+    "plan", [Plan("layers:2", num_microbatches=2), one_program("layers:2")], ids=["stages", "simd"]
+)
+def test_a_group_may_be_continued_more_than_once(eagerly, plan):
     """What it keeps is overwritten in a copy."""
-    task = trained(Plan("layers:2", num_microbatches=2))
+    task = trained(plan)
     generator = decoder(task, 1, 2)._generator
     ids = np.array([PROMPTS[0], PROMPTS[0][::-1]], np.int32)
     seeds = np.zeros([2, 2], np.int32)

@@ -71,7 +71,7 @@ class KeyValueCache:
         overwrites: bool = False,
     ) -> None:
         self.length, self.places, self.last = length, places, last
-        self._write = _overwritten if overwrites else _written
+        self._write = _written_there if overwrites else _written
         self.kept = dict(kept or {})
 
     def extend(self, path: str, keys: Tensor, values: Tensor, places: Tensor) -> list[Tensor]:
@@ -116,18 +116,31 @@ def _written(kept: tf.Tensor, new: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
     return tf.tensor_scatter_nd_update(kept, indices, tf.transpose(new, [0, 2, 1, 3]))
 
 
-def _overwritten(kept: tf.Tensor, new: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
+def _written_there(kept: tf.Tensor, new: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
     """As `_written`, and `kept` is changed where it lies."""
-    if kept.dtype not in _OVERWRITTEN:
-        return _written(kept, new, places)
     batch, heads, length, dim = static_sizes(kept)
-    number = static_sizes(new)[1]
     first = tf.reshape(tf.range(batch * heads) * length, [batch, heads, 1])
     at = tf.reshape(first + tf.expand_dims(tf.cast(places, tf.int32), 1), [-1])
-    values = tf.reshape(tf.transpose(new, [0, 2, 1, 3]), [batch * heads * number, dim])
     rows = tf.reshape(kept, [batch * heads * length, dim])
-    rows = tf.raw_ops.InplaceUpdate(x=rows, i=at, v=values)
-    return tf.reshape(rows, [batch, heads, length, dim])
+    return tf.reshape(overwritten(rows, at, as_rows(new)), [batch, heads, length, dim])
+
+
+def overwritten(rows: tf.Tensor, at: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+    """Rows of which some are replaced, where they lie if the device can: nobody else has them.
+
+    Args:
+        rows: `[rows, ...]`.
+        at: `[number]` int32.
+        values: `[number, ...]`.
+    """
+    if rows.dtype in _OVERWRITTEN:
+        return tf.raw_ops.InplaceUpdate(x=rows, i=at, v=values)
+    return tf.tensor_scatter_nd_update(rows, at[:, None], values)
+
+
+def as_rows(new: tf.Tensor) -> tf.Tensor:
+    """`[batch * heads * length, head_dim]` of `[batch, length, heads, head_dim]`."""
+    return tf.reshape(tf.transpose(new, [0, 2, 1, 3]), [-1, static_sizes(new)[3]])
 
 
 _current: contextvars.ContextVar[KeyValueCache | None] = contextvars.ContextVar(

@@ -20,6 +20,7 @@ from pipemesh.layers.pipeline.all_weights import (
     check_named,
     named_shapes,
     named_weights,
+    stacked_weight,
     theta_of,
 )
 from pipemesh.layers.pipeline.head import check_head
@@ -181,11 +182,11 @@ class SimdStack:
         self, theta: Any, args: tuple[Any, ...], devices: Sequence[str], step: tf.Tensor | None
     ) -> Any:
         """All devices' programs in one graph."""
-        stack, p = self._stack, self._stack.params
+        p = self._stack.params
         lowering = PlacementLowering(self.pipeline.mesh, self.rules, devices)
         with tf.device(devices[0]), whole_batch_randomness(step):
-            args = cast_first(p, to_tuple(self._call_before(theta, *args)))
-            theta = plain_theta(stack, theta, [tpl.name for tpl in self._ends])
+            args = self.before(theta, args)
+            theta = self.computed_theta(theta)
             found = self(lowering, self.weights(lowering, theta), args, step, theta)
             outputs = to_tuple(exported(found))
             where = f"{p.name}: stage {self.names[-1]!r}"
@@ -225,15 +226,9 @@ class SimdStack:
                     held[place].append(named_weights(layer, theta[cell][layer.params.name]))
         first = self._alike[0].params.name
         for path in held[0][0]:
-            shape, slices = shapes[f"{first}.{path}"], {}
-            sizes = lowering.tensor_layout(shape).slice_shape
-            for place, layers in enumerate(held):
-                for i, processor in enumerate(mesh.stage_processors(place)):
-                    with tf.device(lowering.devices[processor]):
-                        parts = tf.stack([layer[path].slices[i] for layer in layers])
-                        slices[processor] = tf.reshape(parts, sizes)
-            parts = tuple(slices[i] for i in sorted(slices))
-            found[f"{first}.{path}"] = Tensor(lowering, parts, shape)
+            slices = [[layer[path].slices for layer in layers] for layers in held]
+            shape = shapes[f"{first}.{path}"]
+            found[f"{first}.{path}"] = stacked_weight(lowering, slices, shape)
         return found
 
     def __call__(
@@ -260,13 +255,76 @@ class SimdStack:
             PipelineError: what goes from layer to layer cannot go through a loop over ticks.
         """
         with lowering_scope(lowering):
-            if self._before is not None:
-                own = self._theta(self._before, weights, theta)
-                args = to_tuple(self._call_cell(own, self._before, *args))
-            args = self._run(lowering, weights, args, step)
-            if self._behind is None:
-                return args
-            return self._call_cell(self._theta(self._behind, weights, theta), self._behind, *args)
+            args = self.call_first(weights, args, theta)
+            return self.call_last(weights, self._run(lowering, weights, args, step), theta)
+
+    def before(self, theta: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What the layers before all stages make of the stack's inputs, on the current device.
+
+        Args:
+            theta: of the stack.
+            args: its inputs.
+        """
+        return cast_first(self._stack.params, to_tuple(self._call_before(theta, *args)))
+
+    def computed_theta(self, theta: Any) -> Any:
+        """Weights as the layers before and behind the alike ones compute with them.
+
+        Args:
+            theta: of the stack.
+        """
+        return plain_theta(self._stack, theta, [tpl.name for tpl in self._ends])
+
+    def call_first(
+        self, weights: Mapping[str, Tensor], args: tuple[Any, ...], theta: Any = None
+    ) -> tuple[Any, ...]:
+        """The layers before the alike ones; arguments as those of a call."""
+        if self._before is None:
+            return args
+        own = self._theta(self._before, weights, theta)
+        return to_tuple(self._call_cell(own, self._before, *args))
+
+    def call_last(
+        self, weights: Mapping[str, Tensor], args: tuple[Any, ...], theta: Any = None
+    ) -> Any:
+        """The layers behind the alike ones; arguments as those of a call."""
+        if self._behind is None:
+            return args
+        return self._call_cell(self._theta(self._behind, weights, theta), self._behind, *args)
+
+    def call_alike(self, weights: Mapping[str, Tensor], args: Sequence[Any]) -> tuple[Any, ...]:
+        """One of the alike layers.
+
+        Args:
+            weights: of the layer, by the paths that `own_weights` has.
+            args: tensors with named dims, and None.
+
+        Returns:
+            As many, for the next layer.
+
+        Raises:
+            PipelineError: the next layer cannot be given what it returns.
+        """
+        first = self._alike[0]
+        theta = theta_of(first, weights.__getitem__, None, f"{first.params.name}.")
+        outputs = to_tuple(first.FProp(theta, *args))
+        self._check(args, outputs)
+        return outputs
+
+    def own_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of the alike layers, stacked."""
+        prefix = f"{self._alike[0].params.name}."
+        return {path: tensor for path, tensor in weights.items() if path.startswith(prefix)}
+
+    def named_args(self, lowering: Lowering, args: Sequence[Any]) -> dict[int, Tensor]:
+        """The arguments of the alike layers that there are, by number, with named dims.
+
+        Raises:
+            PipelineError: one is nested.
+        """
+        return {
+            i: self._as_named(lowering, i, arg) for i, arg in enumerate(args) if arg is not None
+        }
 
     def _theta(self, cell: str, weights: Mapping[str, Tensor], theta: Any) -> Any:
         """The theta of a cell before or behind."""
@@ -291,14 +349,10 @@ class SimdStack:
         step: tf.Tensor | None,
     ) -> tuple[Any, ...]:
         """Runs the alike layers."""
-        named = {
-            i: self._as_named(lowering, i, arg) for i, arg in enumerate(args) if arg is not None
-        }
+        named = self.named_args(lowering, args)
         travels = [i for i, arg in named.items() if arg.dtype.is_floating]
         along = [i for i in named if i not in travels]
-        stack, first = self._stack, self._alike[0]
-        prefix = f"{first.params.name}."
-        own = {path: tensor for path, tensor in weights.items() if path.startswith(prefix)}
+        stack, own = self._stack, self.own_weights(weights)
         names = [name for cell in self._stages for name in self._random_names(cell)]
 
         def layer(
@@ -318,9 +372,7 @@ class SimdStack:
                 randomness.layer_aliases({}, name_in_task(stack)),
                 randomness.alike_layers_scope(names),
             ):
-                theta = theta_of(first, weights.__getitem__, None, prefix)
-                outputs = to_tuple(first.FProp(theta, *given))
-            self._check(given, outputs, along)
+                outputs = self.call_alike(weights, given)
             return tuple(outputs[i] for i in travels)
 
         found = self.pipeline(
@@ -349,7 +401,7 @@ class SimdStack:
             ) from error
         return ops.import_tensor(lowering, tensor, unnamed(static_sizes(tensor), p.batch_dim))
 
-    def _check(self, given: list[Any], outputs: tuple[Any, ...], along: Sequence[int]) -> None:
+    def _check(self, given: Sequence[Any], outputs: tuple[Any, ...]) -> None:
         """Checks that what a layer returns may be given to the next one."""
         name = f"{self._stack.params.name}: layer {self._alike[0].params.name!r}"
         if len(outputs) != len(given):
@@ -358,7 +410,8 @@ class SimdStack:
                 "lowering='simd' the same go from layer to layer"
             )
         for i, value in enumerate(outputs):
-            if (given[i] is None or i in along) and value is not given[i]:
+            travels = given[i] is not None and given[i].dtype.is_floating
+            if not travels and value is not given[i]:
                 raise PipelineError(
                     f"{name} returns {value!r} for argument {i}, {given[i]!r}; under "
                     "lowering='simd' layers hand on what is not floating as it is"

@@ -32,7 +32,6 @@ flags.disclaim_key_flags()
 
 # Flags of a training that decoding does not depend on.
 OF_TRAINING = (
-    "lowering",
     "num_microbatches",
     "remat",
     "schedule",
@@ -40,6 +39,9 @@ OF_TRAINING = (
     "trace_schedule",
     "find_learning_rate",
 )
+# What decoding takes from its own flags alone: other stages than those of the training are cut
+# elsewhere, and what was trained as one program is decoded stage by stage as well.
+OWN = (*OF_TRAINING, "boundaries", "lowering")
 # Prompts a group, at most, where nobody says how many.
 _MOST_ROWS = 16
 
@@ -260,7 +262,7 @@ def decode(subject: Any, path: str, tokens: Tokens, texts: Sequence[str]) -> Non
     Raises:
         PipemeshError: a text cannot be continued, or the checkpoint is another model's.
     """
-    from pipemesh.decoding import Decoder, Generator
+    from pipemesh.decoding import Decoder, generator_of
     from pipemesh.training.command.streaming import Stream
     from pipemesh.training.evaluation import restored
 
@@ -271,7 +273,7 @@ def decode(subject: Any, path: str, tokens: Tokens, texts: Sequence[str]) -> Non
         trained = restored(subject, path)
     if len(trained.pipelines) != 1:
         raise DecodingError(f"{subject.name} has {len(trained.pipelines)} pipelines, not one")
-    generator = Generator(
+    generator = generator_of(
         trained.task,
         trained.pipelines[0],
         lambda: trained.cluster(do_eval=True),
@@ -279,13 +281,12 @@ def decode(subject: Any, path: str, tokens: Tokens, texts: Sequence[str]) -> Non
         chooser,
         tokens.stop,
     )
-    plan = subject.plan
-    groups = min(FLAGS.groups or plan.num_stages * plan.num_replicas, len(ids))
+    groups, rows = _sizes(subject.plan, generator, len(ids))
     stream = Stream(tokens, ids, FLAGS.max_tokens)
     decoder = Decoder(
         generator,
         groups=groups,
-        rows=min(FLAGS.rows or max(_MOST_ROWS // chooser.width, 1), -(-len(ids) // groups)),
+        rows=rows,
         length=tokens.length,
         vocab_size=tokens.vocab_size,
         seed=FLAGS.sample_seed,
@@ -303,6 +304,26 @@ def decode(subject: Any, path: str, tokens: Tokens, texts: Sequence[str]) -> Non
         first = next(found)
     for each, text, prompt in zip(itertools.chain([first], found), texts, ids, strict=True):
         print(_told(each, text, prompt, tokens), flush=True)
+
+
+def _sizes(plan: Any, generator: Any, number: int) -> tuple[int, int]:
+    """How many groups there are for so many prompts, and rows in each.
+
+    Raises:
+        FlagError: rows cannot be split as the batch is.
+    """
+    multiple = generator.multiple
+    if (FLAGS.rows or multiple) % multiple:
+        raise FlagError(
+            f"--rows={FLAGS.rows}: as one program for all devices it is split {multiple} ways; "
+            f"give a multiple of {multiple}"
+        )
+    # One program for all has its replicas inside of each group.
+    full = plan.num_stages * plan.num_replicas // multiple
+    groups = min(FLAGS.groups or full, -(-number // multiple))
+    most = FLAGS.rows or max(_MOST_ROWS // generator.chooser.width, 1)
+    rows = min(most, -(-number // groups))
+    return groups, -(-rows // multiple) * multiple
 
 
 def _told(found: Any, text: str, prompt: Sequence[int], tokens: Tokens) -> str:

@@ -29,6 +29,8 @@ _OF_PLAN = {
     "compute_dtype": "compute_dtype",
     "allow_idle": "allow_idle",
 }
+# What one program for all devices runs by, where nobody says otherwise.
+OF_SIMD = {"schedule": "gpipe", "remat": "full"}
 # Those that are nothing without a pipeline.
 OF_PIPELINES = ("num_microbatches", "schedule", "boundaries", "remat", "lowering")
 
@@ -98,11 +100,12 @@ def given() -> dict[str, str]:
     """
     if FLAGS.num_microbatches is not None:
         check_number("num_microbatches", FLAGS.num_microbatches)
-    return {
+    asked = {
         name: of_value(FLAGS[flag].value)
         for flag, name in _OF_PLAN.items()
         if FLAGS[flag].value is not None
     }
+    return OF_SIMD | asked if FLAGS.lowering == "simd" else asked
 
 
 def error_of(error: PipemeshError, values: Mapping[str, str], more: str = "") -> FlagError:

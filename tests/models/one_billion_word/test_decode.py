@@ -70,6 +70,7 @@ def test_what_one_program_for_all_has_trained_says_the_same_under_any_plan(tmp_p
     assert code == 0, err
     asked = [where, "--prompt=The module", "--max_tokens=7"]
     assert said(*asked, *SPLIT) == said(*asked, "--plain") == said(*asked)
+    assert said(*asked, "--lowering=simd") == said(*asked)
 
 
 @pytest.mark.slow
@@ -266,7 +267,10 @@ def test_what_cannot_be_scored_is_one_line(logdir, flags, told):
         (["--prompt=a", "--beams=900"], "900 beams look at 1800 tokens, but there are 400"),
         (["--prompt=a", "--top_k=4"], "are for drawing; give a temperature above 0"),
         (["--prompt=a", "--schedule=gpipe"], "--schedule is for training; leave it out"),
-        (["--prompt=a", "--lowering=simd"], "--lowering is for training; leave it out"),
+        (
+            "--prompt=a --lowering=simd --mesh_shape=data:2 --layout=batch:data --rows=3".split(),
+            "--rows=3: as one program for all devices it is split 2 ways; give a multiple of 2",
+        ),
         (["--prompt=a", "--vocab_size=500"], "checkpoint of another model (vocab_size 400 there"),
         (["--prompt=a", "--mesh_shape=layers:9"], "at most 4 stages"),
         (["--file=/no/such/file"], "--file='/no/such/file' cannot be read"),

@@ -48,6 +48,10 @@ def test_text_goes_on_under_any_plan_with_a_tokenizer_and_without(run):
     np.testing.assert_allclose(found["log_probs"], log_probs, rtol=0, atol=1e-4)
     split = program.done("decode", f"--logdir={run}", *PROMPT, "--format=json", *SPLIT)
     assert json.loads(split)["tokens"] == found["tokens"]
+    together = program.done(
+        "decode", f"--logdir={run}", *PROMPT, "--format=json", *SPLIT, "--lowering=simd"
+    )
+    assert json.loads(together)["tokens"] == found["tokens"]
     os.rename(run / "tokenizer.json", run / "away.json")
     try:
         line = program.refused("decode", f"--logdir={run}", *PROMPT)
