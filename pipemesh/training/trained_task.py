@@ -133,17 +133,30 @@ class TrainedTask:
         found = [device for home in self.devices for device in home]
         return found or [f"/job:localhost/replica:0/task:0/device:{self._device_type}:0"]
 
-    def train(self, batch: Any, outcome: Callable[[Any, Any], Any]) -> Any:
+    def train(
+        self, batch: Any, outcome: Callable[[Any, Any], Any], tells_gradients: bool = False
+    ) -> Any:
         """Updates the weights; to be called while a graph is built.
 
         Args:
             batch: nested tensors.
             outcome: what of metrics and of tensors with a row an example is wanted.
+            tells_gradients: whether gradients are wanted, too.
 
         Returns:
-            The loss, the learning rate, and what `outcome` returns. Nothing but `before` has
-            changed if an operation fails, or the norm of all gradients is not finite.
+            The loss, the learning rate, what `outcome` returns, and gradients by the names that
+            `learned` has, for each variable, before they are clipped: of those weights that have
+            some. Nothing but `before` has changed if an operation fails, or the norm of all
+            gradients is not finite.
         """
+        gradients: dict[str, list[tf.Tensor]] = {}
+
+        def adjusted(found: Any) -> Any:
+            found = all_or_none(self.task.AdjustGradients(found), loss)
+            if tells_gradients:
+                gradients.update(self._gradients_of(found))
+            return found
+
         with tf.control_dependencies(
             [copy.assign(v) for copy, v in zip(self._before, self._others, strict=True)]
         ):
@@ -159,7 +172,7 @@ class TrainedTask:
             losses, update, stats = self.learner.Apply(
                 metrics,
                 self.task.vars,
-                gradient_adjuster=lambda found: all_or_none(self.task.AdjustGradients(found), loss),
+                gradient_adjuster=adjusted,
             )
             # As lingvo has it: averages of what was updated, then what depends on them.
             for follow in (
@@ -172,7 +185,17 @@ class TrainedTask:
         # A step that fails has not been made.
         with tf.control_dependencies([update]):
             self.step.assign_add(1)
-        return losses[0], stats["learning_rate"][0], outcome(metrics, per_example)
+        rate = stats["learning_rate"][0]
+        return losses[0], rate, outcome(metrics, per_example), gradients
+
+    def _gradients_of(self, var_grads: Any) -> dict[str, list[tf.Tensor]]:
+        """Gradients by logical name, as many as a weight has variables."""
+        of = {variable.ref(): gradient for variable, gradient in var_grads.Flatten()}
+        return {
+            name: [tf.convert_to_tensor(of[part.ref()]) for part in parts]
+            for name, parts in self.learned().items()
+            if all(part.ref() in of for part in parts)
+        }
 
     def evaluate(self, batch: Any, outcome: Callable[[Any, Any], Any]) -> Any:
         """What `outcome` makes of a batch without training; see `train`."""

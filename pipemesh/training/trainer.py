@@ -48,6 +48,8 @@ class Trainer:
         best: the best score while training, and how many evaluations were not better since.
         judged: the step of the last evaluation while training; 0 if there was none.
         keeps_place: whether it went on from a place in the data.
+        gradients: of the last step, by name, for each of the variables that a weight lies in; {}
+            unless histograms are asked for.
 
     Raises:
         CheckpointError: the checkpoint is another model's, or damaged.
@@ -107,6 +109,8 @@ class Trainer:
         self.report: Report | None = None
         for stack in self.trained.pipelines:
             stack.noted_run = lambda run, stack=stack: self._note_run(stack, run)
+        self._tells_gradients = options.histogram_every > 0
+        self.gradients: dict[str, list[tf.Tensor]] = {}
         self._train = tf.function(self._train_step, autograph=False)
         self._evaluation = Evaluation(subject, self.trained)
         self._is_first, self._was_skipped = True, False
@@ -196,7 +200,7 @@ class Trainer:
                     self._train.get_concrete_function(batch)
                     stack.enter_context(console.meanwhile(self._prepare_evaluation))
                     self._is_first = False
-                loss, learning_rate, outcome = self._train(batch)
+                loss, learning_rate, outcome, self.gradients = self._train(batch)
         except tf.errors.OpError as error:
             self.trained.take_back()
             explained = self.trained.explain(error)
@@ -356,7 +360,7 @@ class Trainer:
         ) from error
 
     def _train_step(self, batch: Any) -> Any:
-        return self.trained.train(batch, self.subject.outcome)
+        return self.trained.train(batch, self.subject.outcome, self._tells_gradients)
 
 
 def is_not_finite(told: str) -> bool:

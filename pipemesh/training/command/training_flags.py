@@ -116,8 +116,8 @@ def define(drawn: str = "the first ones") -> None:
     flags.DEFINE_integer(
         "histogram_every",
         0,
-        "Write histograms for TensorBoard every so many steps, of each weight and of what the step "
-        "changed it by; 0 for never.",
+        "Write histograms for TensorBoard every so many steps, of each weight, its gradient and "
+        "what the step changed it by; 0 for never.",
         lower_bound=0,
     )
     flags.DEFINE_string(

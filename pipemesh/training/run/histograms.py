@@ -1,8 +1,10 @@
-"""Histograms of weights, and of what a step changes them by."""
+"""Histograms of weights, of their gradients, and of what a step changes them by."""
 
 from __future__ import annotations
 
+import types
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -39,8 +41,14 @@ class Histograms:
         is_due = self._every and step % self._every == 0
         self._before = self._values() if is_due else {}
 
-    def after(self) -> dict[str, np.ndarray]:
-        """What the step has made of them, by tag; {} if it was none to look at."""
+    def after(
+        self, gradients: Mapping[str, Sequence[tf.Tensor]] = types.MappingProxyType({})
+    ) -> dict[str, np.ndarray]:
+        """What the step has made of them, by tag; {} if it was none to look at.
+
+        Args:
+            gradients: of the step, by logical name, for each variable that a weight lies in.
+        """
         if not self._before:
             return {}
         before, self._before = self._before, {}
@@ -48,10 +56,11 @@ class Histograms:
         for name, value in self._values().items():
             found[f"weights/{name}"] = value
             found[f"updates/{name}"] = value - before[name]
-        return found
+        return found | {f"gradients/{name}": _joined(of) for name, of in gradients.items()}
 
     def _values(self) -> dict[str, np.ndarray]:
-        return {
-            name: np.concatenate([part.numpy().ravel().astype(np.float32) for part in parts])
-            for name, parts in self._weights.items()
-        }
+        return {name: _joined(parts) for name, parts in self._weights.items()}
+
+
+def _joined(parts: Sequence[Any]) -> np.ndarray:
+    return np.concatenate([part.numpy().ravel().astype(np.float32) for part in parts])

@@ -298,7 +298,8 @@ class Loop:
             self._rate = 0.9 * self._rate + 0.1 * now if self._rate else now
             shown += f", {self._rate:,.0f} {unit}/s"
             self._measured(seconds)
-        self._summaries.write("train", step, values, self._histograms.after())
+        histograms = self._histograms.after(self._trainer.gradients)
+        self._summaries.write("train", step, values, histograms)
         self._tell("step", step=step, **values)
         progress.advance(shown)
         self._tell_profile()
