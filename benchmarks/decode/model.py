@@ -21,6 +21,7 @@ class Setup(NamedTuple):
         cached: whether keys and values are kept; else each token is computed of the whole row.
         length: places a row.
         rows: in all.
+        lowering: `placement`, or `simd` for one program on all devices.
     """
 
     mesh: str = "layers:1"
@@ -30,6 +31,7 @@ class Setup(NamedTuple):
     cached: bool = True
     length: int = PROMPT + TOKENS
     rows: int = ROWS
+    lowering: str = "placement"
 
 
 def make(setup: Setup) -> tuple[Any, Any]:
@@ -37,7 +39,7 @@ def make(setup: Setup) -> tuple[Any, Any]:
     from pipemesh.backend.devices import start_cpu_devices
     from pipemesh.plan import Plan
 
-    plan = Plan(setup.mesh, setup.layout, num_microbatches=1)
+    plan = Plan(setup.mesh, setup.layout, "gpipe", 1, lowering=setup.lowering)
     start_cpu_devices(plan.mesh.num_devices)
     from shared.stack import quiet
 
@@ -45,7 +47,7 @@ def make(setup: Setup) -> tuple[Any, Any]:
     from lingvo.core import py_utils
 
     from models.one_billion_word.params import OneBillionWordTiny
-    from pipemesh.decoding import Generator, Sampler
+    from pipemesh.decoding import Sampler, generator_of
     from pipemesh.training.trained_task import TrainedTask
 
     py_utils.SetEagerMode(True)
@@ -53,7 +55,7 @@ def make(setup: Setup) -> tuple[Any, Any]:
     config.PLAN, config.PIPELINED = plan, setup.pipelined
     config.SEQUENCE_LENGTH, config.CHOSEN = setup.length, ()
     trained = TrainedTask(config.Task(), plan, "CPU", 0, learns=False)
-    generator = Generator(
+    generator = generator_of(
         trained.task,
         trained.pipelines[0],
         lambda: trained.cluster(do_eval=True),

@@ -29,6 +29,7 @@ CONTENDERS = {
     "layers:2, 4 groups": Setup("layers:2", groups=4),
     "data:2": Setup("layers:1;data:2", "batch:data", groups=2),
     "model:2": Setup("layers:1;model:2", MODEL),
+    "model:2, simd": Setup("layers:1;model:2", MODEL, lowering="simd"),
 }
 BARS = {("layers:2", REFERENCE): 1.2, (REFERENCE, UNCACHED): 1.0}
 WAITING = [(2, 1), (2, 2), (2, 4), (4, 2), (4, 4), (4, 6), (8, 8)]

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 
-from pipemesh.decoding import Sampler
+from pipemesh.decoding import BeamSearch, Sampler
 from pipemesh.errors import DecodingError
 from pipemesh.plan import Plan
 from tests.decoding.models import (
@@ -22,11 +22,12 @@ from tests.decoding.models import (
 )
 
 TOKENS = 9
-SAMPLERS = {
+CHOOSERS = {
     "greedy": Sampler(),
     "warm": Sampler(temperature=0.8),
     "top_k": Sampler(temperature=1.0, top_k=5),
     "top_p": Sampler(temperature=1.3, top_k=30, top_p=0.7),
+    "beams": BeamSearch(3),
 }
 ALL = "heads:model;d_ff:model;vocab:model"
 EXPERTS = "heads:model;experts:model;vocab:model"
@@ -59,33 +60,36 @@ PROGRAMS = [
     ("deep", "layers:2;model:2", ALL, "looped_bfs:2", 3, 2),
     ("deep", "layers:2;data:2;model:2", f"batch:data;{ALL}", "gpipe", 4, 2),
 ]
-LESS = [
-    (Plan("layers:2", num_microbatches=2), 2, 2),
-    (Plan("layers:2;model:2", f"{ALL};length:model", num_microbatches=2), 3, 2),
-    (Plan("layers:2;data:2;model:2", f"batch:data;{ALL}", num_microbatches=2), 4, 2),
-    (one_program("layers:2"), 2, 2),
-    (one_program("layers:2;data:2;model:2", f"batch:data;{ALL}"), 3, 2),
-]
 CASES = [
     *(("dense", *plan) for plan in PLANS),
     *(("tied", *plan) for plan in PLANS[:-1][1::3]),
     *(("experts", *(plan[0], plan[1].replace(ALL, EXPERTS), *plan[2:])) for plan in PLANS[1::3]),
 ]
+PLACED = [
+    (model, Plan(mesh, layout, num_microbatches=2), groups, rows)
+    for model, mesh, layout, groups, rows in CASES
+]
+TOGETHER = [
+    (model, one_program(mesh, layout, schedule), groups, rows)
+    for model, mesh, layout, schedule, groups, rows in PROGRAMS
+]
 # Of the others each has something that no other one has.
-BY_DEFAULT = [CASES[i] for i in (1, 6, 10, 11, 12, 14, len(CASES) - 2)]
+BY_DEFAULT = [PLACED[i] for i in (1, 6, 10, 11, 12, 14, len(PLACED) - 2)]
+BY_DEFAULT += [TOGETHER[i] for i in (0, 4, 6, 8)]
 
 
-def marked(cases):
-    for case in cases:
-        mark = pytest.mark.slow if case in BY_DEFAULT else pytest.mark.exhaustive
-        yield pytest.param(*case, marks=mark)
+def marked(often):
+    for case in PLACED + TOGETHER:
+        mark = pytest.mark.slow if case in often else pytest.mark.exhaustive
+        model, plan = case[:2]
+        yield pytest.param(*case, marks=mark, id=f"{model}-{plan.mesh}-{plan.lowering}-{case[2:]}")
 
 
 @functools.cache
-def plain(model, sampler="greedy"):
+def plain(model, chooser="greedy"):
     """What the model says without a pipeline, all prompts at once."""
     task = trained(PLAIN, model, PIPELINED=False)
-    with_all = decoder(task, 1, len(PROMPTS), SAMPLERS[sampler])
+    with_all = decoder(task, 1, len(PROMPTS), CHOOSERS[chooser])
     return tokens(with_all.generate(PROMPTS, TOKENS))
 
 
@@ -103,50 +107,27 @@ def test_the_plain_model_says_what_it_says_without_a_cache(eagerly, model):
     assert plain(model) == [each for each, _ in wanted]
 
 
-@pytest.mark.parametrize(("model", "mesh", "layout", "groups", "rows"), list(marked(CASES)))
-def test_tokens_do_not_depend_on_the_plan(eagerly, model, mesh, layout, groups, rows):
-    task = trained(Plan(mesh, layout, num_microbatches=2), model)
-    found = decoder(task, groups, rows).generate(PROMPTS, TOKENS)
+@pytest.mark.parametrize(("model", "plan", "groups", "rows"), list(marked(BY_DEFAULT)))
+def test_tokens_do_not_depend_on_the_plan(eagerly, model, plan, groups, rows):
+    found = decoder(trained(plan, model), groups, rows).generate(PROMPTS, TOKENS)
     assert tokens(found) == plain(model)
-
-
-def programs():
-    for number, case in enumerate(PROGRAMS):
-        mark = pytest.mark.slow if number in (0, 4, 6, 8) else pytest.mark.exhaustive
-        yield pytest.param(*case, marks=mark)
 
 
 @pytest.mark.parametrize(
-    ("model", "mesh", "layout", "schedule", "groups", "rows"), list(programs())
+    ("model", "plan", "groups", "rows"), list(marked([PLACED[10], TOGETHER[4]]))
 )
-def test_one_program_for_all_devices_says_the_same(
-    eagerly, model, mesh, layout, schedule, groups, rows
-):
-    task = trained(one_program(mesh, layout, schedule), model)
-    found = decoder(task, groups, rows).generate(PROMPTS, TOKENS)
-    assert tokens(found) == plain(model)
+def test_nor_does_what_is_drawn_or_searched(eagerly, model, plan, groups, rows):
+    task = trained(plan, model)
+    for name in list(CHOOSERS)[1:]:
+        found = decoder(task, groups, rows, CHOOSERS[name]).generate(PROMPTS, TOKENS)
+        assert tokens(found) == plain(model, name), name
+        assert plain(model, name) != plain(model)
 
 
 def test_prompts_that_one_program_cannot_split_are_one_line(eagerly):
     task = trained(one_program("layers:1;data:2", "batch:data"))
     with pytest.raises(DecodingError, match="a group of 3 prompts cannot be split 2 ways, as the"):
         list(decoder(task, 1, 3).generate(PROMPTS, TOKENS))
-
-
-def drawn():
-    for plan, groups, rows in LESS:
-        for sampler in list(SAMPLERS)[1:]:
-            often = sampler == "top_p" and plan in (LESS[0][0], LESS[4][0])
-            mark = pytest.mark.slow if often else pytest.mark.exhaustive
-            yield pytest.param(plan, groups, rows, sampler, marks=mark)
-
-
-@pytest.mark.parametrize(("plan", "groups", "rows", "sampler"), list(drawn()))
-def test_what_is_drawn_does_not_either(eagerly, plan, groups, rows, sampler):
-    task = trained(plan)
-    found = decoder(task, groups, rows, SAMPLERS[sampler]).generate(PROMPTS, TOKENS)
-    assert tokens(found) == plain("dense", sampler)
-    assert plain("dense", sampler) != plain("dense")
 
 
 @pytest.mark.slow
@@ -158,7 +139,7 @@ def test_experts_have_room_for_all_tokens_whatever_comes_with_them(eagerly):
 
 def test_another_seed_draws_others(eagerly):
     task = trained(PLAIN, PIPELINED=False)
-    make = functools.partial(decoder, task, 1, 4, SAMPLERS["warm"])
+    make = functools.partial(decoder, task, 1, 4, CHOOSERS["warm"])
     first, other = (tokens(make(seed=seed).generate([PROMPTS[0]] * 4, TOKENS)) for seed in (0, 1))
     # Each prompt has its own numbers, too.
     assert len({*first, *other}) == 8
