@@ -15,6 +15,7 @@ Example:
 """
 
 from pipemesh.schedule.action import Action
+from pipemesh.schedule.bounds import lower_bound
 from pipemesh.schedule.builders import (
     build,
     decode,
@@ -54,6 +55,7 @@ __all__ = [
     "interleaved_one_f_one_b",
     "list_schedule",
     "looped_bfs",
+    "lower_bound",
     "one_f_one_b",
     "simulate",
     "to_csv",
