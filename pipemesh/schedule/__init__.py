@@ -33,6 +33,7 @@ from pipemesh.schedule.builders import (
 )
 from pipemesh.schedule.costs import Costs
 from pipemesh.schedule.list_schedule import list_schedule
+from pipemesh.schedule.optimal import Optimum, optimal_schedule
 from pipemesh.schedule.schedule import Schedule, from_csv, to_csv
 from pipemesh.schedule.simulate import simulate
 from pipemesh.schedule.spec import ScheduleSpec
@@ -42,6 +43,7 @@ from pipemesh.schedule.validate import execution_order, validate
 __all__ = [
     "Action",
     "Costs",
+    "Optimum",
     "Schedule",
     "ScheduleSpec",
     "Timeline",
@@ -57,6 +59,7 @@ __all__ = [
     "looped_bfs",
     "lower_bound",
     "one_f_one_b",
+    "optimal_schedule",
     "simulate",
     "to_csv",
     "v_half",

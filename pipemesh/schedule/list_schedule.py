@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
 from itertools import islice, product
 
@@ -13,7 +12,7 @@ from pipemesh.schedule.costs import Costs
 from pipemesh.schedule.counts import check_counts
 from pipemesh.schedule.greedy import Policy, greedy
 from pipemesh.schedule.improve import improve
-from pipemesh.schedule.placement import loop, vee
+from pipemesh.schedule.problem import MemoryLimit, limits_of, placements_of
 from pipemesh.schedule.schedule import Schedule
 from pipemesh.schedule.simulate import simulate
 from pipemesh.schedule.timeline import Timeline, peak_of_row
@@ -22,8 +21,6 @@ from pipemesh.schedule.validate import validate
 # How many actions the search may walk over in greedy runs, and again in small changes.
 _BUDGET = 1_000_000
 _FEWEST_RUNS = 8
-
-MemoryLimit = int | Sequence[int] | None
 
 
 def list_schedule(
@@ -80,10 +77,10 @@ def list_schedule(
     num_devices, num_microbatches = check_counts(
         num_devices=num_devices, num_microbatches=num_microbatches
     )
-    placements = _placements(costs, num_devices, num_virtual_stages, stage_devices)
+    placements = placements_of(costs, num_devices, num_virtual_stages, stage_devices)
     num_stages = len(placements[0])
     costs.per_stage(num_stages)  # Fails early, naming the cost that does not fit.
-    limits = _limits(memory_limit, placements[0], num_devices, num_microbatches)
+    limits = limits_of(memory_limit, placements[0], num_devices, num_microbatches)
     best: Timeline | None = None
     for schedule in _candidates(costs, placements, num_microbatches, limits):
         if any(peak_of_row(row) > limit for row, limit in zip(schedule.rows, limits, strict=True)):
@@ -99,68 +96,6 @@ def list_schedule(
 def _score(timeline: Timeline) -> tuple[float, int]:
     # Round-off must not decide between equally long schedules.
     return (round(timeline.makespan, 9), sum(timeline.peak_activations))
-
-
-def _placements(
-    costs: Costs,
-    num_devices: int,
-    num_virtual_stages: int | None,
-    stage_devices: Sequence[int] | None,
-) -> list[tuple[int, ...]]:
-    if stage_devices is not None:
-        devices = tuple(operator.index(device) for device in stage_devices)
-        if sorted(set(devices)) != list(range(num_devices)):
-            raise ScheduleError(
-                f"stage_devices is {devices}; every device from 0 to {num_devices - 1} "
-                "must have a stage, and no other"
-            )
-        return [devices]
-    if num_virtual_stages is None:
-        num_stages = costs.num_stages or num_devices
-        if num_stages % num_devices:
-            raise ScheduleError(
-                f"the costs are for {num_stages} stages, which is no multiple of "
-                f"{num_devices} devices; give stage_devices"
-            )
-        num_virtual_stages = num_stages // num_devices
-    (num_virtual_stages,) = check_counts(num_virtual_stages=num_virtual_stages)
-    placements = [loop(num_devices, num_virtual_stages)]
-    if num_virtual_stages == 2:
-        placements.append(vee(num_devices))
-    return placements
-
-
-def _limits(
-    memory_limit: MemoryLimit,
-    stage_devices: Sequence[int],
-    num_devices: int,
-    num_microbatches: int,
-) -> tuple[int, ...]:
-    stages = [list(stage_devices).count(device) for device in range(num_devices)]
-    if memory_limit is None:
-        return tuple(count * num_microbatches for count in stages)
-    try:
-        limits = (
-            [operator.index(limit) for limit in memory_limit]
-            if isinstance(memory_limit, Sequence)
-            else [operator.index(memory_limit)] * num_devices
-        )
-    except TypeError:
-        raise ScheduleError(
-            f"memory_limit is {memory_limit!r}; give an integer or one a device"
-        ) from None
-    if len(limits) != num_devices:
-        raise ScheduleError(
-            f"memory_limit has {len(limits)} values for {num_devices} devices; "
-            "give one number, or one a device"
-        )
-    for device, (limit, count) in enumerate(zip(limits, stages, strict=True)):
-        if limit < count:
-            raise ScheduleError(
-                f"memory_limit of device {device} is {limit}, but it has {count} stages and must "
-                f"hold one microbatch of each; it must be at least {count}"
-            )
-    return tuple(limits)
 
 
 def _candidates(
