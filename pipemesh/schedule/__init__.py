@@ -32,6 +32,7 @@ from pipemesh.schedule.builders import (
     zb_v,
 )
 from pipemesh.schedule.costs import Costs
+from pipemesh.schedule.csv_forms import write_csv
 from pipemesh.schedule.list_schedule import list_schedule
 from pipemesh.schedule.optimal import Optimum, optimal_schedule
 from pipemesh.schedule.schedule import Schedule, from_csv, to_csv
@@ -65,6 +66,7 @@ __all__ = [
     "v_half",
     "v_min",
     "validate",
+    "write_csv",
     "zb_h1",
     "zb_h2",
     "zb_v",
