@@ -15,6 +15,7 @@ Example:
 """
 
 from pipemesh.schedule.action import Action
+from pipemesh.schedule.bounds import lower_bound
 from pipemesh.schedule.builders import (
     build,
     decode,
@@ -24,12 +25,16 @@ from pipemesh.schedule.builders import (
     interleaved_one_f_one_b,
     looped_bfs,
     one_f_one_b,
+    v_half,
+    v_min,
     zb_h1,
     zb_h2,
     zb_v,
 )
 from pipemesh.schedule.costs import Costs
+from pipemesh.schedule.csv_forms import write_csv
 from pipemesh.schedule.list_schedule import list_schedule
+from pipemesh.schedule.optimal import Optimum, optimal_schedule
 from pipemesh.schedule.schedule import Schedule, from_csv, to_csv
 from pipemesh.schedule.simulate import simulate
 from pipemesh.schedule.spec import ScheduleSpec
@@ -39,6 +44,7 @@ from pipemesh.schedule.validate import execution_order, validate
 __all__ = [
     "Action",
     "Costs",
+    "Optimum",
     "Schedule",
     "ScheduleSpec",
     "Timeline",
@@ -52,10 +58,15 @@ __all__ = [
     "interleaved_one_f_one_b",
     "list_schedule",
     "looped_bfs",
+    "lower_bound",
     "one_f_one_b",
+    "optimal_schedule",
     "simulate",
     "to_csv",
+    "v_half",
+    "v_min",
     "validate",
+    "write_csv",
     "zb_h1",
     "zb_h2",
     "zb_v",

@@ -24,6 +24,7 @@ from pipemesh.schedule.builders import build
 from pipemesh.schedule.compare import compare, fit_costs, scale_limit, table
 from pipemesh.schedule.cost_text import costs_from_text
 from pipemesh.schedule.costs import Costs
+from pipemesh.schedule.csv_forms import CSV_FORMS, write_csv
 from pipemesh.schedule.list_schedule import list_schedule
 from pipemesh.schedule.read import read_schedule
 from pipemesh.schedule.render import memory_to_svg, to_html, to_svg, to_terminal, to_trace
@@ -69,11 +70,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--svg", "a picture"),
         ("--html", "a page with tooltips, summary and memory plot"),
         ("--trace", "a trace for chrome://tracing or ui.perfetto.dev"),
-        ("--csv", "the table that torch.distributed.pipelining loads"),
+        ("--csv", "the table that torch.distributed.pipelining loads, or see --csv-form"),
         ("--text", "the table as text that --read and Schedule.from_text read"),
         ("--memory", "a plot of activations held over time"),
     ):
         out.add_argument(option, metavar="FILE", help=text)
+    parser.add_argument(
+        "--csv-form",
+        choices=CSV_FORMS,
+        default=CSV_FORMS[0],
+        help="of --csv: actions alone, with sends and receives, or as the zero-bubble authors "
+        "write them",
+    )
     parser.add_argument(
         "--color", choices=("auto", "always", "never"), default="auto", help="of the table"
     )
@@ -222,7 +230,7 @@ def _write_files(arguments: argparse.Namespace, title: str, timeline: Timeline) 
         ("svg", lambda: to_svg(timeline, title=title)),
         ("html", lambda: to_html(timeline, title=title)),
         ("trace", lambda: to_trace(timeline)),
-        ("csv", schedule.to_csv),
+        ("csv", lambda: write_csv(schedule, arguments.csv_form)),
         ("text", lambda: schedule.to_text() + "\n"),
         ("memory", lambda: memory_to_svg(timeline)),
     ):

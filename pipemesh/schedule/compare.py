@@ -7,7 +7,8 @@ import dataclasses
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule.builders import BUILDERS, build
 from pipemesh.schedule.costs import Costs
-from pipemesh.schedule.list_schedule import MemoryLimit, list_schedule
+from pipemesh.schedule.list_schedule import list_schedule
+from pipemesh.schedule.problem import MemoryLimit
 from pipemesh.schedule.render.axis import number
 from pipemesh.schedule.simulate import simulate
 from pipemesh.schedule.timeline import Timeline
@@ -134,6 +135,9 @@ def _order(row: Row) -> tuple[float, float, str]:
 def table(rows: list[Row]) -> str:
     """Writes the comparison as aligned text.
 
+    The last column says how far a schedule can be at most from the best one on its stages that
+    holds no more on any device; see `Timeline.lower_bound`.
+
     Args:
         rows: what `compare` returned.
 
@@ -154,6 +158,7 @@ def table(rows: list[Row]) -> str:
             "own-span",
             "peak activations",
             "in microbatches",
+            "above bound",
         ]
     ]
     notes: list[str] = []
@@ -173,6 +178,7 @@ def table(rows: list[Row]) -> str:
                 number(max(timeline.own_span_bubble)),
                 str(peak),
                 number(peak / row.virtual_stages),
+                f"{timeline.above_bound:.1%}",
             ]
         )
     return "\n".join(columns(lines) + notes)

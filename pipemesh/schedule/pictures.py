@@ -25,6 +25,8 @@ _DRAWN = {
     "zb_h1": "ZB-H1",
     "zb_h2": "ZB-H2",
     "zb_v": "ZB-V",
+    "v_half": "V-Half",
+    "v_min": "V-Min",
     "dual_pipe_v": "DualPipeV",
     "forward_only": "Forward only",
     "decode": "Decoding, four tokens",
@@ -46,7 +48,7 @@ def pictures() -> dict[str, str]:
         schedule = build(name, 4, 8)
         timeline = simulate(schedule, Costs().refined(schedule.num_stages // 4))
         drawn[f"{name}.svg"] = to_svg(timeline, title=f"{title}: 4 devices, 8 microbatches")
-    for name in ("one_f_one_b", "zb_v"):
+    for name in ("one_f_one_b", "zb_v", "v_min"):
         schedule = build(name, 4, 8)
         timeline = simulate(schedule, Costs().refined(schedule.num_stages // 4))
         drawn[f"{name}_memory.svg"] = memory_to_svg(

@@ -222,9 +222,10 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def from_csv(text: str) -> Schedule:
-    """Reads what `to_csv` and PyTorch's `_dump_csv` write.
+    """Reads what `write_csv`, PyTorch's `_dump_csv` and the zero-bubble authors' scheduler write.
 
-    PyTorch's cells for overlapped pairs, `(0F1;3B0)OVERLAP_F_B`, become two actions in turn.
+    PyTorch's cells for overlapped pairs, `(0F1;3B0)OVERLAP_F_B`, become two actions in turn. Its
+    cells for communication are checked against the actions around them and left out.
 
     Args:
         text: the content of the file.
@@ -233,8 +234,8 @@ def from_csv(text: str) -> Schedule:
         The schedule, not yet validated; the device that first mentions a stage owns it.
 
     Raises:
-        ScheduleError: a cell is no action (with line and column), a stage is never mentioned,
-            or there is no action at all.
+        ScheduleError: a cell is no action, or communication that does not fit (with line and
+            column), a stage is never mentioned, or there is no action at all.
 
     Example:
         >>> print(from_csv("0F0,,0B0\\n,1F0,1B0\\n"))

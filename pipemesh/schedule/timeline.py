@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from pipemesh.schedule.action import Action
+from pipemesh.schedule.bounds import lower_bound
 from pipemesh.schedule.costs import Costs
 from pipemesh.schedule.schedule import Schedule
 
@@ -150,6 +151,42 @@ class Timeline:
             "stage_devices": schedule.stage_devices,
             "at_once": tuple(turns[stage] for stage in range(schedule.num_stages)),
         }
+
+    @cached_property
+    def lower_bound(self) -> float:
+        """A makespan that no schedule beats that does the same work and holds no more.
+
+        The same work: the same costs, stages on the same devices, and number of microbatches. No
+        more: on no device more (stage, microbatch) pairs than here. Proved in
+        `pipemesh.schedule.bounds`. It is for the costs as they are, so what was measured, or
+        simulated with jitter, may be below it.
+
+        Example:
+            >>> from pipemesh.schedule import one_f_one_b, simulate, zb_h1
+            >>> [simulate(build(4, 8)).lower_bound for build in (one_f_one_b, zb_h1)]
+            [30.0, 27.0]
+        """
+        schedule = self.schedule
+        return lower_bound(
+            self.costs,
+            schedule.stage_devices,
+            schedule.num_microbatches,
+            self.peak_activations,
+            forward_only=schedule.is_forward_only,
+        )
+
+    @property
+    def above_bound(self) -> float:
+        """How far this can be from the optimum at most: the makespan's share above the bound.
+
+        Example:
+            >>> from pipemesh.schedule import one_f_one_b, simulate
+            >>> simulate(one_f_one_b(4, 8)).above_bound
+            0.1
+        """
+        bound = self.lower_bound
+        # Round-off is no time.
+        return round(max(0.0, self.makespan - bound) / bound, 12) if bound else 0.0
 
     def spans(self) -> Iterator[Span]:
         """Every action with its time, device by device.

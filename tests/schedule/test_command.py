@@ -5,7 +5,16 @@ import json
 import pytest
 
 from pipemesh.cli import main
-from pipemesh.schedule import Costs, Schedule, simulate, validate, zb_h1, zb_v
+from pipemesh.schedule import (
+    Costs,
+    Schedule,
+    simulate,
+    v_min,
+    validate,
+    write_csv,
+    zb_h1,
+    zb_v,
+)
 
 SIZE = ["--devices", "4", "--microbatches", "8"]
 
@@ -36,6 +45,15 @@ def test_every_file_can_be_written(tmp_path, capsys):
     for file in ("csv", "text"):
         assert run("--read", str(files[file])) == 0
         assert "makespan 25.5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("form", ["compute_comms", "zero_bubble"])
+def test_csv_in_the_form_of_others(form, tmp_path, capsys):
+    file = tmp_path / "a.csv"
+    assert run("--name", "v_min", *SIZE, "--csv", str(file), "--csv-form", form) == 0
+    assert file.read_text() == write_csv(v_min(4, 8), form)
+    assert run("--read", str(file)) == 0
+    assert "makespan 29.5" in capsys.readouterr().out.split("a.csv")[-1]
 
 
 def test_costs_of_a_device_are_cut_into_its_stages(capsys):

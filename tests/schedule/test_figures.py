@@ -16,6 +16,8 @@ CASES = {
     "zb_h1": (4, 8, Costs()),
     "zb_h2": (4, 8, Costs()),
     "zb_v": (4, 8, Costs()),
+    "v_half": (4, 8, Costs()),
+    "v_min": (4, 8, Costs()),
     "dual_pipe_v": (4, 10, Costs()),
     "forward_only": (4, 4, Costs()),
     "decode": (4, 4, Costs()),

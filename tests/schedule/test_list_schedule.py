@@ -8,10 +8,12 @@ from pipemesh.errors import ScheduleError
 from pipemesh.schedule import (
     Costs,
     list_schedule,
+    lower_bound,
     simulate,
     validate,
 )
 from pipemesh.schedule.builders import BUILDERS, build
+from pipemesh.schedule.placement import loop, vee
 
 cost = st.integers(1, 6)
 
@@ -60,6 +62,39 @@ def test_it_finds_the_optimum_for_equal_costs():
     assert simulate(list_schedule(Costs(), 4, 8)).makespan == 27
     assert max(simulate(list_schedule(Costs(), 4, 8)).peak_activations) == 4
     assert simulate(list_schedule(Costs(), 4, 8, 8, 2)).makespan == 51
+
+
+@pytest.mark.parametrize(
+    ("share", "stages", "held", "makespan"),
+    [
+        (1, loop(8), 8, 103),
+        (2, loop(8, 2), 8, 99.5),
+        (2, vee(8), 8, 99.5),
+        (2, loop(8, 2), 7, 100.5),
+        (2, vee(8), 7, 100.5),
+        (2, vee(8), 6, 101.5),
+    ],
+)
+def test_the_bound_proves_it_optimal_for_8_devices(share, stages, held, makespan):
+    costs, limit = Costs().refined(share), held * share
+    found = list_schedule(costs, 8, 32, limit, stage_devices=stages)
+    assert simulate(found, costs).makespan == makespan
+    assert makespan <= 1.01 * lower_bound(costs, stages, 32, [limit] * 8)
+
+
+@pytest.mark.parametrize(("held", "makespan", "above"), [(5, 104.5, 0.02), (4, 108.5, 0.049)])
+def test_where_memory_is_short_it_is_near(held, makespan, above):
+    costs = Costs().refined(2)
+    timeline = simulate(list_schedule(costs, 8, 32, 2 * held, stage_devices=vee(8)), costs)
+    assert timeline.makespan == makespan
+    assert timeline.above_bound < above
+    assert max(timeline.peak_activations) <= 2 * held
+
+
+def test_4_devices_holding_three_microbatches():
+    """It found 28 before, where a V takes 26.5."""
+    found = list_schedule(Costs().refined(2), 4, 8, memory_limit=6, num_virtual_stages=2)
+    assert simulate(found, Costs().refined(2)).makespan == 26.5
 
 
 def test_it_beats_every_published_schedule_where_stages_are_unequal():

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule.builders.all_forward import decode, forward_only, gpipe, looped_bfs
 from pipemesh.schedule.builders.one_f_one_b import interleaved_one_f_one_b, one_f_one_b
+from pipemesh.schedule.builders.repeated import v_half, v_min
 from pipemesh.schedule.builders.v_shaped import dual_pipe_v, zb_v
 from pipemesh.schedule.builders.zero_bubble import zb_h1, zb_h2
 from pipemesh.schedule.schedule import Schedule
@@ -39,6 +40,8 @@ _FUNCTIONS: tuple[Callable[..., Schedule], ...] = (
     zb_h1,
     zb_h2,
     zb_v,
+    v_half,
+    v_min,
     dual_pipe_v,
     forward_only,
     decode,

@@ -79,7 +79,8 @@ def zb_v(num_devices: int, num_microbatches: int) -> Schedule:
     gaps in the filling.
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv version 2023, the section on
-    ZB-V; named V-ZB in Qi et al., "Pipeline Parallelism with Controllable Memory", 2024.
+    ZB-V; named V-ZB in Qi et al., "Pipeline Parallelism with Controllable Memory", 2024, with the
+    same memory and the same bubble, so `v_zb` is another spelling of this name.
 
     Args:
         num_devices: `D`, at least 1; the schedule has `2 D` stages.

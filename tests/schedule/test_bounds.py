@@ -1,0 +1,124 @@
+"""Lower bounds: no schedule is shorter, on tiny problems all of them are tried."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipemesh.schedule import Action, Costs, Schedule, lower_bound, simulate, validate
+from pipemesh.schedule.builders import BUILDERS, build
+from pipemesh.schedule.placement import loop, vee
+from tests.schedule.brute_force import shortest, shortest_in_ticks
+
+cost = st.integers(0, 6)
+
+
+def any_schedule(rng, stage_devices, num_microbatches, split):
+    """A schedule in which every device takes whatever is ready, at random."""
+    last = len(stage_devices) - 1
+    level = {(s, m): 0 for s in range(last + 1) for m in range(num_microbatches)}
+    rows = [[] for _ in set(stage_devices)]
+    while any(done < 3 for done in level.values()):
+        ready = [
+            (kind, s, m, after)
+            for (s, m), done in level.items()
+            for kind, needed, after in (("F", 0, 1), ("B", 1, 3), ("I", 1, 2), ("W", 2, 3))
+            if done == needed
+            and (kind != "F" or s == 0 or level[s - 1, m] > 0)
+            and (kind in "FW" or s == last or level[s + 1, m] > 1)
+            and (kind != ("B" if rng.random() < split else "I"))
+        ]
+        if ready:
+            kind, s, m, after = rng.choice(ready)
+            rows[stage_devices[s]].append(Action(s, kind, m))
+            level[s, m] = after
+    return validate(Schedule(tuple(map(tuple, rows)), stage_devices, num_microbatches))
+
+
+@settings(max_examples=300)
+@given(st.data(), st.integers(1, 4), st.integers(1, 6))
+def test_no_schedule_is_shorter(data, num_devices, num_microbatches):
+    share = data.draw(st.integers(1, 3))
+    stages = data.draw(
+        st.sampled_from([loop(num_devices, share), vee(num_devices)])
+        | st.permutations(list(loop(num_devices, share))).map(tuple)
+    )
+    per_stage = st.lists(cost, min_size=len(stages), max_size=len(stages))
+    costs = Costs(*(data.draw(per_stage | cost) for _ in range(4)), data.draw(per_stage))
+    rng = random.Random(data.draw(st.integers(0, 10**6)))
+    schedule = any_schedule(rng, stages, num_microbatches, data.draw(st.sampled_from([0, 0.5, 1])))
+    timeline = simulate(schedule, costs)
+    assert timeline.lower_bound <= timeline.makespan
+    forward = simulate(schedule.only_forward(), costs)
+    assert forward.lower_bound <= forward.makespan
+
+
+@given(st.data(), st.sampled_from(sorted(BUILDERS)), st.integers(1, 6), st.integers(1, 3))
+def test_no_published_schedule_is_shorter(data, name, num_devices, factor):
+    schedule = build(name, num_devices, 2 * factor * num_devices)
+    per_stage = st.lists(cost, min_size=schedule.num_stages, max_size=schedule.num_stages)
+    costs = Costs(*(data.draw(per_stage | cost) for _ in range(4)), data.draw(cost))
+    timeline = simulate(schedule, costs)
+    assert timeline.lower_bound <= timeline.makespan
+    assert timeline.above_bound >= 0
+
+
+TINY = [
+    ((0, 1), 1, (1, 1)),
+    ((0, 1), 3, (1, 1)),
+    ((0, 1), 3, (2, 1)),
+    ((0, 1), 3, (3, 3)),
+    ((0, 1, 2), 2, (1, 2, 1)),
+    ((0, 1, 1, 0), 2, (2, 2)),
+    ((0, 1, 1, 0), 2, (3, 2)),
+    ((0, 1, 1, 0), 2, (4, 4)),
+    ((0, 1, 0, 1), 2, (2, 2)),
+    ((0, 1, 0, 1), 2, (3, 3)),
+    ((0, 0, 1), 2, (4, 1)),
+]
+
+
+@pytest.mark.parametrize(("stages", "num_microbatches", "limits"), TINY)
+def test_the_shortest_of_all_is_not_shorter(stages, num_microbatches, limits):
+    bound = lower_bound(Costs(), stages, num_microbatches, limits)
+    assert bound <= shortest_in_ticks(stages, num_microbatches, limits)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.data(), st.tuples(st.integers(1, 2), st.integers(1, 2)))
+def test_the_shortest_of_all_is_not_shorter_for_any_costs(data, limits):
+    pair = st.tuples(cost, cost)
+    costs = Costs(*(data.draw(pair) for _ in range(5)))
+    assert lower_bound(costs, (0, 1), 2, limits) <= shortest(costs, 2, limits)
+
+
+@pytest.mark.parametrize(
+    ("name", "bound"),
+    [
+        ("gpipe", 27),
+        ("one_f_one_b", 30),
+        ("zb_h1", 27),
+        ("zb_v", 25.5),
+        ("v_half", 26.5),
+        ("v_min", 27.5),
+        ("dual_pipe_v", 25.5),
+    ],
+)
+def test_bounds_of_known_schedules(name, bound):
+    schedule = build(name, 4, 8)
+    assert simulate(schedule, Costs().refined(schedule.num_stages // 4)).lower_bound == bound
+
+
+def test_the_bound_is_reached_where_nothing_can_wait():
+    assert lower_bound(Costs(2, 5), [0], 3) == 3 * 7
+    assert lower_bound(Costs(1, transfer=2), [0, 1], 1) == 5 + 4  # The last W of device 1 hides.
+    assert lower_bound(Costs(1, transfer=2), [0, 1], 1, [1, 1], forward_only=True) == 4
+    assert lower_bound(Costs(0, 0), [0, 1], 4) == 0
+    assert simulate(build("gpipe", 2, 2), Costs(0, 0)).above_bound == 0
+
+
+def test_less_room_never_lowers_the_bound():
+    bounds = [lower_bound(Costs().refined(2), vee(8), 32, [k] * 8) for k in range(16, 1, -1)]
+    assert bounds == sorted(bounds)
+    assert bounds[0] == 99.5 and bounds[-1] > 2 * bounds[0]

@@ -1,0 +1,105 @@
+"""The exact search against all schedules of tiny problems, and against published tables."""
+
+import importlib.util
+import random
+from unittest import mock
+
+import pytest
+
+from pipemesh.errors import ScheduleError
+from pipemesh.schedule import Costs, optimal_schedule, simulate, v_half, v_min, validate
+from pipemesh.schedule.placement import loop, vee
+from tests.schedule.brute_force import shortest, shortest_in_ticks
+from tests.schedule.test_bounds import TINY
+
+with_solver = pytest.mark.skipif(
+    importlib.util.find_spec("ortools") is None,
+    reason="NO OR-TOOLS: the exact search was not run; pip install 'pipemesh[optimal]'",
+)
+
+
+def solved(costs, stages, num_microbatches, limits):
+    found = optimal_schedule(
+        costs, max(stages) + 1, num_microbatches, limits, stage_devices=stages, time_limit=60
+    )
+    timeline = simulate(validate(found.schedule), costs)
+    assert timeline.makespan == found.makespan
+    pairs = zip(timeline.peak_activations, limits, strict=True)
+    assert all(held <= limit for held, limit in pairs)
+    assert timeline.lower_bound <= found.makespan
+    assert found.is_proved
+    return found.makespan
+
+
+@with_solver
+@pytest.mark.parametrize(("stages", "num_microbatches", "limits"), TINY)
+def test_it_is_the_shortest_of_all(stages, num_microbatches, limits):
+    expected = shortest_in_ticks(stages, num_microbatches, limits)
+    assert solved(Costs(), stages, num_microbatches, limits) == expected
+
+
+@with_solver
+@pytest.mark.parametrize("seed", range(12))
+def test_it_is_the_shortest_of_all_for_any_costs(seed):
+    """Also where a whole backward is shorter than its halves, or longer."""
+    rng = random.Random(seed)
+    forward, backward, input_grad, weight_grad = (
+        [rng.randint(1, 9) / 2 for _ in range(2)] for _ in range(4)
+    )
+    costs = Costs(forward, backward, input_grad, weight_grad, transfer=rng.randint(0, 2))
+    limits = (rng.randint(1, 2), rng.randint(1, 2))
+    expected = shortest(costs, 2, limits)
+    assert solved(costs, (0, 1), 2, limits) == pytest.approx(expected, rel=1e-9)
+
+
+@with_solver
+@pytest.mark.parametrize(("builder", "makespan"), [(v_half, 26.5), (v_min, 29.5)])
+def test_published_tables_that_are_optimal(builder, makespan):
+    costs, limits = Costs().refined(2), simulate(builder(4, 8)).peak_activations
+    assert solved(costs, vee(4), 8, [max(limits)] * 4) == makespan
+
+
+@with_solver
+def test_costs_that_are_not_whole():
+    """Thirds have no common clock: the bound is then below by less than a millionth."""
+    costs = Costs([1 / 3, 2 / 7], weight_grad=0.1, transfer=0.01)
+    assert solved(costs, (0, 1), 3, (2, 1)) > 2
+
+
+@with_solver
+def test_both_placements_are_searched_and_the_bound_is_for_both():
+    found = optimal_schedule(Costs(), 2, 4, 4, 2)
+    assert found.is_proved
+    each = [solved(Costs(), stages, 4, (4, 4)) for stages in (loop(2, 2), vee(2))]
+    assert found.makespan == found.lower_bound == min(each)
+
+
+@with_solver
+def test_without_time_there_is_still_a_schedule_and_a_bound():
+    found = optimal_schedule(Costs(), 4, 8, 3, 2, stage_devices=vee(4), time_limit=0.01)
+    assert found.lower_bound <= found.makespan
+    assert max(simulate(validate(found.schedule)).peak_activations) <= 3
+
+
+def test_without_the_solver_the_error_says_how_to_get_it():
+    with mock.patch.dict("sys.modules", {"ortools.sat.python.cp_model": None}):
+        with pytest.raises(ScheduleError, match=r"pip install 'pipemesh\[optimal\]', or use list"):
+            optimal_schedule(Costs(), 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((Costs(), 0, 1), {}, "num_devices is 0"),
+        ((Costs(), 2, 2), {"workers": 0}, "workers is 0"),
+        ((Costs(), 2, 2), {"time_limit": 0}, "time_limit is 0; it must be a number of seconds"),
+        ((Costs(), 2, 2), {"time_limit": float("nan")}, "time_limit is nan"),
+        ((Costs(1, 1), 2, 2, 0), {}, "memory_limit of device 0 is 0"),
+        ((Costs([1, 0]), 2, 2), {}, "cost forward of stage 1 is 0.0; .* above 0, at least 4e-08"),
+        ((Costs(1, 1, 1), 2, 2), {}, "cost weight_grad of stage 0 is 0.0"),
+        ((Costs(0, 0), 2, 2), {}, "cost forward of stage 0 is 0.0"),
+    ],
+)
+def test_bad_input_is_an_error(arguments, options, message):
+    with pytest.raises(ScheduleError, match=message):
+        optimal_schedule(*arguments, **options)
