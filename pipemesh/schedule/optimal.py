@@ -1,7 +1,7 @@
 """Shortest schedules for small problems, with a proof, by Google's CP-SAT solver.
 
-The solver is optional: `pip install 'pipemesh[optimal]'` (OR-tools). It is imported when it is
-needed.
+The solver is optional: `pip install 'pipemesh[optimal]'` (OR-tools). It runs in a process of its
+own, as it does not go with a TensorFlow that is loaded.
 
 Microbatches are alike, so some shortest schedule takes them in order at every stage. In any
 schedule let the `k`-th forward of each stage do microbatch `k`, and the same with gradients and
@@ -14,17 +14,15 @@ at schedules in order.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from typing import Any
 
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule.bounds import lower_bound
 from pipemesh.schedule.costs import Costs, StageCosts
 from pipemesh.schedule.counts import check_counts
-from pipemesh.schedule.exact_model import Question
+from pipemesh.schedule.exact_process import answer, check_installed
 from pipemesh.schedule.list_schedule import list_schedule
 from pipemesh.schedule.problem import MemoryLimit, limits_of, placements_of
 from pipemesh.schedule.schedule import Schedule
@@ -109,10 +107,9 @@ def optimal_schedule(
     placements = placements_of(costs, num_devices, num_virtual_stages, stage_devices)
     limits = limits_of(memory_limit, placements[0], num_devices, num_microbatches)
     _check_durations(costs.per_stage(len(placements[0])))
-    solver = _solver()
+    check_installed()
     found = [
         _on_placement(
-            solver,
             costs,
             placement,
             num_microbatches,
@@ -124,16 +121,6 @@ def optimal_schedule(
     ]
     best = min(found, key=lambda optimum: optimum.makespan)
     return dataclasses.replace(best, lower_bound=min(optimum.lower_bound for optimum in found))
-
-
-def _solver() -> Any:
-    try:
-        return importlib.import_module("ortools.sat.python.cp_model")
-    except ImportError as error:
-        raise ScheduleError(
-            f"optimal_schedule needs OR-tools, which cannot be imported ({error}); install it with "
-            "pip install 'pipemesh[optimal]', or use list_schedule"
-        ) from error
 
 
 def _check_durations(costs: StageCosts) -> None:
@@ -148,7 +135,6 @@ def _check_durations(costs: StageCosts) -> None:
 
 
 def _on_placement(
-    solver: Any,
     costs: Costs,
     placement: tuple[int, ...],
     num_microbatches: int,
@@ -165,8 +151,7 @@ def _on_placement(
         return best
     scale = _ticks_a_unit(costs.per_stage(len(placement)))
     ticks = _in_ticks(costs, scale, len(placement))
-    question = Question(solver, ticks, placement, num_microbatches, limits)
-    rows, bound = question.answer(start, seconds, workers)
+    rows, bound = answer(ticks, start, limits, seconds, workers)
     # Durations were rounded down, which makes no schedule longer: the bound holds for the costs.
     best = dataclasses.replace(best, lower_bound=max(known, float(bound / scale)))
     if rows is not None:

@@ -1,20 +1,24 @@
 """The constraints, asked directly: rows that keep them, and a bound in ticks."""
 
-import importlib
-
-from pipemesh.schedule import Costs, Schedule, gpipe, list_schedule, simulate, validate, zb_v
-from pipemesh.schedule.exact_model import Question
+from pipemesh.schedule import (
+    Costs,
+    Schedule,
+    exact_process,
+    gpipe,
+    list_schedule,
+    simulate,
+    validate,
+    zb_v,
+)
 from tests.schedule.test_optimal import with_solver
 
 pytestmark = with_solver
 
 
 def answer(start, costs, limits, seconds=30):
-    solver = importlib.import_module("ortools.sat.python.cp_model")
     ticks = costs.per_stage(start.num_stages)
     whole = type(ticks)(*(tuple(map(int, values)) for values in vars(ticks).values()))
-    question = Question(solver, whole, start.stage_devices, start.num_microbatches, limits)
-    rows, bound = question.answer(start, seconds, workers=4)
+    rows, bound = exact_process.answer(whole, start, tuple(limits), seconds, workers=4)
     if rows is None:
         return None, bound
     schedule = validate(Schedule(rows, start.stage_devices, start.num_microbatches))
