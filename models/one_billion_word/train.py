@@ -20,9 +20,11 @@ from pipemesh.training.command import program
 def main(argv: list[str]) -> int:
     """Trains as the flags say; returns the exit code."""
     from models.one_billion_word import command_line
+    from pipemesh.training.command import host_flags
     from pipemesh.training.run import console
 
     command_line.parse(argv, __doc__)
+    host_flags.go_on_by_itself()
     with console.objects_alone(command_line.FLAGS.log_format == "json"):
         command_line.take_up()
         return run(command_line.request())

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from pipemesh.backend.eager_context import eager_context
+from pipemesh.backend.eager_context import eager_context, is_client
 from pipemesh.errors import DeviceError
 
 
@@ -135,6 +135,9 @@ def _fits(wanted: tf.DeviceSpec, spec: tf.DeviceSpec) -> bool:
     if spec.job is None:
         # TensorFlow lists the devices of a process that is alone without its names for them.
         spec = spec.replace(job="localhost", replica=0, task=0)
+    elif wanted.job is None and is_client():
+        # Where there are workers, what names none is this process's own.
+        return False
     parts = ("job", "replica", "task", "device_type", "device_index")
     return all(getattr(wanted, part) in (None, getattr(spec, part)) for part in parts)
 

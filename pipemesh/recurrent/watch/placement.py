@@ -116,5 +116,6 @@ def _names(home: str | Sequence[str]) -> Sequence[str]:
 def _short(device: str) -> str:
     """`GPU:1` of any spelling of a device; where there are several tasks, with the task."""
     spec = tf.DeviceSpec.from_string(device)
-    task = f"/task:{spec.task}/" if spec.task else ""
+    alone = not spec.task and spec.job in (None, "localhost")
+    task = "" if alone else f"/task:{spec.task}/"
     return f"{task}{spec.device_type}:{spec.device_index or 0}"
