@@ -166,6 +166,21 @@ def agree(one: tf.DeviceSpec, other: tf.DeviceSpec) -> bool:
     return all(a == b or None in (a, b) for a, b in pairs)
 
 
+def short_name(device: str) -> str:
+    """A device as it is shown: by type and number, one of several tasks with that of its task.
+
+    Example:
+        >>> short_name("/job:localhost/replica:0/task:0/device:CPU:1")
+        'CPU:1'
+        >>> short_name("/job:worker/replica:0/task:0/device:CPU:1")
+        '/task:0/CPU:1'
+    """
+    spec = tf.DeviceSpec.from_string(device)
+    alone = not spec.task and spec.job in (None, "localhost")
+    task = "" if alone else f"/task:{spec.task or 0}/"
+    return f"{task}{spec.device_type}:{spec.device_index or 0}"
+
+
 def device_of_scope() -> str:
     """The device of the scopes that code runs in eagerly, '' outside of all.
 
