@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import ipaddress
 import os
+import select
 import socket
 import struct
 from collections.abc import Iterator, Sequence
@@ -61,6 +62,12 @@ def keep_to(port: int, addresses: Sequence[str], peers: bool = False) -> None:
                     f"this system cannot keep port {port} to {', '.join(addresses)} "
                     f"({error.strerror})"
                 ) from error
+            # Who has come before, and was not let in yet, may come again.
+            while select.select([each], [], [], 0)[0]:
+                try:
+                    each.accept()[0].close()
+                except BlockingIOError:
+                    break
     if not found:
         raise DeviceError(f"this process does not listen on port {port}")
     for each in _sockets_of(port):

@@ -79,6 +79,7 @@ def worker_devices(kind: str) -> list[list[str]]:
     if not is_client():
         return []
     definition = eager_context().get_server_def()
+    assert definition is not None
     tasks = next(len(job.tasks) for job in definition.cluster.job if job.name == WORKER)
     found: list[list[str]] = [[] for _ in range(tasks)]
     for device in tf.config.list_logical_devices(kind or None):

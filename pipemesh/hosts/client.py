@@ -70,7 +70,7 @@ def note_stages(devices: Sequence[Sequence[str]]) -> None:
 
     stages: dict[int, list[int]] = collections.defaultdict(list)
     for stage, home in enumerate(devices):
-        for task in {task_of(device) for device in home} - {None}:
+        for task in sorted({task for d in home if (task := task_of(d)) is not None}):
             stages[task].append(stage)
     watched.stages = {
         task: f"stage{'s' * (len(found) > 1)} {', '.join(map(str, found))}"

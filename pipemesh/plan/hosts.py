@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import numpy as np
-
 from pipemesh.errors import PlanError
 from pipemesh.mesh import LayoutRules, Mesh
-from pipemesh.plan.places import home_of, inner_axes, inner_mesh, num_replicas
+from pipemesh.plan.places import home_of, inner_axes, inner_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,17 +87,19 @@ def _crossing(
     homes: Sequence[Sequence[int]],
     places: Sequence[tuple[int, int]],
 ) -> tuple[str, ...]:
-    axes, found = inner_axes(mesh, layout), set[str]()
+    """The axes along which a replica's processors lie on several hosts."""
+    axes = inner_axes(mesh, layout)
+    found: set[str] = set()
     for place, home in enumerate(homes):
         inside = inner_mesh(mesh, layout, place)
-        if inside is None:
-            continue
-        sizes = [inside.size(axis) for axis in axes]
-        hosts = np.array([places[processor][0] for processor in home])
-        hosts = hosts.reshape(num_replicas(mesh, layout), *sizes)
-        found |= {
-            axis
-            for number, axis in enumerate(axes, 1)
-            if np.any(hosts != np.take(hosts, [0], axis=number))
-        }
+        hosts = [places[processor][0] for processor in home]
+        # Neighbours along the last axis stand side by side.
+        step = 1
+        for axis in reversed(axes if inside else []):
+            size = inside.size(axis) if inside else 1
+            for at, host in enumerate(hosts):
+                first = at - at // step % size * step
+                if hosts[first] != host:
+                    found.add(axis)
+            step *= size
     return tuple(axis for axis in axes if axis in found)

@@ -78,8 +78,8 @@ def connect() -> bool:
             raise FlagError(f"--{name} is for workers; give their addresses by --cluster")
     if found is None:
         return False
-    for name in NAMES[3:]:
-        check_number(name, FLAGS[name].value)
+    check_number("worker_answer", FLAGS.worker_answer)
+    check_number("worker_wait", FLAGS.worker_wait)
     if "trace_schedule" in FLAGS and FLAGS.trace_schedule:
         raise FlagError(
             "--trace_schedule takes times in this process, where workers compute nothing; leave it "
