@@ -17,6 +17,7 @@ PLANS = [
     "mesh=layers:1;data:2 layout=batch:data num_microbatches=4",
     f"mesh=layers:1;model:2 layout={SPLIT} num_microbatches=4",
     f"mesh=layers:1;data:2;model:2 layout=batch:data;{SPLIT} num_microbatches=4",
+    "mesh=layers:2 num_microbatches=4 lowering=simd schedule=gpipe",
 ]
 STEPS = 20
 
