@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipemesh.errors import DeviceError
@@ -95,7 +95,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclasses.dataclass
 class _Worker:
-    """A worker in a process of its own, which ends when its end of a pair of sockets is closed."""
+    """A worker in a process of its own, which ends when its end of a pair of sockets is closed.
+
+    Or else, as one that was stopped cannot see that, when the system ends it.
+    """
 
     number: int
     cpu_devices: int
@@ -120,6 +123,7 @@ class _Worker:
             stdout=2,
             pass_fds=[theirs.fileno()],
             start_new_session=True,
+            preexec_fn=_ends_with_parent(),
         )
         theirs.close()
         self.started, self.starts = time.monotonic(), self.starts + 1
@@ -169,20 +173,11 @@ class _Worker:
 
 def _drive(words: Sequence[str], cluster: Cluster, workers: Sequence[_Worker]) -> int:
     """Runs the command until it ends; returns its exit code."""
-    parent = os.getpid()
-    libc = ctypes.CDLL(None)
-
-    def with_parent() -> None:
-        # The system ends the command when this process is killed, before workers are gone.
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
     try:
         command = subprocess.Popen(
             list(words),
             env={**os.environ, "TF_CONFIG": cluster.to_environment()},
-            preexec_fn=with_parent,
+            preexec_fn=_ends_with_parent(),
         )
     except OSError as error:
         raise DeviceError(f"{words[0]!r} cannot be started ({error.strerror})") from error
@@ -207,6 +202,18 @@ def _drive(words: Sequence[str], cluster: Cluster, workers: Sequence[_Worker]) -
             signal.signal(number, handler)
     code = int(command.returncode)
     return code if code >= 0 else _BY_SIGNAL - code
+
+
+def _ends_with_parent() -> Callable[[], None]:
+    """What a process does first that the system is to kill when this one has ended."""
+    parent, libc = os.getpid(), ctypes.CDLL(None)
+
+    def first() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return first
 
 
 def _is_of_terminal() -> bool:

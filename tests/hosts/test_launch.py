@@ -107,6 +107,8 @@ def test_workers_and_command_end_with_it_even_if_it_is_killed():
     with launched("--processes=1", "--", sys.executable, "-c", code) as process:
         pids = [int(process.stdout.readline()), *children(process.pid)]
         assert len(pids) == 2
+        # Who is stopped sees nothing end.
+        os.kill(pids[1], signal.SIGSTOP)
         process.kill()
         until(lambda: not any(map(is_there, pids)), 20)
 
