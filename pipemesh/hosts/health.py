@@ -90,10 +90,11 @@ def _answer(pending: Any, asked: float) -> Health:
     except grpc.FutureCancelledError:
         return Health(trouble="is not asked any more")
     except grpc.RpcError as error:
-        if pending.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+        told = str(pending.details() or error)
+        # One that is stopped lets nobody in, either: its system answers, and then nothing comes.
+        if pending.code() == grpc.StatusCode.DEADLINE_EXCEEDED or "timed out" in told:
             waited = time.monotonic() - asked
             return Health(trouble=f"has not answered for {waited:.0f} s")
-        told = str(pending.details() or error)
         refused = "refused" in told
         return Health(
             trouble="is not there (connection refused)" if refused else f"is cut off ({told})",
