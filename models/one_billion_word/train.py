@@ -200,7 +200,7 @@ def _choose(request: Any, stage_flops: Sequence[float]) -> Any:
 
 
 def _start_devices(request: Any) -> None:
-    from pipemesh.training.command.flags import start_tensorflow
+    from pipemesh.training.command.host_flags import start_tensorflow
 
     start_tensorflow(request.plan.mesh, request.device_type)
 

@@ -100,28 +100,6 @@ def exit_code(program: Callable[[], int]) -> int:
         raise
 
 
-def start_tensorflow(mesh: Mesh, device_type: str) -> None:
-    """Starts TensorFlow with the devices of a mesh, or with workers, for a program that trains.
-
-    Raises:
-        FlagError: there are not as many.
-        DeviceError: a worker is not there.
-    """
-    from absl import logging
-
-    from pipemesh.backend.devices import prepare_graphs_quickly
-
-    logging.use_absl_handler()
-    if not FLAGS["verbosity"].present:
-        logging.set_verbosity(logging.ERROR)
-    prepare_graphs_quickly()
-    # It has flags of its own, which are checked as those here.
-    from pipemesh.training.command import host_flags
-
-    if not host_flags.connect():
-        start_devices(mesh, device_type)
-
-
 def start_devices(mesh: Mesh, device_type: str) -> None:
     """Starts TensorFlow with the devices of a mesh.
 

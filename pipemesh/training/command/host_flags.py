@@ -5,7 +5,8 @@ from __future__ import annotations
 from absl import flags
 
 from pipemesh.errors import DeviceError
-from pipemesh.training.command.flags import FlagError, check_number
+from pipemesh.mesh import Mesh
+from pipemesh.training.command.flags import FlagError, check_number, start_devices
 
 FLAGS = flags.FLAGS
 
@@ -47,6 +48,25 @@ def go_on_by_itself() -> None:
     """Lets this program begin again when a worker is lost: it goes on from what it has saved."""
     global _again
     _again = True
+
+
+def start_tensorflow(mesh: Mesh, device_type: str) -> None:
+    """Starts TensorFlow with the devices of a mesh, or with workers, for a program that trains.
+
+    Raises:
+        FlagError: there are not as many.
+        DeviceError: a worker is not there.
+    """
+    from absl import logging
+
+    from pipemesh.backend.devices import prepare_graphs_quickly
+
+    logging.use_absl_handler()
+    if not FLAGS["verbosity"].present:
+        logging.set_verbosity(logging.ERROR)
+    prepare_graphs_quickly()
+    if not connect():
+        start_devices(mesh, device_type)
 
 
 def connect() -> bool:
