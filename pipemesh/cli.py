@@ -19,9 +19,11 @@ from pipemesh.text import did_you_mean
 
 COMMANDS = {
     "checkpoint": "pipemesh.checkpoint.command",
+    "launch": "pipemesh.hosts.launch",
     "partition": "pipemesh.partition.command",
     "report": "pipemesh.report.command",
     "schedule": "pipemesh.schedule.command",
+    "worker": "pipemesh.hosts.worker",
 }
 # Those that train have flags of their own kind: `main(argv) -> exit code`.
 PROGRAMS = {
@@ -40,9 +42,11 @@ HELP = {
     "score": "score texts with what was trained",
     "train": "train a registered model of lingvo, pipelined or not",
     "checkpoint": "look into checkpoints, compare and convert them",
+    "launch": "start workers on this machine, and a command that drives them",
     "partition": "cut a stack of layers into stages of equal cost",
     "report": "make a page of a training, or compare several",
     "schedule": "build, compare, simulate and draw pipeline schedules",
+    "worker": "offer the devices of this machine to a client",
 }
 
 
@@ -96,6 +100,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 weights_of_others=weights_of_others,
             )
     arguments = parser.parse_args(words)
+    if words[0] == "worker":
+        # It loads TensorFlow, which announces itself.
+        importlib.import_module("pipemesh.training.command.quiet").install()
     try:
         code = int(arguments.run(arguments))
         sys.stdout.flush()

@@ -20,9 +20,11 @@ from pipemesh.training.command import program
 def main(argv: list[str]) -> int:
     """Trains as the flags say; returns the exit code."""
     from models.one_billion_word import command_line
+    from pipemesh.training.command import host_flags
     from pipemesh.training.run import console
 
     command_line.parse(argv, __doc__)
+    host_flags.go_on_by_itself()
     with console.objects_alone(command_line.FLAGS.log_format == "json"):
         command_line.take_up()
         return run(command_line.request())
@@ -198,7 +200,7 @@ def _choose(request: Any, stage_flops: Sequence[float]) -> Any:
 
 
 def _start_devices(request: Any) -> None:
-    from pipemesh.training.command.flags import start_tensorflow
+    from pipemesh.training.command.host_flags import start_tensorflow
 
     start_tensorflow(request.plan.mesh, request.device_type)
 

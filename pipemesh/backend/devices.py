@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from pipemesh.backend.eager_context import eager_context
+from pipemesh.backend.eager_context import eager_context, is_client
 from pipemesh.errors import DeviceError
 
 
@@ -135,6 +135,9 @@ def _fits(wanted: tf.DeviceSpec, spec: tf.DeviceSpec) -> bool:
     if spec.job is None:
         # TensorFlow lists the devices of a process that is alone without its names for them.
         spec = spec.replace(job="localhost", replica=0, task=0)
+    elif wanted.job is None and is_client():
+        # Where there are workers, what names none is this process's own.
+        return False
     parts = ("job", "replica", "task", "device_type", "device_index")
     return all(getattr(wanted, part) in (None, getattr(spec, part)) for part in parts)
 
@@ -161,6 +164,21 @@ def agree(one: tf.DeviceSpec, other: tf.DeviceSpec) -> bool:
     parts = ("job", "replica", "task", "device_type", "device_index")
     pairs = [(getattr(one, part), getattr(other, part)) for part in parts]
     return all(a == b or None in (a, b) for a, b in pairs)
+
+
+def short_name(device: str) -> str:
+    """A device as it is shown: by type and number, one of several tasks with that of its task.
+
+    Example:
+        >>> short_name("/job:localhost/replica:0/task:0/device:CPU:1")
+        'CPU:1'
+        >>> short_name("/job:worker/replica:0/task:0/device:CPU:1")
+        '/task:0/CPU:1'
+    """
+    spec = tf.DeviceSpec.from_string(device)
+    alone = not spec.task and spec.job in (None, "localhost")
+    task = "" if alone else f"/task:{spec.task or 0}/"
+    return f"{task}{spec.device_type}:{spec.device_index or 0}"
 
 
 def device_of_scope() -> str:

@@ -11,3 +11,13 @@ def eager_context() -> context.Context:
     found = context.context()
     assert found is not None
     return found
+
+
+# The job of a process that drives workers; TensorFlow's name of one that is alone, too.
+CLIENT = "localhost"
+
+
+def is_client() -> bool:
+    """Whether this process drives workers; see `pipemesh.backend.cluster`."""
+    definition = eager_context().get_server_def()
+    return definition is not None and definition.job_name == CLIENT

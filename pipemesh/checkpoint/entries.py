@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from pipemesh.backend.cluster import OWN_HOST, task_of
 from pipemesh.backend.iterators import is_iterator, iterator_state, set_iterator_state
 from pipemesh.backend.sliced_variables import SlicedVariable
 from pipemesh.backend.static_shape import static_sizes
@@ -121,7 +122,12 @@ def _part(variable: tf.Variable, spec: str) -> Part:
 
 
 def _host_of(device: str) -> str | None:
-    """The host of a device that is none."""
+    """The host that a value is to be brought to; None if it is there.
+
+    That of a device that is none, or this process's own for a worker's.
+    """
+    if task_of(device) is not None:
+        return OWN_HOST
     spec = tf.DeviceSpec.from_string(device)
     if spec.device_type in (None, "CPU"):
         return None

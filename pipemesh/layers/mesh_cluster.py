@@ -8,14 +8,16 @@ from typing import Any
 import tensorflow as tf
 from lingvo.core import cluster_factory
 
+from pipemesh.backend.cluster import worker_devices
 from pipemesh.errors import DeviceError, LayoutError, MeshError
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.mesh.mesh import LAYERS_AXIS
+from pipemesh.plan.hosts import over_hosts
 from pipemesh.plan.places import check_axes, check_uneven, home_of, unused_axes, without
 
 
 class MeshCluster(cluster_factory.Cluster):
-    """A cluster of one process whose devices are those of a mesh.
+    """A cluster of one process whose devices, or those of its workers, are those of a mesh.
 
     A layer of lingvo runs on one device, so a stage uses the first device of its home, or, where
     the layout splits the batch, one for each replica. Layers with named dims use them all. What
@@ -29,6 +31,7 @@ class MeshCluster(cluster_factory.Cluster):
         p = super().Params()
         p.Define("mesh", None, "The mesh; its processors are the devices of the process, in order.")
         p.Define("layout", LayoutRules(), "Which axes the batch and other dims are split over.")
+        p.Define("devices", (), "Of workers, one a processor; none if the process has its own.")
         return p
 
     @property
@@ -51,6 +54,8 @@ class MeshCluster(cluster_factory.Cluster):
 
     def device(self, processor: int) -> str:
         """The device of a processor of the mesh."""
+        if self.params.devices:
+            return self.params.devices[processor]
         return str(self.available_devices.reshape([-1])[processor])
 
 
@@ -69,7 +74,8 @@ def mesh_cluster(
     of lingvo are not. Devices along axes that no rule names idle, which is a warning.
 
     Args:
-        mesh: the mesh; all its devices belong to this process.
+        mesh: the mesh; all its devices belong to this process, or to workers that it drives
+            (`pipemesh.backend.cluster`): to all of them as many, if they have as many.
         device_type: `CPU` or `GPU`.
         do_eval: whether layers run in evaluation mode.
         layout: rules for the dim `batch` and for those of layers with named dims, or none.
@@ -80,6 +86,7 @@ def mesh_cluster(
         DeviceError: there are fewer logical devices than the mesh has.
         LayoutError: the layout names no axis of the mesh, or one that cannot be split so.
         MeshError: the mesh has several devices and no axis `layers`.
+        PlanError: workers have fewer devices than the mesh.
 
     Example:
         >>> cluster = mesh_cluster(Mesh.from_text("layers:1"))
@@ -97,8 +104,9 @@ def mesh_cluster(
             f"{mesh.num_devices - 1} devices would idle; name an axis 'layers', for example "
             f"'layers:{mesh.num_devices}'"
         )
+    devices = _of_workers(mesh, layout, device_type)
     found = len(tf.config.list_logical_devices(device_type))
-    if found < mesh.num_devices:
+    if not devices and found < mesh.num_devices:
         raise DeviceError(
             f"mesh {mesh} needs {mesh.num_devices} {device_type} devices, but {found} exist; use a "
             "smaller mesh or set up more logical devices before TensorFlow starts"
@@ -119,7 +127,7 @@ def mesh_cluster(
     for name, value in cluster_factory.Current().params.Copy().IterParams():
         if name != "cls" and name in params:
             params.Set(**{name: value})
-    params.mesh, params.layout = mesh, layout
+    params.mesh, params.layout, params.devices = mesh, layout, devices
     params.mode = "sync"
     params.job = "trainer_client"
     params.do_eval = do_eval
@@ -130,6 +138,29 @@ def mesh_cluster(
     params.worker.tpus_per_replica = 0
     params.worker.devices_per_split = mesh.num_devices
     return MeshCluster(params)
+
+
+def _of_workers(mesh: Mesh, layout: LayoutRules, device_type: str) -> tuple[str, ...]:
+    """The device of each processor, where workers have them; none where this process has."""
+    there = worker_devices(device_type)
+    if not there:
+        return ()
+    found = over_hosts(mesh, layout, [len(devices) for devices in there])
+    for axis in found.crossing:
+        warnings.warn(
+            f"slices along the axis {axis!r} of mesh '{mesh}' lie on several workers, and what "
+            "they exchange in every layer goes from host to host; give fewer workers more "
+            f"devices, or more of the mesh to the axis 'layers' and less to {axis!r}",
+            stacklevel=3,
+        )
+    if found.idle:
+        names = ", ".join(map(str, found.idle))
+        warnings.warn(
+            f"mesh '{mesh}' has fewer devices than there are workers: worker {names} will idle; "
+            "use a larger mesh, or fewer workers",
+            stacklevel=3,
+        )
+    return tuple(there[host][device] for host, device in found.places)
 
 
 def check_layout(mesh: Mesh, layout: LayoutRules, lowering: str = "placement") -> None:

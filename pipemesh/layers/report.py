@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from pipemesh.backend.devices import short_name
 from pipemesh.backend.static_shape import num_bytes
 from pipemesh.layers.meta import Meta, layer_metas
 from pipemesh.layers.named import NamedLayer
@@ -122,10 +123,10 @@ def report(stack: Any, run: Any, shapes: Sequence[Any], optimizer: Sequence[Any]
     metas = _metas(stack, homes, shapes)
     held: collections.Counter[str] = collections.Counter()
     for variable in optimizer:
-        held[short(variable.device)] += num_bytes([variable])
+        held[short_name(variable.device)] += num_bytes([variable])
     number = stack.schedule.num_microbatches
     inside = _inside(metas, number, homes)
-    memory = [dataclasses.replace(m, device=short(m.device)) for m in memory_of(run)]
+    memory = [dataclasses.replace(m, device=short_name(m.device)) for m in memory_of(run)]
     flops = [sum(meta.flops for meta in of_stage) for of_stage in metas]
     # Of all devices of a replica, which compute at the same time.
     forward = [number / home.group for number, home in zip(flops, homes, strict=True)]
@@ -142,11 +143,6 @@ def report(stack: Any, run: Any, shapes: Sequence[Any], optimizer: Sequence[Any]
         weights=tuple(_layouts(stack)),
         timeline=timeline,
     )
-
-
-def short(device: str) -> str:
-    """A device without the names of job, replica and task."""
-    return device.split("/")[-1].removeprefix("device:")
 
 
 def _metas(stack: Any, homes: Sequence[Home], shapes: Sequence[Any]) -> list[list[Meta]]:
@@ -169,7 +165,7 @@ def _coordinates(stack: Any, homes: Sequence[Home]) -> dict[str, dict[str, int]]
     for home, place in zip(homes, stack.schedule.stage_devices, strict=True):
         processors = home_of(mesh, rules, place % mesh.num_stages)
         for device, processor in zip(home.devices, processors, strict=True):
-            found.setdefault(short(device), mesh.coordinates(processor))
+            found.setdefault(short_name(device), mesh.coordinates(processor))
     return found
 
 
@@ -178,7 +174,7 @@ def _between(transfers: Sequence[Transfer], at: dict[str, dict[str, int]]) -> li
     times: dict[tuple[str, str], int] = {}
     sums: collections.Counter[tuple[str, str]] = collections.Counter()
     for transfer in transfers:
-        source, target = at[short(transfer.source)], at[short(transfer.target)]
+        source, target = at[short_name(transfer.source)], at[short_name(transfer.target)]
         differing = [axis for axis in source if source[axis] != target[axis]]
         # Where homes differ, a slice may come to another place of the next one.
         axes = LAYERS_AXIS if LAYERS_AXIS in differing else "+".join(differing)
@@ -241,6 +237,6 @@ def _layout(name: str, parts: Sequence[Any], shape: Shape | None) -> WeightLayou
         name,
         "x".join(map(str, sizes)) if shape is None else str(shape),
         cut,
-        tuple(short(part.device) for part in parts),
+        tuple(short_name(part.device) for part in parts),
         num_bytes(parts),
     )

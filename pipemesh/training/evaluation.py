@@ -11,6 +11,7 @@ import tensorflow as tf
 from pipemesh.checkpoint import restore
 from pipemesh.checkpoint.reader import reason
 from pipemesh.errors import CheckpointError, DataError, TrainingError
+from pipemesh.hosts import watch
 from pipemesh.training.score import Score
 from pipemesh.training.subject import Subject
 from pipemesh.training.trained_task import TrainedTask
@@ -42,10 +43,12 @@ class Evaluation:
         Raises:
             TrainingError: an operation of a stage failed.
         """
+        watch.begin("evaluation")
         try:
             with self._trained.cluster(do_eval=True):
                 return self._evaluate(batch)
         except tf.errors.OpError as error:
+            watch.check_workers()
             explained = self._trained.explain(error)
             if explained is None:
                 raise

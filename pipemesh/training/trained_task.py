@@ -10,6 +10,7 @@ import tensorflow as tf
 from lingvo.core import base_model, optimizer, py_utils
 
 from pipemesh.errors import PipemeshError, TrainingError
+from pipemesh.hosts.client import note_stages
 from pipemesh.layers import PipeliningLayer, mesh_cluster
 from pipemesh.layers.named import by_logical_name
 from pipemesh.layers.step_seed import whole_batch_randomness
@@ -64,6 +65,7 @@ class TrainedTask:
             # A task without a pipeline is on the first device.
             homes = [home for stack in self.pipelines for home in stack.StageHomes()]
         self.devices = [home.devices for home in homes]
+        note_stages(self.devices)
         self.learner = _learner_of(self.task)
         if learns:
             _check_applied(self.task)

@@ -13,6 +13,7 @@ import tensorflow as tf
 from pipemesh.backend.peak import peak_flops
 from pipemesh.checkpoint import Manifest
 from pipemesh.errors import DataError, NotFiniteError, PipemeshError, TrainingError
+from pipemesh.hosts import watch
 from pipemesh.layers import Report, report
 from pipemesh.recurrent import ActionClock, Placement, record_placement
 from pipemesh.schedule import Timeline, simulate
@@ -191,6 +192,7 @@ class Trainer:
         """
         batch = self._last = self._next_batch()
         step = self.step + 1
+        watch.begin(f"step {step}")
         try:
             with self.trained.cluster(), contextlib.ExitStack() as stack:
                 if self._check_placement:
@@ -202,6 +204,8 @@ class Trainer:
                     self._is_first = False
                 loss, learning_rate, outcome, self.gradients = self._train(batch)
         except tf.errors.OpError as error:
+            # Of a worker that is lost nothing can be taken back.
+            watch.check_workers()
             self.trained.take_back()
             explained = self.trained.explain(error)
             if is_not_finite(str(explained)) or is_not_finite(error.message):
@@ -214,6 +218,7 @@ class Trainer:
                 raise
             self.give_up(str(explained), step, error)
         self._was_skipped = False
+        watch.end_step()
         # The weights that were saved last are good: the loss of this step is theirs.
         self.saving.confirm()
         if self._check_placement:

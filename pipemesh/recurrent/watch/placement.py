@@ -9,8 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import tensorflow as tf
-
+from pipemesh.backend.devices import short_name
 from pipemesh.backend.executed_graphs import collected_graphs
 from pipemesh.errors import DeviceError
 
@@ -52,13 +51,13 @@ class Placement:
         Raises:
             DeviceError: the metadata holds no action of these stages.
         """
-        wanted = tuple(tuple(map(_short, _names(home))) for home in devices)
+        wanted = tuple(tuple(map(short_name, _names(home))) for home in devices)
         found: list[collections.Counter[str]] = [collections.Counter() for _ in devices]
         for graph in metadata.partition_graphs:
             for node in graph.node:
                 action = _ACTION.search(node.name)
                 if action is not None and node.op not in _TRANSFERS:
-                    found[int(action[1])][_short(node.device)] += 1
+                    found[int(action[1])][short_name(node.device)] += 1
         for stage, counts in enumerate(found):
             if not counts:
                 raise DeviceError(
@@ -111,10 +110,3 @@ def record_placement() -> Iterator[Any]:
 
 def _names(home: str | Sequence[str]) -> Sequence[str]:
     return (home,) if isinstance(home, str) else home
-
-
-def _short(device: str) -> str:
-    """`GPU:1` of any spelling of a device; where there are several tasks, with the task."""
-    spec = tf.DeviceSpec.from_string(device)
-    task = f"/task:{spec.task}/" if spec.task else ""
-    return f"{task}{spec.device_type}:{spec.device_index or 0}"

@@ -17,6 +17,7 @@ from absl import flags
 from pipemesh.training.command import quiet
 from pipemesh.training.command.decode import Tokens, helped, program_of
 from pipemesh.training.command.flags import FlagError
+from pipemesh.training.command.host_flags import NAMES
 from pipemesh.training.command.plan_flags import OF_PIPELINES
 
 FLAGS = flags.FLAGS
@@ -75,13 +76,15 @@ def on_one_device() -> None:
     Raises:
         FlagError: a flag asks for another plan.
     """
-    of_plans = ("mesh_shape", "layout", *OF_PIPELINES, "strict_devices", "trace_schedule")
+    of_plans = ("mesh_shape", "layout", *OF_PIPELINES, "strict_devices", "trace_schedule", *NAMES)
     given = [name for name in of_plans if FLAGS[name].present]
     if given:
         raise FlagError(
             f"--{given[0]} plays no part, since a model is exported for one device; leave it out"
         )
     FLAGS.plain, FLAGS["plain"].present = True, 1
+    # Workers in TF_CONFIG are for what is computed.
+    FLAGS.cluster = "none"
 
 
 def export(subject: Any, path: str, tokens: Tokens) -> None:

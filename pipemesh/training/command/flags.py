@@ -10,6 +10,7 @@ from types import ModuleType
 from absl import flags
 
 from pipemesh.errors import PipemeshError
+from pipemesh.hosts import watch
 from pipemesh.mesh import Mesh
 from pipemesh.training.command import config
 
@@ -90,25 +91,13 @@ def exit_code(program: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except (PipemeshError, OSError) as error:
+        watch.check_workers()
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return BAD_INPUT
-
-
-def start_tensorflow(mesh: Mesh, device_type: str) -> None:
-    """Starts TensorFlow with the devices of a mesh, for a program that trains.
-
-    Raises:
-        FlagError: there are not as many.
-    """
-    from absl import logging
-
-    from pipemesh.backend.devices import prepare_graphs_quickly
-
-    logging.use_absl_handler()
-    if not FLAGS["verbosity"].present:
-        logging.set_verbosity(logging.ERROR)
-    prepare_graphs_quickly()
-    start_devices(mesh, device_type)
+    except Exception:
+        # Errors of TensorFlow say little of a worker that is lost.
+        watch.check_workers()
+        raise
 
 
 def start_devices(mesh: Mesh, device_type: str) -> None:

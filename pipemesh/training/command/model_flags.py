@@ -20,7 +20,8 @@ from pipemesh.errors import (
 )
 from pipemesh.mesh import Mesh
 from pipemesh.training.command import plan_flags
-from pipemesh.training.command.flags import FlagError, start_tensorflow
+from pipemesh.training.command.flags import FlagError
+from pipemesh.training.command.host_flags import start_tensorflow
 
 FLAGS = flags.FLAGS
 

@@ -10,6 +10,7 @@ from pipemesh.errors import LayoutError, PipemeshError, ScheduleError
 from pipemesh.plan.plan import LOWERINGS
 from pipemesh.plan.text_form import of_value
 from pipemesh.schedule_names import listing
+from pipemesh.training.command import host_flags
 from pipemesh.training.command.flags import FlagError, check_number, define_devices
 
 FLAGS = flags.FLAGS
@@ -90,6 +91,7 @@ def define(
     flags.DEFINE_boolean(
         "strict_devices", False, "Whether an operation that leaves its stage's device is an error."
     )
+    host_flags.define()
 
 
 def given() -> dict[str, str]:

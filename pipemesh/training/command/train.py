@@ -14,7 +14,7 @@ from typing import Any
 
 from pipemesh.checkpoint import Folder, newest_whole
 from pipemesh.checkpoint.whole_file import remove_unfinished, write_whole
-from pipemesh.training.command import model_flags, quiet, training_flags
+from pipemesh.training.command import host_flags, model_flags, quiet, training_flags
 from pipemesh.training.command.config import as_toml
 from pipemesh.training.command.flags import parse
 from pipemesh.training.run import console
@@ -39,6 +39,7 @@ def main(argv: list[str]) -> int:
     model_flags.define()
     training_flags.define()
     parse(argv, program, __doc__)
+    host_flags.go_on_by_itself()
     folder = model_flags.logdir()
     with console.objects_alone(training_flags.FLAGS.log_format == "json"):
         training_flags.take_up(folder, program)

@@ -13,7 +13,7 @@ from absl import flags
 from pipemesh.checkpoint import Manifest
 from pipemesh.checkpoint.folder import path_of, steps_of
 from pipemesh.errors import CheckpointError
-from pipemesh.training.command import config, plan_flags
+from pipemesh.training.command import config, host_flags, plan_flags
 from pipemesh.training.command.flags import FlagError
 from pipemesh.training.run.options import EVAL_BATCHES, LOG_FORMATS, ON_NONFINITE
 
@@ -47,6 +47,7 @@ _OF_A_CALL = (
     "find_learning_rate",
     "log_format",
     "profile_steps",
+    *host_flags.NAMES,
 )
 # Those that a program that only judges refuses.
 OF_TRAINING = ("log_format", "profile_steps")

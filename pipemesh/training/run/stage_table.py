@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pipemesh.backend.devices import short_name
 from pipemesh.layers.meta import layer_flops
 from pipemesh.layers.pipeline.simd_cut import simd_cut
 from pipemesh.text import columns
@@ -62,7 +63,7 @@ def stage_rows(stack: Any, shapes: Sequence[Any] | None = None) -> list[tuple[st
                 _summary([layer.cls.__name__ for layer in layers]),
                 *shares,
                 f"{sum(v.shape.num_elements() for v in variables):,}",
-                " ".join(name.split("/")[-1].removeprefix("device:") for name in places),
+                " ".join(map(short_name, places)),
             )
         )
         begin = end

@@ -1,0 +1,119 @@
+"""This process as the client of workers: connected, watched, begun again when one is lost."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import fcntl
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from pipemesh.hosts import watch
+from pipemesh.hosts.cluster import Cluster
+from pipemesh.hosts.gather import gather
+
+# How often in a row a program was begun again without a step in between.
+_AGAIN = "PIPEMESH_BEGUN_AGAIN"
+_MOST_AGAIN = 5
+_LOST = 3
+
+
+def connect(
+    cluster: Cluster,
+    *,
+    address: str | None = None,
+    answer: float = 5.0,
+    wait: float = 600.0,
+    again: bool = False,
+) -> None:
+    """Makes the workers' devices those of this process, and watches them from now on.
+
+    To be called before TensorFlow's first operation.
+
+    Args:
+        cluster: the workers.
+        address: `host:port` of this process, as workers reach it; by default found.
+        answer: seconds in which a worker has to say that it is there; it is asked twice.
+        wait: seconds to wait for workers that are not there.
+        again: whether this program is to be begun again when a worker is lost: it goes on by
+            itself from what it has saved. Otherwise it ends.
+
+    Raises:
+        DeviceError: a worker is not there, or TensorFlow has started.
+    """
+    from pipemesh.backend.cluster import connect_workers
+
+    begun = os.environ.get(_AGAIN) is not None
+    places, healths = gather(cluster, wait, answer, _say)
+    if begun:
+        _say("all workers are there")
+    watched = watch.Watch(
+        places, [health.start for health in healths], answer, _begin_again if again else _end
+    )
+    watched.start()
+    watch.make_current(watched)
+    connect_workers(places, address)
+
+
+def note_stages(devices: Sequence[Sequence[str]]) -> None:
+    """Notes which stages lie on which workers, to be said of one that is lost.
+
+    Args:
+        devices: those of each stage.
+    """
+    watched = watch.current()
+    if watched is None:
+        return
+    from pipemesh.backend.cluster import task_of
+
+    stages: dict[int, list[int]] = collections.defaultdict(list)
+    for stage, home in enumerate(devices):
+        for task in sorted({task for d in home if (task := task_of(d)) is not None}):
+            stages[task].append(stage)
+    watched.stages = {
+        task: f"stage{'s' * (len(found) > 1)} {', '.join(map(str, found))}"
+        for task, found in stages.items()
+    }
+
+
+def _begin_again(what: str) -> NoReturn:
+    """Replaces this process by the same program: TensorFlow cannot forget a worker that is lost.
+
+    Whatever it was about ends here, in the middle of it; it goes on from what it has saved.
+    """
+    watched = watch.current()
+    steps = watched.steps if watched else 0
+    times = 0 if steps else int(os.environ.get(_AGAIN, "0")) + 1
+    if times > _MOST_AGAIN:
+        _end(f"{what}; {times} times in a row no step was finished in between")
+    _say(f"{what}; going on from the last checkpoint")
+    _flush()
+    os.environ[_AGAIN] = str(times)
+    for name in os.listdir("/proc/self/fd"):
+        if (number := int(name)) > 2:
+            try:
+                flags = fcntl.fcntl(number, fcntl.F_GETFD)
+                fcntl.fcntl(number, fcntl.F_SETFD, flags | fcntl.FD_CLOEXEC)
+            except OSError:
+                # The one of the listing.
+                continue
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def _end(what: str) -> NoReturn:
+    """Ends this process: what TensorFlow waits for does not come."""
+    _say(f"error: {what}", name="")
+    _flush()
+    os._exit(_LOST)
+
+
+def _say(text: str, name: str = "pipemesh: ") -> None:
+    os.write(2, f"{name}{text}\n".encode())
+
+
+def _flush() -> None:
+    # Nobody may read it, or it is being written to by a thread that will not return.
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+        sys.stdout.flush()

@@ -1,0 +1,178 @@
+"""Which workers there are: from a command line, `TF_CONFIG`, Slurm or Kubernetes."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pipemesh.errors import DeviceError
+
+TF_CONFIG, SLURM, KUBERNETES = "tf_config", "slurm", "kubernetes"
+# The port that workers have where nobody says: as TensorFlow's resolvers have it.
+PORT = 8888
+_SPARE = "spare"
+# Of Slurm, on a node.
+_MOST_TASKS = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """Addresses of workers.
+
+    Attributes:
+        workers: `host:port` of each, in their order.
+        spares: of those that take the place of one that is lost.
+    """
+
+    workers: tuple[str, ...]
+    spares: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        every = [*self.workers, *self.spares]
+        if not self.workers:
+            raise DeviceError("a cluster has no workers; give host:port of one or more")
+        for address in every:
+            host, separator, port = address.rpartition(":")
+            if not (host and separator and port.isascii() and port.isdigit() and int(port) < 2**16):
+                raise DeviceError(
+                    f"address {address!r} is not host:port; write for example 'a:2222'"
+                )
+            if every.count(address) > 1:
+                raise DeviceError(f"address {address!r} occurs twice; each worker has its own")
+
+    @classmethod
+    def from_text(cls, text: str, spares: str = "") -> Cluster:
+        """The workers that a command line names.
+
+        Args:
+            text: addresses with commas between, or who knows them: `tf_config`, `slurm` or
+                `kubernetes:LABEL=VALUE`.
+            spares: addresses with commas between.
+
+        Raises:
+            DeviceError: there is none, or one is malformed.
+
+        Example:
+            >>> Cluster.from_text("a:1,a")
+            Traceback (most recent call last):
+            pipemesh.errors.DeviceError: address 'a' is not host:port; write for example 'a:2222'
+        """
+        kind, _, selector = text.partition(":")
+        extra = _listed(spares)
+        if text == TF_CONFIG:
+            found = cls.from_environment()
+            if found is None:
+                raise DeviceError(
+                    "TF_CONFIG is not set, or has no cluster with a job 'worker'; give host:port "
+                    "of each worker"
+                )
+            return cls(found.workers, extra or found.spares)
+        if text == SLURM:
+            return cls(_of_slurm(), extra)
+        if kind == KUBERNETES:
+            return cls(_of_kubernetes(selector), extra)
+        return cls(_listed(text), extra)
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Cluster | None:
+        """The workers that the variable `TF_CONFIG` names; None if it names none.
+
+        Its job `worker` is the workers, a job `spare` those that may take their places.
+
+        Args:
+            environment: by default that of this process.
+
+        Raises:
+            DeviceError: it is no JSON, or it says that this process is a worker itself.
+
+        Example:
+            >>> Cluster.from_environment({"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}'})
+            Cluster(workers=('a:1',), spares=())
+        """
+        environment = os.environ if environment is None else environment
+        text = environment.get("TF_CONFIG", "")
+        if not text.strip():
+            return None
+        try:
+            config: Any = json.loads(text)
+            cluster: Any = config.get("cluster", {})
+            workers, spares = cluster.get("worker", []), cluster.get(_SPARE, [])
+            task: Any = config.get("task", {})
+            own = task.get("type") if task else None
+        except (ValueError, AttributeError) as error:
+            raise DeviceError(
+                f"TF_CONFIG={text!r} is not what TensorFlow takes: {error}"
+            ) from error
+        if not workers:
+            return None
+        if own in ("worker", _SPARE):
+            raise DeviceError(
+                f"TF_CONFIG says that this process is a {own} itself; run `pipemesh worker` there, "
+                "and this command once, with a task of another type or none"
+            )
+        return cls(tuple(workers), tuple(spares))
+
+    def to_environment(self) -> str:
+        """The text of `TF_CONFIG` for a process that drives these workers."""
+        jobs = {"worker": list(self.workers)}
+        if self.spares:
+            jobs[_SPARE] = list(self.spares)
+        return json.dumps({"cluster": jobs, "task": {"type": "client", "index": 0}})
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",")) if text else ()
+
+
+def _of_slurm() -> tuple[str, ...]:
+    """The workers of a job of Slurm: one a task, as TensorFlow's resolver numbers them.
+
+    The resolver knows steps; of a batch script, which is none, the job says the same.
+    """
+    for name, of_job in (
+        ("STEP_NODELIST", "JOB_NODELIST"),
+        ("STEP_TASKS_PER_NODE", "TASKS_PER_NODE"),
+        ("STEP_NUM_TASKS", "NTASKS"),
+    ):
+        if f"SLURM_{name}" not in os.environ and f"SLURM_{of_job}" in os.environ:
+            os.environ[f"SLURM_{name}"] = os.environ[f"SLURM_{of_job}"]
+    os.environ.setdefault("SLURM_PROCID", "0")
+    import tensorflow as tf
+
+    try:
+        # Which GPUs a worker has is Slurm's matter; a resolver lists no more tasks than GPUs.
+        resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(
+            port_base=PORT, gpus_per_node=_MOST_TASKS, gpus_per_task=1, auto_set_gpu=False
+        )
+        found = resolver.cluster_spec().as_dict()["worker"]
+    except (RuntimeError, ValueError) as error:
+        raise DeviceError(f"Slurm does not say where workers are: {error}") from error
+    return _addresses(found)
+
+
+def _of_kubernetes(selector: str) -> tuple[str, ...]:
+    """The pods with a label, as TensorFlow's resolver finds them."""
+    if importlib.util.find_spec("kubernetes") is None:
+        raise DeviceError(
+            "TensorFlow asks Kubernetes by the package 'kubernetes', which is not installed: pip "
+            "install kubernetes; or give host:port of each worker, by a StatefulSet's names"
+        )
+    import tensorflow as tf
+
+    if not selector:
+        raise DeviceError("which pods? write kubernetes:LABEL=VALUE, such as kubernetes:app=worker")
+    resolver = tf.distribute.cluster_resolver.KubernetesClusterResolver(
+        job_to_label_mapping={"worker": [selector]}, tf_server_port=PORT
+    )
+    try:
+        return _addresses(resolver.cluster_spec().as_dict().get("worker", []))
+    except (RuntimeError, ValueError) as error:
+        raise DeviceError(f"Kubernetes does not say where workers are: {error}") from error
+
+
+def _addresses(found: Sequence[Any]) -> tuple[str, ...]:
+    return tuple(str(address).removeprefix("grpc://") for address in found)

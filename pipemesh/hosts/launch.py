@@ -1,0 +1,231 @@
+"""Starts workers on this machine, and a command that drives them.
+
+    pipemesh launch --processes=4 -- pipemesh train --mesh_shape=layers:4 --model=...
+    pipemesh launch --processes=2 -- python -m models.one_billion_word.train --mesh_shape=layers:2
+
+The command finds them by TF_CONFIG. Its output and its exit code are passed on. Workers end with
+it, or with this process, whatever becomes of it; one that ends before is started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import dataclasses
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pipemesh.errors import DeviceError
+from pipemesh.hosts.cluster import Cluster
+
+# Until a worker listens: it loads TensorFlow, beside others that do.
+_SECONDS_TO_START = 180
+_SECONDS_TO_END = 5
+_PAUSE = 0.1
+# One that ends so often in a row right after it was started is not started again.
+_MOST_STARTS = 5
+_PR_SET_PDEATHSIG = 1
+# A shell reports the number of the signal beyond this.
+_BY_SIGNAL = 128
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command to `parser`."""
+    parser.add_argument(
+        "--processes", type=int, required=True, metavar="N", help="how many workers to start"
+    )
+    parser.add_argument(
+        "--spares",
+        type=int,
+        default=0,
+        metavar="N",
+        help="how many more, to take the place of one that is lost (0)",
+    )
+    parser.add_argument(
+        "--cpu_devices",
+        type=int,
+        default=1,
+        metavar="N",
+        help="as how many devices each offers the CPU (1)",
+    )
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command.
+
+    Args:
+        arguments: what was parsed.
+
+    Returns:
+        The exit code of what was launched.
+
+    Raises:
+        DeviceError: there is nothing to launch, or workers cannot be started.
+    """
+    words: list[str] = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
+    for name, least in (("processes", 1), ("spares", 0), ("cpu_devices", 1)):
+        if getattr(arguments, name) < least:
+            raise DeviceError(f"--{name}={getattr(arguments, name)}: it must be at least {least}")
+    if not words:
+        raise DeviceError(
+            "which command? write it behind --, such as -- pipemesh train --model=..."
+        )
+    workers: list[_Worker] = []
+    try:
+        every = arguments.processes + arguments.spares
+        workers += [_Worker(number, arguments.cpu_devices) for number in range(every)]
+        for worker in workers:
+            worker.start()
+        limit = time.monotonic() + _SECONDS_TO_START
+        addresses = [worker.listens(limit) for worker in workers]
+        n = arguments.processes
+        return _drive(words, Cluster(tuple(addresses[:n]), tuple(addresses[n:])), workers)
+    finally:
+        for worker in workers:
+            worker.end()
+
+
+@dataclasses.dataclass
+class _Worker:
+    """A worker in a process of its own, which ends when its end of a pair of sockets is closed.
+
+    Or else, as one that was stopped cannot see that, when the system ends it.
+    """
+
+    number: int
+    cpu_devices: int
+    address: str = ""
+    process: subprocess.Popen[bytes] | None = None
+    pair: socket.socket | None = None
+    starts: int = 0
+    started: float = 0.0
+
+    def start(self) -> None:
+        if self.pair is not None:
+            self.pair.close()
+        self.pair, theirs = socket.socketpair()
+        port = self.address.rpartition(":")[2] or "0"
+        # A terminal's interrupt is for the command, which may need workers to save its work.
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "pipemesh.cli", "worker", f"--port={port}"),
+                *(f"--cpu_devices={self.cpu_devices}", f"--parent_fd={theirs.fileno()}"),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=2,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+            preexec_fn=_ends_with_parent(),
+        )
+        theirs.close()
+        self.started, self.starts = time.monotonic(), self.starts + 1
+
+    def listens(self, limit: float) -> str:
+        """Waits until it listens, and returns where."""
+        assert self.pair is not None
+        told = b""
+        while not told.endswith(b"\n"):
+            left = max(0.0, limit - time.monotonic())
+            ready, _, _ = select.select([self.pair], [], [], left)
+            more = self.pair.recv(100) if ready else b""
+            if not more:
+                why = "has ended" if ready else f"does not listen after {_SECONDS_TO_START} s"
+                raise DeviceError(f"worker {self.number} {why}; what it says stands above")
+            told += more
+        self.address = told.decode().strip()
+        return self.address
+
+    def keep(self) -> None:
+        """Starts it again where it was if it has ended."""
+        if self.process is None or self.process.poll() is None:
+            return
+        if time.monotonic() - self.started > _SECONDS_TO_START:
+            self.starts = 0
+        code, again = self.process.returncode, self.starts < _MOST_STARTS
+        what = "it is started again" if again else "it is not started again"
+        _say(f"worker {self.number} ({self.address}) has ended ({_how(code)}); {what}")
+        if again:
+            self.start()
+        else:
+            self.process = None
+
+    def end(self) -> None:
+        """Ends it."""
+        if self.pair is not None:
+            self.pair.close()
+        if self.process is None:
+            return
+        try:
+            self.process.wait(_SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            # It was stopped, or hangs.
+            self.process.kill()
+            self.process.wait()
+
+
+def _drive(words: Sequence[str], cluster: Cluster, workers: Sequence[_Worker]) -> int:
+    """Runs the command until it ends; returns its exit code."""
+    try:
+        command = subprocess.Popen(
+            list(words),
+            env={**os.environ, "TF_CONFIG": cluster.to_environment()},
+            preexec_fn=_ends_with_parent(),
+        )
+    except OSError as error:
+        raise DeviceError(f"{words[0]!r} cannot be started ({error.strerror})") from error
+
+    def hand_on(number: int, _frame: Any) -> None:
+        # From a terminal the command has it already.
+        if number != signal.SIGINT or not _is_of_terminal():
+            command.send_signal(number)
+
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, hand_on) for number in signals}
+    try:
+        while command.poll() is None:
+            time.sleep(_PAUSE)
+            for worker in workers:
+                worker.keep()
+    finally:
+        if command.poll() is None:
+            command.kill()
+            command.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    code = int(command.returncode)
+    return code if code >= 0 else _BY_SIGNAL - code
+
+
+def _ends_with_parent() -> Callable[[], None]:
+    """What a process does first that the system is to kill when this one has ended."""
+    parent, libc = os.getpid(), ctypes.CDLL(None)
+
+    def first() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return first
+
+
+def _is_of_terminal() -> bool:
+    try:
+        return os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        return False
+
+
+def _how(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+
+def _say(text: str) -> None:
+    print(f"pipemesh launch: {text}", file=sys.stderr, flush=True)

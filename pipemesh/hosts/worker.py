@@ -1,0 +1,164 @@
+"""Offers the devices of this machine to a client: a server of TensorFlow, and nothing besides.
+
+    pipemesh worker --port=2222 --cpu_devices=2
+    pipemesh train --cluster=127.0.0.1:2222 --mesh_shape=layers:2 --model=...
+
+What a client sends is executed, and nobody is asked who they are: TensorFlow's protocol knows
+neither passwords nor encryption. So by default only this machine can reach it. --listen names an
+address of a private network, or of a tunnel, by which others can.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+from typing import Any, NoReturn
+
+from pipemesh.errors import DeviceError
+from pipemesh.hosts.cluster import PORT
+
+_LOOPBACK = "127.0.0.1"
+_EVERYWHERE = ("0.0.0.0", "::")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command to `parser`."""
+    parser.add_argument(
+        "--port", type=int, default=PORT, help=f"where to listen; 0 for a free one ({PORT})"
+    )
+    parser.add_argument(
+        "--listen",
+        default=_LOOPBACK,
+        metavar="ADDRESS",
+        help="the address of this machine by which others may reach the worker, 0.0.0.0 for all; "
+        "nobody is asked for a password, so give one of a private network (127.0.0.1)",
+    )
+    parser.add_argument(
+        "--cpu_devices",
+        type=int,
+        default=1,
+        metavar="N",
+        help="offer the CPU as so many devices (1)",
+    )
+    # Of a parent that ends its workers with itself.
+    parser.add_argument("--parent_fd", type=int, default=None, help=argparse.SUPPRESS)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command.
+
+    Args:
+        arguments: what was parsed.
+
+    Returns:
+        The exit code; a worker that listens ends by a signal, or with its parent.
+
+    Raises:
+        DeviceError: it cannot listen there.
+    """
+    if not 0 <= arguments.port < 2**16:
+        raise DeviceError(f"--port={arguments.port}: it must be 0 or more, and below 65536")
+    if arguments.cpu_devices < 1:
+        raise DeviceError(f"--cpu_devices={arguments.cpu_devices}: it must be at least 1")
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, _leave)
+    server, port = _serve(arguments.port, arguments.listen, arguments.cpu_devices)
+    address = f"{_reached(arguments.listen)}:{port}"
+    _announce(address, arguments.listen)
+    parent = None
+    if arguments.parent_fd is not None:
+        parent = socket.socket(fileno=arguments.parent_fd)
+        parent.sendall(f"{address}\n".encode())
+    # Returns when the parent has ended; signals end the process.
+    select.select([parent] if parent else [], [], [])
+    del server
+    return 0
+
+
+def _serve(port: int, listen: str, cpu_devices: int) -> tuple[Any, int]:
+    """A server that nobody else can reach, and its port."""
+    import tensorflow as tf
+
+    from pipemesh.backend.address_filter import keep_to
+
+    cores = os.cpu_count() or 1
+    config = tf.compat.v1.ConfigProto(
+        device_count={"CPU": cpu_devices},
+        inter_op_parallelism_threads=max(cpu_devices, cores),
+        intra_op_parallelism_threads=max(1, cores // cpu_devices),
+    )
+    if port:
+        # gRPC would share a port with whoever has it already.
+        with socket.socket(socket.AF_INET6) as free:
+            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                free.bind(("::", port))
+            except OSError as error:
+                raise DeviceError(f"--port={port}: {error.strerror}; give another") from error
+    try:
+        server = tf.distribute.Server(
+            {"worker": [f"localhost:{port}"]},
+            job_name="worker",
+            task_index=0,
+            config=config,
+            start=False,
+        )
+    except tf.errors.OpError as error:
+        raise DeviceError(f"--port={port}: {error.message}") from error
+    port = int(server.target.rpartition(":")[2])
+    if listen not in _EVERYWHERE:
+        try:
+            keep_to(port, [_ip(listen)])
+        except DeviceError as error:
+            raise DeviceError(
+                f"--listen={listen}: {error}; --listen=0.0.0.0 lets everybody reach it"
+            ) from error
+    server.start()
+    return server, port
+
+
+def _announce(address: str, listen: str) -> None:
+    from pipemesh.hosts.health import ask
+
+    (found,) = ask(
+        [
+            f"{_LOOPBACK if listen in _EVERYWHERE else address.rpartition(':')[0]}:"
+            f"{address.rpartition(':')[2]}"
+        ],
+        30,
+    )
+    if found.trouble:
+        raise DeviceError(f"the worker on {address} {found.trouble}")
+    who = "by this machine alone"
+    if listen != _LOOPBACK:
+        who = "by whoever reaches that address, without a password"
+    print(
+        f"pipemesh worker: {address}, reached {who}; devices {', '.join(found.devices)}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _ip(listen: str) -> str:
+    try:
+        return str(socket.getaddrinfo(listen, None)[0][4][0])
+    except OSError as error:
+        raise DeviceError(f"--listen={listen!r} is no address ({error.strerror})") from error
+
+
+def _reached(listen: str) -> str:
+    """The host of the address, as others write it."""
+    name = socket.gethostname() if listen in _EVERYWHERE else listen
+    return f"[{name}]" if ":" in name else name
+
+
+def _leave(_number: int, _frame: Any) -> NoReturn:
+    """Ends the process: TensorFlow's servers know no other end."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.flush()
+    os._exit(0)

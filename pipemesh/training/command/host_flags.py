@@ -1,0 +1,118 @@
+"""The flags that say which workers a program drives."""
+
+from __future__ import annotations
+
+from absl import flags
+
+from pipemesh.errors import DeviceError
+from pipemesh.mesh import Mesh
+from pipemesh.training.command.flags import FlagError, check_number, start_devices
+
+FLAGS = flags.FLAGS
+
+# Flags that are defined here belong to the program that asks for them.
+flags.disclaim_key_flags()
+
+# They are of a call: what was trained on some workers goes on on others, or on none.
+NAMES = ("cluster", "spares", "client_address", "worker_answer", "worker_wait")
+# Whether the program goes on by itself from what it has saved; set by those that do.
+_again = False
+
+
+def define() -> None:
+    """Defines them."""
+    flags.DEFINE_string(
+        "cluster",
+        None,
+        "Workers whose devices to use, host:port with commas between, each a `pipemesh worker`; or "
+        "tf_config, slurm, or kubernetes:LABEL=VALUE. Default: those in TF_CONFIG, if it is set; "
+        "none uses this machine all the same.",
+    )
+    flags.DEFINE_string(
+        "spares", None, "Workers that take the place of one that is lost, host:port as --cluster."
+    )
+    flags.DEFINE_string(
+        "client_address",
+        None,
+        "host:port of this program, as workers reach it; default: its address towards the first.",
+    )
+    flags.DEFINE_float(
+        "worker_answer",
+        5.0,
+        "Seconds in which a worker must answer that it is there; it is asked twice.",
+    )
+    flags.DEFINE_float("worker_wait", 600.0, "Seconds to wait for workers that are not there.")
+
+
+def go_on_by_itself() -> None:
+    """Lets this program begin again when a worker is lost: it goes on from what it has saved."""
+    global _again
+    _again = True
+
+
+def start_tensorflow(mesh: Mesh, device_type: str) -> None:
+    """Starts TensorFlow with the devices of a mesh, or with workers, for a program that trains.
+
+    Raises:
+        FlagError: there are not as many.
+        DeviceError: a worker is not there.
+    """
+    from absl import logging
+
+    from pipemesh.backend.devices import prepare_graphs_quickly
+
+    logging.use_absl_handler()
+    if not FLAGS["verbosity"].present:
+        logging.set_verbosity(logging.ERROR)
+    prepare_graphs_quickly()
+    if not connect():
+        start_devices(mesh, device_type)
+
+
+def connect() -> bool:
+    """Connects this program to its workers, before TensorFlow's first operation.
+
+    Returns:
+        Whether there are any.
+
+    Raises:
+        FlagError: a flag is malformed, or workers do not go with another one.
+        DeviceError: a worker is not there.
+    """
+    from pipemesh.hosts import Cluster
+
+    if "cluster" not in FLAGS or FLAGS.cluster == "none":
+        return False
+    try:
+        if FLAGS.cluster is None:
+            found = Cluster.from_environment()
+            if found and FLAGS.spares:
+                found = Cluster.from_text("tf_config", FLAGS.spares)
+        else:
+            found = Cluster.from_text(FLAGS.cluster, FLAGS.spares or "")
+    except DeviceError as error:
+        flag = "--cluster: " if FLAGS.cluster is None else f"--cluster={FLAGS.cluster!r}: "
+        raise FlagError(f"{flag}{error}") from error
+    for name in NAMES[1:3]:
+        if found is None and FLAGS[name].present:
+            raise FlagError(f"--{name} is for workers; give their addresses by --cluster")
+    if found is None:
+        return False
+    check_number("worker_answer", FLAGS.worker_answer)
+    check_number("worker_wait", FLAGS.worker_wait)
+    if "trace_schedule" in FLAGS and FLAGS.trace_schedule:
+        raise FlagError(
+            "--trace_schedule takes times in this process, where workers compute nothing; leave it "
+            "out, or --cluster=none"
+        )
+    # The room loads gRPC.
+    from pipemesh.hosts.client import connect as connect_to
+
+    connect_to(
+        found,
+        address=FLAGS.client_address,
+        answer=FLAGS.worker_answer,
+        wait=FLAGS.worker_wait,
+        again=_again,
+    )
+    return True

@@ -1,0 +1,111 @@
+"""Who reaches a port that is open to everybody but for a filter."""
+
+import contextlib
+import socket
+import struct
+
+import pytest
+
+from pipemesh.backend.address_filter import is_allowed, keep_to, networks, program
+from pipemesh.errors import DeviceError
+
+
+def own_address():
+    """An address of this machine that is no loopback; None if it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unsent, contextlib.suppress(OSError):
+        unsent.connect(("192.0.2.1", 9))
+        return unsent.getsockname()[0]
+
+
+@pytest.fixture
+def server():
+    with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as found:
+        yield found
+
+
+def reaches(address, server):
+    port = server.getsockname()[1]
+    try:
+        socket.create_connection((address, port), timeout=0.5).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_a_loopback_alone_is_reached(server):
+    assert reaches("127.0.0.1", server)
+    keep_to(server.getsockname()[1], ["127.0.0.1"])
+    assert reaches("127.0.0.1", server)
+    assert reaches("127.0.0.2", server)
+
+
+def test_other_addresses_of_this_machine_are_not_reached(server):
+    if (own := own_address()) is None:
+        pytest.skip("this machine has a loopback alone")
+    port = server.getsockname()[1]
+    with socket.create_connection((own, port), timeout=5) as first:
+        let_in, _ = server.accept()
+        with let_in, socket.create_connection((own, port), timeout=5) as second:
+            keep_to(port, ["127.0.0.1"])
+            assert not reaches(own, server)
+            for early in (first, second):
+                early.settimeout(5)
+                with contextlib.suppress(ConnectionResetError):
+                    assert early.recv(1) == b""
+    assert reaches("127.0.0.1", server)
+
+
+@pytest.mark.parametrize("peers", [False, True])
+def test_what_is_not_the_one_address_is_dropped(server, peers):
+    keep_to(server.getsockname()[1], ["192.0.2.7"], peers)
+    assert not reaches("127.0.0.1", server)
+
+
+def test_a_port_that_is_not_listened_on_is_an_error():
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    with pytest.raises(DeviceError, match=f"does not listen on port {port}"):
+        keep_to(port, ["127.0.0.1"])
+
+
+def run(code, packet):
+    """What the kernel would do: how much of a packet is let through."""
+    lines = [struct.unpack("HBBI", code[i : i + 8]) for i in range(0, len(code), 8)]
+    at = value = 0
+    while True:
+        operation, yes, no, k = lines[at]
+        at += 1
+        offset = (k - (2**32 - 0x100000)) if k >= 2**31 else k
+        if operation == 0x30:
+            value = packet[offset]
+        elif operation == 0x20:
+            value = int.from_bytes(packet[offset : offset + 4], "big")
+        elif operation == 0x74:
+            value >>= k
+        elif operation == 0x54:
+            value &= k
+        elif operation == 0x15:
+            at += yes if value == k else no
+        elif operation == 0x05:
+            at += k
+        elif operation == 0x06:
+            return k
+
+
+def packet(source, target):
+    family = socket.AF_INET6 if ":" in source else socket.AF_INET
+    ends = socket.inet_pton(family, source) + socket.inet_pton(family, target)
+    return (bytes([0x60]) + bytes(7) if ":" in source else bytes([0x45]) + bytes(11)) + ends
+
+
+@pytest.mark.parametrize("peers", [False, True])
+@pytest.mark.parametrize(
+    "address", ["127.3.2.1", "10.0.0.5", "10.0.0.6", "::1", "fd00::5", "fd00::6"]
+)
+def test_the_filter_lets_through_what_is_allowed(address, peers):
+    allowed = networks(["10.0.0.5", "fd00::5", "127.0.0.1"])
+    other = "fe80::1" if ":" in address else "9.9.9.9"
+    ends = (address, other) if peers else (other, address)
+    assert bool(run(program(allowed, peers), packet(*ends))) == is_allowed(address, allowed)
+    assert is_allowed(address, allowed) == (address[-1] != "6")
+    assert not run(program(allowed, peers), packet(*ends[::-1]))

@@ -1,0 +1,83 @@
+"""What is trained on workers is what is trained in one process, bit for bit."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.hosts.workers import started
+
+SPLIT = "heads:model;d_ff:model;vocab:model"
+PLANS = [
+    "mesh=layers:2 num_microbatches=4",
+    "mesh=layers:4 num_microbatches=4",
+    "mesh=layers:2;data:2 layout=batch:data num_microbatches=4",
+    f"mesh=layers:2;model:2 layout={SPLIT} num_microbatches=4",
+    "mesh=layers:1;data:2 layout=batch:data num_microbatches=4",
+    f"mesh=layers:1;model:2 layout={SPLIT} num_microbatches=4",
+    f"mesh=layers:1;data:2;model:2 layout=batch:data;{SPLIT} num_microbatches=4",
+    "mesh=layers:2 num_microbatches=4 lowering=simd schedule=gpipe",
+]
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def workers():
+    with started(4, "--cpu_devices=2") as (_, addresses):
+        yield addresses
+
+
+def trained(addresses, plans, steps=STEPS):
+    words = [",".join(addresses), str(steps), *plans]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.hosts.trained", *words],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(found) == len(plans)
+    return found
+
+
+def assert_same(addresses, plans):
+    alone, together = trained([], plans), trained(addresses, plans)
+    for plan, one, other in zip(plans, alone, together, strict=True):
+        assert one["losses"] == other["losses"], plan
+        assert len(set(one["losses"])) == STEPS
+        assert one["weights"] == other["weights"], plan
+        assert (one["workers"], other["workers"]) == (0, len(addresses))
+        tasks = {device.split("/")[3] for device in other["devices"]}
+        assert len(tasks) == min(len(addresses), len(other["devices"])), plan
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_workers_train_what_one_process_does(workers):
+    assert_same(workers[:2], [PLANS[0], PLANS[2], PLANS[3]])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_four_workers_train_what_one_process_does(workers):
+    assert_same(workers, [PLANS[1], PLANS[4], PLANS[5]])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("number", [2, 4])
+@pytest.mark.parametrize("plans", [PLANS[:2], PLANS[2:4], PLANS[4:6], PLANS[6:]])
+def test_any_workers_train_what_one_process_does(workers, number, plans):
+    assert_same(workers[:number], plans)
+
+
+@pytest.mark.slow
+def test_tensors_go_from_worker_to_worker(workers):
+    """Activations and gradients are 256 KiB a step; the client sends a batch and gets a loss."""
+    plan = "wide mesh=layers:2 num_microbatches=4"
+    (found,) = trained(workers[:2], [plan], 4)
+    handed_on = 2 * 8 * 16 * 256 * 4
+    assert 0 < found["bytes"] < handed_on / 4

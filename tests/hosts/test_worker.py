@@ -1,0 +1,56 @@
+"""The command `pipemesh worker`."""
+
+import signal
+
+import pytest
+
+from pipemesh.cli import main
+from pipemesh.hosts.health import ask
+from tests.hosts.workers import address_of, start
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--port=70000"], "--port=70000: it must be 0 or more, and below 65536"),
+        (["--cpu_devices=0"], "--cpu_devices=0: it must be at least 1"),
+    ],
+)
+def test_what_cannot_be_offered_is_an_error(words, told, capsys):
+    assert main(["worker", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_worker_says_what_it_offers_and_ends_when_it_is_told_to(number):
+    worker = start("--cpu_devices=3")
+    try:
+        address = address_of(worker)
+        assert address.startswith("127.0.0.1:")
+        (health,) = ask([address], 10)
+        assert health.devices == ("CPU:0", "CPU:1", "CPU:2")
+        assert health.start
+        worker.send_signal(number)
+        out, _ = worker.communicate(timeout=20)
+        assert (worker.returncode, out) == (0, "")
+        assert "refused" in ask([address], 5)[0].trouble
+    finally:
+        worker.kill()
+        worker.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_worker_that_is_stopped_does_not_answer_in_time():
+    worker = start()
+    try:
+        address = address_of(worker)
+        worker.send_signal(signal.SIGSTOP)
+        assert ask([address], 1.0)[0].trouble.startswith("has not answered for ")
+        worker.send_signal(signal.SIGCONT)
+        assert ask([address], 10)[0].devices == ("CPU:0",)
+    finally:
+        worker.kill()
+        worker.communicate()
