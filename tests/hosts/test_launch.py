@@ -159,6 +159,7 @@ def assert_same(found, wanted):
 
 
 @pytest.mark.slow
+@pytest.mark.serial
 @pytest.mark.timeout(500)
 def test_a_worker_that_is_killed_costs_some_steps_and_changes_nothing(undisturbed, tmp_path):
     err = train(tmp_path / "run", disturb=lambda workers: os.kill(workers[1], signal.SIGKILL))
@@ -169,6 +170,7 @@ def test_a_worker_that_is_killed_costs_some_steps_and_changes_nothing(undisturbe
 
 
 @pytest.mark.slow
+@pytest.mark.serial
 @pytest.mark.timeout(500)
 def test_a_spare_takes_the_place_of_a_worker_that_is_stopped(undisturbed, tmp_path):
     err = train(
