@@ -42,8 +42,8 @@ def _server():
     listener.bind(path)
     # From now on clients wait until it is ready.
     listener.listen()
-    # The server shall hold back what TensorFlow says, and fork while it has one thread. Arrow, which
-    # pandas loads where it is installed, starts one for its memory.
+    # The server shall hold back what TensorFlow says, and fork while it has one thread. Arrow,
+    # which pandas loads where it is installed, starts one for its memory.
     left_out = ("TF_CPP_MIN_LOG_LEVEL",)
     env = {name: value for name, value in os.environ.items() if name not in left_out}
     one_thread = {
