@@ -37,7 +37,7 @@ def lost(told):
 
 
 def watch(*rounds):
-    found = Watch(["a:1", "b:1"], [7, 7], 1.0, lost)
+    found = Watch({0: "a:1", 1: "b:1"}, [7, 7], 1.0, lost)
     found._asker.close()
     found._asker = Answers(*rounds)
     return found
@@ -71,7 +71,7 @@ def test_a_worker_that_was_started_again_has_forgotten_everything():
 
 def test_nobody_listens():
     told = []
-    found = Watch(["127.0.0.1:9"], [7], 0.5, told.append)
+    found = Watch({0: "127.0.0.1:9"}, [7], 0.5, told.append)
     begun = time.monotonic()
     found.start()
     while not told and time.monotonic() - begun < 20:
@@ -90,18 +90,18 @@ def gathered(monkeypatch, *rounds, seconds=5.0, answer=0.0, spares=("c:1",)):
 
 
 def test_all_are_there(monkeypatch):
-    assert gathered(monkeypatch, (WELL, WELL, WELL)) == (("a:1", "b:1"), [])
+    assert gathered(monkeypatch, (WELL, WELL, WELL)) == ({0: "a:1", 1: "b:1"}, [])
 
 
 def test_a_spare_takes_the_place_of_one_that_is_missing(monkeypatch):
     places, told = gathered(monkeypatch, (WELL, SILENT, WELL))
-    assert places == ("a:1", "c:1")
+    assert places == {0: "a:1", 1: "c:1"}
     assert told == ["spare c:1 takes the place of worker 1 (b:1)"]
 
 
 def test_a_worker_has_time_to_come_back(monkeypatch):
     places, told = gathered(monkeypatch, (WELL, SILENT, WELL), (WELL, WELL, WELL), answer=60.0)
-    assert places == ("a:1", "b:1")
+    assert places == {0: "a:1", 1: "b:1"}
     assert told == ["waiting for 1 of 3 workers: worker 1 (b:1) has not answered for 1 s"]
 
 
