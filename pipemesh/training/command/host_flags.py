@@ -128,8 +128,8 @@ def connect() -> bool:
     if found is None:
         return False
     for name in ("worker_answer", "worker_wait", "step_limit"):
-        if FLAGS[name].value is not None:
-            check_number(name, FLAGS[name].value)
+        if (value := FLAGS[name].value) is not None:
+            check_number(name, value)
     if FLAGS.elastic and not _again:
         raise FlagError(
             "--elastic is for a training, which goes on from its checkpoints; give a --mesh_shape "
