@@ -52,15 +52,17 @@ def gather(
                     missing.append(number)
             if missing and fewer is not None and waited >= fewer and len(missing) < len(places):
                 for number in missing:
-                    tell(f"going on without {_who(number, places, healths)}")
-                    del places[number]
+                    address = places.pop(number)
+                    trouble = healths[address].trouble
+                    tell(f"going on without worker {number} ({address}), which {trouble}")
                 missing = []
             if not missing:
                 for number, address in places.items():
                     if address != (own := cluster.workers[number]):
                         tell(f"spare {address} takes the place of worker {number} ({own})")
                 return places, [healths[address] for address in places.values()]
-            what = _who(missing[0], places, healths)
+            address = places[missing[0]]
+            what = f"worker {missing[0]} ({address}) {healths[address].trouble}"
             if waited >= seconds:
                 raise DeviceError(
                     f"{what}, for {waited:.0f} s; start it there with `pipemesh worker`, or give "
@@ -72,8 +74,3 @@ def gather(
             time.sleep(_PAUSE)
     finally:
         asker.close()
-
-
-def _who(number: int, places: dict[int, str], healths: dict[str, Health]) -> str:
-    address = places[number]
-    return f"worker {number} ({address}) {healths[address].trouble}"

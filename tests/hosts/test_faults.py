@@ -64,7 +64,7 @@ def test_an_elastic_training_goes_on_with_who_is_there_and_takes_back_who_return
         os.kill(second, signal.SIGSTOP)
         # Alone, from the checkpoint of step 8.
         run.until_step(10, times=2)
-        assert re.search(r"going on without worker 1 \(.*\) has not answered", run.err)
+        assert re.search(r"going on without worker 1 \(.*\), which has not answered", run.err)
         assert "1 workers with 1 devices are there, and mesh=layers:2 has 2" in run.err
         assert [begin["mesh"] for begin in run.events("begin")] == ["layers:2", "layers:1"]
         os.kill(second, signal.SIGCONT)
