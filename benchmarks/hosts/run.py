@@ -1,4 +1,4 @@
-"""A step over two processes against one with the same devices; what is sent; what a lost worker costs."""
+"""A step over two processes against one with the same devices, what is sent, what a loss costs."""
 
 from __future__ import annotations
 
