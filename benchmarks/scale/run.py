@@ -8,11 +8,7 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-import sys
 import time
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
 
 from pipemesh.cli import main as pipemesh
 from pipemesh.plan.figures import Figures

@@ -7,9 +7,9 @@ Example:
     >>> from pipemesh.plan.layer_figures import figures_of_costs
     >>> from pipemesh.plan.network import Link, Network
     >>> from pipemesh.scale import Job, Reliability, forecast
-    >>> layers = figures_of_costs([LayerCost(1e-3, parameter_bytes=1e6)] * 64, rows=1)
+    >>> layers = figures_of_costs([LayerCost(1e-3, parameter_bytes=1e6)] * 16, rows=1)
     >>> network = Network(8, Link(1e-6, 1e11), Link(1e-5, 1e10))
-    >>> job = Job(tuple(layers), network, batch=4096)
+    >>> job = Job(tuple(layers), network, batch=256)
     >>> found = forecast(job, 64, Reliability(device=1e8, storage=1e9))
     >>> found.step.split.num_devices, 0.9 < found.goodput < 1
     (64, True)

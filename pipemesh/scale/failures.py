@@ -31,7 +31,7 @@ class Failures:
         >>> round(failures.young), round(failures.daly), round(failures.best)
         (1315, 1308, 1308)
         >>> round(failures.goodput(failures.best), 4)
-        0.9836
+        0.9835
     """
 
     between: float

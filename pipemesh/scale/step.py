@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from pipemesh.partition import partition
 from pipemesh.plan.layer_figures import LayerFigures
 from pipemesh.scale.job import Job, Split
-from pipemesh.schedule import Costs, Schedule, ScheduleSpec, Timeline, simulate
+from pipemesh.schedule import Costs, Schedule, ScheduleSpec, simulate
+
+# Microbatches a place after which each takes as long as the one before.
+_STEADY = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,28 +73,24 @@ def forecast_step(job: Job, split: Split) -> Step:
     table = _table(split.schedule, split.layers, split.num_microbatches)
     rows = job.batch / split.data / split.num_microbatches
     stages = _stages(job, table.num_stages, rows, split)
-    work = _costs(job, stages, rows, split)
-    even = _evenly(work, split.layers, table.num_stages)
-    summed = _costs(job, stages, rows, split, sums=True)
-    sent = dataclasses.replace(summed, transfer=_transfers(job, stages, rows, split, table))
-    lone = Costs(even.forward, even.backward, even.input_grad, even.weight_grad)
-    timelines = [simulate(table, costs) for costs in (lone, work, summed, sent)]
-    lengths = [timeline.makespan for timeline in timelines]
-    loads = sum(timelines[0].busy) / split.layers
-    count = sum(map(len, table.rows)) * job.action / split.layers
+    run = _run(job, split, stages, rows, table)
+    if (number := split.num_microbatches) > table.num_microbatches:
+        # In the steady state each microbatch adds as much as the one before.
+        half = _table(split.schedule, split.layers, table.num_microbatches // 2)
+        before = _run(job, split, stages, rows, half)
+        run = run.beyond(before, number, table.num_microbatches, half.num_microbatches)
     tails = [_tail(job, stages, split, table, device) for device in range(split.layers)]
-    last = timelines[-1]
-    ends = [row[-1] for row in last.ends]
-    with_gradients = max(end + tail[0] for end, tail in zip(ends, tails, strict=True))
-    with_optimizer = max(end + sum(tail) for end, tail in zip(ends, tails, strict=True))
+    with_gradients = max(end + tail[0] for end, tail in zip(run.ends, tails, strict=True))
+    with_optimizer = max(end + sum(tail) for end, tail in zip(run.ends, tails, strict=True))
+    even, cut, summed, sent = run.lengths
     parts = {
-        "compute": loads - count,
-        "actions": count,
-        "bubble": lengths[0] - loads,
-        "imbalance": lengths[1] - lengths[0],
-        "sums": lengths[2] - lengths[1],
-        "transfers": lengths[3] - lengths[2],
-        "gradients": with_gradients - lengths[3],
+        "compute": run.work - run.actions,
+        "actions": run.actions,
+        "bubble": even - run.work,
+        "imbalance": cut - even,
+        "sums": summed - cut,
+        "transfers": sent - summed,
+        "gradients": with_gradients - sent,
         "optimizer": with_optimizer - with_gradients,
         "fixed": job.fixed,
     }
@@ -99,13 +98,83 @@ def forecast_step(job: Job, split: Split) -> Step:
         split,
         with_optimizer + job.fixed,
         parts,
-        timelines[-1].bubble_ratio,
-        _memory(job, stages, rows, split, last),
+        1 - run.busy / sent,
+        _memory(job, stages, rows, split, table, run.in_flight),
     )
 
 
-@functools.lru_cache(maxsize=64)
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """What simulations of a table say.
+
+    Attributes:
+        lengths: makespans with equal stages, with those there are, with sums, with transfers.
+        work: of a device on average, with equal stages.
+        busy: of a device on average, with all.
+        actions: what its actions take beside their layers.
+        ends: of each device, when its last action ends.
+        in_flight: of each stage, as `Timeline.in_flight`.
+    """
+
+    lengths: tuple[float, ...]
+    work: float
+    busy: float
+    actions: float
+    ends: tuple[float, ...]
+    in_flight: tuple[float, ...]
+
+    def beyond(self, before: _Run, number: int, here: int, there: int) -> _Run:
+        """The same for more microbatches, by the line through here and an earlier number."""
+
+        def on(a: float, b: float) -> float:
+            return a + (a - b) * (number - here) / (here - there)
+
+        def on_all(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]:
+            return tuple(map(on, a, b))
+
+        return _Run(
+            on_all(self.lengths, before.lengths),
+            on(self.work, before.work),
+            on(self.busy, before.busy),
+            on(self.actions, before.actions),
+            on_all(self.ends, before.ends),
+            on_all(self.in_flight, before.in_flight),
+        )
+
+
+def _run(
+    job: Job,
+    split: Split,
+    stages: Sequence[Sequence[LayerFigures]],
+    rows: float,
+    table: Schedule,
+) -> _Run:
+    work = _costs(job, stages, rows, split)
+    even = _evenly(work, table.num_stages)
+    summed = _costs(job, stages, rows, split, sums=True)
+    sent = dataclasses.replace(summed, transfer=_transfers(job, stages, rows, split, table))
+    timelines = [simulate(table, costs) for costs in (even, work, summed, sent)]
+    last, places = timelines[-1], split.layers
+    return _Run(
+        tuple(timeline.makespan for timeline in timelines),
+        sum(timelines[0].busy) / places,
+        sum(last.busy) / places,
+        sum(map(len, table.rows)) * job.action / places,
+        tuple(row[-1] for row in last.ends),
+        last.in_flight,
+    )
+
+
 def _table(schedule: str, places: int, num_microbatches: int) -> Schedule:
+    """The table, of so many microbatches as show its steady state."""
+    most = _STEADY * places
+    # Of even numbers of rounds, so that half as many can be had, too.
+    number = num_microbatches if num_microbatches <= most else most
+    return _built(schedule, places, number)
+
+
+@functools.lru_cache(maxsize=64)
+def _built(schedule: str, places: int, num_microbatches: int) -> Schedule:
     return ScheduleSpec.from_text(schedule).build(places, num_microbatches)
 
 
@@ -160,15 +229,11 @@ def _sum(job: Job, layer: LayerFigures, rows: float, split: Split) -> float:
     return layer.sums * job.network.all_reduce(shared, 1, size)
 
 
-def _evenly(costs: Costs, places: int, number: int) -> Costs:
+def _evenly(costs: Costs, number: int) -> Costs:
     """All work spread evenly over the stages."""
-
-    def mean(values: object) -> float:
-        return sum(values) / number  # type: ignore[call-overload]
-
-    return Costs(
-        *(mean(getattr(costs, f)) for f in ("forward", "backward", "input_grad", "weight_grad"))
-    )
+    each = costs.per_stage(number)
+    means = [sum(of) / number for of in (each.forward, each.backward, each.input_grad)]
+    return Costs(*means, sum(each.weight_grad) / number)
 
 
 def _transfers(
@@ -223,12 +288,13 @@ def _memory(
     stages: Sequence[Sequence[LayerFigures]],
     rows: float,
     split: Split,
-    timeline: Timeline,
+    table: Schedule,
+    in_flight: Sequence[float],
 ) -> float:
     """Of the fullest device: weights, gradients, the optimizer's share, and activations."""
     fullest = 0.0
     for device in range(split.layers):
-        own = _own(timeline.schedule, device)
+        own = _own(table, device)
         weights = _weights(stages, split, own)
         held = working = 0.0
         for stage in own:
@@ -237,7 +303,7 @@ def _memory(
             )
             before = stages[stage - 1][-1].outputs if stage else stages[0][0].outputs
             each = before.at(rows) if split.again else kept
-            held += timeline.in_flight[stage] * each
+            held += in_flight[stage] * each
             # While an action computes its stage again it has all of that, too.
             working = max(working, kept if split.again else 0.0)
         fullest = max(fullest, weights * (2 + job.optimizer / split.data) + held + working)

@@ -8,6 +8,7 @@ from pipemesh.partition import LayerCost
 from pipemesh.plan.layer_figures import figures_of_costs
 from pipemesh.plan.network import Link, Network
 from pipemesh.scale import Job, Split, forecast_step
+from pipemesh.schedule import Costs, ScheduleSpec, simulate
 
 FREE = Network(8, Link(0.0, 1e30), Link(0.0, 1e30))
 
@@ -73,6 +74,20 @@ def test_boundaries_inside_a_host_are_fast():
     across = forecast_step(job(network=slow), Split(2, data=2, num_microbatches=16))
     inside = forecast_step(job(network=slow), Split(2, num_microbatches=16))
     assert inside.parts["transfers"] == 0 < across.parts["transfers"]
+
+
+@pytest.mark.parametrize("places", [2, 8])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved:2", "zb_h1", "zb_v", "gpipe"])
+def test_many_microbatches_are_told_from_fewer(schedule, places):
+    """The steady state goes on: what is extrapolated is what the whole table says."""
+    network = Network(1, Link(0.0, 1e30), Link(0.01, 1e8))
+    found = job(layers=16, network=network, batch=128, action=0.01)
+    table = ScheduleSpec.from_text(schedule).build(places, 128)
+    each = 16 / table.num_stages
+    costs = Costs(*(each * part + 0.01 for part in (1, 2, 1, 1)), 0.02)
+    step = forecast_step(found, Split(places, schedule=schedule, num_microbatches=128))
+    assert step.seconds == pytest.approx(simulate(table, costs).makespan, rel=1e-3)
+    assert step.bubble == pytest.approx(simulate(table, costs).bubble_ratio, abs=1e-3)
 
 
 splits = st.builds(
