@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from typing import Any, cast
 
 from pipemesh.errors import PlanError
@@ -30,6 +31,10 @@ class Figures:
         optimizer: bytes of its state for each byte of weights.
         transfer: what joins two devices of the machine.
         cores: that devices share; None if each has all that it needs.
+        loads: by kind of action the cores that one on one device keeps busy when it is alone; 1
+            where nothing is said.
+        rules: what of a layer devices can share, as rules of a layout such as `heads:model`; ""
+            if nothing.
         about: what was measured, and where.
 
     Raises:
@@ -49,6 +54,8 @@ class Figures:
     optimizer: float = 2.0
     transfer: Link = dataclasses.field(default_factory=lambda: Link(0.0, math.inf))
     cores: float | None = None
+    loads: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    rules: str = ""
     about: str = ""
 
     def __post_init__(self) -> None:
@@ -60,6 +67,8 @@ class Figures:
                 raise PlanError(f"{name} is {number}; it must be a number from 0 on")
         if self.cores is not None and not self.cores > 0:
             raise PlanError(f"cores are {self.cores}; there must be some")
+        if not all(kind in "FBIW" and load >= 0 for kind, load in self.loads.items()):
+            raise PlanError(f"loads are {self.loads}; each is of F, B, I or W, and 0 or more")
 
     def to_json(self) -> str:
         """All of it, as a JSON object."""
@@ -106,15 +115,17 @@ class Figures:
                 if name in values
             }
             latency, bandwidth = values.get("transfer", (0.0, None))
-            cores = values.get("cores")
+            cores, loads = values.get("cores"), values.get("loads", {})
             return cls(
                 layers,
                 **numbers,
                 transfer=Link(latency, math.inf if bandwidth is None else bandwidth),
                 cores=None if cores is None else float(cores),
+                loads={str(kind): float(load) for kind, load in loads.items()},
+                rules=str(values.get("rules", "")),
                 about=str(values.get("about", "")),
             )
-        except (TypeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError) as error:
             raise PlanError(f"{source}: {error}") from error
 
 

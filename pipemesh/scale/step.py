@@ -86,8 +86,9 @@ def forecast_step(job: Job, split: Split) -> Step:
     parts = {
         "compute": run.work - run.actions,
         "actions": run.actions,
-        "bubble": even - run.work,
-        "imbalance": cut - even,
+        # Some tables are shorter for stages that are not equal.
+        "bubble": min(even, cut) - run.work,
+        "imbalance": max(0.0, cut - even),
         "sums": summed - cut,
         "transfers": sent - summed,
         "gradients": with_gradients - sent,
@@ -98,7 +99,7 @@ def forecast_step(job: Job, split: Split) -> Step:
         split,
         with_optimizer + job.fixed,
         parts,
-        1 - run.busy / sent,
+        max(0.0, 1 - run.busy / sent),
         _memory(job, stages, rows, split, table, run.in_flight),
     )
 

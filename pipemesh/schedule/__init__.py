@@ -36,6 +36,7 @@ from pipemesh.schedule.csv_forms import write_csv
 from pipemesh.schedule.list_schedule import list_schedule
 from pipemesh.schedule.optimal import Optimum, optimal_schedule
 from pipemesh.schedule.schedule import Schedule, from_csv, to_csv
+from pipemesh.schedule.sharing import simulate_sharing
 from pipemesh.schedule.simulate import simulate
 from pipemesh.schedule.spec import ScheduleSpec
 from pipemesh.schedule.timeline import Timeline
@@ -62,6 +63,7 @@ __all__ = [
     "one_f_one_b",
     "optimal_schedule",
     "simulate",
+    "simulate_sharing",
     "to_csv",
     "v_half",
     "v_min",
