@@ -22,6 +22,7 @@ COMMANDS = {
     "launch": "pipemesh.hosts.launch",
     "partition": "pipemesh.partition.command",
     "report": "pipemesh.report.command",
+    "scale": "pipemesh.scale.command",
     "schedule": "pipemesh.schedule.command",
     "worker": "pipemesh.hosts.worker",
 }
@@ -45,6 +46,7 @@ HELP = {
     "launch": "start workers on this machine, and a command that drives them",
     "partition": "cut a stack of layers into stages of equal cost",
     "report": "make a page of a training, or compare several",
+    "scale": "say what a training would take on thousands of devices",
     "schedule": "build, compare, simulate and draw pipeline schedules",
     "worker": "offer the devices of this machine to a client",
 }

@@ -1,0 +1,222 @@
+"""All plans that some devices can run a model under, each rated by a formula."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from pipemesh.errors import PipemeshError, PlanError
+from pipemesh.mesh import LayoutRules
+from pipemesh.plan.figures import Figures
+from pipemesh.plan.plan import Plan
+from pipemesh.plan.stage_costs import cut_evenly, layer_seconds
+from pipemesh.schedule_names import parse
+
+SCHEDULES = (
+    "1f1b",
+    "gpipe",
+    "zb_h1",
+    "zb_h2",
+    "interleaved:2",
+    "zb_v",
+    "v_half",
+    "v_min",
+    "dual_pipe_v",
+)
+# The names of the axes that plans which are found have.
+DATA, MODEL = "data", "model"
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What plans are looked for.
+
+    Attributes:
+        devices: that there are; fewer may be used, if they are a divisor.
+        batch: rows of a batch.
+        memory: bytes of a device; None for no limit.
+        fixed: values of the plan that are asked for, as in `Plan.to_values`.
+        schedules: by name, to be tried.
+
+    Raises:
+        PlanError: there are no devices, or no rows.
+    """
+
+    devices: int
+    batch: int
+    memory: float | None = None
+    fixed: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+    schedules: Sequence[str] = SCHEDULES
+
+    def __post_init__(self) -> None:
+        if self.devices < 1 or self.batch < 1:
+            raise PlanError(
+                f"devices are {self.devices} and the batch has {self.batch} rows; there must be "
+                "one of each at least"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A plan that is not made yet.
+
+    Attributes:
+        places: along the axis `layers`.
+        replicas: along the axis of the batch.
+        group: along the axis of layers' dims.
+        schedule: by name.
+        num_microbatches: of a batch.
+        remat: `none` or `full`.
+    """
+
+    places: int
+    replicas: int
+    group: int
+    schedule: str
+    num_microbatches: int
+    remat: str
+
+    def plan(self, figures: Figures, asked: Asked) -> Plan | None:
+        """The plan; None if there is none, such as for tables of other numbers of microbatches.
+
+        Args:
+            figures: of the model.
+            asked: with what is fixed.
+        """
+        axes = [f"layers:{self.places}"]
+        rules: list[str] = []
+        if self.replicas > 1:
+            axes.append(f"{DATA}:{self.replicas}")
+            rules.append(f"batch:{DATA}")
+        if self.group > 1:
+            axes.append(f"{MODEL}:{self.group}")
+            rules.append(figures.rules)
+        values = {
+            "mesh": ";".join(axes),
+            "layout": ";".join(rules),
+            "schedule": self.schedule,
+            "num_microbatches": str(self.num_microbatches),
+            "remat": self.remat,
+        }
+        try:
+            plan = Plan.from_values(values | dict(asked.fixed))
+            if plan.boundaries is not None or plan.num_stages > len(figures.layers):
+                return plan if plan.num_stages <= len(figures.layers) else None
+            rows = asked.batch / plan.num_microbatches / plan.num_replicas
+            costs = layer_seconds(figures, rows, self.group, self.remat == "full")
+            cuts = cut_evenly(tuple(costs), plan.table.stage_devices)
+            return dataclasses.replace(plan, boundaries=cuts)
+        except PipemeshError:
+            return None
+
+
+def candidates(figures: Figures, asked: Asked) -> Iterator[Candidate]:
+    """All that may be tried.
+
+    Args:
+        figures: of the model.
+        asked: with what is fixed.
+
+    Raises:
+        PipemeshError: a value that is fixed is malformed.
+    """
+    fixed = asked.fixed
+    count = len(figures.layers)
+    for places, replicas, group in _meshes(figures, asked):
+        rest, uneven = divmod(asked.batch, replicas)
+        if uneven:
+            continue
+        numbers = divisors(rest)
+        if "num_microbatches" in fixed:
+            numbers = [n for n in numbers if str(n) == fixed["num_microbatches"]]
+        schedules = asked.schedules if places > 1 else ("1f1b",)
+        if "schedule" in fixed:
+            schedules = (fixed["schedule"],)
+        remats = (fixed["remat"],) if "remat" in fixed else ("none", "full")
+        for schedule in schedules:
+            if places * _stages_a_device(schedule) > count:
+                continue
+            for number in numbers:
+                for remat in remats:
+                    yield Candidate(places, replicas, group, schedule, number, remat)
+
+
+def _stages_a_device(schedule: str) -> int:
+    if schedule.startswith(("file:", "table:")):
+        return 1
+    return parse(schedule).stages()
+
+
+def _meshes(figures: Figures, asked: Asked) -> Iterator[tuple[int, int, int]]:
+    """Places, replicas and devices that share a layer."""
+    if "mesh" in asked.fixed:
+        # Checks what goes with what, and says it.
+        plan = Plan.from_values(
+            {n: v for n, v in asked.fixed.items() if n in ("mesh", "layout", "allow_idle")}
+        )
+        places, replicas = plan.mesh.num_stages, plan.num_replicas
+        yield places, replicas, plan.mesh.num_devices // places // replicas
+        return
+    split = max(layer.split for layer in figures.layers) if figures.rules else 1
+    axis = LayoutRules.from_text(asked.fixed.get("layout", "")).rules
+    for used in divisors(asked.devices):
+        for places in divisors(used):
+            if places > len(figures.layers):
+                continue
+            for group in divisors(used // places):
+                replicas = used // places // group
+                if group > split or (axis and "layout" in asked.fixed and used > places):
+                    continue
+                yield places, replicas, group
+
+
+def rated(figures: Figures, asked: Asked) -> list[Candidate]:
+    """All candidates, those first whose step is shortest by a formula.
+
+    The work of a place, and of all if they share cores; the bubble of a table of its kind for equal
+    stages; sums of gradients.
+
+    Args:
+        figures: of the model.
+        asked: with what is fixed.
+    """
+    seconds = functools.lru_cache(maxsize=None)(functools.partial(_work, figures))
+    sizes = sum(layer.parameter_bytes for layer in figures.layers)
+
+    def rate(each: Candidate) -> float:
+        rows = asked.batch / each.num_microbatches / each.replicas
+        work, longest = seconds(rows, each.group, each.remat == "full")
+        kinds = 3 if each.schedule.startswith(("zb", "v_")) else 2
+        virtual = _stages_a_device(each.schedule)
+        # No place takes less than the longest layer.
+        a_place = max(work / each.places, longest) + kinds * virtual * figures.action
+        fill = (each.places - 1) * a_place / (3 if kinds == 3 else virtual)
+        total = each.num_microbatches * a_place
+        length = total + fill
+        home = each.replicas * each.group
+        if figures.cores is not None:
+            load = home * figures.loads.get("B", 1.0)
+            length = max(length, total * each.places * load / figures.cores)
+        weights = sizes / each.places / each.group
+        return length + figures.transfer.all_reduce(each.replicas, weights)
+
+    return sorted(candidates(figures, asked), key=rate)
+
+
+def _work(figures: Figures, rows: float, group: int, again: bool) -> tuple[float, float]:
+    """What a microbatch takes in all layers, and in the longest."""
+    costs = layer_seconds(figures, rows, group, again)
+    return sum(costs), max(costs)
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, rising.
+
+    Example:
+        >>> divisors(12)
+        [1, 2, 3, 4, 6, 12]
+    """
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

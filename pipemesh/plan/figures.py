@@ -1,0 +1,140 @@
+"""What was measured of a model on a machine, as one value: kept in a file, read back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+from pipemesh.errors import PlanError
+from pipemesh.partition import LayerCost
+from pipemesh.plan.layer_figures import (
+    LayerFigures,
+    figures_of_costs,
+    layers_from_values,
+    layers_to_values,
+)
+from pipemesh.plan.network import Link
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """A model's layers on a machine, and what a step takes besides.
+
+    Attributes:
+        layers: first to last.
+        action: seconds that an action takes beside its layers.
+        fixed: seconds of a step that belong to no device: reading the batch, calling the graph.
+        update: seconds for each byte of weights that an optimizer takes.
+        optimizer: bytes of its state for each byte of weights.
+        transfer: what joins two devices of the machine.
+        cores: that devices share; None if each has all that it needs.
+        loads: by kind of action the cores that one on one device keeps busy when it is alone; 1
+            where nothing is said.
+        rules: what of a layer devices can share, as rules of a layout such as `heads:model`; ""
+            if nothing.
+        about: what was measured, and where.
+
+    Raises:
+        PlanError: there are no layers, or a number is negative or not finite.
+
+    Example:
+        >>> layers = figures_of_costs([LayerCost(1.0, name="a")], rows=2)
+        >>> figures = Figures(tuple(layers), action=1e-4, cores=2)
+        >>> Figures.from_json(figures.to_json(), "text") == figures
+        True
+    """
+
+    layers: tuple[LayerFigures, ...]
+    action: float = 0.0
+    fixed: float = 0.0
+    update: float = 0.0
+    optimizer: float = 2.0
+    transfer: Link = dataclasses.field(default_factory=lambda: Link(0.0, math.inf))
+    cores: float | None = None
+    loads: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    rules: str = ""
+    about: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise PlanError("figures are of no layer; there must be one at least")
+        for name in ("action", "fixed", "update", "optimizer"):
+            number = getattr(self, name)
+            if not (math.isfinite(number) and number >= 0):
+                raise PlanError(f"{name} is {number}; it must be a number from 0 on")
+        if self.cores is not None and not self.cores > 0:
+            raise PlanError(f"cores are {self.cores}; there must be some")
+        if not all(kind in "FBIW" and load >= 0 for kind, load in self.loads.items()):
+            raise PlanError(f"loads are {self.loads}; each is of F, B, I or W, and 0 or more")
+
+    def to_json(self) -> str:
+        """All of it, as a JSON object."""
+        values = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ("layers", "transfer")
+        }
+        bandwidth = self.transfer.bandwidth
+        values["transfer"] = [self.transfer.latency, bandwidth if bandwidth < math.inf else None]
+        values["layers"] = layers_to_values(self.layers)
+        return json.dumps(values, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str, source: str, rows: float = 1.0) -> Figures:
+        """Reads what `to_json` writes, or a list of costs of layers.
+
+        Args:
+            text: JSON: an object, or a list of objects with the fields of
+                `pipemesh.partition.LayerCost`, in seconds and bytes.
+            source: what messages call the file.
+            rows: of a microbatch, that a list of costs is for.
+
+        Raises:
+            PlanError: it is malformed.
+        """
+        try:
+            found: Any = json.loads(text)
+        except ValueError as error:
+            raise PlanError(f"{source} is no JSON: {error}") from error
+        if isinstance(found, list):
+            return cls(tuple(_of_costs(cast("list[Any]", found), source, rows)))
+        if not isinstance(found, dict):
+            raise PlanError(f"{source} is {found!r}; it must be a JSON object or a list of costs")
+        values = cast("dict[str, Any]", found)
+        known = {field.name for field in dataclasses.fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise PlanError(f"{source}: {unknown[0]!r} is nothing that figures have")
+        layers = tuple(layers_from_values(values.get("layers", []), source))
+        try:
+            numbers = {
+                name: float(values[name])
+                for name in ("action", "fixed", "update", "optimizer")
+                if name in values
+            }
+            latency, bandwidth = values.get("transfer", (0.0, None))
+            cores, loads = values.get("cores"), values.get("loads", {})
+            return cls(
+                layers,
+                **numbers,
+                transfer=Link(latency, math.inf if bandwidth is None else bandwidth),
+                cores=None if cores is None else float(cores),
+                loads={str(kind): float(load) for kind, load in loads.items()},
+                rules=str(values.get("rules", "")),
+                about=str(values.get("about", "")),
+            )
+        except (AttributeError, TypeError, ValueError) as error:
+            raise PlanError(f"{source}: {error}") from error
+
+
+def _of_costs(values: list[Any], source: str, rows: float) -> list[LayerFigures]:
+    try:
+        costs = [LayerCost(**value) for value in values]
+    except (TypeError, ValueError) as error:
+        raise PlanError(
+            f"{source} is no list of costs ({error}); each is an object with forward, backward, "
+            "parameter_bytes, activation_bytes, boundary_bytes and name"
+        ) from error
+    return figures_of_costs(costs, rows)

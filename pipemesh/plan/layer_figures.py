@@ -1,0 +1,258 @@
+"""What was measured of layers: the figures that forecasts are made of."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from pipemesh.errors import PlanError
+from pipemesh.partition import LayerCost
+
+# Kinds of action; those with a + compute the forward pass again first.
+KINDS = ("F", "B", "I", "W", "B+", "I+", "W+")
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """A quantity that depends on the rows of a microbatch, as straight lines through points.
+
+    Beyond the last point the last line goes on. Before the first one the first line does, or the
+    one through the origin if that is above it. A single point is on a line through the origin.
+
+    Attributes:
+        points: pairs of rows and the quantity, rows rising.
+
+    Raises:
+        PlanError: there is no point, rows do not rise, or a number is negative or not finite.
+
+    Example:
+        >>> Curve(((1, 3.0), (2, 4.0), (4, 8.0))).at(3), Curve(((4, 8.0),)).at(1)
+        (6.0, 2.0)
+        >>> Curve(((1, 3.0), (2, 4.0), (4, 8.0))).at(8)
+        16.0
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        points = tuple((float(x), float(y)) for x, y in self.points)
+        object.__setattr__(self, "points", points)
+        if not points or any(not (math.isfinite(x + y) and x > 0 and y >= 0) for x, y in points):
+            raise PlanError(
+                f"a curve has the points {points}; it must have some, of rows above 0 and numbers "
+                "from 0 on"
+            )
+        if any(a[0] >= b[0] for a, b in itertools.pairwise(points)):
+            raise PlanError(f"a curve has the points {points}; their rows must rise")
+
+    def at(self, rows: float) -> float:
+        """The quantity for so many rows; a slice of a layer is as much as fewer rows.
+
+        Args:
+            rows: above 0.
+        """
+        points = self.points
+        if len(points) == 1:
+            return points[0][1] * rows / points[0][0]
+        place = bisect.bisect_left(points, (rows, 0.0))
+        (x, y), (end, then) = points[min(max(place, 1), len(points) - 1) - 1 :][:2]
+        found = y + (then - y) * (rows - x) / (end - x)
+        return max(found, y * rows / x) if rows < x else max(found, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerFigures:
+    """What one layer takes and holds.
+
+    Attributes:
+        name: of the layer.
+        seconds: by kind of action, one of `KINDS`, what it takes on one device.
+        parameter_bytes: of its weights.
+        kept: bytes that it keeps of a microbatch for its backward pass, if nothing is computed
+            again.
+        outputs: bytes that it hands to the next layer.
+        summed: bytes that devices add up in its forward pass where it is split among them, and
+            as many in its backward pass.
+        sums: in how many sums they do.
+        split: among how many devices it can be split at most; 1 if it cannot.
+        working: bytes that an action needs of it while it runs, beside what is kept.
+
+    Raises:
+        PlanError: there is a kind of action that is none, or no time of `F` and of `B` or both
+            `I` and `W`.
+    """
+
+    name: str
+    seconds: Mapping[str, Curve]
+    parameter_bytes: int
+    kept: Curve
+    outputs: Curve
+    summed: Curve | None = None
+    sums: int = 1
+    split: int = 1
+    working: Curve | None = None
+
+    def __post_init__(self) -> None:
+        there = set(self.seconds)
+        if unknown := sorted(there - set(KINDS)):
+            raise PlanError(f"layer {self.name!r} has times of {unknown}; kinds are {KINDS}")
+        if "F" not in there or not ("B" in there or {"I", "W"} <= there):
+            raise PlanError(
+                f"layer {self.name!r} has times of {sorted(there)}; it needs that of F, and "
+                "that of B or those of I and W"
+            )
+
+    def takes(self, kind: str, rows: float, again: bool = False) -> float:
+        """What an action takes on one device, in seconds.
+
+        What was not measured follows from what was: a `B` is an `I` and a `W`, each of these is
+        half of it, and who computes again needs an `F` more, at the first of its actions.
+
+        Args:
+            kind: `F`, `B`, `I` or `W`.
+            rows: of the microbatch.
+            again: whether its forward pass is computed again.
+
+        Example:
+            >>> line = Curve(((1, 2.0),))
+            >>> layer = LayerFigures("a", {"F": line, "B": line}, 0, line, line)
+            >>> layer.takes("I", 3), layer.takes("B", 3, again=True)
+            (3.0, 12.0)
+        """
+        if again and kind != "F":
+            if (own := self.seconds.get(f"{kind}+")) is not None:
+                return own.at(rows)
+            extra = 0.0 if kind == "W" else self.seconds["F"].at(rows)
+            return extra + self.takes(kind, rows)
+        if (own := self.seconds.get(kind)) is not None:
+            return own.at(rows)
+        if kind == "B":
+            return self.takes("I", rows) + self.takes("W", rows)
+        return self.seconds["B"].at(rows) / 2
+
+    def faster(self, factor: float) -> LayerFigures:
+        """The same layer on a device that computes so many times as fast.
+
+        Args:
+            factor: above 0.
+
+        Raises:
+            PlanError: it is not.
+        """
+        if not (factor > 0 and math.isfinite(factor)):
+            raise PlanError(f"a device is {factor} times as fast; it must be a number above 0")
+        scaled = {
+            kind: Curve(tuple((x, y / factor) for x, y in curve.points))
+            for kind, curve in self.seconds.items()
+        }
+        return dataclasses.replace(self, seconds=scaled)
+
+
+def figures_of_costs(
+    costs: Sequence[LayerCost], rows: float, *, split: int = 1, summed: Sequence[float] = ()
+) -> list[LayerFigures]:
+    """Figures of layers whose costs are known for one size of microbatch.
+
+    Args:
+        costs: in seconds and bytes, as `layer_costs` of `pipemesh.layers` finds them.
+        rows: that they are for.
+        split: among how many devices each layer whose sums are known can be split.
+        summed: for each layer the bytes that devices add up in its forward pass where it is
+            split; none if they are not known, and 0 for a layer that cannot be split.
+
+    Raises:
+        PlanError: sums are known of another number of layers, or rows are not above 0.
+
+    Example:
+        >>> [layer] = figures_of_costs([LayerCost(2.0, name="a")], rows=4)
+        >>> layer.takes("F", 8), layer.takes("B", 8)
+        (4.0, 8.0)
+    """
+    if summed and len(summed) != len(costs):
+        raise PlanError(f"sums are given of {len(summed)} layers, but there are {len(costs)}")
+
+    def line(value: float) -> Curve:
+        return Curve(((rows, value),))
+
+    return [
+        LayerFigures(
+            name=cost.name or str(number),
+            seconds={"F": line(cost.forward), "B": line(cost.backward_or_default)},
+            parameter_bytes=int(cost.parameter_bytes),
+            kept=line(cost.activation_bytes),
+            outputs=line(cost.boundary_bytes),
+            summed=line(summed[number]) if summed and summed[number] else None,
+            split=split if summed and summed[number] else 1,
+        )
+        for number, cost in enumerate(costs)
+    ]
+
+
+def layers_to_values(layers: Sequence[LayerFigures]) -> list[dict[str, Any]]:
+    """Layers as JSON has them."""
+
+    def points(curve: Curve | None) -> Any:
+        return None if curve is None else [list(point) for point in curve.points]
+
+    return [
+        {
+            "name": layer.name,
+            "seconds": {kind: points(curve) for kind, curve in layer.seconds.items()},
+            "parameter_bytes": layer.parameter_bytes,
+            "kept": points(layer.kept),
+            "outputs": points(layer.outputs),
+            "summed": points(layer.summed),
+            "sums": layer.sums,
+            "split": layer.split,
+            "working": points(layer.working),
+        }
+        for layer in layers
+    ]
+
+
+def layers_from_values(values: Any, source: str) -> list[LayerFigures]:
+    """Reads what `layers_to_values` writes.
+
+    Args:
+        values: of JSON.
+        source: what messages call the file.
+
+    Raises:
+        PlanError: they are malformed.
+
+    Example:
+        >>> import json
+        >>> layers = figures_of_costs([LayerCost(2.0, name="a")], rows=4)
+        >>> layers_from_values(json.loads(json.dumps(layers_to_values(layers))), "x") == layers
+        True
+    """
+
+    def curve(points: Any) -> Curve | None:
+        return None if points is None else Curve(tuple((x, y) for x, y in points))
+
+    try:
+        return [
+            LayerFigures(
+                name=str(of["name"]),
+                seconds={kind: cast("Curve", curve(p)) for kind, p in of["seconds"].items()},
+                parameter_bytes=int(of["parameter_bytes"]),
+                kept=cast("Curve", curve(of["kept"])),
+                outputs=cast("Curve", curve(of["outputs"])),
+                summed=curve(of.get("summed")),
+                sums=int(of.get("sums", 1)),
+                split=int(of.get("split", 1)),
+                working=curve(of.get("working")),
+            )
+            for of in values
+        ]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, PlanError):
+            raise PlanError(f"{source}: {error}") from error
+        raise PlanError(
+            f"{source} has no figures of layers ({type(error).__name__}: {error}); write them with "
+            "`pipemesh plan --save`"
+        ) from error

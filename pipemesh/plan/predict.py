@@ -1,0 +1,172 @@
+"""How long a step under a plan takes, what it holds, and what binds it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pipemesh.plan.figures import Figures
+from pipemesh.plan.plan import Plan
+from pipemesh.plan.stage_costs import Stages, action_costs, even_costs, stages_of
+from pipemesh.schedule import Costs, Timeline, simulate, simulate_sharing
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What is expected of a step.
+
+    Attributes:
+        plan: that it runs under.
+        seconds: of the whole step.
+        bubble: the share of their time that devices wait for each other.
+        memory: bytes of each place along `layers`, of one device there.
+        parts: by name the seconds that each thing adds to the step; none unless they are asked
+            for. `compute`, the work spread evenly over all devices or cores; `actions`, what
+            actions take beside it; `bubble`; `imbalance` of the stages; `sums` of devices that
+            share layers; `transfers`; `gradients` of replicas; `optimizer`; `fixed`.
+    """
+
+    plan: Plan
+    seconds: float
+    bubble: float
+    memory: tuple[float, ...]
+    parts: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
+
+    @property
+    def binds(self) -> str:
+        """What takes most besides computing; "" if the parts were not asked for."""
+        others = {name: value for name, value in self.parts.items() if name != "compute"}
+        return max(others, key=others.__getitem__) if others else ""
+
+
+def predict(plan: Plan, figures: Figures, batch: int, *, parts: bool = True) -> Prediction:
+    """What is expected of a step under a plan.
+
+    The schedule is simulated with what was measured of the layers. Where devices share cores they
+    slow each other down (`pipemesh.schedule.simulate_sharing`).
+
+    Args:
+        plan: how it is run.
+        figures: of the model's layers on the machine.
+        batch: rows of a batch.
+        parts: whether it is to be said what the step is made of, for three more simulations.
+
+    Raises:
+        PlanError: the batch or the layers cannot be cut so, or nothing is known of such a plan.
+
+    Example:
+        >>> from pipemesh.partition import LayerCost
+        >>> from pipemesh.plan.layer_figures import figures_of_costs
+        >>> figures = Figures(tuple(figures_of_costs([LayerCost(1.0)] * 4, rows=1)))
+        >>> found = predict(Plan("layers:2", num_microbatches=4, remat="none"), figures, batch=4)
+        >>> found.seconds, found.parts["bubble"], found.binds
+        (30.0, 6.0, 'bubble')
+    """
+    stages = stages_of(plan, figures, batch)
+    timeline = _simulated(stages, figures, action_costs(stages, figures))
+    gradients, update = _tails(stages, figures)
+    places = range(plan.mesh.num_stages)
+    ends = [timeline.ends[place][-1] for place in places]
+    with_gradients = max(end + gradients[place] for place, end in enumerate(ends))
+    seconds = with_gradients + update + figures.fixed
+    memory = tuple(_memory(stages, figures, timeline, place) for place in places)
+    bubble = _waiting(timeline, stages, figures)
+    if not parts:
+        return Prediction(plan, seconds, bubble, memory)
+    work = action_costs(stages, figures, sums=False, transfers=False)
+    summed = action_costs(stages, figures, transfers=False)
+    even = even_costs(work, plan.num_stages)
+    lengths = [_simulated(stages, figures, costs).makespan for costs in (even, work, summed)]
+    lone = simulate(stages.table, even)
+    total = sum(lone.busy) / len(lone.busy)
+    actions = sum(map(len, stages.table.rows)) * figures.action / len(lone.busy)
+    # With fewer cores than are wanted all of them compute at once.
+    scale = _slowed(lone, stages, figures)
+    found = {
+        "compute": (total - actions) * scale,
+        "actions": actions * scale,
+        # Some tables are shorter for stages that are not equal.
+        "bubble": min(lengths[:2]) - total * scale,
+        "imbalance": max(0.0, lengths[1] - lengths[0]),
+        "sums": lengths[2] - lengths[1],
+        "transfers": timeline.makespan - lengths[2],
+        "gradients": with_gradients - timeline.makespan,
+        "optimizer": update,
+        "fixed": figures.fixed,
+    }
+    return Prediction(plan, seconds, bubble, memory, found)
+
+
+def _home(stages: Stages) -> int:
+    """Devices of a home, which all run each action."""
+    return stages.replicas * stages.group
+
+
+def _simulated(stages: Stages, figures: Figures, costs: Costs) -> Timeline:
+    if figures.cores is None:
+        return simulate(stages.table, costs)
+    home = _home(stages)
+    loads = {kind: home * load for kind, load in figures.loads.items()}
+    every = {kind: loads.get(kind, float(home)) for kind in "FBIW"}
+    return simulate_sharing(stages.table, costs, cores=figures.cores, loads=every)
+
+
+def _slowed(lone: Timeline, stages: Stages, figures: Figures) -> float:
+    """How many times as long all work takes on the cores there are as on a device each."""
+    if figures.cores is None:
+        return 1.0
+    home, wanted = _home(stages), 0.0
+    for span in lone.spans():
+        wanted += (span.end - span.start) * home * figures.loads.get(span.action.kind, 1.0)
+    busiest = sum(lone.busy) / len(lone.busy)
+    return max(1.0, wanted / figures.cores / busiest) if busiest else 1.0
+
+
+def _waiting(timeline: Timeline, stages: Stages, figures: Figures) -> float:
+    """The share of the time in which devices, or cores if they have too few, do nothing."""
+    if figures.cores is None:
+        return timeline.bubble_ratio
+    home = _home(stages)
+    table, number = stages.table, stages.table.num_stages
+    durations = timeline.costs.per_stage(number).durations()
+    used = sum(
+        durations[action.kind][action.stage] * home * figures.loads.get(action.kind, 1.0)
+        for row in table.rows
+        for action in row
+    )
+    there = min(figures.cores, home * table.num_devices) * timeline.makespan
+    return max(0.0, 1 - used / there) if there else 0.0
+
+
+def _tails(stages: Stages, figures: Figures) -> tuple[list[float], float]:
+    """What each place does after its last action, and then the optimizer."""
+    own = [0.0] * stages.table.num_devices
+    for stage, place in enumerate(stages.table.stage_devices):
+        own[place] += stages.weights(stage)
+    gradients = [figures.transfer.all_reduce(stages.replicas, size) for size in own]
+    # Each replica updates its share.
+    each = [size / stages.replicas * figures.update for size in own]
+    if figures.cores is None:
+        return gradients, max(each)
+    # All devices at once, on as many cores as there are.
+    return gradients, max(max(each), sum(each) * _home(stages) / figures.cores)
+
+
+def _memory(stages: Stages, figures: Figures, timeline: Timeline, place: int) -> float:
+    """Bytes of one device: weights, gradients, the optimizer's share, what is kept and needed."""
+    weights = held = working = 0.0
+    for stage, owner in enumerate(stages.table.stage_devices):
+        if owner != place:
+            continue
+        weights += stages.weights(stage)
+        kept = stages.kept(stage)
+        each = stages.given(stage) if stages.again else kept
+        held += timeline.in_flight[stage] * each
+        runs = sum(
+            layer.working.at(stages.rows) / stages.shared(layer)
+            for layer in stages.layers[stage]
+            if layer.working is not None
+        )
+        # While an action computes its stage again it has all of that, too.
+        working = max(working, runs + (kept if stages.again else 0.0))
+    states = weights * (2 + figures.optimizer / stages.replicas)
+    return states + held + working

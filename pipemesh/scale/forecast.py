@@ -1,0 +1,226 @@
+"""The best way to use so many devices, and what failures leave of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from pipemesh.errors import PipemeshError, PlanError
+from pipemesh.scale.failures import Failures
+from pipemesh.scale.job import Job, Split
+from pipemesh.scale.step import Step, forecast_step
+from pipemesh.schedule_names import parse
+
+SCHEDULES = ("1f1b", "interleaved:2", "zb_h1", "zb_v")
+# How many of the splits that look best are simulated.
+_TRIED = 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Reliability:
+    """How often devices fail, and what it takes to save and to go on.
+
+    Attributes:
+        device: seconds from one failure of a device to the next on average.
+        storage: bytes a second that a host writes to where checkpoints lie, and reads.
+        notice: seconds until a failure is noticed and a device stands in.
+        start: seconds until the first step runs: the graph is built and made ready.
+    """
+
+    device: float
+    storage: float
+    notice: float = 30.0
+    start: float = 60.0
+
+    def failures(self, job: Job, num_devices: int) -> Failures:
+        """Those of a training on so many devices.
+
+        Weights and the optimizer's state are written by all hosts, each its slices, while training
+        waits.
+
+        Args:
+            job: what is trained.
+            num_devices: among which it is spread.
+
+        Raises:
+            PlanError: see `Failures`.
+        """
+        size = job.parameter_bytes * (1 + job.optimizer)
+        hosts = max(1, num_devices // job.network.host_size)
+        saved = size / hosts / self.storage
+        return Failures(self.device / num_devices, saved, self.notice + self.start + saved)
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """What so many devices are good for.
+
+    Attributes:
+        step: of the best split that was found.
+        failures: of so many devices; None if nothing is known of them.
+        interval: seconds of work between checkpoints that is best; whole steps.
+        goodput: the share of the time that does work which is not lost.
+        tight: how many times as long the step is as it would be with endless memory.
+    """
+
+    step: Step
+    failures: Failures | None
+    interval: float
+    goodput: float
+    tight: float
+
+    @property
+    def rows(self) -> float:
+        """Rows a second, failures included, for a batch of one row."""
+        return self.goodput / self.step.seconds
+
+    @property
+    def binds(self) -> str:
+        """What costs most besides computing."""
+        costs = {n: value for n, value in self.step.parts.items() if n != "compute"}
+        costs["failures"] = self.step.seconds * (1 / self.goodput - 1) if self.goodput else 1e99
+        costs["memory"] = self.step.seconds * (1 - 1 / self.tight)
+        return max(costs, key=costs.__getitem__)
+
+
+def splits(job: Job, num_devices: int, schedules: Sequence[str] = SCHEDULES) -> Iterator[Split]:
+    """All ways to share a training whose parts are powers of two of each other.
+
+    Args:
+        job: what is trained, on what.
+        num_devices: all of which are used.
+        schedules: by name.
+    """
+    for model in _powers(job.network.host_size):
+        if num_devices % model or model > max(layer.split for layer in job.layers):
+            continue
+        for layers in _powers(min(len(job.layers), num_devices // model)):
+            data, rest = divmod(num_devices // model, layers)
+            if rest or job.batch % data:
+                continue
+            for number in _powers(job.batch // data):
+                if (job.batch // data) % number:
+                    continue
+                for schedule in schedules if layers > 1 else schedules[:1]:
+                    if layers * parse(schedule).stages() > len(job.layers):
+                        continue
+                    for again in (False, True):
+                        yield Split(layers, data, model, schedule, number, again)
+
+
+def best_step(
+    job: Job, num_devices: int, schedules: Sequence[str] = SCHEDULES
+) -> tuple[Step, float]:
+    """The shortest step that fits into memory, of those that were tried.
+
+    All splits are rated by a formula, the two dozen that look best are simulated.
+
+    Args:
+        job: what is trained, on what.
+        num_devices: all of which are used.
+        schedules: by name.
+
+    Returns:
+        The step, and how many times as long it is as the shortest one without a limit of memory.
+
+    Raises:
+        PlanError: there is no way, or none fits.
+    """
+    rated = sorted(splits(job, num_devices, schedules), key=lambda split: _rate(job, split))
+    if not rated:
+        raise PlanError(
+            f"{num_devices} devices cannot share {len(job.layers)} layers and a batch of "
+            f"{job.batch} rows; use a number of devices and a batch that powers of two divide"
+        )
+    # What fits may be rated far behind what does not.
+    endless = _simulated(job, rated, None)
+    fitting = endless
+    if job.memory is not None and endless[0].memory > job.memory:
+        fitting = _simulated(job, rated, job.memory)
+    if not fitting:
+        least = min((step.memory for step in endless), default=0.0)
+        raise PlanError(
+            f"no way to share the model among {num_devices} devices of {job.memory:.3g} bytes "
+            f"was found; of those that are fast the leanest needs {least:.3g}"
+        )
+    return fitting[0], fitting[0].seconds / endless[0].seconds
+
+
+def _simulated(job: Job, rated: Sequence[Split], memory: float | None) -> list[Step]:
+    """The first two dozen steps that can be had and fit, shortest first."""
+    found: list[Step] = []
+    for split in rated:
+        if memory is not None and _least_memory(job, split) > memory:
+            continue
+        try:
+            step = forecast_step(job, split)
+        except PipemeshError:
+            # A table that is for other numbers of microbatches.
+            continue
+        if memory is None or step.memory <= memory:
+            found.append(step)
+        if len(found) == _TRIED:
+            break
+    return sorted(found, key=lambda step: step.seconds)
+
+
+def _least_memory(job: Job, split: Split) -> float:
+    """Bytes that some device holds in any case."""
+    weights = job.parameter_bytes / split.layers / split.model
+    return weights * (2 + job.optimizer / split.data)
+
+
+def _rate(job: Job, split: Split) -> float:
+    """About how long a step takes, by formulas for equal stages."""
+    rows = job.batch / split.data / split.num_microbatches
+    forward = full = sums = 0.0
+    for layer in job.layers:
+        shared = min(split.model, layer.split)
+        ahead = layer.takes("F", rows / shared)
+        forward += ahead
+        full += ahead + layer.takes("B", rows / shared, split.again)
+        if shared > 1 and layer.summed is not None:
+            size = layer.summed.at(rows) / layer.sums
+            sums += layer.sums * job.network.all_reduce(shared, 1, size)
+    virtual = parse(split.schedule).stages()
+    actions = (3 if split.schedule.startswith("zb") else 2) * virtual * job.action
+    each = (full + sums * (3 if split.again else 2)) / split.layers + actions
+    # A zero-bubble table fills its bubble with two thirds of the backward passes.
+    bubble = (split.layers - 1) * each / (3 if split.schedule.startswith("zb") else virtual)
+    home = split.data * split.model
+    link = job.network.link(2 * home)
+    sent = 2 * (split.layers - 1) * link.seconds(job.layers[0].outputs.at(rows))
+    weights = job.parameter_bytes / split.layers / split.model
+    tail = job.network.all_reduce(split.data, split.model, weights)
+    return split.num_microbatches * each + bubble + sent + tail + weights * job.update / split.data
+
+
+def _powers(most: int) -> list[int]:
+    return [2**power for power in range(most.bit_length())]
+
+
+def forecast(
+    job: Job,
+    num_devices: int,
+    reliability: Reliability | None = None,
+    schedules: Sequence[str] = SCHEDULES,
+) -> Forecast:
+    """What so many devices are good for.
+
+    Args:
+        job: what is trained, on what.
+        num_devices: all of which are used.
+        reliability: how often they fail; None for never.
+        schedules: by name.
+
+    Raises:
+        PlanError: see `best_step`.
+    """
+    step, tight = best_step(job, num_devices, schedules)
+    if reliability is None:
+        return Forecast(step, None, 0.0, 1.0, tight)
+    failures = reliability.failures(job, num_devices)
+    # A checkpoint is written between two steps.
+    steps = max(1, round(failures.best / step.seconds))
+    interval = steps * step.seconds
+    return Forecast(step, failures, interval, failures.goodput(interval), tight)

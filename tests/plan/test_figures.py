@@ -1,0 +1,47 @@
+"""Figures of a model on a machine, as a file."""
+
+import math
+
+import pytest
+
+from pipemesh.errors import PlanError
+from pipemesh.partition import LayerCost
+from pipemesh.plan.figures import Figures
+from pipemesh.plan.layer_figures import figures_of_costs
+from pipemesh.plan.network import Link
+
+LAYERS = tuple(figures_of_costs([LayerCost(1.0, name="a"), LayerCost(2.0, name="b")], rows=2))
+
+
+def test_figures_go_through_json():
+    figures = Figures(LAYERS, 1e-4, 0.01, 1e-10, 1.0, Link(1e-6, 1e10), 2.0, {"B": 1.5})
+    assert Figures.from_json(figures.to_json(), "x") == figures
+    assert Figures.from_json(Figures(LAYERS).to_json(), "x").transfer.bandwidth == math.inf
+
+
+def test_a_list_of_costs_is_figures_too():
+    found = Figures.from_json('[{"forward": 3.0, "name": "a"}]', "x", rows=2)
+    assert found.layers[0].takes("B", 1) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "x is no JSON"),
+        ("3", "must be a JSON object"),
+        ("{}", "figures are of no layer"),
+        ('[{"forwards": 1}]', "no list of costs"),
+        ("[3]", "no list of costs"),
+        ('{"layerz": []}', "'layerz' is nothing"),
+        ('{"layers": 3}', "no figures of layers"),
+    ],
+)
+def test_what_is_malformed_is_an_error(text, told):
+    with pytest.raises(PlanError, match=told):
+        Figures.from_json(text, "x")
+
+
+@pytest.mark.parametrize("change", [{"action": -1.0}, {"fixed": math.nan}, {"cores": 0.0}])
+def test_numbers_have_to_be_some(change):
+    with pytest.raises(PlanError):
+        Figures(LAYERS, **change)

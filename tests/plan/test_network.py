@@ -1,0 +1,69 @@
+"""Links and groups: no faster than what has to be sent, no slower than one after the other."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipemesh.errors import PlanError
+from pipemesh.plan.network import Link, Network
+
+links = st.builds(Link, st.floats(0, 1e-3), st.floats(1e6, 1e12))
+
+
+@given(links, st.integers(2, 5000), st.floats(1, 1e10))
+def test_a_sum_takes_what_any_sum_takes(link, members, size):
+    """Each member has to send 2 (n - 1) / n of it (Patarasuk and Yuan), if nobody adds for it."""
+    found = link.all_reduce(members, size)
+    assert found >= 2 * (members - 1) / members * size / link.bandwidth * (1 - 1e-12)
+    one_by_one = 2 * (members - 1) * link.seconds(size)
+    assert found <= one_by_one * (1 + 1e-12)
+
+
+@given(links, st.integers(1, 64), st.floats(1, 1e9))
+def test_a_ring_gathers_as_it_reduces(link, members, size):
+    """An all-reduce by a ring is a reduce-scatter and an all-gather of the parts."""
+    ring = 2 * (members - 1) * (link.latency + size / members / link.bandwidth)
+    assert math.isclose(2 * link.all_gather(members, size / members), ring, abs_tol=1e-18)
+
+
+@given(links, st.floats(1, 1e9), st.integers(1, 10), st.integers(0, 5), st.integers(1, 64))
+def test_more_members_of_a_host_never_make_a_sum_over_the_same_hosts_longer(
+    slow, size, hosts, power, host_size
+):
+    fast = Link(0.0, slow.bandwidth * 1e6)
+    members = hosts * 2**power
+    spread = Network(1, fast, slow).all_reduce(members, 1, size)
+    network = Network(host_size, fast, slow)
+    assert network.all_reduce(members, 1, size) <= spread * (1 + 1e-3) + 1e-12
+
+
+def test_a_host_sends_as_if_it_had_one_member():
+    """8 members a host, 4 hosts: an eighth each goes round 4, beside what is free inside."""
+    network = Network(8, Link(0.0, math.inf), Link(0.0, 1e9))
+    assert network.all_reduce(32, 1, 8e9) == pytest.approx(2 * 3 / 4 * 1.0)
+    # With a stride of 8 each member is on a host of its own.
+    assert network.all_reduce(4, 8, 8e9) == pytest.approx(2 * 3 / 4 * 8.0)
+
+
+def test_nothing_is_sent_alone():
+    link = Link(1.0, 1.0)
+    assert link.all_reduce(1, 1e9) == 0
+    assert Network(1, link, link).all_reduce(1, 1, 1e9) == 0
+    assert link.seconds(0) == 0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Link(-1.0, 1.0),
+        lambda: Link(math.inf, 1.0),
+        lambda: Link(0.0, 0.0),
+        lambda: Link(0.0, math.nan),
+        lambda: Network(0, Link(0.0, 1.0), Link(0.0, 1.0)),
+    ],
+)
+def test_what_is_no_link_is_an_error(make):
+    with pytest.raises(PlanError):
+        make()

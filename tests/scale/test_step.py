@@ -1,0 +1,116 @@
+"""A step on many devices: where it is known, and how it grows."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipemesh.partition import LayerCost
+from pipemesh.plan.layer_figures import figures_of_costs
+from pipemesh.plan.network import Link, Network
+from pipemesh.scale import Job, Split, forecast_step
+from pipemesh.schedule import Costs, ScheduleSpec, simulate
+
+FREE = Network(8, Link(0.0, 1e30), Link(0.0, 1e30))
+
+
+def job(layers=8, network=FREE, batch=32, split=8, **more):
+    costs = [LayerCost(1.0, 2.0, 1e6, 1e6, 1e6, name="a")] * layers
+    figures = figures_of_costs(costs, 1, split=split, summed=[1e6] * layers)
+    return Job(tuple(figures), network, batch, **more)
+
+
+def test_one_f_one_b_is_its_formula():
+    """(M + D - 1) (f + b), and 2 D - 1 more with interleaving of two."""
+    step = forecast_step(job(), Split(layers=4, num_microbatches=16))
+    each = 2 * 2 * 3.0
+    assert step.seconds == pytest.approx((16 + 3) * each)
+    assert step.bubble == pytest.approx(3 / 19)
+    looped = forecast_step(job(), Split(4, schedule="interleaved:2", num_microbatches=16))
+    assert looped.seconds == pytest.approx((16 + 3 / 2) * each)
+
+
+def test_replicas_and_slices_share_the_work():
+    whole = forecast_step(job(), Split(2, num_microbatches=8)).seconds
+    shared = forecast_step(job(), Split(2, data=2, model=2, num_microbatches=8)).seconds
+    assert shared == pytest.approx(whole / 4)
+
+
+def test_what_cannot_be_split_is_computed_by_all():
+    step = forecast_step(job(split=1), Split(2, model=4, num_microbatches=8))
+    assert step.seconds == forecast_step(job(split=1), Split(2, num_microbatches=8)).seconds
+
+
+def test_gradients_of_replicas_are_summed_once():
+    network = Network(8, Link(0.0, 1e6), Link(0.0, 1e6))
+    step = forecast_step(job(network=network), Split(2, data=4, num_microbatches=8))
+    # 4 MB a device, of which 2 * 3 / 4 are sent.
+    assert step.parts["gradients"] == pytest.approx(6.0)
+    assert step.parts["sums"] == 0
+
+
+def test_sums_of_slices_are_twice_a_layer_and_three_times_with_remat():
+    network = Network(8, Link(0.0, 1e6), Link(0.0, 1e30))
+    one = Split(1, model=2, num_microbatches=32)
+    step = forecast_step(job(network=network), one)
+    assert step.parts["sums"] == pytest.approx(32 * 8 * 2 * 1.0)
+    again = forecast_step(job(network=network), Split(1, model=2, num_microbatches=32, again=True))
+    assert again.parts["sums"] == pytest.approx(32 * 8 * 3 * 1.0)
+
+
+def test_memory_is_what_is_in_flight():
+    found = job(optimizer=2.0)
+    step = forecast_step(found, Split(4, num_microbatches=16))
+    # Two layers a device; the first device holds 4 microbatches of two rows.
+    assert step.memory == pytest.approx(2e6 * 4 + 4 * 2 * 2e6)
+    split = forecast_step(found, Split(4, data=2, model=2, num_microbatches=16))
+    # Half the weights, and of them half the optimizer's state; a row a microbatch, half of it.
+    assert split.memory == pytest.approx(1e6 * 2 + 1e6 + 4 * 1e6)
+    again = forecast_step(found, Split(4, num_microbatches=16, again=True))
+    assert again.memory == pytest.approx(2e6 * 4 + 4 * 2e6 + 2 * 2e6)
+
+
+def test_boundaries_inside_a_host_are_fast():
+    slow = Network(2, Link(0.0, 1e30), Link(0.0, 1e6))
+    across = forecast_step(job(network=slow), Split(2, data=2, num_microbatches=16))
+    inside = forecast_step(job(network=slow), Split(2, num_microbatches=16))
+    assert inside.parts["transfers"] == 0 < across.parts["transfers"]
+
+
+@pytest.mark.parametrize("places", [2, 8])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved:2", "zb_h1", "zb_v", "gpipe"])
+def test_many_microbatches_are_told_from_fewer(schedule, places):
+    """The steady state goes on: what is extrapolated is what the whole table says."""
+    network = Network(1, Link(0.0, 1e30), Link(0.01, 1e8))
+    found = job(layers=16, network=network, batch=128, action=0.01)
+    table = ScheduleSpec.from_text(schedule).build(places, 128)
+    each = 16 / table.num_stages
+    costs = Costs(*(each * part + 0.01 for part in (1, 2, 1, 1)), 0.02)
+    step = forecast_step(found, Split(places, schedule=schedule, num_microbatches=128))
+    assert step.seconds == pytest.approx(simulate(table, costs).makespan, rel=1e-3)
+    assert step.bubble == pytest.approx(simulate(table, costs).bubble_ratio, abs=1e-3)
+
+
+splits = st.builds(
+    Split,
+    layers=st.sampled_from([1, 2, 4, 8]),
+    data=st.sampled_from([1, 2, 4]),
+    model=st.sampled_from([1, 2, 4]),
+    schedule=st.sampled_from(["1f1b", "zb_h1", "gpipe"]),
+    num_microbatches=st.sampled_from([1, 2, 8]),
+    again=st.booleans(),
+)
+
+
+@settings(max_examples=60)
+@given(splits, st.floats(0, 1e-2), st.floats(1e5, 1e12))
+def test_parts_add_up_and_no_step_beats_its_work(split, latency, bandwidth):
+    network = Network(4, Link(latency / 10, bandwidth * 10), Link(latency, bandwidth))
+    found = job(network=network, action=1e-3, update=1e-9, fixed=0.1)
+    step = forecast_step(found, split)
+    assert sum(step.parts.values()) == pytest.approx(step.seconds)
+    work = 8 * 32 * (4.0 if split.again else 3.0)
+    assert step.seconds >= work / split.num_devices
+    assert step.parts["compute"] == pytest.approx(work / split.num_devices)
+    # Free links never make it longer.
+    free = forecast_step(job(action=1e-3, update=1e-9, fixed=0.1), split)
+    assert free.seconds <= step.seconds * (1 + 1e-9)
