@@ -120,6 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_program(name: str, words: Sequence[str]) -> int:
     """Runs a program that trains, as the process that it is."""
+    _look_here()
     program: Any = importlib.import_module("pipemesh.training.command.program")
     main: Any = importlib.import_module(PROGRAMS[name]).main
     return program.run(main, [f"pipemesh {name}", *words])
@@ -184,9 +185,7 @@ def weights_of_others(arguments: argparse.Namespace) -> int:
     Raises:
         PipemeshError: the weights cannot be had, or cannot be written.
     """
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        # As `python -m` has it.
-        sys.path.insert(0, os.getcwd())
+    _look_here()
     name = "models.pretrained.command"
     try:
         module: Any = importlib.import_module(name)
@@ -198,6 +197,12 @@ def weights_of_others(arguments: argparse.Namespace) -> int:
             "the source of pipemesh: call the command in its folder"
         ) from error
     return int(module.run(arguments))
+
+
+def _look_here() -> None:
+    """Finds models in the folder where the command was called, as `python -m` does."""
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from pipemesh import __version__
+from pipemesh.checkpoint.manifest import Manifest
 from pipemesh.cli import COMMANDS, HELP, PROGRAMS, main
 
 
@@ -85,3 +86,32 @@ def test_an_unknown_command_gets_the_nearest(capsys):
         "pipemesh: error: unknown command 'scedule'; did you mean 'schedule'? "
         f"known are {', '.join(sorted({*COMMANDS, *PROGRAMS}))}\n"
     )
+
+
+def test_the_installed_command_finds_the_models_of_the_folder_where_it_is_called(tmp_path):
+    folder, run = tmp_path / "project", tmp_path / "run"
+    script = tmp_path / "bin" / "pipemesh"
+    for each in (folder, run, script.parent):
+        each.mkdir()
+    (folder / "telling.py").write_text("def main(argv):\n    print('told')\n    return 0\n")
+    (folder / "lacking.py").write_text("import no_such_module\n")
+    script.write_text("from pipemesh.cli import main\nmain()\n")
+
+    def called(where, program):
+        (run / "ckpt-1.index").touch()
+        note = {"decoded_by": program}
+        Manifest.of(str(run / "ckpt-1"), step=1, note=note).write(str(run / "ckpt-1"))
+        words = [sys.executable, script, "decode", f"--logdir={run}"]
+        done = subprocess.run(words, cwd=where, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout, done.stderr
+
+    assert called(folder, "telling") == (0, "told\n", "")
+    code, out, err = called(tmp_path, "telling")
+    assert (code, out) == (2, "")
+    assert err == (
+        "error: the checkpoint is of telling, and there is no module 'telling' here; call from the "
+        "folder in which the package lies, or put that folder on PYTHONPATH\n"
+    )
+    # What the program itself lacks is told as it is.
+    code, out, err = called(folder, "lacking")
+    assert code == 1 and "No module named 'no_such_module'" in err

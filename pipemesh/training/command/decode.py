@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import importlib
 import itertools
 import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 from absl import flags
 
 from pipemesh.errors import CheckpointError, DecodingError
 from pipemesh.training.command import quiet
-from pipemesh.training.command.evaluate import note_of
+from pipemesh.training.command.evaluate import note_of, program_called
 from pipemesh.training.command.flags import FlagError
 from pipemesh.training.run import console
 
@@ -61,17 +61,17 @@ def main(argv: list[str]) -> int:
     quiet.install()
     if helped(argv, __doc__, define):
         return 0
-    return importlib.import_module(program_of(argv)).main(argv)
+    return program_of(argv).main(argv)
 
 
-def program_of(argv: list[str]) -> str:
+def program_of(argv: list[str]) -> ModuleType:
     """The module that continues and scores texts with the checkpoint that a command line names.
 
     Args:
         argv: the program and its arguments.
 
     Raises:
-        CheckpointError: it is of a model that does neither.
+        CheckpointError: it is of a model that does neither, or that is not here.
         FlagError: there is none.
     """
     note = note_of(argv)
@@ -86,7 +86,7 @@ def program_of(argv: list[str]) -> str:
             "which says nothing of decoding: it continues no text, or was trained before it could; "
             "pipemesh predict says what it makes of held-out examples"
         )
-    return program
+    return program_called(program)
 
 
 def helped(argv: list[str], about: str | None, define: Callable[[flags.FlagValues], None]) -> bool:

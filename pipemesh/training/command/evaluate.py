@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     note = note_of(argv)
     if other := note.get("evaluated_by"):
         # A model with flags of its own.
-        return importlib.import_module(other).main(argv)
+        return program_called(other).main(argv)
     judge(*asked(argv, program, __doc__))
     return 0
 
@@ -156,3 +156,23 @@ def note_of(argv: list[str]) -> Mapping[str, Any]:
     if path := given.get("checkpoint"):
         return Manifest.read(str(path)).note
     return newest_note(str(given["logdir"]))[1] if "logdir" in given else {}
+
+
+def program_called(name: str) -> ModuleType:
+    """The program that a checkpoint's note names.
+
+    Args:
+        name: of its module.
+
+    Raises:
+        CheckpointError: there is none here.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise CheckpointError(
+            f"the checkpoint is of {name}, and there is no module {error.name!r} here; call from "
+            "the folder in which the package lies, or put that folder on PYTHONPATH"
+        ) from error

@@ -8,7 +8,6 @@ they take and return.
 
 from __future__ import annotations
 
-import importlib
 import os
 from typing import Any
 
@@ -41,7 +40,7 @@ def main(argv: list[str]) -> int:
     quiet.install()
     if helped(argv, __doc__, define):
         return 0
-    return importlib.import_module(program_of(argv)).export(argv)
+    return program_of(argv).export(argv)
 
 
 def define(values: flags.FlagValues = FLAGS) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -82,9 +81,6 @@ def subject() -> Any:
     if FLAGS.plain:
         mesh = Mesh.from_text(values.setdefault("mesh", "layers:1"))
         plan_flags.check_plain(mesh.num_devices, FLAGS.compute_dtype)
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        # As `python -m` has it.
-        sys.path.insert(0, os.getcwd())
     with console.waiting("loading TensorFlow"):
         from pipemesh.training.registered import RegisteredModel, find_model, mesh_before
 

@@ -9,7 +9,6 @@ training.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,7 +39,7 @@ def main(argv: list[str]) -> int:
     quiet.install()
     if helped(argv, __doc__, define):
         return 0
-    return importlib.import_module(program_of(argv)).score(argv)
+    return program_of(argv).score(argv)
 
 
 def define(values: flags.FlagValues = FLAGS) -> None:
