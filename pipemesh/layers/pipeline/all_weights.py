@@ -67,21 +67,24 @@ def named_weights(layer: Any, theta: Any, path: str = "") -> dict[str, Tensor]:
 
 
 def stacked_weight(
-    lowering: PlacementLowering, held: Sequence[Sequence[Slices]], shape: Shape
+    lowering: PlacementLowering,
+    held: Sequence[tuple[Sequence[int], Sequence[Slices]]],
+    shape: Shape,
 ) -> Tensor:
     """A weight of alike layers, each where its layer is.
 
     Args:
         lowering: of the whole mesh.
-        held: for each place along the axis `layers` the weights of its layers: what the processors
-            of the place have of them.
+        held: for each place along the axis `layers` numbers of processors there, and the weights of
+            its layers: what these have of them.
         shape: of the weights of all layers, with the dims of the stack in front.
     """
     slices: dict[int, tf.Tensor] = {}
     sizes = lowering.tensor_layout(shape).slice_shape
-    for place, layers in enumerate(held):
-        for i, processor in enumerate(lowering.mesh.stage_processors(place)):
-            with tf.device(lowering.devices[processor]):
+    device = dict(zip(lowering.processors, lowering.devices, strict=True))
+    for processors, layers in held:
+        for i, processor in enumerate(processors):
+            with tf.device(device[processor]):
                 slices[processor] = tf.reshape(tf.stack([layer[i] for layer in layers]), sizes)
     return Tensor(lowering, tuple(slices[i] for i in sorted(slices)), shape)
 

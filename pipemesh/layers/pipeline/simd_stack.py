@@ -10,12 +10,14 @@ import tensorflow as tf
 from lingvo.core import py_utils
 
 from pipemesh import randomness
+from pipemesh.backend.processes import current_processes
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import PipelineError
 from pipemesh.layers.feature_extraction import to_tuple
-from pipemesh.layers.named import lowering_scope
+from pipemesh.layers.named import current_lowering, lowering_scope
 from pipemesh.layers.named.unnamed import unnamed
 from pipemesh.layers.named.values import exported
+from pipemesh.layers.optimizers.whole_norms import take_whole_norms
 from pipemesh.layers.pipeline.all_weights import (
     check_named,
     named_shapes,
@@ -36,6 +38,7 @@ from pipemesh.layers.step_seed import (
     whole_batch_randomness,
 )
 from pipemesh.lowering import Lowering, PlacementLowering, Tensor, ops
+from pipemesh.lowering.simd.process_lowering import placed
 from pipemesh.mesh import LayoutRules, Shape
 from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.plan import Plan
@@ -103,8 +106,22 @@ class SimdStack:
         for tpl in self._ends:
             with self.made_on():
                 self._stack.CreateChild(tpl.name, tpl)
-        create_stages(self._tpls)
+        if current_processes() is None:
+            create_stages(self._tpls)
+        else:
+            self._create_here()
         check_named(self._stack.params.name, self._alike[0])
+
+    def _create_here(self) -> None:
+        """Makes the alike layers, with the weights that processors of this process need."""
+        take_whole_norms()
+        with self.made_on():
+            whole = current_lowering()
+        assert isinstance(whole, PlacementLowering)
+        for number, tpl in enumerate(self._tpls):
+            there, _ = self._of_place(whole, number % self.pipeline.mesh.num_stages)
+            with tf.device(whole.devices[0]), lowering_scope(there):
+                self._stack.CreateChild(tpl.name, tpl)
 
     @contextlib.contextmanager
     def made_on(self) -> Iterator[None]:
@@ -113,7 +130,8 @@ class SimdStack:
         devices = [""] * mesh.num_devices
         if self._pinned:
             devices = mesh_devices(stack.cluster, mesh, stack.params)
-        with tf.device(devices[0]), lowering_scope(PlacementLowering(mesh, self.rules, devices)):
+        lowering = placed(mesh, self.rules, devices)
+        with tf.device(lowering.devices[0]), lowering_scope(lowering):
             yield
 
     def _layers(self, name: str) -> list[Any]:
@@ -183,8 +201,9 @@ class SimdStack:
     ) -> Any:
         """All devices' programs in one graph."""
         p = self._stack.params
-        lowering = PlacementLowering(self.pipeline.mesh, self.rules, devices)
-        with tf.device(devices[0]), whole_batch_randomness(step):
+        lowering = placed(self.pipeline.mesh, self.rules, devices)
+        first = lowering.devices[0]
+        with tf.device(first), whole_batch_randomness(step):
             args = self.before(theta, args)
             theta = self.computed_theta(theta)
             found = self(lowering, self.weights(lowering, theta), args, step, theta)
@@ -195,7 +214,7 @@ class SimdStack:
             check_head(where, structure.leaf_names, flat, p.loss_inside)
             loss, weight, *metrics = flat
             if p.check_numerics != "off":
-                check = raise_unless(all_finite([loss]), [], f"{p.name}: the loss", devices[0])
+                check = raise_unless(all_finite([loss]), [], f"{p.name}: the loss", first)
                 with tf.control_dependencies([check]):
                     loss = tf.identity(loss)
             return structure.pack([loss, tf.cast(weight, loss.dtype), *metrics])
@@ -215,21 +234,36 @@ class SimdStack:
                     name = layer.params.name
                     own = named_weights(layer, theta[tpl.name][name], f"{name}.")
                     found |= {path: tensor for path, tensor in own.items() if path in shapes}
-        inner = LayoutRules(tuple(rule for rule in self.rules.rules if rule[1] != LAYERS_AXIS))
-        # For each place the weights of its layers, by path.
-        held: list[list[dict[str, Tensor]]] = [[] for _ in range(mesh.num_stages)]
+        # For each place that is here its processors, and the weights of its layers, by path.
+        held: dict[int, tuple[list[int], list[dict[str, Tensor]]]] = {}
         for number, cell in enumerate(self._stages):
             place = number % mesh.num_stages
-            devices = [lowering.devices[i] for i in mesh.stage_processors(place)]
-            with lowering_scope(PlacementLowering(mesh.stage_mesh, inner, devices)):
+            there, numbers = self._of_place(lowering, place)
+            if not numbers:
+                continue
+            _, layers = held.setdefault(place, (numbers, []))
+            with lowering_scope(there):
                 for layer in self._layers(cell):
-                    held[place].append(named_weights(layer, theta[cell][layer.params.name]))
+                    layers.append(named_weights(layer, theta[cell][layer.params.name]))
         first = self._alike[0].params.name
-        for path in held[0][0]:
-            slices = [[layer[path].slices for layer in layers] for layers in held]
+        for path in next(iter(held.values()))[1][0]:
+            slices = [
+                (numbers, [layer[path].slices for layer in layers])
+                for numbers, layers in held.values()
+            ]
             shape = shapes[f"{first}.{path}"]
             found[f"{first}.{path}"] = stacked_weight(lowering, slices, shape)
         return found
+
+    def _of_place(
+        self, lowering: PlacementLowering, place: int
+    ) -> tuple[PlacementLowering, list[int]]:
+        """That of a place along the axis `layers`; its processors that compute here."""
+        mesh = self.pipeline.mesh
+        inner = LayoutRules(tuple(rule for rule in self.rules.rules if rule[1] != LAYERS_AXIS))
+        own = mesh.stage_processors(place)
+        there = placed(mesh.stage_mesh, inner, [lowering.places[i] for i in own])
+        return there, [own[i] for i in there.processors]
 
     def __call__(
         self,
