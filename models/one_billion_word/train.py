@@ -27,20 +27,25 @@ def main(argv: list[str]) -> int:
     host_flags.go_on_by_itself()
     with console.objects_alone(command_line.FLAGS.log_format == "json"):
         command_line.take_up()
-        return run(command_line.request())
+        request = command_line.request()
+        if host_flags.processes() is not None:
+            _start_devices(request)
+        return run(request)
 
 
 def run(request: Any) -> int:
     """Trains as it is asked for; returns the exit code."""
     from models.one_billion_word import about
-    from pipemesh.checkpoint import Folder, newest_whole
     from pipemesh.checkpoint.whole_file import remove_unfinished
+    from pipemesh.training.command import together
     from pipemesh.training.command.train import carry_out
 
-    with Folder(request.logdir):
-        remove_unfinished(os.path.join(request.logdir, "vocabulary"), "vocab-*.model")
-        remove_unfinished(request.logdir, "config.toml")
-        text = read_text(request, *(newest_whole(request.logdir) or (None, None)))
+    with together.folder(request.logdir):
+        if together.is_chief():
+            remove_unfinished(os.path.join(request.logdir, "vocabulary"), "vocab-*.model")
+            remove_unfinished(request.logdir, "config.toml")
+        there = together.newest(request.logdir) or (None, None)
+        text = together.in_turn(lambda: read_text(request, *there))
         trainer, choice = make_trainer(request, text)
         config, there, now = request.settings, text.there, trainer.subject.about
         plan = config.PLAN

@@ -17,6 +17,8 @@ def gather(
     seconds: float,
     answer: float,
     tell: Callable[[str], object],
+    who: str = "worker",
+    remedy: str = "start it there with `pipemesh worker`",
 ) -> tuple[tuple[str, ...], list[Health]]:
     """Finds who takes which place.
 
@@ -25,6 +27,8 @@ def gather(
         seconds: to wait for those that do not answer.
         answer: seconds to wait for one answer; who gives none for so long is replaced by a spare.
         tell: is called with what is worth a line.
+        who: what one of them is called.
+        remedy: what to do about one that is not there.
 
     Returns:
         The address for each place, and what was answered there.
@@ -51,17 +55,14 @@ def gather(
             if not missing:
                 for number, (address, own) in enumerate(zip(places, cluster.workers, strict=True)):
                     if address != own:
-                        tell(f"spare {address} takes the place of worker {number} ({own})")
+                        tell(f"spare {address} takes the place of {who} {number} ({own})")
                 return tuple(places), [healths[address] for address in places]
             first = missing[0]
-            what = f"worker {first} ({places[first]}) {healths[places[first]].trouble}"
+            what = f"{who} {first} ({places[first]}) {healths[places[first]].trouble}"
             if waited >= seconds:
-                raise DeviceError(
-                    f"{what}, for {waited:.0f} s; start it there with `pipemesh worker`, or give "
-                    "other addresses"
-                )
+                raise DeviceError(f"{what}, for {waited:.0f} s; {remedy}, or give other addresses")
             if not told:
-                tell(f"waiting for {len(missing)} of {len(every)} workers: {what}")
+                tell(f"waiting for {len(missing)} of {len(every)}: {what}")
                 told = True
             time.sleep(_PAUSE)
     finally:

@@ -27,6 +27,7 @@ class Watch:
         seconds: to wait for an answer; without one it is asked once more.
         lost: is called with what is to be said, and what nobody has finished, from whatever thread
             noticed it. It does not return.
+        who: what one of them is called.
 
     Attributes:
         doing: what the client is about, in words.
@@ -40,12 +41,13 @@ class Watch:
         starts: Sequence[int],
         seconds: float,
         lost: Callable[[str], NoReturn],
+        who: str = "worker",
     ) -> None:
         self.doing, self.steps = "making the model", 0
         self.stages: dict[int, str] = {}
         self._since = time.monotonic()
         self._addresses, self._starts = list(addresses), list(starts)
-        self._seconds, self._lost = seconds, lost
+        self._seconds, self._lost, self._who = seconds, lost, who
         # The module loads gRPC, which programs without workers do not need.
         from pipemesh.hosts.health import Asker
 
@@ -104,7 +106,7 @@ class Watch:
         lies = f", {stages}" if stages else ""
         since = time.monotonic() - self._since
         return (
-            f"worker {number} ({self._addresses[number]}{lies}) {what}, "
+            f"{self._who} {number} ({self._addresses[number]}{lies}) {what}, "
             f"in {self.doing}, begun {since:.1f} s ago"
         )
 
@@ -138,6 +140,13 @@ def end_step() -> None:
     if _current is not None:
         _current.steps += 1
         _current.begin("what follows a step")
+
+
+def stop() -> None:
+    """Ends the watch of this process, if it has one."""
+    if _current is not None:
+        _current.stop()
+        make_current(None)
 
 
 def check_workers() -> None:

@@ -149,9 +149,7 @@ def mesh_cluster(
     return MeshCluster(params)
 
 
-def _of_hosts(
-    mesh: Mesh, layout: LayoutRules, device_type: str, lowering: str
-) -> tuple[str, ...]:
+def _of_hosts(mesh: Mesh, layout: LayoutRules, device_type: str, lowering: str) -> tuple[str, ...]:
     """The device of each processor, where there are workers or several processes; else none."""
     processes, who = current_processes(), "process"
     if processes is not None:

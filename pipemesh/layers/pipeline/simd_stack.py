@@ -14,7 +14,7 @@ from pipemesh.backend.processes import current_processes
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import PipelineError
 from pipemesh.layers.feature_extraction import to_tuple
-from pipemesh.layers.named import current_lowering, lowering_scope
+from pipemesh.layers.named import lowering_scope
 from pipemesh.layers.named.unnamed import unnamed
 from pipemesh.layers.named.values import exported
 from pipemesh.layers.optimizers.whole_norms import take_whole_norms
@@ -22,11 +22,11 @@ from pipemesh.layers.pipeline.all_weights import (
     check_named,
     named_shapes,
     named_weights,
-    stacked_weight,
     theta_of,
 )
 from pipemesh.layers.pipeline.head import check_head
 from pipemesh.layers.pipeline.homes import mesh_devices
+from pipemesh.layers.pipeline.place_weights import alike_weights, of_place
 from pipemesh.layers.pipeline.simd_cut import simd_cut
 from pipemesh.layers.pipeline.stage_structure import StageStructure
 from pipemesh.layers.pipeline.weight_dtypes import cast_first, plain_theta
@@ -106,33 +106,30 @@ class SimdStack:
         for tpl in self._ends:
             with self.made_on():
                 self._stack.CreateChild(tpl.name, tpl)
-        if current_processes() is None:
-            create_stages(self._tpls)
-        else:
-            self._create_here()
+        if current_processes() is not None:
+            create_stages = self._create_here
+        create_stages(self._tpls)
         check_named(self._stack.params.name, self._alike[0])
 
-    def _create_here(self) -> None:
+    def _create_here(self, tpls: Sequence[Any]) -> None:
         """Makes the alike layers, with the weights that processors of this process need."""
         take_whole_norms()
-        with self.made_on():
-            whole = current_lowering()
-        assert isinstance(whole, PlacementLowering)
-        for number, tpl in enumerate(self._tpls):
-            there, _ = self._of_place(whole, number % self.pipeline.mesh.num_stages)
-            with tf.device(whole.devices[0]), lowering_scope(there):
-                self._stack.CreateChild(tpl.name, tpl)
+        with self.made_on() as whole:
+            for number, tpl in enumerate(tpls):
+                there, _ = of_place(whole, number % whole.mesh.num_stages)
+                with lowering_scope(there):
+                    self._stack.CreateChild(tpl.name, tpl)
 
     @contextlib.contextmanager
-    def made_on(self) -> Iterator[None]:
-        """Inside, what all devices compute together is made."""
+    def made_on(self) -> Iterator[PlacementLowering]:
+        """Inside, what all devices compute together is made, under the lowering that is given."""
         mesh, stack = self.pipeline.mesh, self._stack
         devices = [""] * mesh.num_devices
         if self._pinned:
             devices = mesh_devices(stack.cluster, mesh, stack.params)
         lowering = placed(mesh, self.rules, devices)
         with tf.device(lowering.devices[0]), lowering_scope(lowering):
-            yield
+            yield lowering
 
     def _layers(self, name: str) -> list[Any]:
         """The layers of a cell."""
@@ -202,8 +199,7 @@ class SimdStack:
         """All devices' programs in one graph."""
         p = self._stack.params
         lowering = placed(self.pipeline.mesh, self.rules, devices)
-        first = lowering.devices[0]
-        with tf.device(first), whole_batch_randomness(step):
+        with tf.device(lowering.devices[0]), whole_batch_randomness(step):
             args = self.before(theta, args)
             theta = self.computed_theta(theta)
             found = self(lowering, self.weights(lowering, theta), args, step, theta)
@@ -214,6 +210,7 @@ class SimdStack:
             check_head(where, structure.leaf_names, flat, p.loss_inside)
             loss, weight, *metrics = flat
             if p.check_numerics != "off":
+                first = lowering.devices[0]
                 check = raise_unless(all_finite([loss]), [], f"{p.name}: the loss", first)
                 with tf.control_dependencies([check]):
                     loss = tf.identity(loss)
@@ -226,44 +223,15 @@ class SimdStack:
             lowering: of the whole mesh.
             theta: of the stack.
         """
-        mesh, shapes = self.pipeline.mesh, self.shapes
-        found: dict[str, Tensor] = {}
+        shapes, found = self.shapes, {}
         with lowering_scope(lowering):
             for tpl in self._ends:
                 for layer in self._layers(tpl.name):
                     name = layer.params.name
                     own = named_weights(layer, theta[tpl.name][name], f"{name}.")
                     found |= {path: tensor for path, tensor in own.items() if path in shapes}
-        # For each place that is here its processors, and the weights of its layers, by path.
-        held: dict[int, tuple[list[int], list[dict[str, Tensor]]]] = {}
-        for number, cell in enumerate(self._stages):
-            place = number % mesh.num_stages
-            there, numbers = self._of_place(lowering, place)
-            if not numbers:
-                continue
-            _, layers = held.setdefault(place, (numbers, []))
-            with lowering_scope(there):
-                for layer in self._layers(cell):
-                    layers.append(named_weights(layer, theta[cell][layer.params.name]))
-        first = self._alike[0].params.name
-        for path in next(iter(held.values()))[1][0]:
-            slices = [
-                (numbers, [layer[path].slices for layer in layers])
-                for numbers, layers in held.values()
-            ]
-            shape = shapes[f"{first}.{path}"]
-            found[f"{first}.{path}"] = stacked_weight(lowering, slices, shape)
-        return found
-
-    def _of_place(
-        self, lowering: PlacementLowering, place: int
-    ) -> tuple[PlacementLowering, list[int]]:
-        """That of a place along the axis `layers`; its processors that compute here."""
-        mesh = self.pipeline.mesh
-        inner = LayoutRules(tuple(rule for rule in self.rules.rules if rule[1] != LAYERS_AXIS))
-        own = mesh.stage_processors(place)
-        there = placed(mesh.stage_mesh, inner, [lowering.places[i] for i in own])
-        return there, [own[i] for i in there.processors]
+        cells = [(theta[cell], self._layers(cell)) for cell in self._stages]
+        return found | alike_weights(lowering, cells, shapes, f"{self._alike[0].params.name}.")
 
     def __call__(
         self,

@@ -21,6 +21,8 @@ from pipemesh.mesh import LayoutRules, Mesh, TensorLayout
 # Keys of groups and of operations count from here; those of `Cores` from 1, 1 << 29 and 1 << 30.
 _KEYS = (1 << 30) + (1 << 29)
 _instance_keys = itertools.count(_KEYS)
+# Of what is said between steps: it must be understood even if programs differ.
+_talk_keys = itertools.count(_KEYS + (1 << 28))
 # By the devices that meet. Processes build the same programs in the same order and so count alike.
 _group_keys: dict[tuple[str, ...], int] = {}
 # For each device what puts its collectives into one order.
@@ -73,14 +75,14 @@ class ProcessLowering(PlacementLowering):
     """Lowers to one graph with a tensor for each processor of this process.
 
     Every process runs the same Python, and its graph has its own processors alone. What these
-    exchange are copies, as under placement. What goes from process to process is one of TensorFlow's
-    collectives, in which one processor stands for all of its process: what is to be summed is
+    exchange are copies, as under placement. What goes from process to process is a collective of
+    TensorFlow's, in which one processor stands for all of its process: what is to be summed is
     summed inside of a process before, and what has come is copied afterwards.
 
     Args:
         mesh: of all processes together, or of a stage of it.
         rules: the layout rules.
-        places: of each processor of the mesh its device, by the name that all processes have for it.
+        places: of each processor of the mesh its device, by its name in all processes.
         processes: all of them.
 
     Attributes:
@@ -275,6 +277,8 @@ def placed(mesh: Mesh, rules: LayoutRules, places: Sequence[str]) -> PlacementLo
 def over_processes(x: tf.Tensor, op: str) -> tf.Tensor:
     """Reduces what each process has one of; without others it is the result.
 
+    Eagerly, too, if all processes do so.
+
     Args:
         x: in all processes of the same sizes.
         op: `"sum"`, `"max"` or `"min"`.
@@ -284,9 +288,9 @@ def over_processes(x: tf.Tensor, op: str) -> tf.Tensor:
         return x
     devices = tuple(processes.device(i, "CPU", 0) for i in range(len(processes)))
     here = devices[processes.index]
-    meeting = Meeting(
-        len(devices), _group_key(devices), _instance(op, ["processes"], (x,)), _token(here)
-    )
+    talks = tf.executing_eagerly()
+    instance = next(_talk_keys) if talks else _instance(op, ["processes"], (x,))
+    meeting = Meeting(len(devices), _group_key(devices), instance, _token(here))
     with tf.device(here):
         return received(collectives.reduce(sendable(x), meeting, MERGE[op]), x, x.shape)
 
