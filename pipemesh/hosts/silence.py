@@ -21,3 +21,8 @@ def speak() -> None:
     if _heard:
         sys.stdout, sys.stderr = _heard
         _heard.clear()
+
+
+def is_silent() -> bool:
+    """Whether this process says nothing now."""
+    return bool(_heard)

@@ -1,7 +1,11 @@
 """What several processes train together is what one process trains."""
 
+import contextlib
 import json
+import os
+import pathlib
 import re
+import signal
 import subprocess
 import sys
 
@@ -82,6 +86,73 @@ def test_four_processes_go_on_from_what_two_have_saved_and_one_from_theirs(tmp_p
     assert [each["first"] for each in found] == [0, 4, 8]
     losses = [loss for each in found for loss in each["losses"]]
     np.testing.assert_allclose(losses, alone[0]["losses"], rtol=2e-5)
+
+
+LANGUAGE_MODEL = [
+    *(sys.executable, "-m", "models.one_billion_word.train", "--mesh_shape=layers:1;data:2"),
+    *("--layout=batch:data", "--lowering=simd", "--num_microbatches=2", "--dropout_prob=0.1"),
+    *("--batch_size=4", "--sequence_length=16", "--steps=14", "--save_every=4", "--eval_every=7"),
+    *("--eval_batches=2", "--log_format=json", "--worker_answer=3"),
+]
+
+
+def number_of(pid):
+    """Which of several processes one is, by its environment; None if it is none."""
+    with contextlib.suppress(OSError, StopIteration, ValueError, KeyError):
+        words = pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        text = next(word for word in words if word.startswith(b"TF_CONFIG=")).decode()
+        return json.loads(text.partition("=")[2])["task"]["index"]
+    return None
+
+
+def children(pid):
+    text = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8")
+    return {number_of(child): int(child) for child in text.split()}
+
+
+@pytest.mark.slow
+@pytest.mark.serial
+@pytest.mark.timeout(900)
+def test_one_that_is_killed_is_named_and_all_go_on_from_the_last_checkpoint(tmp_path):
+    """The command in every process, by the launcher; the curve is that of one process."""
+    alone = subprocess.run(
+        [*LANGUAGE_MODEL, f"--logdir={tmp_path / 'alone'}"],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=True,
+    )
+    launch = [sys.executable, "-m", "pipemesh.cli", "launch", "--processes=2", "--"]
+    process = subprocess.Popen(
+        [*launch, *LANGUAGE_MODEL, f"--logdir={tmp_path / 'together'}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    told, killed = [], False
+    try:
+        for line in process.stdout:
+            told.append(json.loads(line))
+            if told[-1].get("event") == "step" and told[-1]["step"] == 10 and not killed:
+                os.kill(children(process.pid)[1], signal.SIGKILL)
+                killed = True
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0, said[-3000:]
+    assert re.search(r"process 1 \(127\.0\.0\.1:\d+, stage 0\) is .*, in .*; going on", said)
+    begun = [each["restored"] for each in told if each["event"] == "begin"]
+    assert begun == [None, str(tmp_path / "together" / "ckpt-8")]
+    wanted, found = (
+        {each["step"]: each["loss"] for each in every if each["event"] == "step"}
+        for every in (map(json.loads, alone.stdout.splitlines()), told)
+    )
+    assert set(found) == set(range(1, 15))
+    np.testing.assert_allclose([found[i] for i in wanted], list(wanted.values()), rtol=1e-4)
 
 
 @pytest.mark.exhaustive

@@ -137,7 +137,7 @@ def _start_together(mesh: Mesh, device_type: str, cluster: Cluster, index: int) 
     if "lowering" in FLAGS and FLAGS.lowering != "simd":
         raise FlagError(
             f"{len(cluster.workers)} processes run this command, but each of them computes its "
-            "part by --lowering=simd alone; add that, or run this once, with workers (`pipemesh worker`)"
+            "part by --lowering=simd alone; add that, or run this once, with workers"
         )
     for name in ("find_learning_rate", "histogram_every", "profile_steps"):
         if name in FLAGS and FLAGS[name].value:
