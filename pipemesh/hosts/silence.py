@@ -19,6 +19,7 @@ def be_silent() -> None:
 def speak() -> None:
     """Lets it say again what it has to: an error."""
     if _heard:
+        sys.stdout.close()
         sys.stdout, sys.stderr = _heard
         _heard.clear()
 

@@ -66,9 +66,9 @@ def test_one_that_is_killed_is_started_again(tmp_path):
 
 def test_a_flag_that_names_no_process_is_an_error():
     command = [sys.executable, "-m", "models.one_billion_word.train", "--lowering=simd"]
+    command += ["--mesh_shape=layers:1;data:2", "--layout=batch:data"]
     done = subprocess.run(
-        [*command, "--mesh_shape=layers:1;data:2", "--layout=batch:data"]
-        + ["--cluster=127.0.0.1:2222", "--process=3", "--logdir=/nonexistent"],
+        [*command, "--cluster=127.0.0.1:2222", "--process=3", "--logdir=/nonexistent"],
         capture_output=True,
         text=True,
         timeout=60,
