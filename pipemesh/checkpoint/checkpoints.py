@@ -107,10 +107,9 @@ class Checkpoints:
             SaveError: the one before could not be written; this one was not begun.
         """
         self.wait()
-        processes = current_processes()
         # What the first one wrote before in a folder of this name is out of the way now.
         meet()
-        snapshot = Snapshot.of(self._entries, processes.index if processes else 0)
+        snapshot = Snapshot.of(self._entries)
         path = folders.path_of(self._folder, step)
         self._writing = _Writing(self, path, snapshot, step, note, score)
         return path
@@ -252,14 +251,14 @@ class _Writing:
             # Not the folder above it: who took that away is to be told.
             with contextlib.suppress(FileExistsError):
                 os.mkdir(folder)
-            snapshot = held.pop()
             processes = current_processes()
             if processes is not None:
-                write_part(folder, snapshot, processes.index)
+                write_part(folder, held.pop(), processes.index)
                 if not processes.is_chief:
                     return
                 join_parts(folder, temporary, processes)
             else:
+                snapshot = held.pop()
                 with tf.device("CPU:0"):
                     tf.raw_ops.SaveV2(
                         prefix=temporary,
@@ -267,7 +266,7 @@ class _Writing:
                         shape_and_slices=snapshot.specs,
                         tensors=snapshot.tensors,
                     )
-            del snapshot
+                del snapshot
             Manifest.of(temporary, step=step, note=note, score=score).write(temporary)
             self._decided.wait()
             if self._good:

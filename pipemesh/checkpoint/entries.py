@@ -80,15 +80,19 @@ class Snapshot:
     tensors: list[tf.Tensor]
 
     @classmethod
-    def of(cls, entries: Sequence[Entry], process: int = 0) -> Snapshot:
-        """The values now, of what a process is to save; one that is alone saves all.
+    def of(cls, entries: Sequence[Entry]) -> Snapshot:
+        """The values now; of several processes each takes what it is the one to save.
 
         On a host nothing is copied: a variable that is changed while somebody else holds its value
         gets memory of its own then. From other devices values are copied.
         """
         every = [(entry.name, part) for entry in entries for part in entry.parts]
-        alone = current_processes() is None
-        parts = [(name, part) for name, part in every if alone or part.owner == process]
+        processes = current_processes()
+        parts = [
+            (name, part)
+            for name, part in every
+            if processes is None or part.owner == processes.index
+        ]
         return cls(
             [name for name, _ in parts],
             [part.spec for _, part in parts],

@@ -37,6 +37,7 @@ def gather(
         DeviceError: one is not there, and no spare is either.
     """
     every = [*cluster.workers, *cluster.spares]
+    whos = "processes" if who == "process" else f"{who}s"
     asker, begun, told = Asker(every), time.monotonic(), False
     try:
         while True:
@@ -62,7 +63,7 @@ def gather(
             if waited >= seconds:
                 raise DeviceError(f"{what}, for {waited:.0f} s; {remedy}, or give other addresses")
             if not told:
-                tell(f"waiting for {len(missing)} of {len(every)}: {what}")
+                tell(f"waiting for {len(missing)} of {len(every)} {whos}: {what}")
                 told = True
             time.sleep(_PAUSE)
     finally:
