@@ -26,26 +26,35 @@ def warm(*arguments):
         *arguments: `-m`, a module and its arguments, or `-c`, code and its arguments.
     """
     assert arguments[0] in ("-m", "-c"), arguments
-    client = [sys.executable, "-I", "-S", str(FOLDER / "client.py"), _server()]
+    path, server = _server()
+    ended = server.poll()
+    assert ended is None, f"python -m tests.warm.server has ended with exit code {ended}"
+    client = [sys.executable, "-I", "-S", str(FOLDER / "client.py"), path]
     return [*client, *map(str, arguments)]
 
 
 @functools.cache
 def _server():
-    """Starts it, and returns where it listens; it ends when this process does."""
+    """Starts it; returns where it listens, and its process, which ends when this one does."""
     folder = tempfile.TemporaryDirectory(prefix="warm")
     path = os.path.join(folder.name, "socket")
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     # From now on clients wait until it is ready.
     listener.listen()
-    # The server shall hold back what TensorFlow says, and fork while it has one thread.
+    # The server shall hold back what TensorFlow says, and fork while it has one thread. Arrow,
+    # which pandas loads where it is installed, starts one for its memory.
     left_out = ("TF_CPP_MIN_LOG_LEVEL",)
     env = {name: value for name, value in os.environ.items() if name not in left_out}
+    one_thread = {
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "JE_ARROW_MALLOC_CONF": "background_thread:false",
+    }
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.warm.server", str(listener.fileno())],
         cwd=FOLDER.parents[1],
-        env={**env, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        env={**env, **one_thread},
         stdin=subprocess.PIPE,
         # What is no terminal is buffered, as it will be for those who read it.
         stdout=subprocess.DEVNULL,
@@ -60,4 +69,4 @@ def _server():
         folder.cleanup()
 
     atexit.register(end)
-    return path
+    return path, server
