@@ -44,8 +44,8 @@ def run(request: Any) -> int:
         if together.is_chief():
             remove_unfinished(os.path.join(request.logdir, "vocabulary"), "vocab-*.model")
             remove_unfinished(request.logdir, "config.toml")
-        there = together.newest(request.logdir) or (None, None)
-        text = together.in_turn(lambda: read_text(request, *there))
+        found, manifest = together.newest(request.logdir) or (None, None)
+        text = together.in_turn(lambda: read_text(request, found, manifest))
         trainer, choice = make_trainer(request, text)
         config, there, now = request.settings, text.there, trainer.subject.about
         plan = config.PLAN

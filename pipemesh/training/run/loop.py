@@ -89,9 +89,9 @@ class Loop:
                 # Steps that do not come any more are missing in it.
                 self._profile.close()
                 self._tell_profile()
-            if self._is_stopped():
+            if self._is_stopped() and self._stop is not None:
                 path = self._save_at_last()
-                name = signal.Signals(self._stop or 0).name
+                name = signal.Signals(self._stop).name
                 self._tell.say(f"{name}: saved {path}; run the same command again to go on")
                 self._tell_saved()
                 self._end(f"stopped by {name}", is_done=False)
