@@ -1,4 +1,4 @@
-"""A step over two processes against one with the same devices, and how long a lost worker costs."""
+"""A step over two processes against one with the same devices, what is sent, what a loss costs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import json
 import os
 import pathlib
 import platform
+import re
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "shared"))
 
@@ -20,7 +22,7 @@ from contender import ROOT, Contender, serve_timed, take_turns
 
 sys.path.insert(0, str(ROOT))
 
-ONE, TWO = "one process", "two workers"
+ONE, TWO, UNMARKED = "one process", "two workers", "two workers without marks"
 PLANS = {
     "layers:2": ["--mesh_shape=layers:2"],
     "data:2": ["--mesh_shape=layers:1;data:2", "--layout=batch:data"],
@@ -32,13 +34,22 @@ LAUNCH = [
     *("--cpu_devices=2", "--"),
 ]
 TRAIN = [
-    *(sys.executable, "-m", "models.one_billion_word.train", "--mesh_shape=layers:2"),
-    *("--num_microbatches=4", "--steps=30", "--save_every=10", "--log_format=json"),
+    *(sys.executable, "-m", "models.one_billion_word.train"),
+    *("--num_microbatches=4", "--log_format=json"),
 ]
 
 
-def serve(flags: list[str], folder: str) -> None:
+LOST = ["--steps=30", "--save_every=10"]
+# Between them bytes are counted.
+SENT_STEPS = 10, 40
+
+
+def serve(flags: list[str], folder: str, marks: bool) -> None:
     """Computes a step whenever it is asked to."""
+    if not marks:
+        import pipemesh.training.trainer
+
+        pipemesh.training.trainer.followed = lambda pipelines: None
     from models.one_billion_word import command_line
     from models.one_billion_word.train import make_trainer, read_text
 
@@ -54,20 +65,81 @@ def compare(rounds: int) -> dict[str, float]:
     found = {}
     for name, flags in PLANS.items():
         with tempfile.TemporaryDirectory() as folder:
-            words = [sys.executable, __file__, *flags, f"--folder={folder}", "serve"]
-            contenders = {ONE: Contender(words), TWO: Contender([*LAUNCH, *words])}
+            words = [sys.executable, __file__, *flags, f"--folder={folder}"]
+            contenders = {
+                ONE: Contender([*words, "serve"]),
+                TWO: Contender([*LAUNCH, *words, "serve"]),
+                UNMARKED: Contender([*LAUNCH, *words, "--no_marks", "serve"]),
+            }
             seconds, _, _ = take_turns(contenders, rounds, reference=ONE)
-        ratios = [two / one for one, two in zip(seconds[ONE], seconds[TWO], strict=True)]
-        found[name] = statistics.median(ratios)
-        print(f"{name:10} {found[name]:.2f} times the seconds of one process", flush=True)
+        for one, two in ((ONE, TWO), (UNMARKED, TWO)):
+            ratios = [b / a for a, b in zip(seconds[one], seconds[two], strict=True)]
+            found[f"{name}, {two} / {one}"] = statistics.median(ratios)
+            print(f"{name:10} {statistics.median(ratios):.2f} times {one}", flush=True)
     return found
+
+
+def sent(flags: list[str]) -> dict[str, float]:
+    """Bytes a step that go from worker to worker, by TCP, and what was predicted of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        first, last = SENT_STEPS
+        words = [*TRAIN, *flags, f"--steps={last + 10}", f"--logdir={folder}/run"]
+        process = subprocess.Popen(
+            # No checkpoint in between, which the client fetches.
+            [*LAUNCH, *words, "--save_every=1000", "--eval_every=1000"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            cwd=ROOT,
+        )
+        assert process.stdout
+        counted, predicted = {}, 0.0
+        try:
+            for line in process.stdout:
+                event = json.loads(line)
+                if event["event"] == "forecast":
+                    predicted = sum(each["bytes"] for each in event["sent"])
+                if event["event"] == "step" and event["step"] in SENT_STEPS:
+                    counted[event["step"]] = _bytes_between(_children(process.pid)[:2])
+                    if event["step"] == last:
+                        break
+        finally:
+            process.kill()
+            process.communicate()
+    # Each step is told when it has ended, and so is the next one in part when bytes are counted.
+    measured = (counted[last] - counted[first]) / (last - first)
+    return {"measured": measured, "predicted": predicted, "ratio": measured / predicted}
+
+
+def _children(pid: int) -> list[int]:
+    """The processes that one has started; of a launcher workers come first."""
+    return sorted(map(int, pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+def _bytes_between(pids: list[int]) -> int:
+    """What processes have sent to each other by TCP, as the system counts it (`ss`)."""
+    command = ["ss", "-tinpHO", "state", "established"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    found: dict[str, tuple[str, int]] = {}
+    owners: dict[str, int] = {}
+    for line in lines:
+        owner = re.search(r"pid=(\d+)", line)
+        ports = re.findall(r"\S+:(\d+)\s", line)[:2]
+        bytes_sent = re.search(r"bytes_sent:(\d+)", line)
+        if owner and len(ports) == 2 and int(owner[1]) in pids:
+            owners["-".join(ports)] = int(owner[1])
+            found["-".join(ports)] = (
+                "-".join(reversed(ports)),
+                int(bytes_sent[1] if bytes_sent else 0),
+            )
+    return sum(n for there, n in found.values() if owners.get(there))
 
 
 def lost(number: int) -> dict[str, float]:
     """Seconds from a signal to a worker until it is said, and until the next step is finished."""
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
-            [*LAUNCH, *TRAIN, f"--logdir={folder}/run"],
+            [*LAUNCH, *TRAIN, *PLANS["layers:2"], *LOST, f"--logdir={folder}/run"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -78,11 +150,10 @@ def lost(number: int) -> dict[str, float]:
             step = 0
             while step < 15:
                 step = json.loads(process.stdout.readline()).get("step", 0)
-            task = f"/proc/{process.pid}/task/{process.pid}/children"
-            # The command was started last.
-            worker = sorted(map(int, pathlib.Path(task).read_text().split()))[0]
+            worker = _children(process.pid)[0]
             begun = time.monotonic()
             os.kill(worker, number)
+            noticed = 0.0
             for line in process.stderr:
                 if "going on from the last checkpoint" in line:
                     noticed = time.monotonic() - begun
@@ -105,13 +176,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", help="file to write the figures to")
+    parser.add_argument("--parts", default="ratios,sent,lost", help="which of them")
     parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--no_marks", action="store_true", help=argparse.SUPPRESS)
     arguments, rest = parser.parse_known_args()
     if rest[-1:] == ["serve"]:
-        serve(rest[:-1], arguments.folder)
+        serve(rest[:-1], arguments.folder, not arguments.no_marks)
         return
-    figures = {"ratios": compare(arguments.rounds)}
-    for name, number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
+    figures: dict[str, Any] = {}
+    parts = arguments.parts.split(",")
+    if "ratios" in parts:
+        figures["ratios"] = compare(arguments.rounds)
+    for name, flags in PLANS.items() if "sent" in parts else ():
+        found = figures[f"sent, {name}"] = sent(flags)
+        told = "{measured:,.0f} bytes a step from worker to worker, {ratio:.3f} of {predicted:,.0f}"
+        print(f"{name:10} {told.format(**found)}", flush=True)
+    signals = (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP))
+    for name, number in signals if "lost" in parts else ():
         figures[name] = lost(number)
         told = ", ".join(f"{what} after {s:.1f} s" for what, s in figures[name].items())
         print(f"a worker is {name}: {told}", flush=True)

@@ -18,7 +18,7 @@ from pipemesh.errors import PipemeshError, PlanError
 from pipemesh.mesh import LayoutRules
 from pipemesh.plan import Plan
 from pipemesh.text import nearest
-from pipemesh.training.command import plan_flags, training_flags
+from pipemesh.training.command import host_flags, plan_flags, training_flags
 from pipemesh.training.command.flags import FlagError, check_number
 from pipemesh.training.command.flags import parse as parse_flags
 
@@ -233,6 +233,27 @@ def _check_plan(settings: Settings) -> None:
     except PlanError as error:
         flag = f"batch_size={size}" if uneven else f"num_microbatches={plan.num_microbatches}"
         raise FlagError(f"--{flag}: {error}") from error
+
+
+def fitting(settings: Settings, device_type: str) -> Plan:
+    """The plan of settings, or one for fewer devices; see `host_flags.fitting`.
+
+    Args:
+        settings: of the model.
+        device_type: `CPU` or `GPU`.
+
+    Raises:
+        PipemeshError: there is none.
+    """
+
+    def check(plan: Plan) -> None:
+        other = copy.copy(settings)
+        other.PLAN = plan
+        _check_plan(other)
+        if plan.lowering == "simd":
+            simd_plan.check_simd(other, False)
+
+    return host_flags.fitting(settings.PLAN, device_type, check)
 
 
 def _set_plain(settings: Settings) -> None:

@@ -136,7 +136,7 @@ def make_subject(request: Any, text: Text) -> tuple[Any, Any]:
     Returns:
         The subject, and the choice that was made; None if there was nothing to choose.
     """
-    from models.one_billion_word import about
+    from models.one_billion_word import about, command_line
     from pipemesh.training.run import console
 
     settings, there, device_type = request.settings, text.there, request.device_type
@@ -155,6 +155,7 @@ def make_subject(request: Any, text: Text) -> tuple[Any, Any]:
 
         # Modules of the trainer are loaded here, where it is said that it takes time.
         importlib.import_module("pipemesh.training.trainer")
+        settings.PLAN = command_line.fitting(settings, device_type)
         config = CONFIGURATIONS[request.model]()
         vars(config).update(vars(settings))
     choice = None

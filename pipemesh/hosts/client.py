@@ -27,6 +27,8 @@ def connect(
     answer: float = 5.0,
     wait: float = 600.0,
     again: bool = False,
+    fewer: float | None = None,
+    step_limit: float | None = None,
 ) -> None:
     """Makes the workers' devices those of this process, and watches them from now on.
 
@@ -39,21 +41,31 @@ def connect(
         wait: seconds to wait for workers that are not there.
         again: whether this program is to be begun again when a worker is lost: it goes on by
             itself from what it has saved. Otherwise it ends.
+        fewer: seconds after which those workers that are there are enough; None if all are
+            needed.
+        step_limit: seconds after which it is said of a step that does not end who waits for whom;
+            after twice as many a worker is taken for lost. By default it depends on the steps
+            before.
 
     Raises:
         DeviceError: a worker is not there, or TensorFlow has started.
     """
     from pipemesh.backend.cluster import connect_workers
 
-    places, healths = gather(cluster, wait, answer, say)
-    if has_begun_again():
+    places, healths = gather(cluster, wait, answer, say, fewer=fewer)
+    if has_begun_again() and len(places) == len(cluster.workers):
         say("all workers are there")
     watched = watch.Watch(
-        places, [health.start for health in healths], answer, begin_again if again else end
+        places,
+        [health.start for health in healths],
+        answer,
+        begin_again if again else end,
+        limit=step_limit,
+        tell=say,
     )
     watched.start()
     watch.make_current(watched)
-    connect_workers(places, address)
+    connect_workers(list(places.values()), address)
 
 
 def has_begun_again() -> bool:
@@ -94,8 +106,9 @@ def begin_again(what: str) -> NoReturn:
     steps = watched.steps if watched else 0
     times = 0 if steps else int(os.environ.get(_AGAIN, "0")) + 1
     if times > _MOST_AGAIN:
-        end(f"{what}; {times} times in a row no step was finished in between")
-    say(f"{what}; going on from the last checkpoint")
+        end(f"{what}\n{times} times in a row no step was finished in between")
+    first, *more = what.split("\n")
+    say("\n".join([f"{first}; going on from the last checkpoint", *more]))
     _flush()
     os.environ[_AGAIN] = str(times)
     for name in os.listdir("/proc/self/fd"):

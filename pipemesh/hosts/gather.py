@@ -1,4 +1,4 @@
-"""Waits until all workers of a cluster are there, and lets spares take the places of others."""
+"""Waits for the workers of a cluster, and lets spares take the places of those that do not come."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ def gather(
     seconds: float,
     answer: float,
     tell: Callable[[str], object],
+    fewer: float | None = None,
     who: str = "worker",
     remedy: str = "start it there with `pipemesh worker`",
-) -> tuple[tuple[str, ...], list[Health]]:
+) -> tuple[dict[int, str], list[Health]]:
     """Finds who takes which place.
 
     Args:
@@ -27,11 +28,12 @@ def gather(
         seconds: to wait for those that do not answer.
         answer: seconds to wait for one answer; who gives none for so long is replaced by a spare.
         tell: is called with what is worth a line.
+        fewer: seconds after which those who are there are enough; None if all are needed.
         who: what one of them is called.
         remedy: what to do about one that is not there.
 
     Returns:
-        The address for each place, and what was answered there.
+        The address for each place, by its number, and what was answered there.
 
     Raises:
         DeviceError: one is not there, and no spare is either.
@@ -44,22 +46,28 @@ def gather(
             healths = dict(zip(every, asker.ask(answer), strict=True))
             waited = time.monotonic() - begun
             spares = [a for a in cluster.spares if not healths[a].trouble]
-            places: list[str] = []
+            places: dict[int, str] = {}
             missing: list[int] = []
             for number, address in enumerate(cluster.workers):
                 if healths[address].trouble and spares and waited >= answer:
-                    places.append(spares.pop(0))
+                    places[number] = spares.pop(0)
                     continue
-                places.append(address)
+                places[number] = address
                 if healths[address].trouble:
                     missing.append(number)
+            if missing and fewer is not None and waited >= fewer and len(missing) < len(places):
+                for number in missing:
+                    address = places.pop(number)
+                    trouble = healths[address].trouble
+                    tell(f"going on without {who} {number} ({address}), which {trouble}")
+                missing = []
             if not missing:
-                for number, (address, own) in enumerate(zip(places, cluster.workers, strict=True)):
-                    if address != own:
+                for number, address in places.items():
+                    if address != (own := cluster.workers[number]):
                         tell(f"spare {address} takes the place of {who} {number} ({own})")
-                return tuple(places), [healths[address] for address in places]
-            first = missing[0]
-            what = f"{who} {first} ({places[first]}) {healths[places[first]].trouble}"
+                return places, [healths[address] for address in places.values()]
+            address = places[missing[0]]
+            what = f"{who} {missing[0]} ({address}) {healths[address].trouble}"
             if waited >= seconds:
                 raise DeviceError(f"{what}, for {waited:.0f} s; {remedy}, or give other addresses")
             if not told:

@@ -26,6 +26,7 @@ def connect(
     answer: float = 5.0,
     wait: float = 600.0,
     again: bool = False,
+    step_limit: float | None = None,
 ) -> None:
     """Connects this process with the others, and watches them from now on.
 
@@ -40,6 +41,8 @@ def connect(
         answer: seconds in which another one has to say that it is there; it is asked twice.
         wait: seconds to wait for those that are not there.
         again: whether this program is to be begun again when another one is lost.
+        step_limit: seconds after which it is said of a step that it does not end; after twice as
+            many another one is taken for lost. By default it depends on the steps before.
 
     Raises:
         DeviceError: another one is not there, this one may not listen where it is to, or TensorFlow
@@ -60,19 +63,31 @@ def connect(
     connect_processes(addresses, process, kind)
     _keep(port, addresses, listen)
     while True:
-        _, healths = gather(cluster, wait, answer, client.say, "process", "start it there")
+        places, healths = gather(
+            cluster, wait, answer, client.say, who="process", remedy="start it there"
+        )
         starts = [health.start for health in healths]
         # One of an earlier attempt may still be there, which has not seen yet that others are not.
         time.sleep(_SETTLED_SECONDS)
         if [health.start for health in ask(addresses, answer)] == starts:
             break
     watched = watch.Watch(
-        addresses, starts, answer, client.begin_again if again else client.end, "process"
+        places,
+        starts,
+        answer,
+        client.begin_again if again else client.end,
+        limit=step_limit,
+        tell=client.say if not process else _nothing,
+        who="process",
     )
     watched.start()
     watch.make_current(watched)
     if client.has_begun_again() and not process:
         client.say("all processes are there")
+
+
+def _nothing(_: str) -> None:
+    """Of a step that hangs the first process speaks for all."""
 
 
 def _check_listens(own: str, listen: str | None) -> None:

@@ -1,57 +1,89 @@
 """Watches workers while a client drives them, so that one that is lost is noticed in seconds.
 
 What TensorFlow runs on a worker that is stopped, or cut off without a word, it waits for as long as
-it takes. So a thread asks each worker again and again whether it is there, and says so if not.
+it takes. So a thread asks each worker again and again whether it is there, and says so if not. Of a
+step that does not end though all are there it says who waits for whom.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 if TYPE_CHECKING:
     from pipemesh.hosts.health import Health
 
 # Between two questions.
 _PAUSE = 0.5
+# A step may take so many times the median of those before, and at least so many seconds. One before
+# which there are too few, and whatever is no step, may have to build graphs.
+_TIMES, _LEAST, _FIRST = 20.0, 60.0, 1200.0
+_FEWEST = 3
+_REMEMBERED = 50
+
+
+class Progress(Protocol):
+    """Knows how far the devices of workers have come in what is under way."""
+
+    def look(self) -> None:
+        """Asks them, and waits for nobody."""
+        ...
+
+    def waits(self) -> dict[int, list[str]]:
+        """By the task of a worker, what its devices are about that are not done."""
+        ...
 
 
 class Watch:
     """Asks workers how they are.
 
     Args:
-        addresses: `host:port` of each.
+        places: `host:port` of each, by its number among all that were named.
         starts: the number that each said it was started with.
         seconds: to wait for an answer; without one it is asked once more.
         lost: is called with what is to be said, and what nobody has finished, from whatever thread
             noticed it. It does not return.
+        limit: seconds after which a step is said to hang, and after twice as many taken for lost;
+            by default a multiple of those that steps take.
+        tell: is called with what is worth a line.
         who: what one of them is called.
 
     Attributes:
         doing: what the client is about, in words.
-        stages: what is said of each worker, such as "stage 1".
+        stages: what is said of each worker, by its task, such as "stage 1".
+        progress: knows what workers are about; None if nothing does.
         steps: how many steps were finished.
     """
 
     def __init__(
         self,
-        addresses: Sequence[str],
+        places: Mapping[int, str],
         starts: Sequence[int],
         seconds: float,
         lost: Callable[[str], NoReturn],
+        limit: float | None = None,
+        tell: Callable[[str], object] = print,
         who: str = "worker",
     ) -> None:
         self.doing, self.steps = "making the model", 0
         self.stages: dict[int, str] = {}
+        self.progress: Progress | None = None
         self._since = time.monotonic()
-        self._addresses, self._starts = list(addresses), list(starts)
-        self._seconds, self._lost, self._who = seconds, lost, who
+        # Whether what is under way is a step, has a limit, and was said to hang.
+        self._is_step, self._is_limited, self._is_told = False, False, False
+        self._taken: collections.deque[float] = collections.deque(maxlen=_REMEMBERED)
+        self._names = [f"{who} {number} ({address})" for number, address in places.items()]
+        self._starts = list(starts)
+        self._seconds, self._lost, self._limit, self._tell = seconds, lost, limit, tell
         # The module loads gRPC, which programs without workers do not need.
         from pipemesh.hosts.health import Asker
 
-        self._asker = Asker(addresses)
+        self._asker = Asker(list(places.values()))
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch of workers", daemon=True)
@@ -66,13 +98,46 @@ class Watch:
         self._thread.join()
         self._asker.close()
 
-    def begin(self, doing: str) -> None:
+    def begin(self, doing: str, is_step: bool = False) -> None:
         """Notes what the client is about from now on.
 
         Args:
             doing: in words, such as "step 3".
+            is_step: whether it is a step, which is not to last longer than others.
         """
+        self._is_told = False
         self.doing, self._since = doing, time.monotonic()
+        self._is_step = self._is_limited = is_step
+
+    @contextlib.contextmanager
+    def during(self, doing: str) -> Iterator[None]:
+        """Notes what the client is about while the context lasts, which is not to last for ever.
+
+        Args:
+            doing: in words, such as "evaluation".
+        """
+        before = self.doing, self._since, self._is_step, self._is_limited
+        self.begin(doing)
+        self._is_limited = True
+        try:
+            yield
+        finally:
+            self.doing, self._since, self._is_step, self._is_limited = before
+
+    def end_step(self) -> None:
+        """Notes that a step was finished."""
+        self.steps += 1
+        self._taken.append(time.monotonic() - self._since)
+        self.begin("what follows a step")
+
+    def name(self, task: int) -> str:
+        """Number and address of a worker, and which stages lie there.
+
+        Args:
+            task: of the worker.
+        """
+        stages = self.stages.get(task)
+        return f"{self._names[task][:-1]}, {stages})" if stages else self._names[task]
 
     def check(self) -> None:
         """Asks now, whoever has reason to think that a worker is lost; if so, says so."""
@@ -83,6 +148,37 @@ class Watch:
     def _run(self) -> None:
         while not self._ended.wait(_PAUSE):
             self.check()
+            self._check_progress()
+
+    def _check_progress(self) -> None:
+        """Asks how far a step is that has lasted, and says so when it has lasted too long."""
+        lasted = time.monotonic() - self._since
+        if not self._is_limited or lasted < _PAUSE:
+            return
+        if self.progress is not None and self._is_step:
+            # Who is lost in the next moment cannot be asked then.
+            self.progress.look()
+        limit = self.limit
+        if lasted < limit or self._ended.is_set():
+            return
+        if not self._is_told:
+            self._is_told = True
+            lines = [f"  {line}" for found in self._waits().values() for line in found]
+            about = ", and all workers answer; of those that are not done:" if lines else ""
+            self._tell("\n".join([f"{self.doing} has lasted for {lasted:.0f} s{about}", *lines]))
+        elif lasted >= 2 * limit:
+            with self._lock:
+                self._lost(f"{self.doing} does not end: it has lasted for {lasted:.0f} s")
+
+    @property
+    def limit(self) -> float:
+        """After how many seconds what is under way is said to hang."""
+        if not self._is_step or len(self._taken) < _FEWEST:
+            return max(_FIRST, self._limit or 0.0)
+        return self._limit or max(_LEAST, _TIMES * statistics.median(self._taken))
+
+    def _waits(self) -> dict[int, list[str]]:
+        return self.progress.waits() if self.progress is not None and self._is_step else {}
 
     def _trouble(self) -> str | None:
         """What is wrong with the first worker that is lost."""
@@ -100,15 +196,14 @@ class Watch:
     def _is_well(health: Health, start: int) -> bool:
         return not health.trouble and health.start == start
 
-    def _told(self, number: int, health: Health) -> str:
+    def _told(self, task: int, health: Health) -> str:
         what = health.trouble or "was started again"
-        stages = self.stages.get(number)
-        lies = f", {stages}" if stages else ""
         since = time.monotonic() - self._since
-        return (
-            f"{self._who} {number} ({self._addresses[number]}{lies}) {what}, "
-            f"in {self.doing}, begun {since:.1f} s ago"
-        )
+        told = f"{self.name(task)} {what}, in {self.doing}, begun {since:.1f} s ago"
+        waits = self._waits()
+        if task in waits:
+            told += f"; {'; '.join(waits.pop(task))}"
+        return "\n".join([told, *(f"  {line}" for found in waits.values() for line in found)])
 
 
 _current: Watch | None = None
@@ -125,21 +220,26 @@ def make_current(watch: Watch | None) -> None:
     _current = watch
 
 
-def begin(doing: str) -> None:
+def begin(doing: str, is_step: bool = False) -> None:
     """Notes what this process is about from now on.
 
     Args:
         doing: in words, such as "step 3".
+        is_step: whether it is a step, which is not to last longer than others.
     """
     if _current is not None:
-        _current.begin(doing)
+        _current.begin(doing, is_step)
+
+
+def during(doing: str) -> contextlib.AbstractContextManager[None]:
+    """Notes what this process is about while a context lasts; see `Watch.during`."""
+    return contextlib.nullcontext() if _current is None else _current.during(doing)
 
 
 def end_step() -> None:
     """Notes that a step was finished."""
     if _current is not None:
-        _current.steps += 1
-        _current.begin("what follows a step")
+        _current.end_step()
 
 
 def stop() -> None:

@@ -39,6 +39,7 @@ from pipemesh.recurrent.time.stacked_recurrent import StackedRecurrent
 from pipemesh.recurrent.transfers import Transfer, predict_transfers, transfers_of
 from pipemesh.recurrent.watch.clock import ActionClock
 from pipemesh.recurrent.watch.explain import explain
+from pipemesh.recurrent.watch.marks import Marks
 from pipemesh.recurrent.watch.placement import Placement, record_placement
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "DeviceMemory",
     "Home",
     "LossScale",
+    "Marks",
     "Options",
     "Placement",
     "Recurrent",

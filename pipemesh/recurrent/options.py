@@ -9,7 +9,7 @@ from typing import Any
 from pipemesh.errors import PipelineError
 from pipemesh.recurrent.precision import LossScale, check_compute_dtype
 from pipemesh.recurrent.remat import Remat, policy_of
-from pipemesh.recurrent.watch.clock import ActionClock
+from pipemesh.recurrent.watch.clock import Stamps
 from pipemesh.recurrent.watch.health import OF_GRADIENTS, check_policy
 
 
@@ -53,7 +53,7 @@ class Options:
     uncast_inputs: frozenset[int] = frozenset()
     loss_scale: LossScale | None = None
     check_numerics: str | None = None
-    clock: ActionClock | None = None
+    clock: Stamps | None = None
     strict_devices: bool = False
     noted_run: Callable[[Any], None] | None = None
 

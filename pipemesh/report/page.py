@@ -10,7 +10,7 @@ from typing import Any
 from pipemesh.partition.text import bytes_text, count_text
 from pipemesh.report.curves import curves
 from pipemesh.report.markup import document, note, section, side_by_side, table
-from pipemesh.report.pipeline import communication, memory, schedule
+from pipemesh.report.pipeline import communication, memory, schedule, workers
 from pipemesh.report.run import SAMPLES, Run
 from pipemesh.report.scale import called, short
 from pipemesh.schedule.render.svg import escape
@@ -37,6 +37,7 @@ def page(run: Run) -> str:
             section("Schedule", *schedule(run)),
             section("Memory", *memory(run)),
             section("Communication", communication(run)),
+            section("Workers", *workers(run)),
             section("Samples", *_samples(run)),
             section("What happened", _events(run)),
         ],

@@ -169,3 +169,31 @@ def communication(run: Run) -> str:
     ]
     head = ["axis", "what", "times a device", "bytes a step, all devices"]
     return table(head, rows, left=(0, 1)) if rows else ""
+
+
+def workers(run: Run) -> Iterator[str]:
+    """How long each worker was at work in a step, and who is slow.
+
+    Args:
+        run: what was recorded.
+    """
+    found: list[Any] = run.table("workers", "workers")
+    if not found:
+        return
+    slow = [str(each["worker"]) for each in found if each["is_slow"]]
+    if slow:
+        yield note(f"Slow: {', '.join(slow)}.")
+    rows = [
+        [
+            str(each["worker"]),
+            f"{each['seconds']:.4g}",
+            "" if each["times"] is None else f"{each['times']:.2f}",
+            "slow" if each["is_slow"] else "",
+        ]
+        for each in found
+    ]
+    yield table(["worker", "seconds at work a step", "for its flops", ""], rows, left=(0, 3))
+    yield note(
+        "At work is between what an action needs and its results. For its flops: so many times the "
+        "seconds of the other workers; from 2 on, a worker is slow."
+    )

@@ -35,7 +35,8 @@ class Run:
         final: by name, as judged at the end of a training.
         told: by kind, the lines of steps, by step: `skipped`, `spike`, `checkpoint`, `unsaved`.
         begins: the lines that say from where a process went on.
-        last: by kind, the last line of `begin`, `forecast`, `measured`, `schedule` and `end`.
+        last: by kind, the last line of `begin`, `forecast`, `measured`, `workers`, `schedule`
+            and `end`.
         samples: decoded text, prompt and all of it.
         unread: how many lines could not be read.
     """
@@ -241,6 +242,10 @@ def _is_sound(event: Mapping[str, Any]) -> bool:
                 str(each["device"])
             for each in event.get("sent", ()):
                 _ = each["axes"], each["what"], f"{each['times']:,}", each["bytes"] + 0.0
+        if kind == "workers":
+            for each in event["workers"]:
+                _ = each["worker"], each["seconds"] + 0.0, (each["times"] or 0.0) + 0.0
+                _ = each["is_slow"]
         if kind == "schedule" or (kind == "forecast" and "schedule" in event):
             schedule, costs = _schedule(event)
             simulate(schedule, costs)

@@ -25,6 +25,7 @@ from pipemesh.schedule.builders import (
     interleaved_one_f_one_b,
     looped_bfs,
     one_f_one_b,
+    seq_one_f_one_b,
     v_half,
     v_min,
     zb_h1,
@@ -35,6 +36,7 @@ from pipemesh.schedule.costs import Costs
 from pipemesh.schedule.csv_forms import write_csv
 from pipemesh.schedule.list_schedule import list_schedule
 from pipemesh.schedule.optimal import Optimum, optimal_schedule
+from pipemesh.schedule.recompute import recompute
 from pipemesh.schedule.schedule import Schedule, from_csv, to_csv
 from pipemesh.schedule.simulate import simulate
 from pipemesh.schedule.spec import ScheduleSpec
@@ -61,6 +63,8 @@ __all__ = [
     "lower_bound",
     "one_f_one_b",
     "optimal_schedule",
+    "recompute",
+    "seq_one_f_one_b",
     "simulate",
     "to_csv",
     "v_half",

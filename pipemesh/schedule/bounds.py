@@ -33,6 +33,19 @@ highest stage `z`, `N` pairs and room for `K` of them (at most `N`).
    shortest end)`.
 
 Without backward actions only the path and the load with what comes before and after it are left.
+
+**Slices.** With `Q` slices, costs are those of a slice and `N` counts slices; a schedule of
+slices is one of so many microbatches that also keeps their order, so all of the above holds.
+Besides, no gradient exists before the last stage has done all `Q` forwards of a microbatch, which
+makes every `return(s)` later by `Q - 1` of them; the path ends with the `Q - 1` gradients that
+stage 0 still has to make; and slice `k` is held for `Q - 1 - k` forwards of the last stage and as
+many gradients of its own longer than the last slice.
+
+**Recomputation.** A device that recomputes gives memory back before the first gradient, and can
+recompute before it, too. So for such a device `P` is all forwards and recomputations, none of the
+pairs has to be finished in 4, the recomputations come on top in 3 and 4 (each before its
+gradient), and in 5 a recomputed pair counts only with its own actions, and nothing is lost at the
+ends.
 """
 
 from __future__ import annotations
@@ -51,6 +64,8 @@ def lower_bound(
     memory_limits: Sequence[int] | None = None,
     *,
     forward_only: bool = False,
+    num_slices: int = 1,
+    recomputed: Sequence[int] | None = None,
 ) -> float:
     """A time that no schedule of this work is shorter than.
 
@@ -61,6 +76,8 @@ def lower_bound(
         memory_limits: for each device the most (stage, microbatch) pairs that it may hold, in the
             sense of `Timeline.peak_activations`; None for no limit.
         forward_only: whether there is no backward pass.
+        num_slices: into how many slices sequences are cut, each of which costs what `costs` say.
+        recomputed: for each stage how many of its pairs are recomputed by an `R`; None for none.
 
     Returns:
         The bound, in the unit of the costs; the module says how it is proved.
@@ -71,23 +88,28 @@ def lower_bound(
         >>> lower_bound(Costs(), (0, 1, 2, 3), 8, memory_limits=[2, 2, 2, 2])
         37.0
     """
-    ways = _Ways.of(costs.per_stage(len(stage_devices)), stage_devices)
+    ways = _Ways.of(costs.per_stage(len(stage_devices)), stage_devices, num_slices)
+    again = list(recomputed or [0] * len(stage_devices))
+    num_pieces = num_microbatches * num_slices
     devices = range(max(stage_devices) + 1)
     stages = [[s for s, home in enumerate(stage_devices) if home == device] for device in devices]
     if forward_only:
         return max(
             ways.arrive[own[0]]
-            + num_microbatches * sum(ways.forward[s] for s in own)
+            + num_pieces * sum(ways.forward[s] for s in own)
             + (ways.arrive[-1] + ways.forward[-1] - ways.arrive[own[-1]] - ways.forward[own[-1]])
             for own in stages
             if own
         )
-    bounds = [ways.come_back[0] + ways.release[0]]
+    bounds = [ways.come_back[0] + (num_slices - 1) * ways.grad[0] + ways.release[0]]
     for device, own in enumerate(stages):
         if own:
-            pairs = len(own) * num_microbatches
+            pairs = len(own) * num_pieces
             room = pairs if memory_limits is None else min(pairs, memory_limits[device])
-            bounds += _of_device(ways, own, num_microbatches, max(1, room))
+            if any(again[s] for s in own):
+                bounds += _of_recomputing(ways, own, num_pieces, max(1, room), again)
+            else:
+                bounds += _of_device(ways, own, num_pieces, max(1, room))
     return max(bounds)
 
 
@@ -102,6 +124,8 @@ class _Ways:
         end: the least duration of the action that ends a backward.
         arrive: when the first microbatch can arrive on its way up.
         come_back: when the first gradient can arrive on its way back.
+        recompute: how long a recomputation takes.
+        num_slices: of a sequence.
     """
 
     forward: tuple[float, ...]
@@ -110,9 +134,11 @@ class _Ways:
     end: tuple[float, ...]
     arrive: tuple[float, ...]
     come_back: tuple[float, ...]
+    recompute: tuple[float, ...]
+    num_slices: int
 
     @classmethod
-    def of(cls, costs: StageCosts, stage_devices: Sequence[int]) -> _Ways:
+    def of(cls, costs: StageCosts, stage_devices: Sequence[int], num_slices: int) -> _Ways:
         """Walks up and back."""
         parts = list(
             zip(costs.forward, costs.backward, costs.input_grad, costs.weight_grad, strict=True)
@@ -126,7 +152,7 @@ class _Ways:
         arrive = [0.0]
         for s in range(last):
             arrive.append(arrive[s] + costs.forward[s] + lag[s])
-        come_back = [arrive[last] + costs.forward[last]]
+        come_back = [arrive[last] + num_slices * costs.forward[last]]
         for s in reversed(range(last)):
             come_back.append(come_back[-1] + grad[s + 1] + lag[s])
         return cls(
@@ -136,28 +162,61 @@ class _Ways:
             tuple(min(b, w) for _, b, _, w in parts),
             tuple(arrive),
             tuple(reversed(come_back)),
+            costs.recompute,
+            num_slices,
         )
 
+    def shortest_hold(self, stage: int) -> float:
+        """How long the last slice is held at least; without slices, any microbatch."""
+        waits = (self.num_slices - 1) * self.forward[-1]
+        return self.come_back[stage] - waits + self.release[stage] - self.arrive[stage]
 
-def _of_device(ways: _Ways, own: list[int], num_microbatches: int, room: int) -> list[float]:
+    def mean_hold(self, stage: int) -> float:
+        """How long a slice is held at least, as a mean over the slices of a microbatch."""
+        later = (self.num_slices - 1) / 2
+        return self.shortest_hold(stage) + later * (self.forward[-1] + self.grad[stage])
+
+    def way_down(self, lowest: int) -> float:
+        """From the end of the gradient of stage `lowest` to the end of stage 0's backward."""
+        if not lowest:
+            return 0.0
+        return self.come_back[0] - (self.come_back[lowest] + self.grad[lowest]) + self.release[0]
+
+
+def _of_device(ways: _Ways, own: list[int], num_pieces: int, room: int) -> list[float]:
     """The bounds 3, 4 and 5 for a device that runs the stages `own`, ascending."""
     lowest, highest = own[0], own[-1]
-    pairs = len(own) * num_microbatches
-    each = [s for s in own for _ in range(num_microbatches)]
+    pairs = len(own) * num_pieces
+    each = [s for s in own for _ in range(num_pieces)]
     forwards = sum(ways.forward[s] for s in each)
     longest = sum(heapq.nlargest(room, (ways.forward[s] for s in each)))
     idle = max(ways.arrive[lowest], ways.come_back[highest] - longest)
     load = idle + forwards + sum(ways.release[s] for s in each)
 
     finished = heapq.nsmallest(pairs - room, (ways.release[s] - ways.grad[s] for s in each))
-    way_down = 0.0
-    if lowest:
-        # From the end of the gradient of stage `lowest` to the end of the backward of stage 0.
-        way_down = ways.come_back[0] - (ways.come_back[lowest] + ways.grad[lowest])
-        way_down += ways.release[0]
-    last_gradient = idle + forwards + sum(ways.grad[s] for s in each) + sum(finished) + way_down
+    last_gradient = idle + forwards + sum(ways.grad[s] for s in each) + sum(finished)
+    last_gradient += ways.way_down(lowest)
 
-    held = sum(ways.come_back[s] + ways.release[s] - ways.arrive[s] for s in each)
+    held = sum(map(ways.mean_hold, each))
     ends = min(ways.forward[s] for s in own) + min(ways.end[s] for s in own)
     in_room = ways.arrive[lowest] + held / room + (room - 1) / 2 * ends
     return [load, last_gradient, in_room]
+
+
+def _of_recomputing(
+    ways: _Ways, own: list[int], num_pieces: int, room: int, again: Sequence[int]
+) -> list[float]:
+    """The same bounds for a device that recomputes `again[s]` of the pairs of each stage `s`."""
+    lowest, highest = own[0], own[-1]
+    forwards = num_pieces * sum(ways.forward[s] for s in own)
+    recomputes = sum(again[s] * ways.recompute[s] for s in own)
+    idle = max(ways.arrive[lowest], ways.come_back[highest] - forwards - recomputes)
+    load = idle + forwards + recomputes + num_pieces * sum(ways.release[s] for s in own)
+    last_gradient = idle + forwards + recomputes + num_pieces * sum(ways.grad[s] for s in own)
+    last_gradient += ways.way_down(lowest)
+    held = sum(
+        (num_pieces - again[s]) * ways.shortest_hold(s)
+        + again[s] * (ways.forward[s] + ways.recompute[s] + ways.release[s])
+        for s in own
+    )
+    return [load, last_gradient, ways.arrive[lowest] + held / room]

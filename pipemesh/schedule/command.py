@@ -54,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--costs",
         default="",
         help="for example forward=1,backward=2,transfer=0.1, or forward=1:1:1:2 for one value a "
-        "stage; names are forward, backward, input_grad, weight_grad and transfer, or their "
-        "first letters",
+        "stage; names are forward, backward, input_grad, weight_grad, transfer and "
+        "recompute, or their first letters",
     )
     size.add_argument(
         "--memory-limit",
@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.read:
         schedule = _read(arguments)
         title = Path(arguments.read).name
-        fitted = fit_costs(costs, schedule.num_devices, schedule.num_stages)
+        fitted = fit_costs(costs, schedule.num_devices, schedule.num_stages, schedule.num_slices)
     else:
         schedule, fitted = _build(arguments, costs)
         title = arguments.name
@@ -195,12 +195,14 @@ def _report(title: str, timeline: Timeline, color: str) -> str:
             (schedule.num_devices, "device"),
             (schedule.num_stages, "stage"),
             (schedule.num_microbatches, "microbatch"),
+            *([(schedule.num_slices, "slice")] if schedule.num_slices > 1 else []),
         )
     ).replace("microbatchs", "microbatches")
     stage_costs = timeline.costs.per_stage(schedule.num_stages)
     costs = ", ".join(
         f"{name} {_values(values)}"
         for name, values in (*stage_costs.durations().items(), ("transfer", stage_costs.transfer))
+        if name != "R" or schedule.recomputed()
     )
     terminal = sys.stdout.isatty()
     colored = color == "always" or (color == "auto" and terminal and not os.environ.get("NO_COLOR"))

@@ -32,7 +32,7 @@ class Row:
     reason: str = ""
 
 
-def fit_costs(costs: Costs, num_devices: int, num_stages: int) -> Costs:
+def fit_costs(costs: Costs, num_devices: int, num_stages: int, num_slices: int = 1) -> Costs:
     """The costs of one model, told for a number of stages.
 
     Costs with one value a stage are taken as they are if their length fits. Otherwise they
@@ -42,9 +42,10 @@ def fit_costs(costs: Costs, num_devices: int, num_stages: int) -> Costs:
         costs: of one stage a device, or of every stage.
         num_devices: how many devices there are.
         num_stages: how many stages there are.
+        num_slices: into how many slices sequences are cut; the costs are of whole ones.
 
     Returns:
-        Costs for that many stages.
+        Costs for that many stages and, if there are slices, of a slice.
 
     Raises:
         ScheduleError: the length of the costs fits neither devices nor stages.
@@ -59,8 +60,8 @@ def fit_costs(costs: Costs, num_devices: int, num_stages: int) -> Costs:
                 f"costs have {costs.num_stages} values, but there are {num_devices} devices and "
                 f"{num_stages} stages; give one number, one value a device, or one a stage"
             )
-        return costs
-    return costs.refined(num_stages // num_devices)
+        return costs.refined(1, num_slices)
+    return costs.refined(num_stages // num_devices, num_slices)
 
 
 def compare(

@@ -9,7 +9,7 @@ from pipemesh.schedule.costs import Costs
 from pipemesh.schedule.names import check_name
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Costs))
-_SHORT = {"f": "forward", "b": "backward", "i": "input_grad", "w": "weight_grad", "t": "transfer"}
+_SHORT = {name[0]: name for name in FIELDS}
 
 
 def costs_from_text(text: str) -> Costs:

@@ -15,12 +15,13 @@ Cost = float | Sequence[float]
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Durations of the four kinds of action and of a transfer, in any one unit of time.
+    """Durations of the five kinds of action and of a transfer, in any one unit of time.
 
     Each is one number for every stage or one number a stage (any sequence, also an array; kept
     as a tuple). What is left out follows from what is given: `forward` is 1; `backward` is the
     sum of `input_grad` and `weight_grad`; these are half of `backward` each, or the rest of it
-    if one of them is given; if all three are left out, they are 2, 1 and 1 times `forward`.
+    if one of them is given; if all three are left out, they are 2, 1 and 1 times `forward`;
+    `recompute` is `forward`.
 
     Attributes:
         forward: duration of an `F`.
@@ -31,6 +32,8 @@ class Costs:
             `transfer[s]` is for the boundary between stages `s` and `s + 1`, for activations
             one way and gradients the other; the last stage's entry is not used. Transfers cost
             nothing within a device and keep no device busy.
+        recompute: duration of an `R`. A backward that recomputes by itself, in a schedule without
+            `R`, has it in its own duration.
 
     Example:
         >>> costs = Costs(forward=1, input_grad=1.5, weight_grad=0.5)
@@ -45,9 +48,10 @@ class Costs:
     input_grad: Cost | None = None
     weight_grad: Cost | None = None
     transfer: Cost = 0.0
+    recompute: Cost | None = None
 
     def __post_init__(self) -> None:
-        forward, backward, input_grad, weight_grad, transfer = (
+        forward, backward, input_grad, weight_grad, transfer, recompute = (
             None if value is None else _checked(name, value)
             for name, value in (
                 ("forward", self.forward),
@@ -55,6 +59,7 @@ class Costs:
                 ("input_grad", self.input_grad),
                 ("weight_grad", self.weight_grad),
                 ("transfer", self.transfer),
+                ("recompute", self.recompute),
             )
         )
         forward = 1.0 if forward is None else forward
@@ -69,7 +74,8 @@ class Costs:
             input_grad = _rest(backward, weight_grad or 0.0, "weight_grad")
         elif weight_grad is None:
             weight_grad = _rest(backward, input_grad, "input_grad")
-        values = (forward, backward, input_grad, weight_grad, transfer)
+        recompute = forward if recompute is None else recompute
+        values = (forward, backward, input_grad, weight_grad, transfer, recompute)
         for field, value in zip(dataclasses.fields(self), values, strict=True):
             object.__setattr__(self, field.name, value)
         lengths = {
@@ -120,7 +126,7 @@ class Costs:
             spread.append(items)
         return StageCosts(*spread)
 
-    def refined(self, pieces: int) -> Costs:
+    def refined(self, pieces: int, num_slices: int = 1) -> Costs:
         """The costs of the same model with each stage cut into equal pieces.
 
         What a schedule with one stage a device costs, told for a schedule with `pieces` stages
@@ -129,6 +135,8 @@ class Costs:
 
         Args:
             pieces: how many new stages each old stage becomes, at least 1.
+            num_slices: into how many slices of equal cost sequences are cut, at least 1. All
+                durations are divided, transfers too: each carries its share of the sequence.
 
         Returns:
             The finer costs.
@@ -145,11 +153,12 @@ class Costs:
             return value / divisor
 
         return Costs(
-            cut(self.forward, pieces),
-            cut(self.backward, pieces),
-            cut(self.input_grad, pieces),
-            cut(self.weight_grad, pieces),
-            cut(self.transfer, 1),
+            cut(self.forward, pieces * num_slices),
+            cut(self.backward, pieces * num_slices),
+            cut(self.input_grad, pieces * num_slices),
+            cut(self.weight_grad, pieces * num_slices),
+            cut(self.transfer, num_slices),
+            cut(self.recompute, pieces * num_slices),
         )
 
 
@@ -162,6 +171,7 @@ class StageCosts:
     input_grad: tuple[float, ...]
     weight_grad: tuple[float, ...]
     transfer: tuple[float, ...]
+    recompute: tuple[float, ...]
 
     def durations(self) -> dict[str, tuple[float, ...]]:
         """For each kind of action its duration on each stage."""
@@ -170,6 +180,7 @@ class StageCosts:
             "B": self.backward,
             "I": self.input_grad,
             "W": self.weight_grad,
+            "R": self.recompute,
         }
 
 

@@ -72,7 +72,7 @@ def _row(line: _Line, number: int) -> tuple[Action, ...]:
             others.append((len(row), start, text))
         else:
             row.append(parse_cell(text, number, start))
-    places = {(a.stage, "F" if a.kind == "F" else "B", a.microbatch): t for t, a in _firsts(row)}
+    places = {(a.stage, "F" if a.kind == "F" else "B", a.microbatch): t for t, a in _senders(row)}
     stages = {action.stage for action in row}
     seen: set[str] = set()
     for place, start, text in others:
@@ -98,8 +98,8 @@ def _row(line: _Line, number: int) -> tuple[Action, ...]:
     return tuple(row)
 
 
-def _firsts(row: Sequence[Action]) -> Iterator[tuple[int, Action]]:
-    return ((tick, action) for tick, action in enumerate(row) if action.kind != "W")
+def _senders(row: Sequence[Action]) -> Iterator[tuple[int, Action]]:
+    return ((tick, action) for tick, action in enumerate(row) if action.kind in "FBI")
 
 
 def leg_stages(device: int, num_devices: int, num_stages: int) -> list[tuple[str, tuple[str, int]]]:

@@ -1,7 +1,8 @@
 """Schedules as CSV for other libraries; `pipemesh.schedule.from_csv` reads all of these forms.
 
 * `compute_only`: one line a device, one action a cell. `torch.distributed.pipelining` loads it
-  and works out sends and receives by itself.
+  and works out sends and receives by itself. Slices and recomputations are written as in text
+  (`0F0.1`, `0R0`), which only this library reads; the other forms have no cells for them.
 * `compute_comms`: the same with sends and receives, which `torch.distributed.pipelining` runs as
   they stand and which its runtime's `_dump_csv` writes by default: `0SEND_F1` sends what `0F1`
   made, `1RECV_F1` receives it for `1F1`, `SEND_B` and `RECV_B` are for gradients. They are put
@@ -56,6 +57,13 @@ def write_csv(schedule: Schedule, form: str = "compute_only") -> str:
     check_name("form of CSV", form, CSV_FORMS)
     if form == "compute_only":
         return rows_to_csv(schedule.rows)
+    for action in (action for row in schedule.rows for action in row):
+        if action.slice is not None or action.kind == "R":
+            what = "a recomputation" if action.kind == "R" else "a slice"
+            raise ScheduleError(
+                f"{action} is {what}, and CSV of the form {form} has no cell for one; use "
+                "compute_only, which pipemesh reads"
+            )
     if form == "compute_comms":
         return "".join(",".join(map(_cell, row)) + "\n" for row in insert_transfers(schedule))
     return _zero_bubble(schedule)

@@ -63,10 +63,7 @@ def _changes(timeline: Timeline) -> Iterator[tuple[int, tuple[Action, ...]]]:
         device, tick, action = span.device, span.tick, span.action
         row = timeline.schedule.rows[device]
         if action.kind == "B":
-            split = (
-                Action(action.stage, "I", action.microbatch),
-                Action(action.stage, "W", action.microbatch),
-            )
+            split = (action.also("I"), action.also("W"))
             yield device, (*row[:tick], *split, *row[tick + 1 :])
         if action.kind == "W":
             for reach in (1, 2, 4, len(row)):
@@ -84,5 +81,5 @@ def _changes(timeline: Timeline) -> Iterator[tuple[int, tuple[Action, ...]]]:
 
 
 def _depends(later: Action, earlier: Action) -> bool:
-    same = (later.stage, later.microbatch) == (earlier.stage, earlier.microbatch)
+    same = later.also("F") == earlier.also("F")
     return same or (later.kind == earlier.kind and later.stage == earlier.stage)

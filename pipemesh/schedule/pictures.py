@@ -9,9 +9,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipemesh.schedule.builders import build
+from pipemesh.schedule.builders import build, one_f_one_b, seq_one_f_one_b
 from pipemesh.schedule.costs import Costs
 from pipemesh.schedule.list_schedule import list_schedule
+from pipemesh.schedule.recompute import recompute
 from pipemesh.schedule.render import memory_to_svg, to_svg
 from pipemesh.schedule.simulate import simulate
 
@@ -54,6 +55,18 @@ def pictures() -> dict[str, str]:
         drawn[f"{name}_memory.svg"] = memory_to_svg(
             timeline, title=f"{_DRAWN[name]}: (stage, microbatch) pairs held"
         )
+    sliced = simulate(seq_one_f_one_b(4, 4, 2), Costs(forward=2, backward=4).refined(1, 2))
+    drawn["seq_one_f_one_b.svg"] = to_svg(
+        sliced, title="Seq1F1B: 4 devices, 4 microbatches, 2 slices"
+    )
+    slow_end = Costs(forward=[1, 1, 1, 2], backward=[2, 2, 2, 4])
+    again = simulate(recompute(one_f_one_b(4, 8), costs=slow_end), slow_end)
+    drawn["recompute.svg"] = to_svg(
+        again, title="1F1B that recomputes: 4 devices, 8 microbatches, a slow last stage"
+    )
+    drawn["recompute_memory.svg"] = memory_to_svg(
+        again, title="1F1B that recomputes: (stage, microbatch) pairs held"
+    )
     uneven = Costs(
         forward=[1, 2, 1, 1, 2, 1, 1, 1],
         input_grad=[1, 2, 1, 1, 2, 1, 1, 1],

@@ -25,6 +25,9 @@ class Schedule:
         rows: for each device its actions in order.
         stage_devices: for each stage the index of the device (the row) that runs it.
         num_microbatches: how many microbatches flow through every stage.
+        num_slices: into how many slices the sequences of every microbatch are cut; 1 for whole
+            sequences. A slice of a stage needs the slices before it (attention reads their keys
+            and values), and its gradient those of the slices after it.
 
     Example:
         >>> from pipemesh.schedule import gpipe
@@ -36,6 +39,7 @@ class Schedule:
     rows: tuple[tuple[Action, ...], ...]
     stage_devices: tuple[int, ...]
     num_microbatches: int
+    num_slices: int = 1
 
     def __post_init__(self) -> None:
         # Lists are welcome; tuples keep the value hashable.
@@ -58,9 +62,37 @@ class Schedule:
         return len(self.stage_devices)
 
     @property
+    def num_pieces(self) -> int:
+        """How many microbatches, or slices of them, each stage computes."""
+        return self.num_microbatches * self.num_slices
+
+    @property
     def is_forward_only(self) -> bool:
         """Whether no row holds a backward action, as in a schedule for inference."""
-        return not any(action.kind != "F" for row in self.rows for action in row)
+        return not any(action.kind in "BIW" for row in self.rows for action in row)
+
+    def recomputed(self) -> frozenset[tuple[int, int]]:
+        """The (stage, piece) pairs that have an `R`; piece `m * num_slices + slice`.
+
+        Example:
+            >>> sorted(Schedule.from_text("0F0 0F1 0R0 0B0 0B1").recomputed())
+            [(0, 0)]
+        """
+        return frozenset(
+            (action.stage, self.piece(action))
+            for row in self.rows
+            for action in row
+            if action.kind == "R"
+        )
+
+    def piece(self, action: Action) -> int:
+        """The number of what an action works on: `microbatch * num_slices + slice`.
+
+        Example:
+            >>> Schedule.from_text("0F0.0 0F0.1").piece(Action(0, "F", 0, 1))
+            1
+        """
+        return action.microbatch * self.num_slices + (action.slice or 0)
 
     def turns_at_once(self) -> frozenset[tuple[int, int]]:
         """The (stage, microbatch) pairs whose backward pass follows their forward pass at once.
@@ -74,7 +106,7 @@ class Schedule:
             (first.stage, first.microbatch)
             for row in self.rows
             for first, second in itertools.pairwise(row)
-            if (first.kind, first.stage, first.microbatch) == ("F", second.stage, second.microbatch)
+            if first.kind == "F" and first == second.also("F")
         )
 
     def only_forward(self) -> Schedule:
@@ -113,7 +145,8 @@ class Schedule:
 
         Lines that are blank or start with `#` are skipped, and so are cells that are a single
         `.`, so a figure with idle cells can be typed as it is drawn. The device that first
-        mentions a stage owns it; the number of microbatches is one more than the highest.
+        mentions a stage owns it; the number of microbatches is one more than the highest, and so
+        is that of slices.
 
         Args:
             text: one line a device; the leading `device:` may be left out on all lines.
@@ -185,11 +218,12 @@ def from_rows(rows: Sequence[Sequence[Action]]) -> Schedule:
         (0, 1)
     """
     homes: dict[int, int] = {}
-    num_microbatches = 0
+    num_microbatches, num_slices = 0, 1
     for device, row in enumerate(rows):
         for action in row:
             homes.setdefault(action.stage, device)
             num_microbatches = max(num_microbatches, action.microbatch + 1)
+            num_slices = max(num_slices, (action.slice or 0) + 1)
     if not homes:
         raise ScheduleError("the schedule holds no action; write for example '0: 0F0 0B0'")
     # Not range(max + 1): one typo such as 999999999F0 must not build a huge list.
@@ -200,7 +234,7 @@ def from_rows(rows: Sequence[Sequence[Action]]) -> Schedule:
                 "stages are numbered from 0 without gaps"
             )
     stage_devices = tuple(homes[stage] for stage in range(len(homes)))
-    return Schedule(tuple(map(tuple, rows)), stage_devices, num_microbatches)
+    return Schedule(tuple(map(tuple, rows)), stage_devices, num_microbatches, num_slices)
 
 
 def to_csv(schedule: Schedule) -> str:
@@ -210,7 +244,8 @@ def to_csv(schedule: Schedule) -> str:
         schedule: any schedule.
 
     Returns:
-        Text to be saved as a file; PyTorch's `_load_csv(file, format="compute_only")` reads it.
+        Text to be saved as a file; PyTorch's `_load_csv(file, format="compute_only")` reads it,
+        unless there are slices or recomputations (`0F0.1`, `0R0`), which it does not know.
 
     Example:
         >>> from pipemesh.schedule import gpipe

@@ -25,7 +25,7 @@ def simulate(
 
     Args:
         schedule: any valid schedule.
-        costs: durations per stage; by default `Costs()`, one unit for `F`, `I` and `W`.
+        costs: durations per stage; by default `Costs()`, one unit for `F`, `R`, `I` and `W`.
         jitter: spread of the durations; each action's duration is multiplied by its own random
             factor from `1 - jitter` to `1 + jitter`. From 0 to 1.
         seed: of the random factors; the same seed gives the same timeline.
@@ -47,10 +47,10 @@ def simulate(
     costs = costs or Costs()
     stage_costs = costs.per_stage(schedule.num_stages)
     table = compile_table(schedule)
-    # Indexed by code // num_microbatches, which is kind * num_stages + stage.
+    # Indexed by code // num_pieces, which is kind * num_stages + stage.
     durations = stage_costs.durations()
     duration = [value for kind in KINDS for value in durations[kind]]
-    num_microbatches = schedule.num_microbatches
+    num_pieces = schedule.num_pieces
     num_stages = schedule.num_stages
     # A result of stage s crosses the boundary above s going forward, the one below going back.
     forward_lag = list(stage_costs.transfer)
@@ -76,12 +76,12 @@ def simulate(
                     sleeper[source] = device
                     break
                 if remote[tick]:
-                    arrival += lag[source // num_microbatches]
+                    arrival += lag[source // num_pieces]
                 if arrival > now:
                     now = arrival
             code = codes[tick]
             row_starts.append(now)
-            length = duration[code // num_microbatches]
+            length = duration[code // num_pieces]
             if jitter:
                 length *= factor(1 - jitter, 1 + jitter)
             now += length

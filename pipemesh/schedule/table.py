@@ -1,8 +1,9 @@
 """A checked schedule as integers: what the prover and the simulator walk over.
 
-Every `(kind, stage, microbatch)` has a number, its *code*, so that finding out whether an action
-is done, or when it ends, is a list access instead of a hash of an object. With `S` stages and `M`
-microbatches the code of an action is `(kind_index * S + stage) * M + microbatch`.
+Every `(kind, stage, piece)` has a number, its *code*, so that finding out whether an action is
+done, or when it ends, is a list access instead of a hash of an object. A piece is a microbatch or
+a slice of one. With `S` stages and `P` pieces the code of an action is `(kind_index * S + stage)
+* P + piece`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pipemesh.schedule.schedule import Schedule
 NOTHING = -1
 """The code that stands for: waits for no other stage."""
 
-FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD = range(4)
+FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD, RECOMPUTE = range(5)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +44,11 @@ def compile_table(schedule: Schedule) -> Table:
     """Checks all that can be checked without looking at two rows at once.
 
     Complete: every forward once, and for every forward one `B` or one `I` and one `W`, unless
-    the schedule has no backward action at all. Ordered: on its device a backward follows its
-    forward, a `W` its `I`, and an action follows the neighbour stage's action that it consumes
-    where both stages share the device.
+    the schedule has no backward action at all; an `R` at most once, with a backward after it.
+    Ordered: on its device a backward follows its forward, a `W` its `I`, an `R` stands between
+    forward and backward, slices go forward from the first to the last and backward from the last to
+    the first, and an action follows the neighbour stage's action that it consumes where both
+    stages share the device.
 
     Args:
         schedule: any schedule.
@@ -60,6 +63,8 @@ def compile_table(schedule: Schedule) -> Table:
         raise ScheduleError(
             f"num_microbatches is {schedule.num_microbatches}; it must be at least 1"
         )
+    if schedule.num_slices < 1:
+        raise ScheduleError(f"num_slices is {schedule.num_slices}; it must be at least 1")
     if not schedule.stage_devices:
         raise ScheduleError("the schedule has no stages; it must have at least 1")
     _check_size(schedule)
@@ -75,23 +80,29 @@ def _check_size(schedule: Schedule) -> None:
 
     One typo, such as 0F999999999, must not ask for gigabytes.
     """
-    if sum(map(len, schedule.rows)) >= schedule.num_stages * schedule.num_microbatches:
+    if sum(map(len, schedule.rows)) >= schedule.num_stages * schedule.num_pieces:
         return
     done: list[set[int]] = [set() for _ in schedule.stage_devices]
     for row in schedule.rows:
         for action in row:
             if action.kind == "F" and action.stage < schedule.num_stages:
-                done[action.stage].add(action.microbatch)
-    for stage, microbatches in enumerate(done):
-        for microbatch in range(schedule.num_microbatches):
-            if microbatch not in microbatches:
-                raise _missing(schedule, Action(stage, "F", microbatch))
+                done[action.stage].add(schedule.piece(action))
+    for stage, pieces in enumerate(done):
+        for piece in range(schedule.num_pieces):
+            if piece not in pieces:
+                raise _missing(schedule, _action(schedule, "F", stage, piece))
+
+
+def _action(schedule: Schedule, kind: str, stage: int, piece: int) -> Action:
+    microbatch, part = divmod(piece, schedule.num_slices)
+    return Action(stage, kind, microbatch, part if schedule.num_slices > 1 else None)
 
 
 def _place(schedule: Schedule) -> tuple[list[int], list[list[int]]]:
     """The tick of every code (or NOTHING) and the codes of every row."""
     num_stages, num_microbatches = schedule.num_stages, schedule.num_microbatches
-    block = num_stages * num_microbatches
+    num_slices, num_pieces = schedule.num_slices, schedule.num_pieces
+    block = num_stages * num_pieces
     kind_base = {kind: index * block for index, kind in enumerate(KINDS)}
     ticks = [NOTHING] * (len(KINDS) * block)
     rows: list[list[int]] = []
@@ -106,12 +117,16 @@ def _place(schedule: Schedule) -> tuple[list[int], list[list[int]]]:
                     tick,
                     f"lies outside {num_stages} stages and {num_microbatches} microbatches",
                 )
+            part = action.slice or 0
+            if (action.slice is None) != (num_slices == 1) or part >= num_slices:
+                of = f"{num_slices} slices" if num_slices > 1 else "whole sequences"
+                raise cell_error(schedule, device, tick, f"does not fit a schedule of {of}")
             home = schedule.stage_devices[stage]
             if home != device:
                 raise cell_error(
                     schedule, device, tick, f"runs here, but stage {stage} is on device {home}"
                 )
-            code = kind_base[action.kind] + stage * num_microbatches + microbatch
+            code = kind_base[action.kind] + stage * num_pieces + microbatch * num_slices + part
             if ticks[code] != NOTHING:
                 raise cell_error(
                     schedule, device, tick, f"was already done on this device at tick {ticks[code]}"
@@ -123,19 +138,18 @@ def _place(schedule: Schedule) -> tuple[list[int], list[list[int]]]:
 
 
 def _check_complete(schedule: Schedule, ticks: list[int]) -> None:
-    num_microbatches = schedule.num_microbatches
-    block = schedule.num_stages * num_microbatches
+    block = schedule.num_stages * schedule.num_pieces
     forward_only = schedule.is_forward_only
     for unit in range(block):
-        forward, full, input_grad, weight_grad = (
+        forward, full, input_grad, weight_grad, _ = (
             ticks[kind * block + unit] != NOTHING for kind in range(len(KINDS))
         )
         if forward and (forward_only or full ^ (input_grad and weight_grad)):
             if not (full and (input_grad or weight_grad)):
                 continue
-        stage, microbatch = divmod(unit, num_microbatches)
+        stage, piece = divmod(unit, schedule.num_pieces)
         if not forward:
-            raise _missing(schedule, Action(stage, "F", microbatch))
+            raise _missing(schedule, _action(schedule, "F", stage, piece))
         if full:
             other = "I" if input_grad else "W"
             tick = ticks[(INPUT_GRAD if input_grad else WEIGHT_GRAD) * block + unit]
@@ -143,35 +157,32 @@ def _check_complete(schedule: Schedule, ticks: list[int]) -> None:
                 schedule,
                 schedule.stage_devices[stage],
                 tick,
-                f"is part of {Action(stage, 'B', microbatch)}, which this device does too; "
+                f"is part of {_action(schedule, 'B', stage, piece)}, which this device does too; "
                 f"keep either the B or the I and the W, so drop this {other} or that B",
             )
         if input_grad:
-            raise _missing(schedule, Action(stage, "W", microbatch))
+            raise _missing(schedule, _action(schedule, "W", stage, piece))
         if weight_grad:
-            raise _missing(schedule, Action(stage, "I", microbatch))
-        raise _missing(schedule, Action(stage, "B", microbatch))
+            raise _missing(schedule, _action(schedule, "I", stage, piece))
+        raise _missing(schedule, _action(schedule, "B", stage, piece))
 
 
 def _missing(schedule: Schedule, action: Action) -> ScheduleError:
     """An action that a device never does; the tick is where a relative of it stands."""
     device = schedule.stage_devices[action.stage]
     row = schedule.rows[device]
-    relatives = [
-        tick
-        for tick, other in enumerate(row)
-        if (other.stage, other.microbatch) == (action.stage, action.microbatch)
-    ]
+    relatives = [tick for tick, other in enumerate(row) if other.also("F") == action.also("F")]
     # Without a relative, point to the neighbour microbatch of the same kind, else to the end.
     near = relatives or [
         tick
         for tick, other in enumerate(row)
         if (other.stage, other.kind) == (action.stage, action.kind)
-        and abs(other.microbatch - action.microbatch) == 1
+        and abs(schedule.piece(other) - schedule.piece(action)) == 1
     ]
     tick = near[-1] if near else len(row)
-    what = f" or its I and W ({action.stage}I{action.microbatch}, {action.stage}W"
-    hint = f"{what}{action.microbatch})" if action.kind == "B" else ""
+    hint = ""
+    if action.kind == "B":
+        hint = f" or its I and W ({action.also('I')}, {action.also('W')})"
     beside = f"next to {row[tick]}" if tick < len(row) else "at the end of the row"
     return ScheduleError(
         f"device {device} never does {action}{hint}; it belongs near tick {tick}, {beside}\n"
@@ -180,28 +191,50 @@ def _missing(schedule: Schedule, action: Action) -> ScheduleError:
 
 
 def _check_order(schedule: Schedule, ticks: list[int]) -> None:
-    """Within one device: F before B and I, I before W."""
-    block = schedule.num_stages * schedule.num_microbatches
-    rules = ((FORWARD, BACKWARD), (FORWARD, INPUT_GRAD), (INPUT_GRAD, WEIGHT_GRAD))
+    """Within one device: F before R, B and I, R before B and I, I before W, slices in turn."""
+    block = schedule.num_stages * schedule.num_pieces
+    rules = (
+        (FORWARD, RECOMPUTE),
+        (FORWARD, BACKWARD),
+        (FORWARD, INPUT_GRAD),
+        (RECOMPUTE, BACKWARD),
+        (RECOMPUTE, INPUT_GRAD),
+        (INPUT_GRAD, WEIGHT_GRAD),
+    )
     for first, second in rules:
         for unit in range(block):
-            early, late = ticks[first * block + unit], ticks[second * block + unit]
-            if NOTHING < late < early:
-                device = schedule.stage_devices[unit // schedule.num_microbatches]
-                raise cell_error(
-                    schedule,
-                    device,
-                    late,
-                    f"comes before {schedule.rows[device][early]} (tick {early}), "
-                    "whose result it needs",
-                )
+            _check_pair(schedule, ticks[first * block + unit], ticks[second * block + unit], unit)
+    for unit in range(block):
+        if unit % schedule.num_slices:
+            before = unit - 1
+            _check_pair(schedule, ticks[before], ticks[unit], unit)
+            # The gradient of the keys and values of a slice comes from the slices after it.
+            later = max(ticks[BACKWARD * block + unit], ticks[INPUT_GRAD * block + unit])
+            for kind in (BACKWARD, INPUT_GRAD):
+                _check_pair(schedule, later, ticks[kind * block + before], unit)
+    if schedule.is_forward_only:
+        for row in schedule.rows:
+            for action in row:
+                if action.kind == "R":
+                    raise _missing(schedule, action.also("B"))
+
+
+def _check_pair(schedule: Schedule, early: int, late: int, unit: int) -> None:
+    if NOTHING < late < early:
+        device = schedule.stage_devices[unit // schedule.num_pieces]
+        raise cell_error(
+            schedule,
+            device,
+            late,
+            f"comes before {schedule.rows[device][early]} (tick {early}), whose result it needs",
+        )
 
 
 def _neighbours(
     schedule: Schedule, ticks: list[int], codes: list[list[int]]
 ) -> tuple[list[list[int]], list[list[bool]]]:
-    num_stages, num_microbatches = schedule.num_stages, schedule.num_microbatches
-    block = num_stages * num_microbatches
+    num_stages, num_pieces = schedule.num_stages, schedule.num_pieces
+    block = num_stages * num_pieces
     homes = schedule.stage_devices
     waits: list[list[int]] = []
     remote: list[list[bool]] = []
@@ -210,15 +243,15 @@ def _neighbours(
         row_remote: list[bool] = []
         for tick, code in enumerate(row):
             kind, unit = divmod(code, block)
-            stage = unit // num_microbatches
+            stage = unit // num_pieces
             source, step = NOTHING, 0
             if kind == FORWARD:
                 if stage:
-                    source, step = code - num_microbatches, -1
-            elif kind != WEIGHT_GRAD and stage < num_stages - 1:
+                    source, step = code - num_pieces, -1
+            elif kind in (BACKWARD, INPUT_GRAD) and stage < num_stages - 1:
                 step = 1
-                full = BACKWARD * block + unit + num_microbatches
-                split = INPUT_GRAD * block + unit + num_microbatches
+                full = BACKWARD * block + unit + num_pieces
+                split = INPUT_GRAD * block + unit + num_pieces
                 source = full if ticks[full] != NOTHING else split
             far = step != 0 and homes[stage + step] != device
             if step and not far and ticks[source] > tick:
@@ -248,12 +281,12 @@ def deadlock_error(schedule: Schedule, table: Table, position: Iterable[int]) ->
         The error, to be raised by the caller.
     """
     ticks = list(position)
-    block = schedule.num_stages * schedule.num_microbatches
+    block = schedule.num_stages * schedule.num_pieces
 
     def waited_for(device: int) -> Action:
         kind, unit = divmod(table.waits[device][ticks[device]], block)
-        stage, microbatch = divmod(unit, schedule.num_microbatches)
-        return Action(stage, KINDS[kind], microbatch)
+        stage, piece = divmod(unit, schedule.num_pieces)
+        return _action(schedule, KINDS[kind], stage, piece)
 
     # Every waiting device waits for another waiting device, so walking on ends in a circle.
     device = next(d for d, row in enumerate(table.codes) if ticks[d] < len(row))

@@ -104,16 +104,38 @@ class Timeline:
         """For each device the most (stage, microbatch) pairs it ever holds at once.
 
         A pair is held from the start of its `F` to the end of its `B` or `W`; in a forward-only
-        schedule to the end of the `F`. On a device with `V` stages a pair is `1 / V` of a
-        microbatch's activations there.
+        schedule to the end of the `F`. One with an `R` is not held between the end of `F` and the
+        start of `R`, where only what the recomputation starts from is there. On a device with `V`
+        stages a pair is `1 / V` of a microbatch's activations there, and if sequences are cut into
+        `Q` slices a `Q`th of that, because each slice is a pair of its own.
         """
         if self.schedule.is_forward_only:
             return tuple(min(1, len(row)) for row in self.schedule.rows)
         return tuple(peak_of_row(row) for row in self.schedule.rows)
 
     @cached_property
+    def peak_inputs(self) -> tuple[int, ...]:
+        """For each device the most pairs of which only what `R` starts from is held.
+
+        Example:
+            >>> from pipemesh.schedule import Schedule, simulate
+            >>> simulate(Schedule.from_text("0F0 0F1 0R0 0B0 0R1 0B1")).peak_inputs
+            (2,)
+        """
+        peaks: list[int] = []
+        for row in self.schedule.rows:
+            again = recomputed_of_row(row)
+            held = peak = 0
+            for action in row:
+                if action.also("R") in again:
+                    held += {"F": 1, "R": -1}.get(action.kind, 0)
+                peak = max(peak, held)
+            peaks.append(peak)
+        return tuple(peaks)
+
+    @cached_property
     def in_flight(self) -> tuple[int, ...]:
-        """For each stage the most microbatches whose activations it ever holds at once.
+        """For each stage the most microbatches, or slices, whose activations it holds at once.
 
         Counted as in `peak_activations`, but stage by stage: what a device holds at once is at
         most the sum over its stages, whose peaks need not coincide.
@@ -126,13 +148,13 @@ class Timeline:
         held, peaks = ([0] * self.schedule.num_stages for _ in range(2))
         forward_only = self.schedule.is_forward_only
         for row in self.schedule.rows:
+            again = recomputed_of_row(row)
             for action in row:
                 stage = action.stage
-                if action.kind == "F":
-                    held[stage] += 1
-                    peaks[stage] = max(peaks[stage], held[stage])
-                if action.kind in "BW" or forward_only:
-                    held[stage] -= 1
+                at_start, at_end = held_changes(action, again, forward_only)
+                held[stage] += at_start
+                peaks[stage] = max(peaks[stage], held[stage])
+                held[stage] += at_end
         return tuple(peaks)
 
     def for_partition(self) -> dict[str, Any]:
@@ -144,10 +166,12 @@ class Timeline:
             {'num_microbatches': 4, 'in_flight': (2, 1), 'stage_devices': (0, 1), 'at_once': (0, 4)}
         """
         schedule = self.schedule
+        # Slices of the last microbatch in the making take a share of it each.
+        flights = tuple(-(-count // schedule.num_slices) for count in self.in_flight)
         turns = Counter(stage for stage, _ in schedule.turns_at_once())
         return {
             "num_microbatches": schedule.num_microbatches,
-            "in_flight": self.in_flight,
+            "in_flight": flights,
             "stage_devices": schedule.stage_devices,
             "at_once": tuple(turns[stage] for stage in range(schedule.num_stages)),
         }
@@ -156,10 +180,10 @@ class Timeline:
     def lower_bound(self) -> float:
         """A makespan that no schedule beats that does the same work and holds no more.
 
-        The same work: the same costs, stages on the same devices, and number of microbatches. No
-        more: on no device more (stage, microbatch) pairs than here. Proved in
-        `pipemesh.schedule.bounds`. It is for the costs as they are, so what was measured, or
-        simulated with jitter, may be below it.
+        The same work: the same costs, stages on the same devices, number of microbatches and
+        slices, and as many recomputations on each stage. No more: on no device more (stage,
+        microbatch) pairs than here. Proved in `pipemesh.schedule.bounds`. It is for the
+        costs as they are, so what was measured, or simulated with jitter, may be below it.
 
         Example:
             >>> from pipemesh.schedule import one_f_one_b, simulate, zb_h1
@@ -167,12 +191,15 @@ class Timeline:
             [30.0, 27.0]
         """
         schedule = self.schedule
+        again = Counter(stage for stage, _ in schedule.recomputed())
         return lower_bound(
             self.costs,
             schedule.stage_devices,
             schedule.num_microbatches,
             self.peak_activations,
             forward_only=schedule.is_forward_only,
+            num_slices=schedule.num_slices,
+            recomputed=[again[stage] for stage in range(schedule.num_stages)],
         )
 
     @property
@@ -217,12 +244,13 @@ class Timeline:
         """
         changes: list[tuple[float, int]] = []
         forward_only = self.schedule.is_forward_only
+        row = self.schedule.rows[device]
+        again = recomputed_of_row(row)
         times = zip(self.starts[device], self.ends[device], strict=True)
-        for action, (start, end) in zip(self.schedule.rows[device], times, strict=True):
-            if action.kind == "F":
-                changes.append((start, 1))
-            if action.kind in "BW" or forward_only:
-                changes.append((end, -1))
+        for action, (start, end) in zip(row, times, strict=True):
+            at_start, at_end = held_changes(action, again, forward_only)
+            changes += [(start, at_start)] if at_start else []
+            changes += [(end, at_end)] if at_end else []
         held = 0
         curve: dict[float, int] = {}
         for time, change in changes:
@@ -273,9 +301,11 @@ class Timeline:
 
     @staticmethod
     def _sources(action: Action) -> tuple[Action, ...]:
+        if action.kind in "RW":
+            return ()  # They need nothing from other stages.
         if action.kind == "F":
-            return (Action(action.stage - 1, "F", action.microbatch),) if action.stage else ()
-        return tuple(Action(action.stage + 1, kind, action.microbatch) for kind in "BI")
+            return (action.also("F", -1),) if action.stage else ()
+        return tuple(action.also(kind, 1) for kind in "BI")
 
 
 def peak_of_row(row: tuple[Action, ...]) -> int:
@@ -285,11 +315,44 @@ def peak_of_row(row: tuple[Action, ...]) -> int:
         >>> peak_of_row((Action(0, "F", 0), Action(0, "F", 1), Action(0, "B", 0)))
         2
     """
+    again = recomputed_of_row(row)
     held = peak = 0
     for action in row:
-        if action.kind == "F":
-            held += 1
-            peak = max(peak, held)
-        elif action.kind != "I":
-            held -= 1
+        at_start, at_end = held_changes(action, again)
+        held += at_start
+        peak = max(peak, held)
+        held += at_end
     return peak
+
+
+def recomputed_of_row(row: tuple[Action, ...]) -> frozenset[Action]:
+    """The recomputations of a row.
+
+    Example:
+        >>> [str(action) for action in recomputed_of_row((Action(0, "F", 0), Action(0, "R", 0)))]
+        ['0R0']
+    """
+    return frozenset(action for action in row if action.kind == "R")
+
+
+def held_changes(
+    action: Action, recomputed: frozenset[Action], forward_only: bool = False
+) -> tuple[int, int]:
+    """By how much what is held changes when an action starts, and when it ends.
+
+    Args:
+        action: any action.
+        recomputed: the recomputations of its row.
+        forward_only: whether there is no backward pass.
+
+    Example:
+        >>> held_changes(Action(0, "F", 0), frozenset())
+        (1, 0)
+        >>> held_changes(Action(0, "F", 0), frozenset({Action(0, "R", 0)}))
+        (1, -1)
+    """
+    starts = action.kind in "FR"
+    ends = action.kind in "BW" or (
+        action.kind == "F" and (forward_only or action.also("R") in recomputed)
+    )
+    return int(starts), -int(ends)

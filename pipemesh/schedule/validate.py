@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Container
 
 from pipemesh.schedule.action import Action
@@ -11,7 +12,10 @@ from pipemesh.schedule.schedule import Schedule
 
 
 def needs(
-    action: Action, num_stages: int, split: Container[tuple[int, int]] = ()
+    action: Action,
+    num_stages: int,
+    split: Container[tuple[int, int]] = (),
+    num_slices: int = 1,
 ) -> tuple[Action, ...]:
     """The actions whose results `action` consumes.
 
@@ -19,10 +23,12 @@ def needs(
         action: any action.
         num_stages: how many stages the schedule has.
         split: the `(stage, microbatch)` pairs whose backward is split into `I` and `W`; only
-            looked at for the stage that `action`'s gradient comes from.
+            looked at for the stage that `action`'s gradient comes from, and for the slices
+            after `action`'s.
+        num_slices: into how many slices sequences are cut.
 
     Returns:
-        At most two actions.
+        At most three actions; that a backward comes after its `R`, if there is one, is not said.
 
     Example:
         >>> [str(a) for a in needs(Action(0, "B", 3), num_stages=2)]
@@ -31,16 +37,27 @@ def needs(
         ['0F3', '1I3']
         >>> [str(a) for a in needs(Action(0, "W", 3), num_stages=2)]
         ['0I3']
+        >>> [str(a) for a in needs(Action(1, "F", 3, 1), num_stages=2)]
+        ['0F3.1', '1F3.0']
+        >>> [str(a) for a in needs(Action(1, "B", 3, 0), num_stages=2, num_slices=2)]
+        ['1F3.0', '1B3.1']
     """
-    stage, microbatch = action.stage, action.microbatch
     if action.kind == "F":
-        return (Action(stage - 1, "F", microbatch),) if stage else ()
+        before = (action.also("F", -1),) if action.stage else ()
+        if action.slice:
+            before = (*before, dataclasses.replace(action, slice=action.slice - 1))
+        return before
     if action.kind == "W":
-        return (Action(stage, "I", microbatch),)
-    own = (Action(stage, "F", microbatch),)
-    if stage < num_stages - 1:
-        kind = "I" if (stage + 1, microbatch) in split else "B"
-        return (*own, Action(stage + 1, kind, microbatch))
+        return (action.also("I"),)
+    own = (action.also("F"),)
+    if action.kind == "R":
+        return own
+    if action.stage < num_stages - 1:
+        kind = "I" if (action.stage + 1, action.microbatch) in split else "B"
+        own = (*own, action.also(kind, 1))
+    if action.slice is not None and action.slice + 1 < num_slices:
+        kind = "I" if (action.stage, action.microbatch) in split else "B"
+        own = (*own, dataclasses.replace(action, kind=kind, slice=action.slice + 1))
     return own
 
 
@@ -74,7 +91,8 @@ def validate(schedule: Schedule) -> Schedule:
     """Returns `schedule` if it is complete, ordered and free of deadlock.
 
     Complete: every stage does every microbatch's `F` once, and either its `B` once or its `I`
-    and its `W` once each (a schedule without any backward action is a forward-only one).
+    and its `W` once each (a schedule without any backward action is a forward-only one), slice by
+    slice if there are slices, and before them its `R` at most once.
     Ordered: every action follows what it needs. Free of deadlock: the rows can be run to their
     end, also if every transfer between devices is a *blocking rendezvous* (a send returns only
     when the receiver has posted the receive), with sends and receives placed by

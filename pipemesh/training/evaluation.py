@@ -43,16 +43,16 @@ class Evaluation:
         Raises:
             TrainingError: an operation of a stage failed.
         """
-        watch.begin("evaluation")
-        try:
-            with self._trained.cluster(do_eval=True):
-                return self._evaluate(batch)
-        except tf.errors.OpError as error:
-            watch.check_workers()
-            explained = self._trained.explain(error)
-            if explained is None:
-                raise
-            raise TrainingError(f"evaluation: {explained}") from error
+        with watch.during("evaluation"):
+            try:
+                with self._trained.cluster(do_eval=True):
+                    return self._evaluate(batch)
+            except tf.errors.OpError as error:
+                watch.check_workers()
+                explained = self._trained.explain(error)
+                if explained is None:
+                    raise
+                raise TrainingError(f"evaluation: {explained}") from error
 
     def score(self, batch: Any) -> Score:
         """The score of a batch.

@@ -29,6 +29,7 @@ from pipemesh.training.saving import WEIGHTS_ONLY, Saving
 from pipemesh.training.score import Score
 from pipemesh.training.subject import Sample, Subject
 from pipemesh.training.trained_task import TrainedTask
+from pipemesh.training.workers import Work, followed
 
 
 class Trainer:
@@ -48,6 +49,7 @@ class Trainer:
         saving: its checkpoints.
         restored: path of the checkpoint that it goes on from; None if there was none.
         report: what was predicted of a step, once its graph is built; None without a pipeline.
+        workers: those that run its stages; None if this process does.
         best: the best score while training, and how many evaluations were not better since.
         judged: the step of the last evaluation while training; 0 if there was none.
         keeps_place: whether it went on from a place in the data.
@@ -110,6 +112,8 @@ class Trainer:
         self._skip = 0
         self.saving.follow(self._batches)
         self.report: Report | None = None
+        with self.trained.cluster():
+            self.workers = followed(self.trained.pipelines)
         for stack in self.trained.pipelines:
             stack.noted_run = lambda run, stack=stack: self._note_run(stack, run)
         self._tells_gradients = options.histogram_every > 0
@@ -142,6 +146,14 @@ class Trainer:
         dtype = tf.as_dtype(self.subject.plan.compute_dtype or tf.float32)
         number = len(current_processes() or "1")
         return number * peak_flops(self.trained.all_devices(), dtype)
+
+    def work(self) -> list[Work]:
+        """What workers did since this was asked last; nothing if this process drives none."""
+        if self.workers is None:
+            return []
+        timeline = self.report.timeline if self.report else None
+        costs = timeline and timeline.costs.per_stage(timeline.schedule.num_stages).durations()
+        return self.workers.work(costs)
 
     @property
     def is_restorable(self) -> bool:
@@ -195,7 +207,7 @@ class Trainer:
         """
         batch = self._last = self._next_batch()
         step = self.step + 1
-        watch.begin(f"step {step}")
+        watch.begin(f"step {step}", is_step=True)
         try:
             with self.trained.cluster(), contextlib.ExitStack() as stack:
                 if self._check_placement:
@@ -224,6 +236,8 @@ class Trainer:
             self.give_up(str(explained), step, error)
         self._was_skipped = False
         watch.end_step()
+        if self.workers:
+            self.workers.end_step()
         # The weights that were saved last are good: the loss of this step is theirs.
         self.saving.confirm()
         if self._check_placement:
@@ -257,7 +271,7 @@ class Trainer:
         for stack in self.trained.pipelines:
             stack.locates_errors = True
         try:
-            with self.trained.cluster():
+            with watch.during("the search for what is not finite"), self.trained.cluster():
                 tf.function(self._train_step, autograph=False)(batch)
         except tf.errors.OpError as error:
             self.trained.take_back()
@@ -351,6 +365,8 @@ class Trainer:
         self.trained.step.assign_add(1)
         self.trained.skipped.assign_add(1)
         self._was_skipped = True
+        if self.workers:
+            self.workers.end_failed_step()
 
     def give_up(self, what: str, step: int, error: Exception | None = None) -> NoReturn:
         """Ends training with what was good.

@@ -37,7 +37,7 @@ def lost(told):
 
 
 def watch(*rounds):
-    found = Watch(["a:1", "b:1"], [7, 7], 1.0, lost)
+    found = Watch({0: "a:1", 1: "b:1"}, [7, 7], 1.0, lost)
     found._asker.close()
     found._asker = Answers(*rounds)
     return found
@@ -71,7 +71,7 @@ def test_a_worker_that_was_started_again_has_forgotten_everything():
 
 def test_nobody_listens():
     told = []
-    found = Watch(["127.0.0.1:9"], [7], 0.5, told.append)
+    found = Watch({0: "127.0.0.1:9"}, [7], 0.5, told.append)
     begun = time.monotonic()
     found.start()
     while not told and time.monotonic() - begun < 20:
@@ -80,31 +80,110 @@ def test_nobody_listens():
     assert "is not there (connection refused)" in told[0]
 
 
-def gathered(monkeypatch, *rounds, seconds=5.0, answer=0.0, spares=("c:1",)):
+class Progress:
+    def __init__(self, waits):
+        self.found, self.looks = waits, 0
+
+    def look(self):
+        self.looks += 1
+
+    def waits(self):
+        return dict(self.found)
+
+
+def test_what_a_lost_worker_was_about_is_said_and_who_waits_for_it():
+    found = watch((WELL, SILENT))
+    found.progress = Progress({0: ["a waits for b"], 1: ["b is in 1F0"]})
+    found.begin("step 4", is_step=True)
+    with pytest.raises(Lost, match=r"begun 0.\d s ago; b is in 1F0\n  a waits for b$"):
+        found.check()
+
+
+def ended_steps(found, *seconds):
+    for each in seconds:
+        found.begin("a step", is_step=True)
+        found._since -= each
+        found.end_step()
+
+
+def test_a_limit_is_a_multiple_of_what_steps_take():
+    found = watch((WELL, WELL))
+    found.begin("step 1", is_step=True)
+    assert found.limit == 1200
+    ended_steps(found, 30, 9, 10)
+    found.begin("step 4", is_step=True)
+    assert found.limit == pytest.approx(200, rel=1e-3)
+    ended_steps(found, 1, 1, 1, 1, 1)
+    found.begin("step 9", is_step=True)
+    assert found.limit == 60
+    # Graphs may be built for what is no step.
+    with found.during("evaluation"):
+        assert found.limit == 1200
+    assert (found.doing, found.limit) == ("step 9", 60)
+
+
+def test_a_step_that_hangs_is_told_once_and_given_up_after_twice_as_long():
+    told = []
+    found = Watch({0: "a:1", 1: "b:1"}, [7, 7], 1.0, lost, 5.0, told.append)
+    found.progress = Progress({1: ["b is in 1F0"]})
+    ended_steps(found, 1, 1, 1)
+    found.begin("step 4", is_step=True)
+    found._since -= 4
+    found._check_progress()
+    assert (found.progress.looks, told) == (1, [])
+    found._since -= 2
+    found._check_progress()
+    found._check_progress()
+    wanted = "step 4 has lasted for 6 s, and all workers answer; of those that are not done:"
+    assert told == [f"{wanted}\n  b is in 1F0"]
+    found._since -= 4
+    with pytest.raises(Lost, match="step 4 does not end: it has lasted for 10 s"):
+        found._check_progress()
+
+
+def test_what_has_no_limit_may_last():
+    found = watch((WELL, WELL))
+    found.begin("what follows a step")
+    found._since -= 10_000
+    found._check_progress()
+
+
+def gathered(monkeypatch, *rounds, seconds=5.0, answer=0.0, spares=("c:1",), fewer=None):
     monkeypatch.setattr("pipemesh.hosts.gather.Asker", lambda addresses: Answers(*rounds))
     told = []
     cluster = Cluster(("a:1", "b:1"), spares)
-    places, healths = gather.gather(cluster, seconds, answer, told.append)
+    places, healths = gather.gather(cluster, seconds, answer, told.append, fewer)
     assert all(health.devices for health in healths)
     return places, told
 
 
 def test_all_are_there(monkeypatch):
-    assert gathered(monkeypatch, (WELL, WELL, WELL)) == (("a:1", "b:1"), [])
+    assert gathered(monkeypatch, (WELL, WELL, WELL)) == ({0: "a:1", 1: "b:1"}, [])
 
 
 def test_a_spare_takes_the_place_of_one_that_is_missing(monkeypatch):
     places, told = gathered(monkeypatch, (WELL, SILENT, WELL))
-    assert places == ("a:1", "c:1")
+    assert places == {0: "a:1", 1: "c:1"}
     assert told == ["spare c:1 takes the place of worker 1 (b:1)"]
 
 
 def test_a_worker_has_time_to_come_back(monkeypatch):
     places, told = gathered(monkeypatch, (WELL, SILENT, WELL), (WELL, WELL, WELL), answer=60.0)
-    assert places == ("a:1", "b:1")
+    assert places == {0: "a:1", 1: "b:1"}
     assert told == ["waiting for 1 of 3 workers: worker 1 (b:1) has not answered for 1 s"]
 
 
 def test_who_does_not_come_is_an_error_in_the_end(monkeypatch):
     with pytest.raises(DeviceError, match=r"worker 1 \(b:1\) has not answered .* start it there"):
         gathered(monkeypatch, (WELL, SILENT), seconds=0.0, spares=())
+
+
+def test_those_who_are_there_may_be_enough(monkeypatch):
+    places, told = gathered(monkeypatch, (SILENT, WELL), spares=(), fewer=0.0)
+    assert places == {1: "b:1"}
+    assert told == ["going on without worker 0 (a:1), which has not answered for 1 s"]
+
+
+def test_nobody_is_never_enough(monkeypatch):
+    with pytest.raises(DeviceError, match="start it there"):
+        gathered(monkeypatch, (SILENT, SILENT), spares=(), fewer=0.0, seconds=0.5)

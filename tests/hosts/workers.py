@@ -10,10 +10,10 @@ COMMAND = [sys.executable, "-m", "pipemesh.cli", "worker"]
 SECONDS = 120
 
 
-def start(*arguments):
+def start(*arguments, command=COMMAND):
     """A worker that begins to start."""
     return subprocess.Popen(
-        [*COMMAND, "--port=0", *arguments],
+        [*command, "--port=0", *arguments],
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

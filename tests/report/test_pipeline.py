@@ -1,7 +1,7 @@
 """What a page says of a pipeline."""
 
 from pipemesh.report import Record, read
-from pipemesh.report.pipeline import communication, memory, schedule
+from pipemesh.report.pipeline import communication, memory, schedule, workers
 from tests.report import records
 
 
@@ -43,3 +43,16 @@ def test_without_a_pipeline_there_is_nothing_to_draw(tmp_path):
     assert list(schedule(run)) == [] and communication(run) == ""
     (told,) = memory(run)
     assert "At most 200.0 MiB were in use" in told
+
+
+def test_workers_are_told_of_and_the_slow_ones_named(tmp_path):
+    record = Record(str(tmp_path))
+    records.begin(record)
+    found = {"worker": "worker 0 (a:1, stage 0)", "seconds": 0.1, "times": 0.4, "is_slow": False}
+    other = {"worker": "worker 1 (b:1, stage 1)", "seconds": 0.5, "times": 2.5, "is_slow": True}
+    record.add("workers", step=100, workers=[found, other])
+    told = "\n".join(workers(read(str(tmp_path))))
+    assert "Slow: worker 1 (b:1, stage 1)." in told
+    assert "2.50" in told
+    record.add("workers", step=200, workers=[{**found, "times": None}])
+    assert "Slow" not in "\n".join(workers(read(str(tmp_path))))

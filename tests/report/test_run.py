@@ -82,6 +82,8 @@ BAD = [
     ' "costs": {"F": [1], "B": [1], "I": [1], "W": [1]}}',
     '{"event": "schedule", "step": 0, "schedule": "0: 0F0 0B0", "starts": [[0, 3]],'
     ' "ends": [[1, null]], "costs": {"F": [1], "B": [1], "I": [1], "W": [1]}}',
+    '{"event": "workers", "step": 0}',
+    '{"event": "workers", "step": 0, "workers": [{"worker": "worker 0", "seconds": "1"}]}',
     "\x00\x00",
 ]
 

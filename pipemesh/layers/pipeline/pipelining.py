@@ -38,7 +38,6 @@ from pipemesh.layers.step_seed import (
 )
 from pipemesh.plan import Plan
 from pipemesh.recurrent import (
-    ActionClock,
     DeviceMemory,
     Home,
     LossScale,
@@ -55,6 +54,7 @@ from pipemesh.recurrent.passes.captures import check_fresh
 from pipemesh.recurrent.precision import INITIAL_SCALE
 from pipemesh.recurrent.table.fit import microbatch_size
 from pipemesh.recurrent.table.run import with_loss
+from pipemesh.recurrent.watch.clock import Stamps
 from pipemesh.schedule import Schedule
 
 
@@ -96,8 +96,8 @@ class PipeliningLayer(SeqLayer):
         # What it raises, it shall raise before the first step.
         self.plan if self.params.pipelined else self.schedule  # noqa: B018
         self._eager_runs: dict[Any, Any] = {}
-        # Set it to an ActionClock before a graph is built to see when actions run in it.
-        self.clock: ActionClock | None = None
+        # Set it to an ActionClock or Marks before a graph is built to see its actions run.
+        self.clock: Stamps | None = None
         # Set it before a graph is built to have it tell where a value ceased to be finite.
         self.locates_errors = False
         # Set it before a graph is built to be given its run; see `pipemesh.recurrent.Options`.

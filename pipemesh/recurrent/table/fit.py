@@ -197,6 +197,27 @@ def _not_cut(traced: TracedStage, cutting: Cutting, number: int, found: str) -> 
     )
 
 
+def check_actions(schedule: Schedule) -> None:
+    """Refuses actions that no pipeline runs yet, before any of the stages is traced.
+
+    Raises:
+        ScheduleError: the schedule has slices or recomputations; says what does the same.
+    """
+    if schedule.num_slices > 1:
+        raise ScheduleError(
+            f"the schedule cuts sequences into {schedule.num_slices} slices, which can be "
+            "simulated, but not run: attention within a pipeline takes whole sequences; give a "
+            "schedule without slices, such as one_f_one_b"
+        )
+    recomputed = sorted({stage for stage, _ in schedule.recomputed()})
+    if recomputed:
+        raise ScheduleError(
+            f"the schedule has recomputations as actions of their own (R, of the stages "
+            f"{', '.join(map(str, recomputed))}), which can be simulated, but not run; drop "
+            "them and give a remat policy, under which each backward recomputes by itself"
+        )
+
+
 def check_phases(schedule: Schedule) -> None:
     """With the loss outside, on each device all forwards come before all backwards.
 

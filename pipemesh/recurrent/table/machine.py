@@ -21,7 +21,7 @@ from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.kinds import GRADS, KEPT, OUTPUTS, PENDING, Kind
 from pipemesh.recurrent.table.state import State
 from pipemesh.recurrent.table.thetas import of_every_replica, with_fetched
-from pipemesh.recurrent.watch.clock import ActionClock
+from pipemesh.recurrent.watch.clock import Stamps
 from pipemesh.recurrent.watch.health import LOCATING, Direction
 from pipemesh.recurrent.watch.probes import Probe
 
@@ -81,7 +81,7 @@ class Machine:
         step: tf.Tensor | None,
         accumulator_dtypes: Sequence[Sequence[tf.DType]],
         check_numerics: str,
-        clock: ActionClock | None,
+        clock: Stamps | None,
         is_forward_only: bool,
     ) -> None:
         self.stage_devices = stage_devices

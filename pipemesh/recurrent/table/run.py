@@ -21,6 +21,7 @@ from pipemesh.recurrent.remat import policy_of
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.checks import Checks
 from pipemesh.recurrent.table.fit import (
+    check_actions,
     check_descending,
     check_joined,
     check_phases,
@@ -100,6 +101,7 @@ class Run:
             raise ScheduleError(
                 f"the schedule has {schedule.num_stages} stages, but {len(stages)} were given"
             )
+        check_actions(schedule)
         check_threads(len({device for stage in stages for device in stage.devices}))
         inputs = [tf.convert_to_tensor(t) for t in inputs]
         replicas = num_replicas(stages, schedule.stage_devices)

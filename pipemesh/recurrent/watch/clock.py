@@ -6,6 +6,7 @@ import statistics
 import threading
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -15,6 +16,22 @@ from pipemesh.errors import ScheduleError
 from pipemesh.schedule import Action, Costs, Schedule, Timeline
 
 _KINDS = "FBIW"
+
+
+class Stamps(Protocol):
+    """Makes operations that note the actions of a pipeline."""
+
+    def stamp(
+        self,
+        kind: str,
+        stage: int,
+        microbatch: tf.Tensor,
+        is_end: bool,
+        device: str,
+        replica: int = 0,
+    ) -> tf.Operation:
+        """An operation that notes that an action begins or ends; see `ActionClock.stamp`."""
+        ...
 
 
 class ActionClock:

@@ -19,6 +19,7 @@ from pipemesh.schedule.builders.all_forward import decode, forward_only, gpipe, 
 from pipemesh.schedule.builders.one_f_one_b import interleaved_one_f_one_b, one_f_one_b
 from pipemesh.schedule.builders.registry import BUILDERS, Builder, build
 from pipemesh.schedule.builders.repeated import v_half, v_min
+from pipemesh.schedule.builders.sliced import seq_one_f_one_b
 from pipemesh.schedule.builders.v_shaped import dual_pipe_v, zb_v
 from pipemesh.schedule.builders.zero_bubble import zb_h1, zb_h2
 
@@ -33,6 +34,7 @@ __all__ = [
     "interleaved_one_f_one_b",
     "looped_bfs",
     "one_f_one_b",
+    "seq_one_f_one_b",
     "v_half",
     "v_min",
     "zb_h1",

@@ -1,4 +1,4 @@
-"""Colours of the four kinds of action.
+"""Colours of the five kinds of action.
 
 From the palette of Okabe and Ito, whose colours people with any common colour blindness can tell
 apart. Stages further on in a device are paler. Every cell also carries its kind as a letter
@@ -7,8 +7,20 @@ wherever there is room, so no picture depends on colour alone.
 
 from __future__ import annotations
 
-NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-_BASE = {"F": (0, 114, 178), "B": (213, 94, 0), "I": (230, 159, 0), "W": (0, 158, 115)}
+NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+    "R": "recomputation",
+}
+_BASE = {
+    "F": (0, 114, 178),
+    "B": (213, 94, 0),
+    "I": (230, 159, 0),
+    "W": (0, 158, 115),
+    "R": (86, 180, 233),
+}
 _PALEST = 0.6
 INK, PAPER, MUTED, GRID = "#1a1a1a", "#ffffff", "#595959", "#d9d9d9"
 BAND, EDGE = "#f0f0f0", "#8a3f6b"
@@ -30,7 +42,7 @@ def fill(kind: str, level: float = 0.0) -> tuple[int, int, int]:
     """The colour of a kind, mixed with white.
 
     Args:
-        kind: one of `FBIW`.
+        kind: one of `FBIWR`.
         level: 0 for the full colour up to 1 for the palest.
 
     Returns:

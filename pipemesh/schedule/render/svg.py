@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pipemesh.schedule.action import KINDS
 from pipemesh.schedule.render.axis import number, scale_for, ticks
 from pipemesh.schedule.render.palette import (
     AXIS_LINE,
@@ -71,8 +72,9 @@ def to_svg(
     title = title or (
         f"{schedule.num_devices} devices, {schedule.num_stages} stages, "
         f"{schedule.num_microbatches} microbatches"
+        + (f", {schedule.num_slices} slices" if schedule.num_slices > 1 else "")
     )
-    kinds = sorted({a.kind for row in schedule.rows for a in row}, key="FBIW".index)
+    kinds = sorted({a.kind for row in schedule.rows for a in row}, key=KINDS.index)
     looped = schedule.num_stages > schedule.num_devices
     legend_width = 14 + sum(_legend_width(kind) for kind in kinds)
     legend_width += _CHARACTER * len(_PALER) if looped else 0
@@ -111,14 +113,14 @@ def fitting_scale(
 
     full = scale_for((max(_width(label_of(s)) + 6, _NARROWEST), s.end - s.start) for s in spans)
     numbers = scale_for(
-        ((_width(str(s.action.microbatch)) + 2, s.end - s.start) for s in spans), negligible=0.25
+        ((_width(s.action.piece_text) + 2, s.end - s.start) for s in spans), negligible=0.25
     )
     return min(full or 1.0, max(numbers, width / end), widest / end)
 
 
 def label_of(span: Span) -> str:
-    """What a cell shows: kind and microbatch; the stage follows from row and shade."""
-    return f"{span.action.kind}{span.action.microbatch}"
+    """What a cell shows: kind, microbatch and slice; the stage follows from row and shade."""
+    return f"{span.action.kind}{span.action.piece_text}"
 
 
 def _width(label: str) -> float:
@@ -128,9 +130,10 @@ def _width(label: str) -> float:
 
 def describe(span: Span) -> str:
     """What hovering over a cell shows."""
+    part = "" if span.action.slice is None else f", slice {span.action.slice}"
     return (
         f"{span.action}: {NAMES[span.action.kind]} of stage {span.action.stage}, "
-        f"microbatch {span.action.microbatch}; device {span.device}, "
+        f"microbatch {span.action.microbatch}{part}; device {span.device}, "
         f"time {number(span.start)} to {number(span.end)}"
     )
 
@@ -233,7 +236,7 @@ def _cells(timeline: Timeline, scale: float) -> list[str]:
             width = max(width, min(_HAIR, _room(timeline, span) * scale))
         label = label_of(span)
         if _width(label) > width - 2:
-            label = str(action.microbatch)
+            label = action.piece_text
         parts.append(
             f"<g><rect class='cell' x='{x:.2f}' y='{y}' width='{width:.2f}' height='{ROW}' "
             f"fill='{background}' stroke='{PAPER}' stroke-width='{min(1.0, width / 8):.2f}'>"

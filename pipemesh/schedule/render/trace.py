@@ -9,7 +9,7 @@ from pipemesh.schedule.render.palette import NAMES
 from pipemesh.schedule.timeline import Timeline
 
 # Names of colours that the trace viewer knows; Perfetto picks its own by the name of the slice.
-_COLOURS = {"F": "thread_state_running", "B": "bad", "I": "terrible", "W": "good"}
+_COLOURS = {"F": "thread_state_running", "B": "bad", "I": "terrible", "W": "good", "R": "rail_load"}
 
 
 def to_trace(
@@ -69,7 +69,11 @@ def _events(
                 "tid": span.device,
                 "ts": span.start * microseconds,
                 "dur": (span.end - span.start) * microseconds,
-                "args": {"stage": action.stage, "microbatch": action.microbatch},
+                "args": {
+                    "stage": action.stage,
+                    "microbatch": action.microbatch,
+                    **({} if action.slice is None else {"slice": action.slice}),
+                },
             }
         )
     for device in range(timeline.schedule.num_devices):

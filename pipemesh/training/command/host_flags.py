@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from absl import flags
 
 from pipemesh.errors import DeviceError
 from pipemesh.hosts import Cluster
 from pipemesh.mesh import Mesh
+from pipemesh.plan import Plan
+from pipemesh.plan.fewer import fewer
 from pipemesh.training.command.flags import FlagError, check_number, start_devices
 
 FLAGS = flags.FLAGS
@@ -16,14 +20,12 @@ flags.disclaim_key_flags()
 
 # They are of a call: what was trained on some workers goes on on others, or on none.
 NAMES = (
-    "cluster",
-    "spares",
-    "client_address",
-    "worker_answer",
-    "worker_wait",
-    "process",
-    "listen",
+    *("cluster", "spares", "client_address", "worker_answer", "worker_wait", "elastic"),
+    *("step_limit", "process", "listen"),
 )
+# Seconds to wait for workers that are not there: until it is an error, and until those that are
+# there go on without them.
+_WAIT, _ELASTIC_WAIT = 600.0, 30.0
 # Whether the program goes on by itself from what it has saved; set by those that do.
 _again = False
 # Whether TensorFlow was started as one of several processes.
@@ -52,7 +54,26 @@ def define() -> None:
         5.0,
         "Seconds in which a worker must answer that it is there; it is asked twice.",
     )
-    flags.DEFINE_float("worker_wait", 600.0, "Seconds to wait for workers that are not there.")
+    flags.DEFINE_float(
+        "worker_wait",
+        None,
+        f"Seconds to wait for workers that are not there; default: {_WAIT:.0f}, with --elastic "
+        f"{_ELASTIC_WAIT:.0f}.",
+    )
+    flags.DEFINE_boolean(
+        "elastic",
+        False,
+        "Whether a training goes on with those workers that are there, under a smaller mesh, when "
+        "others do not come within --worker_wait. Each time that it begins again it takes all that "
+        "are there.",
+    )
+    flags.DEFINE_float(
+        "step_limit",
+        None,
+        "Seconds after which it is said of a step on workers that does not end who waits for whom; "
+        "after twice as many it is begun again from the last checkpoint. Default: 20 times the "
+        "median of the last steps, at least 60.",
+    )
     flags.DEFINE_integer(
         "process",
         None,
@@ -123,8 +144,8 @@ def processes() -> tuple[Cluster, int] | None:
             f"--process={index}: there are {len(found.workers)} addresses, whose numbers begin "
             "with 0"
         )
-    for name in ("spares", "client_address"):
-        if FLAGS[name].present and FLAGS[name].value is not None:
+    for name in ("spares", "client_address", "elastic"):
+        if FLAGS[name].value:
             raise FlagError(f"--{name} is for one process that drives workers; leave it out")
     return found, index
 
@@ -142,8 +163,7 @@ def _start_together(mesh: Mesh, device_type: str, cluster: Cluster, index: int) 
     for name in ("find_learning_rate", "histogram_every", "profile_steps"):
         if name in FLAGS and FLAGS[name].value:
             raise FlagError(f"--{name} is not to be had of several processes; leave it out")
-    check_number("worker_answer", FLAGS.worker_answer)
-    check_number("worker_wait", FLAGS.worker_wait)
+    _check_numbers()
     each, more = divmod(mesh.num_devices, len(cluster.workers))
     if more or not each:
         raise FlagError(
@@ -160,12 +180,19 @@ def _start_together(mesh: Mesh, device_type: str, cluster: Cluster, index: int) 
         kind=device_type,
         listen=FLAGS.listen,
         answer=FLAGS.worker_answer,
-        wait=FLAGS.worker_wait,
+        wait=FLAGS.worker_wait or _WAIT,
         again=_again,
+        step_limit=FLAGS.step_limit,
     )
     _together = True
     if index:
         silence.be_silent()
+
+
+def _check_numbers() -> None:
+    for name in ("worker_answer", "worker_wait", "step_limit"):
+        if (value := FLAGS[name].value) is not None:
+            check_number(name, value)
 
 
 def connect() -> bool:
@@ -190,13 +217,17 @@ def connect() -> bool:
     except DeviceError as error:
         flag = "--cluster: " if FLAGS.cluster is None else f"--cluster={FLAGS.cluster!r}: "
         raise FlagError(f"{flag}{error}") from error
-    for name in NAMES[1:3]:
-        if found is None and FLAGS[name].present:
+    for name in ("spares", "client_address", "elastic", "step_limit"):
+        if found is None and FLAGS[name].present and FLAGS[name].value:
             raise FlagError(f"--{name} is for workers; give their addresses by --cluster")
     if found is None:
         return False
-    check_number("worker_answer", FLAGS.worker_answer)
-    check_number("worker_wait", FLAGS.worker_wait)
+    _check_numbers()
+    if FLAGS.elastic and not _again:
+        raise FlagError(
+            "--elastic is for a training, which goes on from its checkpoints; give a --mesh_shape "
+            "for the workers that are there"
+        )
     if "trace_schedule" in FLAGS and FLAGS.trace_schedule:
         raise FlagError(
             "--trace_schedule takes times in this process, where workers compute nothing; leave it "
@@ -209,7 +240,38 @@ def connect() -> bool:
         found,
         address=FLAGS.client_address,
         answer=FLAGS.worker_answer,
-        wait=FLAGS.worker_wait,
+        wait=_WAIT if FLAGS.elastic or FLAGS.worker_wait is None else FLAGS.worker_wait,
         again=_again,
+        fewer=(FLAGS.worker_wait or _ELASTIC_WAIT) if FLAGS.elastic else None,
+        step_limit=FLAGS.step_limit,
     )
     return True
+
+
+def fitting(plan: Plan, device_type: str, check: Callable[[Plan], object]) -> Plan:
+    """A plan for the workers that are there, where a training is elastic; or the plan itself.
+
+    Says so if it is another one.
+
+    Args:
+        plan: what is asked for.
+        device_type: `CPU` or `GPU`.
+        check: raises a `PipemeshError` for a plan that the model cannot have.
+
+    Raises:
+        PlanError: no plan for so few devices goes with the rest of it.
+    """
+    if "elastic" not in FLAGS or not FLAGS.elastic:
+        return plan
+    from pipemesh.backend.cluster import worker_devices
+
+    there = worker_devices(device_type)
+    count = sum(map(len, there))
+    found = fewer(plan, count, check)
+    if found != plan:
+        changes = ", ".join(f"{name}={new}" for name, (_, new) in plan.changes(found).items())
+        print(
+            f"elastic: {len(there)} workers with {count} devices are there, and mesh={plan.mesh} "
+            f"has {plan.mesh.num_devices}: this time {changes}"
+        )
+    return found

@@ -19,9 +19,9 @@ from pipemesh.errors import (
     ScheduleError,
 )
 from pipemesh.mesh import Mesh
-from pipemesh.training.command import plan_flags
+from pipemesh.plan import Plan
+from pipemesh.training.command import host_flags, plan_flags
 from pipemesh.training.command.flags import FlagError
-from pipemesh.training.command.host_flags import start_tensorflow
 
 FLAGS = flags.FLAGS
 
@@ -91,11 +91,9 @@ def subject() -> Any:
         config = find_model(FLAGS.model)()
         if hasattr(config, _LOGDIR):
             setattr(config, _LOGDIR, logdir())
-        try:
-            mesh = mesh_before(config, values)
-            if mesh is not None:
-                _start(mesh)
-            model = RegisteredModel(
+
+        def made(config: Any, values: Mapping[str, str]) -> RegisteredModel:
+            return RegisteredModel(
                 config,
                 FLAGS.model,
                 values,
@@ -105,6 +103,12 @@ def subject() -> Any:
                 strict_devices=FLAGS.strict_devices,
                 dataset=FLAGS.dataset,
             )
+
+        try:
+            mesh = mesh_before(config, values)
+            if mesh is not None:
+                _start(mesh)
+            model = made(config, values)
         except (LayoutError, MeshError, PlanError, ScheduleError) as error:
             raise _named(error, values) from error
         if FLAGS.trace_schedule and not model.has_actions():
@@ -120,6 +124,18 @@ def subject() -> Any:
                     f"--model={FLAGS.model!r}: its Task() starts TensorFlow before it is known how "
                     f"many devices there are to be; give --mesh_shape='{model.plan.mesh}'"
                 ) from error
+        # The model's own layers say whether they can be cut otherwise.
+        other: dict[str, Any] = {}
+
+        def check(plan: Plan) -> None:
+            new = find_model(FLAGS.model)()
+            if hasattr(new, _LOGDIR):
+                setattr(new, _LOGDIR, logdir())
+            changed = {name: text for name, (_, text) in model.plan.changes(plan).items()}
+            other["model"] = made(new, values | changed)
+
+        if host_flags.fitting(model.plan, FLAGS.device_type, check) != model.plan:
+            model = other["model"]
         from lingvo.core import py_utils
 
         py_utils.SetEagerMode(True)
@@ -127,7 +143,7 @@ def subject() -> Any:
 
 
 def _start(mesh: Mesh) -> None:
-    start_tensorflow(mesh, FLAGS.device_type)
+    host_flags.start_tensorflow(mesh, FLAGS.device_type)
 
 
 def check_note(note: Mapping[str, Any], folder: str) -> None:

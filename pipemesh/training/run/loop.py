@@ -31,7 +31,7 @@ from pipemesh.training.run.profile import Profile
 from pipemesh.training.run.progress import Progress
 from pipemesh.training.run.spikes import Spikes
 from pipemesh.training.run.summaries import Summaries
-from pipemesh.training.run.telling import Telling, of_beginning, of_measured, of_report
+from pipemesh.training.run.telling import Telling, of_beginning, of_measured, of_report, of_work
 from pipemesh.training.score import ratio
 from pipemesh.training.trainer import Trainer
 
@@ -42,6 +42,8 @@ _BY_SIGNAL = 128
 _MEASURED_STEPS = 5
 # Steps that may be skipped one after the other: more are no accident of the data.
 _MOST_IN_A_ROW = 10
+# Workers are told of every so many steps.
+_STEPS_OF_WORK = 100
 
 
 class Loop:
@@ -113,6 +115,7 @@ class Loop:
             for number, handler in old.items():
                 signal.signal(number, handler)
         gc.enable()
+        self._tell_work()
         self._conclude()
         steps = self._trainer.step
         reason = "stopped early" if steps < self._options.steps else "done"
@@ -308,7 +311,22 @@ class Loop:
         self._summaries.write("train", step, values, histograms)
         self._tell("step", step=step, **values)
         progress.advance(shown)
+        if step % _STEPS_OF_WORK == 0:
+            self._tell_work()
         self._tell_profile()
+
+    def _tell_work(self) -> None:
+        """Tells how long each worker was at work, and who is slow."""
+        if not (work := self._trainer.work()):
+            return
+        slow = "; ".join(
+            f"{each.name} is slow: it takes {each.times:.1f} times as long as the others for as "
+            "many flops"
+            for each in work
+            if each.is_slow
+        )
+        told = of_work(work)
+        self._tell("workers", slow or None, is_warning=True, step=self._trainer.step, workers=told)
 
     def _tell_profile(self) -> None:
         """Tells of a profile that has been written."""

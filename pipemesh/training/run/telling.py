@@ -20,6 +20,7 @@ from pipemesh.report.command import PAGE
 from pipemesh.schedule import Timeline
 from pipemesh.training.run.console import say_object
 from pipemesh.training.run.options import Options
+from pipemesh.training.workers import Work
 
 # A thousandth of what times are told in.
 _DIGITS = 3
@@ -149,6 +150,23 @@ def of_measured(measured: Timeline) -> dict[str, Any]:
         "starts": rounded(measured.starts),
         "ends": rounded(measured.ends),
     }
+
+
+def of_work(work: Sequence[Work]) -> list[dict[str, Any]]:
+    """What workers did.
+
+    Args:
+        work: of each.
+    """
+    return [
+        {
+            "worker": each.name,
+            "seconds": round(each.seconds, 2 * _DIGITS),
+            "times": None if each.times is None else round(each.times, _DIGITS),
+            "is_slow": each.is_slow,
+        }
+        for each in work
+    ]
 
 
 def _of_schedule(timeline: Timeline) -> dict[str, Any]:

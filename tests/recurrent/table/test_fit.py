@@ -7,13 +7,22 @@ import tensorflow as tf
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.recurrent import Home, Stage
 from pipemesh.recurrent.table.fit import (
+    check_actions,
     check_descending,
     check_joined,
     check_phases,
     microbatch_size,
     num_replicas,
 )
-from pipemesh.schedule import Action, Schedule, forward_only, gpipe, one_f_one_b
+from pipemesh.schedule import (
+    Action,
+    Schedule,
+    forward_only,
+    gpipe,
+    one_f_one_b,
+    recompute,
+    seq_one_f_one_b,
+)
 from tests.recurrent.passes.traced import ROWS, WIDTH, cutting, traced_stage
 
 
@@ -120,6 +129,14 @@ def test_a_size_that_fits_by_chance_does_not_fit_the_whole_batch():
 
 def table(*actions):
     return Schedule((tuple(map(Action.from_text, actions)),), (0,), 2)
+
+
+def test_actions_that_are_only_simulated_are_refused():
+    check_actions(one_f_one_b(2, 4))
+    with pytest.raises(ScheduleError, match=r"into 4 slices, .* but not run: .* whole sequences"):
+        check_actions(seq_one_f_one_b(2, 2))
+    with pytest.raises(ScheduleError, match=r"\(R, of the stages 0, 1\), .* give a remat policy"):
+        check_actions(recompute(gpipe(2, 3)))
 
 
 def test_with_the_loss_outside_forward_comes_first():

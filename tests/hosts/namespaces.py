@@ -1,0 +1,94 @@
+"""Hosts in network namespaces of their own, joined by a bridge that can be cut."""
+
+import contextlib
+import shutil
+import subprocess
+
+NEEDED = ("ip", "nsenter", "unshare")
+
+
+def why_not():
+    """Why this system has none; "" if it has."""
+    if missing := [name for name in NEEDED if not shutil.which(name)]:
+        return f"{', '.join(missing)} is not installed"
+    done = subprocess.run(["unshare", "-n", "true"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        return f"network namespaces are not permitted: {done.stderr.strip()}"
+    try:
+        with network(1):
+            return ""
+    except subprocess.CalledProcessError as error:
+        return f"network namespaces cannot be joined: {error.stderr.strip()}"
+
+
+class Network:
+    """Hosts that reach each other. The host 0 has the bridge.
+
+    They exist as long as a process of each: nothing of them is left on the machine.
+    """
+
+    def __init__(self, number):
+        self._there = [
+            subprocess.Popen(["unshare", "-n", "sh", "-c", "echo; exec sleep 10000"], stdout=-1)
+            for _ in range(number + 1)
+        ]
+        for each in self._there:
+            each.stdout.readline()
+
+    def join(self):
+        self.ip(0, "link add bridge type bridge")
+        self.ip(0, f"addr add {self.address(0)}/24 dev bridge")
+        self.ip(0, "link set bridge up")
+        self.ip(0, "link set lo up")
+        for host, process in enumerate(self._there[1:], 1):
+            self.ip(0, f"link add to{host} type veth peer name eth netns {process.pid}")
+            self.ip(0, f"link set to{host} master bridge up")
+            self.ip(host, f"addr add {self.address(host)}/24 dev eth")
+            self.ip(host, "link set eth up")
+            self.ip(host, "link set lo up")
+
+    def address(self, host):
+        return f"10.77.0.{1 + host}"
+
+    def on(self, host, *command):
+        """A command that runs on a host."""
+        return ["nsenter", "-t", str(self._there[host].pid), "-n", *command]
+
+    def ip(self, host, words):
+        command = self.on(host, "ip", *words.split())
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    def cut(self, host):
+        """Cuts a host off: what is sent to it, or by it, is gone without a word."""
+        self.ip(0, f"link set to{host} down")
+
+    def mend(self, host):
+        self.ip(0, f"link set to{host} up")
+
+    def part(self, one, other):
+        """Lets nothing go between two hosts, which others still reach."""
+        for host, peer in ((one, other), (other, one)):
+            nobody = "02:00:00:00:00:99"
+            self.ip(
+                host, f"neigh replace {self.address(peer)} lladdr {nobody} dev eth nud permanent"
+            )
+
+    def rejoin(self, one, other):
+        for host, peer in ((one, other), (other, one)):
+            self.ip(host, f"neigh del {self.address(peer)} dev eth")
+
+    def end(self):
+        for each in self._there:
+            each.kill()
+            each.communicate()
+
+
+@contextlib.contextmanager
+def network(number):
+    """A network of host 0 and so many more."""
+    found = Network(number)
+    try:
+        found.join()
+        yield found
+    finally:
+        found.end()

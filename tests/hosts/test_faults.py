@@ -1,0 +1,219 @@
+"""What becomes of a training when a worker is lost, hangs, or is slow."""
+
+import contextlib
+import os
+import random
+import re
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from tests.hosts.faults import TRAIN, assert_same, training, until, weights
+from tests.hosts.namespaces import network, why_not
+from tests.hosts.workers import COMMAND, address_of
+from tests.hosts.workers import start as start_worker
+
+pytestmark = [pytest.mark.slow, pytest.mark.serial, pytest.mark.timeout(500)]
+# Of the tests with many faults.
+FAULTS, LONG, MOST_STEPS = 10, 110, 10
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    logdir = tmp_path_factory.mktemp("undisturbed") / "run"
+    with training(logdir) as run:
+        assert "going on" not in run.until_done()
+        assert [event["is_slow"] for event in run.events("workers")[-1]["workers"]] == [False] * 2
+    return weights(logdir)
+
+
+def test_a_worker_that_is_killed_costs_some_steps_and_changes_nothing(undisturbed, tmp_path):
+    with training(tmp_path / "run") as run:
+        run.until_step(12)
+        os.kill(run.workers()[1], signal.SIGKILL)
+        err = run.until_done()
+    assert re.search(r"stage 1\) is not there \(connection refused\), in \w", err)
+    assert "going on from the last checkpoint" in err
+    assert "it is started again" in err
+    assert_same(weights(tmp_path / "run"), undisturbed)
+
+
+def test_a_spare_takes_the_place_of_a_worker_that_is_stopped(undisturbed, tmp_path):
+    with training(tmp_path / "run", launch=("--processes=2", "--spares=1")) as run:
+        run.until_step(12)
+        os.kill(run.workers()[0], signal.SIGSTOP)
+        err = run.until_done()
+    told = re.search(r"stage 0\) has not answered for 3 s, in step \d+, begun .* ago; (.*)", err)
+    assert told, err
+    assert re.search(r"does not answer, in 0[FB]\d or later; going on", told[1])
+    # Who waits for it.
+    assert re.search(r"^  worker 1 .*CPU:0: (in|waits to begin) 1[FB]\d", err, re.MULTILINE)
+    assert "takes the place of worker 0" in err
+    assert_same(weights(tmp_path / "run"), undisturbed)
+
+
+def test_an_elastic_training_goes_on_with_who_is_there_and_takes_back_who_returns(
+    undisturbed, tmp_path
+):
+    with training(tmp_path / "run", "--elastic", "--worker_wait=8") as run:
+        run.until_step(12)
+        first, second = run.workers()
+        os.kill(second, signal.SIGSTOP)
+        # Alone, from the checkpoint of step 8.
+        run.until_step(10, times=2)
+        assert re.search(r"going on without worker 1 \(.*\), which has not answered", run.err)
+        assert "1 workers with 1 devices are there, and mesh=layers:2 has 2" in run.err
+        assert [begin["mesh"] for begin in run.events("begin")] == ["layers:2", "layers:1"]
+        os.kill(second, signal.SIGCONT)
+        os.kill(first, signal.SIGKILL)
+        err = run.until_done()
+        assert [begin["mesh"] for begin in run.events("begin")][-1] == "layers:2"
+        assert "all workers are there" in err
+    found = weights(tmp_path / "run")
+    assert found.keys() == undisturbed.keys()
+    for name, value in undisturbed.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-3, atol=1e-4, err_msg=name)
+
+
+def test_a_slow_worker_is_named(tmp_path):
+    with training(tmp_path / "run", steps=60, save_every=60) as run:
+        run.until_step(2)
+        slow, ended = run.workers()[1], threading.Event()
+
+        def hinder():
+            # It runs for a fifth of the time.
+            while not ended.wait(0.01):
+                os.kill(slow, signal.SIGSTOP)
+                time.sleep(0.04)
+                os.kill(slow, signal.SIGCONT)
+
+        thread = threading.Thread(target=hinder)
+        thread.start()
+        try:
+            until(lambda: run.events("workers"), 200)
+        finally:
+            ended.set()
+            thread.join()
+        err = run.until_done()
+    assert re.search(r"worker 1 \(.*, stage 1\) is slow: it takes \d+\.\d times as long", err)
+    assert "Slow: worker 1" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+
+
+@contextlib.contextmanager
+def on_two_hosts(logdir, *words, **keywords):
+    """A training whose client and workers have each a host of their own."""
+    if why := why_not():
+        pytest.skip(f"this needs hosts of their own: {why}")
+    with network(2) as there, contextlib.ExitStack() as stack:
+        workers = []
+        for host in (1, 2):
+            listen = f"--listen={there.address(host)}"
+            command = there.on(host, *COMMAND)
+            worker = start_worker(listen, command=command)
+            stack.callback(worker.communicate)
+            stack.callback(worker.kill)
+            workers.append(worker)
+        addresses = ",".join(map(address_of, workers))
+        run = training(
+            logdir, f"--cluster={addresses}", *words, command=there.on(0, *TRAIN), **keywords
+        )
+        yield there, stack.enter_context(run)
+
+
+def test_a_worker_that_is_cut_off_is_noticed_and_joins_again(undisturbed, tmp_path):
+    with on_two_hosts(tmp_path / "run") as (there, run):
+        run.until_step(12)
+        there.cut(2)
+        begun = time.monotonic()
+        run.until_told("going on from the last checkpoint")
+        assert time.monotonic() - begun < 15
+        there.mend(2)
+        err = run.until_done()
+    assert re.search(r"worker 1 \(10\.77\.0\.3:\d+, stage 1\) has not answered for 3 s", err)
+    assert_same(weights(tmp_path / "run"), undisturbed)
+
+
+def test_of_workers_that_do_not_reach_each_other_it_is_said_who_waits_for_whom(
+    undisturbed, tmp_path
+):
+    with on_two_hosts(tmp_path / "run", "--step_limit=4") as (there, run):
+        run.until_step(12)
+        there.part(1, 2)
+        run.until_told("and all workers answer")
+        there.rejoin(1, 2)
+        err = run.until_done()
+    told = err[err.index("and all workers answer") :]
+    assert re.search(r"worker [01] \(.*stage [01]\) CPU:0: waits to begin [01][FB]\d, for", told)
+    assert_same(weights(tmp_path / "run"), undisturbed)
+
+
+@pytest.fixture(scope="module")
+def long_undisturbed(tmp_path_factory):
+    logdir = tmp_path_factory.mktemp("long") / "run"
+    with training(logdir, steps=LONG, save_every=4) as run:
+        run.until_done()
+    return weights(logdir, LONG)
+
+
+def disturb_often(run, seed, strike):
+    """Lets something happen at random instants, of steps and of what is before the first."""
+    chance, kept = random.Random(seed), 0
+    for number in range(FAULTS):
+        if number and chance.random() < 0.3:
+            time.sleep(chance.uniform(0.0, 8.0))
+        else:
+            run.until_steps(len(run.events("step")) + chance.randint(1, MOST_STEPS))
+            time.sleep(chance.uniform(0.0, 0.3))
+        kept, before = run.checkpoint(), kept
+        assert kept >= before
+        strike(chance, number + 1)
+    assert run.checkpoint() >= kept
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1500)
+def test_workers_that_are_killed_at_random_instants_change_nothing(long_undisturbed, tmp_path):
+    with training(tmp_path / "run", steps=LONG, save_every=4) as run:
+
+        def strike(chance, number):
+            os.kill(chance.choice(run.workers()), signal.SIGKILL)
+            run.until_told("it is started again", number)
+
+        disturb_often(run, 1, strike)
+        run.until_done(400)
+    assert_same(weights(tmp_path / "run", LONG), long_undisturbed)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1500)
+def test_workers_that_are_stopped_at_random_instants_change_nothing(long_undisturbed, tmp_path):
+    with training(tmp_path / "run", steps=LONG, save_every=4) as run:
+
+        def strike(chance, number):
+            worker = chance.choice(run.workers())
+            os.kill(worker, signal.SIGSTOP)
+            time.sleep(chance.uniform(6.5, 10.0))
+            os.kill(worker, signal.SIGCONT)
+
+        disturb_often(run, 2, strike)
+        run.until_done(400)
+    assert_same(weights(tmp_path / "run", LONG), long_undisturbed)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1500)
+def test_connections_that_are_cut_at_random_instants_change_nothing(long_undisturbed, tmp_path):
+    with on_two_hosts(tmp_path / "run", steps=LONG, save_every=4) as (there, run):
+
+        def strike(chance, number):
+            host = chance.choice([1, 2])
+            there.cut(host)
+            time.sleep(chance.uniform(6.5, 10.0))
+            there.mend(host)
+
+        disturb_often(run, 3, strike)
+        run.until_done(400)
+    assert_same(weights(tmp_path / "run", LONG), long_undisturbed)
