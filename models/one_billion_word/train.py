@@ -28,8 +28,7 @@ def main(argv: list[str]) -> int:
     with console.objects_alone(command_line.FLAGS.log_format == "json"):
         command_line.take_up()
         request = command_line.request()
-        if host_flags.processes() is not None:
-            _start_devices(request)
+        start_together(request)
         return run(request)
 
 
@@ -203,6 +202,18 @@ def _choose(request: Any, stage_flops: Sequence[float]) -> Any:
     if request.device_type == "CPU":
         available = memory_of_cpu_device(request.plan.mesh.num_devices)
     return choose(request.settings, stage_flops, request.device_type, available)
+
+
+def start_together(request: Any) -> None:
+    """Connects this process with the others that run this command, if there are any.
+
+    Args:
+        request: what is asked for.
+    """
+    from pipemesh.training.command.host_flags import processes
+
+    if processes() is not None:
+        _start_devices(request)
 
 
 def _start_devices(request: Any) -> None:

@@ -50,12 +50,25 @@ def trained(number, folder, plans, steps):
     return [[json.loads(line) for line in out.splitlines() if line[:1] == "{"] for out, _ in told]
 
 
-def assert_same(number, plans, tmp_path):
-    (alone,) = trained(0, tmp_path / "alone", plans, STEPS)
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one process trains, by plan."""
+    found = trained(0, tmp_path_factory.mktemp("alone"), PLANS, STEPS)[0]
+    return dict(zip(PLANS, found, strict=True))
+
+
+def assert_same(number, plans, alone, tmp_path):
+    """Processes agree bit for bit, and with one process to round-off.
+
+    A sum of two numbers is the same in any order, of more it is not: where all sums are of
+    processes alone, or inside of one alone, in pairs, losses are those of one process bit for bit.
+    """
     together = trained(number, tmp_path / "together", plans, STEPS)
-    for at, (plan, one) in enumerate(zip(plans, alone, strict=True)):
+    for at, plan in enumerate(plans):
+        one = alone[plan]
         assert len(set(one["losses"])) == STEPS
         for process in together:
+            print(plan, np.max(np.abs(np.divide(process[at]["losses"], one["losses"]) - 1)))
             np.testing.assert_allclose(process[at]["losses"], one["losses"], rtol=2e-5)
             assert process[at]["losses"] == together[0][at]["losses"]
         tasks = [re.search(r"task:(\d+)", d)[1] for d in together[0][at]["devices"]]
@@ -74,18 +87,24 @@ def assert_same(number, plans, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_two_processes_train_what_one_does(tmp_path):
-    assert_same(2, PLANS[:3], tmp_path)
+def test_two_processes_train_what_one_does(alone, tmp_path):
+    assert_same(2, PLANS[:3], alone, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_four_processes_go_on_from_what_two_have_saved_and_one_from_theirs(tmp_path):
-    (alone,) = trained(0, tmp_path / "alone", PLANS[:1], 12)
+@pytest.mark.filterwarnings("ignore:slices along")
+def test_four_processes_train_what_one_does(alone, tmp_path):
+    assert_same(4, PLANS[3:], alone, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_four_processes_go_on_from_what_two_have_saved_and_one_from_theirs(alone, tmp_path):
     found = [trained(number, tmp_path / "moved", PLANS[:1], 4)[0][0] for number in (2, 4, 0)]
     assert [each["first"] for each in found] == [0, 4, 8]
     losses = [loss for each in found for loss in each["losses"]]
-    np.testing.assert_allclose(losses, alone[0]["losses"], rtol=2e-5)
+    np.testing.assert_allclose(losses, alone[PLANS[0]]["losses"][:12], rtol=2e-5)
 
 
 LANGUAGE_MODEL = [
@@ -158,7 +177,6 @@ def test_one_that_is_killed_is_named_and_all_go_on_from_the_last_checkpoint(tmp_
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 @pytest.mark.filterwarnings("ignore:slices along")
-@pytest.mark.parametrize("number", [2, 4])
-@pytest.mark.parametrize("plans", [PLANS[:3], PLANS[3:]], ids=["first", "second"])
-def test_any_processes_train_what_one_does(number, plans, tmp_path):
-    assert_same(number, plans, tmp_path)
+@pytest.mark.parametrize(("number", "plans"), [(2, PLANS[3:]), (4, PLANS[:3])])
+def test_any_processes_train_what_one_does(number, plans, alone, tmp_path):
+    assert_same(number, plans, alone, tmp_path)

@@ -66,18 +66,30 @@ def own_options(options: Options) -> Iterator[Any]:
 
     At the end of what it is around, all processes wait for each other.
     """
-    if host_flags.processes() is None:
-        yield options
-        return
     if is_chief():
         yield options
     else:
         with tempfile.TemporaryDirectory() as scratch:
             yield dataclasses.replace(options, logdir=scratch)
-    _meet()
-    watch.stop()
-    # Nobody leaves while another one still watches.
-    _meet()
+    leave()
+
+
+def of_chief(path: str) -> str:
+    """The path that the first process gives: another one may see a newer checkpoint already."""
+    if host_flags.processes() is None:
+        return path
+    from pipemesh.lowering.simd.process_talk import from_chief
+
+    return from_chief(path) or path
+
+
+def leave() -> None:
+    """Ends what all processes do together; returns when nobody watches the others any more."""
+    if host_flags.processes() is not None:
+        _meet()
+        watch.stop()
+        # Who has ended would look lost.
+        _meet()
 
 
 def _meet() -> None:

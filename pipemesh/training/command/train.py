@@ -16,7 +16,7 @@ from pipemesh.checkpoint import Folder, newest_whole
 from pipemesh.checkpoint.whole_file import remove_unfinished, write_whole
 from pipemesh.training.command import host_flags, model_flags, quiet, together, training_flags
 from pipemesh.training.command.config import as_toml
-from pipemesh.training.command.flags import FlagError, parse
+from pipemesh.training.command.flags import parse
 from pipemesh.training.run import console
 from pipemesh.training.run.options import Options
 
@@ -43,11 +43,7 @@ def main(argv: list[str]) -> int:
     folder = model_flags.logdir()
     with console.objects_alone(training_flags.FLAGS.log_format == "json"):
         training_flags.take_up(folder, program)
-        if host_flags.processes() is not None:
-            raise FlagError(
-                "registered models are trained by one process, which drives workers; several run "
-                "the language model (python -m models.one_billion_word.train)"
-            )
+        model_flags.check_alone()
         with Folder(folder):
             return _train(folder)
 
