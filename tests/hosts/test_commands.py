@@ -73,6 +73,15 @@ def test_several_processes_evaluate_and_decode_as_one_does(logdir, alone):
 
 
 @pytest.mark.slow
+def test_each_of_several_processes_reads_the_texts(logdir):
+    flags = ["--cluster=127.0.0.1:1", "--process=0", "--lowering=simd", "--file=-"]
+    command = warm("-c", PROGRAM, "decode", f"--logdir={logdir}", *flags)
+    code, _, err = finish(open_process(command))
+    assert code == 2
+    assert "each of them reads the texts; give a file that all of them have" in err
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_workers_evaluate_and_decode_what_processes_have_trained(logdir, alone):
     with started(2) as (_, addresses):
