@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from pipemesh.training.command import program
+from pipemesh.training.command.together import leave
 
 
 def main(argv: list[str]) -> int:
@@ -27,6 +28,7 @@ def main(argv: list[str]) -> int:
     settings.CHOSEN, settings.PLAN = (), dataclasses.replace(settings.PLAN, num_microbatches=1)
     subject, tokens = _subject(request, path, there)
     decode.decode(subject, path, tokens, texts)
+    leave()
     return 0
 
 
@@ -39,6 +41,7 @@ def score(argv: list[str]) -> int:
     request, path, there = _model()
     subject, tokens = _subject(request, path, there)
     score.score(subject, path, tokens, request.settings.BATCH_SIZE, texts)
+    leave()
     return 0
 
 
@@ -76,9 +79,11 @@ def _model(own: Collection[str] = (), refused: Collection[str] = ()) -> tuple[An
     Flags that are `own` are not taken from the training, and those that are `refused` play no part.
     """
     from models.one_billion_word import about, command_line
+    from models.one_billion_word.train import start_together
     from pipemesh.checkpoint import Manifest
     from pipemesh.training.command.decode import FlagError
     from pipemesh.training.command.evaluate import checkpoint_of
+    from pipemesh.training.command.together import of_chief
 
     flags = command_line.FLAGS
     given = [name for name in refused if flags[name].present]
@@ -86,7 +91,8 @@ def _model(own: Collection[str] = (), refused: Collection[str] = ()) -> tuple[An
         raise FlagError(f"--{given[0]} is for training; leave it out")
     command_line.take_up(flags.checkpoint, own)
     request = command_line.request()
-    path = checkpoint_of(request.logdir)
+    start_together(request)
+    path = of_chief(checkpoint_of(request.logdir))
     there = about.About.from_note(Manifest.read(path).note)
     there.check_model(request.model, request.settings, request.logdir)
     return request, path, there

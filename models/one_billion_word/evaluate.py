@@ -14,7 +14,7 @@ from pipemesh.training.command import program
 def main(argv: list[str]) -> int:
     """Evaluates as the flags say; returns the exit code."""
     from models.one_billion_word import command_line
-    from models.one_billion_word.train import make_subject, read_text
+    from models.one_billion_word.train import make_subject, read_text, start_together
     from pipemesh.checkpoint import Manifest
     from pipemesh.training.command.evaluate import (
         check_flags,
@@ -22,15 +22,18 @@ def main(argv: list[str]) -> int:
         define_checkpoint,
         judge,
     )
+    from pipemesh.training.command.together import leave, of_chief
 
     define_checkpoint()
     command_line.parse(argv, __doc__)
     check_flags()
     command_line.take_up(command_line.FLAGS.checkpoint)
     request = command_line.request()
-    path = checkpoint_of(request.logdir)
+    start_together(request)
+    path = of_chief(checkpoint_of(request.logdir))
     subject, _ = make_subject(request, read_text(request, path, Manifest.read(path)))
     judge(subject, path)
+    leave()
     return 0
 
 

@@ -27,20 +27,24 @@ def main(argv: list[str]) -> int:
     host_flags.go_on_by_itself()
     with console.objects_alone(command_line.FLAGS.log_format == "json"):
         command_line.take_up()
-        return run(command_line.request())
+        request = command_line.request()
+        start_together(request)
+        return run(request)
 
 
 def run(request: Any) -> int:
     """Trains as it is asked for; returns the exit code."""
     from models.one_billion_word import about
-    from pipemesh.checkpoint import Folder, newest_whole
     from pipemesh.checkpoint.whole_file import remove_unfinished
+    from pipemesh.training.command import together
     from pipemesh.training.command.train import carry_out
 
-    with Folder(request.logdir):
-        remove_unfinished(os.path.join(request.logdir, "vocabulary"), "vocab-*.model")
-        remove_unfinished(request.logdir, "config.toml")
-        text = read_text(request, *(newest_whole(request.logdir) or (None, None)))
+    with together.folder(request.logdir):
+        if together.is_chief():
+            remove_unfinished(os.path.join(request.logdir, "vocabulary"), "vocab-*.model")
+            remove_unfinished(request.logdir, "config.toml")
+        found, manifest = together.newest(request.logdir) or (None, None)
+        text = together.in_turn(lambda: read_text(request, found, manifest))
         trainer, choice = make_trainer(request, text)
         config, there, now = request.settings, text.there, trainer.subject.about
         plan = config.PLAN
@@ -198,6 +202,18 @@ def _choose(request: Any, stage_flops: Sequence[float]) -> Any:
     if request.device_type == "CPU":
         available = memory_of_cpu_device(request.plan.mesh.num_devices)
     return choose(request.settings, stage_flops, request.device_type, available)
+
+
+def start_together(request: Any) -> None:
+    """Connects this process with the others that run this command, if there are any.
+
+    Args:
+        request: what is asked for.
+    """
+    from pipemesh.training.command.host_flags import processes
+
+    if processes() is not None:
+        _start_devices(request)
 
 
 def _start_devices(request: Any) -> None:

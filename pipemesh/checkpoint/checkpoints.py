@@ -11,11 +11,14 @@ from typing import Any
 
 import tensorflow as tf
 
+from pipemesh.backend.processes import current_processes
 from pipemesh.checkpoint import folder as folders
 from pipemesh.checkpoint.entries import Snapshot, entries_of
 from pipemesh.checkpoint.manifest import Manifest
+from pipemesh.checkpoint.parts import join_parts, write_part
 from pipemesh.checkpoint.reader import reason, restore
 from pipemesh.errors import SaveError
+from pipemesh.lowering.simd.process_talk import meet
 
 
 class Checkpoints:
@@ -26,6 +29,9 @@ class Checkpoints:
     writes them into files of other names. It is complete, and renamed, only after `confirm`, so
     that weights of which the next step shows that they are no good replace nothing. A process that
     is killed at any instant leaves the last complete one in place.
+
+    Where several processes run one program, each writes what it has, and the first one joins it:
+    all of them begin and confirm the same checkpoints in the same order.
 
     Args:
         folder: it exists; see `Folder`.
@@ -101,6 +107,8 @@ class Checkpoints:
             SaveError: the one before could not be written; this one was not begun.
         """
         self.wait()
+        # What the first one wrote before in a folder of this name is out of the way now.
+        meet()
         snapshot = Snapshot.of(self._entries)
         path = folders.path_of(self._folder, step)
         self._writing = _Writing(self, path, snapshot, step, note, score)
@@ -230,7 +238,7 @@ class _Writing:
         error = self._error
         if error is None:
             return
-        if isinstance(error, (OSError, tf.errors.OpError)):
+        if isinstance(error, (OSError, tf.errors.OpError, SaveError)):
             raise SaveError(f"{self._path} cannot be written ({reason(error)})") from error
         raise error
 
@@ -243,24 +251,39 @@ class _Writing:
             # Not the folder above it: who took that away is to be told.
             with contextlib.suppress(FileExistsError):
                 os.mkdir(folder)
-            snapshot = held.pop()
-            with tf.device("CPU:0"):
-                tf.raw_ops.SaveV2(
-                    prefix=temporary,
-                    tensor_names=snapshot.names,
-                    shape_and_slices=snapshot.specs,
-                    tensors=snapshot.tensors,
-                )
-            del snapshot
+            processes = current_processes()
+            if processes is not None:
+                write_part(folder, held.pop(), processes.index)
+                if not processes.is_chief:
+                    return
+                join_parts(folder, temporary, processes)
+            else:
+                snapshot = held.pop()
+                with tf.device("CPU:0"):
+                    tf.raw_ops.SaveV2(
+                        prefix=temporary,
+                        tensor_names=snapshot.names,
+                        shape_and_slices=snapshot.specs,
+                        tensors=snapshot.tensors,
+                    )
+                del snapshot
             Manifest.of(temporary, step=step, note=note, score=score).write(temporary)
             self._decided.wait()
             if self._good:
                 self._owner._finish(temporary, self._path)
         except BaseException as error:
-            # Any: the thread that asks for it has to learn of it.
-            self._error = error
+            # Any: the thread that asks for it has to learn of it. Of other processes the first one
+            # does, which gives up for all.
+            self._error = error if _writes_for_all() else None
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            if _writes_for_all():
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _writes_for_all() -> bool:
+    """Whether this process is alone, or the first one."""
+    processes = current_processes()
+    return processes is None or processes.is_chief
 
 
 def _write_through(path: str) -> None:

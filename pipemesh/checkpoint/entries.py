@@ -10,7 +10,8 @@ import tensorflow as tf
 
 from pipemesh.backend.cluster import OWN_HOST, task_of
 from pipemesh.backend.iterators import is_iterator, iterator_state, set_iterator_state
-from pipemesh.backend.sliced_variables import SlicedVariable
+from pipemesh.backend.processes import current_processes
+from pipemesh.backend.sliced_variables import SlicedVariable, owner_of
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import CheckpointError
 
@@ -24,12 +25,14 @@ class Part:
         size: bytes.
         read: gives its value now.
         assign: gives it another value.
+        owner: of several processes that have it the one that saves it.
     """
 
     spec: str
     size: int
     read: Callable[[], tf.Tensor]
     assign: Callable[[tf.Tensor], object]
+    owner: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,12 +81,18 @@ class Snapshot:
 
     @classmethod
     def of(cls, entries: Sequence[Entry]) -> Snapshot:
-        """The values now.
+        """The values now; of several processes each takes what it is the one to save.
 
         On a host nothing is copied: a variable that is changed while somebody else holds its value
         gets memory of its own then. From other devices values are copied.
         """
-        parts = [(entry.name, part) for entry in entries for part in entry.parts]
+        every = [(entry.name, part) for entry in entries for part in entry.parts]
+        processes = current_processes()
+        parts = [
+            (name, part)
+            for name, part in every
+            if processes is None or part.owner == processes.index
+        ]
         return cls(
             [name for name, _ in parts],
             [part.spec for _, part in parts],
@@ -118,7 +127,7 @@ def _part(variable: tf.Variable, spec: str) -> Part:
         return value
 
     size = variable.dtype.size * (variable.shape.num_elements() or 0)
-    return Part(spec, size, read, variable.assign)
+    return Part(spec, size, read, variable.assign, owner_of(variable))
 
 
 def _host_of(device: str) -> str | None:

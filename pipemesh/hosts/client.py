@@ -52,21 +52,25 @@ def connect(
     """
     from pipemesh.backend.cluster import connect_workers
 
-    begun = os.environ.get(_AGAIN) is not None
-    places, healths = gather(cluster, wait, answer, _say, fewer)
-    if begun and len(places) == len(cluster.workers):
-        _say("all workers are there")
+    places, healths = gather(cluster, wait, answer, say, fewer=fewer)
+    if has_begun_again() and len(places) == len(cluster.workers):
+        say("all workers are there")
     watched = watch.Watch(
         places,
         [health.start for health in healths],
         answer,
-        _begin_again if again else _end,
-        step_limit,
-        _say,
+        begin_again if again else end,
+        limit=step_limit,
+        tell=say,
     )
     watched.start()
     watch.make_current(watched)
     connect_workers(list(places.values()), address)
+
+
+def has_begun_again() -> bool:
+    """Whether this program was begun again by itself."""
+    return os.environ.get(_AGAIN) is not None
 
 
 def note_stages(devices: Sequence[Sequence[str]]) -> None:
@@ -79,10 +83,13 @@ def note_stages(devices: Sequence[Sequence[str]]) -> None:
     if watched is None:
         return
     from pipemesh.backend.cluster import task_of
+    from pipemesh.backend.processes import current_processes
 
+    processes = current_processes()
+    owner = processes.owner if processes else task_of
     stages: dict[int, list[int]] = collections.defaultdict(list)
     for stage, home in enumerate(devices):
-        for task in sorted({task for d in home if (task := task_of(d)) is not None}):
+        for task in sorted({task for d in home if (task := owner(d)) is not None}):
             stages[task].append(stage)
     watched.stages = {
         task: f"stage{'s' * (len(found) > 1)} {', '.join(map(str, found))}"
@@ -90,7 +97,7 @@ def note_stages(devices: Sequence[Sequence[str]]) -> None:
     }
 
 
-def _begin_again(what: str) -> NoReturn:
+def begin_again(what: str) -> NoReturn:
     """Replaces this process by the same program: TensorFlow cannot forget a worker that is lost.
 
     Whatever it was about ends here, in the middle of it; it goes on from what it has saved.
@@ -99,9 +106,9 @@ def _begin_again(what: str) -> NoReturn:
     steps = watched.steps if watched else 0
     times = 0 if steps else int(os.environ.get(_AGAIN, "0")) + 1
     if times > _MOST_AGAIN:
-        _end(f"{what}\n{times} times in a row no step was finished in between")
+        end(f"{what}\n{times} times in a row no step was finished in between")
     first, *more = what.split("\n")
-    _say("\n".join([f"{first}; going on from the last checkpoint", *more]))
+    say("\n".join([f"{first}; going on from the last checkpoint", *more]))
     _flush()
     os.environ[_AGAIN] = str(times)
     for name in os.listdir("/proc/self/fd"):
@@ -115,14 +122,15 @@ def _begin_again(what: str) -> NoReturn:
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def _end(what: str) -> NoReturn:
+def end(what: str) -> NoReturn:
     """Ends this process: what TensorFlow waits for does not come."""
-    _say(f"error: {what}", name="")
+    say(f"error: {what}", name="")
     _flush()
     os._exit(_LOST)
 
 
-def _say(text: str, name: str = "pipemesh: ") -> None:
+def say(text: str, name: str = "pipemesh: ") -> None:
+    """Writes a line on standard error, whatever holds it back."""
     os.write(2, f"{name}{text}\n".encode())
 
 

@@ -14,7 +14,7 @@ from pipemesh.errors import DeviceError
 TF_CONFIG, SLURM, KUBERNETES = "tf_config", "slurm", "kubernetes"
 # The port that workers have where nobody says: as TensorFlow's resolvers have it.
 PORT = 8888
-_SPARE = "spare"
+_WORKER, _SPARE = "worker", "spare"
 # Of Slurm, on a node.
 _MOST_TASKS = 1024
 
@@ -78,13 +78,16 @@ class Cluster:
         return cls(_listed(text), extra)
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Cluster | None:
+    def from_environment(
+        cls, environment: Mapping[str, str] | None = None, together: bool = False
+    ) -> Cluster | None:
         """The workers that the variable `TF_CONFIG` names; None if it names none.
 
         Its job `worker` is the workers, a job `spare` those that may take their places.
 
         Args:
             environment: by default that of this process.
+            together: whether this process may be one of them, which all run one program.
 
         Raises:
             DeviceError: it is no JSON, or it says that this process is a worker itself.
@@ -100,7 +103,7 @@ class Cluster:
         try:
             config: Any = json.loads(text)
             cluster: Any = config.get("cluster", {})
-            workers, spares = cluster.get("worker", []), cluster.get(_SPARE, [])
+            workers, spares = cluster.get(_WORKER, []), cluster.get(_SPARE, [])
             task: Any = config.get("task", {})
             own = task.get("type") if task else None
         except (ValueError, AttributeError) as error:
@@ -109,19 +112,42 @@ class Cluster:
             ) from error
         if not workers:
             return None
-        if own in ("worker", _SPARE):
+        if own == _SPARE or (own == _WORKER and not together):
             raise DeviceError(
                 f"TF_CONFIG says that this process is a {own} itself; run `pipemesh worker` there, "
-                "and this command once, with a task of another type or none"
+                "and this command once, with a task of another type or none. (In every process the "
+                "same program computes its part under --lowering=simd alone.)"
             )
         return cls(tuple(workers), tuple(spares))
 
-    def to_environment(self) -> str:
-        """The text of `TF_CONFIG` for a process that drives these workers."""
-        jobs = {"worker": list(self.workers)}
+    def to_environment(self, process: int | None = None) -> str:
+        """The text of `TF_CONFIG` for a process that drives these workers, or is one of them.
+
+        Args:
+            process: the number of the one that runs the same program as all others; None for one
+                that drives them.
+        """
+        jobs = {_WORKER: list(self.workers)}
         if self.spares:
             jobs[_SPARE] = list(self.spares)
-        return json.dumps({"cluster": jobs, "task": {"type": "client", "index": 0}})
+        kind = "client" if process is None else _WORKER
+        return json.dumps({"cluster": jobs, "task": {"type": kind, "index": process or 0}})
+
+
+def own_process(environment: Mapping[str, str] | None = None) -> int | None:
+    """The number of this process among those that `TF_CONFIG` names; None if it is none of them.
+
+    Example:
+        >>> own_process({"TF_CONFIG": '{"task": {"type": "worker", "index": 3}}'})
+        3
+    """
+    environment = os.environ if environment is None else environment
+    try:
+        task: Any = json.loads(environment.get("TF_CONFIG") or "{}").get("task") or {}
+        return int(task["index"]) if task.get("type") == _WORKER else None
+    except (AttributeError, KeyError, TypeError, ValueError):
+        # What is wrong with it is said by who reads all of it.
+        return None
 
 
 def _listed(text: str) -> tuple[str, ...]:

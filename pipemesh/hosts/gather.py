@@ -18,6 +18,8 @@ def gather(
     answer: float,
     tell: Callable[[str], object],
     fewer: float | None = None,
+    who: str = "worker",
+    remedy: str = "start it there with `pipemesh worker`",
 ) -> tuple[dict[int, str], list[Health]]:
     """Finds who takes which place.
 
@@ -27,6 +29,8 @@ def gather(
         answer: seconds to wait for one answer; who gives none for so long is replaced by a spare.
         tell: is called with what is worth a line.
         fewer: seconds after which those who are there are enough; None if all are needed.
+        who: what one of them is called.
+        remedy: what to do about one that is not there.
 
     Returns:
         The address for each place, by its number, and what was answered there.
@@ -35,6 +39,7 @@ def gather(
         DeviceError: one is not there, and no spare is either.
     """
     every = [*cluster.workers, *cluster.spares]
+    whos = "processes" if who == "process" else f"{who}s"
     asker, begun, told = Asker(every), time.monotonic(), False
     try:
         while True:
@@ -54,22 +59,19 @@ def gather(
                 for number in missing:
                     address = places.pop(number)
                     trouble = healths[address].trouble
-                    tell(f"going on without worker {number} ({address}), which {trouble}")
+                    tell(f"going on without {who} {number} ({address}), which {trouble}")
                 missing = []
             if not missing:
                 for number, address in places.items():
                     if address != (own := cluster.workers[number]):
-                        tell(f"spare {address} takes the place of worker {number} ({own})")
+                        tell(f"spare {address} takes the place of {who} {number} ({own})")
                 return places, [healths[address] for address in places.values()]
             address = places[missing[0]]
-            what = f"worker {missing[0]} ({address}) {healths[address].trouble}"
+            what = f"{who} {missing[0]} ({address}) {healths[address].trouble}"
             if waited >= seconds:
-                raise DeviceError(
-                    f"{what}, for {waited:.0f} s; start it there with `pipemesh worker`, or give "
-                    "other addresses"
-                )
+                raise DeviceError(f"{what}, for {waited:.0f} s; {remedy}, or give other addresses")
             if not told:
-                tell(f"waiting for {len(missing)} of {len(every)} workers: {what}")
+                tell(f"waiting for {len(missing)} of {len(every)} {whos}: {what}")
                 told = True
             time.sleep(_PAUSE)
     finally:

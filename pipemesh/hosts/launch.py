@@ -5,12 +5,13 @@
 
 The command finds them by TF_CONFIG. Its output and its exit code are passed on. Workers end with
 it, or with this process, whatever becomes of it; one that ends before is started again.
+
+A command with --lowering=simd is run in every process instead, without workers.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import dataclasses
 import os
 import select
@@ -19,10 +20,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pipemesh.errors import DeviceError
+from pipemesh.hosts import together
+from pipemesh.hosts.children import BY_SIGNAL, ends_with_parent, how, is_of_terminal, say
 from pipemesh.hosts.cluster import Cluster
 
 # Until a worker listens: it loads TensorFlow, beside others that do.
@@ -31,9 +34,8 @@ _SECONDS_TO_END = 5
 _PAUSE = 0.1
 # One that ends so often in a row right after it was started is not started again.
 _MOST_STARTS = 5
-_PR_SET_PDEATHSIG = 1
-# A shell reports the number of the signal beyond this.
-_BY_SIGNAL = 128
+# A command that has this computes its part in every process.
+SIMD = "--lowering=simd"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,6 +80,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise DeviceError(
             "which command? write it behind --, such as -- pipemesh train --model=..."
         )
+    if SIMD in words:
+        if arguments.spares:
+            raise DeviceError(f"--spares={arguments.spares}: a command with {SIMD} has no workers")
+        return together.run(words, arguments.processes)
     workers: list[_Worker] = []
     try:
         every = arguments.processes + arguments.spares
@@ -123,7 +129,7 @@ class _Worker:
             stdout=2,
             pass_fds=[theirs.fileno()],
             start_new_session=True,
-            preexec_fn=_ends_with_parent(),
+            preexec_fn=ends_with_parent(),
         )
         theirs.close()
         self.started, self.starts = time.monotonic(), self.starts + 1
@@ -151,7 +157,7 @@ class _Worker:
             self.starts = 0
         code, again = self.process.returncode, self.starts < _MOST_STARTS
         what = "it is started again" if again else "it is not started again"
-        _say(f"worker {self.number} ({self.address}) has ended ({_how(code)}); {what}")
+        say(f"worker {self.number} ({self.address}) has ended ({how(code)}); {what}")
         if again:
             self.start()
         else:
@@ -177,14 +183,14 @@ def _drive(words: Sequence[str], cluster: Cluster, workers: Sequence[_Worker]) -
         command = subprocess.Popen(
             list(words),
             env={**os.environ, "TF_CONFIG": cluster.to_environment()},
-            preexec_fn=_ends_with_parent(),
+            preexec_fn=ends_with_parent(),
         )
     except OSError as error:
         raise DeviceError(f"{words[0]!r} cannot be started ({error.strerror})") from error
 
     def hand_on(number: int, _frame: Any) -> None:
         # From a terminal the command has it already.
-        if number != signal.SIGINT or not _is_of_terminal():
+        if number != signal.SIGINT or not is_of_terminal():
             command.send_signal(number)
 
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -201,31 +207,4 @@ def _drive(words: Sequence[str], cluster: Cluster, workers: Sequence[_Worker]) -
         for number, handler in before.items():
             signal.signal(number, handler)
     code = int(command.returncode)
-    return code if code >= 0 else _BY_SIGNAL - code
-
-
-def _ends_with_parent() -> Callable[[], None]:
-    """What a process does first that the system is to kill when this one has ended."""
-    parent, libc = os.getpid(), ctypes.CDLL(None)
-
-    def first() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return first
-
-
-def _is_of_terminal() -> bool:
-    try:
-        return os.tcgetpgrp(0) == os.getpgrp()
-    except OSError:
-        return False
-
-
-def _how(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-
-
-def _say(text: str) -> None:
-    print(f"pipemesh launch: {text}", file=sys.stderr, flush=True)
+    return code if code >= 0 else BY_SIGNAL - code

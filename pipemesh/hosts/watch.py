@@ -51,6 +51,7 @@ class Watch:
         limit: seconds after which a step is said to hang, and after twice as many taken for lost;
             by default a multiple of those that steps take.
         tell: is called with what is worth a line.
+        who: what one of them is called.
 
     Attributes:
         doing: what the client is about, in words.
@@ -67,6 +68,7 @@ class Watch:
         lost: Callable[[str], NoReturn],
         limit: float | None = None,
         tell: Callable[[str], object] = print,
+        who: str = "worker",
     ) -> None:
         self.doing, self.steps = "making the model", 0
         self.stages: dict[int, str] = {}
@@ -75,7 +77,7 @@ class Watch:
         # Whether what is under way is a step, has a limit, and was said to hang.
         self._is_step, self._is_limited, self._is_told = False, False, False
         self._taken: collections.deque[float] = collections.deque(maxlen=_REMEMBERED)
-        self._names = [f"worker {number} ({address})" for number, address in places.items()]
+        self._names = [f"{who} {number} ({address})" for number, address in places.items()]
         self._starts = list(starts)
         self._seconds, self._lost, self._limit, self._tell = seconds, lost, limit, tell
         # The module loads gRPC, which programs without workers do not need.
@@ -238,6 +240,13 @@ def end_step() -> None:
     """Notes that a step was finished."""
     if _current is not None:
         _current.end_step()
+
+
+def stop() -> None:
+    """Ends the watch of this process, if it has one."""
+    if _current is not None:
+        _current.stop()
+        make_current(None)
 
 
 def check_workers() -> None:

@@ -35,7 +35,9 @@ class PlacementLowering(Lowering):
     as it likes.
 
     Attributes:
-        devices: the device of each processor.
+        devices: of the processors that this program computes for: of all.
+        processors: their numbers.
+        places: the device of each processor of the mesh.
 
     Raises:
         DeviceError: the number of devices is not that of the mesh, or one does not exist.
@@ -62,6 +64,8 @@ class PlacementLowering(Lowering):
                 f"{len(devices)} devices were given for mesh '{mesh}', which has "
                 f"{mesh.num_devices} processors; give one device for each"
             )
+        self.processors: Sequence[int] = range(mesh.num_devices)
+        self.places = self.devices
 
     @property
     def num_slices(self) -> int:
@@ -86,7 +90,7 @@ class PlacementLowering(Lowering):
 
     def coordinate(self, axis: str) -> Slices:
         """Constants."""
-        at = [self.mesh.coordinates(i)[axis] for i in range(self.num_slices)]
+        at = [self.mesh.coordinates(processor)[axis] for processor in self.processors]
         results: list[tf.Tensor] = []
         for value, device in zip(at, self.devices, strict=True):
             with tf.device(device):
@@ -149,13 +153,13 @@ class PlacementLowering(Lowering):
         cuts: dict[tuple[int, ...], tf.Tensor] = {}
         slices: list[tf.Tensor] = []
         with _beside(tensor):
-            for i in range(self.num_slices):
-                begin = layout.slice_begin(i)
+            for processor in self.processors:
+                begin = layout.slice_begin(processor)
                 if begin not in cuts:
-                    cuts[begin] = tf.slice(tensor, *_begin_and_size(layout, i))
-        for i, device in enumerate(self.devices):
+                    cuts[begin] = tf.slice(tensor, *_begin_and_size(layout, processor))
+        for processor, device in zip(self.processors, self.devices, strict=True):
             with tf.device(device):
-                slices.append(tf.identity(cuts[layout.slice_begin(i)]))
+                slices.append(tf.identity(cuts[layout.slice_begin(processor)]))
         away = sum(device != self.devices[0] for device in self.devices)
         sent = away * math.prod(layout.slice_shape) * tensor.dtype.size
         self.costs.add_transfer(name, sent, backward)
@@ -192,7 +196,7 @@ class PlacementLowering(Lowering):
             if nccl.can_reduce(tensors, devices):
                 reduced = nccl.all_reduce(tensors, devices, op)
             else:
-                reduced = _tree(tensors, devices, op)
+                reduced = tree(tensors, devices, op)
             for i, tensor in zip(group, reduced, strict=True):
                 results[i] = tensor
         return tuple(results)
@@ -247,7 +251,7 @@ def _begin_and_size(layout: TensorLayout, processor: int) -> tuple[tf.Tensor, tf
     return begin, tf.constant(layout.slice_shape, tf.int32, shape=[rank])
 
 
-def _tree(tensors: Sequence[tf.Tensor], devices: Sequence[str], op: str) -> list[tf.Tensor]:
+def tree(tensors: Sequence[tf.Tensor], devices: Sequence[str], op: str) -> list[tf.Tensor]:
     """Reduces in n - 1 operations, log n deep; all members get the very same number."""
     partial = list(tensors)
     step = 1
@@ -256,8 +260,13 @@ def _tree(tensors: Sequence[tf.Tensor], devices: Sequence[str], op: str) -> list
             with tf.device(devices[i]):
                 partial[i] = _PAIRWISE[op](partial[i], partial[i + step])
         step *= 2
+    return copies(partial[0], devices)
+
+
+def copies(tensor: tf.Tensor, devices: Sequence[str]) -> list[tf.Tensor]:
+    """A copy on each device, without a gradient."""
     results: list[tf.Tensor] = []
     for device in devices:
         with tf.device(device):
-            results.append(tf.identity(partial[0]))
+            results.append(tf.identity(tensor))
     return results

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 from lingvo.core import base_model, optimizer, py_utils
 
+from pipemesh.backend.processes import current_processes
 from pipemesh.errors import PipemeshError, TrainingError
 from pipemesh.hosts.client import note_stages
 from pipemesh.layers import PipeliningLayer, mesh_cluster
@@ -131,8 +132,10 @@ class TrainedTask:
         return [average for average in found if average is not None]
 
     def all_devices(self) -> list[str]:
-        """Those of all stages, or the one there is."""
-        found = [device for home in self.devices for device in home]
+        """Those of all stages that this process has, or the one there is."""
+        found, processes = [device for home in self.devices for device in home], current_processes()
+        if processes is not None:
+            found = [each for each in found if processes.owner(each) == processes.index]
         return found or [f"/job:localhost/replica:0/task:0/device:{self._device_type}:0"]
 
     def train(

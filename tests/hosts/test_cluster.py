@@ -6,6 +6,7 @@ import pytest
 
 from pipemesh.errors import DeviceError
 from pipemesh.hosts import Cluster
+from pipemesh.hosts.cluster import own_process
 
 
 def test_addresses_are_listed_in_their_order():
@@ -53,6 +54,18 @@ def test_a_worker_drives_no_others():
     text = json.dumps({"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}})
     with pytest.raises(DeviceError, match="is a worker itself; run `pipemesh worker` there"):
         Cluster.from_environment({"TF_CONFIG": text})
+
+
+def test_a_process_that_runs_the_same_program_as_others_finds_them_and_itself():
+    cluster = Cluster(("a:1", "b:2"))
+    environment = {"TF_CONFIG": cluster.to_environment(1)}
+    assert Cluster.from_environment(environment, together=True) == cluster
+    assert own_process(environment) == 1
+    assert own_process({"TF_CONFIG": cluster.to_environment()}) is None
+    assert own_process({}) is own_process({"TF_CONFIG": "{"}) is None
+    spare = {"TF_CONFIG": json.dumps({"cluster": {"worker": ["a:1"]}, "task": {"type": "spare"}})}
+    with pytest.raises(DeviceError, match="is a spare itself"):
+        Cluster.from_environment(spare, together=True)
 
 
 # A batch script has the variables of the job, a step has its own.

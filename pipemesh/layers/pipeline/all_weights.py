@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import tensorflow as tf
 from lingvo.core import py_utils
 
 from pipemesh.errors import PipelineError
 from pipemesh.layers.named import NamedLayer
-from pipemesh.lowering import PlacementLowering, Tensor
-from pipemesh.lowering.lowering import Slices
+from pipemesh.lowering import Tensor
 from pipemesh.mesh import Shape
 
 
@@ -64,26 +62,6 @@ def named_weights(layer: Any, theta: Any, path: str = "") -> dict[str, Tensor]:
     for name, child, weights in _children(layer, theta):
         found |= named_weights(child, weights, f"{path}{name}.")
     return found
-
-
-def stacked_weight(
-    lowering: PlacementLowering, held: Sequence[Sequence[Slices]], shape: Shape
-) -> Tensor:
-    """A weight of alike layers, each where its layer is.
-
-    Args:
-        lowering: of the whole mesh.
-        held: for each place along the axis `layers` the weights of its layers: what the processors
-            of the place have of them.
-        shape: of the weights of all layers, with the dims of the stack in front.
-    """
-    slices: dict[int, tf.Tensor] = {}
-    sizes = lowering.tensor_layout(shape).slice_shape
-    for place, layers in enumerate(held):
-        for i, processor in enumerate(lowering.mesh.stage_processors(place)):
-            with tf.device(lowering.devices[processor]):
-                slices[processor] = tf.reshape(tf.stack([layer[i] for layer in layers]), sizes)
-    return Tensor(lowering, tuple(slices[i] for i in sorted(slices)), shape)
 
 
 def theta_of(layer: Any, weight: Callable[[str], Tensor], theta: Any, path: str = "") -> Any:

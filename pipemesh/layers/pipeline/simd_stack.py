@@ -10,21 +10,23 @@ import tensorflow as tf
 from lingvo.core import py_utils
 
 from pipemesh import randomness
+from pipemesh.backend.processes import current_processes
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import PipelineError
 from pipemesh.layers.feature_extraction import to_tuple
 from pipemesh.layers.named import lowering_scope
 from pipemesh.layers.named.unnamed import unnamed
 from pipemesh.layers.named.values import exported
+from pipemesh.layers.optimizers.whole_norms import take_whole_norms
 from pipemesh.layers.pipeline.all_weights import (
     check_named,
     named_shapes,
     named_weights,
-    stacked_weight,
     theta_of,
 )
 from pipemesh.layers.pipeline.head import check_head
 from pipemesh.layers.pipeline.homes import mesh_devices
+from pipemesh.layers.pipeline.place_weights import alike_weights, of_place
 from pipemesh.layers.pipeline.simd_cut import simd_cut
 from pipemesh.layers.pipeline.stage_structure import StageStructure
 from pipemesh.layers.pipeline.weight_dtypes import cast_first, plain_theta
@@ -36,6 +38,7 @@ from pipemesh.layers.step_seed import (
     whole_batch_randomness,
 )
 from pipemesh.lowering import Lowering, PlacementLowering, Tensor, ops
+from pipemesh.lowering.simd.process_lowering import placed
 from pipemesh.mesh import LayoutRules, Shape
 from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.plan import Plan
@@ -103,18 +106,30 @@ class SimdStack:
         for tpl in self._ends:
             with self.made_on():
                 self._stack.CreateChild(tpl.name, tpl)
+        if current_processes() is not None:
+            create_stages = self._create_here
         create_stages(self._tpls)
         check_named(self._stack.params.name, self._alike[0])
 
+    def _create_here(self, tpls: Sequence[Any]) -> None:
+        """Makes the alike layers, with the weights that processors of this process need."""
+        take_whole_norms()
+        with self.made_on() as whole:
+            for number, tpl in enumerate(tpls):
+                there, _ = of_place(whole, number % whole.mesh.num_stages)
+                with lowering_scope(there):
+                    self._stack.CreateChild(tpl.name, tpl)
+
     @contextlib.contextmanager
-    def made_on(self) -> Iterator[None]:
-        """Inside, what all devices compute together is made."""
+    def made_on(self) -> Iterator[PlacementLowering]:
+        """Inside, what all devices compute together is made, under the lowering that is given."""
         mesh, stack = self.pipeline.mesh, self._stack
         devices = [""] * mesh.num_devices
         if self._pinned:
             devices = mesh_devices(stack.cluster, mesh, stack.params)
-        with tf.device(devices[0]), lowering_scope(PlacementLowering(mesh, self.rules, devices)):
-            yield
+        lowering = placed(mesh, self.rules, devices)
+        with tf.device(lowering.devices[0]), lowering_scope(lowering):
+            yield lowering
 
     def _layers(self, name: str) -> list[Any]:
         """The layers of a cell."""
@@ -183,8 +198,8 @@ class SimdStack:
     ) -> Any:
         """All devices' programs in one graph."""
         p = self._stack.params
-        lowering = PlacementLowering(self.pipeline.mesh, self.rules, devices)
-        with tf.device(devices[0]), whole_batch_randomness(step):
+        lowering = placed(self.pipeline.mesh, self.rules, devices)
+        with tf.device(lowering.devices[0]), whole_batch_randomness(step):
             args = self.before(theta, args)
             theta = self.computed_theta(theta)
             found = self(lowering, self.weights(lowering, theta), args, step, theta)
@@ -195,7 +210,8 @@ class SimdStack:
             check_head(where, structure.leaf_names, flat, p.loss_inside)
             loss, weight, *metrics = flat
             if p.check_numerics != "off":
-                check = raise_unless(all_finite([loss]), [], f"{p.name}: the loss", devices[0])
+                first = lowering.devices[0]
+                check = raise_unless(all_finite([loss]), [], f"{p.name}: the loss", first)
                 with tf.control_dependencies([check]):
                     loss = tf.identity(loss)
             return structure.pack([loss, tf.cast(weight, loss.dtype), *metrics])
@@ -207,29 +223,15 @@ class SimdStack:
             lowering: of the whole mesh.
             theta: of the stack.
         """
-        mesh, shapes = self.pipeline.mesh, self.shapes
-        found: dict[str, Tensor] = {}
+        shapes, found = self.shapes, {}
         with lowering_scope(lowering):
             for tpl in self._ends:
                 for layer in self._layers(tpl.name):
                     name = layer.params.name
                     own = named_weights(layer, theta[tpl.name][name], f"{name}.")
                     found |= {path: tensor for path, tensor in own.items() if path in shapes}
-        inner = LayoutRules(tuple(rule for rule in self.rules.rules if rule[1] != LAYERS_AXIS))
-        # For each place the weights of its layers, by path.
-        held: list[list[dict[str, Tensor]]] = [[] for _ in range(mesh.num_stages)]
-        for number, cell in enumerate(self._stages):
-            place = number % mesh.num_stages
-            devices = [lowering.devices[i] for i in mesh.stage_processors(place)]
-            with lowering_scope(PlacementLowering(mesh.stage_mesh, inner, devices)):
-                for layer in self._layers(cell):
-                    held[place].append(named_weights(layer, theta[cell][layer.params.name]))
-        first = self._alike[0].params.name
-        for path in held[0][0]:
-            slices = [[layer[path].slices for layer in layers] for layers in held]
-            shape = shapes[f"{first}.{path}"]
-            found[f"{first}.{path}"] = stacked_weight(lowering, slices, shape)
-        return found
+        cells = [(theta[cell], self._layers(cell)) for cell in self._stages]
+        return found | alike_weights(lowering, cells, shapes, f"{self._alike[0].params.name}.")
 
     def __call__(
         self,

@@ -16,10 +16,10 @@ from pipemesh.lowering.costs import usual_bytes
 from pipemesh.lowering.simd.simd_lowering import Collectives
 from pipemesh.mesh import Mesh
 
-_MERGE = {"sum": "Add", "max": "Max", "min": "Min"}
+MERGE = {"sum": "Add", "max": "Max", "min": "Min"}
 # What all kernels can send; what else can be sent travels as another dtype that loses nothing.
 _SENT = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
-_CARRIERS = {
+CARRIERS = {
     tf.bool: tf.int32,
     tf.bfloat16: tf.float32,
     tf.int8: tf.int32,
@@ -114,7 +114,7 @@ class TfCollectives(Collectives):
 
     def bytes_sent(self, primitive: str, axes: Sequence[str], x: tf.Tensor) -> int:
         """Counts the dtype that travels, and a permute as the all-gather that it is."""
-        size = (x.shape.num_elements() or 0) * _CARRIERS.get(x.dtype, x.dtype).size
+        size = (x.shape.num_elements() or 0) * CARRIERS.get(x.dtype, x.dtype).size
         way = "all_gather" if primitive == "permute" else primitive
         return usual_bytes(way, size, math.prod(self._mesh.size(axis) for axis in axes))
 
@@ -124,14 +124,14 @@ class TfCollectives(Collectives):
             return tf.identity(x)
         # bfloat16 is summed in float32, which is rounded once and not at every step.
         meeting = self._meeting(f"all_reduce ({op})", x, axes)
-        result = collectives.reduce(_sendable(x), meeting, _MERGE[op])
-        return _received(result, x, x.shape)
+        result = collectives.reduce(sendable(x), meeting, MERGE[op])
+        return received(result, x, x.shape)
 
     def _gather(self, x: tf.Tensor, axis: str) -> tf.Tensor:
         """All slices along an axis, stacked as the first dim."""
         size = self._mesh.size(axis)
-        result = collectives.gather(_sendable(x)[None], self._meeting("all_gather", x, [axis]))
-        return _received(result, x, [size, *x.shape])
+        result = collectives.gather(sendable(x)[None], self._meeting("all_gather", x, [axis]))
+        return received(result, x, [size, *x.shape])
 
     def all_gather(self, x: tf.Tensor, axis: str, dim: int) -> tf.Tensor:
         """Is one `CollectiveGatherV2` and a concat."""
@@ -147,8 +147,8 @@ class TfCollectives(Collectives):
         if x.shape.num_elements() == 0:
             return gathered_to_dim(pieces, concat_dim)
         meeting = self._meeting("all_to_all", x, [axis])
-        result = collectives.all_to_all(_sendable(pieces), meeting)
-        return gathered_to_dim(_received(result, x, pieces.shape), concat_dim)
+        result = collectives.all_to_all(sendable(pieces), meeting)
+        return gathered_to_dim(received(result, x, pieces.shape), concat_dim)
 
     def permute(self, x: tf.Tensor, axis: str, pairs: Sequence[tuple[int, int]]) -> tf.Tensor:
         """Gathers and takes one slice: there is no kernel that permutes."""
@@ -178,14 +178,20 @@ def gathered_to_dim(stacked: tf.Tensor, dim: int) -> tf.Tensor:
     return tf.reshape(tf.transpose(stacked, order), sizes)
 
 
-def _sendable(x: tf.Tensor) -> tf.Tensor:
+def sendable(x: tf.Tensor) -> tf.Tensor:
+    """The same in a dtype that can be sent.
+
+    Raises:
+        TypeError: there is none.
+    """
     if x.dtype in _SENT:
         return x
-    if x.dtype not in _CARRIERS:
-        known = ", ".join(dtype.name for dtype in (*_SENT, *_CARRIERS))
+    if x.dtype not in CARRIERS:
+        known = ", ".join(dtype.name for dtype in (*_SENT, *CARRIERS))
         raise TypeError(f"{x.dtype.name} cannot be sent between cores; cast it to one of {known}")
-    return tf.cast(x, _CARRIERS[x.dtype])
+    return tf.cast(x, CARRIERS[x.dtype])
 
 
-def _received(result: tf.Tensor, like: tf.Tensor, shape: object) -> tf.Tensor:
+def received(result: tf.Tensor, like: tf.Tensor, shape: object) -> tf.Tensor:
+    """What came, in the dtype of what it is like, with its sizes."""
     return tf.cast(tf.ensure_shape(result, shape), like.dtype)

@@ -127,9 +127,12 @@ class Marks:
         host = _host(device)
         with tf.init_scope(), tf.device(host):
             if device not in self._handles:
-                self._handles[device] = self._handle(device)
-                zeros = tf.zeros([_SIZE], tf.float64)
-                tf.raw_ops.AssignVariableOp(resource=self._handles[device], value=zeros)
+                handle, zeros = self._handle(device), tf.zeros([_SIZE], tf.float64)
+                tf.raw_ops.AssignVariableOp(resource=handle, value=zeros)
+                # Another thread may ask at any time, and what fails on a worker fails again in what
+                # is asked of it next: nobody is to know of it before it has a value.
+                tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float64).numpy()
+                self._handles = {**self._handles, device: handle}
         started, ended, sign = _ADDED[name]
         goes_on = name == "go on"
 

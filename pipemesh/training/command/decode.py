@@ -23,6 +23,7 @@ from pipemesh.errors import CheckpointError, DecodingError
 from pipemesh.training.command import quiet
 from pipemesh.training.command.evaluate import note_of, program_called
 from pipemesh.training.command.flags import FlagError
+from pipemesh.training.command.host_flags import processes
 from pipemesh.training.run import console
 
 FLAGS = flags.FLAGS
@@ -231,6 +232,11 @@ def prompts(what: str = "continued") -> list[str]:
         except UnicodeEncodeError as error:
             raise FlagError(f"--prompt={FLAGS.prompt!r} is not UTF-8; give text that is") from error
         return [FLAGS.prompt]
+    if FLAGS.file == "-" and processes() is not None:
+        raise FlagError(
+            "--file=-: several processes run this command, and each of them reads the texts; give "
+            "a file that all of them have"
+        )
     try:
         if FLAGS.file == "-":
             # As it is: text streams take other characters for ends of lines as well.

@@ -73,6 +73,7 @@ def asked(
         FLAGS.register_key_flag_for_module(program.__name__, FLAGS[name])
     parse(argv, program, about)
     check_flags()
+    model_flags.check_alone()
     folder = model_flags.logdir()
     training_flags.take_up(folder, program, FLAGS.checkpoint, leave)
     path = checkpoint_of(folder)

@@ -10,7 +10,7 @@ from types import ModuleType
 from absl import flags
 
 from pipemesh.errors import PipemeshError
-from pipemesh.hosts import watch
+from pipemesh.hosts import silence, watch
 from pipemesh.mesh import Mesh
 from pipemesh.training.command import config
 
@@ -91,10 +91,12 @@ def exit_code(program: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except (PipemeshError, OSError) as error:
+        silence.speak()
         watch.check_workers()
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return BAD_INPUT
     except Exception:
+        silence.speak()
         # Errors of TensorFlow say little of a worker that is lost.
         watch.check_workers()
         raise

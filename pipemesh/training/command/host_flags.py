@@ -7,6 +7,7 @@ from collections.abc import Callable
 from absl import flags
 
 from pipemesh.errors import DeviceError
+from pipemesh.hosts import Cluster
 from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
 from pipemesh.plan.fewer import fewer
@@ -20,13 +21,15 @@ flags.disclaim_key_flags()
 # They are of a call: what was trained on some workers goes on on others, or on none.
 NAMES = (
     *("cluster", "spares", "client_address", "worker_answer", "worker_wait", "elastic"),
-    "step_limit",
+    *("step_limit", "process", "listen"),
 )
 # Seconds to wait for workers that are not there: until it is an error, and until those that are
 # there go on without them.
 _WAIT, _ELASTIC_WAIT = 600.0, 30.0
 # Whether the program goes on by itself from what it has saved; set by those that do.
 _again = False
+# Whether TensorFlow was started as one of several processes.
+_together = False
 
 
 def define() -> None:
@@ -71,6 +74,18 @@ def define() -> None:
         "after twice as many it is begun again from the last checkpoint. Default: 20 times the "
         "median of the last steps, at least 60.",
     )
+    flags.DEFINE_integer(
+        "process",
+        None,
+        "Which of the addresses of --cluster this process is: all run this command and compute "
+        "together, by --lowering=simd. Default: what TF_CONFIG says.",
+    )
+    flags.DEFINE_string(
+        "listen",
+        None,
+        "With --process, the address by which other machines may reach this process, 0.0.0.0 for "
+        "all; nobody is asked for a password, so give one of a private network. Default: none.",
+    )
 
 
 def go_on_by_itself() -> None:
@@ -90,12 +105,94 @@ def start_tensorflow(mesh: Mesh, device_type: str) -> None:
 
     from pipemesh.backend.devices import prepare_graphs_quickly
 
+    if _together:
+        return
     logging.use_absl_handler()
     if not FLAGS["verbosity"].present:
         logging.set_verbosity(logging.ERROR)
     prepare_graphs_quickly()
-    if not connect():
+    if (found := processes()) is not None:
+        _start_together(mesh, device_type, *found)
+    elif not connect():
         start_devices(mesh, device_type)
+
+
+def processes() -> tuple[Cluster, int] | None:
+    """The processes that run this program, and the number of this one; None if it is alone.
+
+    Raises:
+        FlagError: a flag is malformed.
+    """
+    from pipemesh.hosts.cluster import TF_CONFIG, own_process
+
+    if "process" not in FLAGS or FLAGS.cluster == "none":
+        return None
+    index, by_variable = FLAGS.process, FLAGS.cluster in (None, TF_CONFIG)
+    if index is None and by_variable:
+        index = own_process()
+    if index is None:
+        if FLAGS.listen is not None:
+            raise FlagError("--listen is for one of several processes; say which by --process")
+        return None
+    try:
+        found = Cluster.from_environment(together=True) if by_variable else None
+        found = found or Cluster.from_text(FLAGS.cluster or "")
+    except DeviceError as error:
+        raise FlagError(f"--process={index}: {error}") from error
+    if not 0 <= index < len(found.workers):
+        raise FlagError(
+            f"--process={index}: there are {len(found.workers)} addresses, whose numbers begin "
+            "with 0"
+        )
+    for name in ("spares", "client_address", "elastic"):
+        if FLAGS[name].value:
+            raise FlagError(f"--{name} is for one process that drives workers; leave it out")
+    return found, index
+
+
+def _start_together(mesh: Mesh, device_type: str, cluster: Cluster, index: int) -> None:
+    """Starts TensorFlow as one of several processes, with its part of a mesh."""
+    global _together
+    from pipemesh.hosts import peers, silence
+
+    if "lowering" in FLAGS and FLAGS.lowering != "simd":
+        raise FlagError(
+            f"{len(cluster.workers)} processes run this command, but each of them computes its "
+            "part by --lowering=simd alone; add that, or run this once, with workers"
+        )
+    for name in ("find_learning_rate", "histogram_every", "profile_steps"):
+        if name in FLAGS and FLAGS[name].value:
+            raise FlagError(f"--{name} is not to be had of several processes; leave it out")
+    _check_numbers()
+    each, more = divmod(mesh.num_devices, len(cluster.workers))
+    if more or not each:
+        raise FlagError(
+            f"--mesh_shape={str(mesh)!r} has {mesh.num_devices} processors, which cannot be dealt "
+            f"out evenly to {len(cluster.workers)} processes; use a mesh of a multiple of them"
+        )
+    if device_type == "CPU":
+        from pipemesh.backend.devices import start_cpu_devices
+
+        start_cpu_devices(each)
+    peers.connect(
+        cluster,
+        index,
+        kind=device_type,
+        listen=FLAGS.listen,
+        answer=FLAGS.worker_answer,
+        wait=FLAGS.worker_wait or _WAIT,
+        again=_again,
+        step_limit=FLAGS.step_limit,
+    )
+    _together = True
+    if index:
+        silence.be_silent()
+
+
+def _check_numbers() -> None:
+    for name in ("worker_answer", "worker_wait", "step_limit"):
+        if (value := FLAGS[name].value) is not None:
+            check_number(name, value)
 
 
 def connect() -> bool:
@@ -108,8 +205,6 @@ def connect() -> bool:
         FlagError: a flag is malformed, or workers do not go with another one.
         DeviceError: a worker is not there.
     """
-    from pipemesh.hosts import Cluster
-
     if "cluster" not in FLAGS or FLAGS.cluster == "none":
         return False
     try:
@@ -127,9 +222,7 @@ def connect() -> bool:
             raise FlagError(f"--{name} is for workers; give their addresses by --cluster")
     if found is None:
         return False
-    for name in ("worker_answer", "worker_wait", "step_limit"):
-        if (value := FLAGS[name].value) is not None:
-            check_number(name, value)
+    _check_numbers()
     if FLAGS.elastic and not _again:
         raise FlagError(
             "--elastic is for a training, which goes on from its checkpoints; give a --mesh_shape "

@@ -64,6 +64,19 @@ def logdir() -> str:
     return os.path.join("runs", FLAGS.model.rpartition(".")[2])
 
 
+def check_alone() -> None:
+    """Checks that no other process runs this command.
+
+    Raises:
+        FlagError: others do.
+    """
+    if host_flags.processes() is not None:
+        raise FlagError(
+            "a registered model is run by one process, which drives workers; several run the "
+            "language model (python -m models.one_billion_word.train)"
+        )
+
+
 def subject() -> Any:
     """The model that is asked for, and TensorFlow with the devices of its plan.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from pipemesh.checkpoint import Folder, newest_whole
 from pipemesh.checkpoint.whole_file import remove_unfinished, write_whole
-from pipemesh.training.command import host_flags, model_flags, quiet, training_flags
+from pipemesh.training.command import host_flags, model_flags, quiet, together, training_flags
 from pipemesh.training.command.config import as_toml
 from pipemesh.training.command.flags import parse
 from pipemesh.training.run import console
@@ -43,6 +43,7 @@ def main(argv: list[str]) -> int:
     folder = model_flags.logdir()
     with console.objects_alone(training_flags.FLAGS.log_format == "json"):
         training_flags.take_up(folder, program)
+        model_flags.check_alone()
         with Folder(folder):
             return _train(folder)
 
@@ -90,16 +91,17 @@ def carry_out(trainer: Any, options: Options) -> int:
     Returns:
         The exit code.
     """
-    if options.find_learning_rate:
-        from pipemesh.training.run.range_test import RangeTest
+    with together.own_options(options) as own:
+        if own.find_learning_rate:
+            from pipemesh.training.run.range_test import RangeTest
 
-        return RangeTest(trainer, options).run()
-    from pipemesh.training.run.loop import Loop
+            return RangeTest(trainer, own).run()
+        from pipemesh.training.run.loop import Loop
 
-    # To be given to --config.
-    path = os.path.join(options.logdir, "config.toml")
-    write_whole(path, as_toml(options.given).encode())
-    return Loop(trainer, options).run()
+        # To be given to --config.
+        path = os.path.join(own.logdir, "config.toml")
+        write_whole(path, as_toml(own.given).encode())
+        return Loop(trainer, own).run()
 
 
 def _settings(note: Any, prefix: str) -> dict[str, str]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import IO, Any, TypeVar
 
 from pipemesh.errors import PipemeshError
+from pipemesh.hosts import silence
 
 # How often progress is shown: in a log file every time is a line, on a terminal they are one.
 SECONDS_A_REFRESH = {False: 30.0, True: 1.0}
@@ -132,7 +133,7 @@ def objects_alone(wanted: bool = True) -> Iterator[None]:
 
 def say_object(line: str) -> None:
     """Writes a line to standard output if it is for objects, and nothing if it is not."""
-    if _objects is not None:
+    if _objects is not None and not silence.is_silent():
         _objects.write(f"{line}\n")
         _objects.flush()
 

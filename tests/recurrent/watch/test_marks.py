@@ -164,3 +164,20 @@ def test_time_at_work_is_that_of_actions_and_not_of_waiting():
     taken = {device: after[device] - before[device] for device in after}
     assert taken["CPU:1"] > 1.2
     assert 0 < taken["CPU:0"] < 0.5
+
+
+def test_nobody_asks_for_a_mark_that_has_no_value_yet(monkeypatch):
+    """What failed on a worker made the next call fail: a step was looked at while it was traced."""
+    found, assign = [], tf.raw_ops.AssignVariableOp
+    marks, _, step = marked(gpipe(2, 2))
+
+    def slow(**keywords):
+        # As another thread may see it now.
+        found.append((len(marks.stands(SECONDS)), dict(marks._seen)))
+        return assign(**keywords)
+
+    monkeypatch.setattr(tf.raw_ops, "AssignVariableOp", slow)
+    step()
+    assert [number for number, _ in found] == [0, 1]
+    assert all(len(seen) == number for number, seen in found)
+    assert len(marks.stands(SECONDS)) == 2

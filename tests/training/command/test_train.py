@@ -53,6 +53,7 @@ def test_another_plan_is_told_and_judges_alike(tmp_path):
         (["evaluate"], "which model?"),
         (["evaluate", "--logdir=/no/such/run", "--eval_batches=2"], "all held-out batches"),
         (["evaluate", "--logdir=/no/such/run"], "has no checkpoint; train first"),
+        (["evaluate", "--cluster=a:1,b:1", "--process=0"], "is run by one process"),
     ],
 )
 def test_what_cannot_be_had_is_one_line(words, told, tmp_path):

@@ -1,0 +1,129 @@
+"""This process as one of several that run the same program and compute together."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+
+from pipemesh.errors import DeviceError
+from pipemesh.hosts import client, watch
+from pipemesh.hosts.cluster import Cluster
+from pipemesh.hosts.gather import gather
+from pipemesh.hosts.health import ask
+
+_LOOPBACK, _EVERYWHERE = "127.0.0.1", ("0.0.0.0", "::")
+# Who has lost one of the others sees it within this time, and begins again himself.
+_SETTLED_SECONDS = 1.5
+
+
+def connect(
+    cluster: Cluster,
+    process: int,
+    *,
+    kind: str = "CPU",
+    listen: str | None = None,
+    answer: float = 5.0,
+    wait: float = 600.0,
+    again: bool = False,
+    step_limit: float | None = None,
+) -> None:
+    """Connects this process with the others, and watches them from now on.
+
+    To be called before TensorFlow's first operation, with this process's own devices set up.
+
+    Args:
+        cluster: where all processes listen; its workers are the processes.
+        process: the number of this one.
+        kind: of the devices that compute.
+        listen: the address by which others reach this process, `0.0.0.0` for any; None if all of
+            them are on this machine.
+        answer: seconds in which another one has to say that it is there; it is asked twice.
+        wait: seconds to wait for those that are not there.
+        again: whether this program is to be begun again when another one is lost.
+        step_limit: seconds after which it is said of a step that it does not end; after twice as
+            many another one is taken for lost. By default it depends on the steps before.
+
+    Raises:
+        DeviceError: another one is not there, this one may not listen where it is to, or TensorFlow
+            has started.
+    """
+    from pipemesh.backend.processes import connect_processes
+
+    addresses = cluster.workers
+    if not 0 <= process < len(addresses):
+        raise DeviceError(
+            f"this is process {process}, but there are {len(addresses)} addresses; numbers begin "
+            "with 0"
+        )
+    own = addresses[process]
+    port = int(own.rpartition(":")[2])
+    _check_listens(own, listen)
+    _check_free(own, port)
+    connect_processes(addresses, process, kind)
+    _keep(port, addresses, listen)
+    while True:
+        places, healths = gather(
+            cluster, wait, answer, client.say, who="process", remedy="start it there"
+        )
+        starts = [health.start for health in healths]
+        # One of an earlier attempt may still be there, which has not seen yet that others are not.
+        time.sleep(_SETTLED_SECONDS)
+        if [health.start for health in ask(addresses, answer)] == starts:
+            break
+    watched = watch.Watch(
+        places,
+        starts,
+        answer,
+        client.begin_again if again else client.end,
+        limit=step_limit,
+        tell=client.say if not process else _nothing,
+        who="process",
+    )
+    watched.start()
+    watch.make_current(watched)
+    if client.has_begun_again() and not process:
+        client.say("all processes are there")
+
+
+def _nothing(_: str) -> None:
+    """Of a step that hangs the first process speaks for all."""
+
+
+def _check_listens(own: str, listen: str | None) -> None:
+    if listen is None and not _ip(own).startswith("127.") and _ip(own) != "::1":
+        raise DeviceError(
+            f"other machines are to reach this process as {own}; TensorFlow asks nobody for a "
+            f"password, so say that they may: --listen={own.rpartition(':')[0]}, an address of a "
+            "private network"
+        )
+
+
+def _check_free(own: str, port: int) -> None:
+    # gRPC would share a port with whoever has it already.
+    with socket.socket(socket.AF_INET6) as free:
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            free.bind(("::", port))
+        except OSError as error:
+            raise DeviceError(f"{own}: {error.strerror}; give this process another port") from error
+
+
+def _keep(port: int, addresses: Sequence[str], listen: str | None) -> None:
+    """Lets nobody but the other processes reach this one."""
+    from pipemesh.backend.address_filter import keep_to
+
+    if listen in _EVERYWHERE:
+        return
+    if listen is None:
+        keep_to(port, [_LOOPBACK])
+    else:
+        keep_to(port, [*map(_ip, addresses), _LOOPBACK], peers=True)
+
+
+def _ip(address: str) -> str:
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return str(socket.getaddrinfo(host, None)[0][4][0])
+    except OSError as error:
+        raise DeviceError(f"the host of {address!r} is unknown ({error.strerror})") from error
