@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -49,30 +50,31 @@ class MeasuredLayers:
     def __init__(
         self, make: Make, batch: Any, rows: Sequence[int], say: Callable[[str], None]
     ) -> None:
-        self._make, self._batch = make, batch
         number = number_of_layers(make)
         middle = rows[len(rows) // 2]
-        seconds: list[dict[str, dict[int, float]]] = [{} for _ in range(number)]
-        sizes: list[tuple[int, Sequence[StageMemory]]] = []
-
-        def take(kinds: str, remat: str, size: int) -> TimedStep:
-            say(f"{number} layers, {size} rows, {kinds}, remat {remat}")
-            step, found = self._timed(number, kinds, remat, size)
-            for layer, times in enumerate(found):
-                for kind, time in times.items():
-                    again = remat == "full" and kind != "F"
-                    if not (remat == "full" and kind == "F"):
-                        points = seconds[layer].setdefault(f"{kind}{'+' * again}", {})
-                        points[size] = min(time, points.get(size, math.inf))
-            return step
-
-        for size in rows:
-            step = take("B", "none", size)
-            sizes.append((size, step.memory[0].stages))
         # Halves of a backward pass, and those that compute again, are to the whole as at one size.
-        take("IW", "none", middle)
-        take("B", "full", middle)
-        take("IW", "full", middle)
+        cases = [("B", "none", size) for size in rows]
+        cases += [("IW", "none", middle), ("B", "full", middle), ("IW", "full", middle)]
+        steps: list[TimedStep] = []
+        for kinds, remat, size in cases:
+            say(f"{number} layers, {size} rows, {kinds}, remat {remat}")
+            plan = _plan(number, kinds, remat)
+            of_size = with_rows(batch, size * _MICROBATCHES)
+            steps.append(TimedStep(make(plan), of_size, clocked=True))
+        seconds: list[dict[str, dict[int, float]]] = [{} for _ in range(number)]
+        # In turn: what else runs on the machine makes all of them longer alike.
+        for _, (step, (_, remat, size)) in itertools.product(
+            range(_STEPS), zip(steps, cases, strict=True)
+        ):
+            step.run()
+            for action, took in step.durations().items():
+                kind, again = action.kind, remat == "full"
+                if kind != "F" or not again:
+                    own = seconds[action.stage].setdefault(f"{kind}+" if again else kind, {})
+                    # Other work makes actions longer, and nothing makes them shorter.
+                    own[size] = min(own.get(size, math.inf), took)
+        step = steps[0]
+        sizes = [(size, each.memory[0].stages) for size, each in zip(rows, steps, strict=False)]
         cells = [step.stack.children[cell.name] for cell in step.stack.params.cell_tpl]
         dims = [_dims(cell) for cell in cells]
         self.rules = ";".join(f"{dim}:{AXIS}" for dim in SPLIT if any(dim in of for of in dims))
@@ -82,6 +84,7 @@ class MeasuredLayers:
             _figures(
                 step.stack.params.cell_tpl[layer].sub[0].name,
                 seconds[layer],
+                middle,
                 num_bytes(cells[layer].vars.Flatten()),
                 [(size, stages[layer]) for size, stages in sizes],
                 dims[layer],
@@ -89,33 +92,19 @@ class MeasuredLayers:
             for layer in range(number)
         ]
 
-    def _timed(
-        self, number: int, kinds: str, remat: str, rows: int
-    ) -> tuple[TimedStep, list[dict[str, float]]]:
-        """For each layer the least that each kind of action took."""
-        row: list[str] = []
-        for m in range(_MICROBATCHES):
-            row += [f"{s}F{m}" for s in range(number)]
-            row += [f"{s}{kind}{m}" for s in reversed(range(number)) for kind in kinds]
-        plan = Plan(
-            "layers:1",
-            schedule=Schedule.from_text(f"0: {' '.join(row)}"),
-            num_microbatches=_MICROBATCHES,
-            remat=remat,
-            boundaries=tuple(range(number + 1)),
-        )
-        batch = with_rows(self._batch, rows * _MICROBATCHES)
-        step = TimedStep(self._make(plan), batch, clocked=True)
-        found: list[dict[str, float]] = [
-            dict.fromkeys(f"F{kinds}", math.inf) for _ in range(number)
-        ]
-        for _ in range(_STEPS):
-            step.run()
-            for span in step.timeline().spans():
-                own = found[span.action.stage]
-                # Other work on the machine makes actions longer, and nothing makes them shorter.
-                own[span.action.kind] = min(own[span.action.kind], span.end - span.start)
-        return step, found
+
+def _plan(number: int, kinds: str, remat: str) -> Plan:
+    """Every layer a stage, all of them on one device."""
+    row: list[str] = []
+    for m in range(_MICROBATCHES):
+        row += [f"{s}F{m}" for s in range(number)]
+        row += [f"{s}{kind}{m}" for s in reversed(range(number)) for kind in kinds]
+    return Plan(
+        schedule=Schedule.from_text(f"0: {' '.join(row)}"),
+        num_microbatches=_MICROBATCHES,
+        remat=remat,
+        boundaries=tuple(range(number + 1)),
+    )
 
 
 def number_of_layers(make: Make) -> int:
@@ -163,14 +152,15 @@ def with_rows(batch: Any, rows: int) -> Any:
 def _figures(
     name: str,
     seconds: dict[str, dict[int, float]],
+    middle: int,
     parameter_bytes: int,
     sizes: Sequence[tuple[int, StageMemory]],
     dims: dict[str, int],
 ) -> LayerFigures:
     curves = {kind: list(seconds[kind].items()) for kind in ("F", "B")}
     for kind in ("I", "W", "B+", "I+", "W+"):
-        [(middle, time)] = seconds[kind].items()
-        share = time / seconds["B"][middle]
+        # A layer without weights has no `W`.
+        share = seconds.get(kind, {middle: 0.0})[middle] / seconds["B"][middle]
         curves[kind] = [(size, base * share) for size, base in curves["B"]]
 
     def curve(of: Callable[[StageMemory], float]) -> Curve:

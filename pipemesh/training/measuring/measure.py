@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.plan import Plan
 from pipemesh.plan.figures import Figures
 from pipemesh.plan.fit import Measured, fitted
@@ -56,12 +57,16 @@ def measure(
         about=f"{make(Plan()).name}, {platform.machine()}, {os.cpu_count()} cores, "
         f"{devices} devices",
     )
-    steps: list[Measured] = []
-    for plan in plans_to_fit(figures, devices):
+    plans = list(plans_to_fit(figures, devices))
+    steps: list[TimedStep] = []
+    for plan in plans:
         say(f"a step of '{plan}'")
-        step = TimedStep(make(plan), batch)
-        steps.append(Measured(plan, rows, least([step.run() for _ in range(_STEPS)])))
-    return fitted(figures, steps)
+        steps.append(TimedStep(make(plan), batch))
+    rounds = [[step.run() for step in steps] for _ in range(_STEPS)]
+    seconds = [least(list(of)) for of in zip(*rounds, strict=True)]
+    return fitted(
+        figures, [Measured(plan, rows, took) for plan, took in zip(plans, seconds, strict=True)]
+    )
 
 
 def least(seconds: list[float]) -> float:
@@ -96,8 +101,11 @@ def plans_to_fit(figures: Figures, devices: int) -> Iterator[Plan]:
     if devices < 2:
         return
     if len(figures.layers) > 1:
-        yield Plan("layers:2", num_microbatches=divisor(rows, 4), remat="none")
+        yield Plan(Mesh.from_text("layers:2"), num_microbatches=divisor(rows, 4), remat="none")
     if rows % 2 == 0:
-        yield Plan("layers:1;data:2", "batch:data", remat="none")
+        yield Plan(
+            Mesh.from_text("layers:1;data:2"), LayoutRules.from_text("batch:data"), remat="none"
+        )
     if figures.rules and max(layer.split for layer in figures.layers) > 1:
-        yield Plan(f"layers:1;{AXIS}:2", figures.rules, remat="none")
+        rules = LayoutRules.from_text(figures.rules)
+        yield Plan(Mesh.from_text(f"layers:1;{AXIS}:2"), rules, remat="none")

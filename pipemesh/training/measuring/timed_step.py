@@ -11,7 +11,7 @@ from pipemesh.errors import PlanError
 from pipemesh.plan import Plan
 from pipemesh.recurrent import ActionClock
 from pipemesh.recurrent.memory import DeviceMemory, memory_of
-from pipemesh.schedule import Timeline
+from pipemesh.schedule import Action
 from pipemesh.training.subject import Subject
 from pipemesh.training.trained_task import TrainedTask
 
@@ -71,10 +71,6 @@ class TimedStep:
             self._step(self._batch).numpy()
         return time.perf_counter() - begin
 
-    def timeline(self) -> Timeline:
-        """When the actions of the latest step ran, in seconds.
-
-        Raises:
-            ScheduleError: it has no clock.
-        """
-        return (self._clock or ActionClock()).timeline(self.stack.schedule)
+    def durations(self) -> dict[Action, float]:
+        """Seconds of each action of the latest step, if it is clocked."""
+        return self._clock.durations() if self._clock else {}
