@@ -21,6 +21,7 @@ COMMANDS = {
     "checkpoint": "pipemesh.checkpoint.command",
     "launch": "pipemesh.hosts.launch",
     "partition": "pipemesh.partition.command",
+    "plan": "pipemesh.plan.command",
     "report": "pipemesh.report.command",
     "scale": "pipemesh.scale.command",
     "schedule": "pipemesh.schedule.command",
@@ -45,6 +46,7 @@ HELP = {
     "checkpoint": "look into checkpoints, compare and convert them",
     "launch": "start workers on this machine, and a command that drives them",
     "partition": "cut a stack of layers into stages of equal cost",
+    "plan": "find the plans with the shortest steps for a model and some devices",
     "report": "make a page of a training, or compare several",
     "scale": "say what a training would take on thousands of devices",
     "schedule": "build, compare, simulate and draw pipeline schedules",
@@ -100,6 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 table_of=table_of,
                 lingvo_names=lingvo_names,
                 weights_of_others=weights_of_others,
+                measured=measured,
             )
     arguments = parser.parse_args(words)
     if words[0] == "worker":
@@ -169,6 +172,24 @@ def lingvo_names(
     if boundaries is None:
         boundaries = boundaries_in(like)
     return with_stages(names, boundaries) if boundaries else without_stages(names)
+
+
+def measured(model: str, num_devices: int, device_type: str) -> Any:
+    """Figures of a model, measured on this machine.
+
+    The room of plans knows no TensorFlow, so it is done here.
+
+    Args:
+        model: `package.module.Class`.
+        num_devices: that there are.
+        device_type: `CPU` or `GPU`.
+
+    Raises:
+        PipemeshError: it cannot be measured.
+    """
+    importlib.import_module("pipemesh.training.command.quiet").install()
+    module: Any = importlib.import_module("pipemesh.training.measuring.registered_figures")
+    return module.figures_of(model, num_devices, device_type)
 
 
 def weights_of_others(arguments: argparse.Namespace) -> int:

@@ -8,6 +8,14 @@ from collections.abc import Container, Iterable, Sequence
 # How alike two names are that only a slip of the pen tells apart: `bacth` and `batch`, not `dim_in`
 # and `dim_out`.
 _ALMOST_EQUAL = 0.75
+_BYTES = {
+    "": 1,
+    "B": 1,
+    **{
+        f"{prefix}{end}": 1000**power for power, prefix in enumerate("KMGT", 1) for end in ("", "B")
+    },
+    **{f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
+}
 
 
 def columns(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> list[str]:
@@ -94,3 +102,29 @@ def nearest_text(name: str, known: Iterable[str]) -> str:
         return "; there are none"
     meant = did_you_mean(name, names)
     return f"; {meant}{'Known' if meant else 'known'}: " + ", ".join(map(repr, names))
+
+
+def bytes_of(text: str) -> float:
+    """The number of bytes that a text says.
+
+    Args:
+        text: a number and perhaps a unit, such as `16GiB`, `80GB` or `25e9`.
+
+    Raises:
+        ValueError: it is none.
+
+    Example:
+        >>> bytes_of("16GiB"), bytes_of("80 GB"), bytes_of("25e9")
+        (17179869184.0, 80000000000.0, 25000000000.0)
+    """
+    digits, unit = text.strip(), ""
+    while digits and digits[-1].isalpha():
+        digits, unit = digits[:-1], digits[-1] + unit
+    if unit.upper() not in _BYTES:
+        raise ValueError(
+            f"{text!r} has the unit {unit!r}; use B, KB, MB, GB, TB, KiB, MiB, GiB or TiB"
+        )
+    try:
+        return float(digits) * _BYTES[unit.upper()]
+    except ValueError:
+        raise ValueError(f"{text!r} is no number of bytes such as 16GiB, 80GB or 25e9") from None

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipemesh.text import almost_equal, columns, did_you_mean, nearest, nearest_text
+from pipemesh.text import almost_equal, bytes_of, columns, did_you_mean, nearest, nearest_text
 
 CELLS = st.text("abc1.", max_size=6)
 
@@ -40,3 +40,17 @@ def test_the_nearest_word(word, meant):
 def test_only_a_slip_of_the_pen_is_almost_equal():
     assert almost_equal("bacth", ["batch"]) == "batch"
     assert almost_equal("dim_in", ["dim_out"]) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("16GiB", 16 * 2**30), ("80 GB", 80e9), ("1e6", 1e6), ("3k", 3000), ("1.5mib", 1.5 * 2**20)],
+)
+def test_bytes_have_units(text, number):
+    assert bytes_of(text) == number
+
+
+@pytest.mark.parametrize(("text", "told"), [("3XB", "has the unit 'XB'"), ("GB", "no number")])
+def test_what_are_no_bytes_is_said(text, told):
+    with pytest.raises(ValueError, match=told):
+        bytes_of(text)

@@ -18,15 +18,7 @@ from pipemesh.partition.read import read_costs
 from pipemesh.partition.result import Partition, table
 from pipemesh.partition.solve import partition
 from pipemesh.schedule_names import help_text, parse
-
-_BYTES = {
-    "": 1,
-    "B": 1,
-    **{
-        f"{prefix}{end}": 1000**power for power, prefix in enumerate("KMGT", 1) for end in ("", "B")
-    },
-    **{f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
-}
+from pipemesh.text import bytes_of
 
 # What `partition` calls the same.
 _OPTIONS = (
@@ -214,20 +206,10 @@ def _read(path: str) -> tuple[str, str]:
 
 
 def _bytes(text: str) -> float:
-    digits = text.strip()
-    unit = ""
-    while digits and digits[-1].isalpha():
-        digits, unit = digits[:-1], digits[-1] + unit
-    if unit.upper() not in _BYTES:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} has the unit {unit!r}; use B, KB, MB, GB, TB, KiB, MiB, GiB or TiB"
-        )
     try:
-        return float(digits) * _BYTES[unit.upper()]
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no number of bytes such as 16GiB, 80GB or 25e9"
-        ) from None
+        return bytes_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _numbers(text: str) -> list[float]:

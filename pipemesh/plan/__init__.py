@@ -1,4 +1,4 @@
-"""How a stack is run, as one value: printed, compared, parsed back, saved and checked.
+"""How a stack is run, as one value: printed, compared, parsed back, checked, forecast and found.
 
 Pure Python: importing this room loads neither TensorFlow nor lingvo.
 
@@ -11,6 +11,10 @@ Example:
     True
 """
 
+from pipemesh.plan.candidates import Asked
+from pipemesh.plan.figures import Figures
 from pipemesh.plan.plan import Plan
+from pipemesh.plan.predict import Prediction, predict
+from pipemesh.plan.search import search
 
-__all__ = ["Plan"]
+__all__ = ["Asked", "Figures", "Plan", "Prediction", "predict", "search"]

@@ -35,6 +35,7 @@ class Figures:
             where nothing is said.
         rules: what of a layer devices can share, as rules of a layout such as `heads:model`; ""
             if nothing.
+        batch: rows that a batch of the model has; 0 if that is not known.
         about: what was measured, and where.
 
     Raises:
@@ -56,6 +57,7 @@ class Figures:
     cores: float | None = None
     loads: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     rules: str = ""
+    batch: int = 0
     about: str = ""
 
     def __post_init__(self) -> None:
@@ -123,6 +125,7 @@ class Figures:
                 cores=None if cores is None else float(cores),
                 loads={str(kind): float(load) for kind, load in loads.items()},
                 rules=str(values.get("rules", "")),
+                batch=int(values.get("batch", 0)),
                 about=str(values.get("about", "")),
             )
         except (AttributeError, TypeError, ValueError) as error:

@@ -12,8 +12,8 @@ from pipemesh.plan.layer_figures import LayerFigures
 from pipemesh.scale.job import Job, Split
 from pipemesh.schedule import Costs, Schedule, ScheduleSpec, simulate
 
-# Microbatches a place after which each takes as long as the one before.
-_STEADY = 4
+# Microbatches a place, and in any case, after which each takes as long as the one before.
+_STEADY, _AT_LEAST = 4, 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,8 +168,8 @@ def _run(
 
 def _table(schedule: str, places: int, num_microbatches: int) -> Schedule:
     """The table, of so many microbatches as show its steady state."""
-    most = _STEADY * places
     # Of even numbers of rounds, so that half as many can be had, too.
+    most = max(_STEADY, 2 * -(-_AT_LEAST // (2 * places))) * places
     number = num_microbatches if num_microbatches <= most else most
     return _built(schedule, places, number)
 
@@ -233,8 +233,10 @@ def _sum(job: Job, layer: LayerFigures, rows: float, split: Split) -> float:
 def _evenly(costs: Costs, number: int) -> Costs:
     """All work spread evenly over the stages."""
     each = costs.per_stage(number)
-    means = [sum(of) / number for of in (each.forward, each.backward, each.input_grad)]
-    return Costs(*means, sum(each.weight_grad) / number)
+    forward, backward, input_grad, weight_grad = (
+        sum(of) / number for of in (each.forward, each.backward, each.input_grad, each.weight_grad)
+    )
+    return Costs(forward, backward, input_grad, weight_grad)
 
 
 def _transfers(

@@ -107,7 +107,7 @@ class Timeline:
         schedule to the end of the `F`. One with an `R` is not held between the end of `F` and the
         start of `R`, where only what the recomputation starts from is there. On a device with `V`
         stages a pair is `1 / V` of a microbatch's activations there, and if sequences are cut into
-        `Q` slices a `Q`th of that, because each slice is a pair of its own.
+        `Q` slices `1 / Q` of that, because each slice is a pair of its own.
         """
         if self.schedule.is_forward_only:
             return tuple(min(1, len(row)) for row in self.schedule.rows)

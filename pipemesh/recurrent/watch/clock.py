@@ -141,6 +141,20 @@ class ActionClock:
         )
         return Timeline(schedule, _median_costs(schedule, starts, ends), starts, ends)
 
+    def durations(self) -> dict[Action, float]:
+        """Seconds of each action that was noted; of a stage without weights no `W` is.
+
+        Example:
+            >>> ActionClock().durations()
+            {}
+        """
+        there = {action for action, _ in self._times}
+        return {
+            action: self._mean(action, True) - self._mean(action, False)
+            for action in there
+            if {(action, False), (action, True)} <= self._times.keys()
+        }
+
     def _mean(self, action: Action, is_end: bool) -> float:
         """When an action started or ended, of the devices that are known to have done both."""
         starts, ends = self._times[action, False], self._times[action, True]

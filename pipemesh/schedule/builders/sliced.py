@@ -19,7 +19,7 @@ def seq_one_f_one_b(num_devices: int, num_microbatches: int, num_slices: int = 4
     the keys and values of a slice get gradients from all slices after it.
 
     With `f` and `b` of a whole microbatch and slices of equal cost the bubble is
-    `(D - 1)(f + b) / Q`, and device `d` holds `min(M Q, D - d - 1 + Q)` slices, each a `Q`th of
+    `(D - 1)(f + b) / Q`, and device `d` holds `min(M Q, D - d - 1 + Q)` slices, each `1 / Q` of
     a microbatch: at 8 devices and 4 slices 2.75 microbatches instead of 8.
 
     Source: Sun et al., "Seq1F1B: Efficient Sequence-Level Pipeline Parallelism for Large Language

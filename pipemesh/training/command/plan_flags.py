@@ -19,7 +19,7 @@ FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
 
 # The flag that changes each value of the plan.
-_OF_PLAN = {
+OF_PLAN = {
     "mesh_shape": "mesh",
     "layout": "layout",
     "schedule": "schedule",
@@ -49,7 +49,8 @@ def define(
     define_devices(
         None,
         None,
-        "Mesh of devices; its axis `layers` has stages; default: the model's.",
+        "Mesh of devices; its axis `layers` has stages; or auto, auto:8 for 8 devices: the plan "
+        "whose step is shortest by forecast. Default: the model's.",
         f"What is split over the mesh's other axes: `{batch}:data` gives each stage a replica for "
         "each place along the axis `data`.",
     )
@@ -104,7 +105,7 @@ def given() -> dict[str, str]:
         check_number("num_microbatches", FLAGS.num_microbatches)
     asked = {
         name: of_value(FLAGS[flag].value)
-        for flag, name in _OF_PLAN.items()
+        for flag, name in OF_PLAN.items()
         if FLAGS[flag].value is not None
     }
     return OF_SIMD | asked if FLAGS.lowering == "simd" else asked
@@ -119,11 +120,11 @@ def error_of(error: PipemeshError, values: Mapping[str, str], more: str = "") ->
         more: to be added.
     """
     told = f"{error}{more}"
-    for flag, name in _OF_PLAN.items():
+    for flag, name in OF_PLAN.items():
         if told.startswith(f"{name}="):
             return FlagError(f"--{flag}{told.removeprefix(name)}")
     flag = {LayoutError: "layout", ScheduleError: "schedule"}.get(type(error), "mesh_shape")
-    return FlagError(f"--{flag}={values[_OF_PLAN[flag]]!r}: {told}")
+    return FlagError(f"--{flag}={values[OF_PLAN[flag]]!r}: {told}")
 
 
 def check_plain(num_devices: int, compute_dtype: str | None) -> None:

@@ -13,7 +13,7 @@ from absl import flags
 from pipemesh.checkpoint import Manifest
 from pipemesh.checkpoint.folder import path_of, steps_of
 from pipemesh.errors import CheckpointError
-from pipemesh.training.command import config, host_flags, plan_flags
+from pipemesh.training.command import auto_plan, config, host_flags, plan_flags
 from pipemesh.training.command.flags import FlagError
 from pipemesh.training.run.options import EVAL_BATCHES, LOG_FORMATS, ON_NONFINITE
 
@@ -47,6 +47,7 @@ _OF_A_CALL = (
     "find_learning_rate",
     "log_format",
     "profile_steps",
+    *auto_plan.NAMES,
     *host_flags.NAMES,
 )
 # Those that a program that only judges refuses.
@@ -59,6 +60,7 @@ def define(drawn: str = "the first ones") -> None:
     Args:
         drawn: which batches are a part of all held-out ones, in words.
     """
+    auto_plan.define()
     flags.DEFINE_integer("steps", 300, "Train up to this step.", lower_bound=0)
     flags.DEFINE_string("logdir", None, "Folder of checkpoints, summaries and the like.")
     flags.DEFINE_integer("eval_every", 100, "Evaluate every so many steps.", lower_bound=1)
@@ -232,4 +234,8 @@ def take_up(
     if taken and leave is None:
         told = " ".join(f"--{name}={value}" for name, value in taken.items())
         print(f"as it was begun: {told}")
+    if leave is None:
+        auto_plan.take(logdir)
+    else:
+        auto_plan.refuse("texts")
     return taken

@@ -1,0 +1,193 @@
+"""Says which plans are fastest for a model and some devices, and what binds them.
+
+What the model's layers take is measured on this machine, in some minutes, or read from a file that
+`--save` wrote: `pipemesh plan FIGURES` needs no TensorFlow. All meshes, layouts, schedules, numbers
+of microbatches, partitions and remat are searched together.
+
+  pipemesh plan --model=package.module.Class --devices=8 --memory=16GiB --save=figures.json
+  pipemesh plan figures.json --devices=8 --memory=16GiB --fix schedule=1f1b
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+from collections.abc import Sequence
+
+from pipemesh.errors import PlanError
+from pipemesh.plan.candidates import Asked
+from pipemesh.plan.figures import Figures
+from pipemesh.plan.plan import Plan
+from pipemesh.plan.predict import Prediction
+from pipemesh.plan.search import search
+from pipemesh.text import bytes_of, columns, nearest_text
+
+_MB = 1e6
+_NAMES = tuple(Plan().to_values())
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `pipemesh plan`.
+
+    Args:
+        parser: the parser of this subcommand.
+    """
+    parser.add_argument("figures", nargs="?", metavar="FIGURES", help="what was measured before")
+    parser.add_argument("--model", "-m", help="package.module.Class, to be measured here")
+    parser.add_argument(
+        "--device-type", choices=["CPU", "GPU"], default="CPU", help="to measure on (default: CPU)"
+    )
+    parser.add_argument("--save", metavar="FILE", help="write what is measured there")
+    parser.add_argument("--devices", type=int, required=True, metavar="N", help="that there are")
+    parser.add_argument("--batch", type=int, metavar="ROWS", help="default: the model's")
+    parser.add_argument("--memory", type=_bytes, metavar="BYTES", help="of a device, as 16GiB")
+    parser.add_argument(
+        "--fix",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help=f"of the plan, as schedule=1f1b; may be repeated; names are {', '.join(_NAMES)}",
+    )
+    parser.add_argument("--count", type=int, default=5, metavar="N", help="plans to show")
+    parser.add_argument(
+        "--seconds", type=float, default=8.0, help="that the search may take (default: 8)"
+    )
+    parser.add_argument("--parts", action="store_true", help="what each step is made of, too")
+    parser.add_argument("--json", metavar="FILE", help="write the plans there, too")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Does what the options say.
+
+    Args:
+        arguments: the parsed options.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        PlanError: the figures are malformed, or no plan fits.
+        PipemeshError: the model cannot be measured.
+    """
+    if (arguments.figures is None) == (arguments.model is None):
+        raise PlanError(
+            "of which model? give either --model=package.module.Class, which is measured, or a "
+            "file of figures"
+        )
+    if arguments.model is None:
+        figures = read_figures(arguments.figures)
+        if arguments.save:
+            raise PlanError("--save is for what is measured; give --model, or leave it out")
+    else:
+        figures = arguments.measured(arguments.model, arguments.devices, arguments.device_type)
+        if arguments.save:
+            pathlib.Path(arguments.save).write_text(figures.to_json(), encoding="utf-8")
+    if not (batch := arguments.batch or figures.batch):
+        raise PlanError("how many rows has a batch? the figures do not say; give --batch")
+    if arguments.count < 1:
+        raise PlanError(f"--count is {arguments.count}; it must be at least 1")
+    asked = Asked(arguments.devices, batch, arguments.memory, fixed_values(arguments.fix))
+    found = search(figures, asked, seconds=arguments.seconds, count=arguments.count)
+    if figures.about:
+        print(f"figures: {figures.about}")
+    print("\n".join(columns(rows_of(found), left=(0, 1, 4))))
+    if arguments.parts:
+        print("\nseconds of a step, by what takes them")
+        names = list(found[0].parts)
+        parts = [[f"{each.parts[name]:.4g}" for name in names] for each in found]
+        print("\n".join(columns([names, *parts], left=())))
+    print(f"\nbest: {found[0].plan}")
+    if arguments.json:
+        values = [values_of(each) for each in found]
+        pathlib.Path(arguments.json).write_text(json.dumps(values, indent=1), encoding="utf-8")
+    return 0
+
+
+def read_figures(path: str) -> Figures:
+    """Reads figures from a file.
+
+    Args:
+        path: of it.
+
+    Raises:
+        PlanError: it cannot be read, or is malformed.
+    """
+    try:
+        text = pathlib.Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"{path} cannot be read: {error.strerror}") from error
+    return Figures.from_json(text, path)
+
+
+def fixed_values(texts: Sequence[str]) -> dict[str, str]:
+    """Values of a plan that are asked for.
+
+    Args:
+        texts: as `schedule=1f1b`.
+
+    Raises:
+        PlanError: one is malformed.
+    """
+    found: dict[str, str] = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not separator:
+            raise PlanError(f"--fix={text!r} must be NAME=VALUE, such as schedule=1f1b")
+        if name not in _NAMES:
+            raise PlanError(f"--fix={text!r}: a plan has no {name!r}{nearest_text(name, _NAMES)}")
+        found[name] = value
+    return found
+
+
+def rows_of(found: Sequence[Prediction]) -> list[tuple[str, ...]]:
+    """A table of predictions, with what they are called above.
+
+    Args:
+        found: at least one.
+    """
+    rows = [
+        (
+            *("mesh", "schedule", "microbatches", "boundaries", "remat"),
+            *("step ms", "bubble", "memory MB", "binds"),
+        )
+    ]
+    for each in found:
+        plan, cuts = each.plan, each.plan.boundaries
+        rows.append(
+            (
+                str(plan.mesh),
+                str(plan.schedule),
+                f"{plan.num_microbatches:,}",
+                ",".join(map(str, cuts)) if cuts and len(cuts) > 2 else "-",
+                plan.remat,
+                f"{1e3 * each.seconds:.4g}",
+                f"{each.bubble:.1%}",
+                f"{max(each.memory) / _MB:.4g}",
+                each.binds,
+            )
+        )
+    return rows
+
+
+def values_of(each: Prediction) -> dict[str, object]:
+    """A prediction as JSON has it.
+
+    Args:
+        each: the prediction.
+    """
+    return {
+        "plan": each.plan.to_values(),
+        "seconds": each.seconds,
+        "bubble": each.bubble,
+        "memory": each.memory,
+        "parts": each.parts,
+        "binds": each.binds,
+    }
+
+
+def _bytes(text: str) -> float:
+    try:
+        return bytes_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

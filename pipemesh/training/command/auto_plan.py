@@ -1,0 +1,173 @@
+"""`--mesh_shape=auto`: the plan whose step is shortest by forecast."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from absl import flags
+
+from pipemesh.errors import PlanError
+from pipemesh.plan.candidates import Asked
+from pipemesh.plan.figures import Figures
+from pipemesh.plan.search import search
+from pipemesh.text import bytes_of
+from pipemesh.training.command import plan_flags
+from pipemesh.training.command.flags import FlagError
+from pipemesh.training.run import console
+
+FLAGS = flags.FLAGS
+
+# Flags that are defined here belong to the program that asks for them.
+flags.disclaim_key_flags()
+
+AUTO = "auto"
+# What is measured of a model is kept beside its checkpoints.
+_FILE = "figures.json"
+# Those that say how the plan is found; the plan itself is kept.
+NAMES = ("figures", "device_memory")
+
+
+def define() -> None:
+    """Defines the flags that say what plans are chosen from."""
+    flags.DEFINE_string(
+        "figures",
+        None,
+        "With --mesh_shape=auto: what `pipemesh plan --save` measured of the model; default: "
+        f"{_FILE} in the log directory, which is measured if it is not there.",
+    )
+    flags.DEFINE_string(
+        "device_memory", None, "With --mesh_shape=auto: what a device has, such as 16GiB."
+    )
+
+
+def is_asked() -> bool:
+    """Whether the mesh is to be chosen."""
+    return "mesh_shape" in FLAGS and (FLAGS.mesh_shape or "").partition(":")[0] == AUTO
+
+
+def refuse(what: str) -> None:
+    """Checks that a program that knows no forecast is not asked for a choice.
+
+    Args:
+        what: it does, for the error.
+
+    Raises:
+        FlagError: it is.
+    """
+    if is_asked():
+        raise FlagError(
+            f"--mesh_shape={FLAGS.mesh_shape!r}: forecasts are of steps of training, not of "
+            f"{what}; give a mesh, such as layers:1"
+        )
+
+
+def take(logdir: str) -> None:
+    """Replaces `auto` by the plan whose step is shortest by forecast, and says so.
+
+    Other flags of the plan that are given stay. From then on it is as if the flags had been given,
+    so a training that goes on has the same plan.
+
+    Args:
+        logdir: the folder of the training.
+
+    Raises:
+        FlagError: there is no such plan, or the flags do not go together.
+        PlanError: figures are malformed.
+    """
+    if not is_asked():
+        for name in NAMES:
+            if name in FLAGS and FLAGS[name].present:
+                raise FlagError(f"--{name} is for --mesh_shape=auto; leave it out")
+        return
+    asked = f"--mesh_shape={FLAGS.mesh_shape!r}"
+    if FLAGS.plain:
+        raise FlagError(f"{asked}: --plain computes on one device; leave one of them out")
+    fixed = {name: value for name, value in plan_flags.given().items() if name != "mesh"}
+    if fixed.get("lowering", "placement") != "placement":
+        raise FlagError(
+            f"{asked}: forecasts are of --lowering=placement; give a mesh, or leave "
+            f"--lowering={FLAGS.lowering} out"
+        )
+    devices = _devices(asked)
+    try:
+        memory = None if FLAGS.device_memory is None else bytes_of(FLAGS.device_memory)
+    except ValueError as error:
+        raise FlagError(f"--device_memory: {error}") from error
+    figures = _figures(logdir, devices, asked)
+    batch = getattr(FLAGS, "batch_size", None) or figures.batch
+    if not batch:
+        raise FlagError(
+            f"{asked}: the figures do not say how many rows a batch has; measure them with "
+            "`pipemesh plan --model`"
+        )
+    try:
+        best = search(figures, Asked(devices, batch, memory, fixed), count=1)[0]
+    except PlanError as error:
+        raise FlagError(f"{asked}: {error}") from error
+    values = best.plan.to_values()
+    chosen: dict[str, str] = {}
+    for flag, name in plan_flags.OF_PLAN.items():
+        is_default = flag in ("boundaries", "layout") and not values[name]
+        if flag in _CHOSEN and not is_default and (flag == "mesh_shape" or name not in fixed):
+            chosen[flag] = values[name]
+            FLAGS[flag].parse(values[name])
+    told = " ".join(f"--{flag}={value}" for flag, value in chosen.items())
+    held = max(best.memory) / 2**20
+    print(
+        f"chosen for {devices} devices: {told} (by forecast {1e3 * best.seconds:.4g} ms a step, "
+        f"bubble {best.bubble:.1%}, {held:,.0f} MiB a device; what binds: {best.binds})"
+    )
+    sys.stdout.flush()
+
+
+_CHOSEN = ("mesh_shape", "layout", "schedule", "num_microbatches", "boundaries", "remat")
+
+
+def _devices(asked: str) -> int:
+    """How many there are: those that are given, or GPUs, or cores."""
+    _, separator, text = FLAGS.mesh_shape.partition(":")
+    if separator:
+        if not text.isdecimal() or int(text) < 1:
+            raise FlagError(f"{asked} must be auto, or auto:N for N devices, such as auto:8")
+        return int(text)
+    if FLAGS.device_type == "GPU":
+        raise FlagError(f"{asked}: say how many GPUs there are, such as --mesh_shape=auto:8")
+    return os.cpu_count() or 1
+
+
+def _figures(logdir: str, devices: int, asked: str) -> Figures:
+    path = FLAGS.figures or os.path.join(logdir, _FILE)
+    if FLAGS.figures is None and not os.path.exists(path):
+        _measure(path, devices, asked)
+    try:
+        with open(path, encoding="utf-8") as file:
+            return Figures.from_json(file.read(), path)
+    except OSError as error:
+        raise FlagError(f"--figures={path!r} cannot be read ({error.strerror})") from error
+
+
+def _measure(path: str, devices: int, asked: str) -> None:
+    """Measures the model in a process of its own: this one makes its devices by the plan."""
+    model = FLAGS.model or ""
+    if "." not in model:
+        raise FlagError(
+            f"{asked}: nothing was measured of {model!r}; measure the model as it is registered, "
+            f"`pipemesh plan --model=package.module.Class --devices={devices} --save=FILE`, and "
+            "give --figures=FILE"
+        )
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    words = ["plan", f"--model={model}", f"--devices={devices}", f"--save={path}"]
+    words += [f"--device-type={FLAGS.device_type}", "--count=1"]
+    with console.waiting("measuring the model"):
+        done = subprocess.run(
+            [sys.executable, "-m", "pipemesh.cli", *words],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
+        told = last.removeprefix("pipemesh: error: ")
+        raise FlagError(f"{asked}: the model cannot be measured: {told}")

@@ -1,0 +1,111 @@
+"""Figures of a model on this machine, from its layers and from a few whole steps."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pipemesh.mesh import LayoutRules, Mesh
+from pipemesh.plan import Plan
+from pipemesh.plan.figures import Figures
+from pipemesh.plan.fit import Measured, fitted
+from pipemesh.plan.network import Link
+from pipemesh.training.measuring.layers import AXIS, Make, MeasuredLayers
+from pipemesh.training.measuring.timed_step import TimedStep
+from pipemesh.training.subject import rows_of
+
+# Where nothing is known: what an action takes, what a link of one machine does, an update of Adam.
+_ACTION, _LINK, _UPDATE, _FIXED = 2e-4, Link(5e-5, 4e9), 2e-9, 2e-3
+_STEPS = 5
+
+
+def measure(
+    make: Make, batch: Any, devices: int, say: Callable[[str], None] = lambda text: None
+) -> Figures:
+    """Measures a model.
+
+    Every layer is timed on the first device, in steps in which it is a stage of its own. A few
+    whole steps say the rest (`pipemesh.plan.fit`): what actions and steps take besides, links, and
+    how many cores devices of this machine share.
+
+    Args:
+        make: the model under a plan.
+        batch: one of its batches.
+        devices: that there are.
+        say: is told what is being measured.
+
+    Raises:
+        PlanError: the model does not cut its layers as plans say, or has no pipeline.
+    """
+    rows = rows_of(batch)
+    sizes = sorted({1, max(1, rows // 4), rows})
+    layers = MeasuredLayers(make, batch, sizes, say)
+    on_cpu = make(Plan()).device_type == "CPU"
+    figures = Figures(
+        tuple(layers.layers),
+        action=_ACTION,
+        fixed=_FIXED,
+        update=_UPDATE,
+        optimizer=layers.optimizer,
+        transfer=_LINK,
+        cores=float(os.cpu_count() or 1) if on_cpu else None,
+        rules=layers.rules,
+        batch=rows,
+        about=f"{make(Plan()).name}, {platform.machine()}, {os.cpu_count()} cores, "
+        f"{devices} devices",
+    )
+    plans = list(plans_to_fit(figures, devices))
+    steps: list[TimedStep] = []
+    for plan in plans:
+        say(f"a step of '{plan}'")
+        steps.append(TimedStep(make(plan), batch))
+    rounds = [[step.run() for step in steps] for _ in range(_STEPS)]
+    seconds = [least(list(of)) for of in zip(*rounds, strict=True)]
+    return fitted(
+        figures, [Measured(plan, rows, took) for plan, took in zip(plans, seconds, strict=True)]
+    )
+
+
+def least(seconds: list[float]) -> float:
+    """What a step takes, of several times: the mean of the shorter half.
+
+    Other work on a machine makes steps longer, and nothing makes them shorter.
+
+    Args:
+        seconds: of steps.
+
+    Example:
+        >>> least([3.0, 1.0, 9.0, 2.0])
+        1.5
+    """
+    return statistics.fmean(sorted(seconds)[: max(1, len(seconds) // 2)])
+
+
+def plans_to_fit(figures: Figures, devices: int) -> Iterator[Plan]:
+    """Plans that tell apart what is fitted.
+
+    Args:
+        figures: of the layers.
+        devices: that there are.
+    """
+    rows = figures.batch
+
+    def divisor(of: int, most: int) -> int:
+        return max(n for n in range(1, most + 1) if of % n == 0)
+
+    yield Plan(remat="none")
+    yield Plan(num_microbatches=divisor(rows, 8), remat="full")
+    if devices < 2:
+        return
+    if len(figures.layers) > 1:
+        yield Plan(Mesh.from_text("layers:2"), num_microbatches=divisor(rows, 4), remat="none")
+    if rows % 2 == 0:
+        yield Plan(
+            Mesh.from_text("layers:1;data:2"), LayoutRules.from_text("batch:data"), remat="none"
+        )
+    if figures.rules and max(layer.split for layer in figures.layers) > 1:
+        rules = LayoutRules.from_text(figures.rules)
+        yield Plan(Mesh.from_text(f"layers:1;{AXIS}:2"), rules, remat="none")

@@ -1,0 +1,71 @@
+"""Figures of a registered model, measured by a program that does nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import Any
+
+from pipemesh.errors import PlanError
+from pipemesh.plan import Plan
+from pipemesh.plan.figures import Figures
+
+
+def figures_of(name: str, num_devices: int, device_type: str = "CPU") -> Figures:
+    """Measures a registered model; to be called before TensorFlow starts.
+
+    What is being measured is said on standard error.
+
+    Args:
+        name: `package.module.Class`; the folder that the program is called in is looked in first.
+        num_devices: that there are; of CPUs as many logical ones are made.
+        device_type: `CPU` or `GPU`.
+
+    Raises:
+        PlanError: there are not as many devices, or the model does not cut its layers as plans say.
+        PipemeshError: there is no such model, or TensorFlow has started.
+    """
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        # As `python -m` has it.
+        sys.path.insert(0, os.getcwd())
+    import tensorflow as tf
+    from absl import flags, logging
+
+    from pipemesh.backend.devices import prepare_graphs_quickly, start_cpu_devices
+
+    with contextlib.suppress(AttributeError):
+        # lingvo reads its flags.
+        flags.FLAGS.mark_as_parsed()
+    logging.use_absl_handler()
+    logging.set_verbosity(logging.ERROR)
+    prepare_graphs_quickly()
+    if device_type == "CPU":
+        start_cpu_devices(num_devices)
+    elif num_devices > (found := len(tf.config.list_physical_devices("GPU"))):
+        raise PlanError(
+            f"--devices={num_devices}, but {found} GPUs exist; use fewer, or --device-type=CPU"
+        )
+    from lingvo.core import py_utils
+
+    from pipemesh.training.measuring.measure import measure
+    from pipemesh.training.registered import RegisteredModel, find_model
+
+    py_utils.SetEagerMode(True)
+    config = find_model(name)
+    if not isinstance(getattr(config, "PLAN", None), Plan):
+        raise PlanError(
+            f"--model={name!r} has no attribute PLAN, so it cuts its layers itself, and they "
+            "cannot be measured one by one; give the class PLAN = pipemesh.plan.Plan() and let "
+            "Task() cut them as self.PLAN says"
+        )
+
+    def make(plan: Plan) -> Any:
+        return RegisteredModel(config(), name, plan.to_values(), device_type=device_type)
+
+    batch = next(iter(make(Plan()).train_data(0)))
+    return measure(make, batch, num_devices, _say)
+
+
+def _say(text: str) -> None:
+    print(f"measuring {text}", file=sys.stderr, flush=True)

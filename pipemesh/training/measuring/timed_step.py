@@ -1,0 +1,76 @@
+"""A training step of a model under a plan, to be run and timed."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import tensorflow as tf
+
+from pipemesh.errors import PlanError
+from pipemesh.plan import Plan
+from pipemesh.recurrent import ActionClock
+from pipemesh.recurrent.memory import DeviceMemory, memory_of
+from pipemesh.schedule import Action
+from pipemesh.training.subject import Subject
+from pipemesh.training.trained_task import TrainedTask
+
+
+class TimedStep:
+    """A step with all that training does in one: forward, backward, sums, optimizer.
+
+    Args:
+        subject: the model, with its plan.
+        batch: nested tensors.
+        clocked: whether to note when each action runs, which takes some time itself.
+
+    Attributes:
+        trained: the task and its variables.
+        memory: what each device holds, by forecast, once a step has run.
+        build: seconds until the first step was done.
+
+    Raises:
+        PlanError: the model has no pipeline, or several.
+        PipemeshError: the plan cannot be had for this model.
+    """
+
+    def __init__(self, subject: Subject, batch: Any, clocked: bool = False) -> None:
+        begin = time.perf_counter()
+        self.plan: Plan = subject.plan
+        self._batch = batch
+        self.trained = TrainedTask(subject.task(), subject.plan, subject.device_type, subject.seed)
+        if len(self.trained.pipelines) != 1:
+            raise PlanError(
+                f"{subject.name} has {len(self.trained.pipelines)} pipelines; figures are of a "
+                "model that has one"
+            )
+        self.stack: Any = self.trained.pipelines[0]
+        self.memory: list[DeviceMemory] = []
+        self.stack.noted_run = self._note
+        self._clock = self.stack.clock = ActionClock() if clocked else None
+
+        def step(batch: Any) -> Any:
+            return self.trained.train(batch, lambda metrics, per_example: ())[0]
+
+        self._step = tf.function(step, autograph=False)
+        self.run()
+        self.build = time.perf_counter() - begin
+
+    def _note(self, run: Any) -> None:
+        self.stack.noted_run = None
+        self.memory = memory_of(run)
+
+    def run(self) -> float:
+        """Runs a step; returns its seconds.
+
+        Raises:
+            tf.errors.OpError: an operation failed.
+        """
+        begin = time.perf_counter()
+        with self.trained.cluster():
+            self._step(self._batch).numpy()
+        return time.perf_counter() - begin
+
+    def durations(self) -> dict[Action, float]:
+        """Seconds of each action of the latest step, if it is clocked."""
+        return self._clock.durations() if self._clock else {}

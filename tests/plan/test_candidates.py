@@ -1,0 +1,107 @@
+"""All plans that some devices can run a model under."""
+
+import itertools
+
+import pytest
+
+from pipemesh.errors import PipemeshError, PlanError
+from pipemesh.partition import LayerCost
+from pipemesh.plan.candidates import Asked, Candidate, candidates, divisors, rated
+from pipemesh.plan.figures import Figures
+from pipemesh.plan.layer_figures import figures_of_costs
+from pipemesh.plan.predict import predict
+
+
+def figures(layers=4, split=1, rules="", **more):
+    costs = [LayerCost(1.0, 2.0, 8.0, 4.0, 2.0)] * layers
+    summed = [6.0] * layers if split > 1 else []
+    layers_ = figures_of_costs(costs, 1, split=split, summed=summed)
+    return Figures(tuple(layers_), rules=rules, **more)
+
+
+def test_all_combinations_are_there():
+    found = set(candidates(figures(8, split=4, rules="heads:model"), Asked(8, 16)))
+    meshes = {(each.places, each.replicas, each.group) for each in found}
+    # All of which the product divides 8, and no more than 4 share a layer.
+    wanted = {
+        (p, d, m)
+        for p in (1, 2, 4, 8)
+        for d in (1, 2, 4, 8)
+        for m in (1, 2, 4)
+        if 8 % (p * d * m) == 0
+    }
+    assert meshes == wanted
+    assert {each.schedule for each in found if each.places == 1} == {"1f1b"}
+    assert {"zb_v", "interleaved:2"} <= {each.schedule for each in found if each.places == 4}
+    # Two stages a device are more than there are layers.
+    assert "zb_v" not in {each.schedule for each in found if each.places == 8}
+    numbers = {each.num_microbatches for each in found if each.replicas == 4}
+    assert numbers == {1, 2, 4}
+    assert {each.remat for each in found} == {"none", "full"}
+
+
+def test_nothing_is_split_that_cannot_be():
+    assert {each.group for each in candidates(figures(), Asked(8, 16))} == {1}
+    # A batch of odd rows has no replicas.
+    assert {each.replicas for each in candidates(figures(), Asked(8, 15))} == {1}
+
+
+@pytest.mark.parametrize(
+    ("fixed", "of"),
+    [
+        ({"schedule": "gpipe"}, lambda each: each.schedule == "gpipe"),
+        ({"num_microbatches": "4"}, lambda each: each.num_microbatches == 4),
+        ({"remat": "full"}, lambda each: each.remat == "full"),
+        (
+            {"mesh": "layers:2;rows:2", "layout": "batch:rows"},
+            lambda each: (each.places, each.replicas, each.group) == (2, 2, 1),
+        ),
+    ],
+)
+def test_what_is_asked_for_stays(fixed, of):
+    asked = Asked(4, 16, fixed=fixed)
+    found = list(candidates(figures(), asked))
+    assert found and all(map(of, found))
+    for each in found:
+        plan = each.plan(figures(), asked)
+        if plan is not None:
+            values = plan.to_values()
+            assert {name: str(values[name]) for name in fixed} == fixed
+
+
+def test_what_is_malformed_is_an_error():
+    with pytest.raises(PipemeshError, match="names axis 'x'"):
+        list(candidates(figures(), Asked(4, 16, fixed={"mesh": "layers:2", "layout": "batch:x"})))
+    with pytest.raises(PipemeshError):
+        list(candidates(figures(), Asked(4, 16, fixed={"schedule": "1f1c"})))
+    with pytest.raises(PlanError, match="one of each"):
+        Asked(0, 16)
+
+
+def test_a_candidate_becomes_a_plan_with_cuts():
+    asked = Asked(4, 16)
+    found = figures(5, split=2, rules="heads:model")
+    plan = Candidate(2, 1, 2, "zb_h1", 4, "none").plan(found, asked)
+    assert str(plan.mesh) == "layers:2;model:2" and str(plan.layout) == "heads:model"
+    assert (plan.schedule, plan.num_microbatches, plan.remat) == ("zb_h1", 4, "none")
+    # Three layers and two, either way round.
+    assert sorted(b - a for a, b in itertools.pairwise(plan.boundaries)) == [2, 3]
+    # Interleaved tables need a multiple of the devices.
+    assert Candidate(2, 1, 1, "interleaved:2", 3, "none").plan(found, asked) is None
+
+
+def test_the_formula_puts_good_plans_first():
+    """The best of all is among the first tenth, whether devices share cores or not."""
+    for cores in (None, 2.0):
+        found = figures(8, action=0.01, cores=cores)
+        asked = Asked(4, 16, schedules=("1f1b", "gpipe", "zb_h1"))
+        seconds = []
+        for each in rated(found, asked):
+            plan = each.plan(found, asked)
+            if plan is not None:
+                seconds.append(predict(plan, found, 16, parts=False).seconds)
+        assert min(seconds[: len(seconds) // 10]) <= 1.001 * min(seconds)
+
+
+def test_divisors_are_all():
+    assert divisors(36) == [n for n in range(1, 37) if 36 % n == 0]

@@ -1,0 +1,93 @@
+"""`pipemesh plan` with figures that were measured before."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from pipemesh.cli import main
+from pipemesh.partition import LayerCost
+from pipemesh.plan import Plan
+from pipemesh.plan.figures import Figures
+from pipemesh.plan.layer_figures import figures_of_costs
+
+
+@pytest.fixture
+def figures(tmp_path):
+    costs = [LayerCost(1e-3, 2e-3, 8e6, 4e6, 2e6)] * 8
+    found = Figures(tuple(figures_of_costs(costs, 1)), action=1e-5, batch=16, about="a test")
+    path = tmp_path / "figures.json"
+    path.write_text(found.to_json())
+    return str(path)
+
+
+def test_the_best_plans_are_printed_with_what_binds(figures, tmp_path, capsys):
+    out = tmp_path / "plans.json"
+    code = main(
+        ["plan", figures, "--devices", "4", "--fix", "mesh=layers:4", "--parts", "--json", str(out)]
+    )
+    assert code == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == "figures: a test"
+    assert told[1].split() == [
+        *("mesh", "schedule", "microbatches", "boundaries", "remat"),
+        *("step", "ms", "bubble", "memory", "MB", "binds"),
+    ]
+    values = json.loads(out.read_text())
+    assert len(values) == 5
+    best = Plan.from_values(values[0]["plan"])
+    assert told[-1] == f"best: {best}"
+    assert best.mesh.num_stages == 4
+    seconds = [each["seconds"] for each in values]
+    assert seconds == sorted(seconds)
+    first = told[2].split()
+    assert first[0] == "layers:4" and float(first[5]) == pytest.approx(1e3 * seconds[0], rel=1e-3)
+    assert first[-1] == values[0]["binds"]
+
+
+def test_memory_limits_what_is_found(figures, tmp_path, capsys):
+    out = tmp_path / "plans.json"
+    words = ["plan", figures, "--devices", "4", "--json", str(out)]
+    assert main([*words, "--memory", "100MB"]) == 0
+    assert all(max(each["memory"]) <= 100e6 for each in json.loads(out.read_text()))
+    assert main([*words, "--memory", "1MB"]) == 2
+    assert "no plan fits into 1,000,000 bytes a device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--devices", "2"], "of which model? give either"),
+        (["FIGURES", "--model", "a.B", "--devices", "2"], "of which model? give either"),
+        (["none.json", "--devices", "2"], "none.json cannot be read"),
+        (["FIGURES", "--devices", "2", "--save", "x"], "--save is for what is measured"),
+        (["FIGURES", "--devices", "2", "--fix", "schedule"], "must be NAME=VALUE"),
+        (["FIGURES", "--devices", "2", "--fix", "shedule=1f1b"], "did you mean 'schedule'?"),
+        (["FIGURES", "--devices", "2", "--fix", "schedule=1f1c"], "unknown schedule"),
+        (["FIGURES", "--devices", "0"], "there must be one of each"),
+        (["FIGURES", "--devices", "2", "--count", "0"], "--count is 0"),
+    ],
+)
+def test_mistakes_are_one_line(figures, words, told, capsys):
+    words = [figures if word == "FIGURES" else word for word in words]
+    assert main(["plan", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_batch_that_nobody_knows_has_to_be_given(tmp_path, capsys):
+    path = tmp_path / "costs.json"
+    path.write_text('[{"forward": 1.0}, {"forward": 1.0}]')
+    assert main(["plan", str(path), "--devices", "2"]) == 2
+    assert "give --batch" in capsys.readouterr().err
+    assert main(["plan", str(path), "--devices", "2", "--batch", "8"]) == 0
+
+
+def test_figures_are_enough_without_tensorflow(figures):
+    code = (
+        "import sys; from pipemesh.cli import main; "
+        f"main(['plan', {figures!r}, '--devices', '2']); "
+        "sys.exit('tensorflow' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,113 @@
+"""What is expected of a step: where it is known, and how it depends on the plan."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipemesh.partition import LayerCost
+from pipemesh.plan import Plan
+from pipemesh.plan.figures import Figures
+from pipemesh.plan.layer_figures import Curve, LayerFigures, figures_of_costs
+from pipemesh.plan.network import Link
+from pipemesh.plan.predict import predict
+
+
+def figures(layers=4, split=1, **more):
+    costs = [LayerCost(1.0, 2.0, 8.0, 4.0, 2.0)] * layers
+    summed = [6.0] * layers if split > 1 else []
+    return Figures(tuple(figures_of_costs(costs, 1, split=split, summed=summed)), **more)
+
+
+def test_one_f_one_b_is_its_formula():
+    found = predict(Plan("layers:4", num_microbatches=8, remat="none"), figures(), 8)
+    assert found.seconds == (8 + 3) * 3
+    assert found.bubble == pytest.approx(3 / 11)
+    assert found.parts["compute"] == 24 and found.parts["bubble"] == 9
+    assert found.binds == "bubble"
+
+
+def test_recomputation_is_a_forward_pass_more():
+    plan = Plan("layers:4", num_microbatches=8, remat="full")
+    assert predict(plan, figures(), 8).seconds == (8 + 3) * 4
+
+
+def test_devices_that_share_cores_have_no_bubble_to_lose():
+    """Two devices on one core: all work one after the other, whatever the schedule."""
+    for schedule in ("1f1b", "gpipe", "zb_h1"):
+        plan = Plan("layers:2", schedule=schedule, num_microbatches=4, remat="none")
+        found = predict(plan, figures(cores=1.0), 4)
+        assert found.seconds == pytest.approx(4 * 4 * 3)
+        assert found.bubble == pytest.approx(0, abs=1e-9)
+    # As many cores as devices are a device each.
+    plan = Plan("layers:2", num_microbatches=4, remat="none")
+    assert predict(plan, figures(cores=2.0), 4).seconds == predict(plan, figures(), 4).seconds
+    # An action that keeps half a core busy leaves the other half.
+    half = figures(cores=1.0, loads={"F": 0.5, "B": 0.5})
+    assert predict(plan, half, 4).seconds == predict(plan, figures(), 4).seconds
+
+
+def test_replicas_on_shared_cores_gain_nothing():
+    plan = Plan("layers:1;data:2", "batch:data", remat="none")
+    assert predict(plan, figures(cores=1.0), 4).seconds == pytest.approx(4 * 4 * 3)
+    assert predict(plan, figures(), 4).seconds == pytest.approx(4 * 4 * 3 / 2)
+
+
+def test_tails_come_after_the_last_action():
+    found = figures(update=0.5, fixed=7.0, transfer=Link(0.0, 1.0))
+    plan = Plan("layers:1;data:2", "batch:data", remat="none")
+    parts = predict(plan, found, 4).parts
+    # 32 bytes of weights, of which each replica sends and gets a half twice and updates one.
+    assert parts["gradients"] == pytest.approx(32)
+    assert parts["optimizer"] == 8 and parts["fixed"] == 7
+    assert predict(plan, found, 4, parts=False).parts == {}
+    assert predict(plan, found, 4, parts=False).binds == ""
+
+
+def test_memory_of_places():
+    found = figures(optimizer=2.0)
+    plan = Plan("layers:2", num_microbatches=4, remat="none")
+    # 2 layers a device: weights, gradients and twice that for the optimizer; 2 and 1 in flight.
+    assert predict(plan, found, 4).memory == (16 * 4 + 2 * 8, 16 * 4 + 8)
+    # The first stage is given nothing that it would keep; what is computed again is there once.
+    again = Plan("layers:2", num_microbatches=4, remat="full")
+    assert predict(again, found, 4).memory == (16 * 4 + 8, 16 * 4 + 2 + 8)
+    shared = Plan("layers:1;data:2", "batch:data", num_microbatches=2, remat="none")
+    assert predict(shared, found, 4).memory == (32 * 3 + 16,)
+
+
+def test_what_actions_need_while_they_run_counts_once():
+    line = Curve(((1, 1.0),))
+    layer = LayerFigures("a", {"F": line, "B": line}, 0, line, line, working=Curve(((1, 5.0),)))
+    plan = Plan("layers:1", schedule="gpipe", num_microbatches=3, remat="none")
+    assert predict(plan, Figures((layer,) * 2), 3).memory == (3 * 2 + 2 * 5,)
+
+
+plans = st.builds(
+    lambda places, data, model, schedule, number, remat: Plan(
+        f"layers:{places};data:{data};model:{model}",
+        "batch:data;heads:model",
+        schedule=schedule,
+        num_microbatches=number,
+        remat=remat,
+        allow_idle=True,
+    ),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 2]),
+    st.sampled_from(["1f1b", "gpipe", "zb_h1", "zb_v"]),
+    st.sampled_from([4, 8]),
+    st.sampled_from(["none", "full"]),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(plans, st.sampled_from([None, 1.0, 2.0, 3.0]), st.floats(0, 0.1))
+def test_parts_add_up_and_no_step_beats_its_work(plan, cores, latency):
+    more = {"action": 0.05, "fixed": 0.5, "update": 0.01, "transfer": Link(latency, 50.0)}
+    found = predict(plan, figures(8, split=2, cores=cores, **more), 16)
+    assert sum(found.parts.values()) == pytest.approx(found.seconds)
+    work = 8 * 16 * (4 if plan.remat == "full" else 3)
+    assert found.seconds >= work / min(plan.mesh.num_devices, cores or 1e9) * (1 - 1e-9)
+    free = predict(plan, figures(8, split=2, cores=cores), 16)
+    assert free.seconds <= found.seconds * (1 + 1e-9)
+    assert 0 <= found.bubble < 1

@@ -1,0 +1,124 @@
+"""Stages of a plan, and what their actions take."""
+
+import pytest
+
+from pipemesh.errors import PlanError
+from pipemesh.partition import LayerCost
+from pipemesh.plan import Plan
+from pipemesh.plan.figures import Figures
+from pipemesh.plan.layer_figures import Curve, LayerFigures, figures_of_costs
+from pipemesh.plan.network import Link
+from pipemesh.plan.stage_costs import action_costs, cut_evenly, even_costs, layer_seconds, stages_of
+
+
+def figures(seconds=(1.0, 1.0, 1.0, 3.0), split=1, **more):
+    costs = [LayerCost(s, 2 * s, 8.0, 4.0, 2.0, name=f"l{n}") for n, s in enumerate(seconds)]
+    summed = [6.0] * len(costs) if split > 1 else []
+    return Figures(tuple(figures_of_costs(costs, 1, split=split, summed=summed)), **more)
+
+
+def test_stages_are_those_of_the_boundaries():
+    plan = Plan("layers:2", num_microbatches=2, boundaries=(0, 1, 4))
+    stages = stages_of(plan, figures(), batch=4)
+    assert [[layer.name for layer in own] for own in stages.layers] == [["l0"], ["l1", "l2", "l3"]]
+    assert (stages.rows, stages.replicas, stages.group, stages.again) == (2, 1, 1, True)
+
+
+def test_without_boundaries_stages_are_equally_long():
+    stages = stages_of(Plan("layers:2"), figures(), batch=4)
+    assert [len(own) for own in stages.layers] == [3, 1]
+
+
+def test_replicas_have_fewer_rows_and_groups_less_of_each():
+    plan = Plan(
+        "layers:1;data:2;model:2", "batch:data;heads:model", num_microbatches=2, remat="none"
+    )
+    stages = stages_of(plan, figures(split=4), batch=8)
+    assert (stages.rows, stages.replicas, stages.group) == (2, 2, 2)
+    assert stages.weights(0) == 4 * 8 / 2
+    assert stages.kept(0) == 4 * 4 * 2 / 2
+    costs = action_costs(stages, figures(split=4), sums=False)
+    # Two rows, half of each layer.
+    assert costs.forward == (6.0,) and costs.backward == (12.0,)
+
+
+def test_a_layer_that_cannot_be_split_is_computed_by_all():
+    plan = Plan("layers:1;model:2", "heads:model", allow_idle=True)
+    stages = stages_of(plan, figures(), batch=1)
+    assert stages.weights(0) == 4 * 8
+    assert action_costs(stages, figures()).forward == (6.0,)
+
+
+def test_actions_cost_something_themselves():
+    plan = Plan("layers:2", num_microbatches=4, remat="none")
+    found = figures((1.0, 1.0), action=0.5, transfer=Link(0.25, 1.0))
+    costs = action_costs(stages_of(plan, found, 4), found)
+    assert costs.forward == (1.5, 1.5) and costs.backward == (2.5, 2.5)
+    assert costs.input_grad == costs.weight_grad == (1.5, 1.5)
+    # Two bytes of outputs at one a second.
+    assert costs.per_stage(2).transfer[0] == 2.25
+    free = action_costs(stages_of(plan, found, 4), found, transfers=False)
+    assert free.per_stage(2).transfer[0] == 0
+
+
+def test_recomputation_is_in_the_first_action_backward():
+    plan = Plan("layers:1", schedule="1f1b", remat="full")
+    found = figures((1.0,))
+    costs = action_costs(stages_of(plan, found, 1), found)
+    assert costs.backward == (3.0,) and costs.input_grad == (2.0,) and costs.weight_grad == (1.0,)
+
+
+def test_sums_wait_for_all():
+    """A forward pass has one, its backward one more, and recomputation another."""
+    link = Link(0.0, 1.0)
+    found = figures((1.0,), split=2, transfer=link)
+    each = link.all_reduce(2, 6.0)
+    for remat, times in (("none", 1), ("full", 2)):
+        plan = Plan("layers:1;model:2", "heads:model", remat=remat)
+        stages = stages_of(plan, found, 1)
+        with_sums, without = action_costs(stages, found), action_costs(stages, found, sums=False)
+        assert with_sums.forward[0] - without.forward[0] == pytest.approx(each)
+        assert with_sums.backward[0] - without.backward[0] == pytest.approx(times * each)
+        assert with_sums.weight_grad == without.weight_grad
+
+
+def test_seconds_of_layers_are_forward_and_backward():
+    assert layer_seconds(figures((1.0, 3.0)), rows=2, group=1, again=False) == [6.0, 18.0]
+    assert layer_seconds(figures((1.0, 3.0)), rows=2, group=1, again=True) == [8.0, 24.0]
+
+
+def test_curves_are_asked_for_the_rows_of_a_replica():
+    line = Curve(((1, 3.0), (2, 4.0)))
+    layer = LayerFigures("a", {"F": line, "B": line}, 0, line, line)
+    found = Figures((layer,))
+    costs = action_costs(stages_of(Plan(num_microbatches=2, remat="none"), found, 4), found)
+    assert costs.forward == (4.0,)
+
+
+def test_cuts_know_which_device_has_which_stages():
+    # On a V the first and the last stage are of one device.
+    assert cut_evenly((4.0, 1.0, 1.0, 1.0, 1.0, 4.0), (0, 1, 1, 0))[1] == 1
+    assert cut_evenly((1.0, 1.0, 1.0, 3.0), (0, 1)) == (0, 3, 4)
+
+
+def test_even_costs_are_as_much_work():
+    plan = Plan("layers:2", num_microbatches=4)
+    found = figures()
+    costs = action_costs(stages_of(plan, found, 4), found)
+    even = even_costs(costs, 2)
+    assert 2 * even.forward == sum(costs.forward)
+    assert 2 * even.backward == sum(costs.backward)
+
+
+@pytest.mark.parametrize(
+    ("plan", "batch", "told"),
+    [
+        (Plan("layers:2", lowering="simd"), 4, "lowering=simd has no actions"),
+        (Plan("layers:2;model:2,1", "heads:model"), 4, "homes of different sizes"),
+        (Plan("layers:2", num_microbatches=3), 4, "does not divide"),
+        (Plan("layers:8"), 8, "8 stages"),
+    ],
+)
+def test_what_nothing_is_known_of_is_an_error(plan, batch, told):
+    with pytest.raises(PlanError, match=told):
+        stages_of(plan, figures(), batch)

@@ -1,0 +1,72 @@
+"""Figures of a model that were measured here: complete, and good for plans."""
+
+import json
+
+import pytest
+import tensorflow as tf
+
+from pipemesh.errors import PlanError
+from pipemesh.plan import Plan
+from pipemesh.plan.figures import Figures
+from pipemesh.training.measuring.layers import number_of_layers, with_rows
+from pipemesh.training.measuring.measure import plans_to_fit
+from pipemesh.training.registered import RegisteredModel
+from tests.training.command.program import run
+from tests.training.small_models import PlannedPoints, StagedPoints
+
+
+@pytest.mark.slow
+def test_what_is_measured_serves_to_find_plans(tmp_path):
+    """The whole way: layers and steps are timed in one process, and read in another."""
+    path, plans = tmp_path / "figures.json", tmp_path / "plans.json"
+    model = "--model=tests.training.small_models.PlannedPoints"
+    code, out, err = run("plan", model, "--devices=2", f"--save={path}")
+    assert code == 0 and "error" not in err, err
+    assert "measuring 5 layers, 8 rows, B, remat none" in err
+    figures = Figures.from_json(path.read_text(), str(path))
+    assert len(figures.layers) == 5 and figures.batch == 8 and figures.optimizer >= 2
+    # Of the layers with weights: 4 x 6, 6 x 6, 6 x 6 and 6 x 1 floats, and biases.
+    assert [layer.parameter_bytes for layer in figures.layers] == [120, 168, 168, 28, 0]
+    # The last layer has no weights, and so no `W`.
+    for layer in figures.layers[:-1]:
+        assert set(layer.seconds) == {"F", "B", "I", "W", "B+", "I+", "W+"}
+        assert all(curve.at(8) > 0 for curve in layer.seconds.values())
+    # Rows of 6 floats and a label go to the next layer.
+    assert figures.layers[1].outputs.at(8) == 8 * (6 + 1) * 4
+    code, again, _ = run("plan", str(path), "--devices=2", f"--json={plans}")
+    assert code == 0
+    assert again.splitlines()[-1] == out.splitlines()[-1]
+    assert json.loads(plans.read_text())[0]["seconds"] > 0
+
+
+def test_layers_are_those_of_the_pipeline():
+    def make(kind):
+        return lambda plan: RegisteredModel(kind(), "points", plan.to_values())
+
+    assert number_of_layers(make(PlannedPoints)) == 5
+    with pytest.raises(PlanError, match="cuts its layers itself"):
+        number_of_layers(lambda plan: RegisteredModel(StagedPoints(), "points"))
+
+
+def test_rows_are_cut_and_repeated():
+    batch = {"x": tf.reshape(tf.range(6), [3, 2])}
+    assert with_rows(batch, 2)["x"].numpy().tolist() == [[0, 1], [2, 3]]
+    assert with_rows(batch, 4)["x"].numpy().tolist() == [[0, 1], [2, 3], [4, 5], [0, 1]]
+
+
+def test_plans_to_fit_use_what_there_is(tmp_path):
+    from pipemesh.partition import LayerCost
+    from pipemesh.plan.layer_figures import figures_of_costs
+
+    costs = [LayerCost(1.0)] * 3
+    plain = Figures(tuple(figures_of_costs(costs, 1)), batch=12)
+    shared = Figures(
+        tuple(figures_of_costs(costs, 1, split=4, summed=[1] * 3)), rules="heads:model", batch=12
+    )
+    assert {plan.mesh.num_devices for plan in plans_to_fit(plain, 1)} == {1}
+    assert "layers:1;data:2" in {str(plan.mesh) for plan in plans_to_fit(plain, 2)}
+    assert "layers:1;model:2" not in {str(plan.mesh) for plan in plans_to_fit(plain, 2)}
+    assert "layers:1;model:2" in {str(plan.mesh) for plan in plans_to_fit(shared, 2)}
+    for plan in plans_to_fit(shared, 2):
+        plan.check_batch(12)
+    assert Plan(num_microbatches=6, remat="full") in list(plans_to_fit(plain, 2))
