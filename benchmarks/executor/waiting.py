@@ -15,13 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from pipemesh.schedule import Action, Costs, Schedule, build, list_schedule, simulate
+from pipemesh.schedule import Action, Costs, Schedule, build, list_schedule, recompute, simulate
 from pipemesh.schedule.builders import BUILDERS
 
 DEVICES, MICROBATCHES = 8, 32
 FORWARD, BACKWARD = 0.020, 0.040  # Seconds of a device's share of the model.
 SEARCHED = "list_schedule"
-TABLES = [*(name for name in BUILDERS if name != "decode"), SEARCHED]
+# Its backward passes find computed again, before the gradient is there, what they need.
+RECOMPUTED = "recompute(one_f_one_b)"
+TABLES = [*(name for name in BUILDERS if name != "decode"), SEARCHED, RECOMPUTED]
 FORMS = {"unrolled": False, "rolled": True}
 
 
@@ -42,10 +44,12 @@ class Table:
     @classmethod
     def of(cls, name: str, devices: int = DEVICES, microbatches: int = MICROBATCHES) -> Table:
         """The table of that name; the searched one has two stages a device."""
-        share = 2 if name == SEARCHED else BUILDERS[name].virtual_stages
+        share = {SEARCHED: 2, RECOMPUTED: 1}.get(name) or BUILDERS[name].virtual_stages
         costs = Costs(FORWARD / share, BACKWARD / share)
         if name == SEARCHED:
             schedule = list_schedule(costs, devices, microbatches, num_virtual_stages=share)
+        elif name == RECOMPUTED:
+            schedule = recompute(build("one_f_one_b", devices, microbatches), costs=costs)
         else:
             schedule = build(name, devices, microbatches)
         return cls(name, schedule, costs)
@@ -94,7 +98,10 @@ class Clock:
             begin = time.perf_counter()
             time.sleep(seconds - self._too_long.get(seconds, 0.0))
             end = time.perf_counter()
-            self.spans[Action(stage, kind, int(microbatch))] = begin, end
+            action = Action(stage, kind, int(microbatch))
+            if action in self.spans and kind == "F":
+                action = Action(stage, "R", int(microbatch))
+            self.spans[action] = begin, end
             return x
 
         return wait
@@ -194,7 +201,7 @@ def as_it_was(table: Table, spans: dict[Action, tuple[float, float]]) -> Costs:
             for stage in range(table.schedule.num_stages)
         ]
 
-    return Costs(mean("F"), mean("B"), mean("I"), mean("W"))
+    return Costs(mean("F"), mean("B"), mean("I"), mean("W"), recompute=mean("R"))
 
 
 def latencies(table: Table, spans: dict[Action, tuple[float, float]]) -> dict[str, list[float]]:
@@ -228,6 +235,8 @@ def _needs(action: Action, num_stages: int, spans: Any) -> Iterator[Action]:
         yield above if stage + 1 < num_stages else Action(stage, "F", m)
     if action.kind == "W":
         yield Action(stage, "I", m)
+    if action.kind == "R":
+        yield Action(stage, "F", m)
 
 
 def measure(rounds: int, devices: int, microbatches: int) -> Iterator[dict[str, Any]]:

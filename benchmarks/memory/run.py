@@ -40,6 +40,8 @@ LINGVO, BASELINE = "lingvo", "baseline"
 STAGES_A_DEVICE = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "interleaved": 2, "zb_v": 2}
 CONTENDERS = [
     *(f"{schedule} {remat}" for schedule in STAGES_A_DEVICE for remat in ("none", "full")),
+    "zb_h1 twice",
+    "zb_v twice",
     "1f1b except_last",
     "1f1b selective",
     "1f1b none unrolled",

@@ -16,7 +16,7 @@ from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.partition.text import bytes_text
 from pipemesh.plan.places import home_of
 from pipemesh.recurrent import DeviceMemory, Home, Transfer, memory_of, transfers_of
-from pipemesh.schedule import Costs, Timeline, simulate
+from pipemesh.schedule import Costs, Schedule, Timeline, simulate
 from pipemesh.text import columns
 
 
@@ -130,8 +130,12 @@ def report(stack: Any, run: Any, shapes: Sequence[Any], optimizer: Sequence[Any]
     flops = [sum(meta.flops for meta in of_stage) for of_stage in metas]
     # Of all devices of a replica, which compute at the same time.
     forward = [number / home.group for number, home in zip(flops, homes, strict=True)]
-    again = 1 if stack.params.remat == "full" else 0
-    costs = Costs(forward, input_grad=[(1 + again) * f for f in forward], weight_grad=forward)
+    again = _again(stack.params.remat, stack.schedule)
+    costs = Costs(
+        forward,
+        input_grad=[(1 + times[0]) * f for times, f in zip(again, forward, strict=True)],
+        weight_grad=[(1 + times[1]) * f for times, f in zip(again, forward, strict=True)],
+    )
     timeline = simulate(stack.schedule, costs)
     return Report(
         memory=tuple(memory),
@@ -143,6 +147,17 @@ def report(stack: Any, run: Any, shapes: Sequence[Any], optimizer: Sequence[Any]
         weights=tuple(_layouts(stack)),
         timeline=timeline,
     )
+
+
+def _again(remat: Any, schedule: Schedule) -> list[tuple[int, int]]:
+    """How often each stage's input gradient and weight gradient compute it again."""
+    names = remat.split(",") if isinstance(remat, str) else [""]
+    names = names * schedule.num_stages if len(names) == 1 else names
+    apart = {stage for stage, _ in schedule.recomputed()}
+    return [
+        (0, 0) if stage in apart else (int(name in ("full", "twice")), int(name == "twice"))
+        for stage, name in enumerate(names)
+    ]
 
 
 def _metas(stack: Any, homes: Sequence[Home], shapes: Sequence[Any]) -> list[list[Meta]]:

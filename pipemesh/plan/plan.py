@@ -17,7 +17,7 @@ from pipemesh.plan import places, text_form
 from pipemesh.schedule import Schedule, ScheduleSpec
 from pipemesh.text import nearest_text
 
-REMAT = ("full", "none", "except_last", "custom")
+REMAT = ("full", "none", "except_last", "twice", "custom")
 LOWERINGS = ("placement", "simd")
 DTYPES = ("float32", "bfloat16", "float16")
 _ONE_PLACE = Mesh(((LAYERS_AXIS, 1),))
@@ -37,8 +37,9 @@ class Plan:
         num_microbatches: how many microbatches a batch is cut into.
         boundaries: where the layers are cut: S + 1 rising layer indices; None for stages of equal
             flops.
-        remat: what the backward pass computes again: `full`, `none`, `except_last`, or
-            `custom`, a policy that Python knows and the plan does not.
+        remat: what the backward pass computes again: `full`, `none`, `except_last`,
+            `twice`, one of these for each stage with commas between, or `custom`, a policy that
+            Python knows and the plan does not.
         lowering: `placement`, each device with operations of its own, or `simd`, one program for
             all.
         compute_dtype: what stages compute in, by name; None for the dtypes of weights and inputs.
@@ -86,6 +87,12 @@ replicas; num_microbatches may be 1, 2, 5, 10
         if self.boundaries is not None:
             object.__setattr__(self, "boundaries", tuple(self.boundaries))
             self._check_boundaries(table.num_stages)
+        policies = len(self.remat.split(","))
+        if policies not in (1, table.num_stages):
+            raise PlanError(
+                f"remat has {policies} policies, one a stage, but there are {table.num_stages} "
+                "stages; give as many, or a single one for all"
+            )
 
     def _check_types(self) -> None:
         given: dict[str, Any] = vars(self)
@@ -103,8 +110,11 @@ replicas; num_microbatches may be 1, 2, 5, 10
         object.__setattr__(self, "num_microbatches", number)
         if not isinstance(given["allow_idle"], bool):
             raise PlanError(f"allow_idle is {given['allow_idle']!r}; it must be True or False")
+        for each in str(given["remat"]).split(","):
+            if each not in REMAT:
+                near = nearest_text(each, REMAT)
+                raise PlanError(f"remat is {given['remat']!r}; {each!r} is no policy{near}")
         for name, allowed in (
-            ("remat", REMAT),
             ("lowering", LOWERINGS),
             ("compute_dtype", DTYPES),
         ):

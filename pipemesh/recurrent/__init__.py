@@ -32,7 +32,7 @@ from pipemesh.recurrent.home import Home, current_devices
 from pipemesh.recurrent.memory import DeviceMemory, memory_of, predict_memory
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.precision import LossScale
-from pipemesh.recurrent.remat import REMAT_POLICIES, RematPolicy, Selective
+from pipemesh.recurrent.remat import REMAT_POLICIES, ByStage, RematPolicy, Selective
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.time.recurrent import Recurrent
 from pipemesh.recurrent.time.stacked_recurrent import StackedRecurrent
@@ -45,6 +45,7 @@ from pipemesh.recurrent.watch.placement import Placement, record_placement
 __all__ = [
     "REMAT_POLICIES",
     "ActionClock",
+    "ByStage",
     "DeviceMemory",
     "Home",
     "LossScale",

@@ -9,7 +9,7 @@ import tensorflow as tf
 from pipemesh.backend.gradient import with_gradient
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.recurrent.options import Options
-from pipemesh.recurrent.passes.passes import Grads
+from pipemesh.recurrent.passes.part import Grads
 from pipemesh.recurrent.passes.places import detached
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.run import Performer, Run, with_loss

@@ -10,7 +10,7 @@ import tensorflow as tf
 from pipemesh.backend.static_shape import num_bytes
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.stage import Stage
-from pipemesh.recurrent.table.kinds import KEPT, PENDING
+from pipemesh.recurrent.table.kinds import KEPT, PENDING, REMADE
 from pipemesh.recurrent.table.run import Run
 from pipemesh.schedule import Schedule
 
@@ -39,10 +39,10 @@ class DeviceMemory:
     Attributes:
         weights: of its stages, once each, in the dtype that they are computed with.
         gradients: the sums of their gradients.
-        kept: the most that it holds at once for backward passes: what forward passes leave, and
-            between an `I` and its `W` what the `I` leaves. A tensor that two actions need, such
-            as the input of a stage that is the output of another on the same device, counts for
-            both.
+        kept: the most that it holds at once for backward passes: what forward passes leave, what
+            an `R` leaves instead, and between an `I` and its `W` what the `I` leaves. A tensor that
+            two actions need, such as the input of a stage that is the output of another on the same
+            device, counts for both.
         stages: what each of its stages keeps of one microbatch. Left aside in comparisons.
         device: its name. Left aside, too.
     """
@@ -116,18 +116,22 @@ def memory_of(run: Run) -> list[DeviceMemory]:
         for device in dict.fromkeys(devices):
             places = [number for number, name in enumerate(devices) if name == device]
             held = peak = 0
+            recomputed = schedule.recomputed()
             for action in row:
                 stage, m = action.stage, action.microbatch
-                kept, pending = (
+                kept, pending, remade = (
                     sum(run.sizes.values(kind, stage, place, m) for place in places)
-                    for kind in (KEPT, PENDING)
+                    for kind in (KEPT, PENDING, REMADE)
                 )
                 if action.kind == "F":
                     held += 0 if schedule.is_forward_only else kept
+                elif action.kind == "R":
+                    held += remade - kept
                 elif action.kind == "W":
                     held -= pending
                 else:
-                    held += (pending if action.kind == "I" else 0) - kept
+                    held += pending if action.kind == "I" else 0
+                    held -= remade if (stage, m) in recomputed else kept
                 peak = max(peak, held)
             weights = sum(run.sizes.weights(s, places) for s in own)
             gradients = 0

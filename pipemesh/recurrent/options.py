@@ -22,7 +22,11 @@ class Options:
         remat: `full` keeps only each microbatch's stage inputs and computes the stage again in
             the backward pass; `none` keeps what the backward pass needs; `except_last` computes
             nothing again for a microbatch whose backward pass follows its forward pass at once;
-            `Selective(predicate)` computes the layers again that the predicate picks.
+            `twice` is as `full`, but between the halves `I` and `W` of a backward pass it keeps
+            gradients only, and computes the stage once more in `W`; `Selective(predicate)` computes
+            the layers again that the predicate picks. `ByStage(policies)`, or names with commas
+            between, gives each stage its own. An `R` of the schedule computes its stage again in
+            any case.
         rolled: whether the repeating part of the schedule becomes a loop of the graph, whose
             size then does not depend on the number of microbatches; by default that is so for
             schedules of more than 100 actions of which loops leave at most half in the graph.

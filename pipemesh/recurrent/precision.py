@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.errors import PipelineError
-from pipemesh.recurrent.passes.passes import Grads
+from pipemesh.recurrent.passes.part import Grads
 
 COMPUTE_DTYPES = (tf.float32, tf.bfloat16, tf.float16)
 INITIAL_SCALE = 2.0**15

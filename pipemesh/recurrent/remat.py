@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pipemesh.errors import PipelineError
 from pipemesh.recurrent.passes.traced_stage import TracedStage
@@ -18,13 +18,23 @@ class Mode:
     Attributes:
         name: for the eye.
         recomputed: gives for a stage which nodes of its forward pass are computed again.
+        is_apart: whether that is an action of its own, an `R`. All is there for what follows it.
+        is_twice: whether a `W` computes them once more, instead of being handed them by its `I`.
     """
 
     name: str
     recomputed: Callable[[TracedStage], Callable[[str], bool]]
+    is_apart: bool = False
+    is_twice: bool = False
+
+    @property
+    def backward(self) -> Mode:
+        """How the actions `B`, `I` and `W` themselves come by it."""
+        return NONE if self.is_apart else self
 
 
 FULL = Mode("full", lambda traced: lambda node: True)
+TWICE = dataclasses.replace(FULL, name="twice", is_twice=True)
 NONE = Mode("none", lambda traced: lambda node: False)
 
 
@@ -92,11 +102,45 @@ class Selective(RematPolicy):
         return lambda node: traced.layers.get(node) in picked
 
 
+@dataclasses.dataclass(frozen=True)
+class ByStage(RematPolicy):
+    """Another policy for each stage.
+
+    Where the last stages hold least, as under 1F1B, they need not compute anything again.
+
+    Attributes:
+        policies: names or policies, one a stage.
+
+    Example:
+        >>> from pipemesh.schedule import one_f_one_b
+        >>> modes = ByStage(["full", "none"]).modes(one_f_one_b(2, 1))
+        >>> [modes[stage, 0].name for stage in range(2)]
+        ['full', 'none']
+    """
+
+    policies: Sequence[str | RematPolicy]
+
+    def modes(self, schedule: Schedule) -> dict[tuple[int, int], Mode]:
+        """Of each stage those of its policy.
+
+        Raises:
+            PipelineError: there are not as many as the schedule has stages, or one is unknown.
+        """
+        if len(self.policies) != schedule.num_stages:
+            raise PipelineError(
+                f"remat has {len(self.policies)} policies, one a stage, but the schedule has "
+                f"{schedule.num_stages} stages; give as many, or a single one for all"
+            )
+        every = [policy_of(policy).modes(schedule) for policy in self.policies]
+        return {pair: every[pair[0]][pair] for pair in _pairs(schedule)}
+
+
 # Those that have a name.
 POLICIES: dict[str, RematPolicy] = {
     "full": _Always(FULL),
     "none": _Always(NONE),
     "except_last": _ExceptLast(),
+    "twice": _Always(TWICE),
 }
 REMAT_POLICIES = tuple(POLICIES)
 
@@ -104,17 +148,42 @@ Remat = str | RematPolicy
 
 
 def policy_of(remat: Remat) -> RematPolicy:
-    """The policy of a name, or the one that is given.
+    """The policy of a name, of names with commas between, one a stage, or the one that is given.
 
     Raises:
-        PipelineError: it is neither.
+        PipelineError: it is none of them.
     """
     if isinstance(remat, RematPolicy):
         return remat
-    if isinstance(remat, str) and remat in POLICIES:
-        return POLICIES[remat]
+    names = remat.split(",") if isinstance(remat, str) else []
+    if names and all(name in POLICIES for name in names):
+        return POLICIES[remat] if len(names) == 1 else ByStage(names)
     allowed = ", ".join(REMAT_POLICIES)
-    raise PipelineError(f"remat is {remat!r}; allowed are {allowed} and Selective(predicate)")
+    raise PipelineError(
+        f"remat is {remat!r}; allowed are {allowed}, one of them for each stage with commas "
+        "between, Selective(predicate) and ByStage(policies)"
+    )
+
+
+def modes_of(remat: Remat, schedule: Schedule) -> dict[tuple[int, int], Mode]:
+    """For each (stage, microbatch) of a valid schedule how its backward pass is done.
+
+    An `R` of the schedule computes all of its stage again, or what a `Selective` picks, whatever
+    the others are to do.
+
+    Args:
+        remat: what is asked for.
+        schedule: the table.
+
+    Raises:
+        PipelineError: see `policy_of` and `ByStage`.
+    """
+    modes = dict(policy_of(remat).modes(schedule))
+    for pair in schedule.recomputed():
+        mode = modes[pair] if modes[pair].recomputed is not NONE.recomputed else FULL
+        name = f"{mode.name}, apart"
+        modes[pair] = dataclasses.replace(mode, name=name, is_apart=True, is_twice=False)
+    return modes
 
 
 def _pairs(schedule: Schedule) -> list[tuple[int, int]]:

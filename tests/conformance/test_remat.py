@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.recurrent import Options, RematPolicy, predict_memory
+from pipemesh.recurrent import ByStage, Options, RematPolicy, predict_memory
 from pipemesh.recurrent.remat import policy_of
 from pipemesh.schedule import gpipe, one_f_one_b
 from tests.conformance.remat_cases import REMAT
@@ -39,7 +39,8 @@ def policies(base=RematPolicy):
 
 def test_every_policy_has_a_case():
     known = {policy for policy in policies() if policy.__module__.startswith("pipemesh.")}
-    assert known == {type(policy_of(remat)) for remat in REMAT.values()}
+    # One policy a stage fits no other number of stages; `test_schedules` has it.
+    assert known - {ByStage} == {type(policy_of(remat)) for remat in REMAT.values()}
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,14 @@ import tensorflow as tf
 from pipemesh.randomness import layer_scope
 from pipemesh.recurrent import Options, Selective, Stage, pipeline_loss, predict_memory
 from pipemesh.recurrent.memory import DeviceMemory
-from pipemesh.schedule import forward_only, gpipe, interleaved_one_f_one_b, one_f_one_b, zb_h1
+from pipemesh.schedule import (
+    forward_only,
+    gpipe,
+    interleaved_one_f_one_b,
+    one_f_one_b,
+    recompute,
+    zb_h1,
+)
 
 ROWS, WIDTH, HIDDEN, FLOAT = 2, 4, 32, 4
 WEIGHTS = 2 * WIDTH * HIDDEN * FLOAT
@@ -70,6 +77,22 @@ def test_a_split_backward_pass_holds_until_its_second_half():
     split = predict(zb_h1(4, 8), remat="none")
     assert split[3].kept > without[3].kept
     assert split[0].kept >= without[0].kept
+
+
+def test_a_second_half_that_computes_again_is_left_gradients_alone():
+    once, twice = (predict(zb_h1(4, 8), remat=remat) for remat in ("full", "twice"))
+    # Of so many microbatches the first half is done at most. Left to the second one are the input
+    # and the gradients of both products, and by `full` also what the second product multiplies.
+    assert [o.kept - t.kept for o, t in zip(once, twice, strict=True)] == [
+        count * INSIDE for count in (1, 2, 3, 4)
+    ]
+
+
+def test_what_an_action_of_its_own_computes_again_is_held_from_there_to_its_backward_pass():
+    schedule = recompute(one_f_one_b(4, 8), stages=[0])
+    first, second, *_ = predict(schedule, remat="none")
+    assert first.kept == 4 * INPUT + INSIDE
+    assert second.kept == 3 * (INPUT + INSIDE)
 
 
 def test_inference_keeps_nothing():

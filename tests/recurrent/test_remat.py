@@ -4,9 +4,9 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.errors import PipelineError
-from pipemesh.recurrent import REMAT_POLICIES, RematPolicy, Selective
-from pipemesh.recurrent.remat import FULL, NONE, policy_of
-from pipemesh.schedule import forward_only, gpipe, one_f_one_b, zb_h1
+from pipemesh.recurrent import REMAT_POLICIES, ByStage, RematPolicy, Selective
+from pipemesh.recurrent.remat import FULL, NONE, modes_of, policy_of
+from pipemesh.schedule import forward_only, gpipe, one_f_one_b, recompute, zb_h1
 from tests.recurrent.passes.traced import traced_stage, two_layers
 
 
@@ -29,9 +29,10 @@ def test_a_policy_of_ones_own_is_taken_as_it_is():
     assert policy.modes(gpipe(2, 1)) == {(0, 0): FULL, (1, 0): NONE}
 
 
-@pytest.mark.parametrize("remat", ["last", None, bool, ["full"]])
+@pytest.mark.parametrize("remat", ["last", None, bool, ["full"], "full,", "full,last"])
 def test_no_policy_is_an_error_that_says_what_is_allowed(remat):
-    with pytest.raises(PipelineError, match="allowed are full, none, except_last and Selective"):
+    told = "allowed are full, none, except_last, twice, one of them for each stage"
+    with pytest.raises(PipelineError, match=told):
         policy_of(remat)
 
 
@@ -94,3 +95,29 @@ def test_a_stage_without_layers_has_none_to_pick():
         traced = traced_stage(forward)
     with pytest.raises(PipelineError, match=r"stage 's' has no layers .*layer_scope"):
         selective(bool).recomputed(traced)
+
+
+@pytest.mark.parametrize(
+    "remat", ["twice,none", ByStage(["twice", "none"])], ids=["text", "policy"]
+)
+def test_each_stage_may_have_a_policy_of_its_own(remat):
+    found = modes_of(remat, one_f_one_b(2, 3))
+    assert {pair: mode.name for pair, mode in found.items()} == {
+        (s, m): ("twice", "none")[s] for s in range(2) for m in range(3)
+    }
+    with pytest.raises(PipelineError, match=r"has 2 policies, one a stage, but .* has 3 st"):
+        modes_of(remat, one_f_one_b(3, 3))
+
+
+@pytest.mark.parametrize("remat", ["none", "twice", Selective(bool)])
+def test_what_the_schedule_recomputes_is_done_there_whatever_the_others_do(remat):
+    schedule = recompute(one_f_one_b(2, 3), stages=[0])
+    found = modes_of(remat, schedule)
+    assert {pair for pair, mode in found.items() if mode.is_apart} == schedule.recomputed()
+    assert all(found[pair].backward is NONE for pair in schedule.recomputed())
+    picked = {mode.recomputed for mode in found.values() if mode.is_apart}
+    named = remat if isinstance(remat, Selective) else "full"
+    assert picked == {modes_of(named, one_f_one_b(2, 3))[0, 0].recomputed}
+    assert {m.name for m in found.values() if not m.is_apart} == {
+        remat if isinstance(remat, str) else "selective"
+    }

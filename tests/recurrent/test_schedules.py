@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.errors import ScheduleError
-from pipemesh.schedule import Costs, forward_only, list_schedule, one_f_one_b
+from pipemesh.schedule import Costs, forward_only, list_schedule, one_f_one_b, recompute
 from pipemesh.schedule.builders import BUILDERS, build
 from tests.conformance.remat_cases import REMAT
 from tests.pairwise import in_turn
@@ -66,6 +66,25 @@ def test_loss_gradients_and_trained_weights_equal_the_plain_model(mode, name, re
 )
 def test_a_loop_of_the_graph_gives_the_same(mode, name, remat):
     assert_equal(mode, build(name, 2, 12), remat=remat, rolled=True)
+
+
+@pytest.mark.parametrize(
+    ("mode", "remat", "rolled", "name"),
+    in_turn(
+        [(m, r, rolled) for m in RUNNERS for r in ("none", "full") for rolled in (False, True)],
+        ["gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_v"],
+    ),
+    indirect=["mode"],
+)
+def test_recomputations_that_are_actions_of_their_own_give_the_same(mode, remat, rolled, name):
+    schedule = recompute(build(name, 2, 12))
+    assert schedule.recomputed()
+    assert_equal(mode, schedule, remat=remat, rolled=rolled)
+
+
+def test_another_policy_for_each_stage(mode):
+    schedule = recompute(one_f_one_b(4, 6), stages=[1, 3])
+    assert_equal(mode, schedule, remat="full,none,twice,except_last")
 
 
 def graph_size(schedule, **options):

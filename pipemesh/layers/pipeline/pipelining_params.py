@@ -38,8 +38,10 @@ def define_pipelining(p: Any) -> None:
         "full",
         "What is computed again in the backward pass: 'full' keeps only the inputs of each "
         "stage, 'none' keeps all that is needed, 'except_last' computes nothing again for a "
-        "microbatch whose backward pass follows its forward pass at once, and "
-        "Selective(predicate) computes the layers again whose name the predicate picks.",
+        "microbatch whose backward pass follows its forward pass at once, 'twice' is as 'full' "
+        "but keeps less between the halves of a split backward pass, and Selective(predicate) "
+        "computes the layers again whose name the predicate picks. 'full,none', or "
+        "ByStage(policies), gives each stage its own.",
     )
     p.Define(
         "rolled",

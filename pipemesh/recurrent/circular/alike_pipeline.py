@@ -19,7 +19,7 @@ from pipemesh.recurrent.circular.tick_loop import Leaves, TickLoop
 from pipemesh.recurrent.circular.traced_stages import TracedStages
 from pipemesh.recurrent.executor import pipeline
 from pipemesh.recurrent.options import Options
-from pipemesh.recurrent.passes.passes import Grads, Tensors
+from pipemesh.recurrent.passes.part import Grads, Tensors
 from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
 from pipemesh.recurrent.remat import Mode
 from pipemesh.recurrent.stage import Stage

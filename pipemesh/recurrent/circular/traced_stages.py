@@ -9,7 +9,7 @@ import tensorflow as tf
 from pipemesh.backend.structure import is_differentiable
 from pipemesh.lowering.lowering import Slices
 from pipemesh.recurrent.circular.tick_loop import Leaves, Sums, Tick
-from pipemesh.recurrent.passes.passes import Tensors
+from pipemesh.recurrent.passes.part import Tensors
 from pipemesh.recurrent.remat import FULL
 from pipemesh.recurrent.table.machine import Machine
 from pipemesh.recurrent.watch.health import empty_note

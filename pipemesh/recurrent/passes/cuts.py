@@ -16,15 +16,19 @@ class Cuts:
     Args:
         traced: the stage.
         recomputed: whether a node of the forward pass is computed again in the backward pass.
+        is_twice: whether a `W` computes such nodes once more.
 
     Attributes:
         grad_placeholders: the gradients that a backward pass starts from: of each floating output,
             then of each floating carry that is handed on if the stage is recurrent.
     """
 
-    def __init__(self, traced: TracedStage, recomputed: Callable[[str], bool]) -> None:
+    def __init__(
+        self, traced: TracedStage, recomputed: Callable[[str], bool], is_twice: bool = False
+    ) -> None:
         self._traced = traced
         self._recomputed = recomputed
+        self._is_twice = is_twice
         grads = traced.gradients
         self.grad_placeholders = [*grads.of_outputs.values(), *grads.of_carry_out.values()]
 
@@ -66,6 +70,11 @@ class Cuts:
         return traced.cut.frontier(wanted, known)
 
     @functools.cached_property
+    def remade(self) -> list[str]:
+        """Names of what an `R` leaves: what the forward pass would if nothing were recomputed."""
+        return Cuts(self._traced, lambda node: False).kept
+
+    @functools.cached_property
     def theta_names(self) -> list[str]:
         """Gradients of weights; a sparse one has two tensors."""
         return flat_names(self._traced.gradients.of_theta)
@@ -77,7 +86,7 @@ class Cuts:
         return [name for name in [*grads.of_inputs, *grads.of_carry] if name is not None]
 
     def nodes(self, kind: str, is_first: bool) -> set[str]:
-        """What an action of a kind, `F`, `B`, `I` or `W`, computes of the graph.
+        """What an action of a kind, `F`, `R`, `B`, `I` or `W`, computes of the graph.
 
         Args:
             kind: of the action.
@@ -87,6 +96,8 @@ class Cuts:
         upstream = [] if is_first else self.upstream_names
         if kind == "F":
             return self.computed
+        if kind == "R":
+            return cut.ancestors(self.remade, self.kept)
         if kind == "B":
             return cut.ancestors([*self.theta_names, *upstream], given)
         if kind == "I":
@@ -119,7 +130,6 @@ class Cuts:
     @functools.cached_property
     def pending(self) -> list[str]:
         """Names of what an `I` leaves for its `W`, beside what it was given itself."""
-        known = self.input_grad_nodes | {
-            node_of(name) for name in [*self.kept, *self.grad_placeholders]
-        }
+        known = self.input_grad_nodes - (self.again if self._is_twice else set())
+        known |= {node_of(name) for name in [*self.kept, *self.grad_placeholders]}
         return self._traced.cut.frontier(self.theta_names, known)

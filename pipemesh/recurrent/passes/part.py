@@ -12,6 +12,7 @@ from pipemesh.backend.operations import Call
 from pipemesh.recurrent.passes.gradients import GradName
 
 Tensors = list[tf.Tensor]
+Grads = list[tf.Tensor | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,25 @@ class Part:
                 return self.call()(arguments), note
             *results, note = self.call()([*arguments, note])
             return results, note
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardResult:
+    """What a `B` or an `I` gives.
+
+    Attributes:
+        accumulators: the sums of weight gradients; after an `I` what was given.
+        input_grads: the gradient of each input, None if there is none.
+        carry_grads: the gradient of each carry, None if there is none.
+        pending: after an `I`, what its `W` needs.
+        notes: of each replica, where something was not finite; see `health`.
+    """
+
+    accumulators: Tensors | None
+    input_grads: Grads
+    carry_grads: Grads
+    pending: Tensors
+    notes: Tensors
 
 
 def accumulated(

@@ -16,33 +16,11 @@ from pipemesh.backend.purity import has_effects
 from pipemesh.recurrent.passes.cuts import Cuts
 from pipemesh.recurrent.passes.gradients import flat_names
 from pipemesh.recurrent.passes.graph_cut import node_of
-from pipemesh.recurrent.passes.part import Part, accumulated
+from pipemesh.recurrent.passes.part import BackwardResult, Grads, Part, Tensors, accumulated
 from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.recurrent.passes.tracing import Specs
 from pipemesh.recurrent.watch.health import write_note
 from pipemesh.recurrent.watch.probes import Probe
-
-Tensors = list[tf.Tensor]
-Grads = list[tf.Tensor | None]
-
-
-@dataclasses.dataclass(frozen=True)
-class BackwardResult:
-    """What a `B` or an `I` gives.
-
-    Attributes:
-        accumulators: the sums of weight gradients; after an `I` what was given.
-        input_grads: the gradient of each input, None if there is none.
-        carry_grads: the gradient of each carry, None if there is none.
-        pending: after an `I`, what its `W` needs.
-        notes: of each replica, where something was not finite; see `health`.
-    """
-
-    accumulators: Tensors | None
-    input_grads: Grads
-    carry_grads: Grads
-    pending: Tensors
-    notes: Tensors
 
 
 class Passes:
@@ -60,6 +38,7 @@ class Passes:
         accumulator_dtypes: of the sum of each theta's gradients.
         forward_probes: what the forward pass looks at.
         backward_probes: what the backward pass looks at.
+        is_twice: whether the half for the weights computes such nodes once more.
 
     Attributes:
         cuts: what is handed from one part to the next.
@@ -72,11 +51,12 @@ class Passes:
         accumulator_dtypes: Sequence[tf.DType],
         forward_probes: Sequence[Probe],
         backward_probes: Sequence[Probe],
+        is_twice: bool = False,
     ) -> None:
         self._traced = traced
         self._forward_probes = forward_probes
         self._backward_probes = backward_probes
-        self.cuts = Cuts(traced, recomputed)
+        self.cuts = Cuts(traced, recomputed, is_twice)
         self._dtypes = [*accumulator_dtypes] * len(traced.replicas)
 
     # The passes. Each replica has functions of its own: a call is done when all that it checks or
@@ -113,6 +93,19 @@ class Passes:
             known.update(zip(self._own(self.cuts.kept, number, self._given), kept, strict=True))
             new_notes.append(note)
         return outputs, carry, [known[name] for name in self.cuts.kept], new_notes
+
+    def recompute(self, theta: Tensors, kept: Tensors, scalars: Tensors) -> Tensors:
+        """Computes again what `forward` did not keep; arguments as those of `backward`.
+
+        Returns:
+            What `forward` leaves where nothing is computed again.
+        """
+        known = dict(zip(self.cuts.kept, kept, strict=True))
+        for number, part in enumerate(self._recompute):
+            results, _ = part([*theta, *kept, *scalars])
+            names = self._own(self.cuts.remade, number, self.cuts.kept)
+            known.update(zip(names, results, strict=True))
+        return [known[name] for name in self.cuts.remade]
 
     def backward(
         self,
@@ -273,6 +266,18 @@ class Passes:
             )
             parts.append(part)
         return parts
+
+    @functools.cached_property
+    def _recompute(self) -> list[Part]:
+        return [
+            self._part(
+                number,
+                self.cuts.kept,
+                self._own(self.cuts.remade, number, self.cuts.kept),
+                checked=self.cuts.computed,
+            )
+            for number in range(len(self._traced.replicas))
+        ]
 
     @functools.cached_property
     def _backward(self) -> list[Part]:

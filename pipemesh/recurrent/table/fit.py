@@ -201,20 +201,13 @@ def check_actions(schedule: Schedule) -> None:
     """Refuses actions that no pipeline runs yet, before any of the stages is traced.
 
     Raises:
-        ScheduleError: the schedule has slices or recomputations; says what does the same.
+        ScheduleError: the schedule has slices; says what does the same.
     """
     if schedule.num_slices > 1:
         raise ScheduleError(
             f"the schedule cuts sequences into {schedule.num_slices} slices, which can be "
             "simulated, but not run: attention within a pipeline takes whole sequences; give a "
             "schedule without slices, such as one_f_one_b"
-        )
-    recomputed = sorted({stage for stage, _ in schedule.recomputed()})
-    if recomputed:
-        raise ScheduleError(
-            f"the schedule has recomputations as actions of their own (R, of the stages "
-            f"{', '.join(map(str, recomputed))}), which can be simulated, but not run; drop "
-            "them and give a remat policy, under which each backward recomputes by itself"
         )
 
 
@@ -246,7 +239,7 @@ def check_descending(schedule: Schedule) -> None:
     for device, row in enumerate(schedule.rows):
         for tick, action in enumerate(row):
             direction = "F" if action.kind == "F" else "BI"
-            if action.kind == "W":
+            if action.kind in "RW":
                 continue
             before = latest.get((action.stage, direction))
             latest[action.stage, direction] = action.microbatch

@@ -30,6 +30,8 @@ class Kind(Generic[MaybeTensor]):
 OUTPUTS: Kind[tf.Tensor] = Kind("outputs")
 # What an `F` leaves for the backward pass of its stage.
 KEPT: Kind[tf.Tensor] = Kind("kept", by_mode=True)
+# What an `R` leaves for it instead.
+REMADE: Kind[tf.Tensor] = Kind("remade")
 # The gradients of a stage's inputs; those of the stage behind the last one are given.
 GRADS: Kind[tf.Tensor | None] = Kind("grads")
 # What an `I` leaves for the `W` of its stage.

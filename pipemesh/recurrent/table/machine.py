@@ -12,13 +12,14 @@ import tensorflow as tf
 from pipemesh.backend.functions import keep_alive
 from pipemesh.backend.operations import MaybeTensor, pin, pin_each
 from pipemesh.randomness import WholeDraws
-from pipemesh.recurrent.passes.passes import Grads, Passes, Tensors
+from pipemesh.recurrent.passes.part import Grads, Tensors
+from pipemesh.recurrent.passes.passes import Passes
 from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
 from pipemesh.recurrent.passes.tracing import WholeBatch, specs_of
 from pipemesh.recurrent.precision import sum_dtype
-from pipemesh.recurrent.remat import FULL, Mode
+from pipemesh.recurrent.remat import FULL, NONE, Mode
 from pipemesh.recurrent.stage import Stage
-from pipemesh.recurrent.table.kinds import GRADS, KEPT, OUTPUTS, PENDING, Kind
+from pipemesh.recurrent.table.kinds import GRADS, KEPT, OUTPUTS, PENDING, REMADE, Kind
 from pipemesh.recurrent.table.state import State
 from pipemesh.recurrent.table.thetas import of_every_replica, with_fetched
 from pipemesh.recurrent.watch.clock import Stamps
@@ -152,6 +153,7 @@ class Machine:
                 self._dtypes[stage],
                 self.probes["forward"][stage],
                 self.probes["backward"][stage],
+                mode.is_twice,
             )
         return self._passes[stage, mode]
 
@@ -159,22 +161,25 @@ class Machine:
         """Performs one action.
 
         Args:
-            kind: `F`, `B`, `I` or `W`.
+            kind: `F`, `R`, `B`, `I` or `W`.
             stage: index of the stage.
             mode: of remat.
             microbatch: int64 scalar, the index of the microbatch.
             values: where it reads and writes.
         """
-        passes = self.passes(stage, mode)
         scalars = [microbatch, self.step]
+        passes = self.passes(stage, mode if kind in "FR" else mode.backward)
         if self._clock is not None:
             self._stamp = functools.partial(self._clock.stamp, kind, stage, microbatch)
         if kind == "F":
             self._forward(passes, stage, scalars, values)
+        elif kind == "R":
+            self._recompute(passes, stage, scalars, values)
         elif kind == "W":
             self._weight_grad(passes, stage, scalars, values)
         else:
-            self._backward(kind, passes, stage, scalars, values)
+            left = REMADE if mode.is_apart else KEPT
+            self._backward(kind, passes, stage, scalars, values, left)
 
     @contextlib.contextmanager
     def acting(self, name: str, stage: int) -> Iterator[None]:
@@ -206,11 +211,26 @@ class Machine:
         handed_on = carry if self._stages[stage].of_home.num_replicas == 1 else []
         self._finish(stage, state, (outputs, where), (handed_on, [0] * len(handed_on)))
 
+    def _recompute(self, passes: Passes, stage: int, scalars: Tensors, values: Values) -> None:
+        state, place = values.state, self.traced[stage].place
+        kept = values.read(KEPT, stage)
+        kept = self._gate(stage, kept, [*map(place, passes.cuts.kept)], state)
+        remade = passes.recompute(self._theta(stage, state), kept, scalars)
+        remade = self._pin(stage, remade, where := self.places(REMADE, stage))
+        values.write(REMADE, stage, remade)
+        self._finish(stage, state, (remade, where))
+
     def _backward(
-        self, kind: str, passes: Passes, stage: int, scalars: Tensors, values: Values
+        self,
+        kind: str,
+        passes: Passes,
+        stage: int,
+        scalars: Tensors,
+        values: Values,
+        left: Kind[tf.Tensor],
     ) -> None:
         state = values.state
-        kept, grads = self._gated(passes, stage, values)
+        kept, grads = self._gated(passes, stage, values, left)
         arguments = self._theta(stage, state), kept, grads, scalars
         notes = state.notes["backward"]
         if kind == "B":
@@ -236,14 +256,16 @@ class Machine:
         sent = (input_grads, where) if stage else ([], [])
         self._finish(stage, state, (pending, places), sent, (carried, [0] * len(carried)))
 
-    def _gated(self, passes: Passes, stage: int, values: Values) -> tuple[Tensors, Tensors]:
+    def _gated(
+        self, passes: Passes, stage: int, values: Values, left: Kind[tf.Tensor]
+    ) -> tuple[Tensors, Tensors]:
         """What a backward action starts from: what is kept, and the gradients of the results.
 
         There are two gates where something is computed again, which may be so while the gradient is
         still on its way. Gradients that are constants go through the first one. What follows from
         them alone TensorFlow would else compute beforehand, and keep for every microbatch.
         """
-        kept, grads = values.read(KEPT, stage), self._result_grads(stage, values)
+        kept, grads = values.read(left, stage), self._result_grads(stage, values)
         place = self.traced[stage].place
         late = [passes.cuts.recomputes and g.op.type not in _CONSTANT for g in grads]
         of_grads = [*zip(grads, map(place, passes.cuts.grad_placeholders), late, strict=True)]
@@ -375,5 +397,8 @@ class Machine:
         return [*map(self.traced[stage].place, self.traced[stage].inputs)]
 
     def _cut(self, kind: Kind[Any], stage: int, mode: Mode) -> list[str]:
-        cuts = self.passes(stage, mode).cuts
-        return cuts.kept if kind == KEPT else cuts.pending
+        if kind == REMADE:
+            return self.passes(stage, NONE).cuts.kept
+        if kind == KEPT:
+            return self.passes(stage, mode).cuts.kept
+        return self.passes(stage, mode.backward).cuts.pending

@@ -17,11 +17,20 @@ import tensorflow as tf
 
 from pipemesh.backend.operations import MaybeTensor
 from pipemesh.backend.static_shape import static_sizes
-from pipemesh.recurrent.passes.passes import Grads, Tensors
+from pipemesh.recurrent.passes.part import Grads, Tensors
 from pipemesh.recurrent.passes.traced_stage import Cutting
 from pipemesh.recurrent.remat import FULL, Mode
 from pipemesh.recurrent.stage import Stage
-from pipemesh.recurrent.table.kinds import GRADS, KEPT, OUTPUTS, PENDING, Channel, Kind, Slot
+from pipemesh.recurrent.table.kinds import (
+    GRADS,
+    KEPT,
+    OUTPUTS,
+    PENDING,
+    REMADE,
+    Channel,
+    Kind,
+    Slot,
+)
 from pipemesh.recurrent.table.lists import Key, Lists
 from pipemesh.recurrent.table.machine import Machine
 from pipemesh.recurrent.table.state import State
@@ -30,6 +39,8 @@ from pipemesh.schedule.repeats import Loop
 
 # A home, and the number of a device in it.
 _Place = tuple[int, int]
+# How backward passes are done, by stage and microbatch.
+_Modes = Mapping[tuple[int, int], Mode]
 _PARALLEL_ITERATIONS = 32
 
 
@@ -60,7 +71,7 @@ class Rolled:
         stages: Sequence[Stage],
         inputs: Sequence[tf.Tensor],
         cutting: Cutting,
-        modes: Mapping[tuple[int, int], Mode],
+        modes: _Modes,
         items: Sequence[Action | Loop],
     ) -> None:
         self.state = state
@@ -78,7 +89,7 @@ class Rolled:
         self.in_lists = {Channel(OUTPUTS, len(stages) - 1), Channel(GRADS, 0)}
         for item in items:
             if isinstance(item, Loop):
-                self.in_lists |= _unmatched(item, len(stages))
+                self.in_lists |= _unmatched(item, modes, len(stages))
 
     def perform(self, items: Sequence[Action | Loop]) -> None:
         """Performs actions and loops in order."""
@@ -98,7 +109,7 @@ class Rolled:
             self._machine.act(action.kind, action.stage, mode, microbatch, values)
 
     def _loop(self, loop: Loop) -> None:
-        for stage in {action.stage for action in loop.body if action.kind != "F"}:
+        for stage in {action.stage for action in loop.body if action.kind not in "FR"}:
             self._machine.begin(stage, self.state)
         variables = _Variables(self, loop, self._list_keys(loop))
 
@@ -120,7 +131,7 @@ class Rolled:
 
     def _list_keys(self, loop: Loop) -> list[Key]:
         """The lists that a loop needs, all of which exist then."""
-        made, used = _slots(loop)
+        made, used = _slots(loop, self._modes)
         keys = {
             Lists.key(kind, stage, self._modes[min(stage, len(self._stages) - 1), m])
             for (kind, stage), m in [*made, *used]
@@ -227,7 +238,7 @@ class _Variables:
         self._keys = keys
         self._moving = [
             (used, distance)
-            for _, used, distance in _matches(loop)
+            for _, used, distance in _matches(loop, rolled._modes)
             if distance and used.channel not in rolled.in_lists
         ]
         self._structure: Any = None
@@ -311,7 +322,7 @@ class _Variables:
         return tokens
 
 
-def _slots(loop: Loop) -> tuple[list[Slot], list[Slot]]:
+def _slots(loop: Loop, modes: _Modes) -> tuple[list[Slot], list[Slot]]:
     """The values that the first repetition makes and uses."""
     made: list[Slot] = []
     used: list[Slot] = []
@@ -320,10 +331,13 @@ def _slots(loop: Loop) -> tuple[list[Slot], list[Slot]]:
         if action.kind == "F":
             takes = [Channel(OUTPUTS, stage - 1)]
             gives = [Channel(OUTPUTS, stage), Channel(KEPT, stage)]
+        elif action.kind == "R":
+            takes, gives = [Channel(KEPT, stage)], [Channel(REMADE, stage)]
         elif action.kind == "W":
             takes, gives = [Channel(PENDING, stage)], []
         else:
-            takes = [Channel(KEPT, stage), Channel(GRADS, stage + 1)]
+            left = REMADE if modes[stage, action.microbatch].is_apart else KEPT
+            takes = [Channel(left, stage), Channel(GRADS, stage + 1)]
             gives = [Channel(GRADS, stage)]
             gives += [Channel(PENDING, stage)] if action.kind == "I" else []
         used += [Slot(channel, action.microbatch) for channel in takes]
@@ -331,9 +345,9 @@ def _slots(loop: Loop) -> tuple[list[Slot], list[Slot]]:
     return made, used
 
 
-def _matches(loop: Loop) -> list[tuple[Slot, Slot, int]]:
+def _matches(loop: Loop, modes: _Modes) -> list[tuple[Slot, Slot, int]]:
     """What is made, what it is used as, and how many repetitions later that is."""
-    made, used = _slots(loop)
+    made, used = _slots(loop, modes)
     matches = []
     for slot in made:
         for user in used:
@@ -343,10 +357,10 @@ def _matches(loop: Loop) -> list[tuple[Slot, Slot, int]]:
     return matches
 
 
-def _unmatched(loop: Loop, num_stages: int) -> set[Channel]:
+def _unmatched(loop: Loop, modes: _Modes, num_stages: int) -> set[Channel]:
     """Channels whose values come into a loop or out of it, instead of going around in it."""
-    made, used = _slots(loop)
-    matches = _matches(loop)
+    made, used = _slots(loop, modes)
+    matches = _matches(loop, modes)
     lonely = {*made} - {slot for slot, _, _ in matches}
     lonely |= {*used} - {user for _, user, _ in matches}
     given = {Channel(OUTPUTS, -1), Channel(GRADS, num_stages)}

@@ -14,10 +14,10 @@ from pipemesh.backend.operations import MaybeTensor, pin_each
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.passes.captures import is_constant
-from pipemesh.recurrent.passes.passes import Grads, Tensors
+from pipemesh.recurrent.passes.part import Grads, Tensors
 from pipemesh.recurrent.passes.traced_stage import Cutting
 from pipemesh.recurrent.precision import cast_floating, sum_dtype
-from pipemesh.recurrent.remat import policy_of
+from pipemesh.recurrent.remat import modes_of
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.checks import Checks
 from pipemesh.recurrent.table.fit import (
@@ -157,7 +157,7 @@ class Run:
             traced.check_pure()
         self.checks = Checks(policy, self._machine.traced, self._machine.probes, cutting)
         state = State.before(self._stages, schedule.stage_devices)
-        mode_of = policy_of(options.remat).modes(schedule)
+        mode_of = modes_of(options.remat, schedule)
         self.sizes = Sizes(self._machine, mode_of)
         arguments = (self._machine, state, self._stages, held, cutting, mode_of)
         order = execution_order(schedule)

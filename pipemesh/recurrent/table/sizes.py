@@ -134,7 +134,8 @@ class Sizes:
     def _nodes(self, action: Action) -> set[str]:
         """What an action computes of its stage's graph."""
         stage = action.stage
-        passes = self._machine.passes(stage, self._modes[stage, action.microbatch])
+        mode = self._modes[stage, action.microbatch]
+        passes = self._machine.passes(stage, mode if action.kind in "FR" else mode.backward)
         return passes.cuts.nodes(action.kind, stage == 0)
 
     def kept_names(self, stage: int) -> tuple[TracedStage, list[str]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.recurrent.passes.passes import Grads, Tensors
+from pipemesh.recurrent.passes.part import Grads, Tensors
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.watch.health import Direction, empty_note
 

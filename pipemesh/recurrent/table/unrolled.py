@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.backend.operations import MaybeTensor
-from pipemesh.recurrent.passes.passes import Grads, Tensors
+from pipemesh.recurrent.passes.part import Grads, Tensors
 from pipemesh.recurrent.passes.traced_stage import Cutting
 from pipemesh.recurrent.remat import Mode
 from pipemesh.recurrent.stage import Stage

@@ -15,7 +15,7 @@ from pipemesh.backend.operations import Call
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule import Action, Costs, Schedule, Timeline
 
-_KINDS = "FBIW"
+_KINDS = "FBIWR"
 
 
 class Stamps(Protocol):
@@ -75,7 +75,7 @@ class ActionClock:
         """An operation that notes the time when it runs.
 
         Args:
-            kind: `F`, `B`, `I` or `W`.
+            kind: `F`, `R`, `B`, `I` or `W`.
             stage: index of the stage.
             microbatch: int64 scalar.
             is_end: whether the action ends.
@@ -177,4 +177,10 @@ def _median_costs(
         # A stage that never does this kind of action costs nothing there.
         return [statistics.median(taken.get((kind, s), [0.0])) for s in range(schedule.num_stages)]
 
-    return Costs(forward=of("F") or 0.0, backward=of("B"), input_grad=of("I"), weight_grad=of("W"))
+    return Costs(
+        forward=of("F") or 0.0,
+        backward=of("B"),
+        input_grad=of("I"),
+        weight_grad=of("W"),
+        recompute=of("R"),
+    )

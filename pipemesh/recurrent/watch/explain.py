@@ -13,7 +13,7 @@ from pipemesh.errors import PipelineError
 from pipemesh.recurrent.home import Home
 
 _NODE = re.compile(r"\{\{node ([^}]+)\}\}")
-_ACTION = re.compile(r"(?:^|/)action_\d+([FBIW])(\d+)(?=/)")
+_ACTION = re.compile(r"(?:^|/)action_\d+([FRBIW])(\d+)(?=/)")
 # What `health.raise_unless` says.
 _NOT_FINITE = re.compile(r"assertion failed: \[(stage .*? is not finite \(NaN or infinite\))\]")
 _PREAMBLE = re.compile(
@@ -79,6 +79,9 @@ def _place(node: str, stage: str, devices: Mapping[str, Any]) -> Iterator[str]:
         yield f"microbatch {action[2]}"
     if replica is not None:
         yield f"replica {replica}"
+    if action is not None and action[1] == "R":
+        yield "recomputation"
+        return
     forward = action[1] == "F" if action is not None else "/gradients/" not in node
     yield "forward" if forward else "backward"
 

@@ -13,7 +13,7 @@ from pipemesh.backend.devices import short_name
 from pipemesh.backend.executed_graphs import collected_graphs
 from pipemesh.errors import DeviceError
 
-_ACTION = re.compile(r"(?:^|/)action_(\d+)[FBIW]\d*(?:_and_every_\d+)?(?:/|$)")
+_ACTION = re.compile(r"(?:^|/)action_(\d+)[FRBIW]\d*(?:_and_every_\d+)?(?:/|$)")
 # They lie on the devices that tensors go between, and at both ends.
 _TRANSFERS = frozenset(["_Send", "_Recv", "_HostSend", "_HostRecv"])
 

@@ -69,11 +69,11 @@ def define(
         None,
         "Where the layers are cut, such as 0,3,7; default: the model's, or stages of equal flops.",
     )
-    flags.DEFINE_enum(
+    flags.DEFINE_string(
         "remat",
         None,
-        ["full", "none", "except_last"],
-        f"What the backward pass computes again; default: {remat}.",
+        "What the backward pass computes again: full, none, except_last or twice, or one of them "
+        f"for each stage, as in full,none; default: {remat}.",
     )
     flags.DEFINE_enum(
         "compute_dtype",
