@@ -20,7 +20,7 @@ from pipemesh.recurrent.remat import FULL, Mode
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.kinds import GRADS, KEPT, OUTPUTS, PENDING, Kind
 from pipemesh.recurrent.table.state import State
-from pipemesh.recurrent.table.thetas import of_every_replica, with_fetched
+from pipemesh.recurrent.table.thetas import guarded, of_every_replica, with_fetched
 from pipemesh.recurrent.watch.clock import Stamps
 from pipemesh.recurrent.watch.health import LOCATING, Direction
 from pipemesh.recurrent.watch.probes import Probe
@@ -70,6 +70,8 @@ class Machine:
         stages: the stages, with all weights that they use as theta.
         stage_devices: as given.
         step: int64 scalar; 0 if there is no global step.
+        guards: whether all that an action computes hangs on the tokens of its home, so that
+            nothing is computed where they do not come.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Machine:
         is_forward_only: bool,
     ) -> None:
         self.stage_devices = stage_devices
+        self.guards = False
         self.step = tf.constant(0, tf.int64) if step is None else tf.cast(step, tf.int64)
         self._clock = clock
         self._stamp: Callable[..., tf.Operation] | None = None
@@ -167,6 +170,9 @@ class Machine:
         """
         passes = self.passes(stage, mode)
         scalars = [microbatch, self.step]
+        if self.guards:
+            with tf.control_dependencies(values.state.tokens[self.stage_devices[stage]][0]):
+                scalars = pin(scalars)
         if self._clock is not None:
             self._stamp = functools.partial(self._clock.stamp, kind, stage, microbatch)
         if kind == "F":
@@ -183,11 +189,21 @@ class Machine:
             yield
 
     def _pin(
-        self, stage: int, tensors: list[MaybeTensor], places: Sequence[int]
+        self, stage: int, tensors: list[MaybeTensor], places: Sequence[int], state: State
     ) -> list[MaybeTensor]:
         """Pins those that are not None, each on its device."""
         devices = self._stages[stage].devices
-        return pin_each(tensors, [devices[place] for place in places])
+        if not self.guards:
+            return pin_each(tensors, [devices[place] for place in places])
+        # What depends on nothing that an action is given would be there without it.
+        home, pinned = state.tokens[self.stage_devices[stage]], [*tensors]
+        for place, device in enumerate(devices):
+            mine = [i for i, own in enumerate(places) if own == place]
+            with tf.control_dependencies(home[place]):
+                results = pin_each([tensors[i] for i in mine], device)
+            for i, result in zip(mine, results, strict=True):
+                pinned[i] = result
+        return pinned
 
     def _forward(self, passes: Passes, stage: int, scalars: Tensors, values: Values) -> None:
         state = values.state
@@ -197,8 +213,8 @@ class Machine:
         outputs, carry, kept, notes[stage] = passes.forward(
             self._theta(stage, state), state.carries[stage], inputs, scalars, notes[stage]
         )
-        outputs = self._pin(stage, outputs, where := self.places(OUTPUTS, stage))
-        carry = self._pin(stage, carry, [0] * len(carry))
+        outputs = self._pin(stage, outputs, where := self.places(OUTPUTS, stage), state)
+        carry = self._pin(stage, carry, [0] * len(carry), state)
         state.carries[stage] = carry
         values.write(OUTPUTS, stage, outputs)
         values.write(KEPT, stage, kept)
@@ -216,22 +232,22 @@ class Machine:
         if kind == "B":
             result = passes.backward(*arguments, state.accumulators[stage], notes[stage])
             places = passes.accumulator_places
-            pending = self._pin(stage, result.accumulators or [], places)
+            pending = self._pin(stage, result.accumulators or [], places, state)
             state.accumulators[stage] = pending
         else:
             result = passes.input_grad(*arguments, notes[stage])
             places = [*map(self.traced[stage].place, passes.cuts.pending)]
-            pending = self._pin(stage, result.pending, places)
+            pending = self._pin(stage, result.pending, places, state)
             values.write(PENDING, stage, pending)
         notes[stage] = result.notes
         # Nothing waits for the gradients of the pipeline's inputs, so that TensorFlow leaves
         # them out where nobody asks for them.
         input_grads, where = result.input_grads, self.input_places(stage)
         if stage:
-            input_grads = self._pin(stage, input_grads, where)
+            input_grads = self._pin(stage, input_grads, where, state)
         values.write(GRADS, stage, input_grads)
         carried = self._filled(stage, result.carry_grads)
-        carried = self._pin(stage, carried, [0] * len(carried))
+        carried = self._pin(stage, carried, [0] * len(carried), state)
         state.carry_grads[stage] = carried
         sent = (input_grads, where) if stage else ([], [])
         self._finish(stage, state, (pending, places), sent, (carried, [0] * len(carried)))
@@ -262,14 +278,17 @@ class Machine:
         pending = self._gate(stage, values.read(PENDING, stage), places, state)
         theta = self._theta(stage, state)
         new = passes.weight_grad(theta, pending, scalars, state.accumulators[stage])
-        new = self._pin(stage, new, passes.accumulator_places)
+        new = self._pin(stage, new, passes.accumulator_places, state)
         state.accumulators[stage] = new
         self._finish(stage, state, (new, passes.accumulator_places))
 
     def _theta(self, stage: int, state: State) -> Tensors:
         """The weights of each replica, for one action."""
         tokens = state.tokens[self.stage_devices[stage]]
-        return with_fetched(self._stages[stage], self._thetas[stage], tokens)
+        thetas = self._thetas[stage]
+        if self.guards:
+            thetas = guarded(self._stages[stage], thetas, tokens)
+        return with_fetched(self._stages[stage], thetas, tokens)
 
     def _result_grads(self, stage: int, values: Values) -> Tensors:
         """The gradients of all floating results of a stage; zeros where none has arrived."""

@@ -32,6 +32,7 @@ from pipemesh.recurrent.table.machine import Machine
 from pipemesh.recurrent.table.rolled import Rolled
 from pipemesh.recurrent.table.sizes import Sizes
 from pipemesh.recurrent.table.state import State, empty_notes
+from pipemesh.recurrent.table.ticked import Ticked
 from pipemesh.recurrent.table.unrolled import Unrolled
 from pipemesh.recurrent.watch.strict_devices import check_devices
 from pipemesh.recurrent.watch.wrong_kernels import check_kernels
@@ -171,6 +172,10 @@ class Run:
             loops = find_loops(order, lambda action: mode_of[action.stage, action.microbatch])
             if options.rolled or 2 * _size(loops) <= len(order):
                 self.items = loops
+        if options.rolled == "ticks":
+            self.items = order
+            self._values = Ticked(*arguments, order)
+            return
         unrolled = self.items is order
         self._values = Unrolled(*arguments) if unrolled else Rolled(*arguments, self.items)
 
@@ -242,7 +247,7 @@ class Run:
             if self._loss_scale is not None:
                 (one,) = self._scaled([one])
         # The loss is inside of the pipeline, which only a table allows.
-        assert isinstance(self._values, Unrolled | Rolled)
+        assert isinstance(self._values, Unrolled | Rolled | Ticked)
         self._values.seed_all([one, *[None] * (len(self.last_specs) - 1)])
 
     def _scaled(self, grads: Grads) -> Grads:
