@@ -70,8 +70,6 @@ class Machine:
         stages: the stages, with all weights that they use as theta.
         stage_devices: as given.
         step: int64 scalar; 0 if there is no global step.
-        guards: whether all that an action computes hangs on the tokens of its home, so that
-            nothing is computed where they do not come.
     """
 
     def __init__(
@@ -87,7 +85,7 @@ class Machine:
         is_forward_only: bool,
     ) -> None:
         self.stage_devices = stage_devices
-        self.guards = False
+        self._guards = False
         self.step = tf.constant(0, tf.int64) if step is None else tf.cast(step, tf.int64)
         self._clock = clock
         self._stamp: Callable[..., tf.Operation] | None = None
@@ -170,7 +168,7 @@ class Machine:
         """
         passes = self.passes(stage, mode)
         scalars = [microbatch, self.step]
-        if self.guards:
+        if self._guards:
             with tf.control_dependencies(values.state.tokens[self.stage_devices[stage]][0]):
                 scalars = pin(scalars)
         if self._clock is not None:
@@ -183,6 +181,18 @@ class Machine:
             self._backward(kind, passes, stage, scalars, values)
 
     @contextlib.contextmanager
+    def guarding(self) -> Iterator[None]:
+        """All that actions compute inside hangs on the tokens of their home.
+
+        So nothing is computed where these do not come.
+        """
+        self._guards = True
+        try:
+            yield
+        finally:
+            self._guards = False
+
+    @contextlib.contextmanager
     def acting(self, name: str, stage: int) -> Iterator[None]:
         """Operations made inside belong to an action and lie on its stage's first device."""
         with tf.name_scope(name), tf.device(self._stages[stage].device):
@@ -193,7 +203,7 @@ class Machine:
     ) -> list[MaybeTensor]:
         """Pins those that are not None, each on its device."""
         devices = self._stages[stage].devices
-        if not self.guards:
+        if not self._guards:
             return pin_each(tensors, [devices[place] for place in places])
         # What depends on nothing that an action is given would be there without it.
         home, pinned = state.tokens[self.stage_devices[stage]], [*tensors]
@@ -286,7 +296,7 @@ class Machine:
         """The weights of each replica, for one action."""
         tokens = state.tokens[self.stage_devices[stage]]
         thetas = self._thetas[stage]
-        if self.guards:
+        if self._guards:
             thetas = guarded(self._stages[stage], thetas, tokens)
         return with_fetched(self._stages[stage], thetas, tokens)
 

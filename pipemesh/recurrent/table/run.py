@@ -32,7 +32,7 @@ from pipemesh.recurrent.table.machine import Machine
 from pipemesh.recurrent.table.rolled import Rolled
 from pipemesh.recurrent.table.sizes import Sizes
 from pipemesh.recurrent.table.state import State, empty_notes
-from pipemesh.recurrent.table.ticked import Ticked
+from pipemesh.recurrent.table.ticks.ticked import Ticked
 from pipemesh.recurrent.table.unrolled import Unrolled
 from pipemesh.recurrent.watch.strict_devices import check_devices
 from pipemesh.recurrent.watch.wrong_kernels import check_kernels
