@@ -92,12 +92,8 @@ class Ticked:
             self._machine.begin(stage, self.state)
         homes = self._machine.stage_devices
         programs, num_ticks = program(actions, homes, self._roles, self._places)
-        variables = Variables(
-            programs, self._machine, self._stages, homes, self.state, self.lists
-        )
-        body = Body(
-            self._machine, programs, variables, self.lists, self.sources, self.state
-        )
+        variables = Variables(programs, self._machine, self._stages, homes, self.state, self.lists)
+        body = Body(self._machine, programs, variables, self.lists, self.sources, self.state)
 
         def tick(k: tf.Tensor, *flat: tf.Tensor) -> list[tf.Tensor]:
             return [k + 1, *variables.flatten(body.tick(variables.pack(flat)))]

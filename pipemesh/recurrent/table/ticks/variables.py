@@ -134,9 +134,8 @@ class Variables:
     def _add(
         self, home: int, name: Name, start: Sequence[tf.Tensor | None], places: Sequence[int]
     ) -> None:
-        if any(t is not None for t in start):
-            devices = [self.devices[home][place] for place in places]
-            self.named[name] = Variable(pin_each(list(start), devices), devices, [*places])
+        devices = [self.devices[home][place] for place in places]
+        self.named[name] = Variable(pin_each(list(start), devices), devices, [*places])
 
     def _add_register(self, home: int, channel: Channel, number: int) -> None:
         places = self.arrival_places(channel)
