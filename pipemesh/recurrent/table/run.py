@@ -169,8 +169,10 @@ class Run:
         )
         if form == "unrolled":
             self._values = Unrolled(*arguments)
+        elif form == "ticks":
+            self._values = Ticked(*arguments, order)
         else:
-            self._values = (Rolled if form == "rolled" else Ticked)(*arguments, self.items)
+            self._values = Rolled(*arguments, self.items)
 
     def phases(self) -> tuple[Sequence[Action | Loop], Sequence[Action | Loop]]:
         """The forward and the backward part of the items.

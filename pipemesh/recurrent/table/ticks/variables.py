@@ -95,7 +95,7 @@ class Variables:
     def _add_home(self, home: int, own: HomeProgram) -> None:
         hosts = [host_of(device) for device in self.devices[home]]
         places = [*range(len(hosts))]
-        zeros = [_constant(0, tf.int32, host) for host in hosts]
+        zeros: Grads = [_constant(0, tf.int32, host) for host in hosts]
         self.named[Name("tick", home)] = Variable(zeros, hosts, places)
         tokens: Grads = []
         for device, ends in zip(self.devices[home], self._state.tokens[home], strict=True):
@@ -105,7 +105,9 @@ class Variables:
         for role in own.roles:
             for name, tensors, places in self.held(role.code):
                 self._add(home, name, tensors, places)
-        flags = {("code", i): _where(own.code, i) for i in range(len(own.roles))}
+        flags: dict[Any, np.ndarray] = {
+            ("code", i): _where(own.code, i) for i in range(len(own.roles))
+        }
         numbers: dict[Any, Column] = {"microbatch": own.microbatch}
         for channel, registers in own.registers.items():
             for number, column in enumerate(registers):
@@ -193,7 +195,7 @@ class Variables:
     def shapes(self) -> list[tf.TensorShape]:
         """Those that the tensors have at all ticks."""
         return [
-            t.shape if variable.keeps_shapes else tf.TensorShape(None)
+            t.shape if variable.keeps_shapes else tf.TensorShape(None)  # type: ignore
             for variable in self.named.values()
             for t in variable.start
             if t is not None
