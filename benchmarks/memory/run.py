@@ -92,12 +92,13 @@ def make_step(name: str, stack: Stack, computes: bool):
         # The loss of each row inside, so that no contender returns the last block's output.
         return lingvo_step(stack, DEVICES, row_head_params(), _sum, computes)
     set_threads(inter_op=DEVICES, intra_op=1, num_devices=DEVICES)
-    from pipemesh.recurrent.table import run as executor
+    from pipemesh.recurrent.table import forms
 
     # By default the executor decides by the length of the table, which would put a step into the
     # curves. (`patch` because it fails where there is nothing of that name.)
     unrolled = name.endswith("unrolled")
-    mock.patch.object(executor, "ROLL_ABOVE", sys.maxsize if unrolled else 0).start()
+    mock.patch.object(forms, "ROLL_ABOVE", sys.maxsize if unrolled else 0).start()
+    mock.patch.object(forms, "TICK_ABOVE", sys.maxsize).start()
     step = tf2_step(lambda: make_params(name, stack), stack, DEVICES, lambda outputs: outputs[0])
     return step if computes else lambda: (0.0, 0.0)
 

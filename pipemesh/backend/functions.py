@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -138,3 +139,22 @@ def results_beside_sources() -> Iterator[None]:
 
     with tf.compat.v1.get_default_graph().device(beside):
         yield
+
+
+@contextlib.contextmanager
+def without_automatic_order() -> Iterator[None]:
+    """Loops built inside have no order but the one that is given.
+
+    In functions of TF2 a `Merge` would wait for all operations with state and all merges before it,
+    on whatever devices, and results of a loop's body would get identities without a device.
+    """
+    graph: Any = tf.compat.v1.get_default_graph()
+    before = getattr(graph, "_add_control_dependencies", None)
+    if not before:
+        yield
+        return
+    graph._add_control_dependencies = False
+    try:
+        yield
+    finally:
+        graph._add_control_dependencies = before

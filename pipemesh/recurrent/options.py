@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from pipemesh.errors import PipelineError
 from pipemesh.recurrent.precision import LossScale, check_compute_dtype
@@ -28,8 +28,11 @@ class Options:
             between, gives each stage its own. An `R` of the schedule computes its stage again in
             any case.
         rolled: whether the repeating part of the schedule becomes a loop of the graph, whose
-            size then does not depend on the number of microbatches; by default that is so for
-            schedules of more than 100 actions of which loops leave at most half in the graph.
+            size then does not depend on the number of microbatches; with `ticks` all of it is
+            one loop whose actions are data, so that the graph grows with the number of stages
+            alone. By default there are loops where operations of their own for all actions would
+            be more than 4,000 nodes and loops leave at most half of the actions, and one loop
+            where else more than 32 actions a device would be left; see `recurrent/README.md`.
         compute_dtype: `float32`, `bfloat16` or `float16`: floating weights and inputs are cast to
             it, on their device, before the stages see them, but for the weights of stages that
             have dtypes of their own. Gradients are summed over microbatches
@@ -52,7 +55,7 @@ class Options:
 
     batch_dim: int = 0
     remat: Remat = "full"
-    rolled: bool | None = None
+    rolled: bool | Literal["ticks"] | None = None
     compute_dtype: Any = None
     uncast_inputs: frozenset[int] = frozenset()
     loss_scale: LossScale | None = None
@@ -63,6 +66,10 @@ class Options:
 
     def __post_init__(self) -> None:
         policy_of(self.remat)
+        if self.rolled not in (None, False, True, "ticks"):
+            raise PipelineError(
+                f"rolled is {self.rolled!r}; give True, False, 'ticks', or None to have it chosen"
+            )
         default = "results" if self.loss_scale is None else "loss"
         object.__setattr__(self, "check_numerics", check_policy(self.check_numerics or default))
         if self.check_numerics in OF_GRADIENTS and self.loss_scale is not None:

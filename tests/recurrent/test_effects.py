@@ -41,8 +41,10 @@ def run_tf1(build):
 
 
 MODES = pytest.mark.parametrize("run", [run_tf1, run_tf2])
-WAYS = [{}, {"rolled": True}, {"remat": "none"}, {"check_numerics": "all"}]
-OPTIONS = pytest.mark.parametrize("options", WAYS, ids=["unrolled", "rolled", "none", "all"])
+WAYS = [{}, {"rolled": True}, {"rolled": "ticks"}, {"remat": "none"}, {"check_numerics": "all"}]
+OPTIONS = pytest.mark.parametrize(
+    "options", WAYS, ids=["unrolled", "rolled", "ticks", "none", "all"]
+)
 
 
 def asserted(x):
@@ -104,7 +106,9 @@ def test_an_assertion_in_a_stage_fires_without_a_gradient():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"rolled": True}, {"remat": "none"}], ids=["unrolled", "rolled", "none"]
+    "options",
+    [{}, {"rolled": True}, {"rolled": "ticks"}, {"remat": "none"}],
+    ids=["unrolled", "rolled", "ticks", "none"],
 )
 @MODES
 def test_a_print_in_a_stage_says_which_microbatch_it_is_of(run, options, capfd):
@@ -139,7 +143,7 @@ def scalars(path):
     return found
 
 
-@pytest.mark.parametrize("rolled", [False, True])
+@pytest.mark.parametrize("rolled", [False, True, "ticks"])
 def test_summaries_of_tf2_are_written_once_a_microbatch(tmp_path, rolled):
     writer = tf.summary.create_file_writer(str(tmp_path))
 
@@ -156,7 +160,7 @@ def test_summaries_of_tf2_are_written_once_a_microbatch(tmp_path, rolled):
     assert scalars(tmp_path) == {f"stage.s0/first/microbatch_{m}": 2.0 * m for m in range(4)}
 
 
-@pytest.mark.parametrize("rolled", [False, True])
+@pytest.mark.parametrize("rolled", [False, True, "ticks"])
 def test_summaries_of_tf1_are_collected_with_those_of_the_graph(rolled):
     def body(x):
         tf.compat.v1.summary.scalar("first", x[0], collections=["mine"])

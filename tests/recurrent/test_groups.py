@@ -113,7 +113,7 @@ def stages_of(schedule, variables, replicas=1):
 
 @pytest.mark.parametrize(
     ("name", "replicas", "remat", "rolled"),
-    pairwise(list(SCHEDULES), [1, 2], ["full", "none"], [False, True]),
+    pairwise(list(SCHEDULES), [1, 2], ["full", "none"], [False, True, "ticks"]),
 )
 def test_slices_of_weights_and_activations_equal_the_plain_model(name, replicas, remat, rolled):
     schedule = SCHEDULES[name]

@@ -59,7 +59,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("mode", "rolled", "name", "num_homes", "num_microbatches", "replicas", "remat"),
-    in_turn([(mode, rolled) for mode in RUNNERS for rolled in (False, True)], CASES),
+    in_turn([(mode, rolled) for mode in RUNNERS for rolled in (False, True, "ticks")], CASES),
     indirect=["mode"],
 )
 def test_replicas_equal_the_plain_model(
@@ -140,7 +140,7 @@ def test_weights_go_out_once_and_their_gradients_come_back_once_a_step():
         ]
 
 
-@pytest.mark.parametrize("rolled", [False, True])
+@pytest.mark.parametrize("rolled", [False, True, "ticks"])
 @pytest.mark.parametrize("use", ["variable", "rows", "tensor"])
 def test_integers_that_are_captured_are_read_once_and_copied_once(use, rolled):
     numbers = tf.Variable(np.arange(5, dtype=np.int64))
@@ -305,7 +305,7 @@ def test_summaries_say_which_replica(tmp_path):
 
 
 @pytest.mark.parametrize("replica", [0, 1])
-@pytest.mark.parametrize("rolled", [False, True])
+@pytest.mark.parametrize("rolled", [False, True, "ticks"])
 def test_what_is_not_finite_is_found_with_its_replica(replica, rolled):
     x = X.copy()
     # Four microbatches of two examples, one for each replica.
@@ -387,7 +387,7 @@ def test_a_device_that_a_home_names_twice_holds_what_both_replicas_hold():
     ]
 
 
-@pytest.mark.parametrize("rolled", [False, True])
+@pytest.mark.parametrize("rolled", [False, True, "ticks"])
 def test_one_device_may_have_several_replicas(rolled):
     homes = [Home(("CPU:0", "CPU:0")), Home(("CPU:1", "CPU:1"))]
     found = trained(one_f_one_b(2, 2), homes, forwards=(checked, squares), rolled=rolled)()
@@ -474,7 +474,7 @@ def test_outputs_come_back_in_the_order_of_the_batch():
 
 
 @pytest.mark.parametrize("batch_dim", [0, 1])
-@pytest.mark.parametrize("rolled", [False, True])
+@pytest.mark.parametrize("rolled", [False, True, "ticks"])
 def test_the_batch_may_be_any_dim(batch_dim, rolled):
     x = np.random.default_rng(3).normal(size=[4, 12, 4] if batch_dim else [12, 4, 4])
     x = x.astype(np.float32)

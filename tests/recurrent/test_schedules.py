@@ -71,7 +71,7 @@ def test_a_loop_of_the_graph_gives_the_same(mode, name, remat):
 @pytest.mark.parametrize(
     ("mode", "remat", "rolled", "name"),
     in_turn(
-        [(m, r, rolled) for m in RUNNERS for r in ("none", "full") for rolled in (False, True)],
+        [(m, r, f) for m in RUNNERS for r in ("none", "full") for f in (False, True, "ticks")],
         ["gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_v"],
     ),
     indirect=["mode"],
@@ -85,6 +85,17 @@ def test_recomputations_that_are_actions_of_their_own_give_the_same(mode, remat,
 def test_another_policy_for_each_stage(mode):
     schedule = recompute(one_f_one_b(4, 6), stages=[1, 3])
     assert_equal(mode, schedule, remat="full,none,twice,except_last")
+
+
+@pytest.mark.parametrize(
+    ("mode", "remat", "name"),
+    in_turn([(mode, remat) for mode in RUNNERS for remat in REMAT], NAMES),
+    indirect=["mode"],
+)
+def test_one_loop_over_ticks_gives_the_same(mode, name, remat):
+    assert_equal(
+        mode, build(name, 2 + (name == "looped_bfs"), 12), remat=REMAT[remat], rolled="ticks"
+    )
 
 
 def graph_size(schedule, **options):
@@ -108,12 +119,21 @@ def test_the_graph_of_a_loop_does_not_grow_with_the_number_of_microbatches():
 
 
 @pytest.mark.slow
+def test_the_graph_of_one_loop_over_ticks_does_not_grow_with_the_table():
+    """Neither with its microbatches nor with the square of the number of its stages."""
+    few, more = (graph_size(one_f_one_b(2, m), rolled="ticks") for m in (6, 12))
+    assert abs(more - few) < 10
+    two, four, eight = (graph_size(one_f_one_b(s, 12), rolled="ticks") for s in (2, 4, 8))
+    assert eight - four <= 2.2 * (four - two)
+
+
+@pytest.mark.slow
 def test_large_tables_become_loops_by_themselves(monkeypatch):
     assert graph_size(one_f_one_b(2, 4)) == graph_size(one_f_one_b(2, 4), rolled=False)
     schedule = one_f_one_b(2, 12)
-    monkeypatch.setattr("pipemesh.recurrent.table.run.ROLL_ABOVE", 10_000)
+    monkeypatch.setattr("pipemesh.recurrent.table.forms.ROLL_ABOVE", 10_000)
     assert graph_size(schedule) == graph_size(schedule, rolled=False)
-    monkeypatch.setattr("pipemesh.recurrent.table.run.ROLL_ABOVE", 40)
+    monkeypatch.setattr("pipemesh.recurrent.table.forms.ROLL_ABOVE", 40)
     assert graph_size(schedule) == graph_size(schedule, rolled=True)
 
 

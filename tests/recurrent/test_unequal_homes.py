@@ -116,7 +116,9 @@ def mode(request):
 
 @pytest.mark.parametrize(
     ("mode", "name", "groups", "replicas", "remat", "rolled"),
-    pairwise(list(RUNNERS), SCHEDULES, list(GROUPS), [1, 2], ["full", "none"], [False, True]),
+    pairwise(
+        list(RUNNERS), SCHEDULES, list(GROUPS), [1, 2], ["full", "none"], [False, True, "ticks"]
+    ),
     indirect=["mode"],
 )
 def test_loss_gradients_and_trained_weights_equal_the_plain_model(

@@ -98,7 +98,7 @@ def check_options(options: Options) -> None:
     locating = {policy for policies in LOCATING.values() for policy in policies}
     for name, wrong, allowed in (
         ("remat", options.remat != "full", "the stage is always computed again ('full')"),
-        ("rolled", options.rolled is False, "it is always a loop (None or True)"),
+        ("rolled", options.rolled in (False, "ticks"), "it is always a loop (None or True)"),
         ("clock", options.clock is not None, "no action of its own can be noted (None)"),
         (
             "check_numerics",

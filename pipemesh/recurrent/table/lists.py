@@ -35,10 +35,14 @@ class Lists:
 
     Attributes:
         handles: of each channel the lists, None in place of a tensor that does not exist.
+        sizes: how many elements those have that have another number.
+        elsewhere: the devices of those that do not lie where their values are made.
     """
 
     def __init__(self, machine: Machine, stages: Sequence[Stage], num_microbatches: int) -> None:
         self.handles: dict[Key, list[tf.Tensor | None]] = {}
+        self.sizes: dict[Key, int] = {}
+        self.elsewhere: dict[Key, list[str]] = {}
         self._machine = machine
         self._stages = stages
         self._num_microbatches = num_microbatches
@@ -53,7 +57,7 @@ class Lists:
         for key in keys:
             if key not in self.handles:
                 self.handles[key] = [
-                    None if spec is None else self._empty(device, spec)
+                    None if spec is None else self._empty(device, spec, key)
                     for spec, device in zip(
                         self._machine.specs(*key), self._devices(key), strict=True
                     )
@@ -61,15 +65,17 @@ class Lists:
 
     def _devices(self, key: Key) -> list[str]:
         """Where the values of a channel lie."""
+        if key in self.elsewhere:
+            return self.elsewhere[key]
         devices = self._stages[key.stage].devices
         return [devices[place] for place in self._machine.places(*key)]
 
-    def _empty(self, device: str, spec: tf.TensorSpec) -> tf.Tensor:
+    def _empty(self, device: str, spec: tf.TensorSpec, key: Key) -> tf.Tensor:
         with tf.device(device):
             # Of any shape, because cleared elements have another one.
             return tf.raw_ops.TensorListReserve(
                 element_shape=tf.constant(-1),
-                num_elements=tf.constant(self._num_microbatches),
+                num_elements=tf.constant(self.sizes.get(key, self._num_microbatches)),
                 element_dtype=spec.dtype,
             )
 
@@ -99,7 +105,7 @@ class Lists:
                     cleared.append(None)
                 else:
                     values.append(_get(handle, index, spec))
-                    cleared.append(_nothing(spec.dtype))
+                    cleared.append(nothing(spec.dtype))
         self._set(key, microbatch, cleared)
         return values
 
@@ -159,7 +165,7 @@ def _get(handle: tf.Tensor, index: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
     return value
 
 
-def _nothing(dtype: tf.DType) -> tf.Tensor:
+def nothing(dtype: tf.DType) -> tf.Tensor:
     """The smallest value of a dtype; a variant is a list, as loops inside stages make them."""
     if dtype == tf.variant:
         return tf.raw_ops.EmptyTensorList(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import tensorflow as tf
 
@@ -20,36 +20,14 @@ from pipemesh.recurrent.precision import sum_dtype
 from pipemesh.recurrent.remat import FULL, NONE, Mode
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.kinds import GRADS, KEPT, OUTPUTS, PENDING, REMADE, Kind
-from pipemesh.recurrent.table.state import State
-from pipemesh.recurrent.table.thetas import of_every_replica, with_fetched
+from pipemesh.recurrent.table.state import State, Values
+from pipemesh.recurrent.table.thetas import guarded, of_every_replica, with_fetched
 from pipemesh.recurrent.watch.clock import Stamps
 from pipemesh.recurrent.watch.health import LOCATING, Direction
 from pipemesh.recurrent.watch.probes import Probe
 
 # Operations whose results are known before anything runs.
 _CONSTANT = ("Const", "Fill")
-
-
-class Values(Protocol):
-    """Where actions find what others made.
-
-    What belongs to a microbatch is addressed by a kind and a stage, for the microbatch of the
-    action that is being performed. What a stage or a device holds from action to action is in
-    `state`.
-    """
-
-    @property
-    def state(self) -> State:
-        """What is held from action to action."""
-        ...
-
-    def read(self, kind: Kind[MaybeTensor], stage: int) -> list[MaybeTensor]:
-        """What was written."""
-        ...
-
-    def write(self, kind: Kind[MaybeTensor], stage: int, value: Sequence[MaybeTensor]) -> None:
-        """Leaves something for a later action."""
-        ...
 
 
 class Machine:
@@ -86,6 +64,7 @@ class Machine:
         is_forward_only: bool,
     ) -> None:
         self.stage_devices = stage_devices
+        self._guards = False
         self.step = tf.constant(0, tf.int64) if step is None else tf.cast(step, tf.int64)
         self._clock = clock
         self._stamp: Callable[..., tf.Operation] | None = None
@@ -169,6 +148,9 @@ class Machine:
         """
         scalars = [microbatch, self.step]
         passes = self.passes(stage, mode if kind in "FR" else mode.backward)
+        if self._guards:
+            with tf.control_dependencies(values.state.tokens[self.stage_devices[stage]][0]):
+                scalars = pin(scalars)
         if self._clock is not None:
             self._stamp = functools.partial(self._clock.stamp, kind, stage, microbatch)
         if kind == "F":
@@ -182,17 +164,39 @@ class Machine:
             self._backward(kind, passes, stage, scalars, values, left)
 
     @contextlib.contextmanager
+    def guarding(self) -> Iterator[None]:
+        """All that actions compute inside hangs on the tokens of their home.
+
+        So nothing is computed where these do not come.
+        """
+        self._guards = True
+        try:
+            yield
+        finally:
+            self._guards = False
+
+    @contextlib.contextmanager
     def acting(self, name: str, stage: int) -> Iterator[None]:
         """Operations made inside belong to an action and lie on its stage's first device."""
         with tf.name_scope(name), tf.device(self._stages[stage].device):
             yield
 
     def _pin(
-        self, stage: int, tensors: list[MaybeTensor], places: Sequence[int]
+        self, stage: int, tensors: list[MaybeTensor], places: Sequence[int], state: State
     ) -> list[MaybeTensor]:
         """Pins those that are not None, each on its device."""
         devices = self._stages[stage].devices
-        return pin_each(tensors, [devices[place] for place in places])
+        if not self._guards:
+            return pin_each(tensors, [devices[place] for place in places])
+        # What depends on nothing that an action is given would be there without it.
+        home, pinned = state.tokens[self.stage_devices[stage]], [*tensors]
+        for place, device in enumerate(devices):
+            mine = [i for i, own in enumerate(places) if own == place]
+            with tf.control_dependencies(home[place]):
+                results = pin_each([tensors[i] for i in mine], device)
+            for i, result in zip(mine, results, strict=True):
+                pinned[i] = result
+        return pinned
 
     def _forward(self, passes: Passes, stage: int, scalars: Tensors, values: Values) -> None:
         state = values.state
@@ -202,8 +206,8 @@ class Machine:
         outputs, carry, kept, notes[stage] = passes.forward(
             self._theta(stage, state), state.carries[stage], inputs, scalars, notes[stage]
         )
-        outputs = self._pin(stage, outputs, where := self.places(OUTPUTS, stage))
-        carry = self._pin(stage, carry, [0] * len(carry))
+        outputs = self._pin(stage, outputs, where := self.places(OUTPUTS, stage), state)
+        carry = self._pin(stage, carry, [0] * len(carry), state)
         state.carries[stage] = carry
         values.write(OUTPUTS, stage, outputs)
         values.write(KEPT, stage, kept)
@@ -216,7 +220,7 @@ class Machine:
         kept = values.read(KEPT, stage)
         kept = self._gate(stage, kept, [*map(place, passes.cuts.kept)], state)
         remade = passes.recompute(self._theta(stage, state), kept, scalars)
-        remade = self._pin(stage, remade, where := self.places(REMADE, stage))
+        remade = self._pin(stage, remade, where := self.places(REMADE, stage), state)
         values.write(REMADE, stage, remade)
         self._finish(stage, state, (remade, where))
 
@@ -236,22 +240,22 @@ class Machine:
         if kind == "B":
             result = passes.backward(*arguments, state.accumulators[stage], notes[stage])
             places = passes.accumulator_places
-            pending = self._pin(stage, result.accumulators or [], places)
+            pending = self._pin(stage, result.accumulators or [], places, state)
             state.accumulators[stage] = pending
         else:
             result = passes.input_grad(*arguments, notes[stage])
             places = [*map(self.traced[stage].place, passes.cuts.pending)]
-            pending = self._pin(stage, result.pending, places)
+            pending = self._pin(stage, result.pending, places, state)
             values.write(PENDING, stage, pending)
         notes[stage] = result.notes
         # Nothing waits for the gradients of the pipeline's inputs, so that TensorFlow leaves
         # them out where nobody asks for them.
         input_grads, where = result.input_grads, self.input_places(stage)
         if stage:
-            input_grads = self._pin(stage, input_grads, where)
+            input_grads = self._pin(stage, input_grads, where, state)
         values.write(GRADS, stage, input_grads)
         carried = self._filled(stage, result.carry_grads)
-        carried = self._pin(stage, carried, [0] * len(carried))
+        carried = self._pin(stage, carried, [0] * len(carried), state)
         state.carry_grads[stage] = carried
         sent = (input_grads, where) if stage else ([], [])
         self._finish(stage, state, (pending, places), sent, (carried, [0] * len(carried)))
@@ -284,14 +288,17 @@ class Machine:
         pending = self._gate(stage, values.read(PENDING, stage), places, state)
         theta = self._theta(stage, state)
         new = passes.weight_grad(theta, pending, scalars, state.accumulators[stage])
-        new = self._pin(stage, new, passes.accumulator_places)
+        new = self._pin(stage, new, passes.accumulator_places, state)
         state.accumulators[stage] = new
         self._finish(stage, state, (new, passes.accumulator_places))
 
     def _theta(self, stage: int, state: State) -> Tensors:
         """The weights of each replica, for one action."""
         tokens = state.tokens[self.stage_devices[stage]]
-        return with_fetched(self._stages[stage], self._thetas[stage], tokens)
+        thetas = self._thetas[stage]
+        if self._guards:
+            thetas = guarded(self._stages[stage], thetas, tokens)
+        return with_fetched(self._stages[stage], thetas, tokens)
 
     def _result_grads(self, stage: int, values: Values) -> Tensors:
         """The gradients of all floating results of a stage; zeros where none has arrived."""

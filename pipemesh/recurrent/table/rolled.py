@@ -16,7 +16,6 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.backend.operations import MaybeTensor
-from pipemesh.backend.static_shape import static_sizes
 from pipemesh.recurrent.passes.part import Grads, Tensors
 from pipemesh.recurrent.passes.traced_stage import Cutting
 from pipemesh.recurrent.remat import FULL, Mode
@@ -33,6 +32,7 @@ from pipemesh.recurrent.table.kinds import (
 )
 from pipemesh.recurrent.table.lists import Key, Lists
 from pipemesh.recurrent.table.machine import Machine
+from pipemesh.recurrent.table.parts import parts
 from pipemesh.recurrent.table.state import State
 from pipemesh.schedule import Action
 from pipemesh.schedule.repeats import Loop
@@ -78,7 +78,7 @@ class Rolled:
         self.lists = Lists(machine, stages, cutting.num_microbatches)
         self.found: dict[Slot, list[Any]] = {}
         self.sources: dict[Channel, Callable[[tf.Tensor], Grads]] = {
-            Channel(OUTPUTS, -1): lambda m: self._parts(inputs, m)
+            Channel(OUTPUTS, -1): lambda m: parts(inputs, m, cutting)
         }
         self._machine = machine
         self._stages = stages
@@ -143,7 +143,7 @@ class Rolled:
 
     def seed(self, output_grads: Grads) -> None:
         """Cuts the gradients of the outputs of the whole batch."""
-        self._begin_backward(lambda m: self._parts(output_grads, m))
+        self._begin_backward(lambda m: parts(output_grads, m, self._cutting))
 
     def seed_all(self, grads: Grads) -> None:
         """Gives the outputs of every part of the batch the same gradients."""
@@ -167,25 +167,6 @@ class Rolled:
     def _joined(self, kind: Kind[MaybeTensor], stage: int) -> list[MaybeTensor]:
         joined: list[Any] = self.lists.joined(Lists.key(kind, stage, FULL), self._cutting.batch_dim)
         return joined
-
-    def _parts(
-        self, tensors: Sequence[tf.Tensor | None], microbatch: tf.Tensor
-    ) -> list[tf.Tensor | None]:
-        """The parts of a whole batch's tensors that are a microbatch's, replica by replica."""
-        replicas = self._cutting.replicas
-        numbers = [microbatch]
-        if replicas > 1:
-            numbers = [microbatch * replicas + replica for replica in range(replicas)]
-        return [None if t is None else self._part(t, n) for n in numbers for t in tensors]
-
-    def _part(self, tensor: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
-        dim, size = self._cutting.batch_dim, self._cutting.part_size
-        shape = static_sizes(tensor)
-        begin = tf.one_hot(dim, len(shape), number * size, tf.constant(0, tf.int64))
-        shape[dim] = size
-        part = tf.slice(tensor, begin, tf.constant(shape, tf.int64))
-        part.set_shape(shape)
-        return part
 
 
 class _Values:

@@ -28,19 +28,17 @@ from pipemesh.recurrent.table.fit import (
     microbatch_size,
     num_replicas,
 )
+from pipemesh.recurrent.table.forms import form_of
 from pipemesh.recurrent.table.machine import Machine
 from pipemesh.recurrent.table.rolled import Rolled
 from pipemesh.recurrent.table.sizes import Sizes
 from pipemesh.recurrent.table.state import State, empty_notes
+from pipemesh.recurrent.table.ticks.ticked import Ticked
 from pipemesh.recurrent.table.unrolled import Unrolled
 from pipemesh.recurrent.watch.strict_devices import check_devices
 from pipemesh.recurrent.watch.wrong_kernels import check_kernels
 from pipemesh.schedule import Action, Schedule, execution_order
-from pipemesh.schedule.repeats import Loop, find_loops
-
-# Tables that would put more nodes into the graph become loops by themselves, if that makes them at
-# most half as large. Before the first step, TensorFlow needs 0.2 to 0.3 ms of CPU time for each.
-ROLL_ABOVE = 4_000
+from pipemesh.schedule.repeats import Loop
 
 
 class Performer(Protocol):
@@ -166,13 +164,15 @@ class Run:
         if performer is not None:
             self._values = performer(*arguments)
             return
-        num_nodes = schedule.num_microbatches * sum(t.num_nodes() for t in self._machine.traced)
-        if options.rolled or (options.rolled is None and num_nodes > ROLL_ABOVE):
-            loops = find_loops(order, lambda action: mode_of[action.stage, action.microbatch])
-            if options.rolled or 2 * _size(loops) <= len(order):
-                self.items = loops
-        unrolled = self.items is order
-        self._values = Unrolled(*arguments) if unrolled else Rolled(*arguments, self.items)
+        form, self.items = form_of(
+            order, options.rolled, mode_of, self._machine.traced, schedule.num_devices
+        )
+        if form == "unrolled":
+            self._values = Unrolled(*arguments)
+        elif form == "ticks":
+            self._values = Ticked(*arguments, order)
+        else:
+            self._values = Rolled(*arguments, self.items)
 
     def phases(self) -> tuple[Sequence[Action | Loop], Sequence[Action | Loop]]:
         """The forward and the backward part of the items.
@@ -242,7 +242,7 @@ class Run:
             if self._loss_scale is not None:
                 (one,) = self._scaled([one])
         # The loss is inside of the pipeline, which only a table allows.
-        assert isinstance(self._values, Unrolled | Rolled)
+        assert isinstance(self._values, Unrolled | Rolled | Ticked)
         self._values.seed_all([one, *[None] * (len(self.last_specs) - 1)])
 
     def _scaled(self, grads: Grads) -> Grads:
@@ -330,11 +330,6 @@ def _by_place(stage: Stage, num_more: int = 0) -> dict[int, list[int]]:
         place: [i for i, found in enumerate(places) if found == place]
         for place in sorted({0, *places})
     }
-
-
-def _size(items: Sequence[Action | Loop]) -> int:
-    """How many actions the graph has."""
-    return sum(len(item.body) if isinstance(item, Loop) else 1 for item in items)
 
 
 def _first(item: Action | Loop) -> Action:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
+from pipemesh.backend.operations import MaybeTensor
 from pipemesh.recurrent.passes.part import Grads, Tensors
 from pipemesh.recurrent.stage import Stage
+from pipemesh.recurrent.table.kinds import Kind
 from pipemesh.recurrent.watch.health import Direction, empty_note
 
 Tokens = list[list[list[tf.Operation]]]
@@ -71,3 +73,25 @@ class State:
 def empty_notes(stages: Sequence[Stage]) -> list[Tensors]:
     """The notes of stages whose replicas have found nothing."""
     return [[empty_note() for _ in range(stage.of_home.num_replicas)] for stage in stages]
+
+
+class Values(Protocol):
+    """Where actions find what others made.
+
+    What belongs to a microbatch is addressed by a kind and a stage, for the microbatch of the
+    action that is being performed. What a stage or a device holds from action to action is in
+    `state`.
+    """
+
+    @property
+    def state(self) -> State:
+        """What is held from action to action."""
+        ...
+
+    def read(self, kind: Kind[MaybeTensor], stage: int) -> list[MaybeTensor]:
+        """What was written."""
+        ...
+
+    def write(self, kind: Kind[MaybeTensor], stage: int, value: Sequence[MaybeTensor]) -> None:
+        """Leaves something for a later action."""
+        ...

@@ -52,3 +52,27 @@ def with_fetched(
             for number, tensor in zip(numbers, sent, strict=True):
                 found[number] = tensor
     return found
+
+
+def guarded(
+    stage: Stage, thetas: Sequence[tf.Tensor], tokens: Sequence[Sequence[tf.Operation]]
+) -> list[tf.Tensor]:
+    """The weights for one action, which are there only if the tokens of its home are.
+
+    Args:
+        stage: the stage.
+        thetas: what `of_every_replica` gave.
+        tokens: for each of the home's devices what it has to finish before.
+    """
+    home, found = stage.of_home, [*thetas]
+    ways: dict[int, list[int]] = {}
+    for number in range(len(thetas)):
+        replica, i = divmod(number, len(stage.theta))
+        place = replica * home.group + stage.theta_places[i]
+        ways.setdefault(stage.owners[i] if i in stage.fetched else place, []).append(number)
+    for place, numbers in ways.items():
+        with tf.device(home.devices[place]), tf.control_dependencies(tokens[place]):
+            there = pin([thetas[number] for number in numbers])
+        for number, tensor in zip(numbers, there, strict=True):
+            found[number] = tensor
+    return found

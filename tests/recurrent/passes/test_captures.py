@@ -196,7 +196,7 @@ def cut_off(theta, x):
 
 
 @pytest.mark.parametrize("schedule", [one_f_one_b(3, 4), zb_h1(3, 4), gpipe(3, 4)])
-@pytest.mark.parametrize("rolled", [False, True])
+@pytest.mark.parametrize("rolled", [False, True, "ticks"])
 def test_weights_below_a_stopped_gradient_have_none_wherever_the_cut_is(schedule, rolled):
     weights = [tf.Variable(2.0) for _ in range(3)]
 

@@ -78,7 +78,7 @@ def step(schedule, **options):
     return run, seen, slices
 
 
-@pytest.mark.parametrize("rolled", [False, True])
+@pytest.mark.parametrize("rolled", [False, True, "ticks"])
 @pytest.mark.parametrize("remat", ["full", "none"])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1"])
 def test_loss_and_gradients_are_those_of_whole_weights(name, remat, rolled):

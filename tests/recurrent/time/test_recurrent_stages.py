@@ -69,7 +69,7 @@ def want():
 
 
 @pytest.mark.parametrize("remat", ["full", "none"])
-@pytest.mark.parametrize("rolled", [False, True])
+@pytest.mark.parametrize("rolled", [False, True, "ticks"])
 def test_states_and_all_gradients_equal_the_plain_loop(want, rolled, remat):
     got = run(lambda v: piped(v, Options(rolled=rolled, remat=remat)))
     tf.nest.map_structure(

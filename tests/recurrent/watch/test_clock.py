@@ -62,7 +62,7 @@ def timed(schedule, **options):
     return clock.timeline(schedule)
 
 
-@pytest.mark.parametrize("rolled", [False, True])
+@pytest.mark.parametrize("rolled", [False, True, "ticks"])
 def test_actions_take_what_they_take_and_keep_the_order_of_their_rows(rolled):
     schedule = one_f_one_b(2, 8)
     measured = timed(schedule, rolled=rolled)

@@ -98,7 +98,8 @@ def freed(door, thread):
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("rolled", "remat"), [(False, "none"), (True, "full"), (False, "full"), (True, "none")]
+    ("rolled", "remat"),
+    [(False, "none"), (True, "full"), (False, "full"), (True, "none"), ("ticks", "full")],
 )
 def test_a_step_that_hangs_says_who_waits_for_which_action_of_whom(rolled, remat):
     marks, door, step = marked(one_f_one_b(2, 6), rolled=rolled, remat=remat)

@@ -1,0 +1,1 @@
+"""A table as one loop over its ticks, whose actions are data."""

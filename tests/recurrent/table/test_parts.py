@@ -1,0 +1,20 @@
+"""A microbatch's rows of the whole batch, by a number that only the step knows."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.recurrent.passes.traced_stage import Cutting
+from pipemesh.recurrent.table.parts import parts
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("batch_dim", [0, 1])
+def test_each_replica_gets_its_neighbouring_rows(replicas, batch_dim):
+    x = np.arange(12 * 12).reshape([12, 12])
+    cutting = Cutting(3, 4, batch_dim, replicas)
+    found = parts([tf.constant(x), None], tf.constant(1, tf.int64), cutting)
+    assert found[1::2] == [None] * replicas
+    wanted = np.split(np.split(x, 3, axis=batch_dim)[1], replicas, axis=batch_dim)
+    for one, other in zip(found[::2], wanted, strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -1,0 +1,70 @@
+"""What goes from tick to tick, and the rows of tables of numbers."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.recurrent.table.kinds import GRADS, KEPT, OUTPUTS, Channel
+from pipemesh.recurrent.table.lists import Lists
+from pipemesh.recurrent.table.ticks.codes import Roles
+from pipemesh.recurrent.table.ticks.program import Places, program
+from pipemesh.recurrent.table.ticks.variables import Name, Table, Variables, host_of
+from pipemesh.schedule import execution_order
+from tests.recurrent.passes.traced import run
+from tests.recurrent.table.small import MICROBATCHES, MODES, SCHEDULE, small_machine
+
+
+def variables_of():
+    order, homes = execution_order(SCHEDULE), SCHEDULE.stage_devices
+    machine, state = small_machine()
+    for stage in range(2):
+        machine.begin(stage, state)
+    roles = Roles(order, homes, MODES)
+    places = Places(order, roles, MICROBATCHES)
+    programs, _ = program(order, homes, roles, places)
+    lists = Lists(machine, machine.stages, MICROBATCHES)
+    lists.sizes = places.sizes
+    return Variables(programs, machine, machine.stages, homes, state, lists)
+
+
+def test_state_lists_and_what_arrives_go_along_on_their_devices():
+    with tf.Graph().as_default():
+        found = variables_of()
+        named = {
+            (name.what, *((name.key,) if isinstance(name.key, int) else name.key[:2]))
+            for name in found.named
+        }
+        assert {("carries", 0), ("accumulators", 1), ("token", 0), ("tick", 1)} <= named
+        assert {("list", KEPT, 0), ("list", OUTPUTS, 1), ("list", GRADS, 0)} <= named
+        arrives = {name.key for name in found.named if name.what == "register"}
+        assert arrives == {Channel(OUTPUTS, 0), Channel(GRADS, 1)}
+        of_first = found.named[Name("accumulators", 0)]
+        assert (of_first.devices, of_first.places) == (["CPU:1"], [0])
+
+
+def test_values_are_packed_as_they_were_flattened():
+    with tf.Graph().as_default():
+        found = variables_of()
+        start = {name: variable.start for name, variable in found.named.items()}
+        flat = found.flatten(start)
+        assert len(flat) == len(found.shapes())
+        assert found.pack(flat) == start
+
+
+def test_a_tick_has_its_row():
+    with tf.Graph().as_default():
+        table = Table({"a": [1, 2, 3], ("b", 0): [4, 5, 6]}, ["CPU:1", "CPU:2"], np.int32)
+        number = table.row([tf.constant(2), tf.constant(0)])
+        assert run([number(0, "a"), number(0, ("b", 0)), number(1, "a")]) == [3, 6, 1]
+
+
+@pytest.mark.parametrize(
+    ("device", "host"),
+    [
+        ("CPU:3", "CPU:3"),
+        ("GPU:1", "/device:CPU:0"),
+        ("/job:worker/task:2/device:GPU:1", "/job:worker/task:2/device:CPU:0"),
+    ],
+)
+def test_numbers_are_looked_up_by_the_processor_beside_a_device(device, host):
+    assert host_of(device) == host
