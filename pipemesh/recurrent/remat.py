@@ -181,7 +181,7 @@ def modes_of(remat: Remat, schedule: Schedule) -> dict[tuple[int, int], Mode]:
     modes = dict(policy_of(remat).modes(schedule))
     for pair in schedule.recomputed():
         mode = modes[pair] if modes[pair].recomputed is not NONE.recomputed else FULL
-        name = f"{mode.name}, apart"
+        name = f"{mode.name}_apart"
         modes[pair] = dataclasses.replace(mode, name=name, is_apart=True, is_twice=False)
     return modes
 
