@@ -26,18 +26,22 @@ class Measured:
         plan: that it ran under.
         batch: rows.
         seconds: that it took.
+        is_work: whether they are seconds of all cores together, `Prediction.work`, which other
+            programs on the machine disturb less than the clock.
     """
 
     plan: Plan
     batch: int
     seconds: float
+    is_work: bool = False
 
 
 def fitted(figures: Figures, steps: Sequence[Measured]) -> Figures:
     """The same figures, moved until forecasts of some steps agree with what they took.
 
-    What cannot be measured on its own is moved: by one factor what layers take, and what actions
-    take beside them, what a step takes besides, the update, the link, the cores that devices share.
+    What cannot be measured on its own is moved: what actions take beside their layers, what a step
+    takes besides, the update, the link; and, which costs more, what all layers take by one factor,
+    and the cores that devices share.
     Squares of the logarithms of errors are made small by moving one factor at a time (a search
     along coordinates), with a little weight on staying where figures were.
 
@@ -67,7 +71,8 @@ def fitted(figures: Figures, steps: Sequence[Measured]) -> Figures:
         total = sum(_FACTORS[name][2] * factor**2 for name, factor in factors.items())
         for step in steps:
             found = predict(step.plan, there, step.batch, parts=False)
-            total += math.log(found.seconds / step.seconds) ** 2
+            told = found.work if step.is_work else found.seconds
+            total += math.log(told / step.seconds) ** 2
         return total
 
     try:

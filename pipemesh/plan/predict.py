@@ -19,6 +19,8 @@ class Prediction:
         seconds: of the whole step.
         bubble: the share of their time that devices wait for each other.
         memory: bytes of each place along `layers`, of one device there.
+        work: seconds of a step that all devices compute, added up: what their cores do, however
+            they share them.
         parts: by name the seconds that each thing adds to the step; none unless they are asked
             for. `compute`, the work spread evenly over all devices or cores; `actions`, what
             actions take beside it; `bubble`; `imbalance` of the stages; `sums` of devices that
@@ -29,6 +31,7 @@ class Prediction:
     seconds: float
     bubble: float
     memory: tuple[float, ...]
+    work: float = 0.0
     parts: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
 
     @property
@@ -70,8 +73,12 @@ def predict(plan: Plan, figures: Figures, batch: int, *, parts: bool = True) -> 
     seconds = with_gradients + update + figures.fixed
     memory = tuple(_memory(stages, figures, timeline, place) for place in places)
     bubble = _waiting(timeline, stages, figures)
+    home = _home(stages)
+    durations = timeline.costs.per_stage(stages.table.num_stages).durations()
+    busy = sum(durations[each.kind][each.stage] for row in stages.table.rows for each in row)
+    done = home * (busy + sum(gradients)) + _updates(stages, figures) + figures.fixed
     if not parts:
-        return Prediction(plan, seconds, bubble, memory)
+        return Prediction(plan, seconds, bubble, memory, done)
     work = action_costs(stages, figures, sums=False, transfers=False)
     summed = action_costs(stages, figures, transfers=False)
     even = even_costs(work, plan.num_stages)
@@ -93,7 +100,7 @@ def predict(plan: Plan, figures: Figures, batch: int, *, parts: bool = True) -> 
         "optimizer": update,
         "fixed": figures.fixed,
     }
-    return Prediction(plan, seconds, bubble, memory, found)
+    return Prediction(plan, seconds, bubble, memory, done, found)
 
 
 def _home(stages: Stages) -> int:
@@ -149,6 +156,12 @@ def _tails(stages: Stages, figures: Figures) -> tuple[list[float], float]:
         return gradients, max(each)
     # All devices at once, on as many cores as there are.
     return gradients, max(max(each), sum(each) * _home(stages) / figures.cores)
+
+
+def _updates(stages: Stages, figures: Figures) -> float:
+    """What all devices take for the optimizer, each replica its share."""
+    each = sum(stages.weights(stage) for stage in range(stages.table.num_stages))
+    return each / stages.replicas * figures.update * _home(stages)
 
 
 def _memory(stages: Stages, figures: Figures, timeline: Timeline, place: int) -> float:

@@ -63,6 +63,17 @@ def test_tails_come_after_the_last_action():
     assert predict(plan, found, 4, parts=False).binds == ""
 
 
+def test_work_is_what_all_cores_do():
+    """However many there are; bubbles are none, and replicas each do their share."""
+    plan = Plan("layers:2", num_microbatches=4, remat="none")
+    for cores in (None, 1.0, 2.0):
+        assert predict(plan, figures(cores=cores), 4).work == pytest.approx(4 * 4 * 3)
+    shared = Plan("layers:1;data:2", "batch:data", remat="none")
+    found = figures(update=0.5, fixed=7.0, action=0.25, transfer=Link(0.0, 1.0))
+    # Of both: two actions, the sums of 32 bytes, half of the update; and what is done once.
+    assert predict(shared, found, 4).work == pytest.approx(48 + 4 * 0.25 + 2 * 32 + 16 + 7)
+
+
 def test_memory_of_places():
     found = figures(optimizer=2.0)
     plan = Plan("layers:2", num_microbatches=4, remat="none")

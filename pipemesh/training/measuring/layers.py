@@ -143,7 +143,7 @@ def with_rows(batch: Any, rows: int) -> Any:
     """
 
     def some(x: tf.Tensor) -> tf.Tensor:
-        times = -(-rows // x.shape[0])
+        times = -(-rows // int(x.shape[0] or 1))
         return tf.concat([x] * times, 0)[:rows]
 
     return tf.nest.map_structure(some, batch)
