@@ -11,6 +11,7 @@ not have yet; it may be ended at any time. Every plan is timed in turn with one 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
 import os
@@ -76,31 +77,13 @@ def plans_of(figures: Figures, seed: int) -> list[Plan]:
     return [found[text] for text in kept]
 
 
-def peak() -> int:
-    """The largest resident set since it was last forgotten."""
-    status = pathlib.Path("/proc/self/status").read_text(encoding="utf-8")
-    return int(next(line for line in status.splitlines() if "VmHWM" in line).split()[1]) * 1024
-
-
-def forget_peak() -> None:
-    pathlib.Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
-
-
-def resident() -> int:
-    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def measured(make: Callable[[Plan], Any], batch: Any, plan: Plan, reference: Any) -> dict[str, Any]:
     """A plan's steps, each in turn with one of the reference."""
     from pipemesh.training.measuring.timed_step import TimedStep
 
     gc.collect()
-    before = resident()
     step = TimedStep(make(plan), batch)
     step.run()
-    forget_peak()
-    step.run()
-    held = peak() - before
     own: list[float] = []
     cpu: list[float] = []
     beside_cpu: list[float] = []
@@ -115,7 +98,7 @@ def measured(make: Callable[[Plan], Any], batch: Any, plan: Plan, reference: Any
         "reference": beside,
         "cpu": cpu,
         "reference_cpu": beside_cpu,
-        "held": held,
+        "held": max(device.total for device in step.memory),
         "build": step.build,
     }
 
@@ -169,7 +152,17 @@ def kendall(a: list[float], b: list[float]) -> float:
 def report(arguments: argparse.Namespace) -> None:
     """Rows of a family: by the clock, by the ratio to the reference, and what cores did."""
     table = [
-        ("family", "plans", "mean error", "95th", "tau", "regret", "memory under", "search s"),
+        (
+            "family",
+            "plans",
+            "mean error",
+            "95th",
+            "tau",
+            "regret",
+            "memory under",
+            "over",
+            "search s",
+        ),
     ]
     everything = list(rows_of(pathlib.Path(arguments.out)))
     for family in sorted({row["family"] for row in everything}):
@@ -182,7 +175,10 @@ def report(arguments: argparse.Namespace) -> None:
         begin = time.perf_counter()
         search(figures, Asked(DEVICES, figures.batch, schedules=SCHEDULES))
         took = time.perf_counter() - begin
-        held = [row["held"] / sum(each.memory) for row, each in zip(rows, ahead, strict=True)]
+        # The optimizer's state is no matter of the graph.
+        bare = dataclasses.replace(figures, optimizer=0.0)
+        sizes = [max(predict(plan, bare, bare.batch, parts=False).memory) for plan in plans]
+        held = [row["held"] / size for row, size in zip(rows, sizes, strict=True)]
         clock = [statistics.median(row["seconds"]) for row in rows]
         # What else runs on the machine makes both longer alike.
         ratio = [
@@ -205,7 +201,8 @@ def report(arguments: argparse.Namespace) -> None:
                     f"{errors[min(len(errors) - 1, int(0.95 * len(errors)))]:.1%}",
                     f"{kendall(told, seconds):.2f}",
                     f"{seconds[best] / min(seconds) - 1:.1%}",
-                    f"{max(held) - 1:.0%}",
+                    f"{max(held) - 1:+.0%}",
+                    f"{1 - min(held):+.0%}",
                     f"{took:.1f}",
                 )
             )

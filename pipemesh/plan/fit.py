@@ -121,7 +121,7 @@ _FACTORS: dict[
     str, tuple[Callable[[Figures], bool], Callable[[Figures, float], Figures], float]
 ] = {
     "layers": (lambda figures: True, _layers, _TRUST),
-    "action": (*_number("action"), _GUESS),
+    "action": (*_number("action"), 0.2 * _TRUST),
     "cores": (*_number("cores"), _TRUST),
     "fixed": (*_number("fixed"), _GUESS),
     "update": (*_number("update"), _GUESS),

@@ -71,7 +71,7 @@ def predict(plan: Plan, figures: Figures, batch: int, *, parts: bool = True) -> 
     ends = [timeline.ends[place][-1] for place in places]
     with_gradients = max(end + gradients[place] for place, end in enumerate(ends))
     seconds = with_gradients + update + figures.fixed
-    memory = tuple(_memory(stages, figures, timeline, place) for place in places)
+    memory = tuple(_memory(stages, figures, place) for place in places)
     bubble = _waiting(timeline, stages, figures)
     home = _home(stages)
     durations = timeline.costs.per_stage(stages.table.num_stages).durations()
@@ -164,22 +164,36 @@ def _updates(stages: Stages, figures: Figures) -> float:
     return each / stages.replicas * figures.update * _home(stages)
 
 
-def _memory(stages: Stages, figures: Figures, timeline: Timeline, place: int) -> float:
+def _memory(stages: Stages, figures: Figures, place: int) -> float:
     """Bytes of one device: weights, gradients, the optimizer's share, what is kept and needed."""
-    weights = held = working = 0.0
+    weights = working = 0.0
+    kept: dict[int, float] = {}
+    pending: dict[int, float] = {}
     for stage, owner in enumerate(stages.table.stage_devices):
         if owner != place:
             continue
         weights += stages.weights(stage)
-        kept = stages.kept(stage)
-        each = stages.given(stage) if stages.again else kept
-        held += timeline.in_flight[stage] * each
+        whole = stages.kept(stage)
+        kept[stage] = stages.given(stage) if stages.again else whole
+        pending[stage] = stages.pending(stage)
         runs = sum(
             layer.working.at(stages.rows) / stages.shared(layer)
             for layer in stages.layers[stage]
             if layer.working is not None
         )
         # While an action computes its stage again it has all of that, too.
-        working = max(working, runs + (kept if stages.again else 0.0))
+        working = max(working, runs + (whole if stages.again else 0.0))
+    held = most = 0.0
+    for action in stages.table.rows[place]:
+        stage = action.stage
+        if action.kind == "F":
+            held += kept[stage]
+        elif action.kind == "B":
+            held -= kept[stage]
+        elif action.kind == "I":
+            held += pending[stage] - kept[stage]
+        elif action.kind == "W":
+            held -= pending[stage]
+        most = max(most, held)
     states = weights * (2 + figures.optimizer / stages.replicas)
-    return states + held + working
+    return states + most + working

@@ -10,6 +10,7 @@ from pipemesh.plan.figures import Figures
 from pipemesh.plan.layer_figures import Curve, LayerFigures, figures_of_costs
 from pipemesh.plan.network import Link
 from pipemesh.plan.predict import predict
+from pipemesh.schedule import Schedule
 
 
 def figures(layers=4, split=1, **more):
@@ -84,6 +85,20 @@ def test_memory_of_places():
     assert predict(again, found, 4).memory == (16 * 4 + 8, 16 * 4 + 2 + 8)
     shared = Plan("layers:1;data:2", "batch:data", num_microbatches=2, remat="none")
     assert predict(shared, found, 4).memory == (32 * 3 + 16,)
+
+
+def test_between_the_halves_of_a_backward_pass_other_things_are_kept():
+    """ZB-H2 holds what its W need, whether the rest is computed again or not."""
+    line = Curve(((1, 1.0),))
+    more = {"whole": Curve(((1, 1.0),)), "pending": Curve(((1, 3.0),))}
+    layer = LayerFigures("a", {"F": line, "B": line}, 0, Curve(((1, 2.0),)), line, split=2, **more)
+    found = Figures((layer,), rules="heads:model")
+    table = Schedule.from_text("0: 0F0 0F1 0I0 0I1 0W0 0W1")
+    plan = Plan(schedule=table, num_microbatches=2, remat="none")
+    assert predict(plan, found, 2).memory == (6,)
+    # Devices that share the layer each have what is whole, and half of the rest.
+    shared = Plan("layers:1;model:2", "heads:model", table, num_microbatches=2, remat="none")
+    assert predict(shared, found, 2).memory == (4,)
 
 
 def test_what_actions_need_while_they_run_counts_once():
