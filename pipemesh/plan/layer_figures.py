@@ -82,6 +82,7 @@ class LayerFigures:
         working: bytes that an action needs of it while it runs, beside what is kept.
         whole: bytes of what is kept that each of the devices has which share it.
         pending: bytes that it keeps between an `I` and its `W`; by default as many as are kept.
+        pending_whole: as `whole`, of what is pending.
 
     Raises:
         PlanError: there is a kind of action that is none, or no time of `F` and of `B` or both
@@ -99,6 +100,7 @@ class LayerFigures:
     working: Curve | None = None
     whole: Curve | None = None
     pending: Curve | None = None
+    pending_whole: Curve | None = None
 
     def __post_init__(self) -> None:
         there = set(self.seconds)
@@ -152,9 +154,11 @@ class LayerFigures:
             >>> layer.holds(1, shared=1), layer.holds(1, shared=2)
             (8.0, 5.0)
         """
-        curve = self.pending if pending and self.pending is not None else self.kept
+        curve, whole = self.kept, self.whole
+        if pending and self.pending is not None:
+            curve, whole = self.pending, self.pending_whole
         found = curve.at(rows)
-        alike = min(found, self.whole.at(rows)) if self.whole is not None else 0.0
+        alike = min(found, whole.at(rows)) if whole is not None else 0.0
         return alike + (found - alike) / shared
 
     def faster(self, factor: float) -> LayerFigures:
@@ -234,6 +238,7 @@ def layers_to_values(layers: Sequence[LayerFigures]) -> list[dict[str, Any]]:
             "working": points(layer.working),
             "whole": points(layer.whole),
             "pending": points(layer.pending),
+            "pending_whole": points(layer.pending_whole),
         }
         for layer in layers
     ]
@@ -273,6 +278,7 @@ def layers_from_values(values: Any, source: str) -> list[LayerFigures]:
                 working=curve(of.get("working")),
                 whole=curve(of.get("whole")),
                 pending=curve(of.get("pending")),
+                pending_whole=curve(of.get("pending_whole")),
             )
             for of in values
         ]

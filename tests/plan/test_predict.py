@@ -91,6 +91,7 @@ def test_between_the_halves_of_a_backward_pass_other_things_are_kept():
     """ZB-H2 holds what its W need, whether the rest is computed again or not."""
     line = Curve(((1, 1.0),))
     more = {"whole": Curve(((1, 1.0),)), "pending": Curve(((1, 3.0),))}
+    more["pending_whole"] = more["whole"]
     layer = LayerFigures("a", {"F": line, "B": line}, 0, Curve(((1, 2.0),)), line, split=2, **more)
     found = Figures((layer,), rules="heads:model")
     table = Schedule.from_text("0: 0F0 0F1 0I0 0I1 0W0 0W1")

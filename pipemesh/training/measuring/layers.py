@@ -89,9 +89,9 @@ class MeasuredLayers:
         self.rules = ";".join(f"{dim}:{AXIS}" for dim in SPLIT if any(dim in of for of in dims))
         shared: Sequence[StageMemory] = ()
         if self.rules:
-            say(f"{number} layers on two devices, {rows[-1]} rows")
+            say(f"{number} layers on two devices, {middle} rows")
             mesh, rules = Mesh.from_text(f"layers:1;{AXIS}:2"), LayoutRules.from_text(self.rules)
-            two = _step(make, batch, number, "B", rows[-1], on=(mesh, rules))
+            two = _step(make, batch, number, "IW", middle, on=(mesh, rules))
             shared = two.memory[0].stages
         variables = step.trained.learner.GetTrainableVariables(step.trained.task.vars).Flatten()
         self.optimizer = num_bytes(step.trained.optimizer_variables()) / num_bytes(variables)
@@ -103,8 +103,8 @@ class MeasuredLayers:
                 num_bytes(cells[layer].vars.Flatten()),
                 [(size, stages[layer]) for size, stages in sizes],
                 dims[layer],
-                (middle, halves[layer].pending),
-                (rows[-1], shared[layer].kept) if shared else None,
+                halves[layer],
+                shared[layer] if shared else None,
             )
             for layer in range(number)
         ]
@@ -198,25 +198,26 @@ def _figures(
     parameter_bytes: int,
     sizes: Sequence[tuple[int, StageMemory]],
     dims: dict[str, int],
-    pending: tuple[int, int],
-    shared: tuple[int, int] | None,
+    halves: StageMemory,
+    shared: StageMemory | None,
 ) -> LayerFigures:
     curves = {kind: list(seconds[kind].items()) for kind in ("F", "B")}
     # A layer without weights has no `W`. Both halves are the whole: the clock sees less of one
     # some of which may begin before it.
-    halves = {kind: seconds.get(kind, {middle: 0.0})[middle] for kind in "IW"}
-    for kind, time in halves.items():
-        share = time / sum(halves.values())
+    parts = {kind: seconds.get(kind, {middle: 0.0})[middle] for kind in "IW"}
+    for kind, time in parts.items():
+        share = time / sum(parts.values())
         curves[kind] = [(size, whole * share) for size, whole in curves["B"]]
+
+    def whole(of: Callable[[StageMemory], int]) -> Curve | None:
+        # Of two devices each has what is whole, and a half of the rest.
+        if shared is None:
+            return None
+        return Curve(((middle, max(0, 2 * of(shared) - of(halves))),))
 
     def curve(of: Callable[[StageMemory], float]) -> Curve:
         return Curve(tuple((size, of(memory)) for size, memory in sizes))
 
-    whole = None
-    if shared is not None:
-        # Of two devices each has what is whole, and a half of the rest.
-        size, kept = shared
-        whole = Curve(((size, max(0, 2 * kept - sizes[-1][1].kept)),))
     split = math.gcd(*dims.values()) if dims else 1
     outputs = curve(lambda memory: num_bytes(memory.outputs))
     return LayerFigures(
@@ -229,8 +230,9 @@ def _figures(
         summed=Curve(tuple((x, y * len(dims)) for x, y in outputs.points)) if dims else None,
         sums=max(1, len(dims)),
         split=split,
-        whole=whole,
-        pending=Curve((pending,)),
+        whole=whole(lambda memory: memory.kept),
+        pending=Curve(((middle, halves.pending),)),
+        pending_whole=whole(lambda memory: memory.pending),
     )
 
 

@@ -106,7 +106,8 @@ def plans_to_fit(figures: Figures, devices: int) -> Iterator[Plan]:
         return max(n for n in range(1, most + 1) if of % n == 0)
 
     yield Plan(remat="none")
-    yield Plan(num_microbatches=divisor(rows, 8), remat="full")
+    yield Plan(num_microbatches=divisor(rows, 8), remat="none")
+    yield Plan(num_microbatches=divisor(rows, 2), remat="full")
     if devices < 2:
         return
     if len(figures.layers) > 1:
