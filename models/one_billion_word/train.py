@@ -136,6 +136,7 @@ def make_subject(request: Any, text: Text) -> tuple[Any, Any]:
         The subject, and the choice that was made; None if there was nothing to choose.
     """
     from models.one_billion_word import about, command_line
+    from pipemesh.training.command import auto_plan
     from pipemesh.training.run import console
 
     settings, there, device_type = request.settings, text.there, request.device_type
@@ -166,6 +167,7 @@ def make_subject(request: Any, text: Text) -> tuple[Any, Any]:
         choice = _choose(request, stage_flops_of(config))
         settings.PLAN = choice.plan
         vars(config).update(vars(settings))
+    auto_plan.check_memory(settings.PLAN, request.logdir)
     py_utils.SetEagerMode(True)
     return LanguageModelSubject(config, text.corpus, text.vocabulary, device_type, now()), choice
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from pipemesh.errors import PipemeshError, PlanError
 from pipemesh.plan.figures import Figures
+from pipemesh.plan.layer_figures import Curve
 from pipemesh.plan.network import Link
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.predict import predict
@@ -26,18 +27,22 @@ class Measured:
         plan: that it ran under.
         batch: rows.
         seconds: that it took.
+        is_work: whether they are seconds of all cores together, `Prediction.work`, which other
+            programs on the machine disturb less than the clock.
     """
 
     plan: Plan
     batch: int
     seconds: float
+    is_work: bool = False
 
 
 def fitted(figures: Figures, steps: Sequence[Measured]) -> Figures:
     """The same figures, moved until forecasts of some steps agree with what they took.
 
-    What cannot be measured on its own is moved: by one factor what layers take, and what actions
-    take beside them, what a step takes besides, the update, the link, the cores that devices share.
+    What cannot be measured on its own is moved: what actions take beside their layers, what a step
+    takes besides, the update, the link; and, which costs more, what all layers take, by one factor
+    and by a power of the rows, and the cores that devices share.
     Squares of the logarithms of errors are made small by moving one factor at a time (a search
     along coordinates), with a little weight on staying where figures were.
 
@@ -67,7 +72,8 @@ def fitted(figures: Figures, steps: Sequence[Measured]) -> Figures:
         total = sum(_FACTORS[name][2] * factor**2 for name, factor in factors.items())
         for step in steps:
             found = predict(step.plan, there, step.batch, parts=False)
-            total += math.log(found.seconds / step.seconds) ** 2
+            told = found.work if step.is_work else found.seconds
+            total += math.log(told / step.seconds) ** 2
         return total
 
     try:
@@ -94,6 +100,25 @@ def _layers(figures: Figures, factor: float) -> Figures:
     return dataclasses.replace(figures, layers=layers)
 
 
+def _bend(figures: Figures, factor: float) -> Figures:
+    """Many rows take longer, and few rows less, than was measured, or the other way round."""
+
+    def bent(curve: Curve) -> Curve:
+        middle = curve.points[len(curve.points) // 2][0]
+        power = math.log(factor)
+        return Curve(tuple((x, y * (x / middle) ** power) for x, y in curve.points))
+
+    layers = tuple(
+        dataclasses.replace(layer, seconds={k: bent(curve) for k, curve in layer.seconds.items()})
+        for layer in figures.layers
+    )
+    return dataclasses.replace(figures, layers=layers)
+
+
+def _bends(figures: Figures) -> bool:
+    return any(len(c.points) > 1 for layer in figures.layers for c in layer.seconds.values())
+
+
 def _number(name: str) -> tuple[Callable[[Figures], bool], Callable[[Figures, float], Figures]]:
     def moved(figures: Figures, factor: float) -> Figures:
         return dataclasses.replace(figures, **{name: getattr(figures, name) * factor})
@@ -116,7 +141,8 @@ _FACTORS: dict[
     str, tuple[Callable[[Figures], bool], Callable[[Figures, float], Figures], float]
 ] = {
     "layers": (lambda figures: True, _layers, _TRUST),
-    "action": (*_number("action"), _GUESS),
+    "bend": (_bends, _bend, _TRUST),
+    "action": (*_number("action"), 0.2 * _TRUST),
     "cores": (*_number("cores"), _TRUST),
     "fixed": (*_number("fixed"), _GUESS),
     "update": (*_number("update"), _GUESS),

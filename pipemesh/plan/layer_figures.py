@@ -80,6 +80,9 @@ class LayerFigures:
         sums: in how many sums they do.
         split: among how many devices it can be split at most; 1 if it cannot.
         working: bytes that an action needs of it while it runs, beside what is kept.
+        whole: bytes of what is kept that each of the devices has which share it.
+        pending: bytes that it keeps between an `I` and its `W`; by default as many as are kept.
+        pending_whole: as `whole`, of what is pending.
 
     Raises:
         PlanError: there is a kind of action that is none, or no time of `F` and of `B` or both
@@ -95,6 +98,9 @@ class LayerFigures:
     sums: int = 1
     split: int = 1
     working: Curve | None = None
+    whole: Curve | None = None
+    pending: Curve | None = None
+    pending_whole: Curve | None = None
 
     def __post_init__(self) -> None:
         there = set(self.seconds)
@@ -133,6 +139,27 @@ class LayerFigures:
         if kind == "B":
             return self.takes("I", rows) + self.takes("W", rows)
         return self.seconds["B"].at(rows) / 2
+
+    def holds(self, rows: float, shared: int, pending: bool = False) -> float:
+        """Bytes that one of the devices that share it keeps of a microbatch.
+
+        Args:
+            rows: of the microbatch.
+            shared: among how many devices it is split.
+            pending: whether between an `I` and its `W`, and not from `F` on.
+
+        Example:
+            >>> line, own = Curve(((1, 8.0),)), Curve(((1, 2.0),))
+            >>> layer = LayerFigures("a", {"F": line, "B": line}, 0, line, line, whole=own)
+            >>> layer.holds(1, shared=1), layer.holds(1, shared=2)
+            (8.0, 5.0)
+        """
+        curve, whole = self.kept, self.whole
+        if pending and self.pending is not None:
+            curve, whole = self.pending, self.pending_whole
+        found = curve.at(rows)
+        alike = min(found, whole.at(rows)) if whole is not None else 0.0
+        return alike + (found - alike) / shared
 
     def faster(self, factor: float) -> LayerFigures:
         """The same layer on a device that computes so many times as fast.
@@ -209,6 +236,9 @@ def layers_to_values(layers: Sequence[LayerFigures]) -> list[dict[str, Any]]:
             "sums": layer.sums,
             "split": layer.split,
             "working": points(layer.working),
+            "whole": points(layer.whole),
+            "pending": points(layer.pending),
+            "pending_whole": points(layer.pending_whole),
         }
         for layer in layers
     ]
@@ -246,6 +276,9 @@ def layers_from_values(values: Any, source: str) -> list[LayerFigures]:
                 sums=int(of.get("sums", 1)),
                 split=int(of.get("split", 1)),
                 working=curve(of.get("working")),
+                whole=curve(of.get("whole")),
+                pending=curve(of.get("pending")),
+                pending_whole=curve(of.get("pending_whole")),
             )
             for of in values
         ]

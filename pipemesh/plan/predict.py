@@ -19,6 +19,8 @@ class Prediction:
         seconds: of the whole step.
         bubble: the share of their time that devices wait for each other.
         memory: bytes of each place along `layers`, of one device there.
+        work: seconds of a step that all devices compute, added up: what their cores do, however
+            they share them.
         parts: by name the seconds that each thing adds to the step; none unless they are asked
             for. `compute`, the work spread evenly over all devices or cores; `actions`, what
             actions take beside it; `bubble`; `imbalance` of the stages; `sums` of devices that
@@ -29,6 +31,7 @@ class Prediction:
     seconds: float
     bubble: float
     memory: tuple[float, ...]
+    work: float = 0.0
     parts: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
 
     @property
@@ -68,10 +71,14 @@ def predict(plan: Plan, figures: Figures, batch: int, *, parts: bool = True) -> 
     ends = [timeline.ends[place][-1] for place in places]
     with_gradients = max(end + gradients[place] for place, end in enumerate(ends))
     seconds = with_gradients + update + figures.fixed
-    memory = tuple(_memory(stages, figures, timeline, place) for place in places)
+    memory = tuple(_memory(stages, figures, place) for place in places)
     bubble = _waiting(timeline, stages, figures)
+    home = _home(stages)
+    durations = timeline.costs.per_stage(stages.table.num_stages).durations()
+    busy = sum(durations[each.kind][each.stage] for row in stages.table.rows for each in row)
+    done = home * (busy + sum(gradients)) + _updates(stages, figures) + figures.fixed
     if not parts:
-        return Prediction(plan, seconds, bubble, memory)
+        return Prediction(plan, seconds, bubble, memory, done)
     work = action_costs(stages, figures, sums=False, transfers=False)
     summed = action_costs(stages, figures, transfers=False)
     even = even_costs(work, plan.num_stages)
@@ -93,7 +100,7 @@ def predict(plan: Plan, figures: Figures, batch: int, *, parts: bool = True) -> 
         "optimizer": update,
         "fixed": figures.fixed,
     }
-    return Prediction(plan, seconds, bubble, memory, found)
+    return Prediction(plan, seconds, bubble, memory, done, found)
 
 
 def _home(stages: Stages) -> int:
@@ -151,22 +158,42 @@ def _tails(stages: Stages, figures: Figures) -> tuple[list[float], float]:
     return gradients, max(max(each), sum(each) * _home(stages) / figures.cores)
 
 
-def _memory(stages: Stages, figures: Figures, timeline: Timeline, place: int) -> float:
+def _updates(stages: Stages, figures: Figures) -> float:
+    """What all devices take for the optimizer, each replica its share."""
+    each = sum(stages.weights(stage) for stage in range(stages.table.num_stages))
+    return each / stages.replicas * figures.update * _home(stages)
+
+
+def _memory(stages: Stages, figures: Figures, place: int) -> float:
     """Bytes of one device: weights, gradients, the optimizer's share, what is kept and needed."""
-    weights = held = working = 0.0
+    weights = working = 0.0
+    kept: dict[int, float] = {}
+    pending: dict[int, float] = {}
     for stage, owner in enumerate(stages.table.stage_devices):
         if owner != place:
             continue
         weights += stages.weights(stage)
-        kept = stages.kept(stage)
-        each = stages.given(stage) if stages.again else kept
-        held += timeline.in_flight[stage] * each
+        whole = stages.kept(stage)
+        kept[stage] = stages.given(stage) if stages.again else whole
+        pending[stage] = stages.pending(stage)
         runs = sum(
             layer.working.at(stages.rows) / stages.shared(layer)
             for layer in stages.layers[stage]
             if layer.working is not None
         )
         # While an action computes its stage again it has all of that, too.
-        working = max(working, runs + (kept if stages.again else 0.0))
+        working = max(working, runs + (whole if stages.again else 0.0))
+    held = most = 0.0
+    for action in stages.table.rows[place]:
+        stage = action.stage
+        if action.kind == "F":
+            held += kept[stage]
+        elif action.kind == "B":
+            held -= kept[stage]
+        elif action.kind == "I":
+            held += pending[stage] - kept[stage]
+        elif action.kind == "W":
+            held -= pending[stage]
+        most = max(most, held)
     states = weights * (2 + figures.optimizer / stages.replicas)
-    return states + held + working
+    return states + most + working

@@ -46,7 +46,11 @@ class Stages:
 
     def kept(self, stage: int) -> float:
         """Bytes that a device keeps of a microbatch, if nothing is computed again."""
-        return sum(layer.kept.at(self.rows) / self.shared(layer) for layer in self.layers[stage])
+        return sum(layer.holds(self.rows, self.shared(layer)) for layer in self.layers[stage])
+
+    def pending(self, stage: int) -> float:
+        """Bytes that a device keeps of a microbatch between an `I` and its `W`."""
+        return sum(layer.holds(self.rows, self.shared(layer), True) for layer in self.layers[stage])
 
     def given(self, stage: int) -> float:
         """Bytes of a stage's inputs on a device, of a microbatch."""

@@ -24,12 +24,14 @@ class StageMemory:
         kept_inputs: for each input its bytes if it is among that, else 0.
         kept_outputs: for each output whether it is among that.
         outputs: shapes and dtypes of the outputs.
+        pending: bytes that it keeps between an `I` and its `W`; 0 if the table has none.
     """
 
     kept: int
     kept_inputs: tuple[int, ...]
     kept_outputs: tuple[bool, ...]
     outputs: tuple[tf.TensorSpec, ...]
+    pending: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,9 +152,11 @@ def _of_stage(run: Run, stage: int, place: int) -> StageMemory:
         [name for name in every if traced.place(name) == place]
         for every in (traced.inputs, traced.outputs)
     )
+    halves = any(action.kind == "I" for row in run.schedule.rows for action in row)
     return StageMemory(
         kept=run.sizes.values(KEPT, stage, place),
         kept_inputs=tuple(num_bytes([traced.spec(n)]) if n in names else 0 for n in inputs),
         kept_outputs=tuple(not names.isdisjoint(traced.cut.same_value(name)) for name in outputs),
         outputs=tuple(map(traced.spec, outputs)),
+        pending=run.sizes.values(PENDING, stage, place) if halves else 0,
     )

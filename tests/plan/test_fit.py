@@ -33,7 +33,7 @@ def test_what_is_fitted_forecasts_other_plans():
     found = fitted(start, steps)
     for plan in PLANS:
         assert predict(plan, found, 8).seconds == pytest.approx(
-            predict(plan, truth, 8).seconds, rel=0.01
+            predict(plan, truth, 8).seconds, rel=0.05
         )
     for plan in OTHERS:
         assert predict(plan, found, 8).seconds == pytest.approx(

@@ -10,6 +10,7 @@ from pipemesh.plan.figures import Figures
 from pipemesh.plan.layer_figures import Curve, LayerFigures, figures_of_costs
 from pipemesh.plan.network import Link
 from pipemesh.plan.predict import predict
+from pipemesh.schedule import Schedule
 
 
 def figures(layers=4, split=1, **more):
@@ -63,6 +64,17 @@ def test_tails_come_after_the_last_action():
     assert predict(plan, found, 4, parts=False).binds == ""
 
 
+def test_work_is_what_all_cores_do():
+    """However many there are; bubbles are none, and replicas each do their share."""
+    plan = Plan("layers:2", num_microbatches=4, remat="none")
+    for cores in (None, 1.0, 2.0):
+        assert predict(plan, figures(cores=cores), 4).work == pytest.approx(4 * 4 * 3)
+    shared = Plan("layers:1;data:2", "batch:data", remat="none")
+    found = figures(update=0.5, fixed=7.0, action=0.25, transfer=Link(0.0, 1.0))
+    # Of both: two actions, the sums of 32 bytes, half of the update; and what is done once.
+    assert predict(shared, found, 4).work == pytest.approx(48 + 4 * 0.25 + 2 * 32 + 16 + 7)
+
+
 def test_memory_of_places():
     found = figures(optimizer=2.0)
     plan = Plan("layers:2", num_microbatches=4, remat="none")
@@ -73,6 +85,21 @@ def test_memory_of_places():
     assert predict(again, found, 4).memory == (16 * 4 + 8, 16 * 4 + 2 + 8)
     shared = Plan("layers:1;data:2", "batch:data", num_microbatches=2, remat="none")
     assert predict(shared, found, 4).memory == (32 * 3 + 16,)
+
+
+def test_between_the_halves_of_a_backward_pass_other_things_are_kept():
+    """ZB-H2 holds what its W need, whether the rest is computed again or not."""
+    line = Curve(((1, 1.0),))
+    more = {"whole": Curve(((1, 1.0),)), "pending": Curve(((1, 3.0),))}
+    more["pending_whole"] = more["whole"]
+    layer = LayerFigures("a", {"F": line, "B": line}, 0, Curve(((1, 2.0),)), line, split=2, **more)
+    found = Figures((layer,), rules="heads:model")
+    table = Schedule.from_text("0: 0F0 0F1 0I0 0I1 0W0 0W1")
+    plan = Plan(schedule=table, num_microbatches=2, remat="none")
+    assert predict(plan, found, 2).memory == (6,)
+    # Devices that share the layer each have what is whole, and half of the rest.
+    shared = Plan("layers:1;model:2", "heads:model", table, num_microbatches=2, remat="none")
+    assert predict(shared, found, 2).memory == (4,)
 
 
 def test_what_actions_need_while_they_run_counts_once():

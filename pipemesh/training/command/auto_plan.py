@@ -1,4 +1,4 @@
-"""`--mesh_shape=auto`: the plan whose step is shortest by forecast."""
+"""`--mesh_shape=auto`: the plan whose step is shortest; `--device_memory`: plans that fit."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import sys
 from absl import flags
 
 from pipemesh.errors import PlanError
+from pipemesh.partition.text import bytes_text
 from pipemesh.plan.candidates import Asked
 from pipemesh.plan.figures import Figures
-from pipemesh.plan.search import search
+from pipemesh.plan.plan import Plan
+from pipemesh.plan.predict import predict
+from pipemesh.plan.search import nearest_that_fits, search
 from pipemesh.text import bytes_of
 from pipemesh.training.command import plan_flags
 from pipemesh.training.command.flags import FlagError
@@ -34,11 +37,13 @@ def define() -> None:
     flags.DEFINE_string(
         "figures",
         None,
-        "With --mesh_shape=auto: what `pipemesh plan --save` measured of the model; default: "
-        f"{_FILE} in the log directory, which is measured if it is not there.",
+        "What `pipemesh plan --save` measured of the model, for forecasts; default: "
+        f"{_FILE} in the log directory, which is measured if it is wanted and not there.",
     )
     flags.DEFINE_string(
-        "device_memory", None, "With --mesh_shape=auto: what a device has, such as 16GiB."
+        "device_memory",
+        None,
+        "What a device has, such as 16GiB: a plan that needs more by forecast is refused.",
     )
 
 
@@ -77,9 +82,10 @@ def take(logdir: str) -> None:
         PlanError: figures are malformed.
     """
     if not is_asked():
-        for name in NAMES:
-            if name in FLAGS and FLAGS[name].present:
-                raise FlagError(f"--{name} is for --mesh_shape=auto; leave it out")
+        if FLAGS.figures is not None and FLAGS.device_memory is None:
+            raise FlagError(
+                "--figures is for --mesh_shape=auto or --device_memory; give one, or leave it out"
+            )
         return
     asked = f"--mesh_shape={FLAGS.mesh_shape!r}"
     if FLAGS.plain:
@@ -91,19 +97,10 @@ def take(logdir: str) -> None:
             f"--lowering={FLAGS.lowering} out"
         )
     devices = _devices(asked)
-    try:
-        memory = None if FLAGS.device_memory is None else bytes_of(FLAGS.device_memory)
-    except ValueError as error:
-        raise FlagError(f"--device_memory: {error}") from error
     figures = _figures(logdir, devices, asked)
-    batch = getattr(FLAGS, "batch_size", None) or figures.batch
-    if not batch:
-        raise FlagError(
-            f"{asked}: the figures do not say how many rows a batch has; measure them with "
-            "`pipemesh plan --model`"
-        )
+    batch = _batch(figures, asked)
     try:
-        best = search(figures, Asked(devices, batch, memory, fixed), count=1)[0]
+        best = search(figures, Asked(devices, batch, _memory(), fixed), count=1)[0]
     except PlanError as error:
         raise FlagError(f"{asked}: {error}") from error
     values = best.plan.to_values()
@@ -114,12 +111,62 @@ def take(logdir: str) -> None:
             chosen[flag] = values[name]
             FLAGS[flag].parse(values[name])
     told = " ".join(f"--{flag}={value}" for flag, value in chosen.items())
-    held = max(best.memory) / 2**20
+    held = bytes_text(max(best.memory))
     print(
         f"chosen for {devices} devices: {told} (by forecast {1e3 * best.seconds:.4g} ms a step, "
-        f"bubble {best.bubble:.1%}, {held:,.0f} MiB a device; what binds: {best.binds})"
+        f"bubble {best.bubble:.1%}, {held} a device; what binds: {best.binds})"
     )
     sys.stdout.flush()
+
+
+def check_memory(plan: Plan, logdir: str) -> None:
+    """Checks before the first step that a plan fits into `--device_memory`, if that is given.
+
+    Args:
+        plan: that is to be trained under.
+        logdir: the folder of the training.
+
+    Raises:
+        FlagError: it does not; the nearest one that does is named.
+        PlanError: nothing can be said of the plan.
+    """
+    memory = _memory() if "device_memory" in FLAGS else None
+    if memory is None:
+        return
+    asked, devices = f"--device_memory={FLAGS.device_memory}", plan.mesh.num_devices
+    figures = _figures(logdir, devices, asked)
+    batch = _batch(figures, asked)
+    held = max(predict(plan, figures, batch, parts=False).memory)
+    if held <= memory:
+        return
+    told = f"{asked}: '{plan}' needs {bytes_text(held)} a device by forecast; "
+    try:
+        near = nearest_that_fits(plan, figures, Asked(devices, batch, memory))
+    except PlanError as error:
+        raise FlagError(f"{told}{error}") from error
+    raise FlagError(
+        f"{told}the nearest plan that fits is '{near.plan}', with "
+        f"{bytes_text(max(near.memory))} and {1e3 * near.seconds:.4g} ms a step"
+    )
+
+
+def _memory() -> float | None:
+    if FLAGS.device_memory is None:
+        return None
+    try:
+        return bytes_of(FLAGS.device_memory)
+    except ValueError as error:
+        raise FlagError(f"--device_memory: {error}") from error
+
+
+def _batch(figures: Figures, asked: str) -> int:
+    batch = getattr(FLAGS, "batch_size", None) or figures.batch
+    if not batch:
+        raise FlagError(
+            f"{asked}: the figures do not say how many rows a batch has; measure them with "
+            "`pipemesh plan --model`"
+        )
+    return batch
 
 
 _CHOSEN = ("mesh_shape", "layout", "schedule", "num_microbatches", "boundaries", "remat")

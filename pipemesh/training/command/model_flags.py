@@ -19,7 +19,7 @@ from pipemesh.errors import (
 )
 from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
-from pipemesh.training.command import host_flags, plan_flags
+from pipemesh.training.command import auto_plan, host_flags, plan_flags
 from pipemesh.training.command.flags import FlagError
 
 FLAGS = flags.FLAGS
@@ -145,6 +145,7 @@ def subject() -> Any:
 
         if host_flags.fitting(model.plan, FLAGS.device_type, check) != model.plan:
             model = other["model"]
+        auto_plan.check_memory(model.plan, logdir())
         from lingvo.core import py_utils
 
         py_utils.SetEagerMode(True)

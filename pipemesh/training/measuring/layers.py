@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ import tensorflow as tf
 from pipemesh.backend.static_shape import num_bytes
 from pipemesh.errors import PlanError
 from pipemesh.layers.named.named_layer import NamedLayer
+from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.plan import Plan
 from pipemesh.plan.layer_figures import Curve, LayerFigures
 from pipemesh.recurrent.memory import StageMemory
@@ -24,6 +24,8 @@ SPLIT = ("heads", "d_ff", "vocab", "experts")
 AXIS = "model"
 # Microbatches a step, so that not every action is the first of its kind, and steps.
 _MICROBATCHES, _STEPS = 2, 6
+# What a layer takes is at least this share of what its action takes.
+_LEAST = 0.1
 
 Make = Callable[[Plan], Subject]
 """A model under a plan."""
@@ -40,6 +42,7 @@ class MeasuredLayers:
 
     Attributes:
         layers: figures of each, first to last.
+        action: seconds that an action takes beside its layers.
         rules: what of them devices can share, as rules of a layout.
         optimizer: bytes of the optimizer's state for each byte of weights.
 
@@ -52,32 +55,44 @@ class MeasuredLayers:
     ) -> None:
         number = number_of_layers(make)
         middle = rows[len(rows) // 2]
-        # Halves of a backward pass, and those that compute again, are to the whole as at one size.
-        cases = [("B", "none", size) for size in rows]
-        cases += [("IW", "none", middle), ("B", "full", middle), ("IW", "full", middle)]
+        # Halves of a backward pass are to the whole as at one size. What is computed again takes as
+        # long as forward: it may begin before its action does.
+        cases = [("B", size) for size in rows] + [("IW", middle)]
         steps: list[TimedStep] = []
-        for kinds, remat, size in cases:
-            say(f"{number} layers, {size} rows, {kinds}, remat {remat}")
-            plan = _plan(number, kinds, remat)
-            of_size = with_rows(batch, size * _MICROBATCHES)
-            steps.append(TimedStep(make(plan), of_size, clocked=True))
+        for kinds, size in cases:
+            say(f"{number} layers, {size} rows, F{kinds}")
+            steps.append(_step(make, batch, number, kinds, size))
+        say(f"{number} layers as one, {rows[0]} rows")
+        whole = _step(make, batch, 1, "B", rows[0], number)
         seconds: list[dict[str, dict[int, float]]] = [{} for _ in range(number)]
+        together: dict[str, float] = {}
         # In turn: what else runs on the machine makes all of them longer alike.
-        for _, (step, (_, remat, size)) in itertools.product(
-            range(_STEPS), zip(steps, cases, strict=True)
-        ):
-            step.run()
-            for action, took in step.durations().items():
-                kind, again = action.kind, remat == "full"
-                if kind != "F" or not again:
-                    own = seconds[action.stage].setdefault(f"{kind}+" if again else kind, {})
+        for _ in range(_STEPS):
+            for step, (_, size) in zip(steps, cases, strict=True):
+                step.run()
+                for action, took in step.durations().items():
+                    own = seconds[action.stage].setdefault(action.kind, {})
                     # Other work makes actions longer, and nothing makes them shorter.
                     own[size] = min(own.get(size, math.inf), took)
-        step = steps[0]
+            whole.run()
+            for action, took in whole.durations().items():
+                together[action.kind] = min(together.get(action.kind, math.inf), took)
+        self.action = _beside(seconds, together, rows[0])
+        for own in seconds:
+            for times in own.values():
+                for size, took in times.items():
+                    times[size] = max(took - self.action, _LEAST * took)
+        step, halves = steps[0], steps[-1].memory[0].stages
         sizes = [(size, each.memory[0].stages) for size, each in zip(rows, steps, strict=False)]
         cells = [step.stack.children[cell.name] for cell in step.stack.params.cell_tpl]
         dims = [_dims(cell) for cell in cells]
         self.rules = ";".join(f"{dim}:{AXIS}" for dim in SPLIT if any(dim in of for of in dims))
+        shared: Sequence[StageMemory] = ()
+        if self.rules:
+            say(f"{number} layers on two devices, {middle} rows")
+            mesh, rules = Mesh.from_text(f"layers:1;{AXIS}:2"), LayoutRules.from_text(self.rules)
+            two = _step(make, batch, number, "IW", middle, on=(mesh, rules))
+            shared = two.memory[0].stages
         variables = step.trained.learner.GetTrainableVariables(step.trained.task.vars).Flatten()
         self.optimizer = num_bytes(step.trained.optimizer_variables()) / num_bytes(variables)
         self.layers = [
@@ -88,23 +103,50 @@ class MeasuredLayers:
                 num_bytes(cells[layer].vars.Flatten()),
                 [(size, stages[layer]) for size, stages in sizes],
                 dims[layer],
+                halves[layer],
+                shared[layer] if shared else None,
             )
             for layer in range(number)
         ]
 
 
-def _plan(number: int, kinds: str, remat: str) -> Plan:
-    """Every layer a stage, all of them on one device."""
+def _step(
+    make: Make,
+    batch: Any,
+    stages: int,
+    kinds: str,
+    rows: int,
+    layers: int | None = None,
+    on: tuple[Mesh, LayoutRules] | None = None,
+) -> TimedStep:
+    """A clocked step in one place, with a layer a stage, or all of them in one."""
     row: list[str] = []
     for m in range(_MICROBATCHES):
-        row += [f"{s}F{m}" for s in range(number)]
-        row += [f"{s}{kind}{m}" for s in reversed(range(number)) for kind in kinds]
-    return Plan(
+        row += [f"{s}F{m}" for s in range(stages)]
+        row += [f"{s}{kind}{m}" for s in reversed(range(stages)) for kind in kinds]
+    mesh, layout = on or (Plan().mesh, Plan().layout)
+    plan = Plan(
+        mesh,
+        layout,
         schedule=Schedule.from_text(f"0: {' '.join(row)}"),
         num_microbatches=_MICROBATCHES,
-        remat=remat,
-        boundaries=tuple(range(number + 1)),
+        remat="none",
+        boundaries=(0, layers) if layers else tuple(range(stages + 1)),
     )
+    return TimedStep(make(plan), with_rows(batch, rows * _MICROBATCHES), clocked=True)
+
+
+def _beside(
+    seconds: Sequence[dict[str, dict[int, float]]], together: dict[str, float], rows: int
+) -> float:
+    """What an action takes beside its layers: one for all of them takes so much less than many."""
+    if len(seconds) == 1:
+        return 0.0
+    more = [
+        (sum(own[kind][rows] for own in seconds) - together[kind]) / (len(seconds) - 1)
+        for kind in "FB"
+    ]
+    return max(0.0, min(more))
 
 
 def number_of_layers(make: Make) -> int:
@@ -143,7 +185,7 @@ def with_rows(batch: Any, rows: int) -> Any:
     """
 
     def some(x: tf.Tensor) -> tf.Tensor:
-        times = -(-rows // x.shape[0])
+        times = -(-rows // int(x.shape[0] or 1))
         return tf.concat([x] * times, 0)[:rows]
 
     return tf.nest.map_structure(some, batch)
@@ -156,12 +198,22 @@ def _figures(
     parameter_bytes: int,
     sizes: Sequence[tuple[int, StageMemory]],
     dims: dict[str, int],
+    halves: StageMemory,
+    shared: StageMemory | None,
 ) -> LayerFigures:
     curves = {kind: list(seconds[kind].items()) for kind in ("F", "B")}
-    for kind in ("I", "W", "B+", "I+", "W+"):
-        # A layer without weights has no `W`.
-        share = seconds.get(kind, {middle: 0.0})[middle] / seconds["B"][middle]
-        curves[kind] = [(size, base * share) for size, base in curves["B"]]
+    # A layer without weights has no `W`. Both halves are the whole: the clock sees less of one
+    # some of which may begin before it.
+    parts = {kind: seconds.get(kind, {middle: 0.0})[middle] for kind in "IW"}
+    for kind, time in parts.items():
+        share = time / sum(parts.values())
+        curves[kind] = [(size, whole * share) for size, whole in curves["B"]]
+
+    def whole(of: Callable[[StageMemory], int]) -> Curve | None:
+        # Of two devices each has what is whole, and a half of the rest.
+        if shared is None:
+            return None
+        return Curve(((middle, max(0, 2 * of(shared) - of(halves))),))
 
     def curve(of: Callable[[StageMemory], float]) -> Curve:
         return Curve(tuple((size, of(memory)) for size, memory in sizes))
@@ -178,6 +230,9 @@ def _figures(
         summed=Curve(tuple((x, y * len(dims)) for x, y in outputs.points)) if dims else None,
         sums=max(1, len(dims)),
         split=split,
+        whole=whole(lambda memory: memory.kept),
+        pending=Curve(((middle, halves.pending),)),
+        pending_whole=whole(lambda memory: memory.pending),
     )
 
 

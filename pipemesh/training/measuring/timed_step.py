@@ -28,6 +28,7 @@ class TimedStep:
         trained: the task and its variables.
         memory: what each device holds, by forecast, once a step has run.
         build: seconds until the first step was done.
+        cpu: seconds that the cores of this machine took for the latest step, added up.
 
     Raises:
         PlanError: the model has no pipeline, or several.
@@ -53,6 +54,7 @@ class TimedStep:
             return self.trained.train(batch, lambda metrics, per_example: ())[0]
 
         self._step = tf.function(step, autograph=False)
+        self.cpu = 0.0
         self.run()
         self.build = time.perf_counter() - begin
 
@@ -61,14 +63,15 @@ class TimedStep:
         self.memory = memory_of(run)
 
     def run(self) -> float:
-        """Runs a step; returns its seconds.
+        """Runs a step; returns its seconds, and notes what cores took in `cpu`.
 
         Raises:
             tf.errors.OpError: an operation failed.
         """
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.process_time()
         with self.trained.cluster():
             self._step(self._batch).numpy()
+        self.cpu = time.process_time() - cpu
         return time.perf_counter() - begin
 
     def durations(self) -> dict[Action, float]:

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from pipemesh.partition import LayerCost
+from pipemesh.plan import Plan, predict
 from pipemesh.plan.candidates import Asked
 from pipemesh.plan.figures import Figures
 from pipemesh.plan.layer_figures import figures_of_costs
@@ -51,13 +52,33 @@ def test_the_best_plan_is_taken_said_kept_and_gone_on_with(tmp_path, figures):
         (["--mesh_shape=auto:2", "--device_memory=7GiBB"], "--device_memory: '7GiBB' has the unit"),
         (["--mesh_shape=auto:2", "--device_memory=10"], "no plan fits into 10 bytes a device"),
         (["--mesh_shape=auto:2", "--schedule=1f1c"], "schedule"),
-        (["--mesh_shape=layers:2", "--device_memory=1GiB"], "is for --mesh_shape=auto"),
+        (["--mesh_shape=layers:2", "--figures=x"], "is for --mesh_shape=auto or --device_memory"),
+        (["--mesh_shape=layers:2", "--device_memory=10", "FIGURES"], "no plan fits into 10 bytes"),
     ],
 )
 def test_what_cannot_be_chosen_is_one_line(tmp_path, figures, words, told):
     _, path = figures
-    given = [f"--figures={path}"] if words[0].startswith("--mesh_shape=auto") else []
-    assert told in refused("train", MODEL, *words, *given, f"--logdir={tmp_path / 'run'}")
+    if words[0].startswith("--mesh_shape=auto"):
+        words = [*words, "FIGURES"]
+    words = [f"--figures={path}" if word == "FIGURES" else word for word in words]
+    assert told in refused("train", MODEL, *words, f"--logdir={tmp_path / 'run'}")
+
+
+@pytest.mark.slow
+def test_a_plan_that_does_not_fit_is_refused_with_the_nearest_that_does(tmp_path, figures):
+    found, path = figures
+    plan = Plan("layers:2", schedule="gpipe", num_microbatches=8, remat="none")
+    held = max(predict(plan, found, 8).memory)
+    words = ["train", MODEL, f"--figures={path}", f"--logdir={tmp_path / 'run'}", "--steps=1"]
+    words += ["--schedule=gpipe", "--num_microbatches=8", "--remat=none"]
+    told = refused(*words, f"--device_memory={held * 0.99}")
+    assert "needs" in told and "the nearest plan that fits is 'mesh=layers:2 schedule=" in told
+    # All but the schedule is as it was asked for.
+    assert "num_microbatches=8" in told.partition("nearest")[2]
+    assert "remat=none" in told.partition("nearest")[2]
+    # Before the first step, so nothing was trained.
+    assert not list(tmp_path.glob("run/ckpt*"))
+    assert "held out at step 1" in done(*words, f"--device_memory={held * 1.01}")
 
 
 @pytest.mark.slow
