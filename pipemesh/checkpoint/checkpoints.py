@@ -13,8 +13,10 @@ import tensorflow as tf
 
 from pipemesh.checkpoint import folder as folders
 from pipemesh.checkpoint.entries import Snapshot, entries_of
+from pipemesh.checkpoint.joined import JoinedFiles
 from pipemesh.checkpoint.manifest import Manifest
 from pipemesh.checkpoint.reader import reason, restore
+from pipemesh.checkpoint.shared_folder import writers
 from pipemesh.errors import SaveError
 
 
@@ -26,6 +28,8 @@ class Checkpoints:
     writes them into files of other names. It is complete, and renamed, only after `confirm`, so
     that weights of which the next step shows that they are no good replace nothing. A process that
     is killed at any instant leaves the last complete one in place.
+
+    What lies on workers they write themselves, if they see the folder; what they write is joined.
 
     Args:
         folder: it exists; see `Folder`.
@@ -58,6 +62,9 @@ class Checkpoints:
         self._folder, self._tracked = folder, dict(tracked)
         self._keep, self._keep_best = keep, keep_best
         self._entries = entries_of(tracked)
+        self._files = JoinedFiles()
+        # Of the hosts that were asked, whether they can write.
+        self._writers: dict[str, bool] = {}
         self._writing: _Writing | None = None
         self._known: str | None = None
 
@@ -101,7 +108,7 @@ class Checkpoints:
             SaveError: the one before could not be written; this one was not begun.
         """
         self.wait()
-        snapshot = Snapshot.of(self._entries)
+        snapshot = Snapshot.of(self._entries, self._hosts_that_write())
         path = folders.path_of(self._folder, step)
         self._writing = _Writing(self, path, snapshot, step, note, score)
         return path
@@ -168,6 +175,17 @@ class Checkpoints:
         self.confirm()
         self.wait()
         return path
+
+    def _hosts_that_write(self) -> list[str]:
+        """The workers that write what lies on them; each is asked once."""
+        hosts = {part.host for entry in self._entries for part in entry.parts}
+        if new := sorted(hosts - self._writers.keys()):
+            found: list[str] = []
+            with contextlib.suppress(OSError):
+                # Whoever writes the checkpoint will be told.
+                found = writers(self._folder, new)
+            self._writers |= {host: host in found for host in new}
+        return [host for host in hosts if self._writers[host]]
 
     def _finish(self, temporary: str, path: str) -> None:
         """Renames what was written, and lets go of what is not to be kept any more."""
@@ -244,13 +262,7 @@ class _Writing:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(folder)
             snapshot = held.pop()
-            with tf.device("CPU:0"):
-                tf.raw_ops.SaveV2(
-                    prefix=temporary,
-                    tensor_names=snapshot.names,
-                    shape_and_slices=snapshot.specs,
-                    tensors=snapshot.tensors,
-                )
+            self._owner._files.write(snapshot, temporary)
             del snapshot
             Manifest.of(temporary, step=step, note=note, score=score).write(temporary)
             self._decided.wait()
