@@ -67,10 +67,16 @@ def main(addresses, index, steps, folders, texts):
             "losses": losses,
             "first": first,
             "saved": saved,
-            "parts": sum(len(getattr(v, "parts", [v])) for v in training.state.values()),
+            "elements": sum(map(_elements, training.state.values())),
             "devices": [cluster.device(i) for i in range(plan.mesh.num_devices)],
         }
         print(json.dumps(found), flush=True)
+
+
+def _elements(value):
+    """How many numbers of a weight this process has."""
+    parts = [variable for variable, _ in getattr(value, "parts", [(value, None)])]
+    return sum(variable.shape.num_elements() for variable in parts)
 
 
 if __name__ == "__main__":
