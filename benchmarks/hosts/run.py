@@ -38,8 +38,7 @@ TRAIN = [
     *(sys.executable, "-m", "models.one_billion_word.train"),
     *("--num_microbatches=4", "--log_format=json"),
 ]
-
-
+SIMD = ["--lowering=simd", "--schedule=gpipe"]
 LOST = ["--steps=30", "--save_every=10"]
 # Between them bytes are counted.
 SENT_STEPS = 10, 40
@@ -75,16 +74,20 @@ def compare(rounds: int) -> dict[str, float]:
     for name, flags in PLANS.items():
         with tempfile.TemporaryDirectory() as folder:
             words = [sys.executable, __file__, *flags, f"--folder={folder}"]
-            simd = [*words, "--lowering=simd", "--schedule=gpipe", "serve"]
+            simd = [*words, *SIMD, "serve"]
             contenders = {
                 ONE: Contender([*words, "serve"]),
                 TWO: Contender([*LAUNCH, *words, "serve"]),
                 UNMARKED: Contender([*LAUNCH, *words, "--no_marks", "serve"]),
-                ONE_PROGRAM: Contender(simd),
-                TOGETHER: Contender([*LAUNCH, *simd]),
             }
+            compared = [(ONE, TWO), (UNMARKED, TWO)]
+            if name != "layers:2":
+                # Its five layers are no two stages of as many.
+                contenders[ONE_PROGRAM] = Contender(simd)
+                contenders[TOGETHER] = Contender([*LAUNCH, *simd])
+                compared.append((ONE_PROGRAM, TOGETHER))
             seconds, _, _ = take_turns(contenders, rounds, reference=ONE)
-        for one, two in ((ONE, TWO), (UNMARKED, TWO), (ONE_PROGRAM, TOGETHER)):
+        for one, two in compared:
             ratios = [b / a for a, b in zip(seconds[one], seconds[two], strict=True)]
             found[f"{name}, {two} / {one}"] = statistics.median(ratios)
             low, _, high = statistics.quantiles(ratios)
@@ -94,7 +97,11 @@ def compare(rounds: int) -> dict[str, float]:
 
 
 def sent(flags: list[str]) -> dict[str, float]:
-    """Bytes a step that go from worker to worker, by TCP, and what was predicted of them."""
+    """Bytes a step that go from process to process, by TCP, and what was predicted of them.
+
+    Of processes that run one program, replicas of each other, each sends its gradients once: half
+    of them to be summed by the other one, and half of the sums (Patarasu and Yuan, 2009).
+    """
     with tempfile.TemporaryDirectory() as folder:
         first, last = SENT_STEPS
         words = [*TRAIN, *flags, f"--steps={last + 10}", f"--logdir={folder}/run"]
@@ -111,6 +118,10 @@ def sent(flags: list[str]) -> dict[str, float]:
         try:
             for line in process.stdout:
                 event = json.loads(line)
+                if event["event"] == "begin" and SIMD[0] in flags:
+                    ((names, *rows),) = event["stages"]
+                    numbers = [row[names.index("parameters")] for row in rows]
+                    predicted = 2 * 4 * sum(int(number.replace(",", "")) for number in numbers)
                 if event["event"] == "forecast":
                     predicted = sum(each["bytes"] for each in event["sent"])
                 if event["event"] == "step" and event["step"] in SENT_STEPS:
@@ -201,10 +212,11 @@ def main() -> None:
     parts = arguments.parts.split(",")
     if "ratios" in parts:
         figures["ratios"] = compare(arguments.rounds)
-    for name, flags in PLANS.items() if "sent" in parts else ():
+    together = {"data:2, simd": [*PLANS["data:2"], *SIMD]}
+    for name, flags in {**PLANS, **together}.items() if "sent" in parts else ():
         found = figures[f"sent, {name}"] = sent(flags)
-        told = "{measured:,.0f} bytes a step from worker to worker, {ratio:.3f} of {predicted:,.0f}"
-        print(f"{name:10} {told.format(**found)}", flush=True)
+        told = "{measured:,.0f} bytes a step between the two, {ratio:.3f} of {predicted:,.0f}"
+        print(f"{name:12} {told.format(**found)}", flush=True)
     signals = (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP))
     for name, number in signals if "lost" in parts else ():
         figures[name] = lost(number)

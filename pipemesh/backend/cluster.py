@@ -101,6 +101,24 @@ def task_of(device: str) -> int | None:
     return spec.task if spec.job == WORKER else None
 
 
+def own_host() -> str:
+    """The CPU of this process, by the name that it has where there are workers, too."""
+    return OWN_HOST if is_client() else "CPU:0"
+
+
+def host_of(device: str) -> str:
+    """The CPU of the process that a device belongs to, which has memory and files beside it.
+
+    Example:
+        >>> host_of("GPU:1")
+        'CPU:0'
+    """
+    if task_of(device) is None:
+        return own_host()
+    spec = tf.DeviceSpec.from_string(device)
+    return spec.replace(device_type="CPU", device_index=0).to_string()
+
+
 def check_address(address: str) -> None:
     """Checks that an address is `host:port`.
 

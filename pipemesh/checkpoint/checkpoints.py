@@ -14,9 +14,11 @@ import tensorflow as tf
 from pipemesh.backend.processes import current_processes
 from pipemesh.checkpoint import folder as folders
 from pipemesh.checkpoint.entries import Snapshot, entries_of
+from pipemesh.checkpoint.joined import JoinedFiles
 from pipemesh.checkpoint.manifest import Manifest
 from pipemesh.checkpoint.parts import join_parts, write_part
 from pipemesh.checkpoint.reader import reason, restore
+from pipemesh.checkpoint.shared_folder import writers
 from pipemesh.errors import SaveError
 from pipemesh.lowering.simd.process_talk import meet
 
@@ -30,6 +32,7 @@ class Checkpoints:
     that weights of which the next step shows that they are no good replace nothing. A process that
     is killed at any instant leaves the last complete one in place.
 
+    What lies on workers they write themselves, if they see the folder; what they write is joined.
     Where several processes run one program, each writes what it has, and the first one joins it:
     all of them begin and confirm the same checkpoints in the same order.
 
@@ -64,6 +67,9 @@ class Checkpoints:
         self._folder, self._tracked = folder, dict(tracked)
         self._keep, self._keep_best = keep, keep_best
         self._entries = entries_of(tracked)
+        self._files = JoinedFiles()
+        # Of the hosts that were asked, whether they can write.
+        self._writers: dict[str, bool] = {}
         self._writing: _Writing | None = None
         self._known: str | None = None
 
@@ -109,7 +115,7 @@ class Checkpoints:
         self.wait()
         # What the first one wrote before in a folder of this name is out of the way now.
         meet()
-        snapshot = Snapshot.of(self._entries)
+        snapshot = Snapshot.of(self._entries, self._hosts_that_write())
         path = folders.path_of(self._folder, step)
         self._writing = _Writing(self, path, snapshot, step, note, score)
         return path
@@ -176,6 +182,17 @@ class Checkpoints:
         self.confirm()
         self.wait()
         return path
+
+    def _hosts_that_write(self) -> list[str]:
+        """The workers that write what lies on them; each is asked once."""
+        hosts = {part.host for entry in self._entries for part in entry.parts}
+        if new := sorted(hosts - self._writers.keys()):
+            found: list[str] = []
+            with contextlib.suppress(OSError):
+                # Whoever writes the checkpoint will be told.
+                found = writers(self._folder, new)
+            self._writers |= {host: host in found for host in new}
+        return [host for host in hosts if self._writers[host]]
 
     def _finish(self, temporary: str, path: str) -> None:
         """Renames what was written, and lets go of what is not to be kept any more."""
@@ -258,15 +275,7 @@ class _Writing:
                     return
                 join_parts(folder, temporary, processes)
             else:
-                snapshot = held.pop()
-                with tf.device("CPU:0"):
-                    tf.raw_ops.SaveV2(
-                        prefix=temporary,
-                        tensor_names=snapshot.names,
-                        shape_and_slices=snapshot.specs,
-                        tensors=snapshot.tensors,
-                    )
-                del snapshot
+                self._owner._files.write(held.pop(), temporary)
             Manifest.of(temporary, step=step, note=note, score=score).write(temporary)
             self._decided.wait()
             if self._good:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.backend.cluster import OWN_HOST, task_of
+from pipemesh.backend.cluster import host_of, own_host
 from pipemesh.backend.iterators import is_iterator, iterator_state, set_iterator_state
 from pipemesh.backend.processes import current_processes
 from pipemesh.backend.sliced_variables import SlicedVariable, owner_of
@@ -23,14 +23,16 @@ class Part:
     Attributes:
         spec: which slice, as TensorFlow's checkpoints spell it; "" for all.
         size: bytes.
-        read: gives its value now.
+        host: the CPU of the process that has it.
+        read: gives its value now, on a host.
         assign: gives it another value.
         owner: of several processes that have it the one that saves it.
     """
 
     spec: str
     size: int
-    read: Callable[[], tf.Tensor]
+    host: str
+    read: Callable[[str], tf.Tensor]
     assign: Callable[[tf.Tensor], object]
     owner: int = 0
 
@@ -72,19 +74,25 @@ class Snapshot:
     Attributes:
         names: one for each part.
         specs: which slice each part is; "" for all of a tensor.
-        tensors: the values, on hosts.
+        hosts: which host each lies on.
+        tensors: the values.
     """
 
     names: list[str]
     specs: list[str]
+    hosts: list[str]
     tensors: list[tf.Tensor]
 
     @classmethod
-    def of(cls, entries: Sequence[Entry]) -> Snapshot:
+    def of(cls, entries: Sequence[Entry], left_there: Collection[str] = ()) -> Snapshot:
         """The values now; of several processes each takes what it is the one to save.
 
         On a host nothing is copied: a variable that is changed while somebody else holds its value
         gets memory of its own then. From other devices values are copied.
+
+        Args:
+            entries: of these.
+            left_there: hosts whose values stay with them; others are brought to this process.
         """
         every = [(entry.name, part) for entry in entries for part in entry.parts]
         processes = current_processes()
@@ -93,10 +101,12 @@ class Snapshot:
             for name, part in every
             if processes is None or part.owner == processes.index
         ]
+        hosts = [part.host if part.host in left_there else own_host() for _, part in parts]
         return cls(
             [name for name, _ in parts],
             [part.spec for _, part in parts],
-            [part.read() for _, part in parts],
+            hosts,
+            [part.read(host) for (_, part), host in zip(parts, hosts, strict=True)],
         )
 
 
@@ -106,7 +116,11 @@ def _entry(name: str, value: Any) -> Entry:
         parts = [_part(variable, s.spec(static_sizes(variable))) for variable, s in value.parts]
         return Entry(name, first.dtype, of.whole, parts)
     if is_iterator(value):
-        part = Part("", 0, lambda: iterator_state(value), lambda x: set_iterator_state(value, x))
+
+        def read(_: str) -> tf.Tensor:
+            return iterator_state(value)
+
+        part = Part("", 0, own_host(), read, lambda state: set_iterator_state(value, state))
         return Entry(name, tf.variant, None, [part])
     if isinstance(value, tf.Variable):
         return Entry(name, value.dtype, tuple(static_sizes(value)), [_part(value, "")])
@@ -117,47 +131,29 @@ def _entry(name: str, value: Any) -> Entry:
 
 
 def _part(variable: tf.Variable, spec: str) -> Part:
-    host = _host_of(variable.device)
-
-    def read() -> tf.Tensor:
-        value = variable.read_value()
-        if host:
-            with tf.device(host):
-                value = tf.identity(value)
-        return value
+    def read(host: str) -> tf.Tensor:
+        # Where it is read it lies on: that of a worker comes here, or stays.
+        with tf.device(host):
+            return variable.read_value()
 
     size = variable.dtype.size * (variable.shape.num_elements() or 0)
-    return Part(spec, size, read, variable.assign, owner_of(variable))
+    return Part(spec, size, host_of(variable.device), read, variable.assign, owner_of(variable))
 
 
-def _host_of(device: str) -> str | None:
-    """The host that a value is to be brought to; None if it is there.
-
-    That of a device that is none, or this process's own for a worker's.
-    """
-    if task_of(device) is not None:
-        return OWN_HOST
-    spec = tf.DeviceSpec.from_string(device)
-    if spec.device_type in (None, "CPU"):
-        return None
-    return spec.replace(device_type="CPU", device_index=0).to_string()
-
-
-def chunks(entries: Sequence[Entry], most: int) -> Iterator[list[tuple[Entry, Part]]]:
+def chunks(parts: Iterable[tuple[Entry, Part]], most: int) -> Iterator[list[tuple[Entry, Part]]]:
     """Parts in groups of so many bytes at most, or of one part that has more.
 
     Args:
-        entries: of these.
+        parts: and of what they are parts.
         most: bytes.
     """
     group: list[tuple[Entry, Part]] = []
     held = 0
-    for entry in entries:
-        for part in entry.parts:
-            if group and held + part.size > most:
-                yield group
-                group, held = [], 0
-            group.append((entry, part))
-            held += part.size
+    for entry, part in parts:
+        if group and held + part.size > most:
+            yield group
+            group, held = [], 0
+        group.append((entry, part))
+        held += part.size
     if group:
         yield group

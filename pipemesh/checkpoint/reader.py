@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.checkpoint.entries import Entry, chunks, entries_of
+from pipemesh.backend.cluster import own_host
+from pipemesh.checkpoint.entries import Entry, Part, chunks, entries_of
+from pipemesh.checkpoint.shared_folder import absolute, readers, say_once
 from pipemesh.errors import CheckpointError, DamagedError
 from pipemesh.text import nearest
 
@@ -27,6 +30,9 @@ _NO_DAMAGE = (
 _OF_A_FUNCTION = re.compile(
     r"^Error in user-defined function passed to \S+ transformation with iterator: \S+ (\w+Error: )?"
 )
+# What TensorFlow puts before the error of a graph, and behind that of another process.
+_OF_A_GRAPH = re.compile(r"Graph execution error|Detected at node|  File |\d+ root error|\s*$")
+_OF_A_WORKER = re.compile(r"from remote target /job:worker/replica:0/task:(\d+)/")
 
 
 def restore(path: str, tracked: Mapping[str, Any]) -> list[str]:
@@ -61,28 +67,68 @@ def restore(path: str, tracked: Mapping[str, Any]) -> list[str]:
     entries = entries_of(tracked)
     for entry in entries:
         _check(path, entry, shapes, dtypes)
-    for group in chunks(entries, _BYTES_AT_ONCE):
-        values = read_tensors(
-            path,
+    parts = [(entry, part) for entry in entries for part in entry.parts]
+    there = readers(path, [part.host for _, part in parts])
+    by_host: dict[str, list[tuple[Entry, Part]]] = {}
+    for entry, part in parts:
+        host = part.host if part.host in there else own_host()
+        by_host.setdefault(host, []).append((entry, part))
+    own = by_host.pop(own_host(), [])
+    # Hosts read at the same time, each what lies on it.
+    with ThreadPoolExecutor(len(by_host) or None) as pool:
+        begun = [pool.submit(_restore, path, *of_host, dtypes) for of_host in by_host.items()]
+        _restore(path, own_host(), own, dtypes)
+        for each in begun:
+            each.result()
+    return sorted(set(shapes) - {entry.name for entry in entries})
+
+
+def _restore(
+    path: str,
+    host: str,
+    parts: Sequence[tuple[Entry, Part]],
+    dtypes: Mapping[str, tf.DType],
+) -> None:
+    """A host reads what parts are to have, and they get it."""
+    for group in chunks(parts, _BYTES_AT_ONCE):
+        wanted = (
             [entry.name for entry, _ in group],
             [part.spec for _, part in group],
             [dtypes[entry.name] for entry, _ in group],
         )
+        try:
+            values = read_tensors(path, *wanted, host=host)
+        except DamagedError as error:
+            if host == own_host():
+                raise
+            # It is damaged if this process says so, too.
+            values = read_tensors(path, *wanted)
+            say_once("reads", path, host, f"cannot read it ({error})")
         for (entry, part), value in zip(group, values, strict=True):
-            try:
-                part.assign(value if value.dtype == entry.dtype else tf.cast(value, entry.dtype))
-            except tf.errors.OpError as error:
-                if entry.dtype != tf.variant:
-                    raise
-                # The value is whole, so it is the iterator that cannot be set.
-                raise CheckpointError(
-                    f"{path}: {entry.name!r} is a place in another dataset ({reason(error)})"
-                ) from error
-    return sorted(set(shapes) - {entry.name for entry in entries})
+            _assign(path, entry, part, value)
+
+
+def _assign(path: str, entry: Entry, part: Part, value: tf.Tensor) -> None:
+    try:
+        with tf.device(part.host):
+            if value.dtype != entry.dtype:
+                value = tf.cast(value, entry.dtype)
+        part.assign(value)
+    except tf.errors.OpError as error:
+        if entry.dtype != tf.variant:
+            raise
+        # The value is whole, so it is the iterator that cannot be set.
+        raise CheckpointError(
+            f"{path}: {entry.name!r} is a place in another dataset ({reason(error)})"
+        ) from error
 
 
 def read_tensors(
-    path: str, names: Sequence[str], specs: Sequence[str], dtypes: Sequence[tf.DType]
+    path: str,
+    names: Sequence[str],
+    specs: Sequence[str],
+    dtypes: Sequence[tf.DType],
+    host: str | None = None,
 ) -> list[tf.Tensor]:
     """Reads tensors, or slices of them, which checks their checksums.
 
@@ -91,16 +137,24 @@ def read_tensors(
         names: of the tensors.
         specs: which slices, as TensorFlow's checkpoints spell them; "" for all.
         dtypes: that they have there.
+        host: which process reads, as `host_of` names it, and has them then; by default this one.
 
     Raises:
         DamagedError: one is not what was written.
         CheckpointError: it cannot be read now.
     """
+    host = host or own_host()
     try:
-        with tf.device("CPU:0"):
-            return tf.raw_ops.RestoreV2(
-                prefix=path, tensor_names=names, shape_and_slices=specs, dtypes=dtypes
+        with tf.device(host):
+            found = tf.raw_ops.RestoreV2(
+                prefix=absolute(path, host),
+                tensor_names=names,
+                shape_and_slices=specs,
+                dtypes=dtypes,
             )
+        # Nobody waits for another process but who asks it for something.
+        assert all(tensor.shape is not None for tensor in found)
+        return found
     except tf.errors.OpError as error:
         raise unreadable(path, error) from error
 
@@ -161,5 +215,8 @@ def reason(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, tf.errors.OpError):
         text = error.message  # pyright: ignore[reportAttributeAccessIssue]
-    first = (text.strip().splitlines() or [type(error).__name__])[0]
-    return _OF_A_FUNCTION.sub("", first.split("}} ")[-1].split(" [Op:")[0])
+    lines = (line for line in text.splitlines() if not _OF_A_GRAPH.match(line))
+    first = next(lines, type(error).__name__).strip()
+    told = _OF_A_FUNCTION.sub("", first.split("}} ")[-1].split(" [Op:")[0])
+    worker = _OF_A_WORKER.search(text)
+    return f"worker {worker[1]}: {told}" if worker else told

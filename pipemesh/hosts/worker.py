@@ -17,6 +17,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from typing import Any, NoReturn
 
 from pipemesh.errors import DeviceError
@@ -24,6 +25,8 @@ from pipemesh.hosts.cluster import PORT
 
 _LOOPBACK = "127.0.0.1"
 _EVERYWHERE = ("0.0.0.0", "::")
+# Until it answers itself.
+_SECONDS_TO_START, _PAUSE = 30.0, 0.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,13 +128,14 @@ def _serve(port: int, listen: str, cpu_devices: int) -> tuple[Any, int]:
 def _announce(address: str, listen: str) -> None:
     from pipemesh.hosts.health import ask
 
-    (found,) = ask(
-        [
-            f"{_LOOPBACK if listen in _EVERYWHERE else address.rpartition(':')[0]}:"
-            f"{address.rpartition(':')[2]}"
-        ],
-        30,
-    )
+    host, _, port = address.rpartition(":")
+    asked = f"{_LOOPBACK if listen in _EVERYWHERE else host}:{port}"
+    limit = time.monotonic() + _SECONDS_TO_START
+    (found,) = ask([asked], _SECONDS_TO_START)
+    while found.trouble and time.monotonic() < limit:
+        # On a busy machine gRPC may give up a connection in a moment.
+        time.sleep(_PAUSE)
+        (found,) = ask([asked], _SECONDS_TO_START)
     if found.trouble:
         raise DeviceError(f"the worker on {address} {found.trouble}")
     who = "by this machine alone"

@@ -187,8 +187,8 @@ def test_values_are_let_go_when_they_are_written_not_when_they_are_confirmed(tmp
     taken = []
     real = checkpoints.Snapshot.of
 
-    def noted(entries):
-        snapshot = real(entries)
+    def noted(*what):
+        snapshot = real(*what)
         taken.append(weakref.ref(snapshot))
         return snapshot
 

@@ -44,7 +44,8 @@ def test_slices_are_one_name():
 def test_parts_come_in_groups_of_bytes():
     tracked = {str(n): tf.Variable(tf.zeros([n])) for n in (4, 1, 1, 9, 2)}
     tracked["1b"] = tf.Variable(tf.zeros([1]))
-    groups = list(chunks(entries_of(tracked), most=24))
+    parts = [(entry, part) for entry in entries_of(tracked) for part in entry.parts]
+    groups = list(chunks(parts, most=24))
     assert [[entry.name for entry, _ in group] for group in groups] == [
         ["4", "1"],
         ["9"],

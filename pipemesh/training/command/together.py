@@ -85,10 +85,15 @@ def of_chief(path: str) -> str:
 
 def leave() -> None:
     """Ends what all processes do together; returns when nobody watches the others any more."""
-    if host_flags.processes() is not None:
-        _meet()
-        watch.stop()
-        # Who has ended would look lost.
+    if host_flags.processes() is None:
+        return
+    import tensorflow as tf
+
+    _meet()
+    watch.stop()
+    # Who has ended would look lost. Who knows that all have come leaves, and breaks off the meeting
+    # for those who do not know it yet.
+    with contextlib.suppress(tf.errors.UnavailableError, tf.errors.CancelledError):
         _meet()
 
 

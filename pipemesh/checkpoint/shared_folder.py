@@ -1,0 +1,155 @@
+"""Which workers see a folder as this process sees it, and which do not."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import re
+import secrets
+import sys
+from collections.abc import Iterable
+
+import tensorflow as tf
+
+from pipemesh.backend.cluster import own_host, task_of
+from pipemesh.errors import CheckpointError
+
+# What stands for other characters in a pattern of TensorFlow's.
+_SPECIAL, _ESCAPED = re.compile(r"[*?\[\]\\]"), r"\\\g<0>"
+# Hosts that were told of, each with the folder: once is enough.
+_told: set[tuple[str, str, str]] = set()
+
+
+def writers(folder: str, hosts: Iterable[str]) -> list[str]:
+    """The workers among some hosts that can write into a folder of this process.
+
+    Each is to read what is written there now, and to write what is read then. Of those that cannot
+    it is said, once, on standard error.
+
+    Args:
+        folder: it exists.
+        hosts: CPUs of processes, as `host_of` names them.
+
+    Raises:
+        OSError: this process cannot write there.
+    """
+    hosts = _workers(hosts)
+    if not hosts:
+        return []
+    mark = os.path.join(os.path.abspath(folder), f".shared-{secrets.token_hex(8)}")
+    try:
+        with open(mark, "w") as file:
+            file.write(mark)
+        found = [host for host in hosts if _writes(folder, host, mark)]
+    finally:
+        for left in glob.glob(f"{glob.escape(mark)}*"):
+            with contextlib.suppress(OSError):
+                os.unlink(left)
+    return found
+
+
+def readers(path: str, hosts: Iterable[str]) -> list[str]:
+    """The workers among some hosts that have a checkpoint under the path that it has here.
+
+    Of the others it is said, once, on standard error.
+
+    Args:
+        path: of the checkpoint, without any ending.
+        hosts: CPUs of processes, as `host_of` names them.
+    """
+    hosts = _workers(hosts)
+    if not hosts:
+        return []
+    path = os.path.abspath(path)
+    try:
+        here = _contents(path, own_host())
+    except tf.errors.NotFoundError:
+        # Of the format before this one, which has no index. Who reads will tell.
+        return hosts
+    return [host for host in hosts if _reads(path, host, here)]
+
+
+def absolute(prefix: str, host: str) -> str:
+    """A path as another process is to be told it; its working directory may be another."""
+    return prefix if host == own_host() else os.path.abspath(prefix)
+
+
+def told_by(host: str) -> str:
+    """What a host is called in messages."""
+    task = task_of(host)
+    return "this process" if task is None else f"worker {task}"
+
+
+def say_once(doing: str, folder: str, host: str, why: str) -> None:
+    """Says, once, that this process does something for a worker.
+
+    Args:
+        doing: `reads` or `writes`.
+        folder: where.
+        host: the worker.
+        why: what it cannot.
+    """
+    if (doing, folder, host) not in _told:
+        _told.add((doing, folder, host))
+        print(
+            f"{folder}: {told_by(host)} {why}; this process {doing} for it. A folder that all "
+            "hosts share under one path saves the way",
+            file=sys.stderr,
+        )
+
+
+def _workers(hosts: Iterable[str]) -> list[str]:
+    return [host for host in dict.fromkeys(hosts) if task_of(host) is not None]
+
+
+def _writes(folder: str, host: str, mark: str) -> bool:
+    answer = f"{mark}-{task_of(host)}"
+    try:
+        with tf.device(host):
+            # First: where it does not see the folder, it would make it.
+            if tf.io.read_file(mark).numpy().decode() != mark:
+                raise CheckpointError("sees another folder there")
+            tf.io.write_file(answer, mark)
+            # Nobody waits for what gives nothing.
+            tf.io.read_file(answer).numpy()
+        with open(answer) as file:
+            if file.read() == mark:
+                return True
+        why = "writes what is not to be read here"
+    except CheckpointError as error:
+        why = str(error)
+    except tf.errors.OpError as error:
+        why = _why(error)
+    except OSError as error:
+        why = f"writes what is not to be seen here ({error.strerror})"
+    say_once("writes", folder, host, why)
+    return False
+
+
+def _reads(path: str, host: str, here: object) -> bool:
+    try:
+        if _contents(path, host) == here:
+            return True
+        why = "sees another checkpoint, or a part of it, under that name"
+    except tf.errors.OpError as error:
+        why = _why(error)
+    say_once("reads", path, host, why)
+    return False
+
+
+def _contents(path: str, host: str) -> tuple[bytes, list[bytes]]:
+    """What tells checkpoints apart, as a host sees it: a digest of the index, names of files."""
+    with tf.device(host):
+        index = tf.io.read_file(f"{path}.index")
+        digest = tf.raw_ops.Fingerprint(data=index[None], method="farmhash64")
+        names = tf.io.matching_files(f"{_SPECIAL.sub(_ESCAPED, path)}.data-*")
+    return digest.numpy().tobytes(), sorted(os.path.basename(n) for n in names.numpy())
+
+
+def _why(error: tf.errors.OpError) -> str:
+    if isinstance(error, tf.errors.NotFoundError):
+        return "does not see it"
+    if isinstance(error, tf.errors.PermissionDeniedError):
+        return "may not read and write there"
+    return f"cannot use it ({error.message.splitlines()[0]})"  # pyright: ignore
