@@ -2,7 +2,8 @@
 
     python benchmarks/executor/run.py
 
-Three parts, each with processes of its own: waiting cells, build time, and two real stages.
+Four parts, each with processes of its own: waiting cells, build time, growth with the number of
+devices, and two real stages.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import building
+import growing
 import waiting
 from mkl_shim import mkl_shim
 from shared.contender import Contender, serve, serve_timed, take_turns
@@ -31,6 +33,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 WAITING_BAR, BUILD_BAR = 1.04, 1.5e-3
 STACK = Stack(rows=2048, dim=512, hidden=2048, blocks=8, stages=2, microbatches=8)
 PIPEMESH = "pipemesh, 1f1b"
+GROWING = [name for name in waiting.TABLES if name != waiting.SEARCHED]
 BARS = {"lingvo": 0.45, "torch": 0.8, "torch, AVX-512": 0.8}
 
 
@@ -130,6 +133,47 @@ def building_part(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def growth_part(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    print(
+        f"Growth: small dense stages, {growing.MICROBATCHES_A_DEVICE} microbatches a device; the "
+        "operations of the graph and its functions, tracing, and the first run, a step included, "
+        f"for both of which the bar is {growing.BAR:.0f} s. Waiting: a step against the simulation."
+    )
+    print(
+        "| schedule | form | devices | actions | operations | trace | first run | both | bar "
+        "| step | memory |"
+    )
+    print("|---|---|--:|--:|--:|--:|--:|--:|---|--:|--:|")
+    rows = []
+    for name in arguments.growth_tables:
+        for form in arguments.growth_forms:
+            for devices in arguments.devices:
+                row = asked_of_one(name, devices, form, arguments.growth_waits)
+                rows.append(row)
+                both = row["trace"] + row["first_run"]
+                step = f"{1e3 * row['step']:.0f} ms"
+                if row["waits"]:
+                    both -= row["step"]
+                    step += f", {row['step'] / row['simulated']:.3f} of the simulation"
+                print(
+                    f"| {name} | {form} | {devices} | {row['actions']} | {row['operations']} "
+                    f"| {row['trace']:.1f} s | {row['first_run']:.1f} s | {both:.1f} s "
+                    f"| {verdict(both <= growing.BAR)} | {step} | {row['megabytes']:.0f} MB |",
+                    flush=True,
+                )
+    print()
+    return rows
+
+
+def asked_of_one(name: str, devices: int, form: str, waits: bool) -> dict[str, Any]:
+    """A row of `growing`, from a process of its own."""
+    what = json.dumps([name, devices, form, waits])
+    contender = Contender([sys.executable, __file__, "--serve", "growth", "--row", what])
+    row = contender.ask()
+    contender.close()
+    return row
+
+
 def contenders_of(arguments: argparse.Namespace) -> dict[str, Contender]:
     python = torch_python(arguments.torch_python)
     stack = json.dumps(dataclasses.asdict(STACK))
@@ -181,7 +225,12 @@ def stages_part(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-PARTS = {"waiting": waiting_part, "building": building_part, "stages": stages_part}
+PARTS = {
+    "waiting": waiting_part,
+    "building": building_part,
+    "growth": growth_part,
+    "stages": stages_part,
+}
 
 
 def main() -> None:
@@ -195,6 +244,15 @@ def main() -> None:
         "--torch_python",
         help=f"a Python that has {TORCH}; by default one is installed below this folder",
     )
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    parser.add_argument("--devices", nargs="+", type=int, default=[8, 16, 32, 64], help="of growth")
+    parser.add_argument("--growth_tables", nargs="+", choices=waiting.TABLES, default=GROWING)
+    parser.add_argument(
+        "--growth_forms", nargs="+", choices=growing.FORMS, default=["default"], help="of growth"
+    )
+    parser.add_argument(
+        "--growth_waits", action="store_true", help="stages that wait instead of dense ones"
+    )
     parser.add_argument("--out", default=str(HERE / "result.json"))
     arguments = parser.parse_args()
     if arguments.microbatches < 2 * waiting.DEVICES:
@@ -206,6 +264,10 @@ def main() -> None:
             if arguments.serve == "waiting"
             else building.measure(*counts)
         )
+        serve(lambda: next(rows, None))
+        return
+    if arguments.serve == "growth":
+        rows = iter([growing.measure(*json.loads(arguments.row))])
         serve(lambda: next(rows, None))
         return
     if arguments.serve:

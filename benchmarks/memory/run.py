@@ -98,7 +98,7 @@ def make_step(name: str, stack: Stack, computes: bool):
     # curves. (`patch` because it fails where there is nothing of that name.)
     unrolled = name.endswith("unrolled")
     mock.patch.object(forms, "ROLL_ABOVE", sys.maxsize if unrolled else 0).start()
-    mock.patch.object(forms, "TICK_ABOVE", sys.maxsize).start()
+    mock.patch.object(forms, "TICK_ABOVE_NODES", sys.maxsize).start()
     step = tf2_step(lambda: make_params(name, stack), stack, DEVICES, lambda outputs: outputs[0])
     return step if computes else lambda: (0.0, 0.0)
 

@@ -32,7 +32,7 @@ class Options:
             one loop whose actions are data, so that the graph grows with the number of stages
             alone. By default there are loops where operations of their own for all actions would
             be more than 4,000 nodes and loops leave at most half of the actions, and one loop
-            where else more than 32 actions a device would be left; see `recurrent/README.md`.
+            where else more than 30,000 nodes and 32 actions a device would be left.
         compute_dtype: `float32`, `bfloat16` or `float16`: floating weights and inputs are cast to
             it, on their device, before the stages see them, but for the weights of stages that
             have dtypes of their own. Gradients are summed over microbatches

@@ -16,9 +16,13 @@ Form = Literal["unrolled", "rolled", "ticks"]
 # Tables that would put more nodes into the graph become loops by themselves, if that makes them at
 # most half as large. Before the first step, TensorFlow needs 0.2 to 0.3 ms of CPU time for each.
 ROLL_ABOVE = 4_000
-# Where more actions than this are left for each home, all of them become one loop: its body has
-# about as many operations as some ten actions of each home.
-TICK_ABOVE = 32
+# Where loops leave more nodes than this, and more actions for each home, all actions become one
+# loop: its body has about as many operations as some ten actions of each home, and a step takes
+# a fraction of a millisecond longer for each action, on the processor.
+TICK_ABOVE_NODES = 30_000
+TICK_ABOVE_ACTIONS = 32
+# What an action has besides the nodes of its stage.
+_OWN_NODES = 10
 # In longer tables loops are not looked for by themselves: that takes seconds, and what they would
 # leave is too much in all but a few.
 SEARCH_BELOW = 20_000
@@ -47,14 +51,13 @@ def form_of(
     if rolled == "ticks":
         if together:
             raise PipelineError(
-                f"rolled is 'ticks', but stage {together[0]!r} has collectives, which devices must "
-                "all reach, and under 'ticks' an action that is not due computes nothing; give "
-                "rolled=None, True or False"
+                f"rolled is 'ticks', but stage {together[0]!r} has collectives, which "
+                "one loop over ticks does not run yet; give rolled=None, True or False"
             )
         return "ticks", order
     microbatches = len({action.microbatch for action in order})
-    is_large = microbatches * sum(t.num_nodes() for t in traced) > ROLL_ABOVE
-    if rolled is False or (rolled is None and not is_large):
+    num_nodes = microbatches * sum(t.num_nodes() for t in traced)
+    if rolled is False or (rolled is None and num_nodes <= ROLL_ABOVE):
         return "unrolled", order
     if rolled is None and len(order) > SEARCH_BELOW and not together:
         return "ticks", order
@@ -63,7 +66,10 @@ def form_of(
         return "rolled", items
     form: Form = "rolled" if 2 * num_actions(items) <= len(order) else "unrolled"
     left = items if form == "rolled" else order
-    if num_actions(left) > TICK_ABOVE * num_homes and not together:
+    count = num_actions(left)
+    nodes_left = count * (num_nodes / len(order) + _OWN_NODES)
+    is_long = nodes_left > TICK_ABOVE_NODES and count > TICK_ABOVE_ACTIONS * num_homes
+    if is_long and not together:
         return "ticks", order
     return form, left
 
