@@ -60,10 +60,3 @@ def no_variables_are_left():
     """lingvo leaves its store of variables to reuse behind if a layer's constructor raises."""
     yield
     tf.compat.v1.get_default_graph().lingvo_variable_store = None
-
-
-@pytest.fixture(scope="module", autouse=True)
-def graphs_of_a_module_are_let_go():
-    """Else a process grows to many GB: what is traced hangs together in circles."""
-    yield
-    gc.collect()
