@@ -18,7 +18,7 @@ class JoinedFiles:
     The graph that does it is kept from time to time, as long as names and places are the same.
 
     Example:
-        >>> import tempfile
+        >>> import os, tempfile
         >>> from pipemesh.checkpoint.entries import entries_of
         >>> path = os.path.join(tempfile.mkdtemp(), "ckpt")
         >>> JoinedFiles().write(Snapshot.of(entries_of({"w": tf.Variable([1.0, 2.0])})), path)
