@@ -15,7 +15,7 @@ from typing import Any
 
 from pipemesh import __version__
 from pipemesh.errors import CheckpointError, PipemeshError
-from pipemesh.text import did_you_mean
+from pipemesh.text import did_you_mean, is_missing
 
 COMMANDS = {
     "checkpoint": "pipemesh.checkpoint.command",
@@ -188,6 +188,7 @@ def measured(model: str, num_devices: int, device_type: str) -> Any:
         PipemeshError: it cannot be measured.
     """
     importlib.import_module("pipemesh.training.command.quiet").install()
+    _look_here()
     module: Any = importlib.import_module("pipemesh.training.measuring.registered_figures")
     return module.figures_of(model, num_devices, device_type)
 
@@ -211,7 +212,7 @@ def weights_of_others(arguments: argparse.Namespace) -> int:
     try:
         module: Any = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+        if not is_missing(name, error):
             raise
         raise CheckpointError(
             f"there is no module {error.name!r}, which knows the models of others; it comes with "

@@ -104,6 +104,22 @@ def nearest_text(name: str, known: Iterable[str]) -> str:
     return f"; {meant}{'Known' if meant else 'known'}: " + ", ".join(map(repr, names))
 
 
+def is_missing(module: str, error: ModuleNotFoundError) -> bool:
+    """Whether it is a module itself that could not be imported, not one that it imports.
+
+    Args:
+        module: its full name.
+        error: what importing it raised.
+
+    Example:
+        >>> is_missing("models.digits", ModuleNotFoundError(name="models"))
+        True
+        >>> is_missing("models.digits", ModuleNotFoundError(name="sklearn"))
+        False
+    """
+    return error.name is not None and f"{module}.".startswith(f"{error.name}.")
+
+
 def bytes_of(text: str) -> float:
     """The number of bytes that a text says.
 

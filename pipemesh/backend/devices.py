@@ -119,6 +119,19 @@ def check_devices_exist(devices: Sequence[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
+def processor_beside(device: str) -> str:
+    """The CPU that does for a device what it cannot do itself; of a CPU that is itself.
+
+    Example:
+        >>> processor_beside("GPU:1"), processor_beside("CPU:3")
+        ('/device:CPU:0', 'CPU:3')
+    """
+    spec = tf.DeviceSpec.from_string(device)
+    if spec.device_type == "CPU":
+        return device
+    return spec.replace(device_type="CPU", device_index=0).to_string()
+
+
 def _parse(device: object) -> tf.DeviceSpec:
     why: Exception | None = None
     if isinstance(device, str):

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from pipemesh.errors import DeviceError
 TF_CONFIG, SLURM, KUBERNETES = "tf_config", "slurm", "kubernetes"
 # The port that workers have where nobody says: as TensorFlow's resolvers have it.
 PORT = 8888
+# Addresses that this machine alone reaches, and those that whoever can may reach.
+LOOPBACK, EVERYWHERE = "127.0.0.1", ("0.0.0.0", "::")
 _WORKER, _SPARE = "worker", "spare"
 # Of Slurm, on a node.
 _MOST_TASKS = 1024
@@ -202,3 +205,22 @@ def _of_kubernetes(selector: str) -> tuple[str, ...]:
 
 def _addresses(found: Sequence[Any]) -> tuple[str, ...]:
     return tuple(str(address).removeprefix("grpc://") for address in found)
+
+
+def check_free(port: int, what: str, remedy: str) -> None:
+    """Checks that nobody has a port: gRPC would share it with whoever has it already.
+
+    Args:
+        port: above 0.
+        what: asks for it, for the error.
+        remedy: what to do about it.
+
+    Raises:
+        DeviceError: somebody has it.
+    """
+    with socket.socket(socket.AF_INET6) as free:
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            free.bind(("::", port))
+        except OSError as error:
+            raise DeviceError(f"{what}: {error.strerror}; {remedy}") from error

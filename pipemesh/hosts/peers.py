@@ -8,11 +8,10 @@ from collections.abc import Sequence
 
 from pipemesh.errors import DeviceError
 from pipemesh.hosts import client, watch
-from pipemesh.hosts.cluster import Cluster
+from pipemesh.hosts.cluster import EVERYWHERE, LOOPBACK, Cluster, check_free
 from pipemesh.hosts.gather import gather
 from pipemesh.hosts.health import ask
 
-_LOOPBACK, _EVERYWHERE = "127.0.0.1", ("0.0.0.0", "::")
 # Who has lost one of the others sees it within this time, and begins again himself.
 _SETTLED_SECONDS = 1.5
 
@@ -59,7 +58,7 @@ def connect(
     own = addresses[process]
     port = int(own.rpartition(":")[2])
     _check_listens(own, listen)
-    _check_free(own, port)
+    check_free(port, own, "give this process another port")
     connect_processes(addresses, process, kind)
     _keep(port, addresses, listen)
     while True:
@@ -99,26 +98,16 @@ def _check_listens(own: str, listen: str | None) -> None:
         )
 
 
-def _check_free(own: str, port: int) -> None:
-    # gRPC would share a port with whoever has it already.
-    with socket.socket(socket.AF_INET6) as free:
-        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            free.bind(("::", port))
-        except OSError as error:
-            raise DeviceError(f"{own}: {error.strerror}; give this process another port") from error
-
-
 def _keep(port: int, addresses: Sequence[str], listen: str | None) -> None:
     """Lets nobody but the other processes reach this one."""
     from pipemesh.backend.address_filter import keep_to
 
-    if listen in _EVERYWHERE:
+    if listen in EVERYWHERE:
         return
     if listen is None:
-        keep_to(port, [_LOOPBACK])
+        keep_to(port, [LOOPBACK])
     else:
-        keep_to(port, [*map(_ip, addresses), _LOOPBACK], peers=True)
+        keep_to(port, [*map(_ip, addresses), LOOPBACK], peers=True)
 
 
 def _ip(address: str) -> str:

@@ -21,10 +21,8 @@ import time
 from typing import Any, NoReturn
 
 from pipemesh.errors import DeviceError
-from pipemesh.hosts.cluster import PORT
+from pipemesh.hosts.cluster import EVERYWHERE, LOOPBACK, PORT, check_free
 
-_LOOPBACK = "127.0.0.1"
-_EVERYWHERE = ("0.0.0.0", "::")
 # Until it answers itself.
 _SECONDS_TO_START, _PAUSE = 30.0, 0.1
 
@@ -36,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--listen",
-        default=_LOOPBACK,
+        default=LOOPBACK,
         metavar="ADDRESS",
         help="the address of this machine by which others may reach the worker, 0.0.0.0 for all; "
         "nobody is asked for a password, so give one of a private network (127.0.0.1)",
@@ -96,13 +94,7 @@ def _serve(port: int, listen: str, cpu_devices: int) -> tuple[Any, int]:
         intra_op_parallelism_threads=max(1, cores // cpu_devices),
     )
     if port:
-        # gRPC would share a port with whoever has it already.
-        with socket.socket(socket.AF_INET6) as free:
-            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                free.bind(("::", port))
-            except OSError as error:
-                raise DeviceError(f"--port={port}: {error.strerror}; give another") from error
+        check_free(port, f"--port={port}", "give another")
     try:
         server = tf.distribute.Server(
             {"worker": [f"localhost:{port}"]},
@@ -114,7 +106,7 @@ def _serve(port: int, listen: str, cpu_devices: int) -> tuple[Any, int]:
     except tf.errors.OpError as error:
         raise DeviceError(f"--port={port}: {error.message}") from error
     port = int(server.target.rpartition(":")[2])
-    if listen not in _EVERYWHERE:
+    if listen not in EVERYWHERE:
         try:
             keep_to(port, [_ip(listen)])
         except DeviceError as error:
@@ -129,7 +121,7 @@ def _announce(address: str, listen: str) -> None:
     from pipemesh.hosts.health import ask
 
     host, _, port = address.rpartition(":")
-    asked = f"{_LOOPBACK if listen in _EVERYWHERE else host}:{port}"
+    asked = f"{LOOPBACK if listen in EVERYWHERE else host}:{port}"
     limit = time.monotonic() + _SECONDS_TO_START
     (found,) = ask([asked], _SECONDS_TO_START)
     while found.trouble and time.monotonic() < limit:
@@ -139,7 +131,7 @@ def _announce(address: str, listen: str) -> None:
     if found.trouble:
         raise DeviceError(f"the worker on {address} {found.trouble}")
     who = "by this machine alone"
-    if listen != _LOOPBACK:
+    if listen != LOOPBACK:
         who = "by whoever reaches that address, without a password"
     print(
         f"pipemesh worker: {address}, reached {who}; devices {', '.join(found.devices)}",
@@ -157,7 +149,7 @@ def _ip(listen: str) -> str:
 
 def _reached(listen: str) -> str:
     """The host of the address, as others write it."""
-    name = socket.gethostname() if listen in _EVERYWHERE else listen
+    name = socket.gethostname() if listen in EVERYWHERE else listen
     return f"[{name}]" if ":" in name else name
 
 

@@ -111,6 +111,7 @@ def memory_of(run: Run) -> list[DeviceMemory]:
         run: what `Options.noted_run` was given.
     """
     stages, schedule = run.stages, run.schedule
+    recomputed = schedule.recomputed()
     found = []
     for home, row in enumerate(schedule.rows):
         own = [s for s, owner in enumerate(schedule.stage_devices) if owner == home]
@@ -118,22 +119,24 @@ def memory_of(run: Run) -> list[DeviceMemory]:
         for device in dict.fromkeys(devices):
             places = [number for number, name in enumerate(devices) if name == device]
             held = peak = 0
-            recomputed = schedule.recomputed()
             for action in row:
                 stage, m = action.stage, action.microbatch
-                kept, pending, remade = (
+                kept, pending = (
                     sum(run.sizes.values(kind, stage, place, m) for place in places)
-                    for kind in (KEPT, PENDING, REMADE)
+                    for kind in (KEPT, PENDING)
                 )
+                # What its backward pass starts from.
+                left = kept
+                if (stage, m) in recomputed:
+                    left = sum(run.sizes.values(REMADE, stage, place, m) for place in places)
                 if action.kind == "F":
                     held += 0 if schedule.is_forward_only else kept
                 elif action.kind == "R":
-                    held += remade - kept
+                    held += left - kept
                 elif action.kind == "W":
                     held -= pending
                 else:
-                    held += pending if action.kind == "I" else 0
-                    held -= remade if (stage, m) in recomputed else kept
+                    held += (pending if action.kind == "I" else 0) - left
                 peak = max(peak, held)
             weights = sum(run.sizes.weights(s, places) for s in own)
             gradients = 0

@@ -17,7 +17,7 @@ from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
 from pipemesh.plan.text_form import of_value
 from pipemesh.schedule import Schedule, ScheduleSpec
-from pipemesh.text import nearest_text
+from pipemesh.text import is_missing, nearest_text
 from pipemesh.training.inputs import heldout_batches, training_dataset
 from pipemesh.training.subject import Subject
 
@@ -166,7 +166,7 @@ def find_model(name: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+        if not is_missing(module_name, error):
             raise TrainingError(
                 f"--model={name!r}: {module_name} imports {error.name!r}, which is not installed"
             ) from error

@@ -5,7 +5,12 @@ import subprocess
 import pytest
 import tensorflow as tf
 
-from pipemesh.backend.devices import check_devices_exist, check_threads, start_cpu_devices
+from pipemesh.backend.devices import (
+    check_devices_exist,
+    check_threads,
+    processor_beside,
+    start_cpu_devices,
+)
 from pipemesh.errors import DeviceError
 from pipemesh.layers import mesh_cluster
 from pipemesh.lowering import PlacementLowering
@@ -95,3 +100,15 @@ def test_devices_of_others_do_not_exist(name):
 def test_what_names_no_device_is_one_clear_line(devices):
     with pytest.raises(DeviceError, match=r"is no name of a device|give a list of names"):
         check_devices_exist(devices)
+
+
+@pytest.mark.parametrize(
+    ("device", "host"),
+    [
+        ("CPU:3", "CPU:3"),
+        ("GPU:1", "/device:CPU:0"),
+        ("/job:worker/task:2/device:GPU:1", "/job:worker/task:2/device:CPU:0"),
+    ],
+)
+def test_there_is_a_processor_beside_every_device(device, host):
+    assert processor_beside(device) == host

@@ -10,15 +10,15 @@ when it was taken, so that its memory is free.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from pipemesh.backend.operations import MaybeTensor
-from pipemesh.recurrent.passes.part import Grads, Tensors
+from pipemesh.recurrent.passes.part import Grads
 from pipemesh.recurrent.passes.traced_stage import Cutting
-from pipemesh.recurrent.remat import FULL, Mode
+from pipemesh.recurrent.remat import Mode
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.kinds import (
     GRADS,
@@ -30,9 +30,9 @@ from pipemesh.recurrent.table.kinds import (
     Kind,
     Slot,
 )
+from pipemesh.recurrent.table.listed import Listed
 from pipemesh.recurrent.table.lists import Key, Lists
 from pipemesh.recurrent.table.machine import Machine
-from pipemesh.recurrent.table.parts import parts
 from pipemesh.recurrent.table.state import State
 from pipemesh.schedule import Action
 from pipemesh.schedule.repeats import Loop
@@ -44,7 +44,7 @@ _Modes = Mapping[tuple[int, int], Mode]
 _PARALLEL_ITERATIONS = 32
 
 
-class Rolled:
+class Rolled(Listed):
     """Performs actions and loops of actions.
 
     Args:
@@ -74,17 +74,9 @@ class Rolled:
         modes: _Modes,
         items: Sequence[Action | Loop],
     ) -> None:
-        self.state = state
-        self.lists = Lists(machine, stages, cutting.num_microbatches)
+        super().__init__(machine, state, stages, inputs, cutting)
         self.found: dict[Slot, list[Any]] = {}
-        self.sources: dict[Channel, Callable[[tf.Tensor], Grads]] = {
-            Channel(OUTPUTS, -1): lambda m: parts(inputs, m, cutting)
-        }
-        self._machine = machine
-        self._stages = stages
-        self._cutting = cutting
         self._modes = modes
-        self._after_forward: dict[Key, Grads] | None = None
         # What comes out of the pipeline is taken by no action.
         self.in_lists = {Channel(OUTPUTS, len(stages) - 1), Channel(GRADS, 0)}
         for item in items:
@@ -105,12 +97,12 @@ class Rolled:
     ) -> None:
         mode = self._modes[action.stage, action.microbatch]
         values = _Values(self, found, action.microbatch, microbatch, mode)
-        with self._machine.acting(f"action_{name}", action.stage):
-            self._machine.act(action.kind, action.stage, mode, microbatch, values)
+        with self.machine.acting(f"action_{name}", action.stage):
+            self.machine.act(action.kind, action.stage, mode, microbatch, values)
 
     def _loop(self, loop: Loop) -> None:
         for stage in {action.stage for action in loop.body if action.kind not in "FR"}:
-            self._machine.begin(stage, self.state)
+            self.machine.begin(stage, self.state)
         variables = _Variables(self, loop, self._list_keys(loop))
 
         def body(k: tf.Tensor, *flat: tf.Tensor) -> list[tf.Tensor]:
@@ -133,40 +125,13 @@ class Rolled:
         """The lists that a loop needs, all of which exist then."""
         made, used = _slots(loop, self._modes)
         keys = {
-            Lists.key(kind, stage, self._modes[min(stage, len(self._stages) - 1), m])
+            Lists.key(kind, stage, self._modes[min(stage, len(self.stages) - 1), m])
             for (kind, stage), m in [*made, *used]
             if Channel(kind, stage) in self.in_lists
         }
         ordered = sorted(keys, key=lambda key: (key.kind, key.stage, key.mode.name))
         self.lists.reserve(ordered)
         return ordered
-
-    def seed(self, output_grads: Grads) -> None:
-        """Cuts the gradients of the outputs of the whole batch."""
-        self._begin_backward(lambda m: parts(output_grads, m, self._cutting))
-
-    def seed_all(self, grads: Grads) -> None:
-        """Gives the outputs of every part of the batch the same gradients."""
-        self._begin_backward(lambda m: grads * self._cutting.replicas)
-
-    def _begin_backward(self, source: Callable[[tf.Tensor], Grads]) -> None:
-        self.sources[Channel(GRADS, len(self._stages))] = source
-        # A second backward pass takes the same values once more.
-        if self._after_forward is None:
-            self._after_forward = dict(self.lists.handles)
-        self.lists.handles = dict(self._after_forward)
-
-    def outputs(self) -> Tensors:
-        """Those of the last stage for the whole batch."""
-        return self._joined(OUTPUTS, len(self._stages) - 1)
-
-    def input_grads(self) -> Grads:
-        """The gradients of the pipeline's inputs."""
-        return self._joined(GRADS, 0)
-
-    def _joined(self, kind: Kind[MaybeTensor], stage: int) -> list[MaybeTensor]:
-        joined: list[Any] = self.lists.joined(Lists.key(kind, stage, FULL), self._cutting.batch_dim)
-        return joined
 
 
 class _Values:
@@ -224,7 +189,7 @@ class _Variables:
         ]
         self._structure: Any = None
         self._outside: tuple[State, dict[Key, Grads]] | None = None
-        homes = zip(rolled._machine.stage_devices, rolled._stages, strict=True)
+        homes = zip(rolled.machine.stage_devices, rolled.stages, strict=True)
         # By the number of the home, and that of the device in it.
         self._devices = {
             (home, number): device

@@ -29,6 +29,7 @@ from pipemesh.recurrent.table.fit import (
     num_replicas,
 )
 from pipemesh.recurrent.table.forms import form_of
+from pipemesh.recurrent.table.listed import Listed
 from pipemesh.recurrent.table.machine import Machine
 from pipemesh.recurrent.table.rolled import Rolled
 from pipemesh.recurrent.table.sizes import Sizes
@@ -242,7 +243,7 @@ class Run:
             if self._loss_scale is not None:
                 (one,) = self._scaled([one])
         # The loss is inside of the pipeline, which only a table allows.
-        assert isinstance(self._values, Unrolled | Rolled | Ticked)
+        assert isinstance(self._values, Unrolled | Listed)
         self._values.seed_all([one, *[None] * (len(self.last_specs) - 1)])
 
     def _scaled(self, grads: Grads) -> Grads:

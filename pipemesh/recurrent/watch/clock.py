@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 import tensorflow as tf
 
+from pipemesh.backend.devices import processor_beside
 from pipemesh.backend.operations import Call
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule import Action, Costs, Schedule, Timeline
@@ -82,13 +83,10 @@ class ActionClock:
             device: of the stage; the operation lies on the CPU next to it.
             replica: the number of the replica.
         """
-        host = tf.DeviceSpec.from_string(device)
-        if host.device_type != "CPU":
-            host = host.replace(device_type="CPU", device_index=0)
         place = [_KINDS.index(kind), stage, is_end, replica]
 
         def note(number: tf.Tensor) -> tf.Tensor:
-            with tf.device(host.to_string()):
+            with tf.device(processor_beside(device)):
                 return tf.numpy_function(self._note, [place, number], tf.int64)
 
         # Within a function of its own, because TensorFlow executes operations with state that it

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
 
+from pipemesh.backend.devices import processor_beside
 from pipemesh.backend.operations import Call
 from pipemesh.recurrent.watch.waits import Stand, Wait, waits_of
 from pipemesh.schedule import Action, Schedule
@@ -124,7 +125,7 @@ class Marks:
         return self._calls[device, name]([microbatch, microbatch if earlier is None else earlier])
 
     def _call(self, device: str, name: str) -> Call:
-        host = _host(device)
+        host = processor_beside(device)
         with tf.init_scope(), tf.device(host):
             if device not in self._handles:
                 handle, zeros = self._handle(device), tf.zeros([_SIZE], tf.float64)
@@ -197,7 +198,7 @@ class Marks:
     def _read(self, devices: Sequence[str]) -> None:
         for device in devices:
             try:
-                with tf.device(_host(device)):
+                with tf.device(processor_beside(device)):
                     found = tf.raw_ops.ReadVariableOp(
                         resource=self._handles[device], dtype=tf.float64
                     ).numpy()
@@ -275,11 +276,3 @@ class Marks:
         marked = self._marked[device][what]
         row = self.schedule.rows[self._rows[device]]
         return tuple(action for action in row if (action.kind, action.stage) in marked)
-
-
-def _host(device: str) -> str:
-    """The processor on which a device's operations are counted."""
-    spec = tf.DeviceSpec.from_string(device)
-    if spec.device_type == "CPU":
-        return device
-    return spec.replace(device_type="CPU", device_index=0).to_string()

@@ -21,6 +21,7 @@ from absl import flags
 
 from pipemesh.checkpoint import Manifest, newest
 from pipemesh.errors import CheckpointError
+from pipemesh.text import is_missing
 from pipemesh.training.command import config, model_flags, quiet, training_flags
 from pipemesh.training.command.flags import FlagError, parse
 from pipemesh.training.command.training_flags import newest_note
@@ -171,7 +172,7 @@ def program_called(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+        if not is_missing(name, error):
             raise
         raise CheckpointError(
             f"the checkpoint is of {name}, and there is no module {error.name!r} here; call from "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from typing import Any
 
@@ -18,7 +17,7 @@ def figures_of(name: str, num_devices: int, device_type: str = "CPU") -> Figures
     What is being measured is said on standard error.
 
     Args:
-        name: `package.module.Class`; the folder that the program is called in is looked in first.
+        name: `package.module.Class`.
         num_devices: that there are; of CPUs as many logical ones are made.
         device_type: `CPU` or `GPU`.
 
@@ -26,9 +25,6 @@ def figures_of(name: str, num_devices: int, device_type: str = "CPU") -> Figures
         PlanError: there are not as many devices, or the model does not cut its layers as plans say.
         PipemeshError: there is no such model, or TensorFlow has started.
     """
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        # As `python -m` has it.
-        sys.path.insert(0, os.getcwd())
     import tensorflow as tf
     from absl import flags, logging
 

@@ -43,25 +43,6 @@ def test_loops_give_outputs_and_gradients_of_the_whole_batch(schedule):
     assert found[1] == [MICROBATCHES] * 2
 
 
-def test_a_second_backward_pass_takes_the_same_values_once_more():
-    order = execution_order(gpipe(2, MICROBATCHES))
-    items = find_loops(order, lambda action: FULL)
-    forwards = [i for i in items if (i.body[0] if isinstance(i, Loop) else i).kind == "F"]
-    with tf.Graph().as_default():
-        machine, state = small_machine()
-        values = rolled(machine, state, items)
-        values.perform(forwards)
-        found = []
-        for factor in (1.0, 2.0):
-            values.seed([factor * tf.constant(DY)])
-            values.state.accumulators = [None, None]
-            values.perform(items[len(forwards) :])
-            found += values.input_grads()
-        one, two = run(found)
-    of_x = wanted()[1]
-    assert_close([one, two], [of_x, 2 * of_x])
-
-
 def test_what_goes_around_in_one_loop_lies_in_no_list():
     """In 1F1B's steady state values move up; in GPipe all of them exist at once."""
     channels = {}

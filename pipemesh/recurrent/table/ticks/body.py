@@ -11,6 +11,7 @@ import tensorflow as tf
 from pipemesh.backend.operations import MaybeTensor, pin_each
 from pipemesh.recurrent.passes.part import Grads
 from pipemesh.recurrent.table.kinds import Channel, Kind
+from pipemesh.recurrent.table.listed import Source
 from pipemesh.recurrent.table.lists import Lists
 from pipemesh.recurrent.table.machine import Machine
 from pipemesh.recurrent.table.state import State
@@ -18,8 +19,6 @@ from pipemesh.recurrent.table.ticks.branches import Branching, Predicate, merged
 from pipemesh.recurrent.table.ticks.codes import Role, key_of
 from pipemesh.recurrent.table.ticks.program import CLEARS, KEEPS, TAKES, HomeProgram
 from pipemesh.recurrent.table.ticks.variables import Name, Variables
-
-Source = Callable[[tf.Tensor], Grads]
 
 
 @dataclasses.dataclass(frozen=True)

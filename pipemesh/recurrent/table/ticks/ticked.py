@@ -14,22 +14,19 @@ does not wait for it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from pipemesh.backend.functions import without_automatic_order
-from pipemesh.backend.operations import MaybeTensor, pin_each
-from pipemesh.recurrent.passes.part import Grads, Tensors
+from pipemesh.backend.operations import pin_each
+from pipemesh.recurrent.passes.part import Grads
 from pipemesh.recurrent.passes.traced_stage import Cutting
-from pipemesh.recurrent.remat import FULL, Mode
+from pipemesh.recurrent.remat import Mode
 from pipemesh.recurrent.stage import Stage
-from pipemesh.recurrent.table.kinds import GRADS, OUTPUTS, Channel, Kind
-from pipemesh.recurrent.table.lists import Key, Lists
+from pipemesh.recurrent.table.listed import Listed
 from pipemesh.recurrent.table.machine import Machine
-from pipemesh.recurrent.table.parts import parts
 from pipemesh.recurrent.table.state import State
-from pipemesh.recurrent.table.ticks.body import Body, Source, put
+from pipemesh.recurrent.table.ticks.body import Body, put
 from pipemesh.recurrent.table.ticks.codes import Roles
 from pipemesh.recurrent.table.ticks.program import Places, program
 from pipemesh.recurrent.table.ticks.variables import Name, Variables
@@ -40,7 +37,7 @@ from pipemesh.schedule.repeats import Loop
 _PARALLEL_ITERATIONS = 32
 
 
-class Ticked:
+class Ticked(Listed):
     """Performs actions as one loop.
 
     Args:
@@ -68,18 +65,10 @@ class Ticked:
         modes: Mapping[tuple[int, int], Mode],
         order: Sequence[Action],
     ) -> None:
-        self.state = state
-        self.lists = Lists(machine, stages, cutting.num_microbatches)
-        self.sources: dict[Channel, Source] = {
-            Channel(OUTPUTS, -1): lambda m: parts(inputs, m, cutting)
-        }
-        self._machine = machine
-        self._stages = stages
-        self._cutting = cutting
+        super().__init__(machine, state, stages, inputs, cutting)
         self._roles = Roles(order, machine.stage_devices, modes)
         self._places = Places(order, self._roles, cutting.num_microbatches)
         self.lists.sizes = self._places.sizes
-        self._after_forward: dict[Key, Grads] | None = None
 
     def perform(self, items: Sequence[Action | Loop]) -> None:
         """Performs actions, as one loop; there are no loops among them."""
@@ -89,11 +78,11 @@ class Ticked:
             return
         self.state.forget_tokens_of_other_graphs()
         for stage in sorted({action.stage for action in actions if action.kind not in "FR"}):
-            self._machine.begin(stage, self.state)
-        homes = self._machine.stage_devices
+            self.machine.begin(stage, self.state)
+        homes = self.machine.stage_devices
         programs, num_ticks = program(actions, homes, self._roles, self._places)
-        variables = Variables(programs, self._machine, self._stages, homes, self.state, self.lists)
-        body = Body(self._machine, programs, variables, self.lists, self.sources, self.state)
+        variables = Variables(programs, self.machine, self.stages, homes, self.state, self.lists)
+        body = Body(self.machine, programs, variables, self.lists, self.sources, self.state)
 
         def tick(k: tf.Tensor, *flat: tf.Tensor) -> list[tf.Tensor]:
             return [k + 1, *variables.flatten(body.tick(variables.pack(flat)))]
@@ -101,7 +90,7 @@ class Ticked:
         count = tf.constant(num_ticks)
         start = {name: variable.start for name, variable in variables.named.items()}
         handles = dict(self.lists.handles)
-        with self._machine.guarding(), without_automatic_order():
+        with self.machine.guarding(), without_automatic_order():
             results = tf.while_loop(
                 lambda k, *_: k < count,
                 tick,
@@ -123,30 +112,3 @@ class Ticked:
                 self.lists.handles[name.key] = values[name]
             elif name.what not in ("tick", "register"):
                 put(self.state, name, values[name])
-
-    def seed(self, output_grads: Grads) -> None:
-        """Cuts the gradients of the outputs of the whole batch."""
-        self._begin_backward(lambda m: parts(output_grads, m, self._cutting))
-
-    def seed_all(self, grads: Grads) -> None:
-        """Gives the outputs of every part of the batch the same gradients."""
-        self._begin_backward(lambda m: grads * self._cutting.replicas)
-
-    def _begin_backward(self, source: Source) -> None:
-        self.sources[Channel(GRADS, len(self._stages))] = source
-        # A second backward pass takes the same values once more.
-        if self._after_forward is None:
-            self._after_forward = dict(self.lists.handles)
-        self.lists.handles = dict(self._after_forward)
-
-    def outputs(self) -> Tensors:
-        """Those of the last stage for the whole batch."""
-        return self._joined(OUTPUTS, len(self._stages) - 1)
-
-    def input_grads(self) -> Grads:
-        """The gradients of the pipeline's inputs."""
-        return self._joined(GRADS, 0)
-
-    def _joined(self, kind: Kind[MaybeTensor], stage: int) -> list[MaybeTensor]:
-        joined: list[Any] = self.lists.joined(Lists.key(kind, stage, FULL), self._cutting.batch_dim)
-        return joined

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from pipemesh.backend.devices import processor_beside
 from pipemesh.backend.operations import pin_each
 from pipemesh.recurrent.passes.part import Grads
 from pipemesh.recurrent.stage import Stage
@@ -93,7 +94,7 @@ class Variables:
             self._add_home(home, own)
 
     def _add_home(self, home: int, own: HomeProgram) -> None:
-        hosts = [host_of(device) for device in self.devices[home]]
+        hosts = [processor_beside(device) for device in self.devices[home]]
         places = [*range(len(hosts))]
         zeros: Grads = [_constant(0, tf.int32, host) for host in hosts]
         self.named[Name("tick", home)] = Variable(zeros, hosts, places)
@@ -233,14 +234,6 @@ class Table:
 def any_of(tensors: Sequence[tf.Tensor | None]) -> bool:
     """Whether there is a tensor."""
     return any(t is not None for t in tensors)
-
-
-def host_of(device: str) -> str:
-    """The processor beside a device, where numbers are looked up."""
-    spec = tf.DeviceSpec.from_string(device)
-    if spec.device_type in (None, "CPU"):
-        return device
-    return spec.replace(device_type="CPU", device_index=0).to_string()
 
 
 def _where(column: Column, number: int) -> np.ndarray:

@@ -59,22 +59,3 @@ def test_outputs_and_gradients_are_bit_by_bit_those_of_loops(schedule, remat):
             np.testing.assert_array_equal(one, other)
     assert_close(found, wanted())
     assert carries == [MICROBATCHES] * 2
-
-
-def test_a_second_backward_pass_takes_the_same_values_once_more():
-    order = execution_order(gpipe(2, MICROBATCHES))
-    forwards = [action for action in order if action.kind == "F"]
-    with tf.Graph().as_default():
-        machine, state = small_machine()
-        inputs = [tf.constant(X)]
-        values = Ticked(machine, state, machine.stages, inputs, CUTTING, MODES, order)
-        values.perform(forwards)
-        found = []
-        for factor in (1.0, 2.0):
-            values.seed([factor * tf.constant(DY)])
-            values.state.accumulators = [None, None]
-            values.perform(order[len(forwards) :])
-            found += values.input_grads()
-        one, two = run(found)
-    of_x = wanted()[1]
-    assert_close([one, two], [of_x, 2 * of_x])

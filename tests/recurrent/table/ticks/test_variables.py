@@ -1,14 +1,13 @@
 """What goes from tick to tick, and the rows of tables of numbers."""
 
 import numpy as np
-import pytest
 import tensorflow as tf
 
 from pipemesh.recurrent.table.kinds import GRADS, KEPT, OUTPUTS, Channel
 from pipemesh.recurrent.table.lists import Lists
 from pipemesh.recurrent.table.ticks.codes import Roles
 from pipemesh.recurrent.table.ticks.program import Places, program
-from pipemesh.recurrent.table.ticks.variables import Name, Table, Variables, host_of
+from pipemesh.recurrent.table.ticks.variables import Name, Table, Variables
 from pipemesh.schedule import execution_order
 from tests.recurrent.passes.traced import run
 from tests.recurrent.table.small import MICROBATCHES, MODES, SCHEDULE, small_machine
@@ -56,15 +55,3 @@ def test_a_tick_has_its_row():
         table = Table({"a": [1, 2, 3], ("b", 0): [4, 5, 6]}, ["CPU:1", "CPU:2"], np.int32)
         number = table.row([tf.constant(2), tf.constant(0)])
         assert run([number(0, "a"), number(0, ("b", 0)), number(1, "a")]) == [3, 6, 1]
-
-
-@pytest.mark.parametrize(
-    ("device", "host"),
-    [
-        ("CPU:3", "CPU:3"),
-        ("GPU:1", "/device:CPU:0"),
-        ("/job:worker/task:2/device:GPU:1", "/job:worker/task:2/device:CPU:0"),
-    ],
-)
-def test_numbers_are_looked_up_by_the_processor_beside_a_device(device, host):
-    assert host_of(device) == host
