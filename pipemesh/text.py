@@ -104,6 +104,16 @@ def nearest_text(name: str, known: Iterable[str]) -> str:
     return f"; {meant}{'Known' if meant else 'known'}: " + ", ".join(map(repr, names))
 
 
+def several(noun: str) -> str:
+    """The plural of a noun.
+
+    Example:
+        >>> several("worker"), several("process")
+        ('workers', 'processes')
+    """
+    return f"{noun}es" if noun.endswith("s") else f"{noun}s"
+
+
 def is_missing(module: str, error: ModuleNotFoundError) -> bool:
     """Whether it is a module itself that could not be imported, not one that it imports.
 

@@ -42,7 +42,7 @@ class JoinedFiles:
         """
         hosts = list(dict.fromkeys(snapshot.hosts))
         if hosts == [own_host()]:
-            _save(hosts[0], path, snapshot.names, snapshot.specs, snapshot.tensors)
+            write_tensors(hosts[0], path, snapshot.names, snapshot.specs, snapshot.tensors)
             return
         layout = snapshot.names, snapshot.specs, snapshot.hosts
         if self._write is None or layout != self._layout:
@@ -52,10 +52,7 @@ class JoinedFiles:
         parts = [f"{path}-{mark}-{number}" for number in range(len(hosts))]
         prefixes = [absolute(part, host) for part, host in zip(parts, hosts, strict=True)]
         self._write([tf.constant(prefix) for prefix in prefixes], snapshot.tensors)
-        with tf.device(own_host()):
-            tf.raw_ops.MergeV2Checkpoints(
-                checkpoint_prefixes=parts, destination_prefix=path, delete_old_dirs=False
-            )
+        join_files(own_host(), parts, path)
 
 
 def _writer(
@@ -70,7 +67,7 @@ def _writer(
     @tf.function(autograph=False)
     def write(prefixes: Sequence[tf.Tensor], tensors: Sequence[tf.Tensor]) -> None:
         for (host, own), prefix in zip(of_hosts.items(), prefixes, strict=True):
-            _save(
+            write_tensors(
                 host,
                 prefix,
                 [names[i] for i in own],
@@ -81,14 +78,43 @@ def _writer(
     return write
 
 
-def _save(
+def write_tensors(
     host: str,
     prefix: object,
     names: Sequence[str],
     specs: Sequence[str],
     tensors: Sequence[tf.Tensor],
 ) -> None:
+    """Writes tensors into files of their own, with an index.
+
+    Args:
+        host: that writes, and has them.
+        prefix: what the names of the files begin with.
+        names: of the tensors.
+        specs: which slice of a tensor of that name each is, "" for all of it.
+        tensors: the values.
+
+    Raises:
+        tf.errors.OpError: they cannot be written.
+    """
     with tf.device(host):
         tf.raw_ops.SaveV2(
             prefix=prefix, tensor_names=names, shape_and_slices=specs, tensors=tensors
+        )
+
+
+def join_files(host: str, parts: Sequence[str], path: str) -> None:
+    """Makes one checkpoint of several; of what they have only the indices are read.
+
+    Args:
+        host: that does it.
+        parts: what the names of their files begin with.
+        path: what those of the whole are to begin with.
+
+    Raises:
+        tf.errors.OpError: it cannot be done.
+    """
+    with tf.device(host):
+        tf.raw_ops.MergeV2Checkpoints(
+            checkpoint_prefixes=parts, destination_prefix=path, delete_old_dirs=False
         )

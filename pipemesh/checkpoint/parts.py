@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from pipemesh.backend.processes import Processes
 from pipemesh.checkpoint.entries import Snapshot
+from pipemesh.checkpoint.joined import join_files, write_tensors
 from pipemesh.checkpoint.reader import reason
 from pipemesh.checkpoint.whole_file import write_whole
 from pipemesh.errors import SaveError
@@ -37,13 +38,7 @@ def write_part(folder: str, snapshot: Snapshot, process: int) -> None:
     part = _part(folder, process)
     try:
         if snapshot.names:
-            with tf.device("CPU:0"):
-                tf.raw_ops.SaveV2(
-                    prefix=part,
-                    tensor_names=snapshot.names,
-                    shape_and_slices=snapshot.specs,
-                    tensors=snapshot.tensors,
-                )
+            write_tensors("CPU:0", part, snapshot.names, snapshot.specs, snapshot.tensors)
         write_whole(part + _DONE, str(len(snapshot.names)).encode())
     except (OSError, tf.errors.OpError) as error:
         with contextlib.suppress(OSError):
@@ -79,10 +74,7 @@ def join_parts(folder: str, temporary: str, processes: Processes) -> None:
         with open(part + _DONE, encoding="utf-8") as file:
             if file.read() != "0":
                 parts.append(part)
-    with tf.device("CPU:0"):
-        tf.raw_ops.MergeV2Checkpoints(
-            checkpoint_prefixes=parts, destination_prefix=temporary, delete_old_dirs=False
-        )
+    join_files("CPU:0", parts, temporary)
 
 
 def _part(folder: str, process: int) -> str:

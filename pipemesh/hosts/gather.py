@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pipemesh.errors import DeviceError
 from pipemesh.hosts.cluster import Cluster
 from pipemesh.hosts.health import Asker, Health
+from pipemesh.text import several
 
 _PAUSE = 0.3
 
@@ -39,7 +40,6 @@ def gather(
         DeviceError: one is not there, and no spare is either.
     """
     every = [*cluster.workers, *cluster.spares]
-    whos = "processes" if who == "process" else f"{who}s"
     asker, begun, told = Asker(every), time.monotonic(), False
     try:
         while True:
@@ -71,7 +71,7 @@ def gather(
             if waited >= seconds:
                 raise DeviceError(f"{what}, for {waited:.0f} s; {remedy}, or give other addresses")
             if not told:
-                tell(f"waiting for {len(missing)} of {len(every)} {whos}: {what}")
+                tell(f"waiting for {len(missing)} of {len(every)} {several(who)}: {what}")
                 told = True
             time.sleep(_PAUSE)
     finally:

@@ -15,6 +15,7 @@ from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.plan.hosts import over_hosts
 from pipemesh.plan.places import check_axes, check_uneven, home_of, unused_axes, without
+from pipemesh.text import several
 
 
 class MeshCluster(cluster_factory.Cluster):
@@ -161,23 +162,19 @@ def _of_hosts(mesh: Mesh, layout: LayoutRules, device_type: str, lowering: str) 
     found = over_hosts(mesh, layout, [len(devices) for devices in there])
     for axis in found.crossing:
         warnings.warn(
-            f"slices along the axis {axis!r} of mesh '{mesh}' lie on several {_several(who)}, and "
-            f"what they exchange in every layer goes from host to host; give fewer {_several(who)} "
+            f"slices along the axis {axis!r} of mesh '{mesh}' lie on several {several(who)}, and "
+            f"what they exchange in every layer goes from host to host; give fewer {several(who)} "
             f"more devices, or more of the mesh to the axis 'layers' and less to {axis!r}",
             stacklevel=3,
         )
     if found.idle:
         names = ", ".join(map(str, found.idle))
         warnings.warn(
-            f"mesh '{mesh}' has fewer devices than there are {_several(who)}: {who} {names} will "
-            f"idle; use a larger mesh, or fewer {_several(who)}",
+            f"mesh '{mesh}' has fewer devices than there are {several(who)}: {who} {names} will "
+            f"idle; use a larger mesh, or fewer {several(who)}",
             stacklevel=3,
         )
     return tuple(there[host][device] for host, device in found.places)
-
-
-def _several(who: str) -> str:
-    return "processes" if who == "process" else f"{who}s"
 
 
 def _of_processes(

@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
             "file of figures"
         )
     if arguments.model is None:
-        figures = read_figures(arguments.figures)
+        figures = Figures.read(arguments.figures)
         if arguments.save:
             raise PlanError("--save is for what is measured; give --model, or leave it out")
     else:
@@ -102,22 +102,6 @@ def run(arguments: argparse.Namespace) -> int:
         values = [values_of(each) for each in found]
         pathlib.Path(arguments.json).write_text(json.dumps(values, indent=1), encoding="utf-8")
     return 0
-
-
-def read_figures(path: str) -> Figures:
-    """Reads figures from a file.
-
-    Args:
-        path: of it.
-
-    Raises:
-        PlanError: it cannot be read, or is malformed.
-    """
-    try:
-        text = pathlib.Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise PlanError(f"{path} cannot be read: {error.strerror}") from error
-    return Figures.from_json(text, path)
 
 
 def fixed_values(texts: Sequence[str]) -> dict[str, str]:

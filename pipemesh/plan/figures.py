@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import pathlib
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -83,6 +84,23 @@ class Figures:
         values["transfer"] = [self.transfer.latency, bandwidth if bandwidth < math.inf else None]
         values["layers"] = layers_to_values(self.layers)
         return json.dumps(values, indent=1)
+
+    @classmethod
+    def read(cls, path: str, rows: float = 1.0) -> Figures:
+        """Reads a file of figures, or of costs of layers; see `from_json`.
+
+        Args:
+            path: of the file.
+            rows: of a microbatch, that a list of costs is for.
+
+        Raises:
+            PlanError: it cannot be read, or is malformed.
+        """
+        try:
+            text = pathlib.Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise PlanError(f"{path} cannot be read: {error.strerror}") from error
+        return cls.from_json(text, path, rows)
 
     @classmethod
     def from_json(cls, text: str, source: str, rows: float = 1.0) -> Figures:

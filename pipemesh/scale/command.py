@@ -119,12 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         PlanError: the figures are malformed, or no way fits.
     """
-    path = pathlib.Path(arguments.figures)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise PlanError(f"{path} cannot be read: {error.strerror}") from error
-    figures = Figures.from_json(text, str(path), arguments.rows)
+    figures = Figures.read(arguments.figures, arguments.rows)
     job = job_of(figures, arguments)
     reliability = None
     if arguments.failure_hours is not None:
