@@ -75,12 +75,10 @@ class LossScale:
         Returns:
             The same structure. Whoever evaluates a gradient also has the factor changed.
         """
-        flags = [
-            tf.reduce_all(tf.math.is_finite(grad))
-            for group in groups
-            for grad in group
-            if grad is not None
-        ]
+        flags = []
+        for grad in (grad for group in groups for grad in group if grad is not None):
+            with tf.device(grad.device):
+                flags.append(tf.reduce_all(tf.math.is_finite(grad)))
         finite = tf.reduce_all(tf.stack(flags)) if flags else tf.constant(True)
         good_steps = tf.convert_to_tensor(self._good_steps) + 1
         grows = good_steps >= _GROWTH_INTERVAL
@@ -97,10 +95,7 @@ class LossScale:
             ]
         with tf.control_dependencies(updates):
             finite = tf.identity(finite)
-        return [
-            [None if g is None else tf.where(finite, g, tf.zeros_like(g)) for g in group]
-            for group in groups
-        ]
+        return [[None if g is None else _zero_unless(finite, g) for g in group] for group in groups]
 
     def when_finite(self, apply: Callable[[], Any]) -> tf.Tensor:
         """Calls `apply`, which updates weights, if the latest gradients were finite.
@@ -148,3 +143,8 @@ def cast_floating(tensor: tf.Tensor, dtype: tf.DType | None) -> tf.Tensor:
 def sum_dtype(dtype: tf.DType) -> tf.DType:
     """What gradients are summed in: small ones of half precision would vanish beside large sums."""
     return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
+
+
+def _zero_unless(finite: tf.Tensor, grad: tf.Tensor) -> tf.Tensor:
+    with tf.device(grad.device):
+        return tf.where(finite, grad, tf.zeros_like(grad))

@@ -142,3 +142,21 @@ def test_other_dtypes_are_an_error():
         Options(compute_dtype="int32")
     with pytest.raises(PipelineError, match="'half precision'"):
         Options(compute_dtype="half precision")
+
+
+def test_each_gradient_is_checked_and_kept_on_its_own_device():
+    devices = [d.name for d in tf.config.list_logical_devices("CPU")][:2]
+    loss_scale = LossScale.create()
+
+    @tf.function(autograph=False)
+    def run(x):
+        grads = []
+        for device in devices:
+            with tf.device(device):
+                grads.append(tf.sin(x))
+        return loss_scale.checked([grads])
+
+    operations = run.get_concrete_function(tf.TensorSpec([4])).graph.get_operations()
+    for kind in ("IsFinite", "SelectV2"):
+        found = [op.device for op in operations if op.type == kind and op.outputs[0].shape.rank]
+        assert found == devices, kind

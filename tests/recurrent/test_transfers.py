@@ -44,7 +44,7 @@ def predicted(schedule, homes, owner=0):
         return predict_transfers(stages, [tf.constant(X)], schedule)
 
 
-def sent(schedule, homes, owner):
+def sent(schedule, homes, owner, check_numerics="off"):
     """What TensorFlow sends: by source and target the shapes, None for those of variables."""
     variables = []
     for home in homes:
@@ -60,7 +60,7 @@ def sent(schedule, homes, owner):
                 stages_of(variables, homes, owner),
                 [tf.constant(X)],
                 schedule,
-                options=Options(check_numerics="off", rolled=False),
+                options=Options(check_numerics=check_numerics, rolled=False),
             )
         for variable, grad in zip(variables, tape.gradient(loss, variables), strict=True):
             variable.assign_sub(grad)
@@ -73,7 +73,8 @@ def sent(schedule, homes, owner):
         nodes = {node.name: node for node in graph.node}
         for node in graph.node:
             # What waits for an operation elsewhere gets a constant from there.
-            if node.op == "_Send" and "/ctrl/" not in node.input[0]:
+            floating = node.attr["T"].type == tf.float32.as_datatype_enum
+            if node.op == "_Send" and floating and "/ctrl/" not in node.input[0]:
                 source, target = (
                     f"CPU:{node.attr[f'{end}_device'].s.decode()[-1]}" for end in ("send", "recv")
                 )
@@ -82,6 +83,15 @@ def sent(schedule, homes, owner):
                 size = None if shape is None else tuple(dim.size for dim in shape.dim)
                 found[source, target].append(size)
     return found
+
+
+def test_gradients_are_checked_where_they_lie():
+    schedule = ScheduleSpec.from_text("1f1b").build(2, 4)
+    counts = [
+        {pair: len(shapes) for pair, shapes in sent(schedule, HOMES, 1, check).items()}
+        for check in ("off", "results")
+    ]
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize(("name", "owner"), [("1f1b", 0), ("zb_h1", 0), ("zb_h1", 1), ("zb_v", 1)])

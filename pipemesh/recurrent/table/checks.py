@@ -150,14 +150,18 @@ class Checks:
         layers = traced.theta_layers
         users = [*layers, *([()] * (len(grads) - len(layers)))]
         present = [(g, u) for g, u in zip(grads, users, strict=True) if g is not None]
-        with tf.device(traced.stage.device):
+        stage = traced.stage
+        # Where each lies, so that a flag travels and no gradient.
+        devices = [*stage.theta_devices, *([stage.device] * len(grads))]
+        at = [device for device, grad in zip(devices, grads, strict=False) if grad is not None]
+        with tf.device(stage.device):
             note = empty_note()
             if present:
                 zero = tf.zeros([], tf.int64)
-                note = write_note(note, zero, [[g] for g, _ in present])
+                note = write_note(note, zero, [[g] for g, _ in present], at)
         places = [
             place(
-                traced.stage,
+                stage,
                 user,
                 f"backward: a gradient of shape {grad.shape}, summed over the microbatches,",
             )

@@ -14,6 +14,7 @@ does. A `PipeliningLayer` that is called eagerly always has them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -50,7 +51,10 @@ def empty_note() -> tf.Tensor:
 
 
 def write_note(
-    note: tf.Tensor, microbatch: tf.Tensor, groups: Sequence[Sequence[tf.Tensor]]
+    note: tf.Tensor,
+    microbatch: tf.Tensor,
+    groups: Sequence[Sequence[tf.Tensor]],
+    devices: Sequence[str] | None = None,
 ) -> tf.Tensor:
     """The note after an action; the first one that found something stays.
 
@@ -58,11 +62,16 @@ def write_note(
         note: before the action.
         microbatch: int64 scalar, the index of the microbatch.
         groups: the tensors of each probe.
+        devices: of each probe where its tensors lie; by default here.
 
     Returns:
         `microbatch * len(groups) + index` of the first probe that is not finite, int64.
     """
-    bad = tf.stack([tf.logical_not(all_finite(tensors)) for tensors in groups])
+    flags = []
+    for tensors, device in zip(groups, devices or [None] * len(groups), strict=True):
+        with contextlib.nullcontext() if device is None else tf.device(device):
+            flags.append(tf.logical_not(all_finite(tensors)))
+    bad = tf.stack(flags)
     place = microbatch * len(groups) + tf.argmax(tf.cast(bad, tf.int32))
     return tf.where(tf.reduce_any(bad) & (note < 0), place, note)
 
