@@ -129,7 +129,8 @@ def sent(flags: list[str]) -> dict[str, float]:
                     if event["step"] == last:
                         break
         finally:
-            process.kill()
+            # It ends the client and the workers, which would hold the pipes.
+            process.terminate()
             process.communicate()
     # Each step is told when it has ended, and so is the next one in part when bytes are counted.
     measured = (counted[last] - counted[first]) / (last - first)
@@ -193,7 +194,8 @@ def lost(number: int) -> dict[str, float]:
                 continue
             return {"noticed": noticed, "next step": time.monotonic() - begun}
         finally:
-            process.kill()
+            # It ends the client and the workers, which would hold the pipes.
+            process.terminate()
             process.communicate()
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 # A shell reports the number of a signal beyond this.
 BY_SIGNAL = 128
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2
 
 
 def ends_with_parent() -> Callable[[], None]:
@@ -23,6 +23,24 @@ def ends_with_parent() -> Callable[[], None]:
             os._exit(1)
 
     return first
+
+
+def death_signal() -> int:
+    """The signal that this thread gets when its parent has ended; 0 if none."""
+    found = ctypes.c_int(0)
+    ctypes.CDLL(None).prctl(_PR_GET_PDEATHSIG, ctypes.byref(found))
+    return found.value
+
+
+def set_death_signal(number: int) -> None:
+    """Lets this thread, or the program that takes its place, get a signal then.
+
+    A thread does not have that of the one that started it.
+
+    Args:
+        number: of the signal; 0 for none.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def is_of_terminal() -> bool:

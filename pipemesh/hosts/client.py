@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from pipemesh.hosts import watch
+from pipemesh.hosts.children import death_signal, set_death_signal
 from pipemesh.hosts.cluster import Cluster
 from pipemesh.hosts.gather import gather
 
@@ -18,6 +19,8 @@ from pipemesh.hosts.gather import gather
 _AGAIN = "PIPEMESH_BEGUN_AGAIN"
 _MOST_AGAIN = 5
 _LOST = 3
+# Of the thread that Python began with; whichever begins again passes it on.
+_DEATH_SIGNAL = death_signal()
 
 
 def connect(
@@ -119,6 +122,7 @@ def begin_again(what: str) -> NoReturn:
             except OSError:
                 # The one of the listing.
                 continue
+    set_death_signal(_DEATH_SIGNAL)
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 

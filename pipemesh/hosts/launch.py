@@ -32,7 +32,8 @@ from pipemesh.hosts.cluster import Cluster
 _SECONDS_TO_START = 180
 _SECONDS_TO_END = 5
 _PAUSE = 0.1
-# One that ends so often in a row right after it was started is not started again.
+# One that ends so often in a row before it listens is not started again. Of those that listened,
+# the client knows whether steps are finished in between.
 _MOST_STARTS = 5
 # A command that has this computes its part in every process.
 SIMD = "--lowering=simd"
@@ -112,7 +113,7 @@ class _Worker:
     process: subprocess.Popen[bytes] | None = None
     pair: socket.socket | None = None
     starts: int = 0
-    started: float = 0.0
+    has_listened: bool = False
 
     def start(self) -> None:
         if self.pair is not None:
@@ -132,7 +133,7 @@ class _Worker:
             preexec_fn=ends_with_parent(),
         )
         theirs.close()
-        self.started, self.starts = time.monotonic(), self.starts + 1
+        self.has_listened, self.starts = False, self.starts + 1
 
     def listens(self, limit: float) -> str:
         """Waits until it listens, and returns where."""
@@ -146,14 +147,14 @@ class _Worker:
                 why = "has ended" if ready else f"does not listen after {_SECONDS_TO_START} s"
                 raise DeviceError(f"worker {self.number} {why}; what it says stands above")
             told += more
-        self.address = told.decode().strip()
+        self.address, self.has_listened = told.decode().strip(), True
         return self.address
 
     def keep(self) -> None:
         """Starts it again where it was if it has ended."""
         if self.process is None or self.process.poll() is None:
             return
-        if time.monotonic() - self.started > _SECONDS_TO_START:
+        if self._did_listen():
             self.starts = 0
         code, again = self.process.returncode, self.starts < _MOST_STARTS
         what = "it is started again" if again else "it is not started again"
@@ -162,6 +163,14 @@ class _Worker:
             self.start()
         else:
             self.process = None
+
+    def _did_listen(self) -> bool:
+        assert self.pair is not None
+        if not self.has_listened:
+            # What it has written stays there when it has ended.
+            ready, _, _ = select.select([self.pair], [], [], 0.0)
+            self.has_listened = bool(ready and self.pair.recv(100))
+        return self.has_listened
 
     def end(self) -> None:
         """Ends it."""

@@ -16,8 +16,8 @@ from pipemesh.hosts.children import BY_SIGNAL, ends_with_parent, how, is_of_term
 from pipemesh.hosts.cluster import Cluster
 
 _PAUSE, _SECONDS_TO_END = 0.1, 10.0
-# One that is killed so often is not started again.
-_MOST_STARTS = 5
+# One that is killed so often in a row, each time so soon after its start, is not started again.
+_MOST_STARTS, _SOON = 5, 180.0
 
 
 def run(words: Sequence[str], number: int) -> int:
@@ -38,7 +38,7 @@ def run(words: Sequence[str], number: int) -> int:
     """
     cluster = Cluster(tuple(f"127.0.0.1:{port}" for port in _free_ports(number)))
     started: dict[int, subprocess.Popen[bytes]] = {}
-    starts = [0] * number
+    starts, since = [0] * number, [0.0] * number
 
     def start(index: int) -> None:
         try:
@@ -50,7 +50,7 @@ def run(words: Sequence[str], number: int) -> int:
             )
         except OSError as error:
             raise DeviceError(f"{words[0]!r} cannot be started ({error.strerror})") from error
-        starts[index] += 1
+        since[index], starts[index] = time.monotonic(), starts[index] + 1
 
     stopped = False
 
@@ -73,6 +73,8 @@ def run(words: Sequence[str], number: int) -> int:
             for index, code in codes.items():
                 if not code:
                     continue
+                if time.monotonic() - since[index] > _SOON:
+                    starts[index] = 0
                 if code > 0 or stopped or starts[index] == _MOST_STARTS:
                     if code < 0 and not stopped:
                         say(f"process {index} has ended ({how(code)}) for the last time")

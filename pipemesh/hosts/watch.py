@@ -25,6 +25,9 @@ _PAUSE = 0.5
 _TIMES, _LEAST, _FIRST = 20.0, 60.0, 1200.0
 _FEWEST = 3
 _REMEMBERED = 50
+# TensorFlow's code, and gRPC's, of somebody who cannot be reached.
+_UNAVAILABLE = 14
+_IN_TEXT = f"grpc_status:{_UNAVAILABLE}"
 
 
 class Progress(Protocol):
@@ -139,9 +142,18 @@ class Watch:
         stages = self.stages.get(task)
         return f"{self._names[task][:-1]}, {stages})" if stages else self._names[task]
 
-    def check(self) -> None:
-        """Asks now, whoever has reason to think that a worker is lost; if so, says so."""
-        if (found := self._trouble()) and not self._ended.is_set():
+    def check(self, error: BaseException | None = None) -> None:
+        """Asks now, whoever has reason to think that a worker is lost; if so, says so.
+
+        Args:
+            error: the reason. If all workers answer and it says that a connection broke, they have
+                lost each other for a moment, and what was under way with it.
+        """
+        found = self._trouble()
+        if not found and (broken := _broken_connection(error)):
+            since = time.monotonic() - self._since
+            found = f"a connection broke in {self.doing}, begun {since:.1f} s ago ({broken})"
+        if found and not self._ended.is_set():
             with self._lock:
                 self._lost(found)
 
@@ -249,7 +261,21 @@ def stop() -> None:
         make_current(None)
 
 
-def check_workers() -> None:
-    """Asks the workers of this process, if it has some, whether all are there."""
+def check_workers(error: BaseException | None = None) -> None:
+    """Asks the workers of this process, if it has some, whether all are there.
+
+    Args:
+        error: the reason to ask; see `Watch.check`.
+    """
     if _current is not None:
-        _current.check()
+        _current.check(error)
+
+
+def _broken_connection(error: BaseException | None) -> str:
+    """What an error, or one that it was raised from, says of a connection; "" if nothing."""
+    while error is not None:
+        # Between workers the code is gRPC's, and stands in the text alone.
+        if getattr(error, "error_code", None) == _UNAVAILABLE or _IN_TEXT in str(error):
+            return " ".join(str(error).split(" Additional GRPC", 1)[0].split())[:200]
+        error = error.__cause__
+    return ""

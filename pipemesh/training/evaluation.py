@@ -48,7 +48,7 @@ class Evaluation:
                 with self._trained.cluster(do_eval=True):
                     return self._evaluate(batch)
             except tf.errors.OpError as error:
-                watch.check_workers()
+                watch.check_workers(error)
                 explained = self._trained.explain(error)
                 if explained is None:
                     raise

@@ -222,7 +222,7 @@ class Trainer:
                 loss, learning_rate, outcome, self.gradients = self._train(batch)
         except tf.errors.OpError as error:
             # Of a worker that is lost nothing can be taken back.
-            watch.check_workers()
+            watch.check_workers(error)
             self.trained.take_back()
             explained = self.trained.explain(error)
             if is_not_finite(str(explained)) or is_not_finite(error.message):

@@ -77,3 +77,48 @@ def test_workers_and_command_end_with_it_even_if_it_is_killed():
         os.kill(pids[1], signal.SIGSTOP)
         process.kill()
         until(lambda: not any(map(is_there, pids)), 20)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_worker_that_listened_is_started_again_however_often_it_is_killed(tmp_path):
+    with (
+        open(tmp_path / "err", "w+b") as err,
+        subprocess.Popen([*LAUNCH, "--processes=1", "--", "sleep", "300"], stderr=err) as process,
+    ):
+        try:
+            for number in range(1, 7):
+                listening = (b"pipemesh worker:", number)
+                until(
+                    lambda at=listening: (tmp_path / "err").read_bytes().count(at[0]) == at[1], 60
+                )
+                os.kill(*children(process.pid), signal.SIGKILL)
+            until(lambda: (tmp_path / "err").read_bytes().count(b"it is started again") == 6, 60)
+        finally:
+            process.terminate()
+
+
+AGAIN = """
+import os, threading, time
+from pipemesh.hosts.client import begin_again, has_begun_again
+if not has_begun_again():
+    threading.Thread(target=begin_again, args=["lost"]).start()
+else:
+    print(os.getpid(), flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.timeout(60)
+def test_a_command_that_has_begun_again_still_ends_with_its_launcher(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(AGAIN)
+    launcher = (
+        "import subprocess, sys; from pipemesh.hosts.children import ends_with_parent; "
+        f"subprocess.run([sys.executable, {str(program)!r}], preexec_fn=ends_with_parent())"
+    )
+    words = [sys.executable, "-c", launcher]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        pid = int(process.stdout.readline())
+        process.kill()
+        until(lambda: not is_there(pid), 20)

@@ -3,6 +3,7 @@
 import time
 
 import pytest
+import tensorflow as tf
 
 from pipemesh.errors import DeviceError
 from pipemesh.hosts import Cluster, gather
@@ -67,6 +68,35 @@ def test_what_is_said_names_worker_stage_and_step():
 def test_a_worker_that_was_started_again_has_forgotten_everything():
     with pytest.raises(Lost, match=r"worker 0 \(a:1\) was started again"):
         watch((Health(("CPU:0",), 8), WELL)).check()
+
+
+BROKEN = (
+    "sendmsg: Connection reset by peer (104)\nAdditional GRPC error information from remote target "
+    'a while calling /b: :UNKNOWN:Error {grpc_message:"sendmsg", grpc_status:14}'
+)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        tf.errors.UnavailableError(None, None, "recvmsg:Connection reset by peer"),
+        tf.errors.UnknownError(None, None, BROKEN),
+    ],
+)
+@pytest.mark.parametrize("is_cause", [False, True])
+def test_a_connection_that_broke_though_all_answer_counts_as_lost(error, is_cause):
+    found = watch((WELL, WELL))
+    found.begin("step 4")
+    if is_cause:
+        error, cause = DeviceError("step 4 failed"), error
+        error.__cause__ = cause
+    wanted = r"a connection broke in step 4, begun 0.\d s ago \(.*Connection reset by peer"
+    with pytest.raises(Lost, match=wanted):
+        found.check(error)
+
+
+def test_another_error_does_not_though():
+    watch((WELL, WELL)).check(tf.errors.InvalidArgumentError(None, None, "a shape"))
 
 
 def test_nobody_listens():

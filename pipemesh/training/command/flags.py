@@ -92,13 +92,13 @@ def exit_code(program: Callable[[], int]) -> int:
         return INTERRUPTED
     except (PipemeshError, OSError) as error:
         silence.speak()
-        watch.check_workers()
+        watch.check_workers(error)
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return BAD_INPUT
-    except Exception:
+    except Exception as error:
         silence.speak()
         # Errors of TensorFlow say little of a worker that is lost.
-        watch.check_workers()
+        watch.check_workers(error)
         raise
 
 
