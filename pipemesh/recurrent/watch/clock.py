@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Protocol
 
 import numpy as np
@@ -112,14 +112,18 @@ class ActionClock:
             unit: of the times, in seconds.
 
         Returns:
-            When each action ran; its costs are medians over the microbatches.
+            When each action ran; its costs are medians over the microbatches. A `W` of a stage
+            without weights took no time when the action before it ended.
 
         Raises:
             ScheduleError: an action was not noted, because no step has run with this clock, or one
                 with another schedule.
         """
+        timed = {(action.kind, action.stage) for action, _ in self._times}
         for row in schedule.rows:
             for action in row:
+                if self._is_nothing(action, timed):
+                    continue
                 if not {(action, False), (action, True)} <= self._times.keys():
                     raise ScheduleError(
                         f"action {action} was not timed; run a step of this schedule with "
@@ -128,16 +132,27 @@ class ActionClock:
         # The devices of a home drift apart, and one that is ahead waits in the end. Of the first
         # start and the last end nothing of that would be left; of means, their mean share of
         # waiting is.
-        firsts, lasts = (
-            [[self._mean(action, is_end) for action in row] for row in schedule.rows]
-            for is_end in (False, True)
-        )
+        firsts: list[list[float]] = []
+        lasts: list[list[float]] = []
+        for row in schedule.rows:
+            firsts.append([])
+            lasts.append([])
+            for action in row:
+                nothing = self._is_nothing(action, timed)
+                firsts[-1].append(lasts[-1][-1] if nothing else self._mean(action, False))
+                lasts[-1].append(firsts[-1][-1] if nothing else self._mean(action, True))
         begin = min(time for row in firsts for time in row)
         starts, ends = (
             tuple(tuple((time - begin) / unit for time in row) for row in times)
             for times in (firsts, lasts)
         )
         return Timeline(schedule, _median_costs(schedule, starts, ends), starts, ends)
+
+    @staticmethod
+    def _is_nothing(action: Action, timed: Set[tuple[str, int]]) -> bool:
+        """Whether it is a `W` of a stage that has none, as all else of it was noted."""
+        stage = action.stage
+        return action.kind == "W" and ("W", stage) not in timed and ("I", stage) in timed
 
     def durations(self) -> dict[Action, float]:
         """Seconds of each action that was noted; of a stage without weights no `W` is.

@@ -30,28 +30,29 @@ def wait(x):
     return sleep(WAIT, x), lambda grad: sleep(2 * WAIT, grad)
 
 
-def stages(schedule, has_loss=True):
+def stages(schedule, has_loss=True, bare=()):
     last = schedule.num_stages - 1
 
     def make(number):
         def forward(theta, carry, inputs, microbatch, step):
-            x = wait(inputs[0] * theta[0])
+            x = wait(inputs[0] * theta[0] if theta else inputs[0])
             return [tf.reduce_sum(x * x) if has_loss and number == last else x], []
 
         device = f"CPU:{schedule.stage_devices[number]}"
-        return Stage(f"s{number}", forward, [tf.constant(1.0)], [], device)
+        theta = [] if number in bare else [tf.constant(1.0)]
+        return Stage(f"s{number}", forward, theta, [], device)
 
     return [make(s) for s in range(schedule.num_stages)]
 
 
-def timed(schedule, **options):
+def timed(schedule, bare=(), **options):
     clock = ActionClock()
 
     @tf.function
     def step(x):
         with tf.GradientTape() as tape:
             tape.watch(x)
-            cells = stages(schedule)
+            cells = stages(schedule, bare=bare)
             arguments = Options(clock=clock, remat="none", **options)
             loss, _, _ = pipeline_loss(cells, [x], schedule, options=arguments)
         return tape.gradient(loss, x)
@@ -79,6 +80,19 @@ def test_actions_take_what_they_take_and_keep_the_order_of_their_rows(rolled):
 def test_both_halves_of_a_split_backward_pass_are_timed():
     costs = timed(zb_h1(2, 4)).costs.per_stage(2)
     assert min(costs.input_grad) >= 2 * WAIT > max(costs.weight_grad)
+
+
+@pytest.mark.parametrize("rolled", [False, True, "ticks"])
+def test_a_stage_without_weights_takes_no_time_for_their_gradients(rolled):
+    schedule = zb_h1(2, 4)
+    measured = timed(schedule, bare=(1,), rolled=rolled)
+    found = {
+        action: end - start
+        for row, starts, ends in zip(schedule.rows, measured.starts, measured.ends, strict=True)
+        for action, start, end in zip(row, starts, ends, strict=True)
+    }
+    assert {found[action] for action in found if action.kind == "W" and action.stage == 1} == {0.0}
+    assert min(found[action] for action in found if action.kind == "I") >= 2 * WAIT
 
 
 def test_a_backward_pass_with_the_loss_outside_is_timed():
