@@ -49,22 +49,3 @@ def test_in_a_graph_each_tensor_stays_on_its_device():
     assert len(call.outputs) == len(devices) + 1
     assert "IdentityN" not in {op.type for op in graph.get_operations()}
     assert run(tf.constant(0.0)).numpy() == len(devices)
-
-
-@pytest.mark.parametrize("differentiate", ["tape", "tf.gradients"])
-def test_on_one_device_the_gradient_is_computed_where_the_outputs_lie(differentiate):
-    first, second = [d.name for d in tf.config.list_logical_devices("CPU")][:2]
-
-    @tf.function(autograph=False)
-    def run(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            with tf.device(second):
-                y = tf.stop_gradient(tf.sin(x))
-            y, *_ = attach_gradient([y], [x], lambda grads: [tf.cos(grads[0])], False)
-        with tf.device(first):
-            return tape.gradient(y, x) if differentiate == "tape" else tf.gradients(y, x)[0]
-
-    operations = run.get_concrete_function(tf.TensorSpec([4])).graph.get_operations()
-    found = {op.type: op.device for op in operations if op.type in ("IdentityN", "Cos")}
-    assert found == {"IdentityN": second, "Cos": second}
