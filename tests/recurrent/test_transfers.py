@@ -73,8 +73,10 @@ def sent(schedule, homes, owner, check_numerics="off"):
         nodes = {node.name: node for node in graph.node}
         for node in graph.node:
             # What waits for an operation elsewhere gets a constant from there.
-            floating = node.attr["T"].type == tf.float32.as_datatype_enum
-            if node.op == "_Send" and floating and "/ctrl/" not in node.input[0]:
+            if node.op == "_Send" and "/ctrl/" not in node.input[0]:
+                # Checks say by flags and numbers what they have found.
+                if check_numerics != "off" and node.attr["T"].type != tf.float32.as_datatype_enum:
+                    continue
                 source, target = (
                     f"CPU:{node.attr[f'{end}_device'].s.decode()[-1]}" for end in ("send", "recv")
                 )
