@@ -49,6 +49,8 @@ def test_a_worker_that_is_stopped_does_not_answer_in_time():
     try:
         address = address_of(worker)
         worker.send_signal(signal.SIGSTOP)
+        # Until one of its threads has taken the signal, the others go on and answer.
+        os.waitpid(worker.pid, os.WUNTRACED)
         assert ask([address], 1.0)[0].trouble.startswith("has not answered for ")
         worker.send_signal(signal.SIGCONT)
         assert ask([address], 10)[0].devices == ("CPU:0",)
