@@ -85,7 +85,8 @@ def attach_gradient(
         outputs: floating tensors.
         inputs: floating tensors.
         backward: takes one gradient for each output; returns one or None for each input. It is
-            called outside of any colocation and has to enter device scopes itself.
+            called outside of any colocation; across devices it has to enter device scopes itself,
+            otherwise it is called in that of the first output.
         across_devices: whether the tensors lie on different devices.
     """
     if _unneeded.get():
@@ -94,7 +95,9 @@ def attach_gradient(
     tensors = [*outputs, *inputs]
 
     def input_grads(*grads: tf.Tensor | tf.IndexedSlices) -> list[tf.Tensor | None]:
-        with without_colocation():
+        # Autodiff is in no scope, or in that of another device.
+        beside = contextlib.nullcontext() if across_devices else tf.device(outputs[0].device)
+        with without_colocation(), beside:
             # Gradients of lookups are sparse; communication is dense.
             return list(backward([tf.convert_to_tensor(grad) for grad in grads[:number]]))
 
@@ -115,7 +118,8 @@ def attach_gradient(
         if across_devices:
             results = _call_pass_on(graph, tensors)
         else:
-            results = tf.identity_n(tensors)
+            with tf.device(outputs[0].device):
+                results = tf.identity_n(tensors)
     record_call(results, tensors, all_grads)
     return results[:number]
 

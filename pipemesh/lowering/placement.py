@@ -12,6 +12,7 @@ import tensorflow as tf
 from pipemesh.backend import nccl
 from pipemesh.backend.attach_gradient import attach_gradient
 from pipemesh.backend.devices import check_devices_exist
+from pipemesh.backend.sums import sum_in_order
 from pipemesh.backend.tapes import unrecorded
 from pipemesh.errors import DeviceError
 from pipemesh.lowering.given import whole_tensor
@@ -20,7 +21,7 @@ from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.mesh import LayoutRules, Mesh, TensorLayout
 
 _PAIRWISE: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
-    "sum": lambda a, b: tf.add_n([a, b]),
+    "sum": lambda a, b: sum_in_order([a, b]),
     "max": tf.maximum,
     "min": tf.minimum,
 }

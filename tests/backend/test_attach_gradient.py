@@ -49,3 +49,24 @@ def test_in_a_graph_each_tensor_stays_on_its_device():
     assert len(call.outputs) == len(devices) + 1
     assert "IdentityN" not in {op.type for op in graph.get_operations()}
     assert run(tf.constant(0.0)).numpy() == len(devices)
+
+
+@pytest.mark.parametrize("mode", ["tape", "tf.gradients"])
+def test_a_gradient_of_one_device_is_computed_there(mode):
+    """Norms and attention said nothing, so the device of the whole gradient had all slices'."""
+    here, there = [d.name for d in tf.config.list_logical_devices("CPU")][:2]
+
+    @tf.function(autograph=False)
+    def run(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            with tf.device(there):
+                output = tf.stop_gradient(tf.sin(x))
+            (y,) = attach_gradient([output], [x], lambda grads: [grads[0] * tf.cos(x)], False)
+        with tf.device(here):
+            return tape.gradient(y, x) if mode == "tape" else tf.gradients(y, x)[0]
+
+    graph = run.get_concrete_function(tf.TensorSpec([])).graph
+    lie = {op.type: op.device for op in graph.get_operations()}
+    assert lie["Cos"] == lie["IdentityN"] == lie["Sin"] == there
+    assert run(tf.constant(0.0)).numpy() == 1

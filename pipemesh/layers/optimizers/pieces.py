@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from pipemesh.backend.sums import sum_in_order
+
 # For each dim of the whole tensor where a piece begins.
 Begin = tuple[int, ...]
 
@@ -82,7 +84,7 @@ class Pieces:
             sums.setdefault(_without(begin, axis), []).append(part.value)
         first = self.without(axis)
         own = {begin: Piece(first.parts[begin].beside, sums[begin]) for begin in sums}
-        return Pieces(first.whole, own).map(lambda parts: tf.add_n(parts) / self.whole[axis])
+        return Pieces(first.whole, own).map(lambda parts: sum_in_order(parts) / self.whole[axis])
 
     def spread(self, like: Pieces, axis: int) -> Pieces:
         """Gives each piece of a tensor what it shares with others along a dim, of size 1 now.
@@ -98,7 +100,7 @@ class Pieces:
         """Of all elements, a scalar on the first piece's device."""
         squares = self.map(lambda value: tf.reduce_sum(tf.square(value))).values
         with self._beside_first():
-            return tf.sqrt(tf.add_n(squares) / math.prod(self.whole))
+            return tf.sqrt(sum_in_order(squares) / math.prod(self.whole))
 
     def is_finite(self) -> tf.Tensor:
         """Whether all elements are finite, a scalar on the first piece's device."""

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from pipemesh.backend.kept_gradients import custom_gradient
 from pipemesh.backend.static_shape import static_sizes
+from pipemesh.backend.sums import sum_in_order
 from pipemesh.lowering.lowering import Lowering, Slices
 
 
@@ -198,7 +199,7 @@ def _across_slices(
         pieces.append(lowering.map(place, piece, at))
     if not pieces:
         return _nothing(lowering, x, dim, windows.length)
-    return lowering.map(lambda *arrived: tf.add_n(arrived), *pieces)
+    return lowering.map(lambda *arrived: sum_in_order(arrived), *pieces)
 
 
 def rows_of(tensor: tf.Tensor, dim: int, begin: int, length: int) -> tf.Tensor:
@@ -270,4 +271,4 @@ def sum_of(lowering: Lowering, tensors: Sequence[Slices]) -> Slices:
     """Adds tensors element by element; booleans are joined by or."""
     if tensors[0][0].dtype == tf.bool:
         return lowering.map(lambda *parts: tf.reduce_any(tf.stack(parts), 0), *tensors)
-    return lowering.map(lambda *parts: tf.add_n(parts), *tensors)
+    return lowering.map(lambda *parts: sum_in_order(parts), *tensors)

@@ -13,6 +13,7 @@ import tensorflow as tf
 from pipemesh.backend.functions import results_beside_sources
 from pipemesh.backend.operations import Call
 from pipemesh.backend.purity import has_effects
+from pipemesh.backend.sums import sum_in_order
 from pipemesh.recurrent.passes.cuts import Cuts
 from pipemesh.recurrent.passes.gradients import flat_names
 from pipemesh.recurrent.passes.graph_cut import node_of
@@ -198,7 +199,7 @@ class Passes:
             part = [g for g in grads[i::count] if g is not None]
             # What is alike for all replicas is summed where the weight lies, once a step.
             with tf.device(device):
-                totals.append(tf.add_n(part) if len(part) > 1 else (part or [None])[0])
+                totals.append(sum_in_order(part) if part else None)
         return totals
 
     @functools.cached_property
