@@ -11,7 +11,7 @@ FIRST, SECOND, THIRD = 1e8, -1e8, 1.0
 
 
 def value(sum_of, *given):
-    """What a graph finds whose last addend alone is nobody else's, so that it may be overwritten."""
+    """What a graph finds whose last addend alone is nobody else's, and may be overwritten."""
 
     @tf.function
     def added(first, second, third):

@@ -1,5 +1,6 @@
 """The command `pipemesh worker`."""
 
+import os
 import signal
 
 import pytest
