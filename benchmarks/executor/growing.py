@@ -22,9 +22,11 @@ def measure(name: str, devices: int, form: str, waits: bool) -> dict[str, Any]:
     """One table with small dense stages, or with stages that wait, in a process of its own."""
     import tensorflow as tf
 
-    from pipemesh.backend.devices import start_cpu_devices
+    from pipemesh.backend.devices import prepare_graphs_quickly, start_cpu_devices
     from pipemesh.schedule import simulate
 
+    # As every command does.
+    prepare_graphs_quickly()
     start_cpu_devices(devices)
     begin = time.perf_counter()
     table = Table.of(name, devices, MICROBATCHES_A_DEVICE * devices)

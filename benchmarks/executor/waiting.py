@@ -24,7 +24,7 @@ SEARCHED = "list_schedule"
 # Its backward passes find computed again, before the gradient is there, what they need.
 RECOMPUTED = "recompute(one_f_one_b)"
 TABLES = [*(name for name in BUILDERS if name != "decode"), SEARCHED, RECOMPUTED]
-FORMS = {"unrolled": False, "rolled": True}
+FORMS = {"unrolled": False, "rolled": True, "ticks": "ticks"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +160,7 @@ def waiting_stage(clock: Clock, table: Table, number: int) -> Any:
     return forward
 
 
-def compiled(table: Table, stage_function: Any, rolled: bool, weights: Any, x: Any) -> Any:
+def compiled(table: Table, stage_function: Any, rolled: Any, weights: Any, x: Any) -> Any:
     """The traced step: the loss and all gradients, or the loss alone if nothing goes backward."""
     import tensorflow as tf
 

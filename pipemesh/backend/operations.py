@@ -67,6 +67,23 @@ def pin_each(tensors: list[MaybeTensor], devices: str | Sequence[str]) -> list[M
     return result
 
 
+def switch(tensor: tf.Tensor, predicate: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """A tensor that is there on one of two sides alone: where the predicate is false, and true."""
+    attributes = {"T": _attribute(type=tensor.dtype.as_datatype_enum)}
+    other, taken = _make("Switch", [tensor, predicate], [tensor.dtype] * 2, attributes)
+    return other, taken
+
+
+def merge(tensors: Tensors) -> tf.Tensor:
+    """That one of some tensors of a dtype which is there when the graph runs."""
+    dtype = tensors[0].dtype
+    attributes = {
+        "T": _attribute(type=dtype.as_datatype_enum),
+        "N": _attribute(i=len(tensors)),
+    }
+    return _make("Merge", tensors, [dtype, tf.int32], attributes)[0]
+
+
 class Call:
     """Calls a concrete function that has no gradient.
 

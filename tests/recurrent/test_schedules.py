@@ -1,10 +1,13 @@
 """Every schedule, remat policy and execution mode gives what the plain model gives."""
 
+import collections
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from pipemesh.errors import ScheduleError
+from pipemesh.recurrent.watch.placement import record_placement
 from pipemesh.schedule import Costs, forward_only, list_schedule, one_f_one_b, recompute
 from pipemesh.schedule.builders import BUILDERS, build
 from tests.conformance.remat_cases import REMAT
@@ -125,6 +128,33 @@ def test_the_graph_of_one_loop_over_ticks_does_not_grow_with_the_table():
     assert abs(more - few) < 10
     two, four, eight = (graph_size(one_f_one_b(s, 12), rolled="ticks") for s in (2, 4, 8))
     assert eight - four <= 2.2 * (four - two)
+
+
+@pytest.mark.slow
+def test_a_tick_sends_to_a_neighbour_what_one_action_sends_and_no_flags():
+    """A flag of each register went to where its data are made, and each register's copy back."""
+
+    @tf.function(autograph=False)
+    def run(variables):
+        with tf.GradientTape() as tape:
+            tape.watch(variables)
+            schedule = build("interleaved", 4, 12)
+            loss = pipelined(unstacked(variables), schedule, rolled="ticks")[0]
+        return tape.gradient(loss, variables)
+
+    with record_placement() as graphs:
+        run(dict(VALUES))
+    nodes = [node for graph in graphs.partition_graphs for node in graph.node]
+    sent = [n for n in nodes if n.op in ("_Send", "_HostSend") and n.name.startswith("while/")]
+    flags = [node.name for node in sent if node.attr["T"].type == tf.bool.as_datatype_enum]
+    assert len(flags) == 3 and all(name.startswith("while/LoopCond") for name in flags)
+    ways = collections.Counter(
+        (node.attr["send_device"].s[-1:], node.attr["recv_device"].s[-1:])
+        for node in sent
+        if node.name.startswith("while/body")
+    )
+    # A stage hands on two tensors, one of which has a gradient.
+    assert (ways[b"1", b"2"], ways[b"2", b"1"]) == (2, 1)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.backend.operations import MaybeTensor, pin_each
+from pipemesh.backend.operations import MaybeTensor, pin_each, pin_present
 from pipemesh.recurrent.passes.part import Grads
 from pipemesh.recurrent.table.kinds import Channel, Kind
 from pipemesh.recurrent.table.listed import Source
@@ -18,7 +18,7 @@ from pipemesh.recurrent.table.state import State
 from pipemesh.recurrent.table.ticks.branches import Branching, Predicate, merged
 from pipemesh.recurrent.table.ticks.codes import Role, key_of
 from pipemesh.recurrent.table.ticks.program import CLEARS, KEEPS, TAKES, HomeProgram
-from pipemesh.recurrent.table.ticks.variables import Name, Variables
+from pipemesh.recurrent.table.ticks.variables import Name, Variables, Wire
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,11 @@ class _Home:
         ticks = values[Name("tick", home)]
         self.flag = body.variables.flags[home].row(ticks)
         self.numbers = body.variables.numbers[home].row(ticks[:1])
+        with tf.device(body.variables.named[Name("tick", home)].devices[0]):
+            self.microbatch = tf.cast(self.numbers(0, "microbatch"), tf.int64)
         self._branchings: dict[Name, Branching] = {}
+        self._arrived: dict[Wire, Grads] = {}
+        self._nothing: dict[Wire, Grads] = {}
 
     def when(self, *column: Any) -> Predicate:
         """For each place whether a flag is set."""
@@ -122,19 +126,32 @@ class _Home:
             name = Name("list", key)
             branching = self._branching(name, after[name])
             lists.handles[key] = branching.enter(self.when("arrives", channel))
-            sent = merged(self.told[channel], self.body.variables.named[name].devices)
+            sent = self._sent(channel, self.body.variables.named[name].devices)
             lists.put(key, self.numbers(0, ("arrives", channel)), sent)
             branching.leave(lists.handles[key])
             found[name] = branching.merged()
         return found
 
+    def _sent(self, channel: Channel, devices: Sequence[str]) -> Grads:
+        """What arrives here at this tick by the wire of a channel, if anything does."""
+        wire = self.body.variables.wires[channel]
+        if wire not in self._arrived:
+            told = [values for each in wire for values in self.told[each]]
+            sent = merged(told, self.body.variables.sending_devices(channel))
+            # TensorFlow puts a `Switch` where its data are made. So each register would have a copy
+            # sent, and send its flag there first.
+            self._arrived[wire] = pin_each(sent, devices)
+        return self._arrived[wire]
+
     def _register(self, channel: Channel, number: int, column: Sequence[int]) -> Grads:
         name = Name("register", channel, number)
         devices = self.body.variables.named[name].devices
-        sent = merged(self.told[channel], devices)
-        if len(self.program.registers[channel]) > 1:
+        wire, sent = self.body.variables.wires[channel], self._sent(channel, devices)
+        if len(self.program.registers[channel]) > 1 or len(wire) > 1:
             sent = self._branching(name, sent).enter(self.when(channel, number, TAKES))
-        empty = self._branching(name, self.body.variables.nothing(channel, devices))
+        if wire not in self._nothing:
+            self._nothing[wire] = self.body.variables.nothing(channel, devices)
+        empty = self._branching(name, self._nothing[wire])
         found = [sent, empty.enter(self.when(channel, number, CLEARS))]
         if KEEPS in column:
             kept = self._branching(name, self.values[name])
@@ -155,8 +172,7 @@ class _Act:
         self._home = home
         self._role = role
         self._is_due = is_due
-        with tf.device(home.body.variables.named[Name("tick", home.number)].devices[0]):
-            self._microbatch = tf.cast(home.numbers(0, "microbatch"), tf.int64)
+        self._microbatch = home.microbatch
         self._state = home.body.state
 
     @property
@@ -182,7 +198,7 @@ class _Act:
                 begins, state.tokens[home.number], home.devices, strict=True
             ):
                 with tf.control_dependencies(done), tf.device(device):
-                    ends.append(tf.ensure_shape(begin, []))
+                    ends += pin_present([begin])
         token.leave(ends)
         for name in held:
             home.branching(name).leave(_of(state, name))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
+from pipemesh.backend.operations import merge, switch
 from pipemesh.recurrent.passes.part import Grads
 
 # Gives for a place of a home the boolean that is there.
@@ -39,8 +40,7 @@ class Branching:
         for i, tensor in enumerate(self._rest):
             if tensor is not None:
                 with tf.device(self._devices[i]):
-                    pair = tf.raw_ops.Switch(data=tensor, pred=predicate(self._places[i]))
-                self._rest[i], taken[i] = pair.output_false, pair.output_true
+                    self._rest[i], taken[i] = switch(tensor, predicate(self._places[i]))
         return taken
 
     def leave(self, values: Sequence[tf.Tensor | None]) -> None:
@@ -69,5 +69,5 @@ def merged(found: Sequence[Sequence[tf.Tensor | None]], devices: Sequence[str]) 
     for device, *tensors in zip(devices, *found, strict=True):
         there = [t for t in tensors if t is not None]
         with tf.device(device):
-            chosen.append(tf.raw_ops.Merge(inputs=there).output if there else None)
+            chosen.append(merge(there) if there else None)
     return chosen

@@ -27,6 +27,9 @@ from pipemesh.recurrent.table.ticks.program import (
     HomeProgram,
 )
 
+# Channels from one home to another of which a tick has at most one, sent as one.
+Wire = tuple[Channel, ...]
+
 
 class Name(NamedTuple):
     """Of a variable: what it is, and of what."""
@@ -69,6 +72,7 @@ class Variables:
         named: the variables.
         flags: for each home a table of booleans, a row a tick, one for each of its devices.
         numbers: for each home a table of numbers, a row a tick.
+        wires: for each channel that arrives somewhere, all those that are sent with it.
     """
 
     def __init__(
@@ -90,8 +94,31 @@ class Variables:
         self.named: dict[Name, Variable] = {}
         self.flags: dict[int, Table] = {}
         self.numbers: dict[int, Table] = {}
+        self.wires: dict[Channel, Wire] = {}
         for home, own in programs.items():
+            self._add_wires([*own.registers, *own.arrivals], homes)
             self._add_home(home, own)
+
+    def _add_wires(self, channels: Sequence[Channel], homes: Sequence[int]) -> None:
+        """Joins those of one home's arrivals that come from one home, and are alike.
+
+        A home performs an action a tick, and an action sends one thing at most. Sending and waiting
+        for nothing takes as long as all of the operations of a small action.
+        """
+        alike: dict[Any, list[Channel]] = {}
+        for channel in channels:
+            specs = [
+                None if spec is None else (str(spec.shape), spec.dtype)
+                for spec in self._machine.specs(*channel)
+            ]
+            places = self._machine.places(*channel), self.arrival_places(channel)
+            alike.setdefault(repr((homes[channel.stage], specs, places)), []).append(channel)
+        self.wires |= {c: tuple(wire) for wire in alike.values() for c in wire}
+
+    def sending_devices(self, channel: Channel) -> list[str]:
+        """Where what a channel hands on is made."""
+        devices = self._stages[channel.stage].devices
+        return [devices[place] for place in self._machine.places(*channel)]
 
     def _add_home(self, home: int, own: HomeProgram) -> None:
         hosts = [processor_beside(device) for device in self.devices[home]]
@@ -214,20 +241,23 @@ class Table:
 
     def __init__(self, columns: Mapping[Any, Any], devices: Sequence[str], dtype: Any) -> None:
         self._order = {name: i for i, name in enumerate(columns)}
-        rows = np.stack([np.asarray(c, dtype) for c in columns.values()], axis=1)
+        self._rows = np.stack([np.asarray(c, dtype) for c in columns.values()], axis=1)
         self._devices = devices
-        self._tables = [_constant(rows, tf.as_dtype(dtype), device) for device in devices]
 
     def row(self, ticks: Sequence[Any]) -> Callable[[int, Any], tf.Tensor]:
         """What gives for a device and a column's name the number of a tick.
+
+        The table is a constant of the loop's body. One from outside would go through each tick like
+        a variable, by four operations.
 
         Args:
             ticks: the number of the tick, on each device.
         """
         rows = []
-        for table, device, tick in zip(self._tables, self._devices, ticks, strict=True):
+        for device, tick in zip(self._devices, ticks, strict=True):
             with tf.device(device):
-                rows.append(tf.unstack(tf.gather(table, tick), num=len(self._order)))
+                found = tf.gather(tf.constant(self._rows), tick)
+                rows.append(tf.unstack(found, num=len(self._order)))
         return lambda place, name: rows[place][self._order[name]]
 
 

@@ -41,6 +41,27 @@ def test_state_lists_and_what_arrives_go_along_on_their_devices():
         assert (of_first.devices, of_first.places) == (["CPU:1"], [0])
 
 
+def test_channels_between_two_homes_that_are_alike_go_by_one_wire(monkeypatch):
+    """A home sends one thing a tick; what is not alike, or goes elsewhere, goes by itself."""
+    down, other, up = Channel(OUTPUTS, 0), Channel(OUTPUTS, 2), Channel(GRADS, 1)
+    homes, shape = [0, 1, 0, 1], {down: [2], other: [2], up: [2]}
+    with tf.Graph().as_default():
+        found = variables_of()
+        machine = found._machine
+        monkeypatch.setattr(
+            machine, "specs", lambda kind, stage: [tf.TensorSpec(shape[Channel(kind, stage)])]
+        )
+        monkeypatch.setattr(machine, "places", lambda kind, stage: [0])
+        monkeypatch.setattr(found, "arrival_places", lambda channel: [0])
+        found._add_wires([down, other], homes)
+        assert found.wires[down] == found.wires[other] == (down, other)
+        found._add_wires([down, up], homes)
+        assert (found.wires[down], found.wires[up]) == ((down,), (up,))
+        shape[other] = [3]
+        found._add_wires([down, other], homes)
+        assert (found.wires[down], found.wires[other]) == ((down,), (other,))
+
+
 def test_values_are_packed_as_they_were_flattened():
     with tf.Graph().as_default():
         found = variables_of()
