@@ -98,6 +98,25 @@ def read(path: str) -> Config:
     return of_values(_object(path), path)
 
 
+def of_folder(folder: str) -> Config:
+    """Reads that of a training, or of a folder that weights were taken from.
+
+    Args:
+        folder: the one that `--logdir` names.
+
+    Raises:
+        WeightsError: it has none, or see `read`.
+    """
+    path = os.path.join(folder, FILE)
+    if not os.path.exists(path):
+        raise WeightsError(
+            f"there is no {path}, which says how large the model is; give as --logdir a folder "
+            "that has one, whichever checkpoint is taken, or begin with `pipemesh checkpoint "
+            "import --from=model.safetensors --logdir=RUN`"
+        )
+    return read(path)
+
+
 def ends_of(folder: str, config: Config) -> frozenset[int]:
     """The tokens that end a text: those of a `generation_config.json`, or else the model's.
 

@@ -9,7 +9,6 @@ Standard output has the texts and nothing else. The plan may be another than tha
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
@@ -128,7 +127,7 @@ def _model(own: Collection[str] = (), refused: Collection[str] = ()) -> _Model:
     training_flags.take_up(folder, sys.modules[__name__], values.checkpoint, own)
     path = checkpoint_of(folder)
     model_flags.check_note(Manifest.read(path).note, folder)
-    config = configs.read(os.path.join(folder, configs.FILE))
+    config = configs.of_folder(folder)
     encode, told = _spelling(values.ids, folder, config)
     # Each text once.
     return _Model(folder, path, config, functools.cache(encode), told)

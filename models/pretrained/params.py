@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any
 
 from lingvo import model_registry
@@ -103,13 +102,7 @@ def config_of(params: PretrainedParams) -> Config:
     """
     found = params.CONFIG
     if found is None:
-        path = os.path.join(str(params.LOGDIR or "."), configs.FILE)
-        if not os.path.exists(path):
-            raise WeightsError(
-                f"there is no {path}, which says how large the model is; begin with `pipemesh "
-                "checkpoint import --from=model.safetensors --logdir=RUN`"
-            )
-        found = configs.read(path)
+        found = configs.of_folder(str(params.LOGDIR or "."))
     if found.model_type != params.MODEL_TYPE:
         raise WeightsError(
             f"{type(params).__name__} has model_type {params.MODEL_TYPE!r}, but {configs.FILE} is "

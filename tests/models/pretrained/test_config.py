@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from models.pretrained.config import WeightsError, ends_of, of_values, read
+from models.pretrained.config import WeightsError, ends_of, of_folder, of_values, read
 
 GPT2, LLAMA = {"model_type": "gpt2"}, {"model_type": "llama"}
 LLAMA3 = {
@@ -118,3 +118,9 @@ def test_a_file_that_is_none_is_told(tmp_path, content, told):
         path.write_text(content)
     with pytest.raises(WeightsError, match=told):
         read(str(path))
+
+
+def test_a_folder_without_one_is_told_by_the_flag_that_names_it(tmp_path):
+    """With `--checkpoint` of another training it sounded as if that could not be read."""
+    with pytest.raises(WeightsError, match="give as --logdir a folder that has one"):
+        of_folder(str(tmp_path))
