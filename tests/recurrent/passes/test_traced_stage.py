@@ -7,7 +7,8 @@ import tensorflow as tf
 from pipemesh.errors import PipelineError
 from pipemesh.randomness import WholeDraws
 from pipemesh.recurrent import Stage
-from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
+from pipemesh.recurrent.passes.cutting import Cutting
+from pipemesh.recurrent.passes.traced_stage import TracedStage
 from tests.recurrent.passes.traced import (
     ROWS,
     WEIGHTS,

@@ -138,7 +138,7 @@ def test_the_whole_batch_goes_through_the_stages_before_as_far_as_anybody_asks()
 
     with tf.Graph().as_default():
         stages = [stage_of(drops(name), "CPU:0") for name in "abc"]
-        whole = WholeBatch(stages, [tf.TensorSpec([8, 3])], True, 0)
+        whole = WholeBatch(stages, [tf.TensorSpec([8, 3])], True, Cutting(4, 2, 0))
         assert calls == []
         draws = whole.draws(1)
         assert calls == [("a", [8, 3]), ("b", [8, 2])]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.recurrent.passes.traced_stage import Cutting
+from pipemesh.recurrent.passes.cutting import Cutting
 from pipemesh.recurrent.table.parts import parts
 
 
