@@ -43,7 +43,11 @@ def tagged(
         ...     tf.print("seen", output_stream="file:///dev/stdout")
     """
     _install()
-    said: list[tuple[str, Any]] = [("microbatch", microbatch), ("slice", part), ("replica", replica)]
+    said: list[tuple[str, Any]] = [
+        ("microbatch", microbatch),
+        ("slice", part),
+        ("replica", replica),
+    ]
     _scopes.stack.append((stage, [(what, number) for what, number in said if number is not None]))
     try:
         yield

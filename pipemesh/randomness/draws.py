@@ -107,8 +107,8 @@ def slice_of_draw(name: str, sizes: tuple[int, ...]) -> SliceOfDraw | None:
         raise NeedWholeDraws
     if name not in position.whole.of_sequences:
         raise PipelineError(
-            f"layer {scope.layer!r} draws more random tensors for a slice of the sequences than for "
-            "whole ones; the number of draws must not depend on their length"
+            f"layer {scope.layer!r} draws more random tensors for a slice of the sequences than "
+            "for whole ones; the number of draws must not depend on their length"
         )
     whole = position.whole.of_sequences[name].sizes
     if whole == sizes:
@@ -119,8 +119,8 @@ def slice_of_draw(name: str, sizes: tuple[int, ...]) -> SliceOfDraw | None:
     if not same or len(dims) != 1 or (sizes[dims[0]], whole[dims[0]]) != (size, size * count):
         raise PipelineError(
             f"layer {scope.layer!r} draws a random tensor of shape {sizes} for a slice of the "
-            f"sequences and {whole} for whole ones; one dim may differ, and is the {size} positions "
-            f"of a slice, of which there are {count}. Draw in a shape where the sequence is a dim "
+            f"sequences and {whole} for whole ones; one dim may differ, and is the {size} "
+            f"positions of a slice, of which there are {count}. Draw in a shape where the sequence is a dim "
             "of its own (before that dim is reshaped), or give a schedule without slices"
         )
     return SliceOfDraw(dims[0], whole, position.slice * size)

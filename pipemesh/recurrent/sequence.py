@@ -112,7 +112,7 @@ def starting_anew(stage: Stage) -> Stage:
     """A recurrent stage whose carry starts anew with the first slice of each microbatch.
 
     Going backward, the gradient that comes to a microbatch from the next one is then zero, and what
-    arrives at its first slice is part of the gradient of the initial carry, summed over microbatches.
+    arrives at its first slice is part of that of the initial carry, summed over microbatches.
 
     Args:
         stage: whose carry is the initial one.

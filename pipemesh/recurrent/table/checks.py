@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from pipemesh.backend.operations import MaybeTensor, pin_each, wait_for
-from pipemesh.recurrent.passes.part import Grads
 from pipemesh.recurrent.passes.cutting import Cutting
+from pipemesh.recurrent.passes.part import Grads
 from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.watch.health import (

@@ -111,8 +111,8 @@ def num_replicas(stages: Sequence[Stage], stage_devices: Sequence[int]) -> int:
         if stage.recurrent and wanted > 1:
             raise PipelineError(
                 f"stage {stage.name!r} is recurrent and has {wanted} replicas ({stage.of_home}); "
-                "its state goes from microbatch to microbatch, so that replicas would wait for "
-                "each other: give it one"
+                "its state goes from microbatch to microbatch, or from slice to slice, so that "
+                "replicas would wait for each other: give it one"
             )
     return wanted
 
@@ -189,7 +189,9 @@ def _check_along(traced: TracedStage, along: _Along, cutting: Cutting, has_step:
                 f"{spec.shape} and no dim {dim} ({along.name}) along which {along.parts} can be "
                 "joined; add the dim, or return a scalar with the loss inside the pipeline"
             )
-    doubtful = [n for n, spec in enumerate(specs) if spec.shape.rank and _doubtful(traced, n, along)]
+    doubtful = [
+        n for n, spec in enumerate(specs) if spec.shape.rank and _doubtful(traced, n, along)
+    ]
     whole = _whole_outputs(traced, along, cutting, has_step) if doubtful else None
     if whole is None:
         return
@@ -277,8 +279,8 @@ def _sequence_length(
     what = f"the schedule cuts sequences into {num_slices} slices"
     if sequence_dim == batch_dim or sequence_dim < 0:
         raise PipelineError(
-            f"{what}, and sequence_dim is {sequence_dim}; give a dim of the inputs, from 0, that is "
-            f"not the batch's, which is {batch_dim} (batch_dim)"
+            f"{what}, and sequence_dim is {sequence_dim}; give a dim of the inputs, from 0, that "
+            f"is not the batch's, which is {batch_dim} (batch_dim)"
         )
     lengths: dict[int, int] = {}
     for number, tensor in enumerate(inputs):
@@ -288,8 +290,8 @@ def _sequence_length(
         found = ", ".join(f"{n} (input {number})" for n, number in sorted(lengths.items()))
         raise PipelineError(
             f"{what}, but the inputs have {f'lengths {found}' if found else 'no'} "
-            f"{'in ' if found else ''}dim {sequence_dim} (sequence_dim); all that have this dim must "
-            "be as long, and one has to have it. Give what is no sequence fewer dims, or the dim "
+            f"{'in ' if found else ''}dim {sequence_dim} (sequence_dim); all that have this dim "
+            "must be as long, and one has to have it. Give what is no sequence fewer dims, or the dim "
             "of the sequences as sequence_dim"
         )
     (length,) = lengths

@@ -12,9 +12,9 @@ import tensorflow as tf
 from pipemesh.backend.functions import keep_alive
 from pipemesh.backend.operations import MaybeTensor, pin, pin_each
 from pipemesh.randomness import WholeDraws
+from pipemesh.recurrent.passes.cutting import Cutting
 from pipemesh.recurrent.passes.part import Grads, Tensors
 from pipemesh.recurrent.passes.passes import Passes
-from pipemesh.recurrent.passes.cutting import Cutting
 from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.recurrent.passes.tracing import WholeBatch, specs_of
 from pipemesh.recurrent.precision import sum_dtype

@@ -8,8 +8,8 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.backend.operations import MaybeTensor
-from pipemesh.recurrent.passes.part import Grads, Tensors
 from pipemesh.recurrent.passes.cutting import Cutting
+from pipemesh.recurrent.passes.part import Grads, Tensors
 from pipemesh.recurrent.remat import Mode
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.kinds import GRADS, OUTPUTS, Channel, Kind, Slot

@@ -7,6 +7,7 @@ from pipemesh.backend.labels import labelled
 from pipemesh.errors import PipelineError
 from pipemesh.randomness import Position, layer_scope
 from pipemesh.recurrent import Stage
+from pipemesh.recurrent.passes.cutting import Cutting
 from pipemesh.recurrent.passes.tracing import WholeBatch, output_specs, specs_of, trace
 
 DEVICES = ("CPU:1", "CPU:2")

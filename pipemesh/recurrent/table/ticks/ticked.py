@@ -19,8 +19,8 @@ import tensorflow as tf
 
 from pipemesh.backend.functions import without_automatic_order
 from pipemesh.backend.operations import pin_each
-from pipemesh.recurrent.passes.part import Grads
 from pipemesh.recurrent.passes.cutting import Cutting
+from pipemesh.recurrent.passes.part import Grads
 from pipemesh.recurrent.remat import Mode
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.listed import Listed
