@@ -229,6 +229,7 @@ def compiled(
                     carry,
                     f"CPU:{schedule.stage_devices[number]}",
                     recurrent=bool(carry),
+                    takes_slices=True,
                 )
                 for number, weight in enumerate(weights)
             ]

@@ -93,11 +93,12 @@ def write_slice(past: tf.Tensor, new: tf.Tensor, dim: int) -> tf.Tensor:
     """
     sizes, own = past.shape.as_list(), new.shape.as_list()
     piece = current_slice()
-    length, fits = own[dim], len(sizes) == len(own) and None not in (*sizes, *own)
-    if not fits or length * piece.count != sizes[dim]:
+    length = own[dim]
+    if None in own or [*own[:dim], length * piece.count, *own[dim + 1 :]] != sizes:
         raise PipelineError(
             f"a slice of shape {new.shape} is written into {past.shape} along dim {dim}; give it "
-            f"one {piece.count}th of the length there, the number of slices, and static shapes"
+            f"the same shape but for the length there, which is that of {piece.count} slices, all "
+            "of it known before the step runs"
         )
     if piece.count == 1:
         return new

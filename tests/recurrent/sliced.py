@@ -118,6 +118,7 @@ def stages(weights, schedule, has_loss):
             [past] * (2 * each),
             f"CPU:{schedule.stage_devices[number]}",
             recurrent=True,
+            takes_slices=True,
         )
 
     return [make(number) for number in range(schedule.num_stages)]

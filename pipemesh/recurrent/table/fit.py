@@ -117,6 +117,23 @@ def num_replicas(stages: Sequence[Stage], stage_devices: Sequence[int]) -> int:
     return wanted
 
 
+def check_sliced(stages: Sequence[Stage], schedule: Schedule) -> None:
+    """Checks that all stages can be given slices of sequences, if the schedule has some.
+
+    Raises:
+        PipelineError: one cannot, as far as it says.
+    """
+    for stage in stages if schedule.num_slices > 1 else ():
+        if not stage.takes_slices:
+            raise PipelineError(
+                f"the schedule cuts sequences into {schedule.num_slices} slices, and stage "
+                f"{stage.name!r} does not say that it can be given one: what looks at other "
+                "positions would see those of the slice alone. Give a schedule without slices, "
+                "such as one_f_one_b, or, if the function works position by position or hands on what "
+                "later positions need in the carry of a recurrent stage, Stage(takes_slices=True)"
+            )
+
+
 def check_joined(traced: TracedStage, cutting: Cutting, has_step: bool) -> None:
     """Checks that the last stage's outputs for parts of the batch make up those of the whole.
 
@@ -291,8 +308,8 @@ def _sequence_length(
         raise PipelineError(
             f"{what}, but the inputs have {f'lengths {found}' if found else 'no'} "
             f"{'in ' if found else ''}dim {sequence_dim} (sequence_dim); all that have this dim "
-            "must be as long, and one has to have it. Give what is no sequence fewer dims, or the dim "
-            "of the sequences as sequence_dim"
+            "must be as long, and one has to have it. Give what is no sequence fewer dims, or the "
+            "dim of the sequences as sequence_dim"
         )
     (length,) = lengths
     if length % num_slices:

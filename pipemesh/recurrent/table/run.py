@@ -24,6 +24,7 @@ from pipemesh.recurrent.table.fit import (
     check_descending,
     check_joined,
     check_phases,
+    check_sliced,
     cutting_of,
     num_replicas,
 )
@@ -104,6 +105,7 @@ class Run:
                 f"the schedule cuts sequences into {schedule.num_slices} slices, which the SIMD "
                 "pipeline does not run; give a schedule without slices, or another lowering"
             )
+        check_sliced(stages, schedule)
         check_threads(len({device for stage in stages for device in stage.devices}))
         inputs = [tf.convert_to_tensor(t) for t in inputs]
         replicas = num_replicas(stages, schedule.stage_devices)
