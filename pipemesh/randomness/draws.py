@@ -121,7 +121,8 @@ def slice_of_draw(name: str, sizes: tuple[int, ...]) -> SliceOfDraw | None:
             f"layer {scope.layer!r} draws a random tensor of shape {sizes} for a slice of the "
             f"sequences and {whole} for whole ones; one dim may differ, and is the {size} "
             f"positions of a slice, of which there are {count}. Draw in a shape where the "
-            "sequence is a dim of its own (before that dim is reshaped), or give a schedule without slices"
+            "sequence is a dim of its own (before that dim is reshaped), or give a schedule "
+            "without slices"
         )
     return SliceOfDraw(dims[0], whole, position.slice * size)
 

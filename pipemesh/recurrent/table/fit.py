@@ -129,8 +129,9 @@ def check_sliced(stages: Sequence[Stage], schedule: Schedule) -> None:
                 f"the schedule cuts sequences into {schedule.num_slices} slices, and stage "
                 f"{stage.name!r} does not say that it can be given one: what looks at other "
                 "positions would see those of the slice alone. Give a schedule without slices, "
-                "such as one_f_one_b, or, if the function works position by position or hands on what "
-                "later positions need in the carry of a recurrent stage, Stage(takes_slices=True)"
+                "such as one_f_one_b, or, if the function works position by position or hands on "
+                "what later positions need in the carry of a recurrent stage, "
+                "Stage(takes_slices=True)"
             )
 
 
