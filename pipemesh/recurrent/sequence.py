@@ -91,9 +91,8 @@ def write_slice(past: tf.Tensor, new: tf.Tensor, dim: int) -> tf.Tensor:
         ...     write_slice(tf.zeros([6]), tf.constant([1.0, 2.0]), 0).numpy().tolist()
         [0.0, 0.0, 1.0, 2.0, 0.0, 0.0]
     """
-    sizes, own = past.shape.as_list(), new.shape.as_list()
-    piece = current_slice()
-    length = own[dim]
+    sizes, own, piece = past.shape.as_list(), new.shape.as_list(), current_slice()
+    length = own[dim] or 0
     if None in own or [*own[:dim], length * piece.count, *own[dim + 1 :]] != sizes:
         raise PipelineError(
             f"a slice of shape {new.shape} is written into {past.shape} along dim {dim}; give it "

@@ -5,18 +5,32 @@ import functools
 import numpy as np
 import pytest
 import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipemesh.errors import PipelineError, ScheduleError
-from pipemesh.recurrent import ActionClock, Options, Selective, Stage, pipeline, pipeline_loss
+from pipemesh.randomness import layer_scope, plan_free_randomness
+from pipemesh.recurrent import (
+    REMAT_POLICIES,
+    ActionClock,
+    Options,
+    Selective,
+    Stage,
+    pipeline,
+    pipeline_loss,
+)
 from pipemesh.schedule import (
+    Action,
     Schedule,
     gpipe,
     interleaved_one_f_one_b,
     recompute,
     seq_one_f_one_b,
+    validate,
     zb_h1,
     zb_v,
 )
+from pipemesh.schedule.validate import needs
 from tests.recurrent import sliced
 
 PICKED = Selective(lambda layer: layer in ("layer1", "layer2"))
@@ -137,6 +151,102 @@ def test_the_gradient_of_the_initial_state_is_summed_over_microbatches(text, rol
     sliced.assert_same(run(pipelined), run(plain))
 
 
+@st.composite
+def tables(draw):
+    """Any table of two stages on one or two devices that a state can take."""
+    microbatches, slices = draw(st.integers(1, 2)), draw(st.integers(2, 3))
+    devices = draw(st.integers(1, 2))
+    # Microbatches in any order, each way; backwards in halves, or with a recomputation before.
+    orders = {way: draw(st.permutations(range(microbatches))) for way in "FB"}
+    kinds = draw(st.sampled_from(["B", "IW", "RB", "RIW"]))
+    left: dict[tuple[int, str], list[Action]] = {}
+    for stage in range(2):
+        for kind in "F" + kinds:
+            order = orders["F" if kind == "F" else "B"]
+            along = range(slices) if kind == "F" else range(slices)[::-1]
+            left[stage, kind] = [Action(stage, kind, m, q) for m in order for q in along]
+    rows, done = [[] for _ in range(devices)], set()
+    while any(left.values()):
+        able = [
+            key
+            for key, actions in left.items()
+            if actions and needed(actions[0], kinds, slices) <= done
+        ]
+        action = left[draw(st.sampled_from(able))].pop(0)
+        rows[action.stage % devices].append(action)
+        done.add(action)
+    return validate(Schedule(rows, [s % devices for s in range(2)], microbatches, slices))
+
+
+def needed(action, kinds, slices):
+    halves = {(s, action.microbatch) for s in range(2) if "I" in kinds}
+    found = {*needs(action, 2, halves, slices)}
+    if action.kind in "BI" and "R" in kinds:
+        found.add(action.also("R"))
+    return found
+
+
+def two_recurrences(weight, x, scales, schedule=None, **options):
+    """The loss of two recurrences one after the other, from states of ones."""
+
+    def first(theta, carry, inputs, microbatch, step):
+        y, state = recurrence(theta[0], carry[0], inputs[0])
+        with layer_scope("dropped"):
+            return [tf.nn.dropout(y, 0.4), inputs[1]], [state]
+
+    def second(theta, carry, inputs, microbatch, step):
+        y, state = recurrence(theta[0], carry[0], inputs[0])
+        return [tf.reduce_sum(y**2 * inputs[1])], [state]
+
+    if schedule is None:
+        inputs = [x, scales]
+        with plan_free_randomness(sliced.STEP):
+            for forward in (first, second):
+                inputs, _ = forward([weight], [tf.ones([BATCH, WIDTH])], inputs, None, None)
+        return inputs[0]
+    made = [
+        Stage(
+            function.__name__,
+            function,
+            [weight],
+            [tf.ones([BATCH // schedule.num_microbatches, WIDTH])],
+            f"CPU:{schedule.stage_devices[number]}",
+            recurrent=True,
+            takes_slices=True,
+        )
+        for number, function in enumerate((first, second))
+    ]
+    options = Options(batch_dim=1, sequence_dim=0, **options)
+    return pipeline_loss(made, [x, scales], schedule, step=sliced.STEP, options=options)[0]
+
+
+def gradients_of(build):
+    weight = tf.Variable(np.random.default_rng(1).normal(size=[WIDTH, WIDTH]).astype(np.float32))
+
+    @tf.function(autograph=False)
+    def step():
+        given = [tf.constant(INPUT), tf.constant(np.cos(INPUT))]
+        with tf.GradientTape() as tape:
+            tape.watch(given)
+            loss = build(weight, *given)
+        return [loss, *tape.gradient(loss, [weight, *given])]
+
+    return step()
+
+
+@functools.cache
+def two_recurrences_of_whole_sequences():
+    return gradients_of(two_recurrences)
+
+
+@pytest.mark.slow
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(tables(), st.sampled_from(REMAT_POLICIES), st.sampled_from([False, True, "ticks"]))
+def test_any_table_that_a_state_can_take_gives_the_same(schedule, remat, rolled):
+    got = gradients_of(lambda *args: two_recurrences(*args, schedule, remat=remat, rolled=rolled))
+    sliced.assert_same(got, two_recurrences_of_whole_sequences())
+
+
 def positionwise(theta, carry, inputs, microbatch, step):
     return [inputs[0] * theta[0]], [carry[0] + 1]
 
@@ -210,20 +320,32 @@ def test_an_order_that_a_state_cannot_take_is_refused():
         build_pipeline(stages, schedule)
 
 
-def test_a_gradient_that_is_not_finite_says_in_which_slice():
-    def log(theta, carry, inputs, microbatch, step):
-        return [tf.reduce_sum(tf.math.log(inputs[0]))], []
+@pytest.mark.parametrize(
+    ("function", "value", "text"),
+    [
+        (tf.math.log, -1, "microbatch 1, slice 2, forward: its output"),
+        (tf.math.sqrt, 0, "microbatch 1, slice 2, backward: the gradient of input 0"),
+    ],
+)
+@pytest.mark.parametrize("batch_dim", [0, 1])
+def test_what_is_not_finite_says_in_which_slice(function, value, text, batch_dim):
+    def forward(theta, carry, inputs, microbatch, step):
+        return [tf.reduce_sum(function(inputs[0]))], []
 
     @tf.function(autograph=False)
     def run(x):
-        stages = [Stage("log", log, [], [], "CPU:0", takes_slices=True)]
+        stages = [Stage("s", forward, [], [], "CPU:0", takes_slices=True)]
         schedule = seq_one_f_one_b(1, 2, 3)
-        return pipeline_loss(stages, [x], schedule, options=Options(check_numerics="all"))[0]
+        options = Options(batch_dim, sequence_dim=1 - batch_dim, check_numerics="all")
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = pipeline_loss(stages, [x], schedule, options=options)[0]
+        return tape.gradient(loss, x)
 
     x = np.ones([4, 6], np.float32)
-    x[2, 5] = -1
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"microbatch 1, slice 2, forward"):
-        run(x)
+    x[2, 5] = value
+    with pytest.raises(tf.errors.InvalidArgumentError, match=text):
+        run(tf.constant(x if batch_dim == 0 else x.T))
 
 
 def test_what_is_printed_says_of_which_slice_it_is(capfd):

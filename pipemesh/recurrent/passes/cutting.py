@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from pipemesh.backend.static_shape import static_sizes
 from pipemesh.recurrent.stage import Stage
 from pipemesh.schedule import Action
 
@@ -71,20 +72,25 @@ class Cutting:
         shape[self.batch_dim] = self.part_size
         return tf.TensorSpec(shape, spec.dtype)
 
-    def for_whole_batch(self, stage: Stage) -> Stage:
-        """A stage that is to be traced with the whole batch.
+    def for_whole_batch(self, stage: Stage) -> list[Stage]:
+        """A stage that is to be traced with the whole batch, as what it may be.
 
-        A carry that starts anew with each microbatch has the rows of one, as inputs have.
+        A carry that starts anew with each microbatch has the rows of one. They lie along the
+        batch's dim, as in inputs, or, as in a state where time comes first in these, along another.
         """
-        if self.num_slices == 1 or not stage.recurrent:
-            return stage
-        carry: list[Any] = []
-        for tensor in stage.carry:
-            shape = tensor.shape.as_list()
-            if len(shape) > self.batch_dim and shape[self.batch_dim] == self.part_size:
-                shape[self.batch_dim] *= self.num_parts
-            carry.append(tf.TensorSpec(shape, tensor.dtype))
-        return dataclasses.replace(stage, carry=carry)
+        if self.num_slices == 1 or not stage.recurrent or self.num_parts == 1:
+            return [stage]
+        found: list[Stage] = []
+        for first in (self.batch_dim, 0):
+            carry: list[Any] = []
+            for tensor in stage.carry:
+                shape = static_sizes(tensor)
+                dims = [dim for dim, size in enumerate(shape) if size == self.part_size]
+                if dims:
+                    shape[first if first in dims else dims[0]] *= self.num_parts
+                carry.append(tf.TensorSpec(shape, tensor.dtype))
+            found.append(dataclasses.replace(stage, carry=carry))
+        return found if found[0].carry != found[1].carry else found[:1]
 
     @property
     def num_parts(self) -> int:

@@ -219,8 +219,7 @@ class WholeBatch:
                 results = self._traces[-1].replicas[0].outputs
                 specs = specs_of(results)
                 labels = functools.partial(self._draws[-1].labels, results)
-            given = cutting.for_whole_batch(self._stages[number])
-            found = trace(given, specs, self._has_step, num_slices=cutting.num_slices)
+            found = self._trace(self._stages[number], specs)
             inputs = found.replicas[0].inputs
             self._traces.append(found)
             self._draws.append(
@@ -237,6 +236,26 @@ class WholeBatch:
         if cutting.num_slices == 1:
             return whole
         return dataclasses.replace(whole, of_sequences=self._drawn_for_sequences(stage))
+
+    def _trace(self, stage: Stage, specs: Specs) -> Trace:
+        """Its trace with a slice of the whole batch, if there are slices."""
+        errors: list[Exception] = []
+        for given in self._cutting.for_whole_batch(stage):
+            try:
+                return trace(given, specs, self._has_step, num_slices=self._cutting.num_slices)
+            except PipelineError:
+                raise
+            except (ValueError, TypeError) as error:
+                errors.append(error)
+        if self._cutting.num_slices == 1:
+            raise errors[0]
+        raise PipelineError(
+            f"stage {stage.name!r} draws random numbers, for which it is also called with a slice "
+            "of the whole batch, and cannot be: its carry has rows for a microbatch, and along "
+            f"which dim does not show ({_text(specs_of(stage.carry))}, of "
+            f"{self._cutting.part_size} examples); let them come first, or along the batch's dim "
+            "of the inputs"
+        ) from errors[0]
 
     def _drawn_for_sequences(self, stage: int) -> dict[str, WholeDraw]:
         while len(self._sequences) <= stage:

@@ -192,7 +192,8 @@ class Checks:
             # The number of the part; notes hold `piece * replicas + replica` as well.
             where = tf.argmax(tf.cast(bad, tf.int32)) // cutting.part_size
             if cutting.num_slices > 1:
-                microbatch, replica = where // cutting.replicas, where % cutting.replicas
+                replica = tf.math.floormod(where, cutting.replicas)
+                microbatch = where // cutting.replicas
                 where = (microbatch * cutting.num_slices + own) * cutting.replicas + replica
             note = tf.where(tf.reduce_any(bad), where, empty_note())
         text = f"microbatch {MICROBATCH}, backward: the gradient of input {number}"

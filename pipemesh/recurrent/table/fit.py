@@ -244,8 +244,8 @@ def _whole_outputs(
             shape[dim] = size * along.count
         specs.append(tf.TensorSpec(shape, spec.dtype))
     given = traced.given
-    if dim == cutting.batch_dim:
-        given = cutting.for_whole_batch(given)
+    if along.name == "batch_dim":
+        given = cutting.for_whole_batch(given)[0]
     try:
         return output_specs(given, specs, has_step)
     except (ValueError, TypeError, tf.errors.OpError):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from pipemesh.backend.static_shape import static_sizes
 from pipemesh.recurrent.passes.cutting import Cutting
 
 
@@ -32,11 +33,11 @@ def parts(
 def _part(
     tensor: tf.Tensor, number: tf.Tensor, own: tf.Tensor | None, cutting: Cutting
 ) -> tf.Tensor:
-    shape = cutting.of_part(tensor).shape
+    spec = cutting.of_part(tf.TensorSpec(tensor.shape, tensor.dtype))
     zero, rank = tf.constant(0, tf.int64), tensor.shape.rank
     begin = tf.one_hot(cutting.batch_dim, rank, number * cutting.part_size, zero)
     if own is not None and cutting.is_sliced(tensor.shape):
         begin += tf.one_hot(cutting.sequence_dim, rank, own * cutting.slice_size, zero)
-    part = tf.slice(tensor, begin, tf.constant(shape.as_list(), tf.int64))
-    part.set_shape(shape)
+    part = tf.slice(tensor, begin, tf.constant(static_sizes(spec), tf.int64))
+    part.set_shape(spec.shape)
     return part

@@ -36,7 +36,14 @@ def test_actions_are_called_as_in_the_schedule():
 
 
 def test_traced_with_the_whole_batch_a_carry_has_all_its_rows():
-    carry = [tf.TensorSpec([3, 15]), tf.TensorSpec([], tf.int32)]
-    stage = Stage("s", lambda *_: ([], []), [], carry, "CPU:0", recurrent=True)
-    assert SLICED.for_whole_batch(stage).carry == [tf.TensorSpec([24, 15]), carry[1]]
-    assert Cutting(4, 6, 0).for_whole_batch(stage) is stage
+    def carries(cutting, *shapes):
+        carry = [tf.TensorSpec(shape) for shape in shapes]
+        stage = Stage("s", lambda *_: ([], []), [], carry, "CPU:0", recurrent=True)
+        return [[t.shape.as_list() for t in s.carry] for s in cutting.for_whole_batch(stage)]
+
+    assert carries(SLICED, [3, 15], []) == [[[24, 15], []]]
+    # Of time first in the inputs and of a state as wide as a microbatch has rows.
+    time_first = Cutting(4, 6, 1, 2, 3, 5, 0)
+    assert carries(time_first, [3, 4]) == [[[24, 4]]]
+    assert carries(time_first, [3, 3]) == [[[3, 24]], [[24, 3]]]
+    assert carries(Cutting(4, 6, 0), [6, 2]) == [[[6, 2]]]
