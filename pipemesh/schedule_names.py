@@ -5,9 +5,11 @@ here, so that a name means the same everywhere.
 
 Example:
     >>> parse("Interleaved:4")
-    ParsedName(name='interleaved_one_f_one_b', stages_a_device=4, rest='')
+    ParsedName(name='interleaved_one_f_one_b', stages_a_device=4, rest='', num_slices=None)
     >>> parse("1f1b").name
     'one_f_one_b'
+    >>> parse("seq1f1b:8").slices()
+    8
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ class ScheduleName:
         stages_a_device: how many, or the default where the caller may choose.
         is_open: whether the caller may choose how many, after a colon.
         trains: whether it goes backward, too.
+        num_slices: into how many slices sequences are cut by default, where the caller says how
+            many after a colon; 1 for whole sequences.
     """
 
     summary: str
@@ -40,6 +44,14 @@ class ScheduleName:
     stages_a_device: int = 1
     is_open: bool = False
     trains: bool = True
+    num_slices: int = 1
+
+    @property
+    def number(self) -> str:
+        """What the number after a colon is of; empty if there is none."""
+        if self.num_slices > 1:
+            return "slices"
+        return "stages a device" if self.is_open else ""
 
 
 NAMES: Mapping[str, ScheduleName] = MappingProxyType(
@@ -48,6 +60,9 @@ NAMES: Mapping[str, ScheduleName] = MappingProxyType(
         "one_f_one_b": ScheduleName("a forward and a backward in turn", "1f1b"),
         "interleaved_one_f_one_b": ScheduleName(
             "1f1b with V stages a device", "interleaved", 2, True
+        ),
+        "seq_one_f_one_b": ScheduleName(
+            "1f1b on Q slices of every sequence", "seq1f1b", num_slices=4
         ),
         "looped_bfs": ScheduleName("gpipe with V stages a device", "", 2, True),
         "zb_h1": ScheduleName("zero bubble, memory as 1f1b"),
@@ -75,15 +90,21 @@ class ParsedName:
         name: a key of `NAMES`, or `FILE`, or `SEARCHED`.
         stages_a_device: what stands after the colon; None if nothing does.
         rest: of a file its path.
+        num_slices: what stands after the colon of a schedule with slices.
     """
 
     name: str
     stages_a_device: int | None = None
     rest: str = ""
+    num_slices: int | None = None
 
     def stages(self) -> int:
         """Stages a device: what was given, else the schedule's default."""
         return self.stages_a_device or NAMES[self.name].stages_a_device
+
+    def slices(self) -> int:
+        """Into how many slices sequences are cut: what was given, else the schedule's default."""
+        return self.num_slices or NAMES[self.name].num_slices
 
 
 def parse(text: object) -> ParsedName:
@@ -92,8 +113,9 @@ def parse(text: object) -> ParsedName:
     Case does not matter, nor whether words are joined by `-` or `_`.
 
     Args:
-        text: a key of `NAMES` or its short form, then, where the number of stages a device is
-            open, perhaps a colon and that number; or `file:` and a path; or `list_schedule`.
+        text: a key of `NAMES` or its short form, then, where the number of stages a device, or of
+            slices, is open, perhaps a colon and that number; or `file:` and a path; or
+            `list_schedule`.
 
     Returns:
         The one name that a schedule has, with what was given besides.
@@ -118,14 +140,16 @@ def parse(text: object) -> ParsedName:
     if not colon:
         return ParsedName(name)
     known = NAMES.get(name)
-    if known is None or not known.is_open:
+    if known is None or not known.number:
         why = f"has always {known.stages_a_device} stages a device" if known else "takes no number"
         raise ScheduleError(f"schedule {text!r}: {word} {why}; write {word!r}")
     if not (rest.isascii() and rest.isdigit() and len(rest) < 10 and int(rest) > 0):
         raise ScheduleError(
-            f"schedule {text!r}: {rest!r} is no number of stages a device; write for example "
+            f"schedule {text!r}: {rest!r} is no number of {known.number}; write for example "
             f"'{word}:2'"
         )
+    if known.num_slices > 1:
+        return ParsedName(name, num_slices=int(rest))
     return ParsedName(name, int(rest))
 
 
@@ -177,12 +201,15 @@ def help_text() -> str:
 
 def _spelling(name: str) -> str:
     known = NAMES[name]
-    number = ":V" if known.is_open else ""
+    number = {"slices": ":Q", "": ""}.get(known.number, ":V")
     return f"{known.short}{number} (or {name}{number})" if known.short else name + number
 
 
 def _default(known: ScheduleName) -> str:
-    return f" ({known.stages_a_device} by default)" if known.is_open else ""
+    if not known.number:
+        return ""
+    default = known.num_slices if known.num_slices > 1 else known.stages_a_device
+    return f" ({default} by default)"
 
 
 def _did_you_mean(word: str) -> str:

@@ -9,8 +9,9 @@ from pipemesh.cli import main
 from pipemesh.errors import PartitionError, ScheduleError
 from pipemesh.partition import partition
 from pipemesh.partition.flights import SCHEDULES
-from pipemesh.schedule import ScheduleSpec, build
+from pipemesh.schedule import ScheduleSpec, build, seq_one_f_one_b
 from pipemesh.schedule.builders import BUILDERS
+from pipemesh.schedule.builders.registry import SLICED
 from pipemesh.schedule_names import NAMES, help_text, listing, parse
 
 SIZE = ["--devices", "2", "--microbatches", "4"]
@@ -57,6 +58,15 @@ def test_the_number_of_stages_a_device_may_stand_in_the_name():
             differ()
 
 
+def test_the_number_of_slices_may_stand_in_the_name():
+    for spelling, slices in (("seq1f1b", 4), ("Seq-One-F-One-B:2", 2), ("seq1f1b:1", 1)):
+        wanted = seq_one_f_one_b(2, 4, slices)
+        assert build(spelling, 2, 4) == ScheduleSpec.from_text(spelling).build(2, 4) == wanted
+        assert build(spelling, 2, 4, 1) == wanted
+    with pytest.raises(ScheduleError, match="num_virtual_stages is 2, but seq_one_f_one_b has alw"):
+        build("seq1f1b:2", 2, 4, 2)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -69,6 +79,7 @@ def test_the_number_of_stages_a_device_may_stand_in_the_name():
         ("list_schedule:2", "list_schedule takes no number; write 'list_schedule'"),
         ("interleaved:", "'' is no number of stages a device; write for example 'interleaved:2'"),
         ("interleaved:0", "'0' is no number of stages a device"),
+        ("seq1f1b:x", "'x' is no number of slices; write for example 'seq1f1b:2'"),
         (None, "a schedule is named by a text, not by None; there are gpipe"),
     ],
 )
@@ -97,7 +108,7 @@ def test_every_help_page_lists_every_spelling(capsys):
         with pytest.raises(SystemExit), mock.patch.dict("os.environ", {"COLUMNS": "200"}):
             main([command, "--help"])
         assert help_text() in capsys.readouterr().out
-    for spelling in [*NAMES, "1f1b", "interleaved:V", "file:PATH", "list_schedule"]:
+    for spelling in [*NAMES, "1f1b", "interleaved:V", "seq1f1b:Q", "file:PATH", "list_schedule"]:
         assert spelling in listing() and spelling in help_text()
-    assert set(NAMES) == set(BUILDERS)
+    assert set(NAMES) == set(BUILDERS) | set(SLICED)
     assert max(map(len, help_text().splitlines())) <= 100

@@ -32,10 +32,10 @@ def measure(devices: int, microbatches: int) -> Iterator[dict[str, Any]]:
 
     start_cpu_devices(devices)
     rng = np.random.default_rng(0)
-    x = tf.constant(rng.normal(size=[microbatches, WIDTH]).astype(np.float32))
     # The first trace of a process imports what later ones find.
     tables = [Table.of(name, devices, microbatches) for name in TABLES]
     for table in [Table.of("gpipe", 2, microbatches), *tables]:
+        x = tf.constant(rng.normal(size=[*table.batch, WIDTH]).astype(np.float32))
         weights = [
             tf.Variable(rng.normal(size=[WIDTH, WIDTH]).astype(np.float32))
             for _ in range(table.schedule.num_stages)

@@ -33,7 +33,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 WAITING_BAR, BUILD_BAR = 1.04, 1.5e-3
 STACK = Stack(rows=2048, dim=512, hidden=2048, blocks=8, stages=2, microbatches=8)
 PIPEMESH = "pipemesh, 1f1b"
-GROWING = [name for name in waiting.TABLES if name != waiting.SEARCHED]
+GROWING = [name for name in waiting.TABLES if name not in (waiting.SEARCHED, waiting.SLICED)]
 BARS = {"lingvo": 0.45, "torch": 0.8, "torch, AVX-512": 0.8}
 
 
@@ -60,6 +60,7 @@ def ask_all(part: str, arguments: argparse.Namespace) -> Iterator[Any]:
     """The rows of a part that has a process of its own."""
     command = [sys.executable, __file__, "--serve", part, "--waiting_rounds"]
     command += [str(arguments.waiting_rounds), "--microbatches", str(arguments.microbatches)]
+    command += ["--waiting_tables", *arguments.waiting_tables]
     contender = Contender(command)
     while (row := contender.ask()) is not None:
         yield row
@@ -239,6 +240,9 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=15, help="of real stages")
     parser.add_argument("--waiting_rounds", type=int, default=3, help="of waiting cells")
+    parser.add_argument(
+        "--waiting_tables", nargs="+", choices=waiting.TABLES, default=waiting.TABLES
+    )
     parser.add_argument("--microbatches", type=int, default=waiting.MICROBATCHES)
     parser.add_argument(
         "--torch_python",
@@ -246,7 +250,9 @@ def main() -> None:
     )
     parser.add_argument("--row", help=argparse.SUPPRESS)
     parser.add_argument("--devices", nargs="+", type=int, default=[8, 16, 32, 64], help="of growth")
-    parser.add_argument("--growth_tables", nargs="+", choices=waiting.TABLES, default=GROWING)
+    parser.add_argument(
+        "--growth_tables", nargs="+", choices=[*GROWING, waiting.SEARCHED], default=GROWING
+    )
     parser.add_argument(
         "--growth_forms", nargs="+", choices=growing.FORMS, default=["default"], help="of growth"
     )
@@ -260,7 +266,7 @@ def main() -> None:
     if arguments.serve in ("waiting", "building"):
         counts = waiting.DEVICES, arguments.microbatches
         rows = (
-            waiting.measure(arguments.waiting_rounds, *counts)
+            waiting.measure(arguments.waiting_tables, arguments.waiting_rounds, *counts)
             if arguments.serve == "waiting"
             else building.measure(*counts)
         )

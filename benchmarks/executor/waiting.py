@@ -10,12 +10,21 @@ import dataclasses
 import itertools
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from pipemesh.schedule import Action, Costs, Schedule, build, list_schedule, recompute, simulate
+from pipemesh.schedule import (
+    Action,
+    Costs,
+    Schedule,
+    build,
+    list_schedule,
+    recompute,
+    seq_one_f_one_b,
+    simulate,
+)
 from pipemesh.schedule.builders import BUILDERS
 
 DEVICES, MICROBATCHES = 8, 32
@@ -23,7 +32,13 @@ FORWARD, BACKWARD = 0.020, 0.040  # Seconds of a device's share of the model.
 SEARCHED = "list_schedule"
 # Its backward passes find computed again, before the gradient is there, what they need.
 RECOMPUTED = "recompute(one_f_one_b)"
-TABLES = [*(name for name in BUILDERS if name != "decode"), SEARCHED, RECOMPUTED]
+# Each cell hands a state to the next slice of its microbatch, as attention does.
+SLICED, SLICES = "seq_one_f_one_b", 4
+# A slice takes as long as a stage of two on a device, so its microbatches are twice as long as
+# others: what an action costs beside its cell is the same for every table, however short cells are.
+SLICED_SHARE = 2
+TABLES = [*(name for name in BUILDERS if name not in ("decode", SLICED)), SLICED]
+TABLES += [SEARCHED, RECOMPUTED]
 FORMS = {"unrolled": False, "rolled": True, "ticks": "ticks"}
 
 
@@ -34,7 +49,8 @@ class Table:
     Attributes:
         name: of its builder.
         schedule: the schedule.
-        costs: in seconds; a device with several stages has its share of the model in parts.
+        costs: in seconds; a device with several stages has its share of the model in parts, and
+            so has a stage whose sequences are cut into slices.
     """
 
     name: str
@@ -44,10 +60,13 @@ class Table:
     @classmethod
     def of(cls, name: str, devices: int = DEVICES, microbatches: int = MICROBATCHES) -> Table:
         """The table of that name; the searched one has two stages a device."""
-        share = {SEARCHED: 2, RECOMPUTED: 1}.get(name) or BUILDERS[name].virtual_stages
+        share = {SEARCHED: 2, RECOMPUTED: 1, SLICED: SLICED_SHARE}.get(name)
+        share = share or BUILDERS[name].virtual_stages
         costs = Costs(FORWARD / share, BACKWARD / share)
         if name == SEARCHED:
             schedule = list_schedule(costs, devices, microbatches, num_virtual_stages=share)
+        elif name == SLICED:
+            schedule = seq_one_f_one_b(devices, microbatches, SLICES)
         elif name == RECOMPUTED:
             schedule = recompute(build("one_f_one_b", devices, microbatches), costs=costs)
         else:
@@ -60,12 +79,25 @@ class Table:
         return sum(map(len, self.schedule.rows))
 
     @property
+    def is_sliced(self) -> bool:
+        """Whether sequences are cut into slices."""
+        return self.schedule.num_slices > 1
+
+    @property
+    def batch(self) -> list[int]:
+        """The sizes of a batch: an example a microbatch, a position a slice."""
+        schedule = self.schedule
+        return [schedule.num_microbatches, *([schedule.num_slices] if self.is_sliced else [])]
+
+    @property
     def splits(self) -> bool:
         """Whether some backward pass is done in two halves."""
         return any(action.kind == "I" for row in self.schedule.rows for action in row)
 
     def halved(self) -> Schedule:
         """The schedule as it is performed when the cells of a `B` are those of an `I` and a `W`.
+
+        Slices are microbatches of their own, as cells see them.
 
         The input gradient then leaves in the middle of a `B`, earlier than the simulator reckons.
         """
@@ -75,9 +107,9 @@ class Table:
                 for action in row
                 for kind in ("IW" if action.kind == "B" and self.splits else action.kind)
             )
-            for row in self.schedule.rows
+            for row in self.schedule.by_pieces().rows
         )
-        return dataclasses.replace(self.schedule, rows=rows)
+        return dataclasses.replace(self.schedule.by_pieces(), rows=rows)
 
 
 class Clock:
@@ -130,6 +162,8 @@ def waiting_stage(clock: Clock, table: Table, number: int) -> Any:
     """
     import tensorflow as tf
 
+    from pipemesh.recurrent import current_slice
+
     durations = table.costs.per_stage(table.schedule.num_stages).durations()
 
     def wait(kind: str, *arguments: Any) -> Any:
@@ -140,7 +174,9 @@ def waiting_stage(clock: Clock, table: Table, number: int) -> Any:
         return result
 
     def forward(theta: Any, carry: Any, inputs: Any, microbatch: Any, step: Any) -> Any:
-        del carry, step
+        del step
+        piece = current_slice()
+        microbatch = microbatch * piece.count + piece.index
 
         @tf.custom_gradient
         def layer(x: Any, weight: Any) -> Any:
@@ -154,14 +190,27 @@ def waiting_stage(clock: Clock, table: Table, number: int) -> Any:
 
             return y, grad
 
-        y = layer(inputs[0], theta[0])
-        return [tf.reduce_sum(y) if number == table.schedule.num_stages - 1 else y], []
+        # As keys and values do, what slices hand on makes each wait for the one before.
+        y = layer(tf.add_n([inputs[0], *carry]), theta[0])
+        last = number == table.schedule.num_stages - 1
+        return [tf.reduce_sum(y) if last else y], [0.1 * y for _ in carry]
 
     return forward
 
 
-def compiled(table: Table, stage_function: Any, rolled: Any, weights: Any, x: Any) -> Any:
-    """The traced step: the loss and all gradients, or the loss alone if nothing goes backward."""
+def compiled(
+    table: Table, stage_function: Any, rolled: Any, weights: Any, x: Any, state: Any = ()
+) -> Any:
+    """The traced step: the loss and all gradients, or the loss alone if nothing goes backward.
+
+    Args:
+        table: the schedule.
+        stage_function: gives that of a stage, by its number.
+        rolled: whether actions become loops.
+        weights: one a stage.
+        x: the batch.
+        state: the shapes of what each stage hands from slice to slice.
+    """
     import tensorflow as tf
 
     from pipemesh.recurrent import Options, Stage, pipeline_loss
@@ -170,14 +219,17 @@ def compiled(table: Table, stage_function: Any, rolled: Any, weights: Any, x: An
 
     @tf.function(autograph=False)
     def step(x: Any) -> Any:
+        carry = [tf.zeros(shape) for shape in state]
         with tf.GradientTape() as tape:
             stages = [
                 Stage(
                     f"stage{number}",
                     stage_function(number),
                     [tf.convert_to_tensor(weight)],
-                    [],
+                    carry,
                     f"CPU:{schedule.stage_devices[number]}",
+                    recurrent=bool(carry),
+                    takes_slices=True,
                 )
                 for number, weight in enumerate(weights)
             ]
@@ -239,7 +291,9 @@ def _needs(action: Action, num_stages: int, spans: Any) -> Iterator[Action]:
         yield Action(stage, "F", m)
 
 
-def measure(rounds: int, devices: int, microbatches: int) -> Iterator[dict[str, Any]]:
+def measure(
+    names: Sequence[str], rounds: int, devices: int, microbatches: int
+) -> Iterator[dict[str, Any]]:
     """For each table and form, one row of the result."""
     import tensorflow as tf
 
@@ -248,13 +302,15 @@ def measure(rounds: int, devices: int, microbatches: int) -> Iterator[dict[str, 
     start_cpu_devices(devices)
     clock = Clock()
     # Equal microbatches would be computed once, because TensorFlow merges equal operations.
-    x = tf.constant(np.random.default_rng(0).normal(size=microbatches).astype(np.float32))
-    for name in TABLES:
+    rng = np.random.default_rng(0)
+    for name in names:
         table = Table.of(name, devices, microbatches)
+        x = tf.constant(rng.normal(size=table.batch).astype(np.float32))
+        state = [[1, 1]] if table.is_sliced else []
         weights = [tf.Variable(1.0) for _ in range(table.schedule.num_stages)]
         for form, rolled in FORMS.items():
             step = compiled(
-                table, lambda i, t=table: waiting_stage(clock, t, i), rolled, weights, x
+                table, lambda i, t=table: waiting_stage(clock, t, i), rolled, weights, x, state
             )
             clock.spans.clear()
             step(x)

@@ -17,7 +17,7 @@ from tensorflow.python.ops import gen_logging_ops, gen_summary_ops
 
 class _Scopes(threading.local):
     def __init__(self) -> None:
-        self.stack: list[tuple[str, tf.Tensor, int | None]] = []
+        self.stack: list[tuple[str, list[tuple[str, Any]]]] = []
 
 
 _scopes = _Scopes()
@@ -26,13 +26,16 @@ _installed = False
 
 
 @contextlib.contextmanager
-def tagged(stage: str, microbatch: tf.Tensor, replica: int | None = None) -> Iterator[None]:
+def tagged(
+    stage: str, microbatch: tf.Tensor, replica: int | None = None, part: tf.Tensor | None = None
+) -> Iterator[None]:
     """Inside, what is printed begins with stage and microbatch, and tags of summaries end in it.
 
     Args:
         stage: name of the stage.
         microbatch: int64 scalar, the index of the microbatch.
         replica: the number of the replica, where a stage has several.
+        part: int64 scalar, the index of the slice, where sequences are cut.
 
     Example:
         >>> import sys
@@ -40,7 +43,12 @@ def tagged(stage: str, microbatch: tf.Tensor, replica: int | None = None) -> Ite
         ...     tf.print("seen", output_stream="file:///dev/stdout")
     """
     _install()
-    _scopes.stack.append((stage, microbatch, replica))
+    said: list[tuple[str, Any]] = [
+        ("microbatch", microbatch),
+        ("slice", part),
+        ("replica", replica),
+    ]
+    _scopes.stack.append((stage, [(what, number) for what, number in said if number is not None]))
     try:
         yield
     finally:
@@ -48,9 +56,13 @@ def tagged(stage: str, microbatch: tf.Tensor, replica: int | None = None) -> Ite
 
 
 def _prefix() -> tf.Tensor:
-    stage, microbatch, replica = _scopes.stack[-1]
-    end = ": " if replica is None else f", replica {replica}: "
-    return tf.strings.join([f"stage {stage!r}, microbatch ", tf.strings.as_string(microbatch), end])
+    stage, said = _scopes.stack[-1]
+    numbers = [t for what, number in said for t in (f", {what} ", _text(number))]
+    return tf.strings.join([f"stage {stage!r}", *numbers, ": "])
+
+
+def _text(number: Any) -> Any:
+    return str(number) if isinstance(number, int) else tf.strings.as_string(number)
 
 
 def _print_v2(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,11 +90,11 @@ def _summary(original: Callable[..., Any], name: str, position: int) -> Callable
     def dispatch(*args: Any, **kwargs: Any) -> Any:
         if not _scopes.stack:
             return original(*args, **kwargs)
-        _, microbatch, replica = _scopes.stack[-1]
+        _, said = _scopes.stack[-1]
 
         def with_microbatch(tag: Any) -> tf.Tensor:
-            parts = [tag, "/microbatch_", tf.strings.as_string(microbatch)]
-            return tf.strings.join([*parts, *([] if replica is None else [f"/replica_{replica}"])])
+            parts = [t for what, number in said for t in (f"/{what}_", _text(number))]
+            return tf.strings.join([tag, *parts])
 
         if name in kwargs:
             kwargs[name] = with_microbatch(kwargs[name])

@@ -150,12 +150,12 @@ replicas; num_microbatches may be 1, 2, 5, 10
         """The schedule's table, for the homes of the mesh.
 
         Raises:
-            PlanError: a table was given that is for other counts.
+            PlanError: a table was given that is for other counts, or the schedule has slices.
             ScheduleError: the schedule cannot be had.
         """
         homes, number = self.mesh.num_stages, self.num_microbatches
         if isinstance(self.schedule, str):
-            return ScheduleSpec.from_text(self.schedule).build(homes, number)
+            return of_whole_sequences(ScheduleSpec.from_text(self.schedule).build(homes, number))
         found = self.schedule.num_devices, self.schedule.num_microbatches
         if found != (homes, number):
             raise PlanError(
@@ -163,7 +163,7 @@ replicas; num_microbatches may be 1, 2, 5, 10
                 f"'layers' of mesh '{self.mesh}' has {homes} places and num_microbatches is "
                 f"{number}; make them equal"
             )
-        return self.schedule
+        return of_whole_sequences(self.schedule)
 
     @property
     def num_stages(self) -> int:
@@ -304,3 +304,18 @@ def _divisors(number: int) -> list[int]:
 @functools.cache
 def _default() -> Plan:
     return Plan()
+
+
+def of_whole_sequences(schedule: Schedule) -> Schedule:
+    """A schedule that layers can be run by.
+
+    Raises:
+        PlanError: it has slices.
+    """
+    if schedule.num_slices > 1:
+        raise PlanError(
+            f"the schedule cuts sequences into {schedule.num_slices} slices, but layers take whole "
+            "sequences; give a schedule without slices, such as 1f1b (stages of functions can have "
+            "them: pipemesh.recurrent.Stage, takes_slices)"
+        )
+    return schedule

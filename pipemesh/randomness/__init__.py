@@ -24,7 +24,14 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from pipemesh.randomness.draws import Share, advance_counter, note_draw, share_of_draw
+from pipemesh.randomness.draws import (
+    Share,
+    SliceOfDraw,
+    advance_counter,
+    note_draw,
+    share_of_draw,
+    slice_of_draw,
+)
 from pipemesh.randomness.patch import install
 from pipemesh.randomness.replay import Replay
 from pipemesh.randomness.scope import (
@@ -52,6 +59,7 @@ __all__ = [
     "Position",
     "Replay",
     "Share",
+    "SliceOfDraw",
     "WholeDraw",
     "WholeDraws",
     "advance_counter",
@@ -66,6 +74,7 @@ __all__ = [
     "note_draw",
     "plan_free_randomness",
     "share_of_draw",
+    "slice_of_draw",
     "slicewise",
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -69,12 +70,73 @@ def note_draw(sizes: tuple[int, ...]) -> str:
     return name
 
 
-def share_of_draw(name: str, sizes: tuple[int, ...]) -> Share | None:
+@dataclasses.dataclass(frozen=True)
+class SliceOfDraw:
+    """Which part of the whole sequences' draw a slice of the sequences gets.
+
+    Attributes:
+        dim: along which it lies.
+        sizes: those of the draw for whole sequences.
+        begin: int64 scalar, where it begins along `dim`.
+    """
+
+    dim: int
+    sizes: tuple[int, ...]
+    begin: tf.Tensor
+
+
+def slice_of_draw(name: str, sizes: tuple[int, ...]) -> SliceOfDraw | None:
+    """Finds the part of the whole sequences' draw that a draw is.
+
+    Args:
+        name: from `note_draw`.
+        sizes: of the draw.
+
+    Returns:
+        None if it is the same for all slices, or sequences are whole.
+
+    Raises:
+        NeedWholeDraws: it is not known yet what is drawn for whole sequences.
+        PipelineError: the draw cannot be cut into slices.
+    """
+    scope = scopes.stack[-1]
+    position = scope.position
+    if position is None or position.slice is None or not sizes:
+        return None
+    if position.whole is None:
+        raise NeedWholeDraws
+    if name not in position.whole.of_sequences:
+        raise PipelineError(
+            f"layer {scope.layer!r} draws more random tensors for a slice of the sequences than "
+            "for whole ones; the number of draws must not depend on their length"
+        )
+    whole = position.whole.of_sequences[name].sizes
+    if whole == sizes:
+        return None
+    same = len(whole) == len(sizes)
+    dims = [d for d, (a, b) in enumerate(zip(sizes, whole, strict=False)) if a != b]
+    size, count = position.slice_size, position.num_slices
+    if not same or len(dims) != 1 or (sizes[dims[0]], whole[dims[0]]) != (size, size * count):
+        raise PipelineError(
+            f"layer {scope.layer!r} draws a random tensor of shape {sizes} for a slice of the "
+            f"sequences and {whole} for whole ones; one dim may differ, and is the {size} "
+            f"positions of a slice, of which there are {count}. Draw in a shape where the "
+            "sequence is a dim of its own (before that dim is reshaped), or give a schedule "
+            "without slices"
+        )
+    return SliceOfDraw(dims[0], whole, position.slice * size)
+
+
+def share_of_draw(
+    name: str, sizes: tuple[int, ...], mine: SliceOfDraw | None = None
+) -> Share | None:
     """Finds the part of the whole batch's draw that a draw is.
 
     Args:
         name: from `note_draw`.
         sizes: of the draw.
+        mine: which part of the whole sequences' draw it is. Then the share is that of the
+            microbatch's whole sequences.
 
     Returns:
         None if the draw is that of the whole batch.
@@ -98,16 +160,25 @@ def share_of_draw(name: str, sizes: tuple[int, ...]) -> Share | None:
     if whole == sizes:
         return None
     dim = _batch_dim(sizes, whole, position, scope.layer)
-    size, mine = sizes[dim], position.microbatch_size
+    if mine is not None:
+        if mine.dim == dim:
+            raise PipelineError(
+                f"layer {scope.layer!r} draws a random tensor of shape {sizes}, in whose dim {dim} "
+                "examples and positions of sequences are folded into one; draw in a shape where "
+                "each is a dim of its own, or give a schedule without slices"
+            )
+        whole = (*whole[: mine.dim], mine.sizes[mine.dim], *whole[mine.dim + 1 :])
+        sizes = mine.sizes
+    size, examples = sizes[dim], position.microbatch_size
     left, right = math.prod(sizes[:dim]), math.prod(sizes[dim + 1 :])
-    if mine % size == 0:
+    if examples % size == 0:
         # An element for each example, or for several neighbours.
         return Share(whole, left, size, right, position)
-    if size % mine:
+    if size % examples:
         raise _cannot_cut(sizes, whole, position, scope.layer)
-    folded = size // mine
+    folded = size // examples
     before = position.whole.before(name, dim, folded)
-    return Share(whole, left * before, mine, folded // before * right, position)
+    return Share(whole, left * before, examples, folded // before * right, position)
 
 
 def _batch_dim(
@@ -161,16 +232,36 @@ def draw(
             scope.drawn[name] = WholeDraw(sizes, ((numbers, (0,) * len(sizes)),))
         return numbers
     micro = _static_shape(shape)
-    share = share_of_draw(note_draw(micro), micro)
+    name = note_draw(micro)
+    mine = slice_of_draw(name, micro)
+    share = share_of_draw(name, micro, mine)
+    if mine is None:
+        if share is None:
+            return keyed(call(shape, key, counter))
+        return _drawn(share, micro, key, counter, grouped, call)
+    numbers = _drawn(share, mine.sizes, key, counter, grouped, call)
+    begin = tf.one_hot(mine.dim, len(micro), mine.begin, tf.constant(0, tf.int64))
+    return tf.slice(numbers, begin, tf.constant(micro, tf.int64))
+
+
+def _drawn(
+    share: Share | None,
+    micro: tuple[int, ...],
+    key: Any,
+    counter: Any,
+    grouped: bool,
+    call: Callable[[Any, Any, Any], Any],
+) -> tf.Tensor:
+    """A microbatch's numbers, of sizes `micro`."""
     if share is None:
-        return keyed(call(shape, key, counter))
+        return keyed(call(tf.constant(micro), key, counter))
     whole, left, mine, right, position = share
     block = mine * right
     if left == 1 and grouped:
         start = position.microbatch * block
         counter = advance_counter(counter, start // _GROUP)
         if block % _GROUP == 0:
-            return keyed(call(shape, key, counter))
+            return keyed(call(tf.constant(micro), key, counter))
         numbers = keyed(call(tf.constant([block + _GROUP - 1]), key, counter))
         return tf.reshape(tf.slice(numbers, [tf.math.floormod(start, _GROUP)], [block]), micro)
     # The slice is not one run of elements: draw the whole batch's numbers and take it out.

@@ -75,7 +75,9 @@ def _uncuttable(original: Callable[..., Any], stateful: bool) -> Callable[..., A
     def dispatch(*args: Any, **kwargs: Any) -> Any:
         refuse_slicewise(original.__name__)
         position = scopes.stack[-1].position if scopes.stack else None
-        if position is not None and (stateful or position.num_microbatches > 1):
+        if position is not None and (
+            stateful or position.num_microbatches * position.num_slices > 1
+        ):
             raise PipelineError(
                 f"layer {scopes.stack[-1].layer!r} calls {original.__name__!r} inside a pipeline, "
                 "whose numbers would depend on the number of microbatches; use uniform or normal "

@@ -59,4 +59,6 @@ def _with_tensors(scope: Scope, tensors: Sequence[tf.Tensor]) -> Scope:
     position = scope.position
     if position is not None:
         position = dataclasses.replace(position, microbatch=next(given))
+        if position.slice is not None:
+            position = dataclasses.replace(position, slice=next(given))
     return dataclasses.replace(scope, step=step, position=position, iterations=tuple(given))

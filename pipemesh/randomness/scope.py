@@ -43,10 +43,13 @@ class WholeDraws:
         before: tells of the draw `name`, in whose dim `dim` other dims are folded into the
             batch's, how many of their elements come before the batch; the others, of `folded` in
             all, come behind. It raises a PipelineError if that is not known.
+        of_sequences: where sequences are cut into slices, the draws for a microbatch's whole
+            sequences; those in `of` are then for a slice of each of the whole batch's.
     """
 
     of: Mapping[str, WholeDraw]
     before: Callable[[str, int, int], int]
+    of_sequences: Mapping[str, WholeDraw] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +62,18 @@ class Position:
         microbatch_size: how many examples a microbatch has.
         whole: what the stage draws for the whole batch; None if that is not known yet (then a
             draw raises `NeedWholeDraws`).
+        num_slices: into how many slices its sequences are cut.
+        slice_size: how many positions each has.
+        slice: int64 scalar, the index of one of them; None for whole sequences.
     """
 
     microbatch: tf.Tensor
     num_microbatches: int
     microbatch_size: int
     whole: WholeDraws | None
+    num_slices: int = 1
+    slice_size: int = 0
+    slice: tf.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,8 +300,9 @@ def gradient_scope() -> Iterator[None]:
 def tensors_of(scope: Scope) -> list[tf.Tensor]:
     """The tensors that draws in a scope depend on."""
     step = None if scope.step is None else known_step(scope)
-    microbatch = scope.position and scope.position.microbatch
-    return [t for t in (step, microbatch, *scope.iterations) if t is not None]
+    position = scope.position
+    parts = () if position is None else (position.microbatch, position.slice)
+    return [t for t in (step, *parts, *scope.iterations) if t is not None]
 
 
 def is_active() -> bool:

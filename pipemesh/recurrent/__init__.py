@@ -33,6 +33,7 @@ from pipemesh.recurrent.memory import DeviceMemory, memory_of, predict_memory
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.precision import LossScale
 from pipemesh.recurrent.remat import REMAT_POLICIES, ByStage, RematPolicy, Selective
+from pipemesh.recurrent.sequence import Slice, current_slice, write_slice
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.time.recurrent import Recurrent
 from pipemesh.recurrent.time.stacked_recurrent import StackedRecurrent
@@ -55,10 +56,12 @@ __all__ = [
     "Recurrent",
     "RematPolicy",
     "Selective",
+    "Slice",
     "StackedRecurrent",
     "Stage",
     "Transfer",
     "current_devices",
+    "current_slice",
     "explain",
     "memory_of",
     "pipeline",
@@ -67,4 +70,5 @@ __all__ = [
     "predict_transfers",
     "record_placement",
     "transfers_of",
+    "write_slice",
 ]

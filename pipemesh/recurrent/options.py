@@ -19,6 +19,8 @@ class Options:
 
     Attributes:
         batch_dim: the dim along which inputs are cut and outputs joined.
+        sequence_dim: the dim along which inputs are cut and outputs joined where the schedule has
+            slices; inputs without it are given whole to every slice.
         remat: `full` keeps only each microbatch's stage inputs and computes the stage again in
             the backward pass; `none` keeps what the backward pass needs; `except_last` computes
             nothing again for a microbatch whose backward pass follows its forward pass at once;
@@ -54,6 +56,7 @@ class Options:
     """
 
     batch_dim: int = 0
+    sequence_dim: int = 1
     remat: Remat = "full"
     rolled: bool | Literal["ticks"] | None = None
     compute_dtype: Any = None

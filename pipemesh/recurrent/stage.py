@@ -43,6 +43,11 @@ class Stage:
             there, counted around where a replica here has fewer devices.
         recurrent: whether gradients flow through the carry, from each microbatch back to the one
             before and at last to `carry`. If not, the carry is a mere count of what was seen.
+            Where the schedule has slices, it goes from slice to slice instead, and starts anew
+            with each microbatch: give `carry` the rows of one.
+        takes_slices: whether its function may be given a slice of the sequences, which
+            `current_slice` names: it works position by position or, if it is recurrent, with what
+            slices before have put into the carry. Schedules with slices run no other stages.
     """
 
     name: str
@@ -59,6 +64,7 @@ class Stage:
     copies: Mapping[int, int] = dataclasses.field(default_factory=dict)
     fetched: frozenset[int] = frozenset()
     arrivals: Callable[[], Sequence[int]] | None = None
+    takes_slices: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "home", Home.of(self.home))

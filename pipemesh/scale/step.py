@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from pipemesh.partition import partition
 from pipemesh.plan.layer_figures import LayerFigures
+from pipemesh.plan.plan import of_whole_sequences
 from pipemesh.scale.job import Job, Split
 from pipemesh.schedule import Costs, Schedule, ScheduleSpec, simulate
 
@@ -176,7 +177,7 @@ def _table(schedule: str, places: int, num_microbatches: int) -> Schedule:
 
 @functools.lru_cache(maxsize=64)
 def _built(schedule: str, places: int, num_microbatches: int) -> Schedule:
-    return ScheduleSpec.from_text(schedule).build(places, num_microbatches)
+    return of_whole_sequences(ScheduleSpec.from_text(schedule).build(places, num_microbatches))
 
 
 def _stages(job: Job, number: int, rows: float, split: Split) -> list[tuple[LayerFigures, ...]]:

@@ -170,7 +170,8 @@ def _build(arguments: argparse.Namespace, costs: Costs) -> tuple[Schedule, Costs
         if limit is not None:
             raise ScheduleError(f"--memory-limit is for {SEARCHED}; {arguments.name} is fixed")
         schedule = build(arguments.name, num_devices, num_microbatches, virtual_stages)
-        return schedule, fit_costs(costs, num_devices, schedule.num_stages)
+        sizes = schedule.num_stages, schedule.num_slices
+        return schedule, fit_costs(costs, num_devices, *sizes)
     num_stages = num_devices * virtual_stages if virtual_stages else costs.num_stages or num_devices
     fitted = fit_costs(costs, num_devices, num_stages)
     limit = scale_limit(limit, max(1, num_stages // num_devices))

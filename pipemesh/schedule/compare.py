@@ -6,6 +6,7 @@ import dataclasses
 
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule.builders import BUILDERS, build
+from pipemesh.schedule.builders.registry import SLICED
 from pipemesh.schedule.costs import Costs
 from pipemesh.schedule.list_schedule import list_schedule
 from pipemesh.schedule.problem import MemoryLimit
@@ -90,7 +91,7 @@ def compare(
     """
     rows: list[Row] = []
     shares: set[int] = set()
-    for name, builder in BUILDERS.items():
+    for name, builder in (BUILDERS | SLICED).items():
         if not builder.trains:
             continue
         virtual_stages = builder.virtual_stages
@@ -98,7 +99,8 @@ def compare(
             virtual_stages = num_virtual_stages
         try:
             schedule = build(name, num_devices, num_microbatches, virtual_stages)
-            fitted = fit_costs(costs, num_devices, schedule.num_stages)
+            sizes = schedule.num_stages, schedule.num_slices
+            fitted = fit_costs(costs, num_devices, *sizes)
         except ScheduleError as error:
             rows.append(Row(name, virtual_stages, None, str(error).splitlines()[0]))
             continue
@@ -129,8 +131,13 @@ def scale_limit(memory_limit: MemoryLimit, share: int) -> MemoryLimit:
 def _order(row: Row) -> tuple[float, float, str]:
     if row.timeline is None:
         return (float("inf"), 0.0, row.name)
-    share = max(row.timeline.peak_activations) / row.virtual_stages
-    return (round(row.timeline.makespan, 9), share, row.name)
+    return (round(row.timeline.makespan, 9), _microbatches(row, row.timeline), row.name)
+
+
+def _microbatches(row: Row, timeline: Timeline) -> float:
+    """How many microbatches of its share of the model a device holds at most."""
+    pieces = row.virtual_stages * timeline.schedule.num_slices
+    return max(timeline.peak_activations) / pieces
 
 
 def table(rows: list[Row]) -> str:
@@ -178,7 +185,7 @@ def table(rows: list[Row]) -> str:
                 f"{timeline.bubble_ratio:.1%}",
                 number(max(timeline.own_span_bubble)),
                 str(peak),
-                number(peak / row.virtual_stages),
+                number(_microbatches(row, timeline)),
                 f"{timeline.above_bound:.1%}",
             ]
         )

@@ -48,7 +48,7 @@ def find_loops(
         ['0F0', 99, '1F99', 100]
     """
     ids: dict[Hashable, int] = {}
-    kinds = [ids.setdefault((a.kind, a.stage, label(a)), len(ids)) for a in order]
+    kinds = [ids.setdefault((a.kind, a.stage, a.slice, label(a)), len(ids)) for a in order]
     microbatches = [action.microbatch for action in order]
     places: dict[int, list[int]] = {}
     rank: list[int] = []

@@ -94,6 +94,30 @@ class Schedule:
         """
         return action.microbatch * self.num_slices + (action.slice or 0)
 
+    def by_pieces(self) -> Schedule:
+        """The same table, with each slice as a microbatch of its own.
+
+        Its text is what the stages do, one piece after the other; that slices of a microbatch need
+        each other it does not say.
+
+        Example:
+            >>> print(Schedule.from_text("0F0.0 0F0.1 0B0.1 0B0.0").by_pieces())
+            0: 0F0 0F1 0B1 0B0
+        """
+        if self.num_slices == 1:
+            return self
+        rows = tuple(tuple(self.as_piece(action) for action in row) for row in self.rows)
+        return Schedule(rows, self.stage_devices, self.num_pieces)
+
+    def as_piece(self, action: Action) -> Action:
+        """An action as it stands in `by_pieces`.
+
+        Example:
+            >>> str(Schedule.from_text("0F0.0 0F0.1").as_piece(Action(0, "F", 0, 1)))
+            '0F1'
+        """
+        return Action(action.stage, action.kind, self.piece(action))
+
     def turns_at_once(self) -> frozenset[tuple[int, int]]:
         """The (stage, microbatch) pairs whose backward pass follows their forward pass at once.
 

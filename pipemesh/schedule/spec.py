@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from pipemesh.errors import ScheduleError
-from pipemesh.schedule.builders.registry import BUILDERS, build
+from pipemesh.schedule.builders.registry import BUILDERS, SLICED, build
 from pipemesh.schedule.read import read_schedule
 from pipemesh.schedule.schedule import Schedule
 from pipemesh.schedule_names import FILE, SEARCHED, parse
@@ -19,6 +19,7 @@ class ScheduleSpec:
         name: a key of `BUILDERS`, or `file`.
         stages_a_device: how many stages each device owns.
         table: what was read from a file; None for a published schedule.
+        num_slices: into how many slices a published schedule cuts sequences.
 
     Example:
         >>> spec = ScheduleSpec.from_text("interleaved:2")
@@ -29,10 +30,11 @@ class ScheduleSpec:
     name: str
     stages_a_device: int
     table: Schedule | None = None
+    num_slices: int = 1
 
     @classmethod
     def from_text(cls, text: str) -> ScheduleSpec:
-        """Parses `1f1b`, `gpipe`, `interleaved:2`, `zb_v`, `file:mine.csv` and the like.
+        """Parses `1f1b`, `gpipe`, `interleaved:2`, `seq1f1b:4`, `file:mine.csv` and the like.
 
         Args:
             text: a name as in `pipemesh.schedule_names`; after `file:` the path of a table, as CSV
@@ -52,7 +54,7 @@ class ScheduleSpec:
                 "with `pipemesh schedule --name list_schedule --costs ... --csv x.csv` and give "
                 "'file:x.csv', or pass the table that pipemesh.schedule.list_schedule(...) returns"
             )
-        return cls(parsed.name, parsed.stages())
+        return cls(parsed.name, parsed.stages(), num_slices=parsed.slices())
 
     def build(self, num_devices: int, num_microbatches: int) -> Schedule:
         """The schedule for so many devices and microbatches.
@@ -60,6 +62,8 @@ class ScheduleSpec:
         Raises:
             ScheduleError: a count is bad, or the file's table is for other counts.
         """
+        if self.name in SLICED:
+            return build(f"{self.name}:{self.num_slices}", num_devices, num_microbatches)
         if self.table is None:
             open_number = BUILDERS[self.name].takes_virtual_stages
             virtual = self.stages_a_device if open_number else None

@@ -95,6 +95,26 @@ def test_a_draw_for_a_microbatch_is_its_slice_of_the_whole_batchs_draw(name, dra
         np.testing.assert_array_equal(got.numpy(), wanted)
 
 
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("rules", ["", "batch:data;time:model", "time:data;io:model"])
+def test_a_draw_for_a_slice_is_that_of_whole_sequences(draw, rules):
+    lowering, slices = make(rules), 2
+    shape, whole = Shape.from_text("batch:2;time:4;io:2"), Shape.from_text("batch:8;time:8;io:2")
+    value = ops.export_tensor(DRAWS[draw](lowering, whole)).numpy()
+    with plan_free_randomness(STEP) as drawn:
+        DRAWS[draw](lowering, Shape.from_text("batch:8;time:4;io:2"))
+    with plan_free_randomness(STEP) as of_sequences:
+        DRAWS[draw](lowering, Shape.from_text("batch:2;time:8;io:2"))
+    known = WholeDraws(drawn, lambda name, dim, folded: 1, of_sequences)
+    for m, rows in enumerate(np.split(value, NUM_MICROBATCHES)):
+        for q, wanted in enumerate(np.split(rows, slices, axis=1)):
+            numbers = [tf.constant(number, tf.int64) for number in (m, q)]
+            where = Position(numbers[0], NUM_MICROBATCHES, 2, known, slices, 4, numbers[1])
+            with plan_free_randomness(STEP, where):
+                got = ops.export_tensor(DRAWS[draw](lowering, shape))
+            np.testing.assert_array_equal(got.numpy(), wanted)
+
+
 def test_draws_of_tensorflow_and_of_named_dims_are_counted_together():
     lowering = make("batch:data")
 

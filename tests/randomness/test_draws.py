@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 from pipemesh.errors import PipelineError
 from pipemesh.randomness import (
     NeedWholeDraws,
+    Position,
+    WholeDraw,
+    WholeDraws,
     advance_counter,
     gradient_scope,
     layer_scope,
@@ -70,6 +73,87 @@ def test_a_draw_without_batch_is_the_same_for_every_microbatch():
     whole, parts = whole_and_parts(normal, [4, 4], [4, 4], 3)
     for part in parts:
         np.testing.assert_array_equal(part, whole)
+
+
+def pieces(draw, micro, batch_dim, sequence_dim, count, slices):
+    """The whole batch's numbers, and those of each slice of each microbatch."""
+    of_batch, of_sequences, whole_shape = list(micro), list(micro), list(micro)
+    for dim, factor, shape in (
+        (batch_dim, count, of_batch),
+        (sequence_dim, slices, of_sequences),
+    ):
+        if dim is not None:
+            shape[dim] *= factor
+            whole_shape[dim] *= factor
+    drawn = [{"layer:0": WholeDraw(tuple(shape))} for shape in (of_batch, of_sequences)]
+    known = WholeDraws(drawn[0], lambda name, dim, folded: 1, drawn[1])
+    with plan_free_randomness(STEP), layer_scope("layer"):
+        whole = draw(whole_shape).numpy()
+    size = micro[sequence_dim] if sequence_dim is not None else 3
+    examples = micro[batch_dim] if batch_dim is not None else 2
+    found = {}
+    for m in range(count):
+        for q in range(slices):
+            numbers = [tf.constant(number, tf.int64) for number in (m, q)]
+            where = Position(numbers[0], count, examples, known, slices, size, numbers[1])
+            with plan_free_randomness(STEP, where), layer_scope("layer"):
+                found[m, q] = draw(micro).numpy()
+    return whole, found
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    micro=st.lists(st.integers(1, 4), min_size=2, max_size=4),
+    count=st.integers(1, 3),
+    slices=st.integers(2, 3),
+    draw=st.sampled_from([uniform, normal, tf.random.truncated_normal]),
+    data=st.data(),
+)
+def test_slices_draw_their_positions_of_whole_sequences(micro, count, slices, draw, data):
+    dims = data.draw(st.permutations(range(len(micro))))
+    batch_dim = data.draw(st.sampled_from([None, dims[0]]))
+    sequence_dim = data.draw(st.sampled_from([None, dims[1]]))
+    whole, found = pieces(draw, micro, batch_dim, sequence_dim, count, slices)
+    for (m, q), part in found.items():
+        wanted = whole
+        if batch_dim is not None:
+            wanted = np.split(wanted, count, batch_dim)[m]
+        if sequence_dim is not None:
+            wanted = np.split(wanted, slices, sequence_dim)[q]
+        np.testing.assert_array_equal(part, wanted)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "of_batch", "of_sequences", "text"),
+    [
+        (
+            (2, 6),
+            (4, 6),
+            (2, 12),
+            r"\(2, 12\) for whole ones; one dim may differ, and is the 3 pos",
+        ),
+        ((2, 3, 3), (4, 3, 3), (2, 6, 6), r"one dim may differ"),
+        ((3,), (6,), (6,), r"in whose dim 0 examples and positions of sequences are folded"),
+        ((2, 3), (4, 3), None, r"draws more random tensors for a slice .* than for whole ones"),
+    ],
+)
+def test_draws_that_cannot_be_cut_into_slices_are_errors(sizes, of_batch, of_sequences, text):
+    drawn = {} if of_sequences is None else {"noisy:0": WholeDraw(of_sequences)}
+    known = WholeDraws({"noisy:0": WholeDraw(of_batch)}, lambda name, dim, folded: 1, drawn)
+    zero = tf.constant(0, tf.int64)
+    where = Position(zero, 2, 2, known, 2, 3, zero)
+    with plan_free_randomness(STEP, where), layer_scope("noisy"):
+        with pytest.raises(PipelineError, match=text):
+            uniform(sizes)
+
+
+def test_what_is_drawn_for_whole_sequences_is_asked_for():
+    zero = tf.constant(0, tf.int64)
+    where = Position(zero, 1, 2, None, 2, 3, zero)
+    with plan_free_randomness(STEP, where), pytest.raises(NeedWholeDraws):
+        uniform([2, 3])
+    with plan_free_randomness(STEP, where), pytest.raises(PipelineError, match="gamma"):
+        tf.random.stateless_gamma([2, 3], [1, 2], 1.0)
 
 
 @settings(max_examples=30)

@@ -5,20 +5,29 @@ import pytest
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule import Costs
 from pipemesh.schedule.builders import BUILDERS
+from pipemesh.schedule.builders.registry import SLICED
 from pipemesh.schedule.compare import compare, scale_limit, table
 
 
 def test_every_training_schedule_has_a_row_and_does_the_same_work():
     rows = compare(Costs([1, 2, 1, 1], transfer=0.1), 4, 8)
     names = {row.name for row in rows}
-    assert names == set(BUILDERS) - {"forward_only", "decode"} | {"list_schedule"}
+    assert names == set(BUILDERS) - {"forward_only", "decode"} | {*SLICED, "list_schedule"}
     for row in rows:
         assert sum(row.timeline.busy) == pytest.approx(3 * 8 * 5)
 
 
-def test_the_searched_schedule_comes_first():
+def test_the_searched_schedule_comes_first_of_those_of_whole_sequences():
     for costs in (Costs(), Costs([1, 1, 1, 2]), Costs(1, input_grad=1.5, weight_grad=0.5)):
-        assert compare(costs, 4, 8)[0].name == "list_schedule"
+        names = [row.name for row in compare(costs, 4, 8) if row.name not in SLICED]
+        assert names[0] == "list_schedule"
+
+
+def test_of_slices_a_device_holds_parts_of_microbatches():
+    (row,) = (row for row in compare(Costs(1, 2), 8, 32) if row.name == "seq_one_f_one_b")
+    assert row.timeline.makespan == 32 * 3 + 7 * 3 / 4
+    line = next(line for line in table([row]).splitlines() if "seq_one" in line)
+    assert line.split()[-3:-1] == ["11", "2.75"]
 
 
 def test_a_memory_limit_holds_for_the_searched_ones():

@@ -1,5 +1,7 @@
 """Loops stand for exactly the actions that they replace."""
 
+import dataclasses
+
 import hypothesis
 import hypothesis.strategies as st
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule import Action, execution_order
 from pipemesh.schedule.builders import BUILDERS, build
+from pipemesh.schedule.builders.registry import SLICED
 from pipemesh.schedule.repeats import Loop, find_loops
 
 
@@ -17,7 +20,7 @@ def written_out(items):
             continue
         for repetition in range(item.count):
             for a in item.body:
-                yield Action(a.stage, a.kind, a.microbatch + repetition * item.shift)
+                yield dataclasses.replace(a, microbatch=a.microbatch + repetition * item.shift)
 
 
 def length(items):
@@ -25,7 +28,7 @@ def length(items):
 
 
 @hypothesis.given(
-    name=st.sampled_from(sorted(BUILDERS)),
+    name=st.sampled_from(sorted(BUILDERS | SLICED)),
     devices=st.integers(1, 5),
     microbatches=st.integers(1, 40),
 )
@@ -43,7 +46,7 @@ def test_any_sequence_at_all_can_be_written_back(cells):
     assert tuple(written_out(find_loops(order))) == order
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", BUILDERS | SLICED)
 def test_the_length_does_not_depend_on_the_number_of_microbatches(name):
     lengths = {length(find_loops(execution_order(build(name, 4, m)))) for m in (64, 128)}
     assert len(lengths) == 1

@@ -165,3 +165,13 @@ def test_a_slice_as_text():
             Action.from_text(text)
     with pytest.raises(ScheduleError, match="slice -1 must not be negative"):
         Action(0, "F", 0, -1)
+
+
+def test_by_pieces_slices_are_microbatches():
+    schedule = seq_one_f_one_b(2, 2, 3)
+    pieces = schedule.by_pieces()
+    assert (pieces.num_microbatches, pieces.num_slices) == (6, 1)
+    assert str(pieces).splitlines()[1] == "1: 1F0 1F1 1F2 1B2 1F3 1B1 1F4 1B0 1F5 1B5 1B4 1B3"
+    assert pieces.recomputed() == frozenset()
+    assert recompute(schedule).by_pieces().recomputed() == recompute(schedule).recomputed()
+    assert gpipe(2, 3).by_pieces() == gpipe(2, 3)

@@ -58,6 +58,13 @@ def schedule_of(p: Any) -> Schedule:
             f"there are {num_stages} in cell_tpl and num_micro_batches is "
             f"{p.num_micro_batches}; make them equal"
         )
+    if schedule.num_slices > 1:
+        raise PipelineError(
+            f"{p.name}: the schedule cuts sequences into {schedule.num_slices} slices, but layers "
+            "take whole sequences: attention would see the positions of a slice alone. Give a "
+            "schedule without slices, such as schedule='1f1b'; stages of your own functions can "
+            "have them (pipemesh.recurrent.Stage, takes_slices)"
+        )
     check_lowering(p, schedule)
     if p.lowering == "simd" and p.loss_inside:
         check_simd(p)

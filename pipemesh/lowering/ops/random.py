@@ -15,7 +15,14 @@ from pipemesh.lowering.ops.transfer import as_shape
 from pipemesh.lowering.registry import register
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import Shape
-from pipemesh.randomness import Share, WholeDraw, is_active, note_draw, share_of_draw
+from pipemesh.randomness import (
+    Share,
+    WholeDraw,
+    is_active,
+    note_draw,
+    share_of_draw,
+    slice_of_draw,
+)
 from pipemesh.randomness.philox import RawDraw, draw_block
 from pipemesh.randomness.scope import scopes
 
@@ -36,16 +43,20 @@ def _draw(
     split = [i for i, axis in enumerate(layout.axes) if axis is not None]
     seed = tf.convert_to_tensor(seed)
     name = note_draw(shape.sizes) if is_active() else None
-    share = None if name is None else share_of_draw(name, shape.sizes)
+    mine = None if name is None else slice_of_draw(name, shape.sizes)
+    share = None if name is None else share_of_draw(name, shape.sizes, mine)
+    sizes = shape.sizes if mine is None else mine.sizes
 
     def draw(*coordinates: tf.Tensor) -> tf.Tensor:
         begin: list[tf.Tensor | int] = [0] * len(shape)
         for i, at in zip(split, coordinates, strict=True):
             known = tf.get_static_value(at)
             begin[i] = (at if known is None else int(known)) * layout.slice_shape[i]
+        if mine is not None:
+            begin[mine.dim] = begin[mine.dim] + tf.cast(mine.begin, tf.int32)
         if share is None:
-            return draw_block(raw, shape.sizes, begin, layout.slice_shape, seed, dtype)
-        return _draw_share(raw, share, shape.sizes, begin, layout.slice_shape, seed, dtype)
+            return draw_block(raw, sizes, begin, layout.slice_shape, seed, dtype)
+        return _draw_share(raw, share, sizes, begin, layout.slice_shape, seed, dtype)
 
     slices = lowering.raw_map(draw, *(lowering.coordinate(str(layout.axes[i])) for i in split))
     if (

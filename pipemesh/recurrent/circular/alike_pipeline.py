@@ -19,8 +19,9 @@ from pipemesh.recurrent.circular.tick_loop import Leaves, TickLoop
 from pipemesh.recurrent.circular.traced_stages import TracedStages
 from pipemesh.recurrent.executor import pipeline
 from pipemesh.recurrent.options import Options
+from pipemesh.recurrent.passes.cutting import Cutting
 from pipemesh.recurrent.passes.part import Grads, Tensors
-from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
+from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.recurrent.remat import Mode
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.machine import Machine, State

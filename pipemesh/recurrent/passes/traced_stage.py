@@ -20,6 +20,7 @@ from pipemesh.recurrent.passes.captures import (
     check_no_handle,
     redirect,
 )
+from pipemesh.recurrent.passes.cutting import Cutting
 from pipemesh.recurrent.passes.gradients import flat_names
 from pipemesh.recurrent.passes.graph_cut import GraphCut, node_of, tensor_name
 from pipemesh.recurrent.passes.places import Places
@@ -29,45 +30,8 @@ from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.watch.probes import Probe
 
 
-@dataclasses.dataclass(frozen=True)
-class Cutting:
-    """How the batch is cut into microbatches.
-
-    Attributes:
-        num_microbatches: how many there are.
-        microbatch_size: how many examples each has.
-        batch_dim: the dim of the pipeline's inputs along which they are cut.
-        replicas: into how many parts each microbatch is cut once more, one a replica.
-    """
-
-    num_microbatches: int
-    microbatch_size: int
-    batch_dim: int
-    replicas: int = 1
-
-    @property
-    def num_parts(self) -> int:
-        """How many parts the whole batch has: those of the first microbatch, of the second, ..."""
-        return self.num_microbatches * self.replicas
-
-    @property
-    def part_size(self) -> int:
-        """How many examples a part has."""
-        return self.microbatch_size // self.replicas
-
-    @property
-    def part(self) -> str:
-        """What to call a part in errors."""
-        return "a microbatch" if self.replicas == 1 else "a replica's part of a microbatch"
-
-    @property
-    def parts(self) -> str:
-        """What to call the parts in errors."""
-        return "microbatches" if self.replicas == 1 else "the replicas' parts of microbatches"
-
-
 class TracedStage:
-    """The graph of a stage's forward pass and its gradient, for one microbatch.
+    """The graph of a stage's forward pass and its gradient, for one microbatch, or a slice of it.
 
     Where there are several replicas, all of them are in the graph. Then the weights, the inputs,
     the outputs and the gradients are those of the first replica, of the second, and so on.
@@ -117,13 +81,15 @@ class TracedStage:
         what = f"stage {stage.name!r}"
 
         def position(part: tf.Tensor, whole: WholeDraws | None = None) -> Position:
-            return Position(part, cutting.num_parts, cutting.part_size, whole)
+            parts, size = cutting.num_parts, cutting.part_size
+            return Position(part, parts, size, whole, cutting.num_slices, cutting.slice_size)
 
+        replicas, slices = cutting.replicas, cutting.num_slices
         try:
-            self._trace = trace(stage, inputs, has_step, cutting.replicas, position)
+            self._trace = trace(stage, inputs, has_step, replicas, position, slices)
         except NeedWholeDraws:
             known = functools.partial(position, whole=whole_draws())
-            self._trace = trace(stage, inputs, has_step, cutting.replicas, known)
+            self._trace = trace(stage, inputs, has_step, replicas, known, slices)
         graph, self.replicas = self._trace.graph, self._trace.replicas
         if stage.of_home.group > 1:
             for number, replica in enumerate(self.replicas):
@@ -140,7 +106,7 @@ class TracedStage:
             graph, what, cutting.batch_dim, cutting.part_size, cutting.num_parts, cutting.part
         )
         self._captured: list[Captured] = captured_weights(graph)
-        check_no_draw_escaped(graph, stage.name, cutting.num_parts)
+        check_no_draw_escaped(graph, stage.name, cutting.num_parts * cutting.num_slices)
         replicas, first = self.replicas, self.replicas[0]
         for replica in replicas[1:]:
             begin, end = replica.operations[0]

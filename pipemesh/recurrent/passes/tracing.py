@@ -23,9 +23,11 @@ from pipemesh.randomness import (
 )
 from pipemesh.randomness.examples.whole_batch import DrawsOfStage, labels_of_batch
 from pipemesh.recurrent.home import calling_on
+from pipemesh.recurrent.passes.cutting import Cutting
 from pipemesh.recurrent.passes.places import identity_beside
 from pipemesh.recurrent.passes.replica import Replica, replica_scope
 from pipemesh.recurrent.passes.summaries import Summaries
+from pipemesh.recurrent.sequence import calling_for
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.watch.probes import StageProbes
 
@@ -63,6 +65,7 @@ def trace(
     has_step: bool,
     num_replicas: int = 1,
     position: Callable[[tf.Tensor], Position] | None = None,
+    num_slices: int = 1,
 ) -> Trace:
     """Traces the forward pass of a stage.
 
@@ -74,6 +77,7 @@ def trace(
             carry goes from call to call.
         position: where in the batch a call's rows lie, given their number; None if there is
             nothing but the whole batch.
+        num_slices: of how many slices of the sequences each call gets one.
 
     Raises:
         PipelineError: the calls do not return alike.
@@ -91,12 +95,20 @@ def trace(
         step: tf.Tensor | None,
     ) -> Replica:
         begin = len(tf.compat.v1.get_default_graph().get_operations())
+        own: tf.Tensor | None = None
+        if num_slices > 1:
+            own = tf.math.floormod(microbatch, num_slices)
+            microbatch = tf.math.floordiv(microbatch, num_slices)
         part = microbatch if number is None else microbatch * num_replicas + number
         where = position(part) if position else None
+        if where is not None:
+            where = dataclasses.replace(where, slice=own)
         with plan_free_randomness(step, where) as draws:
             with contextlib.ExitStack() as tags:
-                if where is not None and where.num_microbatches > 1:
-                    tags.enter_context(tagged(stage.name, microbatch, number))
+                if where is not None and where.num_microbatches * num_slices > 1:
+                    tags.enter_context(tagged(stage.name, microbatch, number, own))
+                if own is not None:
+                    tags.enter_context(calling_for(own, num_slices, where is not None))
                 outputs, carry_out = stage.forward(theta, carry, inputs, part, step)
             drawn.update(draws)
             # An output that is an input, or twice the same tensor, gets a name of its own.
@@ -172,37 +184,42 @@ def output_specs(stage: Stage, inputs: Specs, has_step: bool) -> Specs:
 class WholeBatch:
     """The stages traced with the whole batch, as far as anybody asks.
 
-    Only what is drawn is of interest, and where in it the batch lies.
+    Only what is drawn is of interest, and where in it the batch lies. Where there are slices, two
+    traces tell the two dims apart along which draws are cut: one has the whole batch and a slice,
+    one a part of the batch and whole sequences.
 
     Args:
         stages: the stages.
         inputs: specs of the whole batch's inputs.
         has_step: whether there is a global step.
-        batch_dim: the dim along which the inputs are cut.
+        cutting: how the batch is cut.
     """
 
     def __init__(
-        self, stages: Sequence[Stage], inputs: Specs, has_step: bool, batch_dim: int
+        self, stages: Sequence[Stage], inputs: Specs, has_step: bool, cutting: Cutting
     ) -> None:
         self._stages = stages
-        self._inputs = inputs
+        self._inputs = [cutting.with_whole_batch(spec) for spec in inputs]
         self._has_step = has_step
-        self._batch_dim = batch_dim
+        self._cutting = cutting
         self._draws: list[DrawsOfStage] = []
         self._traces: list[Trace] = []
+        self._sequences: list[Trace] = []
+        self._of_sequences = [cutting.with_whole_sequences(spec) for spec in inputs]
 
     def draws(self, stage: int) -> WholeDraws:
         """All random draws of a stage."""
+        cutting = self._cutting
         while len(self._draws) <= stage:
             number = len(self._draws)
             if number == 0:
                 specs = self._inputs
-                labels = functools.partial(labels_of_batch, specs, self._batch_dim)
+                labels = functools.partial(labels_of_batch, specs, cutting.batch_dim)
             else:
                 results = self._traces[-1].replicas[0].outputs
                 specs = specs_of(results)
                 labels = functools.partial(self._draws[-1].labels, results)
-            found = trace(self._stages[number], specs, self._has_step)
+            found = self._trace(self._stages[number], specs)
             inputs = found.replicas[0].inputs
             self._traces.append(found)
             self._draws.append(
@@ -212,7 +229,39 @@ class WholeBatch:
                     lambda inputs=inputs, labels=labels: dict(
                         zip([t.name for t in inputs], labels(), strict=True)
                     ),
-                    static_sizes(self._inputs[0])[self._batch_dim],
+                    static_sizes(self._inputs[0])[cutting.batch_dim],
                 )
             )
-        return self._draws[stage].whole
+        whole = self._draws[stage].whole
+        if cutting.num_slices == 1:
+            return whole
+        return dataclasses.replace(whole, of_sequences=self._drawn_for_sequences(stage))
+
+    def _trace(self, stage: Stage, specs: Specs) -> Trace:
+        """Its trace with a slice of the whole batch, if there are slices."""
+        errors: list[Exception] = []
+        for given in self._cutting.for_whole_batch(stage):
+            try:
+                return trace(given, specs, self._has_step, num_slices=self._cutting.num_slices)
+            except PipelineError:
+                raise
+            except (ValueError, TypeError) as error:
+                errors.append(error)
+        if self._cutting.num_slices == 1:
+            raise errors[0]
+        raise PipelineError(
+            f"stage {stage.name!r} draws random numbers, for which it is also called with a slice "
+            "of the whole batch, and cannot be: its carry has rows for a microbatch, and along "
+            f"which dim does not show ({_text(specs_of(stage.carry))}, of "
+            f"{self._cutting.part_size} examples); let them come first, or along the batch's dim "
+            "of the inputs"
+        ) from errors[0]
+
+    def _drawn_for_sequences(self, stage: int) -> dict[str, WholeDraw]:
+        while len(self._sequences) <= stage:
+            specs = self._of_sequences
+            if self._sequences:
+                specs = specs_of(self._sequences[-1].replicas[0].outputs)
+            found = trace(self._stages[len(self._sequences)], specs, self._has_step)
+            self._sequences.append(found)
+        return self._sequences[stage].drawn

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from pipemesh.backend.operations import MaybeTensor, pin_each, wait_for
+from pipemesh.recurrent.passes.cutting import Cutting
 from pipemesh.recurrent.passes.part import Grads
-from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
+from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.watch.health import (
     MICROBATCH,
@@ -66,7 +67,7 @@ class Checks:
             is_finite = all_finite([t for t in results if t.dtype.is_floating])
         found = [f for s in range(len(self._traced)) for f in self._findings("forward", s, notes)]
         otherwise = place(last, (), f"forward: {what}")
-        self._forward = [raise_unless(is_finite, found, otherwise, last.device)]
+        self._forward = [self._raise_unless(is_finite, found, otherwise, last.device)]
 
     def after_forward(
         self, tensors: list[MaybeTensor], devices: str | Sequence[str]
@@ -105,7 +106,7 @@ class Checks:
             host = [total.note < 0 for total in totals]
             is_finite = tf.reduce_all(tf.stack(host))
             with tf.control_dependencies(before):
-                check = raise_unless(is_finite, found, "a gradient", device)
+                check = self._raise_unless(is_finite, found, "a gradient", device)
             before = [check]
             for guard in self._both:
                 if guard.graph is graph:
@@ -131,10 +132,15 @@ class Checks:
             ]
             with tf.device(first.stage.device):
                 is_finite = tf.reduce_all(tf.stack([f.note < 0 for f in found]))
-            check = raise_unless(is_finite, found, "a gradient", first.stage.device)
+            check = self._raise_unless(is_finite, found, "a gradient", first.stage.device)
             (guard,) = self._backward
             wait_for(guard, check)
         return self.after_backward(grads, first.stage.device)
+
+    def _raise_unless(
+        self, is_finite: tf.Tensor, findings: Sequence[Finding], otherwise: str, device: str
+    ) -> tf.Operation:
+        return raise_unless(is_finite, findings, otherwise, device, self._cutting.num_slices)
 
     def _findings(self, direction: Direction, number: int, notes: Notes) -> list[Finding]:
         what = "its output" if direction == "forward" else "a gradient"
@@ -171,12 +177,24 @@ class Checks:
 
     def _input_finding(self, number: int, grad: tf.Tensor) -> Finding:
         traced, cutting = self._traced[0], self._cutting
-        rest = [dim for dim in range(grad.shape.rank) if dim != cutting.batch_dim]
+        of_slices = cutting.is_sliced(grad.shape)
+        kept = [cutting.batch_dim, *([cutting.sequence_dim] if of_slices else [])]
+        rest = [dim for dim in range(grad.shape.rank) if dim not in kept]
         with tf.device(traced.stage.device):
             real = tf.math.abs(grad) if grad.dtype.is_complex else grad
             bad = tf.reduce_any(tf.logical_not(tf.math.is_finite(real)), axis=rest)
-            # The number of the part; notes hold `microbatch * replicas + replica` as well.
+            own: tf.Tensor | int = 0
+            if of_slices:
+                rows = bad if cutting.batch_dim < cutting.sequence_dim else tf.transpose(bad)
+                bad = tf.reduce_any(rows, axis=1)
+                row = rows[tf.argmax(tf.cast(bad, tf.int32))]
+                own = tf.argmax(tf.cast(row, tf.int32)) // cutting.slice_size
+            # The number of the part; notes hold `piece * replicas + replica` as well.
             where = tf.argmax(tf.cast(bad, tf.int32)) // cutting.part_size
+            if cutting.num_slices > 1:
+                replica = tf.math.floormod(where, cutting.replicas)
+                microbatch = where // cutting.replicas
+                where = (microbatch * cutting.num_slices + own) * cutting.replicas + replica
             note = tf.where(tf.reduce_any(bad), where, empty_note())
         text = f"microbatch {MICROBATCH}, backward: the gradient of input {number}"
         layers = traced.input_layers[number]

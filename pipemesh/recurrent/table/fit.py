@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import PipelineError, ScheduleError
+from pipemesh.recurrent.passes.cutting import Cutting
 from pipemesh.recurrent.passes.graph_cut import node_of
-from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
+from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.recurrent.passes.tracing import Specs, output_specs
 from pipemesh.recurrent.stage import Stage
 from pipemesh.schedule import Schedule
@@ -109,59 +111,118 @@ def num_replicas(stages: Sequence[Stage], stage_devices: Sequence[int]) -> int:
         if stage.recurrent and wanted > 1:
             raise PipelineError(
                 f"stage {stage.name!r} is recurrent and has {wanted} replicas ({stage.of_home}); "
-                "its state goes from microbatch to microbatch, so that replicas would wait for "
-                "each other: give it one"
+                "its state goes from microbatch to microbatch, or from slice to slice, so that "
+                "replicas would wait for each other: give it one"
             )
     return wanted
+
+
+def check_sliced(stages: Sequence[Stage], schedule: Schedule) -> None:
+    """Checks that all stages can be given slices of sequences, if the schedule has some.
+
+    Raises:
+        PipelineError: one cannot, as far as it says.
+    """
+    for stage in stages if schedule.num_slices > 1 else ():
+        if not stage.takes_slices:
+            raise PipelineError(
+                f"the schedule cuts sequences into {schedule.num_slices} slices, and stage "
+                f"{stage.name!r} does not say that it can be given one: what looks at other "
+                "positions would see those of the slice alone. Give a schedule without slices, "
+                "such as one_f_one_b, or, if the function works position by position or hands on "
+                "what later positions need in the carry of a recurrent stage, "
+                "Stage(takes_slices=True)"
+            )
 
 
 def check_joined(traced: TracedStage, cutting: Cutting, has_step: bool) -> None:
     """Checks that the last stage's outputs for parts of the batch make up those of the whole.
 
-    That is so if each is cut along the batch dim, or a scalar, of which there is one a part.
-    Where the size of a part alone does not tell whether a dim is the batch, because another dim
-    is as large, or the output is the same for any input, the stage is traced for the whole batch
-    as well.
+    That is so if each is cut along the batch dim, and along that of the sequences if there are
+    slices, or a scalar, of which there is one a part. Where the size of a part alone does not tell
+    whether a dim is that one, because another dim is as large, or the output is the same for any
+    input, the stage is traced for the whole batch, or whole sequences, as well.
 
     Raises:
-        PipelineError: an output is not cut along the batch.
+        PipelineError: an output is not cut along the batch or the sequences.
     """
-    if cutting.num_parts == 1 or traced.stage.recurrent:
+    if traced.stage.recurrent and cutting.num_slices == 1:
         return
-    size, dim = cutting.part_size, cutting.batch_dim
+    for along in _cuts(cutting):
+        _check_along(traced, along, cutting, has_step)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Along:
+    """A dim that outputs are cut along.
+
+    Attributes:
+        dim: the dim.
+        name: of the option that says it.
+        size: of a part.
+        count: how many parts there are.
+        of: what a part has so many of.
+        part: what to call a part.
+        parts: what to call them.
+        whole: what they are joined to.
+        each: what there is one of for each of `of`.
+    """
+
+    dim: int
+    name: str
+    size: int
+    count: int
+    of: str
+    part: str
+    parts: str
+    whole: str
+    each: str
+
+
+def _cuts(cutting: Cutting) -> Iterator[_Along]:
+    if cutting.num_parts > 1:
+        numbers = cutting.batch_dim, "batch_dim", cutting.part_size, cutting.num_parts
+        yield _Along(*numbers, "examples", cutting.part, cutting.parts, "batch", "example")
+    if cutting.num_slices > 1:
+        numbers = cutting.sequence_dim, "sequence_dim", cutting.slice_size, cutting.num_slices
+        yield _Along(*numbers, "positions", "a slice", "slices", "sequence", "position")
+
+
+def _check_along(traced: TracedStage, along: _Along, cutting: Cutting, has_step: bool) -> None:
+    size, dim = along.size, along.dim
     specs = traced.output_specs
     for number, spec in enumerate(specs):
         if spec.shape.rank is None or (spec.shape.rank > dim and spec.shape[dim] is None):
             raise PipelineError(
                 f"output {number} of the last stage ({traced.stage.name!r}) has shape "
-                f"{spec.shape}; its size in dim {dim} (batch_dim) must be known before it runs: if "
-                f"there is one for each of the {size} examples of {cutting.part}, set its shape "
+                f"{spec.shape}; its size in dim {dim} ({along.name}) must be known before it runs: "
+                f"if there is one for each of the {size} {along.of} of {along.part}, set its shape "
                 "with tf.ensure_shape, or else pad it"
             )
         if spec.shape.rank > dim and spec.shape[dim] != size:
-            raise PipelineError(_not_cut(traced, cutting, number, f"has shape {spec.shape}"))
+            raise PipelineError(_not_cut(traced, along, number, f"has shape {spec.shape}"))
         if 0 < spec.shape.rank <= dim:
             raise PipelineError(
                 f"output {number} of the last stage ({traced.stage.name!r}) has shape "
-                f"{spec.shape} and no dim {dim} (batch_dim) along which {cutting.parts} can be "
+                f"{spec.shape} and no dim {dim} ({along.name}) along which {along.parts} can be "
                 "joined; add the dim, or return a scalar with the loss inside the pipeline"
             )
     doubtful = [
-        n for n, spec in enumerate(specs) if spec.shape.rank and _doubtful(traced, n, cutting)
+        n for n, spec in enumerate(specs) if spec.shape.rank and _doubtful(traced, n, along)
     ]
-    whole = _whole_outputs(traced, cutting, has_step) if doubtful else None
+    whole = _whole_outputs(traced, along, cutting, has_step) if doubtful else None
     if whole is None:
         return
     for number in doubtful:
         shape = whole[number].shape
-        if shape.rank is not None and shape[dim] not in (None, size * cutting.num_parts):
-            found = f"has shape {specs[number].shape} and for the whole batch {shape}"
-            raise PipelineError(_not_cut(traced, cutting, number, found))
+        if shape.rank is not None and shape[dim] not in (None, size * along.count):
+            found = f"has shape {specs[number].shape} and for the whole {along.whole} {shape}"
+            raise PipelineError(_not_cut(traced, along, number, found))
 
 
-def _doubtful(traced: TracedStage, number: int, cutting: Cutting) -> bool:
+def _doubtful(traced: TracedStage, number: int, along: _Along) -> bool:
     """Whether an output may have the size of a part by chance."""
-    size, dim = cutting.part_size, cutting.batch_dim
+    size, dim = along.size, along.dim
     computed = traced.cut.ancestors([traced.outputs[number]])
     if not any(node_of(name) in computed for name in traced.inputs):
         return True
@@ -170,45 +231,95 @@ def _doubtful(traced: TracedStage, number: int, cutting: Cutting) -> bool:
     return size == 1 or size in dims
 
 
-def _whole_outputs(traced: TracedStage, cutting: Cutting, has_step: bool) -> Specs | None:
-    """What the last stage returns for the whole batch; None if that cannot be told."""
-    size, dim = cutting.part_size, cutting.batch_dim
+def _whole_outputs(
+    traced: TracedStage, along: _Along, cutting: Cutting, has_step: bool
+) -> Specs | None:
+    """What the last stage returns for what parts are joined to; None if that cannot be told."""
+    size, dim = along.size, along.dim
     specs = []
     for name in traced.inputs[: len(traced.replicas[0].inputs)]:
         spec = traced.spec(name)
         shape = spec.shape.as_list()
         if len(shape) > dim and shape[dim] == size:
-            shape[dim] = size * cutting.num_parts
+            shape[dim] = size * along.count
         specs.append(tf.TensorSpec(shape, spec.dtype))
+    given = traced.given
+    if along.name == "batch_dim":
+        given = cutting.for_whole_batch(given)[0]
     try:
-        return output_specs(traced.given, specs, has_step)
+        return output_specs(given, specs, has_step)
     except (ValueError, TypeError, tf.errors.OpError):
         # What goes between stages need not be cut along the batch, and then this guess is wrong.
         return None
 
 
-def _not_cut(traced: TracedStage, cutting: Cutting, number: int, found: str) -> str:
+def _not_cut(traced: TracedStage, along: _Along, number: int, found: str) -> str:
     return (
-        f"output {number} of the last stage ({traced.stage.name!r}) {found}; {cutting.parts} have "
-        f"{cutting.part_size} examples in dim {cutting.batch_dim} (batch_dim), so it is not "
-        "cut along the batch, and joined it would not be what the whole batch gives; return it "
-        "once for each example, or compute it after the pipeline, or return scalars with the loss "
-        f"inside the pipeline, which come back as one for {cutting.part}"
+        f"output {number} of the last stage ({traced.stage.name!r}) {found}; {along.parts} have "
+        f"{along.size} {along.of} in dim {along.dim} ({along.name}), so it is not "
+        f"cut along the {along.whole}, and joined it would not be what the whole {along.whole} "
+        f"gives; return it once for each {along.each}, or compute it after the pipeline, or return "
+        f"scalars with the loss inside the pipeline, which come back as one for {along.part}"
     )
 
 
-def check_actions(schedule: Schedule) -> None:
-    """Refuses actions that no pipeline runs yet, before any of the stages is traced.
+def cutting_of(
+    inputs: Sequence[tf.Tensor],
+    schedule: Schedule,
+    batch_dim: int,
+    sequence_dim: int,
+    replicas: int,
+) -> Cutting:
+    """How the batch is cut for a schedule.
+
+    Args:
+        inputs: of the pipeline, for the whole batch.
+        schedule: the table.
+        batch_dim: the dim along which microbatches are cut.
+        sequence_dim: the dim along which slices are cut, if there are several.
+        replicas: into how many parts each microbatch is cut.
 
     Raises:
-        ScheduleError: the schedule has slices; says what does the same.
+        PipelineError: see `microbatch_size`; or no input has the dim of sequences, their lengths
+            differ, or do not divide.
     """
-    if schedule.num_slices > 1:
-        raise ScheduleError(
-            f"the schedule cuts sequences into {schedule.num_slices} slices, which can be "
-            "simulated, but not run: attention within a pipeline takes whole sequences; give a "
-            "schedule without slices, such as one_f_one_b"
+    count, slices = schedule.num_microbatches, schedule.num_slices
+    size = microbatch_size(inputs, count, batch_dim, replicas=replicas)
+    if slices == 1:
+        return Cutting(count, size, batch_dim, replicas)
+    length = _sequence_length(inputs, slices, batch_dim, sequence_dim)
+    return Cutting(count, size, batch_dim, replicas, slices, length // slices, sequence_dim)
+
+
+def _sequence_length(
+    inputs: Sequence[tf.Tensor], num_slices: int, batch_dim: int, sequence_dim: int
+) -> int:
+    what = f"the schedule cuts sequences into {num_slices} slices"
+    if sequence_dim == batch_dim or sequence_dim < 0:
+        raise PipelineError(
+            f"{what}, and sequence_dim is {sequence_dim}; give a dim of the inputs, from 0, that "
+            f"is not the batch's, which is {batch_dim} (batch_dim)"
         )
+    lengths: dict[int, int] = {}
+    for number, tensor in enumerate(inputs):
+        if tensor.shape.rank > sequence_dim:
+            lengths.setdefault(static_sizes(tensor)[sequence_dim], number)
+    if len(lengths) != 1:
+        found = ", ".join(f"{n} (input {number})" for n, number in sorted(lengths.items()))
+        raise PipelineError(
+            f"{what}, but the inputs have {f'lengths {found}' if found else 'no'} "
+            f"{'in ' if found else ''}dim {sequence_dim} (sequence_dim); all that have this dim "
+            "must be as long, and one has to have it. Give what is no sequence fewer dims, or the "
+            "dim of the sequences as sequence_dim"
+        )
+    (length,) = lengths
+    if length % num_slices:
+        divisors = ", ".join(str(n) for n in range(1, length + 1) if length % n == 0)
+        raise PipelineError(
+            f"{what}, and sequences of {length} positions do not divide into so many; there may be "
+            f"{divisors} slices, or pad the sequences"
+        )
+    return length
 
 
 def check_phases(schedule: Schedule) -> None:
@@ -230,23 +341,41 @@ def check_phases(schedule: Schedule) -> None:
 
 
 def check_descending(schedule: Schedule) -> None:
-    """Recurrent stages go forward through the microbatches and backward from the last.
+    """The state of recurrent stages is handed on, and its gradient back, without a detour.
+
+    With whole sequences a stage goes forward through the microbatches and backward from the last.
+    With slices it goes so through those of each microbatch, which begins with a new state; then
+    microbatches may come in any order, but all slices of one before those of another.
 
     Raises:
         ScheduleError: the schedule has another order.
     """
     latest: dict[tuple[int, str], int] = {}
+    count, slices = schedule.num_pieces, schedule.num_slices
     for device, row in enumerate(schedule.rows):
         for tick, action in enumerate(row):
-            direction = "F" if action.kind == "F" else "BI"
             if action.kind in "RW":
                 continue
-            before = latest.get((action.stage, direction))
-            latest[action.stage, direction] = action.microbatch
             step = 1 if action.kind == "F" else -1
-            if before is not None and action.microbatch != before + step:
+            key = action.stage, "F" if step == 1 else "BI"
+            before, now = latest.get(key), schedule.piece(action)
+            latest[key] = now
+            if before is None or now == before + step:
+                continue
+            if slices == 1:
                 raise ScheduleError(
                     f"device {device}, tick {tick}: {action} follows microbatch {before}; the "
                     "state of a recurrent stage goes from each microbatch to the next, so "
                     "forwards must ascend and backwards descend by one, as in gpipe"
+                )
+            # The first slice in its direction: the last one of another microbatch came before it.
+            begins = (now if step == 1 else count - 1 - now) % slices == 0
+            ended = (before + 1 if step == 1 else count - before) % slices == 0
+            if not (begins and ended):
+                raise ScheduleError(
+                    f"device {device}, tick {tick}: {action} follows slice "
+                    f"{before // slices}.{before % slices} of the same stage; a recurrent stage "
+                    "hands its state from slice to slice, so all slices of a microbatch come "
+                    "before those of another, forward from the first and backward from the last, "
+                    "as in seq_one_f_one_b"
                 )

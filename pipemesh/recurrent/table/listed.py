@@ -8,8 +8,8 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.backend.operations import MaybeTensor
+from pipemesh.recurrent.passes.cutting import Cutting
 from pipemesh.recurrent.passes.part import Grads, Tensors
-from pipemesh.recurrent.passes.traced_stage import Cutting
 from pipemesh.recurrent.remat import FULL
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.kinds import GRADS, OUTPUTS, Channel, Kind
@@ -18,7 +18,7 @@ from pipemesh.recurrent.table.machine import Machine
 from pipemesh.recurrent.table.parts import parts
 from pipemesh.recurrent.table.state import State
 
-# Gives for a microbatch, an int64 scalar, the values of a channel.
+# Gives for a microbatch, or piece, an int64 scalar, the values of a channel.
 Source = Callable[[tf.Tensor], Grads]
 
 
@@ -49,7 +49,7 @@ class Listed:
         cutting: Cutting,
     ) -> None:
         self.state = state
-        self.lists = Lists(machine, stages, cutting.num_microbatches)
+        self.lists = Lists(machine, stages, cutting.num_pieces)
         self.sources: dict[Channel, Source] = {
             Channel(OUTPUTS, -1): lambda m: parts(inputs, m, cutting)
         }
@@ -82,5 +82,5 @@ class Listed:
         return self._joined(GRADS, 0)
 
     def _joined(self, kind: Kind[MaybeTensor], stage: int) -> list[MaybeTensor]:
-        joined: list[Any] = self.lists.joined(Lists.key(kind, stage, FULL), self._cutting.batch_dim)
+        joined: list[Any] = self.lists.joined(Lists.key(kind, stage, FULL), self._cutting)
         return joined

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from pipemesh.backend.static_shape import static_sizes
+from pipemesh.recurrent.passes.cutting import Cutting
 from pipemesh.recurrent.remat import FULL, Mode
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.kinds import Kind
@@ -109,8 +110,8 @@ class Lists:
         self._set(key, microbatch, cleared)
         return values
 
-    def joined(self, key: Key, batch_dim: int) -> list[tf.Tensor | None]:
-        """The values of all microbatches and replicas, as those of the whole batch."""
+    def joined(self, key: Key, cutting: Cutting) -> list[tf.Tensor | None]:
+        """The values of all microbatches and replicas, as those of the whole batch; see `join`."""
         stage = self._stages[key.stage]
         specs, handles = self._machine.specs(*key), self.handles[key]
         devices, count = self._devices(key), len(specs) // stage.of_home.num_replicas
@@ -122,7 +123,7 @@ class Lists:
                 if handle is not None and (spec := specs[i]) is not None
             ]
             with tf.device(devices[i]):
-                joined.append(self._join(parts, batch_dim) if parts else None)
+                joined.append(_join(parts, cutting) if parts else None)
         return joined
 
     def _stacked(self, handle: tf.Tensor, spec: tf.TensorSpec, device: str) -> tf.Tensor:
@@ -134,19 +135,30 @@ class Lists:
                 num_elements=self._num_microbatches,
             )
 
-    def _join(self, parts: Sequence[tf.Tensor], batch_dim: int) -> tf.Tensor:
-        shape = static_sizes(parts[0])[1:]
-        num_parts = len(parts) * self._num_microbatches
-        stacked = parts[0]
-        if len(parts) > 1:
-            stacked = tf.reshape(tf.stack(parts, axis=1), [num_parts, *shape])
-        if not shape:
-            return tf.ensure_shape(stacked, [num_parts])
-        order = [*range(1, batch_dim + 1), 0, *range(batch_dim + 1, len(shape) + 1)]
-        if batch_dim:
+
+def _join(parts: Sequence[tf.Tensor], cutting: Cutting) -> tf.Tensor:
+    shape, batch_dim = static_sizes(parts[0])[1:], cutting.batch_dim
+    num_parts, stacked = cutting.num_parts, parts[0]
+    if len(parts) > 1:
+        stacked = tf.stack(parts, axis=1)
+        stacked = tf.reshape(stacked, [cutting.num_pieces * cutting.replicas, *shape])
+    if not shape:
+        return tf.ensure_shape(stacked, [cutting.num_pieces * cutting.replicas])
+    if cutting.num_slices > 1:
+        counts = cutting.num_microbatches, cutting.num_slices, cutting.replicas
+        stacked, at = tf.reshape(stacked, [*counts, *shape]), cutting.sequence_dim
+        if len(shape) > at:
+            order = [0, *range(2, 3 + at), 1, *range(3 + at, 3 + len(shape))]
             stacked = tf.transpose(stacked, order)
-        shape[batch_dim] *= num_parts
-        return tf.reshape(stacked, shape)
+            shape[at] *= cutting.num_slices
+        else:
+            stacked = tf.reduce_sum(stacked, axis=1)
+        stacked = tf.reshape(stacked, [num_parts, *shape])
+    order = [*range(1, batch_dim + 1), 0, *range(batch_dim + 1, len(shape) + 1)]
+    if batch_dim:
+        stacked = tf.transpose(stacked, order)
+    shape[batch_dim] *= num_parts
+    return tf.reshape(stacked, shape)
 
 
 def _put(handle: tf.Tensor, index: tf.Tensor, value: tf.Tensor, device: str) -> tf.Tensor:

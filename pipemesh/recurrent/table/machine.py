@@ -12,9 +12,10 @@ import tensorflow as tf
 from pipemesh.backend.functions import keep_alive
 from pipemesh.backend.operations import MaybeTensor, pin, pin_each
 from pipemesh.randomness import WholeDraws
+from pipemesh.recurrent.passes.cutting import Cutting
 from pipemesh.recurrent.passes.part import Grads, Tensors
 from pipemesh.recurrent.passes.passes import Passes
-from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
+from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.recurrent.passes.tracing import WholeBatch, specs_of
 from pipemesh.recurrent.precision import sum_dtype
 from pipemesh.recurrent.remat import FULL, NONE, Mode
@@ -98,12 +99,8 @@ class Machine:
     ) -> list[TracedStage]:
         """Traces the stages one after the other, each with the output shapes of the last."""
         whole = specs_of(inputs)
-        whole_batch = WholeBatch(stages, whole, has_step, cutting.batch_dim)
-        specs = []
-        for spec in whole:
-            shape = spec.shape.as_list()
-            shape[cutting.batch_dim] = cutting.part_size
-            specs.append(tf.TensorSpec(shape, spec.dtype))
+        whole_batch = WholeBatch(stages, whole, has_step, cutting)
+        specs = [*map(cutting.of_part, whole)]
         places = [0] * len(specs)
         traced: list[TracedStage] = []
         for number, stage in enumerate(stages):
@@ -143,7 +140,8 @@ class Machine:
             kind: `F`, `R`, `B`, `I` or `W`.
             stage: index of the stage.
             mode: of remat.
-            microbatch: int64 scalar, the index of the microbatch.
+            microbatch: int64 scalar, the index of the microbatch, or of its piece if there are
+                slices.
             values: where it reads and writes.
         """
         scalars = [microbatch, self.step]

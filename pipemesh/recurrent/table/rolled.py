@@ -16,8 +16,8 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.backend.operations import MaybeTensor
+from pipemesh.recurrent.passes.cutting import Cutting
 from pipemesh.recurrent.passes.part import Grads
-from pipemesh.recurrent.passes.traced_stage import Cutting
 from pipemesh.recurrent.remat import Mode
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.kinds import (
@@ -90,7 +90,8 @@ class Rolled(Listed):
             if isinstance(item, Loop):
                 self._loop(item)
             else:
-                self._act(item, tf.constant(item.microbatch, tf.int64), self.found, str(item))
+                name = self._cutting.text(item)
+                self._act(item, tf.constant(item.microbatch, tf.int64), self.found, name)
 
     def _act(
         self, action: Action, microbatch: tf.Tensor, found: dict[Slot, list[Any]], name: str
@@ -108,7 +109,7 @@ class Rolled(Listed):
         def body(k: tf.Tensor, *flat: tf.Tensor) -> list[tf.Tensor]:
             found = variables.enter(flat)
             for action in loop.body:
-                name = f"{action}_and_every_{loop.shift}"
+                name = f"{self._cutting.text(action)}_and_every_{loop.shift}"
                 self._act(action, action.microbatch + loop.shift * k, found, name)
             return [k + 1, *variables.leave(found)]
 

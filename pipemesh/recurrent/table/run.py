@@ -15,17 +15,17 @@ from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.passes.captures import is_constant
 from pipemesh.recurrent.passes.part import Grads, Tensors
-from pipemesh.recurrent.passes.traced_stage import Cutting
 from pipemesh.recurrent.precision import cast_floating, sum_dtype
 from pipemesh.recurrent.remat import modes_of
+from pipemesh.recurrent.sequence import starting_anew
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.checks import Checks
 from pipemesh.recurrent.table.fit import (
-    check_actions,
     check_descending,
     check_joined,
     check_phases,
-    microbatch_size,
+    check_sliced,
+    cutting_of,
     num_replicas,
 )
 from pipemesh.recurrent.table.forms import form_of
@@ -79,7 +79,7 @@ class Run:
     Attributes:
         items: everything there is to perform, in order.
         sources: what gradients flow to: the inputs, each stage's theta, recurrent stages' states.
-        schedule: as given.
+        schedule: as given, with each slice of a microbatch as one of its own.
         stages: as given.
         last_specs: of the last stage's outputs for one microbatch.
         sizes: what it holds and sends, in bytes.
@@ -100,22 +100,29 @@ class Run:
             raise ScheduleError(
                 f"the schedule has {schedule.num_stages} stages, but {len(stages)} were given"
             )
-        check_actions(schedule)
+        if performer is not None and schedule.num_slices > 1:
+            raise ScheduleError(
+                f"the schedule cuts sequences into {schedule.num_slices} slices, which the SIMD "
+                "pipeline does not run; give a schedule without slices, or another lowering"
+            )
+        check_sliced(stages, schedule)
         check_threads(len({device for stage in stages for device in stage.devices}))
         inputs = [tf.convert_to_tensor(t) for t in inputs]
         replicas = num_replicas(stages, schedule.stage_devices)
-        size = microbatch_size(
-            inputs, schedule.num_microbatches, options.batch_dim, replicas=replicas
-        )
-        cutting = Cutting(schedule.num_microbatches, size, options.batch_dim, replicas)
+        dims = options.batch_dim, options.sequence_dim
+        cutting = cutting_of(inputs, schedule, *dims, replicas)
         # Options choose one where none is given.
         policy = options.check_numerics
         assert policy is not None
-        self.schedule = schedule
+        # From here on a slice of a microbatch is a microbatch of its own.
+        self.schedule = schedule.by_pieces()
+        self._given = schedule
         self._loss_scale = options.loss_scale
         self._has_clock = options.clock is not None
         if any(stage.recurrent for stage in stages):
             check_descending(schedule)
+        if cutting.num_slices > 1:
+            stages = [starting_anew(stage) if stage.recurrent else stage for stage in stages]
         with tf.device(stages[0].device):
             held = [
                 _held(t, None if i in options.uncast_inputs else options.compute_dtype)
@@ -142,7 +149,7 @@ class Run:
                 for stage, weights in zip(stages, captured, strict=True)
                 for place, numbers in _by_place(stage, len(weights)).items()
             ),
-            *(Sources(stage.carry, stage.device) for stage in stages if stage.recurrent),
+            *(Sources(stage.carry, stage.device) for stage in self.recurrent(stages)),
         ]
         for traced in self._machine.traced:
             for place, device in enumerate(traced.stage.devices):
@@ -156,10 +163,10 @@ class Run:
             traced.check_pure()
         self.checks = Checks(policy, self._machine.traced, self._machine.probes, cutting)
         state = State.before(self._stages, schedule.stage_devices)
-        mode_of = modes_of(options.remat, schedule)
+        mode_of = modes_of(options.remat, self.schedule)
         self.sizes = Sizes(self._machine, mode_of)
         arguments = (self._machine, state, self._stages, held, cutting, mode_of)
-        order = execution_order(schedule)
+        order = tuple(map(schedule.as_piece, execution_order(schedule)))
         self.items: Sequence[Action | Loop] = order
         self._values: Performer
         if performer is not None:
@@ -181,7 +188,7 @@ class Run:
         Raises:
             ScheduleError: on some device they cannot be told apart.
         """
-        check_phases(self.schedule)
+        check_phases(self._given)
         forwards = [item for item in self.items if _first(item).kind == "F"]
         return forwards, self.items[len(forwards) :]
 
@@ -200,7 +207,9 @@ class Run:
             carry = after(self.state.carries[number], traced.stage.device)
             if traced.summaries is not None:
                 traced.summaries.collect(carry.pop())
-            self.state.carries[number] = carry
+            # A state that begins anew with each microbatch is none of the pipeline's.
+            ends = traced.stage.recurrent and not self._hands_out(traced.stage)
+            self.state.carries[number] = [] if ends else carry
 
     def outputs(self) -> list[tf.Tensor]:
         """The outputs of the last stage for the whole batch."""
@@ -218,8 +227,12 @@ class Run:
             return pin_each(tensors, devices)
 
     def recurrent(self, values: Sequence[Any]) -> list[Any]:
-        """Of one value a stage those of the recurrent stages."""
-        return [v for v, stage in zip(values, self._stages, strict=True) if stage.recurrent]
+        """Of one value a stage those of the recurrent stages, whose state is a result."""
+        return [v for v, stage in zip(values, self._stages, strict=True) if self._hands_out(stage)]
+
+    def _hands_out(self, stage: Stage) -> bool:
+        """Whether gradients flow through what a stage hands on after the last microbatch."""
+        return stage.recurrent and self._given.num_slices == 1
 
     def seed(self, output_grads: Grads, state_grads: Grads) -> None:
         """Starts a backward pass; a run may have several, each with its own."""
@@ -232,7 +245,7 @@ class Run:
             self.state.accumulators[number] = None
             # Summaries, which come last, have no gradient.
             self.state.carry_grads[number] = [
-                next(given) if stage.recurrent and t.dtype != tf.string else None
+                next(given) if self._hands_out(stage) and t.dtype != tf.string else None
                 for t in stage.carry
             ]
 
@@ -257,7 +270,7 @@ class Run:
         """The gradients of all sources, multiplied by `factor`, in the sources' dtypes."""
         totals = [self._machine.total_gradients(s, self.state) for s in range(len(self._stages))]
         states = [
-            grads if stage.recurrent else []
+            grads if self._hands_out(stage) else []
             for stage, grads in zip(self._stages, self.state.carry_grads, strict=True)
         ]
         both = [[*of_theta, *of_state] for of_theta, of_state in zip(totals, states, strict=True)]

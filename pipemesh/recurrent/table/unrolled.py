@@ -8,8 +8,8 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.backend.operations import MaybeTensor
+from pipemesh.recurrent.passes.cutting import Cutting
 from pipemesh.recurrent.passes.part import Grads, Tensors
-from pipemesh.recurrent.passes.traced_stage import Cutting
 from pipemesh.recurrent.remat import Mode
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.kinds import GRADS, OUTPUTS, Channel, Kind, Slot
@@ -20,7 +20,7 @@ from pipemesh.schedule.repeats import Loop
 
 
 class Unrolled:
-    """Performs actions and keeps each value under the number of its microbatch.
+    """Performs actions and keeps each value under the number of its microbatch, or piece.
 
     Args:
         machine: performs actions.
@@ -60,7 +60,7 @@ class Unrolled:
             assert isinstance(action, Action)
             self._microbatch = action.microbatch
             mode = self._modes[action.stage, action.microbatch]
-            with self._machine.acting(f"action_{action}", action.stage):
+            with self._machine.acting(f"action_{self._cutting.text(action)}", action.stage):
                 key = action.microbatch, self._stages[action.stage].device
                 if key not in numbers:
                     numbers[key] = tf.constant(action.microbatch, tf.int64)
@@ -76,7 +76,7 @@ class Unrolled:
 
     def seed(self, output_grads: Grads) -> None:
         """Cuts the gradients of the outputs of the whole batch."""
-        none = [None] * self._cutting.num_parts
+        none = [None] * (self._cutting.num_pieces * self._cutting.replicas)
         device = self._stages[-1].device
         parts = [none if g is None else self._split(g, device) for g in output_grads]
         self._put(GRADS, len(self._stages), parts)
@@ -84,7 +84,7 @@ class Unrolled:
     def seed_all(self, grads: Grads) -> None:
         """Gives the outputs of every part of the batch the same gradients."""
         given = Channel(GRADS, len(self._stages))
-        for m in range(self._cutting.num_microbatches):
+        for m in range(self._cutting.num_pieces):
             self._found[Slot(given, m)] = grads * self._cutting.replicas
 
     def outputs(self) -> Tensors:
@@ -98,7 +98,7 @@ class Unrolled:
     def _joined(self, kind: Kind[MaybeTensor], stage: int) -> list[MaybeTensor]:
         replicas = self._cutting.replicas
         found = []
-        for m in range(self._cutting.num_microbatches):
+        for m in range(self._cutting.num_pieces):
             values = self._found[Slot(Channel(kind, stage), m)]
             count = len(values) // replicas
             found += [values[replica * count :][:count] for replica in range(replicas)]
@@ -106,27 +106,57 @@ class Unrolled:
         joined: list[Any] = []
         for *parts, place in zip(*found, places[: len(found[0])], strict=True):
             with tf.device(devices[place]):
-                joined.append(None if parts[0] is None else join(parts, self._cutting.batch_dim))
+                joined.append(None if parts[0] is None else join(parts, self._cutting))
         return joined
 
     def _put(
         self, kind: Kind[MaybeTensor], stage: int, tensors: Sequence[Sequence[MaybeTensor]]
     ) -> None:
-        """Gives each microbatch its parts of tensors: those of the first replica come first."""
+        """Gives each piece its parts of tensors: those of the first replica come first."""
         replicas = self._cutting.replicas
-        for m in range(self._cutting.num_microbatches):
+        for m in range(self._cutting.num_pieces):
             mine = range(m * replicas, (m + 1) * replicas)
             self._found[Slot(Channel(kind, stage), m)] = [
                 parts[i] for i in mine for parts in tensors
             ]
 
     def _split(self, tensor: tf.Tensor, device: str) -> list[tf.Tensor]:
+        """Its parts for the replicas of the first piece, of the second, and so on."""
+        cutting = self._cutting
         with tf.device(device):
-            return tf.split(tensor, self._cutting.num_parts, axis=self._cutting.batch_dim)
+            rows = tf.split(tensor, cutting.num_parts, axis=cutting.batch_dim)
+            if cutting.num_slices == 1:
+                return rows
+            columns = [[row] * cutting.num_slices for row in rows]
+            if cutting.is_sliced(tensor.shape):
+                columns = [
+                    tf.split(row, cutting.num_slices, axis=cutting.sequence_dim) for row in rows
+                ]
+        return [
+            columns[m * cutting.replicas + replica][q]
+            for m in range(cutting.num_microbatches)
+            for q in range(cutting.num_slices)
+            for replica in range(cutting.replicas)
+        ]
 
 
-def join(parts: Sequence[tf.Tensor], batch_dim: int) -> tf.Tensor:
-    """What the microbatches have of a tensor as that of the whole batch."""
+def join(parts: Sequence[tf.Tensor], cutting: Cutting) -> tf.Tensor:
+    """What the pieces have of a tensor as that of the whole batch.
+
+    Args:
+        parts: those of the replicas of the first piece, of the second, and so on; what does not
+            have the dim of the sequences is a gradient of what every slice was given, and added up.
+        cutting: how the batch is cut.
+    """
     if parts[0].shape.rank == 0:
         return tf.stack(parts)
-    return parts[0] if len(parts) == 1 else tf.concat(parts, axis=batch_dim)
+    replicas, slices = cutting.replicas, cutting.num_slices
+    if slices > 1:
+        rows = []
+        for m in range(cutting.num_microbatches):
+            for replica in range(replicas):
+                mine = parts[m * slices * replicas + replica :: replicas][:slices]
+                is_sliced = cutting.is_sliced(parts[0].shape)
+                rows.append(tf.concat(mine, cutting.sequence_dim) if is_sliced else tf.add_n(mine))
+        parts = rows
+    return parts[0] if len(parts) == 1 else tf.concat(parts, axis=cutting.batch_dim)

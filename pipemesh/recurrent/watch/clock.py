@@ -124,7 +124,8 @@ class ActionClock:
             for action in row:
                 if self._is_nothing(action, timed):
                     continue
-                if not {(action, False), (action, True)} <= self._times.keys():
+                noted = schedule.as_piece(action)
+                if not {(noted, False), (noted, True)} <= self._times.keys():
                     raise ScheduleError(
                         f"action {action} was not timed; run a step of this schedule with "
                         "Options(clock=...) first"
@@ -139,8 +140,9 @@ class ActionClock:
             lasts.append([])
             for action in row:
                 nothing = self._is_nothing(action, timed)
-                firsts[-1].append(lasts[-1][-1] if nothing else self._mean(action, False))
-                lasts[-1].append(firsts[-1][-1] if nothing else self._mean(action, True))
+                noted = schedule.as_piece(action)
+                firsts[-1].append(lasts[-1][-1] if nothing else self._mean(noted, False))
+                lasts[-1].append(firsts[-1][-1] if nothing else self._mean(noted, True))
         begin = min(time for row in firsts for time in row)
         starts, ends = (
             tuple(tuple((time - begin) / unit for time in row) for row in times)
@@ -156,6 +158,8 @@ class ActionClock:
 
     def durations(self) -> dict[Action, float]:
         """Seconds of each action that was noted; of a stage without weights no `W` is.
+
+        Actions for slices are those of `Schedule.by_pieces`.
 
         Example:
             >>> ActionClock().durations()

@@ -13,7 +13,7 @@ from pipemesh.errors import PipelineError
 from pipemesh.recurrent.home import Home
 
 _NODE = re.compile(r"\{\{node ([^}]+)\}\}")
-_ACTION = re.compile(r"(?:^|/)action_\d+([FRBIW])(\d+)(?=/)")
+_ACTION = re.compile(r"(?:^|/)action_\d+([FRBIW])(\d+)(?:\.(\d+))?(?=/)")
 # What `health.raise_unless` says.
 _NOT_FINITE = re.compile(r"assertion failed: \[(stage .*? is not finite \(NaN or infinite\))\]")
 _PREAMBLE = re.compile(
@@ -77,6 +77,8 @@ def _place(node: str, stage: str, devices: Mapping[str, Any]) -> Iterator[str]:
     action = _ACTION.search(node)
     if action is not None:
         yield f"microbatch {action[2]}"
+        if action[3] is not None:
+            yield f"slice {action[3]}"
     if replica is not None:
         yield f"replica {replica}"
     if action is not None and action[1] == "R":

@@ -100,7 +100,11 @@ class Finding:
 
 
 def raise_unless(
-    is_finite: tf.Tensor, findings: Sequence[Finding], otherwise: str, device: str
+    is_finite: tf.Tensor,
+    findings: Sequence[Finding],
+    otherwise: str,
+    device: str,
+    num_slices: int = 1,
 ) -> tf.Operation:
     """An operation that raises what was found unless `is_finite`.
 
@@ -109,6 +113,7 @@ def raise_unless(
         findings: what to say, causes before effects.
         otherwise: what is not finite if nothing was found.
         device: of a stage; the operation lies on the CPU next to it.
+        num_slices: into how many sequences are cut; microbatches are numbers of pieces then.
     """
     findings = [
         *(finding for finding in findings if finding.places),
@@ -123,6 +128,10 @@ def raise_unless(
         first = tf.argmax(tf.cast(notes >= 0, tf.int32))
         note, size = notes[first], tf.constant(sizes, tf.int64)[first]
         text = tf.constant(texts)[tf.constant(starts, tf.int64)[first] + note % size]
-        microbatch = tf.strings.as_string(note // size)
+        piece = note // size
+        microbatch = tf.strings.as_string(piece // num_slices)
+        if num_slices > 1:
+            own = tf.strings.as_string(piece % num_slices)
+            microbatch = tf.strings.join([microbatch, ", slice ", own])
         message = tf.strings.regex_replace(text, MICROBATCH.replace("{", r"\{"), microbatch)
         return tf.raw_ops.Assert(condition=is_finite, data=[message], summarize=1)

@@ -93,7 +93,7 @@ def waits_of(schedule: Schedule, stands: Sequence[Stand]) -> list[Wait]:
         for action in stand.actions[stand.ended :]:
             lacking.setdefault(action, []).append(stand.name)
     return [
-        _wait(stand, schedule.num_stages, split, lacking)
+        _wait(stand, schedule, split, lacking)
         for stand in stands
         if stand.ended < len(stand.actions)
     ]
@@ -101,14 +101,13 @@ def waits_of(schedule: Schedule, stands: Sequence[Stand]) -> list[Wait]:
 
 def _wait(
     stand: Stand,
-    num_stages: int,
+    schedule: Schedule,
     split: set[tuple[int, int]],
     lacking: Mapping[Action, Sequence[str]],
 ) -> Wait:
     action = stand.actions[stand.ended]
-    missing = [
-        (each, tuple(lacking[each])) for each in needs(action, num_stages, split) if each in lacking
-    ]
+    needed = needs(action, schedule.num_stages, split, schedule.num_slices)
+    missing = [(each, tuple(lacking[each])) for each in needed if each in lacking]
     return Wait(stand, action, stand.started > stand.ended, tuple(missing))
 
 
@@ -124,7 +123,7 @@ def _used(schedule: Schedule, stands: Sequence[Stand], split: set[tuple[int, int
     found: set[Action] = set()
     while todo:
         action = todo.pop()
-        for each in needs(action, schedule.num_stages, split):
+        for each in needs(action, schedule.num_stages, split, schedule.num_slices):
             if each in found:
                 continue
             # Its home has done what stands before it, too.

@@ -9,6 +9,7 @@ from pipemesh.errors import ScheduleError
 from pipemesh.schedule.builders.all_forward import decode, forward_only, gpipe, looped_bfs
 from pipemesh.schedule.builders.one_f_one_b import interleaved_one_f_one_b, one_f_one_b
 from pipemesh.schedule.builders.repeated import v_half, v_min
+from pipemesh.schedule.builders.sliced import seq_one_f_one_b
 from pipemesh.schedule.builders.v_shaped import dual_pipe_v, zb_v
 from pipemesh.schedule.builders.zero_bubble import zb_h1, zb_h2
 from pipemesh.schedule.schedule import Schedule
@@ -24,12 +25,14 @@ class Builder:
         virtual_stages: stages a device, or the default where the caller may choose.
         takes_virtual_stages: whether the caller may choose.
         trains: whether it goes backward, too.
+        num_slices: into how many slices it cuts sequences by default; 1 if it does not.
     """
 
     function: Callable[..., Schedule]
     virtual_stages: int = 1
     takes_virtual_stages: bool = False
     trains: bool = True
+    num_slices: int = 1
 
 
 _FUNCTIONS: tuple[Callable[..., Schedule], ...] = (
@@ -46,12 +49,17 @@ _FUNCTIONS: tuple[Callable[..., Schedule], ...] = (
     forward_only,
     decode,
 )
-BUILDERS: dict[str, Builder] = {
-    f.__name__: Builder(f, known.stages_a_device, known.is_open, known.trains)
-    for f in _FUNCTIONS
-    for known in [NAMES[f.__name__]]
-}
-"""Every published schedule by its name."""
+
+
+def _builder(function: Callable[..., Schedule]) -> Builder:
+    known = NAMES[function.__name__]
+    return Builder(function, known.stages_a_device, known.is_open, known.trains, known.num_slices)
+
+
+BUILDERS: dict[str, Builder] = {f.__name__: _builder(f) for f in _FUNCTIONS}
+"""Every published schedule of whole sequences by its name: any stages can be run by it."""
+SLICED: dict[str, Builder] = {f.__name__: _builder(f) for f in (seq_one_f_one_b,)}
+"""Those that cut sequences into slices, which only some stages take."""
 
 
 def build(
@@ -60,7 +68,8 @@ def build(
     """Builds a published schedule by name.
 
     Args:
-        name: as in `pipemesh.schedule_names`, for example `1f1b` or `interleaved:2`.
+        name: as in `pipemesh.schedule_names`, for example `1f1b`, `interleaved:2` or
+            `seq1f1b:4`, of which the number is that of slices.
         num_devices: at least 1.
         num_microbatches: at least 1.
         num_virtual_stages: stages a device; by default what the name says, or else what the
@@ -78,13 +87,15 @@ def build(
         4
     """
     parsed = parse(name)
-    if parsed.name not in BUILDERS:
+    if parsed.name not in BUILDERS and parsed.name not in SLICED:
         raise ScheduleError(
             f"schedule {name!r} is not built from counts alone; "
             + ("use ScheduleSpec.from_text" if parsed.name == FILE else "use list_schedule(costs)")
         )
-    builder = BUILDERS[parsed.name]
+    builder = BUILDERS.get(parsed.name) or SLICED[parsed.name]
     number = agreed_stages(name, parsed, num_virtual_stages)
+    if number in (None, 1) and builder.num_slices > 1:
+        return builder.function(num_devices, num_microbatches, parsed.slices())
     if number is None:
         return builder.function(num_devices, num_microbatches)
     if builder.takes_virtual_stages:

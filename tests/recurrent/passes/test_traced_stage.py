@@ -7,7 +7,7 @@ import tensorflow as tf
 from pipemesh.errors import PipelineError
 from pipemesh.randomness import WholeDraws
 from pipemesh.recurrent import Stage
-from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
+from pipemesh.recurrent.passes.traced_stage import TracedStage
 from tests.recurrent.passes.traced import (
     ROWS,
     WEIGHTS,
@@ -16,15 +16,6 @@ from tests.recurrent.passes.traced import (
     cutting,
     traced_stage,
 )
-
-
-def test_a_batch_is_cut_into_microbatches_and_these_among_replicas():
-    plain, replicated = Cutting(4, 6, 1), Cutting(4, 6, 1, 2)
-    assert (plain.num_parts, plain.part_size) == (4, 6)
-    assert (replicated.num_parts, replicated.part_size) == (8, 3)
-    assert (plain.part, plain.parts) == ("a microbatch", "microbatches")
-    assert replicated.part == "a replica's part of a microbatch"
-    assert replicated.parts == "the replicas' parts of microbatches"
 
 
 def test_names_are_those_of_the_graph():

@@ -7,6 +7,7 @@ from pipemesh.backend.labels import labelled
 from pipemesh.errors import PipelineError
 from pipemesh.randomness import Position, layer_scope
 from pipemesh.recurrent import Stage
+from pipemesh.recurrent.passes.cutting import Cutting
 from pipemesh.recurrent.passes.tracing import WholeBatch, output_specs, specs_of, trace
 
 DEVICES = ("CPU:1", "CPU:2")
@@ -138,7 +139,7 @@ def test_the_whole_batch_goes_through_the_stages_before_as_far_as_anybody_asks()
 
     with tf.Graph().as_default():
         stages = [stage_of(drops(name), "CPU:0") for name in "abc"]
-        whole = WholeBatch(stages, [tf.TensorSpec([8, 3])], True, 0)
+        whole = WholeBatch(stages, [tf.TensorSpec([8, 3])], True, Cutting(4, 2, 0))
         assert calls == []
         draws = whole.draws(1)
         assert calls == [("a", [8, 3]), ("b", [8, 2])]

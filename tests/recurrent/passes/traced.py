@@ -5,7 +5,8 @@ import tensorflow as tf
 
 from pipemesh.randomness import WholeDraws, layer_scope
 from pipemesh.recurrent import Stage
-from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
+from pipemesh.recurrent.passes.cutting import Cutting
+from pipemesh.recurrent.passes.traced_stage import TracedStage
 
 ROWS, WIDTH = 2, 3
 _RNG = np.random.default_rng(0)

@@ -4,7 +4,7 @@ import numpy as np
 import tensorflow as tf
 
 from pipemesh.recurrent import Stage
-from pipemesh.recurrent.passes.traced_stage import Cutting
+from pipemesh.recurrent.passes.cutting import Cutting
 from pipemesh.recurrent.remat import FULL
 from pipemesh.recurrent.table.machine import Machine
 from pipemesh.recurrent.table.state import State

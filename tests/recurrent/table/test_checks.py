@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.recurrent import Stage
-from pipemesh.recurrent.passes.traced_stage import Cutting
+from pipemesh.recurrent.passes.cutting import Cutting
 from pipemesh.recurrent.table.checks import Checks, place
 from pipemesh.recurrent.watch.health import empty_note
 from pipemesh.recurrent.watch.probes import Probe

@@ -6,11 +6,13 @@ import tensorflow as tf
 
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.recurrent import Home, Stage
+from pipemesh.recurrent.passes.cutting import Cutting
+from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.recurrent.table.fit import (
-    check_actions,
     check_descending,
     check_joined,
     check_phases,
+    cutting_of,
     microbatch_size,
     num_replicas,
 )
@@ -20,7 +22,6 @@ from pipemesh.schedule import (
     forward_only,
     gpipe,
     one_f_one_b,
-    recompute,
     seq_one_f_one_b,
 )
 from tests.recurrent.passes.traced import ROWS, WIDTH, cutting, traced_stage
@@ -131,11 +132,54 @@ def table(*actions):
     return Schedule((tuple(map(Action.from_text, actions)),), (0,), 2)
 
 
-def test_actions_that_are_only_simulated_are_refused():
-    check_actions(one_f_one_b(2, 4))
-    with pytest.raises(ScheduleError, match=r"into 4 slices, .* but not run: .* whole sequences"):
-        check_actions(seq_one_f_one_b(2, 2))
-    check_actions(recompute(gpipe(2, 3)))
+def test_sequences_are_cut_into_slices():
+    inputs, schedule = tensors([8, 6, 2], [8], [8, 6]), seq_one_f_one_b(2, 2, 3)
+    assert cutting_of(inputs, schedule, 0, 1, 2) == Cutting(2, 4, 0, 2, 3, 2, 1)
+    assert cutting_of(inputs, one_f_one_b(2, 2), 0, 1, 1) == Cutting(2, 4, 0)
+    time_first = tensors([6, 8], [6, 8, 2])
+    assert cutting_of(time_first, schedule, 1, 0, 1) == Cutting(2, 4, 1, 1, 3, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dim", "text"),
+    [
+        ([[8, 6]], 0, r"sequence_dim is 0; give a dim .* not the batch's, which is 0"),
+        ([[8, 6]], 2, r"have no dim 2 \(sequence_dim\).* one has to have it"),
+        ([[8, 6], [8, 3]], 1, r"lengths 3 \(input 1\), 6 \(input 0\) in dim 1"),
+        ([[8, 4]], 1, r"into 3 slices, and sequences of 4 positions .* 1, 2, 4 slices"),
+    ],
+)
+def test_sequences_that_cannot_be_cut_are_errors(shapes, dim, text):
+    with pytest.raises(PipelineError, match=text):
+        cutting_of(tensors(*shapes), seq_one_f_one_b(2, 2, 3), 0, dim, 1)
+
+
+@pytest.mark.parametrize(
+    ("output", "text"),
+    [
+        (lambda x: x, None),
+        (tf.reduce_sum, None),
+        (lambda x: x[:, 0, 0], r"has shape \(2,\) and no dim 1 .* along which slices"),
+        (lambda x: tf.tile(x, [1, 2, 1]), r"slices have 3 positions in dim 1 .* once for each pos"),
+        (lambda x: tf.reduce_sum(x, 1), r"\(2, 3\) and for the whole sequence \(2, 3\)"),
+    ],
+)
+def test_outputs_of_slices_are_joined(output, text):
+    cutting = Cutting(1, ROWS, 0, 1, 2, WIDTH, 1)
+
+    def forward(theta, carry, inputs, microbatch, step):
+        return [output(inputs[0])], carry
+
+    with tf.Graph().as_default():
+        stage = Stage("s", forward, [], [], "CPU:0")
+        specs = [tf.TensorSpec([ROWS, WIDTH, WIDTH])]
+        traced = TracedStage(stage, specs, cutting, True, lambda: None)
+        traced.differentiate([])
+        if text is None:
+            check_joined(traced, cutting, True)
+            return
+        with pytest.raises(PipelineError, match=text):
+            check_joined(traced, cutting, True)
 
 
 def test_with_the_loss_outside_forward_comes_first():
@@ -155,3 +199,14 @@ def test_recurrent_stages_go_up_and_down():
         check_descending(table("0F1", "0F0", "0B1", "0B0"))
     with pytest.raises(ScheduleError, match=r"tick 3: 0B1 follows microbatch 0; .* as in gpipe"):
         check_descending(table("0F0", "0F1", "0B0", "0B1"))
+
+
+def test_recurrent_stages_take_all_slices_of_a_microbatch_in_turn():
+    check_descending(seq_one_f_one_b(3, 4, 3))
+    # Microbatches in any order.
+    check_descending(Schedule.from_text("0F1.0 0F1.1 0F0.0 0F0.1 0B1.1 0B1.0 0B0.1 0B0.0"))
+    text = r"tick 1: 0F1.0 follows slice 0.0 of the same stage; .* as in seq_one_f_one_b"
+    with pytest.raises(ScheduleError, match=text):
+        check_descending(Schedule.from_text("0F0.0 0F1.0 0F0.1 0F1.1"))
+    with pytest.raises(ScheduleError, match=r"tick 5: 0I1.1 follows slice 0.1"):
+        check_descending(Schedule.from_text("0F0.0 0F0.1 0F1.0 0F1.1 0I0.1 0I1.1 0I0.0 0I1.0"))

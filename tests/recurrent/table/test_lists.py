@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.recurrent import Stage
+from pipemesh.recurrent.passes.cutting import Cutting
 from pipemesh.recurrent.remat import FULL, NONE
 from pipemesh.recurrent.table.kinds import GRADS, KEPT, OUTPUTS, PENDING
 from pipemesh.recurrent.table.lists import Lists
@@ -77,7 +78,7 @@ def test_joined_they_are_the_whole_batch(batch_dim, replicas):
         lists = lists_of(specs, [*range(replicas)], devices=DEVICES[:replicas])
         for m in (1, 0, 2):
             lists.put(KEY, number(m), [tf.constant(part) for part in parts[m]])
-        (joined,) = lists.joined(KEY, batch_dim)
+        (joined,) = lists.joined(KEY, Cutting(3, 2 * replicas, batch_dim, replicas))
         found = run(joined)
     np.testing.assert_array_equal(found, np.concatenate([*parts.reshape([-1, *shape])], batch_dim))
 
@@ -87,6 +88,25 @@ def test_joined_scalars_are_a_vector_and_what_does_not_exist_is_none():
         lists = lists_of([tf.TensorSpec([]), None], devices="CPU:1")
         for m in range(3):
             lists.put(KEY, number(m), [tf.constant(float(m)), None])
-        losses, none = lists.joined(KEY, 0)
+        losses, none = lists.joined(KEY, Cutting(3, 2, 0))
         assert none is None and losses.shape == [3]
         np.testing.assert_array_equal(run(losses), [0, 1, 2])
+
+
+@pytest.mark.parametrize("sequence_dim", [0, 1, 2])
+def test_joined_slices_are_whole_sequences_or_a_sum(sequence_dim):
+    """Three dims: the batch is one of the first two; a dim that is not there adds slices up."""
+    batch_dim = 1 if sequence_dim == 0 else 0
+    shape = [3, 4] if sequence_dim == 2 else [3, 4, 2]
+    cutting = Cutting(2, shape[batch_dim], batch_dim, 1, 3, shape[0], sequence_dim)
+    parts = np.random.default_rng(0).normal(size=[2, 3, *shape]).astype(np.float32)
+    with tf.Graph().as_default():
+        lists = lists_of([tf.TensorSpec(shape)], num_microbatches=6, devices="CPU:0")
+        for piece in range(6):
+            lists.put(KEY, number(piece), [tf.constant(parts[divmod(piece, 3)])])
+        found = run(lists.joined(KEY, cutting)[0])
+    if sequence_dim == 2:
+        rows = parts.sum(1)
+    else:
+        rows = [np.concatenate([*row], sequence_dim) for row in parts]
+    np.testing.assert_allclose(found, np.concatenate([*rows], batch_dim), rtol=1e-5)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.recurrent.passes.traced_stage import Cutting
+from pipemesh.recurrent.passes.cutting import Cutting
 from pipemesh.recurrent.table.parts import parts
 
 
@@ -18,3 +18,16 @@ def test_each_replica_gets_its_neighbouring_rows(replicas, batch_dim):
     wanted = np.split(np.split(x, 3, axis=batch_dim)[1], replicas, axis=batch_dim)
     for one, other in zip(found[::2], wanted, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(("batch_dim", "sequence_dim"), [(0, 1), (1, 0)])
+def test_a_slice_gets_its_positions_and_what_is_no_sequence_whole(batch_dim, sequence_dim):
+    x = np.arange(12 * 12 * 2).reshape([12, 12, 2])
+    cutting = Cutting(3, 4, batch_dim, 2, 4, 3, sequence_dim)
+    found = parts([tf.constant(x)], tf.constant(6, tf.int64), cutting)
+    columns = np.split(x, 4, axis=sequence_dim)[2]
+    for one, other in zip(found, np.split(columns, 6, axis=batch_dim)[2:4], strict=True):
+        np.testing.assert_array_equal(one, other)
+    if batch_dim == 0:
+        (scales, _) = parts([tf.range(12)], tf.constant(6, tf.int64), cutting)
+        np.testing.assert_array_equal(scales, [4, 5])

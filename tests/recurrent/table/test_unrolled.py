@@ -3,6 +3,7 @@
 import numpy as np
 import tensorflow as tf
 
+from pipemesh.recurrent.passes.cutting import Cutting
 from pipemesh.recurrent.table.kinds import GRADS, OUTPUTS
 from pipemesh.recurrent.table.unrolled import Unrolled, join
 from pipemesh.schedule import execution_order
@@ -56,8 +57,25 @@ def test_the_first_stage_reads_its_part_of_the_inputs():
 
 def test_parts_are_joined_along_the_batch_and_scalars_to_a_vector():
     parts = [tf.constant([[1, 2]]), tf.constant([[3, 4]])]
-    np.testing.assert_array_equal(join(parts, 0), [[1, 2], [3, 4]])
-    np.testing.assert_array_equal(join(parts, 1), [[1, 2, 3, 4]])
-    np.testing.assert_array_equal(join([tf.constant(1), tf.constant(2)], 0), [1, 2])
-    np.testing.assert_array_equal(join([tf.constant(1)], 0), [1])
-    assert join(parts[:1], 0) is parts[0]
+    first, second = Cutting(2, 1, 0), Cutting(2, 2, 1)
+    np.testing.assert_array_equal(join(parts, first), [[1, 2], [3, 4]])
+    np.testing.assert_array_equal(join(parts, second), [[1, 2, 3, 4]])
+    np.testing.assert_array_equal(join([tf.constant(1), tf.constant(2)], first), [1, 2])
+    np.testing.assert_array_equal(join([tf.constant(1)], Cutting(1, 1, 0)), [1])
+    assert join(parts[:1], Cutting(1, 1, 0)) is parts[0]
+
+
+def test_slices_are_joined_to_sequences_replica_by_replica():
+    cutting = Cutting(2, 2, 0, 2, 2, 3, 1)
+    whole = np.arange(4 * 6).reshape([4, 6])
+    parts = [
+        tf.constant(whole[2 * m + r : 2 * m + r + 1, 3 * q : 3 * q + 3])
+        for m in range(2)
+        for q in range(2)
+        for r in range(2)
+    ]
+    np.testing.assert_array_equal(join(parts, cutting), whole)
+    # What every slice was given as a whole gets the sum of their gradients.
+    np.testing.assert_array_equal(
+        join([tf.constant([float(i)]) for i in range(8)], cutting), [2, 4, 10, 12]
+    )

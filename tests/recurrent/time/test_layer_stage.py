@@ -6,7 +6,8 @@ import tensorflow as tf
 from pipemesh.backend.structure import Structure
 from pipemesh.randomness import WholeDraws
 from pipemesh.recurrent.passes.cuts import Cuts
-from pipemesh.recurrent.passes.traced_stage import Cutting, TracedStage
+from pipemesh.recurrent.passes.cutting import Cutting
+from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.recurrent.time.layer_stage import LayerArguments, LayerStage
 
 CHUNK, WIDTH = 5, 3

@@ -19,8 +19,8 @@ import tensorflow as tf
 
 from pipemesh.backend.functions import without_automatic_order
 from pipemesh.backend.operations import pin_each
+from pipemesh.recurrent.passes.cutting import Cutting
 from pipemesh.recurrent.passes.part import Grads
-from pipemesh.recurrent.passes.traced_stage import Cutting
 from pipemesh.recurrent.remat import Mode
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.listed import Listed
@@ -67,7 +67,7 @@ class Ticked(Listed):
     ) -> None:
         super().__init__(machine, state, stages, inputs, cutting)
         self._roles = Roles(order, machine.stage_devices, modes)
-        self._places = Places(order, self._roles, cutting.num_microbatches)
+        self._places = Places(order, self._roles, cutting.num_pieces)
         self.lists.sizes = self._places.sizes
 
     def perform(self, items: Sequence[Action | Loop]) -> None:

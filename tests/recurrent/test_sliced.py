@@ -1,0 +1,365 @@
+"""A pipeline whose microbatches are cut into slices of sequences equals the plain model."""
+
+import functools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipemesh.errors import PipelineError, ScheduleError
+from pipemesh.randomness import layer_scope, plan_free_randomness
+from pipemesh.recurrent import (
+    REMAT_POLICIES,
+    ActionClock,
+    Options,
+    Selective,
+    Stage,
+    pipeline,
+    pipeline_loss,
+)
+from pipemesh.schedule import (
+    Action,
+    Schedule,
+    gpipe,
+    interleaved_one_f_one_b,
+    recompute,
+    seq_one_f_one_b,
+    validate,
+    zb_h1,
+    zb_v,
+)
+from pipemesh.schedule.validate import needs
+from tests.recurrent import sliced
+
+PICKED = Selective(lambda layer: layer in ("layer1", "layer2"))
+CASES = {
+    "unrolled": (seq_one_f_one_b(2, 2, 2), {"remat": "none", "rolled": False}),
+    "loops": (seq_one_f_one_b(2, 4, 2), {"remat": "full", "rolled": True}),
+    "ticks": (seq_one_f_one_b(4, 2, 4), {"remat": "except_last", "rolled": "ticks"}),
+    "halves": (sliced.sliced(zb_h1(2, 4), 2), {"remat": "twice", "rolled": "ticks"}),
+    "recomputed": (recompute(seq_one_f_one_b(2, 2, 2)), {"remat": PICKED, "rolled": True}),
+}
+MORE = {
+    "as many slices as microbatches": (seq_one_f_one_b(2, 4, 4), {"rolled": True}),
+    "one microbatch": (seq_one_f_one_b(2, 1, 4), {"remat": "full"}),
+    "one stage": (seq_one_f_one_b(1, 2, 4), {"remat": "none"}),
+    "gpipe": (sliced.sliced(gpipe(2, 4), 2), {"remat": PICKED, "rolled": True}),
+    "halves in loops": (sliced.sliced(zb_h1(2, 8), 2), {"remat": "none", "rolled": True}),
+    "V": (sliced.sliced(zb_v(2, 2), 2), {"remat": "full", "rolled": False}),
+    "two stages a device": (
+        sliced.sliced(interleaved_one_f_one_b(2, 4, 2), 2),
+        {"remat": "none", "rolled": "ticks"},
+    ),
+    "recomputed in ticks": (recompute(seq_one_f_one_b(2, 2, 4)), {"rolled": "ticks"}),
+    "all checks": (seq_one_f_one_b(2, 2, 2), {"check_numerics": "all"}),
+}
+PARAMS = [
+    *(pytest.param(*case, id=name) for name, case in CASES.items()),
+    *(pytest.param(*case, id=name, marks=pytest.mark.exhaustive) for name, case in MORE.items()),
+]
+
+
+@functools.cache
+def wanted():
+    return sliced.with_gradients(
+        lambda *args: sliced.plain(*args)[:3], sliced.X, sliced.LABELS, sliced.SCALES
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "options"), PARAMS)
+def test_loss_and_gradients_equal_those_of_whole_sequences(schedule, options):
+    def build(*args):
+        return sliced.pipelined(*args, schedule, **options)
+
+    got = sliced.with_gradients(build, sliced.X, sliced.LABELS, sliced.SCALES)
+    sliced.assert_same(got, wanted())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "rolled", [False, *(pytest.param(r, marks=pytest.mark.exhaustive) for r in (True, "ticks"))]
+)
+def test_outputs_with_the_loss_outside_equal_those_of_whole_sequences(rolled):
+    schedule = sliced.sliced(gpipe(2, 2), 2)
+    got = sliced.with_gradients(
+        lambda *args: sliced.pipelined_outputs(*args, schedule, rolled=rolled), sliced.X
+    )
+
+    def build(weights, x):
+        return sliced.plain(weights, x, sliced.LABELS, sliced.SCALES)[3:]
+
+    sliced.assert_same(got, sliced.with_gradients(build, sliced.X))
+
+
+# A recurrence, whose initial state is a weight; time comes first.
+
+TIME, BATCH, WIDTH = 6, 4, 3
+INPUT = np.random.default_rng(0).normal(size=[TIME, BATCH, WIDTH]).astype(np.float32)
+
+
+def recurrence(weight, state, x):
+    outputs = []
+    for one in tf.unstack(x):
+        state = tf.nn.tanh(one + tf.matmul(state, weight))
+        outputs.append(state)
+    return tf.stack(outputs), state
+
+
+@pytest.mark.parametrize(
+    ("text", "rolled"),
+    [
+        ("0F0.0 0F0.1 0F0.2 0F1.0 0F1.1 0F1.2 0B1.2 0B1.1 0B1.0 0B0.2 0B0.1 0B0.0", True),
+        ("0F1.0 0F1.1 0F1.2 0B1.2 0B1.1 0B1.0 0F0.0 0F0.1 0F0.2 0B0.2 0B0.1 0B0.0", "ticks"),
+        ("0F0.0 0F0.1 0F0.2 0I0.2 0W0.2 0F1.0 0I0.1 0I0.0 0W0.0 0F1.1 0F1.2 0W0.1 0B1.2 0B1.1 "
+         "0B1.0", False),
+    ],
+)  # fmt: skip
+def test_the_gradient_of_the_initial_state_is_summed_over_microbatches(text, rolled):
+    """Each microbatch starts from it, in whatever order they come."""
+    schedule = Schedule.from_text(text)
+    weight = tf.Variable(np.random.default_rng(1).normal(size=[WIDTH, WIDTH]).astype(np.float32))
+    start = tf.Variable(np.random.default_rng(2).normal(size=[WIDTH]).astype(np.float32))
+
+    def stage(theta, carry, inputs, microbatch, step):
+        y, state = recurrence(theta[0], carry[0], inputs[0])
+        return [tf.reduce_sum(y**2 * inputs[1])], [state]
+
+    def pipelined(x, scales):
+        state = tf.tile(start[None], [BATCH // 2, 1])
+        made = Stage("s", stage, [weight], [state], "CPU:0", recurrent=True, takes_slices=True)
+        options = Options(batch_dim=1, sequence_dim=0, rolled=rolled)
+        return pipeline_loss([made], [x, scales], schedule, options=options)[0]
+
+    def plain(x, scales):
+        y, _ = recurrence(weight, tf.tile(start[None], [BATCH, 1]), x)
+        return tf.reduce_sum(y**2 * scales)
+
+    def run(build):
+        @tf.function(autograph=False)
+        def step():
+            given = [tf.constant(INPUT), tf.constant(np.cos(INPUT))]
+            with tf.GradientTape() as tape:
+                tape.watch(given)
+                loss = build(*given)
+            return [loss, *tape.gradient(loss, [weight, start, *given])]
+
+        return step()
+
+    sliced.assert_same(run(pipelined), run(plain))
+
+
+@st.composite
+def tables(draw):
+    """Any table of two stages on one or two devices that a state can take."""
+    microbatches, slices = draw(st.integers(1, 2)), draw(st.integers(2, 3))
+    devices = draw(st.integers(1, 2))
+    # Microbatches in any order, each way; backwards in halves, or with a recomputation before.
+    orders = {way: draw(st.permutations(range(microbatches))) for way in "FB"}
+    kinds = draw(st.sampled_from(["B", "IW", "RB", "RIW"]))
+    left: dict[tuple[int, str], list[Action]] = {}
+    for stage in range(2):
+        for kind in "F" + kinds:
+            order = orders["F" if kind == "F" else "B"]
+            along = range(slices) if kind == "F" else range(slices)[::-1]
+            left[stage, kind] = [Action(stage, kind, m, q) for m in order for q in along]
+    rows, done = [[] for _ in range(devices)], set()
+    while any(left.values()):
+        able = [
+            key
+            for key, actions in left.items()
+            if actions and needed(actions[0], kinds, slices) <= done
+        ]
+        action = left[draw(st.sampled_from(able))].pop(0)
+        rows[action.stage % devices].append(action)
+        done.add(action)
+    return validate(Schedule(rows, [s % devices for s in range(2)], microbatches, slices))
+
+
+def needed(action, kinds, slices):
+    halves = {(s, action.microbatch) for s in range(2) if "I" in kinds}
+    found = {*needs(action, 2, halves, slices)}
+    if action.kind in "BI" and "R" in kinds:
+        found.add(action.also("R"))
+    return found
+
+
+def two_recurrences(weight, x, scales, schedule=None, **options):
+    """The loss of two recurrences one after the other, from states of ones."""
+
+    def first(theta, carry, inputs, microbatch, step):
+        y, state = recurrence(theta[0], carry[0], inputs[0])
+        with layer_scope("dropped"):
+            return [tf.nn.dropout(y, 0.4), inputs[1]], [state]
+
+    def second(theta, carry, inputs, microbatch, step):
+        y, state = recurrence(theta[0], carry[0], inputs[0])
+        return [tf.reduce_sum(y**2 * inputs[1])], [state]
+
+    if schedule is None:
+        inputs = [x, scales]
+        with plan_free_randomness(sliced.STEP):
+            for forward in (first, second):
+                inputs, _ = forward([weight], [tf.ones([BATCH, WIDTH])], inputs, None, None)
+        return inputs[0]
+    made = [
+        Stage(
+            function.__name__,
+            function,
+            [weight],
+            [tf.ones([BATCH // schedule.num_microbatches, WIDTH])],
+            f"CPU:{schedule.stage_devices[number]}",
+            recurrent=True,
+            takes_slices=True,
+        )
+        for number, function in enumerate((first, second))
+    ]
+    options = Options(batch_dim=1, sequence_dim=0, **options)
+    return pipeline_loss(made, [x, scales], schedule, step=sliced.STEP, options=options)[0]
+
+
+def gradients_of(build):
+    weight = tf.Variable(np.random.default_rng(1).normal(size=[WIDTH, WIDTH]).astype(np.float32))
+
+    @tf.function(autograph=False)
+    def step():
+        given = [tf.constant(INPUT), tf.constant(np.cos(INPUT))]
+        with tf.GradientTape() as tape:
+            tape.watch(given)
+            loss = build(weight, *given)
+        return [loss, *tape.gradient(loss, [weight, *given])]
+
+    return step()
+
+
+@functools.cache
+def two_recurrences_of_whole_sequences():
+    return gradients_of(two_recurrences)
+
+
+@pytest.mark.slow
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(tables(), st.sampled_from(REMAT_POLICIES), st.sampled_from([False, True, "ticks"]))
+def test_any_table_that_a_state_can_take_gives_the_same(schedule, remat, rolled):
+    got = gradients_of(lambda *args: two_recurrences(*args, schedule, remat=remat, rolled=rolled))
+    sliced.assert_same(got, two_recurrences_of_whole_sequences())
+
+
+def positionwise(theta, carry, inputs, microbatch, step):
+    return [inputs[0] * theta[0]], [carry[0] + 1]
+
+
+def squares(theta, carry, inputs, microbatch, step):
+    return [tf.reduce_sum(inputs[0] ** 2), inputs[0]], []
+
+
+def small_stages(home="CPU:0", **more):
+    more = {"takes_slices": True, **more}
+    return [
+        Stage("a", positionwise, [tf.constant(3.0)], [tf.constant(0)], home, **more),
+        Stage("b", squares, [], [], home, **more),
+    ]
+
+
+@pytest.mark.parametrize("rolled", [False, True, "ticks"])
+def test_stages_without_a_state_have_replicas(rolled):
+    x = np.arange(8 * 6, dtype=np.float32).reshape([8, 6])
+
+    @tf.function(autograph=False)
+    def run(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            stages = small_stages(("CPU:0", "CPU:1"))
+            loss, (y,), carries = pipeline_loss(
+                stages, [x], seq_one_f_one_b(2, 2, 3), options=Options(rolled=rolled)
+            )
+        return loss, y, carries[0][0], tape.gradient(loss, x)
+
+    loss, y, count, grad = run(x)
+    np.testing.assert_allclose(loss, np.sum(9 * x**2), rtol=1e-6)
+    np.testing.assert_array_equal(y, 3 * x)
+    np.testing.assert_array_equal(grad, 18 * x)
+    # Accumulators count pieces, of each replica.
+    assert count == 2 * 3 * 2
+
+
+def test_actions_of_slices_are_timed():
+    clock, schedule = ActionClock(), seq_one_f_one_b(2, 2, 2)
+    tf.function(
+        lambda x: pipeline_loss(small_stages(), [x], schedule, options=Options(clock=clock))[0],
+        autograph=False,
+    )(tf.ones([4, 6]))
+    done = [span.action for span in clock.timeline(schedule.only_forward()).spans()]
+    assert sorted(map(str, done)) == sorted(
+        str(a) for r in schedule.rows for a in r if a.kind == "F"
+    )
+
+
+def build_pipeline(stages, schedule=None, shape=(4, 6), **options):
+    with tf.Graph().as_default():
+        x = tf.ones(shape)
+        pipeline(stages, [x], schedule or sliced.sliced(gpipe(2, 2), 2), options=Options(**options))
+
+
+def test_stages_that_do_not_take_slices_are_refused():
+    with pytest.raises(PipelineError, match=r"stage 'a' does not say that it can be given one"):
+        build_pipeline(small_stages(takes_slices=False))
+
+
+def test_recurrent_stages_with_replicas_are_refused():
+    with pytest.raises(PipelineError, match=r"'a' is recurrent and has 2 replicas .* from slice"):
+        build_pipeline(small_stages(("CPU:0", "CPU:1"), recurrent=True))
+
+
+def test_an_order_that_a_state_cannot_take_is_refused():
+    stages = small_stages(recurrent=True)[1:]
+    schedule = Schedule.from_text("0F0.0 0F1.0 0F0.1 0F1.1 0B1.1 0B1.0 0B0.1 0B0.0")
+    with pytest.raises(ScheduleError, match=r"tick 1: 0F1.0 follows slice 0.0"):
+        build_pipeline(stages, schedule)
+
+
+@pytest.mark.parametrize(
+    ("function", "value", "text"),
+    [
+        (tf.math.log, -1, "microbatch 1, slice 2, forward: its output"),
+        (tf.math.sqrt, 0, "microbatch 1, slice 2, backward: the gradient of input 0"),
+    ],
+)
+@pytest.mark.parametrize("batch_dim", [0, 1])
+def test_what_is_not_finite_says_in_which_slice(function, value, text, batch_dim):
+    def forward(theta, carry, inputs, microbatch, step):
+        return [tf.reduce_sum(function(inputs[0]))], []
+
+    @tf.function(autograph=False)
+    def run(x):
+        stages = [Stage("s", forward, [], [], "CPU:0", takes_slices=True)]
+        schedule = seq_one_f_one_b(1, 2, 3)
+        options = Options(batch_dim, sequence_dim=1 - batch_dim, check_numerics="all")
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = pipeline_loss(stages, [x], schedule, options=options)[0]
+        return tape.gradient(loss, x)
+
+    x = np.ones([4, 6], np.float32)
+    x[2, 5] = value
+    with pytest.raises(tf.errors.InvalidArgumentError, match=text):
+        run(tf.constant(x if batch_dim == 0 else x.T))
+
+
+def test_what_is_printed_says_of_which_slice_it_is(capfd):
+    def tell(theta, carry, inputs, microbatch, step):
+        tf.print("seen")
+        return inputs, []
+
+    @tf.function(autograph=False)
+    def run(x):
+        stages = [Stage("s", tell, [], [], "CPU:0", takes_slices=True)]
+        schedule = sliced.sliced(gpipe(1, 2), 2)
+        return pipeline(stages, [x], schedule)[0]
+
+    run(tf.ones([4, 6]))
+    lines = capfd.readouterr().err.splitlines()
+    wanted = {f"stage 's', microbatch {m}, slice {q}: seen" for m in range(2) for q in range(2)}
+    assert wanted <= set(lines)
