@@ -82,9 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
             "which command? write it behind --, such as -- pipemesh train --model=..."
         )
     if SIMD in words:
-        if arguments.spares:
-            raise DeviceError(f"--spares={arguments.spares}: a command with {SIMD} has no workers")
-        return together.run(words, arguments.processes)
+        return together.run(words, arguments.processes, arguments.spares)
     workers: list[_Worker] = []
     try:
         every = arguments.processes + arguments.spares

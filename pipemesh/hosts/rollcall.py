@@ -1,0 +1,251 @@
+"""Several processes agree on which of them take part, before TensorFlow starts in any of them.
+
+TensorFlow fixes who computes together when its server starts. Before that, each process answers on
+its own port, as a server of TensorFlow would, that it waits; the first of those that wait says who
+takes part (`pipemesh.hosts.roster`), and all who wait read what counts.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import grpc
+
+from pipemesh.errors import DeviceError
+from pipemesh.hosts.cluster import LOOPBACK, Cluster
+from pipemesh.hosts.health import QUESTION, Asker, Health, answer_of_waiting
+from pipemesh.hosts.roster import Member, Roster, Rosters
+
+_PAUSE = 0.2
+# From how many there are to how many of them take part, and by which plan.
+Fit = Callable[[int], tuple[int, str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Wish:
+    """What a process wants of others.
+
+    Attributes:
+        cluster: all processes, and spares.
+        index: of this one among all, spares behind the others.
+        answer: seconds in which one has to say that it is there.
+        patience: seconds for which one has to be missing, while nobody trains, before a spare takes
+            its place, or the others go on without it.
+        limit: seconds after which it is an error that one is missing.
+        fit: how many of so many processes go on, under which plan; raises a `PipemeshError` if none
+            can. None if all are needed.
+        listen: the address by which others reach this process; None for this machine alone.
+    """
+
+    cluster: Cluster
+    index: int
+    answer: float
+    patience: float
+    limit: float
+    fit: Fit | None = None
+    listen: str | None = None
+
+    @property
+    def every(self) -> tuple[str, ...]:
+        """The addresses of all."""
+        return (*self.cluster.workers, *self.cluster.spares)
+
+
+class RollCall:
+    """This process among those that wait to take part; a context manager.
+
+    Args:
+        wish: what it wants of others.
+        rosters: of the log directory.
+        tell: is called with what is worth a line.
+
+    Raises:
+        DeviceError: it cannot listen where others ask it.
+
+    Attributes:
+        start: the text that stands for this process in a roster.
+    """
+
+    def __init__(self, wish: Wish, rosters: Rosters, tell: Callable[[str], object]) -> None:
+        self.start = secrets.token_hex(8)
+        self._wish, self._rosters, self._tell = wish, rosters, tell
+        self._named = Roster(0, wish.cluster)
+        self._takes_part = False
+        self._server = _serve(wish, self._answer)
+
+    def __enter__(self) -> RollCall:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Frees the port, for TensorFlow's server."""
+        self._server.stop(0).wait()
+
+    def agree(self) -> Roster | None:
+        """Waits until this process takes part.
+
+        A spare, and one that comes when others have begun without it, waits as long as these train,
+        and takes part when they begin again.
+
+        Returns:
+            The roster that counts; None if the training has ended without this process.
+
+        Raises:
+            DeviceError: others are missing for too long, or another training has the folder.
+            PipemeshError: no plan goes with those that are there.
+        """
+        asker = Asker(self._wish.every)
+        try:
+            return self._agree(asker)
+        finally:
+            asker.close()
+
+    def _agree(self, asker: Asker) -> Roster | None:
+        base = self._rosters.newest()
+        since, told_late, told_missing = time.monotonic(), False, False
+        while True:
+            found = self._rosters.newest()
+            if found is not None and (base is None or found.number > base.number):
+                if found.cluster != self._wish.cluster:
+                    raise DeviceError(
+                        f"logdir={self._rosters.folder!r}: another training has begun there, of "
+                        f"{', '.join(found.cluster.workers)}; give another folder"
+                    )
+                if found.place_of(self.start) is not None:
+                    self._takes_part = True
+                    return found
+                if found.ended:
+                    name = self._named.name(self._wish.index)
+                    self._tell(f"the training has ended, and {name} with it")
+                    return None
+                base, since = found, time.monotonic()
+            healths = dict(enumerate(asker.ask(self._wish.answer)))
+            if base is not None and base.members and self._are_busy(healths):
+                since = time.monotonic()
+                if not told_late:
+                    self._tell(self._late(base))
+                    told_late = True
+                time.sleep(2 * _PAUSE)
+                continue
+            here = {i: health.waits for i, health in healths.items() if health.waits}
+            here[self._wish.index] = self.start
+            waited = time.monotonic() - since
+            missing = [i for i in range(len(self._wish.cluster.workers)) if i not in here]
+            if self._wish.index == min(here):
+                number = base.number + 1 if base else 1
+                if said := self._proposed(number, here, missing, waited, healths):
+                    if base is None or base.cluster != self._wish.cluster:
+                        self._rosters.check_free()
+                    self._rosters.say(said)
+                    # Whoever was faster: what is there now counts.
+                    continue
+            elif waited >= self._wish.limit + 2 * self._wish.answer:
+                self._give_up(min(here), "is there, and has not said who takes part", waited)
+            if missing and not told_missing and waited >= 1 and self._wish.index == min(here):
+                # Those that were started at the same time may take a moment.
+                told_missing = True
+                one = missing[0]
+                self._tell(
+                    f"waiting for {len(missing)} of {len(self._wish.cluster.workers)} processes: "
+                    f"{self._named.name(one)} {healths[one].trouble}"
+                )
+            time.sleep(_PAUSE)
+
+    def _are_busy(self, healths: dict[int, Health]) -> bool:
+        """Whether some train, or are about to: what they miss they notice themselves."""
+        return any(
+            health.takes_part or not health.trouble
+            for index, health in healths.items()
+            if index != self._wish.index
+        )
+
+    def _late(self, base: Roster) -> str:
+        name = self._named.name(self._wish.index)
+        if self._wish.index >= len(self._wish.cluster.workers):
+            return f"{name} waits until a process is lost"
+        names = " and ".join(self._named.name(each.index) for each in base.members)
+        return (
+            f"{name} is not among those that take part: {names} train, and have begun without it, "
+            "or have not noticed yet that it was gone; it waits until they begin again"
+        )
+
+    def _proposed(
+        self,
+        number: int,
+        here: dict[int, str],
+        missing: list[int],
+        waited: float,
+        healths: dict[int, Health],
+    ) -> Roster | None:
+        """Who is to take part, in the eyes of this process; None to wait."""
+        cluster = self._wish.cluster
+        count = len(cluster.workers)
+        places = {place: place for place in range(count) if place in here}
+        if missing:
+            if waited < self._wish.patience:
+                return None
+            spares = [i for i in sorted(here) if i >= count]
+            places |= dict(zip(missing, spares, strict=False))
+        plan = ""
+        if len(places) < count:
+            one = next(place for place in range(count) if place not in places)
+            if self._wish.fit is None:
+                if waited < self._wish.limit:
+                    return None
+                none = ", and no spare is there" if cluster.spares else ""
+                self._give_up(one, f"{healths[one].trouble}{none}", waited)
+            kept, plan = self._wish.fit(len(places))
+            places = dict(sorted(places.items())[:kept])
+        members = tuple(
+            Member(index, here[index], place) for place, index in sorted(places.items())
+        )
+        return Roster(number, cluster, members, plan)
+
+    def _give_up(self, index: int, what: str, waited: float) -> NoReturn:
+        raise DeviceError(
+            f"{self._named.name(self._wish.index)} waits for {self._named.name(index)}, which "
+            f"{what}, for {waited:.0f} s; start it there, or give other addresses"
+        )
+
+    def _answer(self) -> bytes:
+        return answer_of_waiting(self.start, self._takes_part)
+
+
+def _serve(wish: Wish, answer: Callable[[], bytes]) -> grpc.Server:
+    """A server that answers how this process is."""
+    port = wish.every[wish.index].rpartition(":")[2]
+    server = grpc.server(
+        concurrent.futures.ThreadPoolExecutor(4),
+        handlers=[_Handler(answer)],
+        options=[("grpc.so_reuseport", 0)],
+    )
+    listen = wish.listen or LOOPBACK
+    where = f"[{listen}]:{port}" if ":" in listen else f"{listen}:{port}"
+    try:
+        server.add_insecure_port(where)
+    except RuntimeError as error:
+        raise DeviceError(
+            f"{where}: this process cannot listen there ({error}); give it another port"
+        ) from error
+    server.start()
+    return server
+
+
+class _Handler(grpc.GenericRpcHandler):
+    """Answers the question that servers of TensorFlow answer, too."""
+
+    def __init__(self, answer: Callable[[], bytes]) -> None:
+        self._answer = answer
+
+    def service(self, handler_call_details: Any) -> Any:
+        """The answer to this question; None for any other."""
+        if handler_call_details.method != QUESTION:
+            return None
+        return grpc.unary_unary_rpc_method_handler(lambda request, context: self._answer())
