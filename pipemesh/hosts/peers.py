@@ -162,7 +162,8 @@ def connect(
     watched.also = joined.superseded if joined is not None else None
     watched.start()
     watch.make_current(watched)
-    if client.has_begun_again() and not process:
+    is_whole = joined is None or not joined.roster.plan
+    if client.has_begun_again() and not process and is_whole:
         client.say("all processes are there")
 
 

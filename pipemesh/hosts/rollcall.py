@@ -170,10 +170,12 @@ class RollCall:
         name = self._named.name(self._wish.index)
         if self._wish.index >= len(self._wish.cluster.workers):
             return f"{name} waits until a process is lost"
+        if any(each.index == self._wish.index for each in base.members):
+            return f"{name} waits until the others have noticed that it was gone"
         names = " and ".join(self._named.name(each.index) for each in base.members)
         return (
-            f"{name} is not among those that take part: {names} train, and have begun without it, "
-            "or have not noticed yet that it was gone; it waits until they begin again"
+            f"{name} comes too late: {names} went on without it; it waits, and takes part when all "
+            "begin again"
         )
 
     def _proposed(

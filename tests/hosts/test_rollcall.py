@@ -103,13 +103,13 @@ def test_those_that_are_there_go_on_without_the_others_and_are_renumbered(there,
 
 
 def test_one_that_the_smaller_plan_has_no_use_for_waits(callers):
-    first, second, third = callers(of(4), 3, 1, 2, fit=half)
+    cluster = of(4)
+    first, second, third = callers(cluster, 3, 1, 2, fit=half)
     assert second.agreed()[0] == 0
     assert third.agreed()[0] == 1
     time.sleep(2 * PATIENCE)
     assert first.is_waiting()
-    assert "process 3 (" in first.told[-1]
-    assert "train, and have begun without it" in first.told[-1]
+    assert f"process 3 ({cluster.workers[3]}) comes too late: process 1 (" in first.told[-1]
     assert second.rosters.say(Roster(2, second.found.cluster, ended=True))
     assert first.agreed() is None
     assert "the training has ended, and process 3" in first.told[-1]
