@@ -12,13 +12,13 @@ from pipemesh.hosts import client, watch
 from pipemesh.hosts.cluster import EVERYWHERE, LOOPBACK, Cluster, check_free
 from pipemesh.hosts.gather import gather
 from pipemesh.hosts.health import Health, ask
-from pipemesh.hosts.rollcall import RollCall, Wish
+from pipemesh.hosts.rollcall import SECONDS_TO_START, RollCall, Wish
 from pipemesh.hosts.roster import Roster, Rosters
 
 # Who has lost one of the others sees it within this time, and begins again himself.
 _SETTLED_SECONDS = 1.5
-# Until all that have agreed to take part have started TensorFlow, and between two looks at them.
-_SECONDS_TO_START, _LOOK_SECONDS = 180.0, 3.0
+# Between two looks at those that have agreed to take part, and have not started TensorFlow.
+_LOOK_SECONDS = 3.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,11 @@ class Joined:
 
     def superseded(self) -> str:
         """What is said when others have begun again without this process; "" if they have not."""
-        newest = self.rosters.newest()
+        try:
+            newest = self.rosters.newest()
+        except (DeviceError, OSError):
+            # A file system may be away for a moment; this is asked again and again.
+            return ""
         if newest is None or newest.number <= self.roster.number:
             return ""
         return "other processes have begun again in the meantime"
@@ -171,7 +175,7 @@ def _gather_joined(
     joined: Joined, cluster: Cluster, answer: float
 ) -> tuple[dict[int, str], list[Health]]:
     """Waits for those that have agreed to take part; begins again if one cannot any more."""
-    limit = time.monotonic() + _SECONDS_TO_START
+    limit = time.monotonic() + SECONDS_TO_START
     starts = [each.start for each in joined.roster.members]
     while True:
         try:

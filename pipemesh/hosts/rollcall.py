@@ -17,11 +17,15 @@ from typing import Any, NoReturn
 import grpc
 
 from pipemesh.errors import DeviceError
-from pipemesh.hosts.cluster import LOOPBACK, Cluster
+from pipemesh.hosts.cluster import Cluster
 from pipemesh.hosts.health import QUESTION, Asker, Health, answer_of_waiting
 from pipemesh.hosts.roster import Member, Roster, Rosters
 
 _PAUSE = 0.2
+# Who takes part is to have started its server after so long.
+SECONDS_TO_START = 180.0
+# Those that are started at the same time come within this.
+_SECONDS_TO_COME = 1.0
 # From how many there are to how many of them take part, and by which plan.
 Fit = Callable[[int], tuple[int, str]]
 
@@ -74,8 +78,12 @@ class RollCall:
     def __init__(self, wish: Wish, rosters: Rosters, tell: Callable[[str], object]) -> None:
         self.start = secrets.token_hex(8)
         self._wish, self._rosters, self._tell = wish, rosters, tell
-        self._named = Roster(0, wish.cluster)
-        self._takes_part = False
+        self._name = Roster(0, wish.cluster).name
+        self._base: Roster | None = None
+        # When others trained last, and when nobody did, or all that take part.
+        self._since = self._whole = time.monotonic()
+        self._told: set[str] = set()
+        self._takes_part_since: float | None = None
         self._server = _serve(wish, self._answer)
 
     def __enter__(self) -> RollCall:
@@ -102,77 +110,88 @@ class RollCall:
             PipemeshError: no plan goes with those that are there.
         """
         asker = Asker(self._wish.every)
+        self._base = self._rosters.newest()
+        self._since = self._whole = time.monotonic()
         try:
-            return self._agree(asker)
+            while (found := self._news()) is None:
+                healths = dict(enumerate(asker.ask(self._wish.answer)))
+                busy = self._busy(healths)
+                if self._base is not None and self._base.members and busy:
+                    self._wait_for(busy, self._base)
+                else:
+                    self._whole = time.monotonic()
+                    self._say_who(healths)
+                time.sleep(_PAUSE)
         finally:
             asker.close()
+        return None if found.ended else found
 
-    def _agree(self, asker: Asker) -> Roster | None:
-        base = self._rosters.newest()
-        since, told_late, told_missing = time.monotonic(), False, False
-        while True:
-            found = self._rosters.newest()
-            if found is not None and (base is None or found.number > base.number):
-                if found.cluster != self._wish.cluster:
-                    raise DeviceError(
-                        f"logdir={self._rosters.folder!r}: another training has begun there, of "
-                        f"{', '.join(found.cluster.workers)}; give another folder"
-                    )
-                if found.place_of(self.start) is not None:
-                    self._takes_part = True
-                    return found
-                if found.ended:
-                    name = self._named.name(self._wish.index)
-                    self._tell(f"the training has ended, and {name} with it")
-                    return None
-                base, since = found, time.monotonic()
-            healths = dict(enumerate(asker.ask(self._wish.answer)))
-            if base is not None and base.members and self._are_busy(healths):
-                since = time.monotonic()
-                if not told_late:
-                    self._tell(self._late(base))
-                    told_late = True
-                time.sleep(2 * _PAUSE)
-                continue
-            here = {i: health.waits for i, health in healths.items() if health.waits}
-            here[self._wish.index] = self.start
-            waited = time.monotonic() - since
-            missing = [i for i in range(len(self._wish.cluster.workers)) if i not in here]
-            if self._wish.index == min(here):
-                number = base.number + 1 if base else 1
-                if said := self._proposed(number, here, missing, waited, healths):
-                    if base is None or base.cluster != self._wish.cluster:
-                        self._rosters.check_free()
-                    self._rosters.say(said)
-                    # Whoever was faster: what is there now counts.
-                    continue
-            elif waited >= self._wish.limit + 2 * self._wish.answer:
+    def _news(self) -> Roster | None:
+        """A new roster that has this process, or says that the training has ended; else None."""
+        found, base = self._rosters.newest(), self._base
+        if found is None or (base is not None and found.number <= base.number):
+            return None
+        if found.cluster != self._wish.cluster:
+            raise DeviceError(
+                f"logdir={self._rosters.folder!r}: another training has begun there, of "
+                f"{', '.join(found.cluster.workers)}; give another folder"
+            )
+        if found.place_of(self.start) is not None:
+            self._takes_part_since = time.monotonic()
+            return found
+        if found.ended:
+            self._tell(f"the training has ended, and {self._name(self._wish.index)} with it")
+            return found
+        self._base, self._since = found, time.monotonic()
+        return None
+
+    def _wait_for(self, busy: list[int], base: Roster) -> None:
+        """Waits while others train; who has lost one of theirs is to notice that."""
+        self._since = time.monotonic()
+        self._tell_once("late", self._late(base))
+        if all(each.index in busy for each in base.members):
+            self._whole = self._since
+        waited = self._since - self._whole
+        if waited >= self._wish.limit + 4 * self._wish.answer:
+            what = "computes with others that are gone, and does not begin again"
+            self._give_up(busy[0], what, waited)
+
+    def _say_who(self, healths: dict[int, Health]) -> None:
+        """Says who takes part, if that is up to this process and it is time."""
+        cluster, base = self._wish.cluster, self._base
+        here = {i: health.waits for i, health in healths.items() if health.waits}
+        here[self._wish.index] = self.start
+        waited = time.monotonic() - self._since
+        if self._wish.index != min(here):
+            if waited >= self._wish.limit + 2 * self._wish.answer:
                 self._give_up(min(here), "is there, and has not said who takes part", waited)
-            if missing and not told_missing and waited >= 1 and self._wish.index == min(here):
-                # Those that were started at the same time may take a moment.
-                told_missing = True
-                one = missing[0]
-                self._tell(
-                    f"waiting for {len(missing)} of {len(self._wish.cluster.workers)} processes: "
-                    f"{self._named.name(one)} {healths[one].trouble}"
-                )
-            time.sleep(_PAUSE)
+            return
+        missing = [i for i in range(len(cluster.workers)) if i not in here]
+        if said := self._proposed(base.number + 1 if base else 1, here, missing, waited, healths):
+            if base is None or base.cluster != cluster:
+                self._rosters.check_free()
+            # If somebody was faster, that counts.
+            self._rosters.say(said)
+        elif missing and waited >= _SECONDS_TO_COME:
+            told = f"{self._name(missing[0])} {healths[missing[0]].trouble}"
+            number = len(cluster.workers)
+            self._tell_once("missing", f"waiting for {len(missing)} of {number} processes: {told}")
 
-    def _are_busy(self, healths: dict[int, Health]) -> bool:
-        """Whether some train, or are about to: what they miss they notice themselves."""
-        return any(
-            health.takes_part or not health.trouble
+    def _busy(self, healths: dict[int, Health]) -> list[int]:
+        """Those that train, or are about to."""
+        return [
+            index
             for index, health in healths.items()
-            if index != self._wish.index
-        )
+            if index != self._wish.index and (health.takes_part or not health.trouble)
+        ]
 
     def _late(self, base: Roster) -> str:
-        name = self._named.name(self._wish.index)
+        name = self._name(self._wish.index)
         if self._wish.index >= len(self._wish.cluster.workers):
             return f"{name} waits until a process is lost"
         if any(each.index == self._wish.index for each in base.members):
             return f"{name} waits until the others have noticed that it was gone"
-        names = " and ".join(self._named.name(each.index) for each in base.members)
+        names = " and ".join(self._name(each.index) for each in base.members)
         return (
             f"{name} comes too late: {names} went on without it; it waits, and takes part when all "
             "begin again"
@@ -212,24 +231,34 @@ class RollCall:
 
     def _give_up(self, index: int, what: str, waited: float) -> NoReturn:
         raise DeviceError(
-            f"{self._named.name(self._wish.index)} waits for {self._named.name(index)}, which "
+            f"{self._name(self._wish.index)} waits for {self._name(index)}, which "
             f"{what}, for {waited:.0f} s; start it there, or give other addresses"
         )
 
+    def _tell_once(self, what: str, text: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            self._tell(text)
+
     def _answer(self) -> bytes:
-        return answer_of_waiting(self.start, self._takes_part)
+        since = self._takes_part_since
+        if since is not None and time.monotonic() - since > SECONDS_TO_START:
+            return answer_of_waiting("", False)
+        return answer_of_waiting(self.start, since is not None)
 
 
 def _serve(wish: Wish, answer: Callable[[], bytes]) -> grpc.Server:
     """A server that answers how this process is."""
-    port = wish.every[wish.index].rpartition(":")[2]
+    own = wish.every[wish.index]
+    port = own.rpartition(":")[2]
     server = grpc.server(
         concurrent.futures.ThreadPoolExecutor(4),
         handlers=[_Handler(answer)],
         options=[("grpc.so_reuseport", 0)],
     )
-    listen = wish.listen or LOOPBACK
-    where = f"[{listen}]:{port}" if ":" in listen else f"{listen}:{port}"
+    where = own
+    if wish.listen is not None:
+        where = f"[{wish.listen}]:{port}" if ":" in wish.listen else f"{wish.listen}:{port}"
     try:
         server.add_insecure_port(where)
     except RuntimeError as error:

@@ -50,7 +50,8 @@ def test_every_process_knows_its_number(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
 
 
-def test_one_that_fails_ends_all():
+def test_one_that_fails_ends_all(monkeypatch):
+    monkeypatch.setattr(together, "_SECONDS_TO_END", 0.5)
     code = "import json, os, sys, time; i = json.loads(os.environ['TF_CONFIG'])['task']['index']; "
     assert together.run(program(f"{code}sys.exit(7) if i else time.sleep(9)"), 2) == 7
 

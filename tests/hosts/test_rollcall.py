@@ -14,7 +14,7 @@ from pipemesh.hosts.roster import Member, Roster, Rosters
 from tests.lowering.hosts_process import free_ports
 
 # In seconds; short, as all are on this machine.
-ANSWER, PATIENCE, LIMIT, MOST = 1.0, 1.0, 3.0, 30.0
+ANSWER, PATIENCE, LIMIT, MOST = 1.0, 0.7, 1.5, 30.0
 
 
 class Caller:
@@ -102,6 +102,7 @@ def test_those_that_are_there_go_on_without_the_others_and_are_renumbered(there,
     assert ("has the log directory from now on" in told[-1]) == (0 not in there)
 
 
+@pytest.mark.slow
 def test_one_that_the_smaller_plan_has_no_use_for_waits(callers):
     cluster = of(4)
     first, second, third = callers(cluster, 3, 1, 2, fit=half)
@@ -115,6 +116,7 @@ def test_one_that_the_smaller_plan_has_no_use_for_waits(callers):
     assert "the training has ended, and process 3" in first.told[-1]
 
 
+@pytest.mark.slow
 def test_one_that_comes_late_waits_and_takes_part_when_all_begin_again(callers):
     cluster = of(2)
     (alone,) = callers(cluster, 1, fit=half)
@@ -134,6 +136,7 @@ def test_one_that_comes_late_waits_and_takes_part_when_all_begin_again(callers):
     assert not Joined(roster, 1, again.call, again.rosters).superseded()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_spare_takes_the_place_and_the_number_of_one_that_stays_lost(lost, callers):
     cluster = of(2, 1)
@@ -171,6 +174,34 @@ def test_without_a_smaller_plan_it_is_an_error(callers):
     first.call.close()
     with pytest.raises(PlanError, match="no plan for 1"):
         second.agreed()
+
+
+@pytest.mark.slow
+def test_who_waits_for_one_that_does_not_notice_that_another_is_gone_says_so(callers):
+    cluster = of(2)
+    first, second = callers(cluster, 0, 1, answer=0.3)
+    assert [each.agreed()[0] for each in (first, second)] == [0, 1]
+    # The first one is still about to begin.
+    second.call.close()
+    (again,) = callers(cluster, 1, answer=0.3)
+    with pytest.raises(DeviceError) as error:
+        again.agreed()
+    assert "waits until the others have noticed that it was gone" in again.told[0]
+    assert str(error.value).startswith(
+        f"process 1 ({cluster.workers[1]}) waits for process 0 ({cluster.workers[0]}), which "
+        "computes with others that are gone, and does not begin again, for"
+    )
+
+
+def test_who_takes_part_and_does_not_begin_is_not_waited_for(callers, monkeypatch):
+    monkeypatch.setattr("pipemesh.hosts.rollcall.SECONDS_TO_START", 1.0)
+    cluster = of(2)
+    first, second = callers(cluster, 0, 1)
+    assert [each.agreed()[0] for each in (first, second)] == [0, 1]
+    second.call.close()
+    (again,) = callers(cluster, 1, fit=half)
+    number, roster = again.agreed()
+    assert (number, len(roster.members)) == (0, 1)
 
 
 def test_of_several_that_say_who_takes_part_one_counts(tmp_path):
