@@ -79,7 +79,8 @@ class RollCall:
         self.start = secrets.token_hex(8)
         self._wish, self._rosters, self._tell = wish, rosters, tell
         self._name = Roster(0, wish.cluster).name
-        self._base: Roster | None = None
+        # Before others see this process, which may say at once that it takes part.
+        self._base = rosters.newest()
         # When others trained last, and when nobody did, or all that take part.
         self._since = self._whole = time.monotonic()
         self._told: set[str] = set()
@@ -110,7 +111,6 @@ class RollCall:
             PipemeshError: no plan goes with those that are there.
         """
         asker = Asker(self._wish.every)
-        self._base = self._rosters.newest()
         self._since = self._whole = time.monotonic()
         try:
             while (found := self._news()) is None:

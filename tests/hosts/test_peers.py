@@ -130,14 +130,20 @@ def test_with_spares_too_one_that_fails_ends_all(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("program", "words", "told"),
     [
-        (["--process=0", "--client_address=a:1"], "--client_address is for one process"),
-        (["--process=2", "--spares=127.0.0.1:2223"], "--process=2: there are 2 addresses"),
+        ("train", ["--process=0", "--client_address=a:1"], "--client_address is for one process"),
+        ("train", ["--process=2", "--spares=127.0.0.1:2223"], "--process=2: there are 2 addresses"),
+        ("evaluate", ["--process=0", "--elastic"], "--elastic is for a training, which goes on"),
+        (
+            "evaluate",
+            ["--process=1", "--spares=127.0.0.1:2223"],
+            "--spares is for a training, which goes on",
+        ),
     ],
 )
-def test_flags_that_do_not_go_together_are_errors(words, told, tmp_path):
-    command = [sys.executable, "-m", "models.one_billion_word.train", "--lowering=simd"]
+def test_flags_that_do_not_go_together_are_errors(program, words, told, tmp_path):
+    command = [sys.executable, "-m", f"models.one_billion_word.{program}", "--lowering=simd"]
     done = subprocess.run(
         [*command, "--mesh_shape=layers:1", "--cluster=127.0.0.1:2222", *words],
         cwd=tmp_path,

@@ -87,6 +87,16 @@ def test_all_that_are_there_begin_at_once_with_their_own_numbers(callers):
     assert time.monotonic() - begun < 20
 
 
+def test_one_that_others_name_before_it_has_looked_takes_part(callers, tmp_path):
+    """It answers a moment before it looks for the first time."""
+    cluster = of(2)
+    wish = Wish(cluster, 1, ANSWER, PATIENCE, LIMIT)
+    with RollCall(wish, Rosters(str(tmp_path)), print) as second:
+        (first,) = callers(cluster, 0)
+        assert first.agreed()[0] == 0
+        assert second.agree() == first.found
+
+
 @pytest.mark.parametrize("there", [(0,), (1,), (1, 2), (0, 2), (2,)])
 def test_those_that_are_there_go_on_without_the_others_and_are_renumbered(there, callers):
     cluster = of(3)
