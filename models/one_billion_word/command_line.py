@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from absl import flags
@@ -245,6 +245,23 @@ def fitting(settings: Settings, device_type: str) -> Plan:
     Raises:
         PipemeshError: there is none.
     """
+    return host_flags.fitting(settings.PLAN, device_type, _other_plan(settings))
+
+
+def agree(request: Request) -> Plan:
+    """The plan that is asked for, or that processes have agreed on; see `host_flags.agree`.
+
+    Args:
+        request: what is asked for.
+
+    Raises:
+        PipemeshError: there is none, or processes are missing.
+    """
+    return host_flags.agree(request.plan, request.logdir, _other_plan(request.settings))
+
+
+def _other_plan(settings: Settings) -> Callable[[Plan], None]:
+    """Raises a `PipemeshError` for a plan that a model cannot have."""
 
     def check(plan: Plan) -> None:
         other = copy.copy(settings)
@@ -253,7 +270,7 @@ def fitting(settings: Settings, device_type: str) -> Plan:
         if plan.lowering == "simd":
             simd_plan.check_simd(other, False)
 
-    return host_flags.fitting(settings.PLAN, device_type, check)
+    return check
 
 
 def _set_plain(settings: Settings) -> None:

@@ -212,9 +212,11 @@ def start_together(request: Any) -> None:
     Args:
         request: what is asked for.
     """
+    from models.one_billion_word import command_line
     from pipemesh.training.command.host_flags import processes
 
     if processes() is not None:
+        request.settings.PLAN = command_line.agree(request)
         _start_devices(request)
 
 

@@ -20,6 +20,8 @@ class Folder:
 
     Args:
         path: the folder.
+        shared: whether others that share it may hold it, too: several processes say among each
+            other which of them writes, and one that was stopped still holds what it held.
 
     Raises:
         CheckpointError: it is no folder, cannot be written to, or another training holds it.
@@ -31,8 +33,8 @@ class Folder:
         'run'
     """
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, path: str, shared: bool = False) -> None:
+        self.path, self._shared = path, shared
         if os.path.lexists(path) and not os.path.isdir(path):
             what = "a file" if os.path.exists(path) else "a link to nothing"
             raise CheckpointError(f"logdir={path!r} is {what}; give a folder")
@@ -49,7 +51,8 @@ class Folder:
 
     def __enter__(self) -> Folder:
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            kind = fcntl.LOCK_SH if self._shared else fcntl.LOCK_EX
+            fcntl.flock(self._fd, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._fd)
             raise CheckpointError(

@@ -90,7 +90,7 @@ class Cluster:
 
         Args:
             environment: by default that of this process.
-            together: whether this process may be one of them, which all run one program.
+            together: whether this process may be one of them, or a spare: all run one program.
 
         Raises:
             DeviceError: it is no JSON, or it says that this process is a worker itself.
@@ -115,7 +115,7 @@ class Cluster:
             ) from error
         if not workers:
             return None
-        if own == _SPARE or (own == _WORKER and not together):
+        if own in (_WORKER, _SPARE) and not together:
             raise DeviceError(
                 f"TF_CONFIG says that this process is a {own} itself; run `pipemesh worker` there, "
                 "and this command once, with a task of another type or none. (In every process the "
@@ -127,18 +127,22 @@ class Cluster:
         """The text of `TF_CONFIG` for a process that drives these workers, or is one of them.
 
         Args:
-            process: the number of the one that runs the same program as all others; None for one
-                that drives them.
+            process: the number of the one that runs the same program as all others, spares behind
+                the workers; None for one that drives them.
         """
         jobs = {_WORKER: list(self.workers)}
         if self.spares:
             jobs[_SPARE] = list(self.spares)
-        kind = "client" if process is None else _WORKER
-        return json.dumps({"cluster": jobs, "task": {"type": kind, "index": process or 0}})
+        kind, index, count = "client", process or 0, len(self.workers)
+        if process is not None:
+            kind, index = (_WORKER, index) if index < count else (_SPARE, index - count)
+        return json.dumps({"cluster": jobs, "task": {"type": kind, "index": index}})
 
 
 def own_process(environment: Mapping[str, str] | None = None) -> int | None:
     """The number of this process among those that `TF_CONFIG` names; None if it is none of them.
+
+    Spares are numbered behind the workers.
 
     Example:
         >>> own_process({"TF_CONFIG": '{"task": {"type": "worker", "index": 3}}'})
@@ -146,8 +150,12 @@ def own_process(environment: Mapping[str, str] | None = None) -> int | None:
     """
     environment = os.environ if environment is None else environment
     try:
-        task: Any = json.loads(environment.get("TF_CONFIG") or "{}").get("task") or {}
-        return int(task["index"]) if task.get("type") == _WORKER else None
+        config: Any = json.loads(environment.get("TF_CONFIG") or "{}")
+        task = config.get("task") or {}
+        if task.get("type") not in (_WORKER, _SPARE):
+            return None
+        before = len(config["cluster"][_WORKER]) if task["type"] == _SPARE else 0
+        return before + int(task["index"])
     except (AttributeError, KeyError, TypeError, ValueError):
         # What is wrong with it is said by who reads all of it.
         return None

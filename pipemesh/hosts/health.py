@@ -9,7 +9,9 @@ from typing import Any
 
 import grpc
 
-_QUESTION = "/tensorflow.WorkerService/GetStatus"
+QUESTION = "/tensorflow.WorkerService/GetStatus"
+# A field of the answer that TensorFlow's own has not.
+_WAITS = 15
 # Nobody stands between workers; what is sent is small.
 _OPTIONS = [
     ("grpc.enable_http_proxy", 0),
@@ -29,12 +31,17 @@ class Health:
         start: a number that differs each time it is started.
         trouble: why there is no answer; "" if there is one.
         refused: whether nobody listens there at all.
+        waits: of a process that waits to take part, the text that stands for it in a roster; ""
+            of all others.
+        takes_part: whether that process takes part, and is about to start its server.
     """
 
     devices: tuple[str, ...] = ()
     start: int = 0
     trouble: str = ""
     refused: bool = False
+    waits: str = ""
+    takes_part: bool = False
 
 
 class Asker:
@@ -55,8 +62,7 @@ class Asker:
         """
         asked = time.monotonic()
         pending = [
-            channel.unary_unary(_QUESTION).future(b"", timeout=seconds)
-            for channel in self._channels
+            channel.unary_unary(QUESTION).future(b"", timeout=seconds) for channel in self._channels
         ]
         return [_answer(each, asked) for each in pending]
 
@@ -84,6 +90,17 @@ def ask(addresses: Sequence[str], seconds: float) -> list[Health]:
         asker.close()
 
 
+def answer_of_waiting(start: str, takes_part: bool) -> bytes:
+    """What a process answers that waits for others; see `Health`.
+
+    Example:
+        >>> _read(answer_of_waiting("ab", False)).waits
+        'ab'
+    """
+    content = f"{start} {int(takes_part)}".encode()
+    return bytes([_WAITS << 3 | 2, len(content)]) + content
+
+
 def _answer(pending: Any, asked: float) -> Health:
     try:
         return _read(pending.result())
@@ -107,6 +124,10 @@ def _read(message: bytes) -> Health:
     devices: list[str] = []
     start = 0
     for number, value in _fields(message):
+        if number == _WAITS:
+            waits, _, takes_part = value.decode().partition(" ")
+            told = "has not begun yet, or begins again"
+            return Health(trouble=told, waits=waits, takes_part=takes_part == "1")
         if number == 1:
             of_device = dict(_fields(value))
             name = of_device[1].decode()

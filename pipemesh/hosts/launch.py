@@ -6,7 +6,7 @@
 The command finds them by TF_CONFIG. Its output and its exit code are passed on. Workers end with
 it, or with this process, whatever becomes of it; one that ends before is started again.
 
-A command with --lowering=simd is run in every process instead, without workers.
+A command with --lowering=simd is run in every process instead, without workers; in spares, too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,11 @@ SIMD = "--lowering=simd"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command to `parser`."""
     parser.add_argument(
-        "--processes", type=int, required=True, metavar="N", help="how many workers to start"
+        "--processes",
+        type=int,
+        required=True,
+        metavar="N",
+        help="how many workers, or processes that run the command, to start",
     )
     parser.add_argument(
         "--spares",
@@ -82,9 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
             "which command? write it behind --, such as -- pipemesh train --model=..."
         )
     if SIMD in words:
-        if arguments.spares:
-            raise DeviceError(f"--spares={arguments.spares}: a command with {SIMD} has no workers")
-        return together.run(words, arguments.processes)
+        return together.run(words, arguments.processes, arguments.spares)
     workers: list[_Worker] = []
     try:
         every = arguments.processes + arguments.spares

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import time
 from collections.abc import Sequence
@@ -10,10 +11,83 @@ from pipemesh.errors import DeviceError
 from pipemesh.hosts import client, watch
 from pipemesh.hosts.cluster import EVERYWHERE, LOOPBACK, Cluster, check_free
 from pipemesh.hosts.gather import gather
-from pipemesh.hosts.health import ask
+from pipemesh.hosts.health import Health, ask
+from pipemesh.hosts.rollcall import SECONDS_TO_START, RollCall, Wish
+from pipemesh.hosts.roster import Roster, Rosters
 
 # Who has lost one of the others sees it within this time, and begins again himself.
 _SETTLED_SECONDS = 1.5
+# Between two looks at those that have agreed to take part, and have not started TensorFlow.
+_LOOK_SECONDS = 3.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """This process as one of those that have agreed to take part; see `join`.
+
+    Attributes:
+        roster: who takes part.
+        number: of this process among them.
+        call: answers others until TensorFlow does.
+        rosters: of the log directory.
+    """
+
+    roster: Roster
+    number: int
+    call: RollCall
+    rosters: Rosters
+
+    def superseded(self) -> str:
+        """What is said when others have begun again without this process; "" if they have not."""
+        try:
+            newest = self.rosters.newest()
+        except (DeviceError, OSError):
+            # A file system may be away for a moment; this is asked again and again.
+            return ""
+        if newest is None or newest.number <= self.roster.number:
+            return ""
+        return "other processes have begun again in the meantime"
+
+    def say_ended(self) -> None:
+        """Tells those that wait that the training has ended; for the first process."""
+        number = self.roster.number + 1
+        self.rosters.say(Roster(number, self.roster.cluster, ended=True))
+
+
+def join(wish: Wish, folder: str) -> Joined | None:
+    """Waits until this process takes part, before TensorFlow is loaded.
+
+    Args:
+        wish: what it wants of others.
+        folder: the log directory, which all share.
+
+    Returns:
+        Who takes part; None if the training has ended without this process.
+
+    Raises:
+        PipemeshError: see `RollCall.agree`.
+    """
+    own = wish.every[wish.index]
+    _check_listens(own, wish.listen)
+    port = int(own.rpartition(":")[2])
+    check_free(port, own, "give this process another port")
+    rosters = Rosters(folder)
+    call = RollCall(wish, rosters, client.say)
+    try:
+        _keep(port, wish.every, wish.listen)
+        roster = call.agree()
+    except BaseException:
+        call.close()
+        raise
+    if roster is None:
+        call.close()
+        return None
+    number = roster.place_of(call.start)
+    assert number is not None
+    if not number:
+        for line in roster.told():
+            client.say(line)
+    return Joined(roster, number, call, rosters)
 
 
 def connect(
@@ -26,6 +100,7 @@ def connect(
     wait: float = 600.0,
     again: bool = False,
     step_limit: float | None = None,
+    joined: Joined | None = None,
 ) -> None:
     """Connects this process with the others, and watches them from now on.
 
@@ -42,6 +117,7 @@ def connect(
         again: whether this program is to be begun again when another one is lost.
         step_limit: seconds after which it is said of a step that it does not end; after twice as
             many another one is taken for lost. By default it depends on the steps before.
+        joined: where processes have agreed on who takes part: of them.
 
     Raises:
         DeviceError: another one is not there, this one may not listen where it is to, or TensorFlow
@@ -58,13 +134,21 @@ def connect(
     own = addresses[process]
     port = int(own.rpartition(":")[2])
     _check_listens(own, listen)
+    visitors: Sequence[str] = addresses
+    if joined is not None:
+        named = joined.roster.cluster
+        visitors = [*named.workers, *named.spares]
+        joined.call.close()
     check_free(port, own, "give this process another port")
     connect_processes(addresses, process, kind)
-    _keep(port, addresses, listen)
+    _keep(port, visitors, listen)
     while True:
-        places, healths = gather(
-            cluster, wait, answer, client.say, who="process", remedy="start it there"
-        )
+        if joined is not None:
+            places, healths = _gather_joined(joined, cluster, answer)
+        else:
+            places, healths = gather(
+                cluster, wait, answer, client.say, who="process", remedy="start it there"
+            )
         starts = [health.start for health in healths]
         # One of an earlier attempt may still be there, which has not seen yet that others are not.
         time.sleep(_SETTLED_SECONDS)
@@ -79,10 +163,34 @@ def connect(
         tell=client.say if not process else _nothing,
         who="process",
     )
+    watched.also = joined.superseded if joined is not None else None
     watched.start()
     watch.make_current(watched)
-    if client.has_begun_again() and not process:
+    is_whole = joined is None or not joined.roster.plan
+    if client.has_begun_again() and not process and is_whole:
         client.say("all processes are there")
+
+
+def _gather_joined(
+    joined: Joined, cluster: Cluster, answer: float
+) -> tuple[dict[int, str], list[Health]]:
+    """Waits for those that have agreed to take part; begins again if one cannot any more."""
+    limit = time.monotonic() + SECONDS_TO_START
+    starts = [each.start for each in joined.roster.members]
+    while True:
+        try:
+            return gather(cluster, _LOOK_SECONDS, answer, _nothing, who="process")
+        except DeviceError as error:
+            # One that waits to take part in what comes next was started again.
+            found = [health.waits for health in ask(cluster.workers, answer)]
+            again = [n for n, waits in enumerate(found) if waits and waits != starts[n]]
+            if again:
+                address = cluster.workers[again[0]]
+                client.begin_again(f"process {again[0]} ({address}) was started again")
+            if told := joined.superseded():
+                client.begin_again(told)
+            if time.monotonic() >= limit:
+                client.begin_again(str(error))
 
 
 def _nothing(_: str) -> None:

@@ -18,78 +18,135 @@ from pipemesh.hosts.cluster import Cluster
 _PAUSE, _SECONDS_TO_END = 0.1, 10.0
 # One that is killed so often in a row, each time so soon after its start, is not started again.
 _MOST_STARTS, _SOON = 5, 180.0
+# A command that has this goes on without one that is lost.
+ELASTIC = "--elastic"
 
 
-def run(words: Sequence[str], number: int) -> int:
+def run(words: Sequence[str], number: int, spares: int = 0) -> int:
     """Runs a command so many times at once; each finds the others, and its number, by `TF_CONFIG`.
 
     One that is killed is started again: the others notice, and begin again by themselves. If one
-    ends with an error all of them end.
+    ends with an error all of them end. Where the others go on without one that is lost, because
+    there are spares or by `--elastic`, they end without it, too.
 
     Args:
         words: the command and its arguments.
         number: of processes.
+        spares: how many more, which wait to take the place of one that is lost.
 
     Returns:
-        The exit code of the first one that failed; 0 if none did.
+        The exit code of the first one that failed; 0 if none did, or if the others have gone on
+        without those.
 
     Raises:
         DeviceError: the command cannot be started.
     """
-    cluster = Cluster(tuple(f"127.0.0.1:{port}" for port in _free_ports(number)))
-    started: dict[int, subprocess.Popen[bytes]] = {}
-    starts, since = [0] * number, [0.0] * number
+    ports = [f"127.0.0.1:{port}" for port in _free_ports(number + spares)]
+    cluster = Cluster(tuple(ports[:number]), tuple(ports[number:]))
+    together = _Together(words, cluster, spares > 0 or ELASTIC in words)
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {each: signal.signal(each, together.hand_on) for each in signals}
+    try:
+        for index in range(number + spares):
+            together.start(index)
+        while True:
+            time.sleep(_PAUSE)
+            if (code := together.keep()) is not None:
+                return code
+    finally:
+        together.kill()
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
-    def start(index: int) -> None:
+
+class _Together:
+    """The processes.
+
+    Args:
+        words: what each of them runs.
+        cluster: their addresses.
+        lasts: whether the others go on without one that is lost.
+    """
+
+    def __init__(self, words: Sequence[str], cluster: Cluster, lasts: bool) -> None:
+        self._words, self._cluster, self._lasts = list(words), cluster, lasts
+        count = len(cluster.workers) + len(cluster.spares)
+        self._started: dict[int, subprocess.Popen[bytes]] = {}
+        self._starts, self._since = [0] * count, [0.0] * count
+        # Those that are not started again, and when the first one was done.
+        self._gone: dict[int, int] = {}
+        self._done: float | None = None
+        self._is_stopped = False
+
+    def start(self, index: int) -> None:
+        """Starts one."""
         try:
-            started[index] = subprocess.Popen(
-                list(words),
-                env={**os.environ, "TF_CONFIG": cluster.to_environment(index)},
+            self._started[index] = subprocess.Popen(
+                self._words,
+                env={**os.environ, "TF_CONFIG": self._cluster.to_environment(index)},
                 stdin=None if not index else subprocess.DEVNULL,
                 preexec_fn=ends_with_parent(),
             )
         except OSError as error:
-            raise DeviceError(f"{words[0]!r} cannot be started ({error.strerror})") from error
-        since[index], starts[index] = time.monotonic(), starts[index] + 1
+            name = self._words[0]
+            raise DeviceError(f"{name!r} cannot be started ({error.strerror})") from error
+        self._since[index] = time.monotonic()
+        self._starts[index] += 1
 
-    stopped = False
-
-    def hand_on(signal_number: int, _frame: Any) -> None:
-        nonlocal stopped
-        stopped = True
+    def hand_on(self, signal_number: int, _frame: Any) -> None:
+        """Hands a signal on to all."""
+        self._is_stopped = True
         # From a terminal all have it already.
         if signal_number != signal.SIGINT or not is_of_terminal():
-            for process in started.values():
+            for process in self._started.values():
                 process.send_signal(signal_number)
 
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {each: signal.signal(each, hand_on) for each in signals}
-    try:
-        for index in range(number):
-            start(index)
-        while True:
-            time.sleep(_PAUSE)
-            codes = {index: process.poll() for index, process in started.items()}
-            for index, code in codes.items():
-                if not code:
-                    continue
-                if time.monotonic() - since[index] > _SOON:
-                    starts[index] = 0
-                if code > 0 or stopped or starts[index] == _MOST_STARTS:
-                    if code < 0 and not stopped:
-                        say(f"process {index} has ended ({how(code)}) for the last time")
-                    return _code_of_all(started, code)
-                say(f"process {index} has ended ({how(code)}); it is started again")
-                start(index)
-            if all(code == 0 for code in codes.values()):
+    def keep(self) -> int | None:
+        """Starts those again that were killed; returns the exit code of all if they have ended."""
+        codes = {index: process.poll() for index, process in self._started.items()}
+        for index, code in codes.items():
+            if not code or index in self._gone:
+                continue
+            if (ended := self._see_to(index, code)) is not None:
+                return ended
+        if any(code == 0 for code in codes.values()) and self._done is None:
+            self._done = time.monotonic()
+        left = [index for index, each in self._started.items() if each.poll() is None]
+        if not left:
+            return 0 if self._done is not None else _exit_code(next(iter(self._gone.values())))
+        if self._lasts and self._done is not None:
+            waited = time.monotonic() - self._done
+            if waited > _SECONDS_TO_END:
+                # One that was stopped sees no end.
+                names = ", ".join(map(str, left))
+                say(f"the others ended {waited:.0f} s ago, and process {names} did not; killed")
                 return 0
-    finally:
-        for process in started.values():
+        return None
+
+    def _see_to(self, index: int, code: int) -> int | None:
+        """Decides what becomes of all when one has ended: their exit code if they end, too."""
+        if time.monotonic() - self._since[index] > _SOON:
+            self._starts[index] = 0
+        is_last = self._starts[index] == _MOST_STARTS
+        if code < 0 and self._lasts and (is_last or self._is_stopped):
+            self._gone[index] = code
+            if not self._is_stopped:
+                say(f"process {index} has ended ({how(code)}) for the last time")
+        elif code > 0 or self._is_stopped or is_last:
+            if code < 0 and not self._is_stopped:
+                say(f"process {index} has ended ({how(code)}) for the last time")
+            return _code_of_all(self._started, code)
+        else:
+            say(f"process {index} has ended ({how(code)}); it is started again")
+            self.start(index)
+        return None
+
+    def kill(self) -> None:
+        """Ends all that are left."""
+        for process in self._started.values():
             process.kill()
-        for process in started.values():
+        for process in self._started.values():
             process.wait()
-        for each, handler in before.items():
-            signal.signal(each, handler)
 
 
 def _code_of_all(started: dict[int, subprocess.Popen[bytes]], code: int) -> int:
@@ -98,6 +155,10 @@ def _code_of_all(started: dict[int, subprocess.Popen[bytes]], code: int) -> int:
     for process in started.values():
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(max(0.0, until - time.monotonic()))
+    return _exit_code(code)
+
+
+def _exit_code(code: int) -> int:
     return code if code >= 0 else BY_SIGNAL - code
 
 

@@ -60,6 +60,7 @@ class Watch:
         doing: what the client is about, in words.
         stages: what is said of each worker, by its task, such as "stage 1".
         progress: knows what workers are about; None if nothing does.
+        also: says what else has become of those that compute together; "" if nothing.
         steps: how many steps were finished.
     """
 
@@ -76,6 +77,7 @@ class Watch:
         self.doing, self.steps = "making the model", 0
         self.stages: dict[int, str] = {}
         self.progress: Progress | None = None
+        self.also: Callable[[], str] | None = None
         self._since = time.monotonic()
         # Whether what is under way is a step, has a limit, and was said to hang.
         self._is_step, self._is_limited, self._is_told = False, False, False
@@ -149,7 +151,7 @@ class Watch:
             error: the reason. If all workers answer and it says that a connection broke, they have
                 lost each other for a moment, and what was under way with it.
         """
-        found = self._trouble()
+        found = (self.also() if self.also is not None else "") or self._trouble()
         if not found and (broken := _broken_connection(error)):
             since = time.monotonic() - self._since
             found = f"a connection broke in {self.doing}, begun {since:.1f} s ago ({broken})"

@@ -71,3 +71,12 @@ def test_a_directory_that_cannot_be_written_to_is_refused(tmp_path, monkeypatch)
     monkeypatch.setattr("tempfile.TemporaryFile", read_only)
     with pytest.raises(CheckpointError, match=r"cannot be written to \(Read-only file system\)"):
         Folder(str(tmp_path))
+
+
+def test_those_that_share_a_folder_hold_it_together_and_nobody_else(tmp_path):
+    path = str(tmp_path)
+    with Folder(path, shared=True):
+        with Folder(path, shared=True), pytest.raises(CheckpointError, match="is in use"):
+            Folder(path).__enter__()
+    with Folder(path), pytest.raises(CheckpointError, match="is in use"):
+        Folder(path, shared=True).__enter__()

@@ -63,9 +63,13 @@ def test_a_process_that_runs_the_same_program_as_others_finds_them_and_itself():
     assert own_process(environment) == 1
     assert own_process({"TF_CONFIG": cluster.to_environment()}) is None
     assert own_process({}) is own_process({"TF_CONFIG": "{"}) is None
-    spare = {"TF_CONFIG": json.dumps({"cluster": {"worker": ["a:1"]}, "task": {"type": "spare"}})}
+    with_spares = Cluster(("a:1", "b:2"), ("c:3", "d:4"))
+    spare = {"TF_CONFIG": with_spares.to_environment(3)}
+    assert json.loads(spare["TF_CONFIG"])["task"] == {"type": "spare", "index": 1}
+    assert Cluster.from_environment(spare, together=True) == with_spares
+    assert own_process(spare) == 3
     with pytest.raises(DeviceError, match="is a spare itself"):
-        Cluster.from_environment(spare, together=True)
+        Cluster.from_environment(spare)
 
 
 # A batch script has the variables of the job, a step has its own.

@@ -50,7 +50,8 @@ def test_every_process_knows_its_number(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
 
 
-def test_one_that_fails_ends_all():
+def test_one_that_fails_ends_all(monkeypatch):
+    monkeypatch.setattr(together, "_SECONDS_TO_END", 0.5)
     code = "import json, os, sys, time; i = json.loads(os.environ['TF_CONFIG'])['task']['index']; "
     assert together.run(program(f"{code}sys.exit(7) if i else time.sleep(9)"), 2) == 7
 
@@ -76,3 +77,80 @@ def test_a_flag_that_names_no_process_is_an_error():
     )
     assert done.returncode == 2
     assert "--process=3: there are 1 addresses" in done.stderr
+
+
+# Ends by a signal so many times, each time after a moment, and then well.
+KILLED = 'echo >> "$0"; if [ $(wc -l < "$0") -gt {times} ]; then exit 0; fi; sleep 0.15; kill -9 $$'
+
+
+def killed(times, path):
+    return ["sh", "-c", KILLED.format(times=times), str(path)]
+
+
+def test_one_that_is_killed_again_and_again_soon_after_its_start_is_given_up(tmp_path, capfd):
+    assert together.run(killed(9, tmp_path / "starts"), 1) == 128 + 9
+    assert len((tmp_path / "starts").read_text()) == 5
+    said = capfd.readouterr().err
+    assert said.count("it is started again") == 4
+    assert "process 0 has ended (signal SIGKILL) for the last time" in said
+
+
+def test_one_that_has_run_for_a_while_is_started_again_however_often(tmp_path, monkeypatch):
+    monkeypatch.setattr(together, "_SOON", 0.01)
+    assert together.run(killed(7, tmp_path / "starts"), 1) == 0
+    assert len((tmp_path / "starts").read_text()) == 8
+
+
+# The first one, the second one and a spare, of which each does what is said.
+OF_THREE = (
+    "import json, os, signal, sys, time; task = json.loads(os.environ['TF_CONFIG'])['task'];"
+    " number = 2 if task['type'] == 'spare' else task['index']; "
+)
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "for the last time"),
+        ("time.sleep(60)", "and process 1 did not; killed"),
+    ],
+)
+def test_with_spares_the_others_end_without_one_that_is_lost(second, said, monkeypatch, capfd):
+    monkeypatch.setattr(together, "_SECONDS_TO_END", 0.5)
+    monkeypatch.setattr(together, "_MOST_STARTS", 2)
+    code = f"{OF_THREE}\nif number == 1: {second}\nelse: time.sleep(1.0)"
+    assert together.run(program(code), 2, spares=1) == 0
+    assert said in capfd.readouterr().err
+
+
+def test_with_spares_too_one_that_fails_ends_all(monkeypatch):
+    monkeypatch.setattr(together, "_SECONDS_TO_END", 0.5)
+    code = f"{OF_THREE}\nif number == 2: sys.exit(7)\nelse: time.sleep(9)"
+    assert together.run(program(code), 2, spares=1) == 7
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "told"),
+    [
+        ("train", ["--process=0", "--client_address=a:1"], "--client_address is for one process"),
+        ("train", ["--process=2", "--spares=127.0.0.1:2223"], "--process=2: there are 2 addresses"),
+        ("evaluate", ["--process=0", "--elastic"], "--elastic is for a training, which goes on"),
+        (
+            "evaluate",
+            ["--process=1", "--spares=127.0.0.1:2223"],
+            "--spares is for a training, which goes on",
+        ),
+    ],
+)
+def test_flags_that_do_not_go_together_are_errors(program, words, told, tmp_path):
+    command = [sys.executable, "-m", f"models.one_billion_word.{program}", "--lowering=simd"]
+    done = subprocess.run(
+        [*command, "--mesh_shape=layers:1", "--cluster=127.0.0.1:2222", *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert told in done.stderr

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from absl import flags
 
-from pipemesh.errors import DeviceError
+from pipemesh.errors import DeviceError, PlanError
 from pipemesh.hosts import Cluster
 from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
 from pipemesh.plan.fewer import fewer
 from pipemesh.training.command.flags import FlagError, check_number, start_devices
+
+if TYPE_CHECKING:
+    from pipemesh.hosts.peers import Joined
 
 FLAGS = flags.FLAGS
 
@@ -30,6 +34,8 @@ _WAIT, _ELASTIC_WAIT = 600.0, 30.0
 _again = False
 # Whether TensorFlow was started as one of several processes.
 _together = False
+# Of several processes that go on without one that is lost, those that do.
+_joined: Joined | None = None
 
 
 def define() -> None:
@@ -42,7 +48,11 @@ def define() -> None:
         "none uses this machine all the same.",
     )
     flags.DEFINE_string(
-        "spares", None, "Workers that take the place of one that is lost, host:port as --cluster."
+        "spares",
+        None,
+        "Workers that take the place of one that is lost, host:port as --cluster. Of several "
+        "processes, those that run this command, too, numbered behind the others, and take the "
+        "place of one that is not there for --worker_wait.",
     )
     flags.DEFINE_string(
         "client_address",
@@ -57,15 +67,15 @@ def define() -> None:
     flags.DEFINE_float(
         "worker_wait",
         None,
-        f"Seconds to wait for workers that are not there; default: {_WAIT:.0f}, with --elastic "
-        f"{_ELASTIC_WAIT:.0f}.",
+        f"Seconds to wait for workers that are not there; default: {_WAIT:.0f}, with --elastic, or "
+        f"until a spare takes the place of one of several processes, {_ELASTIC_WAIT:.0f}.",
     )
     flags.DEFINE_boolean(
         "elastic",
         False,
-        "Whether a training goes on with those workers that are there, under a smaller mesh, when "
-        "others do not come within --worker_wait. Each time that it begins again it takes all that "
-        "are there.",
+        "Whether a training goes on with those workers, or processes, that are there, under a "
+        "smaller mesh, when others do not come within --worker_wait. Each time that it begins "
+        "again it takes all that are there.",
     )
     flags.DEFINE_float(
         "step_limit",
@@ -77,8 +87,8 @@ def define() -> None:
     flags.DEFINE_integer(
         "process",
         None,
-        "Which of the addresses of --cluster this process is: all run this command and compute "
-        "together, by --lowering=simd. Default: what TF_CONFIG says.",
+        "Which of the addresses of --cluster this process is, those of --spares behind them: all "
+        "run this command and compute together, by --lowering=simd. Default: what TF_CONFIG says.",
     )
     flags.DEFINE_string(
         "listen",
@@ -134,20 +144,125 @@ def processes() -> tuple[Cluster, int] | None:
         if FLAGS.listen is not None:
             raise FlagError("--listen is for one of several processes; say which by --process")
         return None
+    if _joined is not None:
+        return _joined.roster.addresses(), _joined.number
     try:
         found = Cluster.from_environment(together=True) if by_variable else None
-        found = found or Cluster.from_text(FLAGS.cluster or "")
+        if found is None:
+            found = Cluster.from_text(FLAGS.cluster or "", FLAGS.spares or "")
+        elif FLAGS.spares:
+            found = Cluster(found.workers, Cluster.from_text(FLAGS.spares).workers)
     except DeviceError as error:
         raise FlagError(f"--process={index}: {error}") from error
-    if not 0 <= index < len(found.workers):
+    count = len(found.workers) + len(found.spares)
+    if not 0 <= index < count:
         raise FlagError(
-            f"--process={index}: there are {len(found.workers)} addresses, whose numbers begin "
-            "with 0"
+            f"--process={index}: there are {count} addresses, whose numbers begin with 0"
         )
-    for name in ("spares", "client_address", "elastic"):
-        if FLAGS[name].value:
-            raise FlagError(f"--{name} is for one process that drives workers; leave it out")
+    if FLAGS.client_address:
+        raise FlagError("--client_address is for one process that drives workers; leave it out")
+    for name, is_given in (("spares", found.spares), ("elastic", FLAGS.elastic)):
+        if is_given and not _again:
+            raise FlagError(
+                f"--{name} is for a training, which goes on from its checkpoints; leave it out, "
+                "and give the processes that are there"
+            )
     return found, index
+
+
+def agree(plan: Plan, folder: str, check: Callable[[Plan], object]) -> Plan:
+    """Agrees with other processes on which of them take part, if some may be done without.
+
+    They are told apart by their numbers from then on; see `processes`. Ends this program if the
+    training has ended without it. To be called before TensorFlow starts.
+
+    Args:
+        plan: what is asked for.
+        folder: the log directory.
+        check: raises a `PipemeshError` for a plan that the model cannot have.
+
+    Returns:
+        The plan for those that take part.
+
+    Raises:
+        FlagError: a flag is malformed, or the plan is not for several processes.
+        DeviceError: others are missing for too long.
+        PlanError: no plan for so few devices goes with the rest of it.
+    """
+    global _joined
+    found = processes()
+    if found is None or _joined is not None or not (FLAGS.elastic or found[0].spares):
+        return plan
+    # They load gRPC.
+    from pipemesh.hosts.peers import join
+    from pipemesh.hosts.rollcall import Wish
+
+    cluster, index = found
+    each = _check_together(plan.mesh, cluster)
+    joined = join(
+        Wish(
+            cluster,
+            index,
+            answer=FLAGS.worker_answer,
+            patience=FLAGS.worker_wait or _ELASTIC_WAIT,
+            limit=FLAGS.worker_wait or _WAIT,
+            fit=_fitting(plan, each, check) if FLAGS.elastic else None,
+            listen=FLAGS.listen,
+        ),
+        folder,
+    )
+    if joined is None:
+        raise SystemExit(0)
+    _joined = joined
+    if not joined.roster.plan:
+        return plan
+    other = Plan.from_text(joined.roster.plan)
+    if not joined.number:
+        members, number = len(joined.roster.members), len(cluster.workers)
+        _tell_changes(plan, other, f"{members} of {number} processes take part")
+    return other
+
+
+def _fitting(
+    plan: Plan, each: int, check: Callable[[Plan], object]
+) -> Callable[[int], tuple[int, str]]:
+    """How many of so many processes, with so many devices each, go on, and by which plan."""
+
+    def fit(there: int) -> tuple[int, str]:
+        def checked(other: Plan) -> None:
+            if not _dealt(other.mesh.num_devices, there, each):
+                raise PlanError(
+                    f"its {other.mesh.num_devices} devices cannot be dealt out evenly to "
+                    f"{there} processes or fewer that have {each} each"
+                )
+            check(other)
+
+        found = fewer(plan, there * each, checked)
+        return _dealt(found.mesh.num_devices, there, each), str(found)
+
+    return fit
+
+
+def _dealt(devices: int, most: int, each: int) -> int:
+    """The fewest processes that have so many devices, all as many; 0 if there are none.
+
+    Example:
+        >>> _dealt(4, 3, 2), _dealt(3, 2, 2)
+        (2, 0)
+    """
+    counts = range(1, most + 1)
+    return next((n for n in counts if devices % n == 0 and devices // n <= each), 0)
+
+
+def has_joined() -> bool:
+    """Whether processes have agreed on which of them take part."""
+    return _joined is not None
+
+
+def say_ended() -> None:
+    """Tells processes that wait to take part, if there are any, that the training has ended."""
+    if _joined is not None and not _joined.number:
+        _joined.say_ended()
 
 
 def _start_together(mesh: Mesh, device_type: str, cluster: Cluster, index: int) -> None:
@@ -155,6 +270,29 @@ def _start_together(mesh: Mesh, device_type: str, cluster: Cluster, index: int) 
     global _together
     from pipemesh.hosts import peers, silence
 
+    each = _check_together(mesh, cluster)
+    if device_type == "CPU":
+        from pipemesh.backend.devices import start_cpu_devices
+
+        start_cpu_devices(each)
+    peers.connect(
+        cluster,
+        index,
+        kind=device_type,
+        listen=FLAGS.listen,
+        answer=FLAGS.worker_answer,
+        wait=FLAGS.worker_wait or _WAIT,
+        again=_again,
+        step_limit=FLAGS.step_limit,
+        joined=_joined,
+    )
+    _together = True
+    if index:
+        silence.be_silent()
+
+
+def _check_together(mesh: Mesh, cluster: Cluster) -> int:
+    """Checks what several processes need; returns how many devices each of them has."""
     if "lowering" in FLAGS and FLAGS.lowering != "simd":
         raise FlagError(
             f"{len(cluster.workers)} processes run this command, but each of them computes its "
@@ -170,23 +308,7 @@ def _start_together(mesh: Mesh, device_type: str, cluster: Cluster, index: int) 
             f"--mesh_shape={str(mesh)!r} has {mesh.num_devices} processors, which cannot be dealt "
             f"out evenly to {len(cluster.workers)} processes; use a mesh of a multiple of them"
         )
-    if device_type == "CPU":
-        from pipemesh.backend.devices import start_cpu_devices
-
-        start_cpu_devices(each)
-    peers.connect(
-        cluster,
-        index,
-        kind=device_type,
-        listen=FLAGS.listen,
-        answer=FLAGS.worker_answer,
-        wait=FLAGS.worker_wait or _WAIT,
-        again=_again,
-        step_limit=FLAGS.step_limit,
-    )
-    _together = True
-    if index:
-        silence.be_silent()
+    return each
 
 
 def _check_numbers() -> None:
@@ -261,7 +383,7 @@ def fitting(plan: Plan, device_type: str, check: Callable[[Plan], object]) -> Pl
     Raises:
         PlanError: no plan for so few devices goes with the rest of it.
     """
-    if "elastic" not in FLAGS or not FLAGS.elastic:
+    if "elastic" not in FLAGS or not FLAGS.elastic or _joined is not None:
         return plan
     from pipemesh.backend.cluster import worker_devices
 
@@ -269,9 +391,10 @@ def fitting(plan: Plan, device_type: str, check: Callable[[Plan], object]) -> Pl
     count = sum(map(len, there))
     found = fewer(plan, count, check)
     if found != plan:
-        changes = ", ".join(f"{name}={new}" for name, (_, new) in plan.changes(found).items())
-        print(
-            f"elastic: {len(there)} workers with {count} devices are there, and mesh={plan.mesh} "
-            f"has {plan.mesh.num_devices}: this time {changes}"
-        )
+        _tell_changes(plan, found, f"{len(there)} workers with {count} devices are there")
     return found
+
+
+def _tell_changes(plan: Plan, found: Plan, who: str) -> None:
+    changes = ", ".join(f"{name}={new}" for name, (_, new) in plan.changes(found).items())
+    print(f"elastic: {who}, and mesh={plan.mesh} has {plan.mesh.num_devices}: this time {changes}")

@@ -31,7 +31,8 @@ def is_chief() -> bool:
 def folder(path: str) -> Iterator[None]:
     """Holds a log directory for all processes, which have been connected before."""
     if is_chief():
-        with Folder(path):
+        # One that was lost may hold it as long as it is stopped.
+        with Folder(path, shared=host_flags.has_joined()):
             _meet()
             yield
     else:
@@ -91,6 +92,7 @@ def leave() -> None:
 
     _meet()
     watch.stop()
+    host_flags.say_ended()
     # Who has ended would look lost. Who knows that all have come leaves, and breaks off the meeting
     # for those who do not know it yet.
     with contextlib.suppress(tf.errors.UnavailableError, tf.errors.CancelledError):
