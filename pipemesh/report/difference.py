@@ -84,6 +84,43 @@ def parts_of(measured: Timeline) -> list[Part]:
     ]
 
 
+@dataclasses.dataclass(frozen=True)
+class Waits:
+    """What devices waited for that no schedule asks for, in the unit of the timeline.
+
+    Attributes:
+        own: of an action, between it and what its device did before, though all it needs was there;
+            the mean of all actions.
+        sent: from the end of an action until its result was used on another device that waited for
+            it; the mean of all such actions, 0 if there was none.
+    """
+
+    own: float
+    sent: float
+
+
+def waits_of(measured: Timeline) -> Waits:
+    """How long actions waited besides.
+
+    Args:
+        measured: when actions ran.
+
+    Example:
+        >>> from pipemesh.schedule import gpipe
+        >>> waits_of(simulate(gpipe(2, 2), Costs(1, 2, transfer=0.5)))
+        Waits(own=0.0, sent=0.5)
+    """
+    delays, own = _delays(compile_table(measured.schedule), measured)
+    of_devices = [each for row in own for each in row]
+    sent = [
+        each - mine
+        for row, mines in zip(delays, own, strict=True)
+        for each, mine in zip(row, mines, strict=True)
+        if each > mine
+    ]
+    return Waits(statistics.fmean(of_devices), statistics.fmean(sent) if sent else 0.0)
+
+
 def _delays(table: Table, measured: Timeline) -> tuple[list[list[float]], list[list[float]]]:
     """How long each action waited for nothing that the table knows: all, and the device's own."""
     end = [0.0] * table.num_codes

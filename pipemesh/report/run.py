@@ -141,6 +141,18 @@ class Run:
 
 MEMORY = ("weights", "optimizer", "gradients", "activations")
 """What a device holds, by its names in a forecast."""
+EXPECTED = (
+    "compute",
+    "actions",
+    "bubble",
+    "imbalance",
+    "sums",
+    "transfers",
+    "gradients",
+    "optimizer",
+    "fixed",
+)
+"""What a predicted step is made of, as `pipemesh.plan.Prediction.parts` has it."""
 _COSTS = {"F": "forward", "B": "backward", "I": "input_grad", "W": "weight_grad"}
 
 
@@ -240,6 +252,7 @@ def _is_sound(event: Mapping[str, Any]) -> bool:
             for each in event.get("devices", ()):
                 sum((each[part] for part in MEMORY), 0.0)
                 str(each["device"])
+            _check_expected(event)
             for each in event.get("sent", ()):
                 _ = each["axes"], each["what"], f"{each['times']:,}", each["bytes"] + 0.0
         if kind == "workers":
@@ -259,6 +272,18 @@ def _is_sound(event: Mapping[str, Any]) -> bool:
     except (PipemeshError, AttributeError, KeyError, TypeError, ValueError):
         return False
     return True
+
+
+def _check_expected(event: Mapping[str, Any]) -> None:
+    """Raises what something that is not as it should be raises."""
+    _ = int(event.get("rows") or 0), [cut + 0 for cut in event.get("cuts") or ()]
+    _ = float(event.get("cores") or 0), float(event.get("device_memory") or 0)
+    for layer in event.get("layers") or ():
+        _ = layer["flops"] + 0.0, layer["output_bytes"] + 0.0
+        _ = (layer["parameter_bytes"] or 0) + 0.0, (layer["activation_bytes"] or 0) + 0.0
+    if (found := event.get("predicted")) is not None:
+        _ = found["seconds"] + 0.0, max(each + 0.0 for each in found["memory"])
+        _ = [found["parts"][name] + 0.0 for name in EXPECTED]
 
 
 def _schedule(line: Mapping[str, Any]) -> tuple[Schedule, Costs]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -281,12 +282,17 @@ class Trainer:
                 stack.locates_errors = False
         return None
 
-    def trace_schedule(self) -> tuple[Timeline, Timeline]:
+    @property
+    def batch(self) -> Any:
+        """That the last step was trained on; None if there was no step yet."""
+        return self._last
+
+    def trace_schedule(self) -> tuple[Timeline, Timeline, float]:
         """Trains two more steps, with a clock, and says when actions ran in the second.
 
         Returns:
             The timeline that is predicted from the median duration of each stage's actions, and
-            the measured one; both in milliseconds.
+            the measured one; both in milliseconds. And seconds of the whole second step.
         """
         stack = self.trained.pipelines[0]
         stack.clock = ActionClock()
@@ -295,12 +301,14 @@ class Trainer:
         try:
             # The first builds the graph.
             for _ in range(2):
+                begin = time.perf_counter()
                 self.train_step()
+                seconds = time.perf_counter() - begin
         finally:
             self._train = plain
         measured = stack.clock.timeline(stack.schedule, unit=1e-3)
         stack.clock = None
-        return simulate(stack.schedule, measured.costs), measured
+        return simulate(stack.schedule, measured.costs), measured, seconds
 
     def evaluate(
         self, batches: Iterable[Any], stopped: Callable[[], bool] = lambda: False

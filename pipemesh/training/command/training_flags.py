@@ -150,7 +150,7 @@ def options() -> dict[str, Any]:
             "out (learning_rates.csv is for programs)"
         )
     found = {name: getattr(FLAGS, name) for name in _OF_OPTIONS}
-    return {**found, "profile_steps": _profile_steps()}
+    return {**found, "profile_steps": _profile_steps(), **auto_plan.options()}
 
 
 def _profile_steps() -> tuple[int, int] | None:
