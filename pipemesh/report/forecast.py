@@ -11,15 +11,13 @@ from pipemesh.errors import PipemeshError
 from pipemesh.partition.text import bytes_text
 from pipemesh.plan import predict
 from pipemesh.report.change import Basis, Change, basis_of
-from pipemesh.report.change.changes import best_of_each
+from pipemesh.report.change.changes import LEAST, best, best_of_each
 from pipemesh.report.difference import parts_of
 from pipemesh.report.markup import note, table
 from pipemesh.report.run import MEMORY, Run
 from pipemesh.schedule import Timeline
 from pipemesh.schedule.render.svg import escape
 
-# What helps by less is within what steps differ by.
-LEAST = 0.02
 # Of a kind of change, and of those that are not the best of their kind.
 _MORE = 2
 _KINDS = {
@@ -68,6 +66,10 @@ def forecast(run: Run) -> Iterator[str]:
     else:
         why = run.fact("forecast", "unpredicted", "what layers take was not measured")
         yield note(f"Seconds were not predicted: {why}.")
+        if (usual := _usual(run)) is not None:
+            timed = run.fact("schedule", "seconds")
+            beside = f", the one that was timed {1e3 * timed:.4g} ms" if timed else ""
+            yield note(f"A step took {1e3 * usual:.4g} ms, the median of training{beside}.")
         rows = _in_shares(run)
         if rows:
             yield _table(rows, "share of the pipeline's time", lambda value: f"{value:.1%}")
@@ -259,25 +261,30 @@ def sentence(found: list[Change], now: float) -> str:
     """
     if not found:
         return "There is nothing to change: no other plan of these devices is known."
-    best = found[0]
-    gain = 1 - best.prediction.seconds / now
+    named = best(found, now)
+    gain = 1 - named.prediction.seconds / now
     if gain <= LEAST:
         return (
             f"No change that was tried would make a step shorter by more than {LEAST:.0%}; "
-            f"<code>{escape(best.flags)}</code> comes to {gain:+.1%}."
+            f"<code>{escape(named.flags)}</code> comes to {gain:+.1%}."
         )
     return (
-        f"The one change that would help most: <code><b>{escape(best.flags)}</b></code>, a step "
-        f"shorter by {gain:.1%} ({1e3 * best.prediction.seconds:.4g} ms instead of "
-        f"{1e3 * now:.4g} ms)" + (f", if {escape(best.supposed)}." if best.supposed else ".")
+        f"The one change that would help most: <code><b>{escape(named.flags)}</b></code>, a step "
+        f"shorter by {gain:.1%} ({1e3 * named.prediction.seconds:.4g} ms instead of "
+        f"{1e3 * now:.4g} ms)" + (f", if {escape(named.supposed)}." if named.supposed else ".")
     )
 
 
 def _shown(found: list[Change], now: float) -> list[Change]:
-    """The best of each kind, and some more that help."""
-    first = best_of_each(found)
-    more = [e for e in found if e not in first and e.prediction.seconds < (1 - LEAST) * now]
-    chosen = [*first, *more[:_MORE]]
+    """The one that is named, the best of each kind, and some more that help."""
+    named = best(found, now)
+    first = [named, *(each for each in best_of_each(found) if each.kind != named.kind)]
+    chosen = list(first)
+    for each in found:
+        seconds = each.prediction.seconds
+        is_new = all(abs(seconds - e.prediction.seconds) > 1e-3 * now for e in chosen)
+        if is_new and seconds < (1 - LEAST) * now and len(chosen) < len(first) + _MORE:
+            chosen.append(each)
     return [each for each in found if each in chosen]
 
 
@@ -309,6 +316,8 @@ def _limits(basis: Basis) -> str:
             "What smaller microbatches take was not measured, so at most four times as many were "
             "tried; with figures of `pipemesh plan --save` all are."
         )
+    if basis.knows_layers and not basis.knows_rows:
+        told.append("A layer's share of its stage's time is that of its flops.")
     if not basis.knows_layers:
         told.append("Nothing is known of single layers, so no stage was cut anew.")
     return " ".join(told)

@@ -16,6 +16,8 @@ from pipemesh.plan.stage_costs import cut_evenly, layer_seconds, stages_of
 # How much smaller or larger microbatches may be of which nothing was measured: what an action
 # takes is then only known to be about as long as its rows are many.
 _FARTHEST = 4
+LEAST = 0.02
+"""The share of a step below which steps differ in any case."""
 # For moving layers over cuts.
 _SECONDS = 2.0
 _AGAIN = ("full", "except_last")
@@ -94,10 +96,31 @@ def changes(
         if kind == "remat" and not knows_rows:
             supposed.append("what is computed again takes what its flops say")
         values = {name: now for name, (_, now) in plan.changes(other).items()}
-        if other.num_stages == 1:
-            values.pop("boundaries", None)
         found.append(Change(kind, values, prediction, "; ".join(supposed)))
     return sorted(found, key=lambda each: each.prediction.seconds)
+
+
+def best(found: Sequence[Change], now: float) -> Change:
+    """The change to name.
+
+    What rests on measurements alone goes before what something is supposed of, if it helps at least
+    half as much. Of those that come within 2% of the best, the one with fewest flags is named.
+
+    Args:
+        found: shortest step first, one at least.
+        now: seconds of a step as it is.
+    """
+    most = now - found[0].prediction.seconds
+    known = [e for e in found if not e.supposed and now - e.prediction.seconds >= most / 2 > 0]
+    left = known or found
+    until = left[0].prediction.seconds + LEAST * now
+    near = [each for each in left if each.prediction.seconds <= until]
+
+    def key(each: Change) -> tuple[int, int, float]:
+        prediction = each.prediction
+        return len(each.values), round(1e3 * prediction.seconds / now), max(prediction.memory)
+
+    return min(near, key=key)
 
 
 def best_of_each(found: Sequence[Change]) -> list[Change]:
