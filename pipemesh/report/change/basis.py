@@ -103,9 +103,8 @@ def _basis(
         knows_memory = False
         found = _of_stages(measured, batch / plan.num_microbatches / plan.num_replicas)
         cuts = tuple(range(measured.schedule.num_stages + 1))
-    if figures is None:
-        cores = forecast.get("cores")
-        found = dataclasses.replace(found, cores=None if cores is None else float(cores))
+    cores = forecast.get("cores")
+    found = dataclasses.replace(found, cores=None if cores is None else float(cores))
     plan = dataclasses.replace(plan, boundaries=cuts)
     if plan.table.rows != measured.schedule.rows:
         # A table that was found for this machine, or read from a file that is another one now.

@@ -93,6 +93,8 @@ def changes(
         halves = any(action.kind in "IW" for row in other.table.rows for action in row)
         if kind == "schedule" and halves and not knows_halves:
             supposed.append("each half of a backward pass takes half of it")
+        if other.num_stages > plan.num_stages and not knows_rows:
+            supposed.append("parts of a stage take no longer than the stage")
         if kind == "remat" and not knows_rows:
             supposed.append("what is computed again takes what its flops say")
         values = {name: now for name, (_, now) in plan.changes(other).items()}

@@ -9,6 +9,7 @@ from pipemesh.plan import Figures, Plan, predict
 from pipemesh.plan.layer_figures import Curve, LayerFigures
 from pipemesh.plan.network import Link
 from pipemesh.plan.stage_costs import Stages, action_costs, stages_of
+from pipemesh.report.change.sharing import alone
 from pipemesh.report.difference import waits_of
 from pipemesh.schedule import Timeline
 
@@ -24,6 +25,7 @@ def corrected(
 
     * Each layer of a stage takes its share of what the stage's actions usually took. How times
       depend on rows, and which share of a stage is a layer's, is as figures had it.
+    * Devices that share cores slowed each other down as `alone` finds.
     * An action takes besides what devices paused on average between two of them, or what figures
       say, if that is more.
     * The link is as slow as results were late on other devices.
@@ -54,20 +56,23 @@ def corrected(
     waits = waits_of(measured)
     number = stages.table.num_stages
     beside = max(0.0, figures.action - waits.own)
-    durations = measured.costs.per_stage(number).durations()
+    costs, load = alone(measured, figures.cores, stages.replicas * stages.group)
+    if load > 1:
+        figures = dataclasses.replace(figures, loads=dict.fromkeys("FBIW", load))
+    durations = costs.per_stage(number).durations()
     ran = {action.kind for row in measured.schedule.rows for action in row}
     # With sums, which are not scaled, and without what actions take besides.
     bare = dataclasses.replace(figures, action=0.0)
-    alone = action_costs(stages, bare, sums=False, transfers=False).per_stage(number).durations()
+    expected = action_costs(stages, bare, sums=False, transfers=False).per_stage(number).durations()
     summed = action_costs(stages, bare, transfers=False).per_stage(number).durations()
     layers: list[LayerFigures] = []
     for stage, members in enumerate(stages.layers):
         wanted = {
-            kind: max(0.0, durations[kind][stage] - beside - _sums(summed, alone, kind, stage))
+            kind: max(0.0, durations[kind][stage] - beside - _sums(summed, expected, kind, stage))
             for kind in "FBIW"
             if kind in ran
         }
-        there = {kind: alone[kind][stage] for kind in "FBIW"}
+        there = {kind: expected[kind][stage] for kind in "FBIW"}
         _complete(wanted, there)
         layers += [_scaled(layer, wanted, there, stages, len(members)) for layer in members]
     link = figures.transfer
@@ -96,11 +101,11 @@ def corrected(
 
 def _sums(
     summed: Mapping[str, tuple[float, ...]],
-    alone: Mapping[str, tuple[float, ...]],
+    expected: Mapping[str, tuple[float, ...]],
     kind: str,
     stage: int,
 ) -> float:
-    return summed[kind][stage] - alone[kind][stage]
+    return summed[kind][stage] - expected[kind][stage]
 
 
 def _complete(wanted: dict[str, float], there: Mapping[str, float]) -> None:
