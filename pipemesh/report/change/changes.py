@@ -98,6 +98,8 @@ def changes(
         if kind == "remat" and not knows_rows:
             supposed.append("what is computed again takes what its flops say")
         values = {name: now for name, (_, now) in plan.changes(other).items()}
+        if any(each.values == values for each in found):
+            continue
         found.append(Change(kind, values, prediction, "; ".join(supposed)))
     return sorted(found, key=lambda each: each.prediction.seconds)
 

@@ -56,9 +56,8 @@ def corrected(
     waits = waits_of(measured)
     number = stages.table.num_stages
     beside = max(0.0, figures.action - waits.own)
-    costs, load = alone(measured, figures.cores, stages.replicas * stages.group)
-    if load > 1:
-        figures = dataclasses.replace(figures, loads=dict.fromkeys("FBIW", load))
+    costs, loads = alone(measured, figures.cores, stages.replicas * stages.group)
+    figures = dataclasses.replace(figures, loads=loads)
     durations = costs.per_stage(number).durations()
     ran = {action.kind for row in measured.schedule.rows for action in row}
     # With sums, which are not scaled, and without what actions take besides.
@@ -73,7 +72,7 @@ def corrected(
             if kind in ran
         }
         there = {kind: expected[kind][stage] for kind in "FBIW"}
-        _complete(wanted, there)
+        _complete(wanted, there, loads)
         layers += [_scaled(layer, wanted, there, stages, len(members)) for layer in members]
     link = figures.transfer
     sent = [link.seconds(of_stage[-1].outputs.at(stages.rows)) for of_stage in stages.layers[:-1]]
@@ -108,15 +107,22 @@ def _sums(
     return summed[kind][stage] - expected[kind][stage]
 
 
-def _complete(wanted: dict[str, float], there: Mapping[str, float]) -> None:
-    """What did not run takes as many times what figures say as what ran in its place."""
+def _complete(
+    wanted: dict[str, float], there: Mapping[str, float], loads: Mapping[str, float]
+) -> None:
+    """What did not run takes as many times what figures say as what ran in its place.
+
+    Where a `B` keeps several cores busy, each half, which has one product where it has two, keeps
+    one busy for as much longer.
+    """
     halves = there["I"] + there["W"]
+    busy = loads.get("B", 1.0)
     if "B" not in wanted:
         whole = wanted.get("I", 0.0) + wanted.get("W", 0.0)
         wanted["B"] = whole * there["B"] / halves if halves else whole
     for kind in ("I", "W"):
         share = there[kind] / there["B"] if there["B"] else 0.5
-        wanted.setdefault(kind, wanted["B"] * share)
+        wanted.setdefault(kind, wanted["B"] * share * busy)
 
 
 def _scaled(

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pipemesh.schedule import Costs, Timeline
 
-# Loads that are tried, in steps of this much of what there is between the least and the most.
-_STEPS = 20
-# One action keeps one core busy, unless another load explains so much of what actions of a stage
-# differ by.
-_EXPLAINED = 0.2
+# Loads that are tried, evenly between the least and the most; how often for each kind.
+_STEPS, _SWEEPS = 10, 2
+# An action keeps one core busy, unless another load explains so much of what actions differ by.
+_EXPLAINED = 0.1
+# No more of an action that stands out: something else ran then.
+_CAP = 0.1
 _KINDS = ("F", "B", "I", "W")
+Loads = dict[str, float]
 
 
-def alone(measured: Timeline, cores: float | None, home: int) -> tuple[Costs, float]:
-    """What actions would have taken alone, and the cores that one keeps busy on each device.
+def alone(measured: Timeline, cores: float | None, home: int) -> tuple[Costs, Loads]:
+    """What actions would have taken alone, and how many cores one of each kind keeps busy.
 
     While more cores are wanted than there are, all actions that run go on at the rate
-    `cores / wanted`, as in `pipemesh.schedule.simulate_sharing`. The more cores one action keeps
-    busy, the faster it is while other devices wait; so the load is the one under which actions of a
-    kind and a stage have done most nearly as much as each other, however many others ran.
+    `cores / wanted`, as in `pipemesh.schedule.simulate_sharing`. The more cores an action keeps
+    busy, the faster it is while other devices wait: a `B` has products of matrices that need
+    nothing of each other. So the loads are those under which actions of a kind and a stage have
+    done most nearly as much as each other, however many others ran.
 
     Args:
         measured: when actions ran.
@@ -31,24 +33,32 @@ def alone(measured: Timeline, cores: float | None, home: int) -> tuple[Costs, fl
         home: devices that run each action.
 
     Returns:
-        Costs, as medians of a stage's actions, and the load, 1 or more.
+        Costs, as medians of a stage's actions, and by kind the load of each device, 1 or more.
 
     Example:
         >>> from pipemesh.schedule import gpipe, simulate_sharing
-        >>> step = simulate_sharing(gpipe(2, 4), Costs(1, 2), cores=2, loads=1.5)
-        >>> costs, load = alone(step, 2, 1)
-        >>> costs.forward, round(load, 9)
-        ((1.0, 1.0), 1.5)
+        >>> step = simulate_sharing(gpipe(2, 4), Costs(1, 2), cores=2, loads={"F": 1, "B": 1.5})
+        >>> costs, loads = alone(step, 2, 1)
+        >>> costs.backward, round(loads["B"], 9)
+        ((2.0, 2.0), 1.5)
     """
+    ran = dict.fromkeys(span.action.kind for span in measured.spans())
+    loads = dict.fromkeys(ran, 1.0)
     if cores is None:
-        return measured.costs, 1.0
+        return measured.costs, loads
     most = max(1.0, cores / home)
-    loads = [1 + (most - 1) * step / _STEPS for step in range(_STEPS + 1)]
-    differing = [_differing(_works(measured, cores, home * load)) for load in loads]
-    best = min(range(len(loads)), key=differing.__getitem__)
-    if differing[best] > (1 - _EXPLAINED) * differing[0]:
-        best = 0
-    works = _works(measured, cores, home * loads[best])
+    tried = [1 + (most - 1) * step / _STEPS for step in range(_STEPS + 1)]
+    first = least = _differing(_works(measured, cores, home, loads))
+    for _ in range(_SWEEPS):
+        for kind in ran:
+            for load in tried:
+                other = loads | {kind: load}
+                found = _differing(_works(measured, cores, home, other))
+                if found < least:
+                    loads, least = other, found
+    if least > (1 - _EXPLAINED) * first:
+        loads = dict.fromkeys(ran, 1.0)
+    works = _works(measured, cores, home, loads)
     stages = measured.schedule.num_stages
     known = measured.costs.per_stage(stages).durations()
     fields = [
@@ -60,23 +70,29 @@ def alone(measured: Timeline, cores: float | None, home: int) -> tuple[Costs, fl
         ]
         for kind in _KINDS
     ]
-    return Costs(*fields), loads[best]
+    return Costs(*fields), loads
 
 
-def _works(measured: Timeline, cores: float, load: float) -> dict[tuple[str, int], list[float]]:
+def _works(
+    measured: Timeline, cores: float, home: int, loads: Mapping[str, float]
+) -> dict[tuple[str, int], list[float]]:
     """What each action did, in the time that it would have taken alone."""
-    times = sorted({0.0, *itertools.chain(*measured.starts, *measured.ends)})
-    starts, ends = (sorted(itertools.chain(*rows)) for rows in (measured.starts, measured.ends))
-    done = [0.0]
+    spans = list(measured.spans())
+    changes: dict[float, float] = {0.0: 0.0}
+    for span in spans:
+        load = home * loads[span.action.kind]
+        changes[span.start] = changes.get(span.start, 0.0) + load
+        changes[span.end] = changes.get(span.end, 0.0) - load
+    times = sorted(changes)
+    done, wanted = {times[0]: 0.0}, 0.0
     for before, now in itertools.pairwise(times):
-        running = bisect.bisect_right(starts, before) - bisect.bisect_right(ends, before)
-        rate = min(1.0, cores / (running * load)) if running > 0 else 1.0
-        done.append(done[-1] + rate * (now - before))
-    until = dict(zip(times, done, strict=True))
+        wanted += changes[before]
+        rate = min(1.0, cores / wanted) if wanted > 0 else 1.0
+        done[now] = done[before] + rate * (now - before)
     found: dict[tuple[str, int], list[float]] = {}
-    for span in measured.spans():
+    for span in spans:
         key = span.action.kind, span.action.stage
-        found.setdefault(key, []).append(until[span.end] - until[span.start])
+        found.setdefault(key, []).append(done[span.end] - done[span.start])
     return found
 
 
@@ -86,5 +102,5 @@ def _differing(works: dict[tuple[str, int], list[float]]) -> float:
 
 
 def _spread(values: Sequence[float]) -> float:
-    mean = statistics.fmean(values)
-    return sum((value / mean - 1) ** 2 for value in values) if mean else 0.0
+    usual = statistics.median(values)
+    return sum(min(_CAP, (v / usual - 1) ** 2) for v in values) if usual else 0.0
