@@ -11,13 +11,15 @@ from pipemesh.errors import PipemeshError
 from pipemesh.partition.text import bytes_text
 from pipemesh.plan import predict
 from pipemesh.report.change import Basis, Change, basis_of
-from pipemesh.report.change.changes import LEAST, best, best_of_each
+from pipemesh.report.change.changes import LEAST, LEAST_SUPPOSED, best, best_of_each
 from pipemesh.report.difference import parts_of
 from pipemesh.report.markup import note, table
 from pipemesh.report.run import MEMORY, Run
 from pipemesh.schedule import Timeline
 from pipemesh.schedule.render.svg import escape
 
+# What a device has only since its first step.
+_OF_STEPS = ("gradients", "activations")
 # Of a kind of change, and of those that are not the best of their kind.
 _MORE = 2
 _KINDS = {
@@ -199,7 +201,10 @@ def _memory(run: Run, predicted: Mapping[str, Any] | None) -> Iterator[str]:
         ],
     ]
     if is_cpu:
-        rows.append(["the process", "not known", "not known", told(peak)])
+        before = run.fact("begin", "peak_memory")
+        more = sum(float(each[part]) for each in devices for part in _OF_STEPS)
+        counted = float(before) + more if before and devices else None
+        rows.append(["the process", "not known", told(counted), told(peak)])
     yield "<h3>Memory</h3>"
     yield table(
         ["", "predicted from figures of layers", "counted in the step's graph", "measured"], rows
@@ -207,7 +212,9 @@ def _memory(run: Run, predicted: Mapping[str, Any] | None) -> Iterator[str]:
     if is_cpu:
         yield note(
             "Devices of a CPU share the memory of their process, so what one of them has in use is "
-            "not known; the process has Python, TensorFlow and the data besides."
+            "not known; the process has Python, TensorFlow and the data besides. Counted of it is "
+            "what it had before its first step, with the weights, and what a step keeps; what "
+            "building the graph takes, and operations while they run, is not."
         )
 
 
@@ -263,10 +270,12 @@ def sentence(found: list[Change], now: float) -> str:
         return "There is nothing to change: no other plan of these devices is known."
     named = best(found, now)
     gain = 1 - named.prediction.seconds / now
-    if gain <= LEAST:
+    least = LEAST_SUPPOSED if named.supposed else LEAST
+    if gain <= least:
+        beside = f", if {escape(named.supposed)}" if named.supposed else ""
         return (
-            f"No change that was tried would make a step shorter by more than {LEAST:.0%}; "
-            f"<code>{escape(named.flags)}</code> comes to {gain:+.1%}."
+            f"No change that was tried is known to make a step shorter by more than {least:.0%}; "
+            f"<code>{escape(named.flags)}</code> comes to {gain:+.1%}{beside}."
         )
     return (
         f"The one change that would help most: <code><b>{escape(named.flags)}</b></code>, a step "
@@ -318,6 +327,12 @@ def _limits(basis: Basis) -> str:
         )
     if basis.knows_layers and not basis.knows_rows:
         told.append("A layer's share of its stage's time is that of its flops.")
+    busy = max(basis.figures.loads.values(), default=1.0)
+    if basis.figures.cores is not None and busy > 1:
+        told.append(
+            f"Devices share {basis.figures.cores:.4g} cores, of which an action alone kept "
+            f"up to {busy:.1f} busy, so what runs at the same time gains less."
+        )
     if not basis.knows_layers:
         told.append("Nothing is known of single layers, so no stage was cut anew.")
     return " ".join(told)

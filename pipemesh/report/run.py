@@ -246,7 +246,7 @@ def _is_sound(event: Mapping[str, Any]) -> bool:
                 if not rows or {len(row) for row in rows} != {len(rows[0])}:
                     return False
                 "".join(cell for row in rows for cell in row)
-        if kind == "measured":
+        if kind in ("begin", "measured"):
             float(event.get("peak_memory") or 0)
         if kind == "forecast":
             for each in event.get("devices", ()):

@@ -57,6 +57,14 @@ def test_memory_is_told_as_predicted_counted_and_measured(tmp_path):
     assert rows["the process"] == ["not known", "not known", "300.0 MiB"]
 
 
+def test_of_the_process_it_is_counted_what_it_had_and_what_a_step_keeps(tmp_path):
+    run = told(tmp_path, KNOWN, peak_memory=200 << 20)
+    rows = cells("\n".join(forecast(run)))
+    # Gradients and activations of both devices.
+    counted = 200 + (4e6 + 9e6 + 4e6 + 5e6) / 2**20
+    assert rows["the process"] == ["not known", f"{counted:.1f} MiB", "300.0 MiB"]
+
+
 def test_of_gpus_all_devices_are_measured(tmp_path):
     record = Record(str(tmp_path))
     records.begin(record)
@@ -112,14 +120,18 @@ def test_what_needs_more_than_a_device_has_is_not_named(tmp_path):
 def test_that_nothing_helps_is_said():
     plan = Plan("layers:1", num_microbatches=4)
 
-    def change(seconds):
+    def change(seconds, supposed=""):
         values = {"num_microbatches": "8"}
-        return Change("microbatches", values, Prediction(plan, seconds, 0.0, (1.0,)))
+        return Change("microbatches", values, Prediction(plan, seconds, 0.0, (1.0,)), supposed)
 
     assert "No change that was tried" in sentence([change(0.99)], 1.0)
     assert "comes to +1.0%" in sentence([change(0.99)], 1.0)
     assert "comes to -5.0%" in sentence([change(1.05)], 1.0)
     assert "shorter by 3.0% (970 ms instead of 1000 ms)" in sentence([change(0.97)], 1.0)
+    # What rests on more than measurements has to help by more.
+    (less, more) = (sentence([change(each, "rows are alike")], 1.0) for each in (0.96, 0.94))
+    assert "by more than 5%" in less and "comes to +4.0%, if rows are alike" in less
+    assert "would help most" in more and more.endswith(", if rows are alike.")
     assert "nothing to change" in sentence([], 1.0)
 
 

@@ -16,8 +16,9 @@ from pipemesh.plan.stage_costs import cut_evenly, layer_seconds, stages_of
 # How much smaller or larger microbatches may be of which nothing was measured: what an action
 # takes is then only known to be about as long as its rows are many.
 _FARTHEST = 4
-LEAST = 0.02
-"""The share of a step below which steps differ in any case."""
+LEAST, LEAST_SUPPOSED = 0.02, 0.05
+"""The share of a step that a change must help by to be named: below, steps differ in any case; and
+below the second, what is supposed is as likely wrong."""
 # For moving layers over cuts.
 _SECONDS = 2.0
 _AGAIN = ("full", "except_last")
@@ -92,7 +93,7 @@ def changes(
             supposed.append("actions take as long as their rows are many")
         halves = any(action.kind in "IW" for row in other.table.rows for action in row)
         if kind == "schedule" and halves and not knows_halves:
-            supposed.append("each half of a backward pass takes half of it")
+            supposed.append("halves of a backward pass do as much as the whole")
         if other.num_stages > plan.num_stages and not knows_rows:
             supposed.append("parts of a stage take no longer than the stage")
         if kind == "remat" and not knows_rows:

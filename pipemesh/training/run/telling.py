@@ -12,6 +12,7 @@ import tensorflow as tf
 from tqdm import tqdm
 
 from pipemesh import __version__
+from pipemesh.backend.peak import peak_memory
 from pipemesh.checkpoint.whole_file import write_whole
 from pipemesh.errors import PipemeshError
 from pipemesh.layers import Report
@@ -100,6 +101,7 @@ def of_beginning(trainer: Any, options: Options) -> dict[str, Any]:
         "flags": options.given,
         "stages": trainer.stage_rows(),
         "sample": str(trainer.sample),
+        "peak_memory": peak_memory(trainer.trained.all_devices()),
         "versions": {
             "pipemesh": __version__,
             "tensorflow": tf.__version__,

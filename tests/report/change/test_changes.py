@@ -42,7 +42,7 @@ def test_of_what_was_not_measured_nothing_far_is_tried_and_it_is_said():
     assert tried == {"1", "4", "8"}
     for each in every:
         halves = each.values.get("schedule", "").startswith(("zb", "v_"))
-        assert ("half" in each.supposed) == halves
+        assert ("halves" in each.supposed) == halves
         assert ("rows" in each.supposed) == (each.kind == "microbatches")
         assert ("parts" in each.supposed) == (each.prediction.plan.num_stages > 2)
 
