@@ -140,12 +140,8 @@ def _in_shares(run: Run) -> list[Compared]:
     if ahead is None or timed is None:
         return []
     before, now = _shares(ahead), _shares(timed)
-    rows = [
-        Compared(name, before[name], now[name])
-        for name in ("work", "filling and draining", "imbalance")
-    ]
-    others = ("variation", "overhead", "transfers")
-    return [*rows, *(Compared(name, None, now[name], "not predicted") for name in others)]
+    of_flops = ("work", "filling and draining", "imbalance")
+    return [Compared(n, before[n] if n in of_flops else None, share) for n, share in now.items()]
 
 
 def _shares(timeline: Timeline) -> dict[str, float]:
@@ -170,7 +166,9 @@ def _table(rows: list[Compared], unit: str, text: Any) -> str:
             difference = row.measured - row.predicted
             off = ("+" if difference >= 0 else "") + text(difference)
         lines.append([row.name, told(row.predicted), told(row.measured), off, row.about])
-    return table([unit, "predicted", "measured", "difference", ""], lines, left=(0, 4))
+    width = 5 if any(row.about for row in rows) else 4
+    head = [unit, "predicted", "measured", "difference", ""]
+    return table(head[:width], [line[:width] for line in lines], left=(0, 4))
 
 
 def _memory(run: Run, predicted: Mapping[str, Any] | None) -> Iterator[str]:
@@ -250,9 +248,12 @@ def _advice(basis: Basis) -> Iterator[str]:
     now = predict(basis.plan, basis.figures, basis.batch).seconds
     yield f"<p>{sentence(found, now)}</p>"
     if found:
-        rows = [_row(each, now, basis) for each in _shown(found, now)]
-        head = ["change", "flags", "ms a step", "shorter by", "fullest device", "supposed"]
-        yield table(head, rows, left=(0, 1, 5))
+        shown = _shown(found, now)
+        rows = [_row(each, now, basis) for each in shown]
+        head = ["change", "flags", "ms a step", "shorter by", "fullest device", "if"]
+        # Where nothing is supposed there is nothing to say of it.
+        width = 6 if any(each.supposed for each in shown) else 5
+        yield table(head[:width], [row[:width] for row in rows], left=(0, 1, 5))
     yield note(
         f"{len(found)} changes were simulated with what actions took in the step that was timed "
         f"({1e3 * now:.4g} ms); none was run. {_limits(basis)}"
@@ -275,13 +276,18 @@ def sentence(found: list[Change], now: float) -> str:
         beside = f", if {escape(named.supposed)}" if named.supposed else ""
         return (
             f"No change that was tried is known to make a step shorter by more than {least:.0%}; "
-            f"<code>{escape(named.flags)}</code> comes to {gain:+.1%}{beside}."
+            f"{_flags(named)} comes to {gain:+.1%}{beside}."
         )
     return (
-        f"The one change that would help most: <code><b>{escape(named.flags)}</b></code>, a step "
+        f"The one change that would help most: <b>{_flags(named)}</b>, a step "
         f"shorter by {gain:.1%} ({1e3 * named.prediction.seconds:.4g} ms instead of "
         f"{1e3 * now:.4g} ms)" + (f", if {escape(named.supposed)}." if named.supposed else ".")
     )
+
+
+def _flags(each: Change) -> str:
+    """Flags as code, of which a line ends with a whole one."""
+    return " ".join(f"<code class=flag>{escape(flag)}</code>" for flag in each.words)
 
 
 def _shown(found: list[Change], now: float) -> list[Change]:

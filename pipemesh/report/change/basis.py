@@ -32,6 +32,7 @@ class Basis:
         knows_halves: whether it was measured what an `I` and a `W` take.
         knows_layers: whether something is known of each layer, and not of whole stages alone.
         knows_memory: whether it is known what layers hold.
+        cuts_given: whether the training was given its boundaries.
     """
 
     plan: Plan
@@ -42,6 +43,7 @@ class Basis:
     knows_halves: bool
     knows_layers: bool
     knows_memory: bool
+    cuts_given: bool
 
     def changes(self) -> list[Change]:
         """All changes that fit, shortest step first.
@@ -58,6 +60,7 @@ class Basis:
             knows_halves=self.knows_halves,
             knows_layers=self.knows_layers,
             knows_links=self.knows_rows,
+            cuts_given=self.cuts_given,
         )
 
 
@@ -105,6 +108,7 @@ def _basis(
         cuts = tuple(range(measured.schedule.num_stages + 1))
     cores = forecast.get("cores")
     found = dataclasses.replace(found, cores=None if cores is None else float(cores))
+    cuts_given = plan.boundaries is not None
     plan = dataclasses.replace(plan, boundaries=cuts)
     if plan.table.rows != measured.schedule.rows:
         # A table that was found for this machine, or read from a file that is another one now.
@@ -122,6 +126,7 @@ def _basis(
         knows_halves=halves or figures is not None,
         knows_layers=figures is not None or bool(layers),
         knows_memory=knows_memory,
+        cuts_given=cuts_given,
     )
 
 

@@ -41,12 +41,17 @@ class Change:
     supposed: str = ""
 
     @property
-    def flags(self) -> str:
-        """What to give to a training, as a shell takes it."""
-        return " ".join(
+    def words(self) -> list[str]:
+        """What to give to a training, each flag as a shell takes it."""
+        return [
             shlex.quote(f"--{'mesh_shape' if name == 'mesh' else name}={text}")
             for name, text in self.values.items()
-        )
+        ]
+
+    @property
+    def flags(self) -> str:
+        """All of them, as a shell takes them."""
+        return " ".join(self.words)
 
 
 def changes(
@@ -59,6 +64,7 @@ def changes(
     knows_halves: bool = True,
     knows_layers: bool = True,
     knows_links: bool = True,
+    cuts_given: bool = True,
 ) -> list[Change]:
     """All changes of one thing that can be had, shortest step first.
 
@@ -75,6 +81,8 @@ def changes(
         knows_halves: whether they say what an `I` and a `W` take.
         knows_layers: whether they are of single layers; of whole stages nothing can be cut anew.
         knows_links: whether they say how long sums of replicas take.
+        cuts_given: whether the training was given its boundaries, so that others have to be given
+            even where there is one stage.
 
     Raises:
         PlanError: nothing can be said of such a plan.
@@ -99,6 +107,8 @@ def changes(
         if kind == "remat" and not knows_rows:
             supposed.append("what is computed again takes what its flops say")
         values = {name: now for name, (_, now) in plan.changes(other).items()}
+        if other.num_stages == 1 and not cuts_given:
+            values.pop("boundaries", None)
         if any(each.values == values for each in found):
             continue
         found.append(Change(kind, values, prediction, "; ".join(supposed)))

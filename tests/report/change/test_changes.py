@@ -104,6 +104,10 @@ def test_fewer_stages_and_more_replicas_are_tried_where_links_are_known():
     (found,) = meshes.values()
     assert "'--mesh_shape=layers:1;data:2' --layout=batch:data" in found.flags
     assert shlex.split(found.flags)[0] == "--mesh_shape=layers:1;data:2"
+    # A training that was given its cuts has to be given others.
+    assert found.flags.endswith("--boundaries=0,6")
+    free = changes(plan, fast, BATCH, cuts_given=False)
+    assert not [e for e in free if e.kind == "mesh" and "boundaries" in e.values]
     assert found.prediction.seconds < predict(plan, fast, BATCH).seconds
     other = min(e.prediction.seconds for e in changes(plan, slow, BATCH) if e.kind == "mesh")
     assert other > found.prediction.seconds + 40
