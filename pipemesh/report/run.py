@@ -122,8 +122,21 @@ class Run:
         if line is None:
             return None
         schedule, costs = _schedule(line)
-        starts, ends = (tuple(tuple(row) for row in line[name]) for name in ("starts", "ends"))
-        return Timeline(schedule, costs, starts, ends)
+        return Timeline(schedule, costs, _rows(line["starts"]), _rows(line["ends"]))
+
+    def timed(self) -> list[Timeline]:
+        """When the actions of all steps ran that were timed, in milliseconds; `measured` first."""
+        first = self.measured()
+        if first is None:
+            return []
+        others: list[Any] = self.table("schedule", "others")
+        return [
+            first,
+            *(
+                Timeline(first.schedule, first.costs, _rows(starts), _rows(ends))
+                for starts, ends in others
+            ),
+        ]
 
     def predicted(self) -> Timeline | None:
         """When the actions were to run, by their flops; in forward passes of a mean stage."""
@@ -263,15 +276,25 @@ def _is_sound(event: Mapping[str, Any]) -> bool:
             schedule, costs = _schedule(event)
             simulate(schedule, costs)
         if kind == "schedule":
-            for row, starts, ends in zip(
-                _schedule(event)[0].rows, event["starts"], event["ends"], strict=True
-            ):
-                spans = zip(row, starts, ends, strict=True)
-                if not all(start + 0.0 <= end + 0.0 for _, start, end in spans):
-                    return False
+            rows, shown = _schedule(event)[0].rows, (event["starts"], event["ends"])
+            if not all(_are_times(rows, *each) for each in (shown, *event.get("others", ()))):
+                return False
     except (PipemeshError, AttributeError, KeyError, TypeError, ValueError):
         return False
     return True
+
+
+def _are_times(rows: Sequence[Sequence[Any]], starts: Any, ends: Any) -> bool:
+    """Whether each action of a schedule has times, and ends after it began."""
+    return all(
+        start + 0.0 <= end + 0.0
+        for of_row in zip(rows, starts, ends, strict=True)
+        for _, start, end in zip(*of_row, strict=True)
+    )
+
+
+def _rows(times: Any) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(row) for row in times)
 
 
 def _check_expected(event: Mapping[str, Any]) -> None:

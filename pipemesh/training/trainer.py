@@ -33,7 +33,7 @@ from pipemesh.training.trained_task import TrainedTask
 from pipemesh.training.workers import Work, followed
 
 # Steps whose actions are timed.
-_TIMED = 3
+_TIMED = 5
 
 
 class Trainer:
@@ -290,15 +290,15 @@ class Trainer:
         """That the last step was trained on; None if there was no step yet."""
         return self._last
 
-    def trace_schedule(self) -> tuple[Timeline, Timeline, float]:
-        """Trains four more steps, with a clock, and says when actions ran in one of the last three.
+    def trace_schedule(self) -> tuple[Timeline, list[tuple[Timeline, float]]]:
+        """Trains six more steps, with a clock, and says when actions ran in the last five.
 
-        The first builds the graph; of the others it is the one that is neither the shortest nor the
-        longest.
+        The first builds the graph.
 
         Returns:
             The timeline that is predicted from the median duration of each stage's actions, and
-            the measured one; both in milliseconds. And seconds of the whole step.
+            those that were measured, each with the seconds of its whole step; timelines are in
+            milliseconds. First is the one in the middle by its length, by which it is predicted.
         """
         stack = self.trained.pipelines[0]
         stack.clock = ActionClock()
@@ -315,9 +315,10 @@ class Trainer:
         finally:
             self._train = plain
         found.sort(key=lambda each: each[0].makespan)
-        measured, seconds = found[_TIMED // 2]
+        found.insert(0, found.pop(_TIMED // 2))
+        measured = found[0][0]
         stack.clock = None
-        return simulate(stack.schedule, measured.costs), measured, seconds
+        return simulate(stack.schedule, measured.costs), found
 
     def evaluate(
         self, batches: Iterable[Any], stopped: Callable[[], bool] = lambda: False

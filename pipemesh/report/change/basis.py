@@ -82,7 +82,8 @@ def basis_of(run: Run) -> Basis | str:
     if measured.schedule.num_slices > 1:
         return "nothing is forecast of schedules that slice sequences"
     try:
-        return _basis(run, forecast, _in_seconds(measured), int(rows), tuple(cuts))
+        steps = [_in_seconds(each) for each in run.timed()]
+        return _basis(run, forecast, steps, int(rows), tuple(cuts))
     except PipemeshError as error:
         return str(error)
 
@@ -90,10 +91,11 @@ def basis_of(run: Run) -> Basis | str:
 def _basis(
     run: Run,
     forecast: Mapping[str, Any],
-    measured: Timeline,
+    steps: Sequence[Timeline],
     batch: int,
     cuts: tuple[int, ...],
 ) -> Basis:
+    measured = steps[0]
     plan = Plan.from_values(run.pairs("begin", "plan"))
     figures, layers = forecast.get("figures"), forecast.get("layers")
     knows_memory = True
@@ -119,7 +121,7 @@ def _basis(
     limit = forecast.get("device_memory")
     return Basis(
         plan=plan,
-        figures=corrected(found, plan, batch, measured, seconds),
+        figures=corrected(found, plan, batch, measured, seconds, steps[1:]),
         batch=batch,
         memory=None if limit is None else float(limit),
         knows_rows=figures is not None,

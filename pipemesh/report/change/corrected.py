@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from pipemesh.plan import Figures, Plan, predict
 from pipemesh.plan.layer_figures import Curve, LayerFigures
@@ -19,7 +19,12 @@ _AGAIN = ("B", "I", "W")
 
 
 def corrected(
-    figures: Figures, plan: Plan, batch: int, measured: Timeline, seconds: float | None = None
+    figures: Figures,
+    plan: Plan,
+    batch: int,
+    measured: Timeline,
+    seconds: float | None = None,
+    others: Sequence[Timeline] = (),
 ) -> Figures:
     """Figures by which the step that was timed takes as long as it did.
 
@@ -37,6 +42,7 @@ def corrected(
         batch: rows.
         measured: when its actions ran, in seconds; the costs are their usual durations.
         seconds: of the whole step; None if they are not known.
+        others: more steps that were timed, of the same plan.
 
     Raises:
         PlanError: nothing can be said of such a plan.
@@ -56,7 +62,7 @@ def corrected(
     waits = waits_of(measured)
     number = stages.table.num_stages
     beside = max(0.0, figures.action - waits.own)
-    costs, loads = alone(measured, figures.cores, stages.replicas * stages.group)
+    costs, loads = alone(measured, figures.cores, stages.replicas * stages.group, others)
     figures = dataclasses.replace(figures, loads=loads)
     durations = costs.per_stage(number).durations()
     ran = {action.kind for row in measured.schedule.rows for action in row}

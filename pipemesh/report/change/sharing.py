@@ -18,7 +18,9 @@ _KINDS = ("F", "B", "I", "W")
 Loads = dict[str, float]
 
 
-def alone(measured: Timeline, cores: float | None, home: int) -> tuple[Costs, Loads]:
+def alone(
+    measured: Timeline, cores: float | None, home: int, others: Sequence[Timeline] = ()
+) -> tuple[Costs, Loads]:
     """What actions would have taken alone, and how many cores one of each kind keeps busy.
 
     While more cores are wanted than there are, all actions that run go on at the rate
@@ -31,6 +33,7 @@ def alone(measured: Timeline, cores: float | None, home: int) -> tuple[Costs, Lo
         measured: when actions ran.
         cores: that all devices share; None if each has its own.
         home: devices that run each action.
+        others: more steps of the same schedule, by which loads are surer.
 
     Returns:
         Costs, as medians of a stage's actions, and by kind the load of each device, 1 or more.
@@ -48,17 +51,18 @@ def alone(measured: Timeline, cores: float | None, home: int) -> tuple[Costs, Lo
         return measured.costs, loads
     most = max(1.0, cores / home)
     tried = [1 + (most - 1) * step / _STEPS for step in range(_STEPS + 1)]
-    first = least = _differing(_works(measured, cores, home, loads))
+    steps = (measured, *others)
+    first = least = _differing(_works(steps, cores, home, loads))
     for _ in range(_SWEEPS):
         for kind in ran:
             for load in tried:
                 other = loads | {kind: load}
-                found = _differing(_works(measured, cores, home, other))
+                found = _differing(_works(steps, cores, home, other))
                 if found < least:
                     loads, least = other, found
     if least > (1 - _EXPLAINED) * first:
         loads = dict.fromkeys(ran, 1.0)
-    works = _works(measured, cores, home, loads)
+    works = _works([measured], cores, home, loads)
     stages = measured.schedule.num_stages
     known = measured.costs.per_stage(stages).durations()
     fields = [
@@ -74,9 +78,20 @@ def alone(measured: Timeline, cores: float | None, home: int) -> tuple[Costs, Lo
 
 
 def _works(
-    measured: Timeline, cores: float, home: int, loads: Mapping[str, float]
+    steps: Sequence[Timeline], cores: float, home: int, loads: Mapping[str, float]
 ) -> dict[tuple[str, int], list[float]]:
     """What each action did, in the time that it would have taken alone."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for step in steps:
+        for key, works in _works_of(step, cores, home, loads).items():
+            found.setdefault(key, []).extend(works)
+    return found
+
+
+def _works_of(
+    measured: Timeline, cores: float, home: int, loads: Mapping[str, float]
+) -> dict[tuple[str, int], list[float]]:
+    """The same of a step."""
     spans = list(measured.spans())
     changes: dict[float, float] = {0.0: 0.0}
     for span in spans:

@@ -97,7 +97,7 @@ def define(drawn: str = "the first ones") -> None:
     flags.DEFINE_bool(
         "trace_schedule",
         False,
-        "After training, four more steps that time every action; writes schedule.html and "
+        "After training, six more steps that time every action; writes schedule.html and "
         "schedule_trace.json (chrome://tracing) into --logdir, predicted beside measured.",
     )
     flags.DEFINE_integer(

@@ -399,8 +399,9 @@ class Loop:
 
     def _trace_schedule(self) -> None:
         step = self._trainer.step
-        predicted, measured, seconds = self._trainer.trace_schedule()
-        self._tell("schedule", step=step, seconds=seconds, **of_measured(measured))
+        predicted, steps = self._trainer.trace_schedule()
+        measured = steps[0][0]
+        self._tell("schedule", step=step, **of_measured(steps))
         title = f"{self._trainer.subject.name}, milliseconds"
         for name, text in (
             ("schedule.html", to_html(predicted, title=title, measured=measured)),

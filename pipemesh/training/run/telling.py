@@ -137,20 +137,23 @@ def of_report(found: Report) -> dict[str, Any]:
     }
 
 
-def of_measured(measured: Timeline) -> dict[str, Any]:
-    """When the actions of a step ran.
+def of_measured(steps: Sequence[tuple[Timeline, float]]) -> dict[str, Any]:
+    """When the actions of some steps ran.
 
     Args:
-        measured: in milliseconds.
+        steps: in milliseconds, each with the seconds of the whole step; the first one is shown.
     """
 
     def rounded(rows: Sequence[Sequence[float]]) -> list[list[float]]:
         return [[round(time, _DIGITS) for time in row] for row in rows]
 
+    (measured, seconds), *others = steps
     return {
         **_of_schedule(measured),
+        "seconds": seconds,
         "starts": rounded(measured.starts),
         "ends": rounded(measured.ends),
+        "others": [[rounded(each.starts), rounded(each.ends)] for each, _ in others],
     }
 
 
