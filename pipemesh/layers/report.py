@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+import tensorflow as tf
 
 from pipemesh.backend.devices import short_name
 from pipemesh.backend.static_shape import num_bytes
@@ -57,6 +60,26 @@ class WeightLayout:
 
 
 @dataclasses.dataclass(frozen=True)
+class LayerSize:
+    """What a layer says of itself in `FPropMeta`, for a replica's part of a microbatch.
+
+    Attributes:
+        name: of its class.
+        flops: of its forward pass, of all devices that share it.
+        parameter_bytes: of its weights, all slices together; None if it does not say.
+        activation_bytes: what it keeps for its backward pass, as many devices as there are; None if
+            it does not say.
+        output_bytes: of what it hands to the next layer.
+    """
+
+    name: str
+    flops: float
+    parameter_bytes: float | None
+    activation_bytes: float | None
+    output_bytes: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Report:
     """What is known of a step before it runs.
 
@@ -70,6 +93,7 @@ class Report:
             computed again (Chowdhery et al., "PaLM", 2022, appendix B).
         weights: of all weights where they lie.
         timeline: of actions that take as long as their flops say.
+        layers: of each stage.
     """
 
     memory: tuple[DeviceMemory, ...]
@@ -79,6 +103,7 @@ class Report:
     flops: float
     weights: tuple[WeightLayout, ...]
     timeline: Timeline
+    layers: tuple[tuple[LayerSize, ...], ...] = ()
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [
@@ -146,6 +171,7 @@ def report(stack: Any, run: Any, shapes: Sequence[Any], optimizer: Sequence[Any]
         flops=3 * number * homes[0].num_replicas * sum(flops),
         weights=tuple(_layouts(stack)),
         timeline=timeline,
+        layers=tuple(_sizes(stack, of_stage, n) for n, of_stage in enumerate(metas)),
     )
 
 
@@ -171,6 +197,25 @@ def _metas(stack: Any, homes: Sequence[Home], shapes: Sequence[Any]) -> list[lis
             found.append(layer_metas([children[sub.name].params for sub in cell.sub], *shapes))
         shapes = found[-1][-1].out_shapes if found[-1] else shapes
     return found
+
+
+def _sizes(stack: Any, metas: Sequence[Meta], stage: int) -> tuple[LayerSize, ...]:
+    """What the layers of a stage say of themselves."""
+    width = tf.as_dtype(stack.params.fprop_dtype or tf.float32).size
+    return tuple(
+        LayerSize(
+            layer.cls.__name__,
+            meta.flops,
+            meta.parameter_bytes,
+            meta.activation_bytes,
+            width * sum(map(_num_elements, tf.nest.flatten(list(meta.out_shapes)))),
+        )
+        for layer, meta in zip(stack.params.cell_tpl[stage].sub, metas, strict=True)
+    )
+
+
+def _num_elements(shape: Any) -> int:
+    return 0 if shape is None else math.prod(map(int, shape.ToTensorShape().as_list()))
 
 
 def _coordinates(stack: Any, homes: Sequence[Home]) -> dict[str, dict[str, int]]:

@@ -19,6 +19,9 @@ from pipemesh.plan.layer_figures import (
 )
 from pipemesh.plan.network import Link
 
+FILE = "figures.json"
+"""What was measured of a model, in the log directory of a training."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Figures:

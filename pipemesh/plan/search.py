@@ -67,7 +67,7 @@ def search(
     found.sort(key=lambda each: each.seconds)
     if "boundaries" not in asked.fixed:
         for number, each in enumerate(found[:_MOVED]):
-            found[number] = _with_better_cuts(each, figures, asked, end)
+            found[number] = with_better_cuts(each, figures, asked, end)
         found.sort(key=lambda each: each.seconds)
     return [predict(each.plan, figures, asked.batch) for each in found[:count]]
 
@@ -136,8 +136,15 @@ def _nothing(figures: Figures, asked: Asked, leanest: Prediction | None) -> Plan
     )
 
 
-def _with_better_cuts(best: Prediction, figures: Figures, asked: Asked, end: float) -> Prediction:
-    """Moves one layer over a cut at a time, as long as that makes the step shorter."""
+def with_better_cuts(best: Prediction, figures: Figures, asked: Asked, end: float) -> Prediction:
+    """Moves one layer over a cut at a time, as long as that makes the step shorter.
+
+    Args:
+        best: to begin with; its plan has boundaries.
+        figures: of the model's layers.
+        asked: batch and memory.
+        end: when to stop, by `time.monotonic`.
+    """
     moved = True
     while moved:
         moved = False

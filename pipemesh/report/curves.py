@@ -12,6 +12,8 @@ from pipemesh.report.scale import Scale, called, short
 # What comes first; what is of training alone comes last.
 _FIRST = "loss"
 _LAST = ("learning_rate", "_per_second", "mfu")
+# Speed says the same.
+_NO_CURVES = ("seconds",)
 _PARTS = {"train": "training", "heldout": "held out", "final": "held out, at the end"}
 # Rows of the table that stands for a picture.
 _ROWS = 12
@@ -67,7 +69,7 @@ def names_of(runs: Sequence[Run]) -> list[str]:
         for run in runs
         for part in (run.heldout, run.final, run.train)
         for name, points in part.items()
-        if any(value is not None for _, value in points)
+        if name not in _NO_CURVES and any(value is not None for _, value in points)
     )
     return sorted(found, key=lambda name: (name != _FIRST, name.endswith(_LAST)))
 

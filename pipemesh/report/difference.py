@@ -59,7 +59,11 @@ def parts_of(measured: Timeline) -> list[Part]:
         [end - start for start, end in zip(*row, strict=True)]
         for row in zip(measured.starts, measured.ends, strict=True)
     ]
-    delays, own = _delays(table, measured)
+    delays, is_own = _delays(table, measured)
+    own = [
+        [delay if mine else 0.0 for delay, mine in zip(row, theirs, strict=True)]
+        for row, theirs in zip(delays, is_own, strict=True)
+    ]
     nothing = [[0.0] * len(row) for row in durations]
     makespans = [
         sum(predicted.busy) / schedule.num_devices,
@@ -84,27 +88,65 @@ def parts_of(measured: Timeline) -> list[Part]:
     ]
 
 
-def _delays(table: Table, measured: Timeline) -> tuple[list[list[float]], list[list[float]]]:
-    """How long each action waited for nothing that the table knows: all, and the device's own."""
+@dataclasses.dataclass(frozen=True)
+class Waits:
+    """What devices waited for that no schedule asks for, in the unit of the timeline.
+
+    Attributes:
+        own: of an action, between it and what its device did before, though all it needs was there;
+            the mean of all actions.
+        sent: from the end of an action until its result was used on another device that waited for
+            it; the mean of all such actions, 0 if there was none.
+    """
+
+    own: float
+    sent: float
+
+
+def waits_of(measured: Timeline) -> Waits:
+    """How long actions waited besides.
+
+    Args:
+        measured: when actions ran.
+
+    Example:
+        >>> from pipemesh.schedule import gpipe
+        >>> waits_of(simulate(gpipe(2, 2), Costs(1, 2, transfer=0.5)))
+        Waits(own=0.0, sent=0.5)
+    """
+    delays, is_own = _delays(compile_table(measured.schedule), measured)
+    own: list[float] = []
+    sent: list[float] = []
+    for row, theirs in zip(delays, is_own, strict=True):
+        for delay, mine in zip(row, theirs, strict=True):
+            own.append(delay if mine else 0.0)
+            if not mine:
+                sent.append(delay)
+    # An action begins with its first result's arrival, and may so begin before another has ended.
+    late = statistics.fmean(sent) if sent else 0.0
+    return Waits(max(0.0, statistics.fmean(own)), max(0.0, late))
+
+
+def _delays(table: Table, measured: Timeline) -> tuple[list[list[float]], list[list[bool]]]:
+    """How long each action waited for nothing that the table knows, and if its device did so."""
     end = [0.0] * table.num_codes
     for codes, ends in zip(table.codes, measured.ends, strict=True):
         for code, time in zip(codes, ends, strict=True):
             end[code] = time
     delays: list[list[float]] = []
-    own: list[list[float]] = []
+    is_own: list[list[bool]] = []
     for device, starts in enumerate(measured.starts):
         delays.append([])
-        own.append([])
+        is_own.append([])
         before = 0.0
         for tick, start in enumerate(starts):
             source = table.waits[device][tick]
             arrived = end[source] if source != NOTHING else 0.0
             delay = start - max(before, arrived)
-            is_own = arrived <= before or not table.remote[device][tick]
             delays[-1].append(delay)
-            own[-1].append(delay if is_own else 0.0)
+            is_own[-1].append(arrived <= before or not table.remote[device][tick])
             before = measured.ends[device][tick]
-    return delays, own
+    return delays, is_own
 
 
 def _replay(

@@ -42,6 +42,7 @@ svg {{ display: block; max-width: 100%; height: auto; }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
 td, th {{ padding: 4px 0 4px 22px; text-align: right; font-weight: normal; vertical-align: top; }}
 td:first-child, th:first-child {{ padding-left: 0; }}
+.flag {{ display: inline-block; max-width: 100%; overflow-wrap: anywhere; }}
 .left {{ text-align: left; overflow-wrap: anywhere; }}
 details {{ margin: 4px 0 0; }}
 summary {{ cursor: pointer; font-size: 12px; }}

@@ -9,6 +9,7 @@ from typing import Any
 
 from pipemesh.partition.text import bytes_text, count_text
 from pipemesh.report.curves import curves
+from pipemesh.report.forecast import advice, forecast
 from pipemesh.report.markup import document, note, section, side_by_side, table
 from pipemesh.report.pipeline import communication, memory, schedule, workers
 from pipemesh.report.run import SAMPLES, Run
@@ -34,6 +35,8 @@ def page(run: Run) -> str:
             table(["", ""], facts(run).items(), left=(0, 1)),
             section("Curves", side_by_side(curves(run))),
             section("How it was run", *_plan(run)),
+            section("Predicted and measured", *forecast(run)),
+            section("What would help", *advice(run)),
             section("Schedule", *schedule(run)),
             section("Memory", *memory(run)),
             section("Communication", communication(run)),

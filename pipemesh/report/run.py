@@ -122,8 +122,21 @@ class Run:
         if line is None:
             return None
         schedule, costs = _schedule(line)
-        starts, ends = (tuple(tuple(row) for row in line[name]) for name in ("starts", "ends"))
-        return Timeline(schedule, costs, starts, ends)
+        return Timeline(schedule, costs, _rows(line["starts"]), _rows(line["ends"]))
+
+    def timed(self) -> list[Timeline]:
+        """When the actions of all steps ran that were timed, in milliseconds; `measured` first."""
+        first = self.measured()
+        if first is None:
+            return []
+        others: list[Any] = self.table("schedule", "others")
+        return [
+            first,
+            *(
+                Timeline(first.schedule, first.costs, _rows(starts), _rows(ends))
+                for starts, ends in others
+            ),
+        ]
 
     def predicted(self) -> Timeline | None:
         """When the actions were to run, by their flops; in forward passes of a mean stage."""
@@ -141,6 +154,18 @@ class Run:
 
 MEMORY = ("weights", "optimizer", "gradients", "activations")
 """What a device holds, by its names in a forecast."""
+EXPECTED = (
+    "compute",
+    "actions",
+    "bubble",
+    "imbalance",
+    "sums",
+    "transfers",
+    "gradients",
+    "optimizer",
+    "fixed",
+)
+"""What a predicted step is made of, as `pipemesh.plan.Prediction.parts` has it."""
 _COSTS = {"F": "forward", "B": "backward", "I": "input_grad", "W": "weight_grad"}
 
 
@@ -234,12 +259,13 @@ def _is_sound(event: Mapping[str, Any]) -> bool:
                 if not rows or {len(row) for row in rows} != {len(rows[0])}:
                     return False
                 "".join(cell for row in rows for cell in row)
-        if kind == "measured":
+        if kind in ("begin", "measured"):
             float(event.get("peak_memory") or 0)
         if kind == "forecast":
             for each in event.get("devices", ()):
                 sum((each[part] for part in MEMORY), 0.0)
                 str(each["device"])
+            _check_expected(event)
             for each in event.get("sent", ()):
                 _ = each["axes"], each["what"], f"{each['times']:,}", each["bytes"] + 0.0
         if kind == "workers":
@@ -250,15 +276,37 @@ def _is_sound(event: Mapping[str, Any]) -> bool:
             schedule, costs = _schedule(event)
             simulate(schedule, costs)
         if kind == "schedule":
-            for row, starts, ends in zip(
-                _schedule(event)[0].rows, event["starts"], event["ends"], strict=True
-            ):
-                spans = zip(row, starts, ends, strict=True)
-                if not all(start + 0.0 <= end + 0.0 for _, start, end in spans):
-                    return False
+            rows, shown = _schedule(event)[0].rows, (event["starts"], event["ends"])
+            if not all(_are_times(rows, *each) for each in (shown, *event.get("others", ()))):
+                return False
     except (PipemeshError, AttributeError, KeyError, TypeError, ValueError):
         return False
     return True
+
+
+def _are_times(rows: Sequence[Sequence[Any]], starts: Any, ends: Any) -> bool:
+    """Whether each action of a schedule has times, and ends after it began."""
+    return all(
+        start + 0.0 <= end + 0.0
+        for of_row in zip(rows, starts, ends, strict=True)
+        for _, start, end in zip(*of_row, strict=True)
+    )
+
+
+def _rows(times: Any) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(row) for row in times)
+
+
+def _check_expected(event: Mapping[str, Any]) -> None:
+    """Raises what something that is not as it should be raises."""
+    _ = int(event.get("rows") or 0), [cut + 0 for cut in event.get("cuts") or ()]
+    _ = float(event.get("cores") or 0), float(event.get("device_memory") or 0)
+    for layer in event.get("layers") or ():
+        _ = layer["flops"] + 0.0, layer["output_bytes"] + 0.0
+        _ = (layer["parameter_bytes"] or 0) + 0.0, (layer["activation_bytes"] or 0) + 0.0
+    if (found := event.get("predicted")) is not None:
+        _ = found["seconds"] + 0.0, max(each + 0.0 for each in found["memory"])
+        _ = [found["parts"][name] + 0.0 for name in EXPECTED]
 
 
 def _schedule(line: Mapping[str, Any]) -> tuple[Schedule, Costs]:

@@ -163,3 +163,21 @@ def test_it_can_be_read():
     first = found.layout().splitlines()
     assert first[0].split() == ["weight", "shape", "cut", "bytes", "devices"]
     assert any("heads/2" in line for line in first)
+
+
+def test_layers_say_what_they_take_and_hold_for_a_microbatch():
+    found, layer = reported("layers:2")
+    assert [[each.name for each in of_stage] for of_stage in found.layers] == [
+        ["TransformerBlock"],
+        ["TransformerBlock", "Head"],
+    ]
+    (block,), (_, head) = found.layers
+    assert 3 * MICROBATCHES * STAGES * block.flops == found.flops and head.flops == 0
+    assert block.output_bytes == BATCH // MICROBATCHES * LENGTH * EMBED * 4
+    assert head.output_bytes == 8
+    weights = layer.children["stage0"].vars.Flatten()
+    assert block.parameter_bytes == sum(v.shape.num_elements() * 4 for v in weights)
+    # Who does not say is not said to hold nothing.
+    assert head.parameter_bytes is None and head.activation_bytes is None
+    # A stage keeps of a microbatch what its layer says.
+    assert block.activation_bytes == pytest.approx(found.memory[0].stages[0].kept, rel=0.1)

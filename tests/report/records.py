@@ -1,8 +1,11 @@
 """Records as trainings write them, without a training."""
 
+import json
 import math
 import random
 
+from pipemesh.plan import Figures, Plan, predict
+from pipemesh.plan.layer_figures import Curve, LayerFigures
 from pipemesh.report import Record
 from pipemesh.schedule import Costs, one_f_one_b, simulate
 
@@ -13,6 +16,66 @@ STAGES = [
 ]
 
 
+PLAN = {
+    "mesh": "layers:2",
+    "schedule": "1f1b",
+    "num_microbatches": "4",
+    "layout": "",
+    "remat": "none",
+}
+LAYERS = [
+    {
+        "name": "Block",
+        "flops": 1e9 * (1 + number),
+        "parameter_bytes": 1e6,
+        "activation_bytes": 1e6,
+        "output_bytes": 1e4,
+    }
+    for number in range(4)
+]
+# Milliseconds of the step that was timed.
+TIMED = 200.0
+
+
+def figures():
+    """What was measured of the layers, for two sizes of microbatches."""
+    layers = [
+        LayerFigures(
+            layer["name"],
+            {"F": Curve(((1, t), (4, 3 * t))), "B": Curve(((1, 2 * t), (4, 6 * t)))},
+            int(layer["parameter_bytes"]),
+            Curve(((4, layer["activation_bytes"]),)),
+            Curve(((4, layer["output_bytes"]),)),
+        )
+        for layer, t in zip(LAYERS, (2e-3, 1.5e-3, 1.8e-3, 2e-3), strict=True)
+    ]
+    about = "Tiny, x86_64, 2 cores"
+    return Figures(tuple(layers), action=1e-3, fixed=5e-3, update=1e-9, batch=16, about=about)
+
+
+def expected(told=()):
+    """What of a forecast needs the layers: `rows`, `layers`, `limit` and `predicted`."""
+    found = {"unpredicted": "nothing was measured"}
+    if "rows" in told:
+        found |= {"rows": 16, "cuts": [0, 2, 4], "cores": 2}
+    if "layers" in told:
+        found["layers"] = LAYERS
+    if "limit" in told:
+        found["device_memory"] = 24e6
+    if "predicted" in told:
+        del found["unpredicted"]
+        ahead = predict(Plan("layers:2", num_microbatches=4, remat="none"), figures(), 16)
+        found["figures"] = json.loads(figures().to_json())
+        found["predicted"] = {
+            "seconds": ahead.seconds,
+            "memory": ahead.memory,
+            "bubble": ahead.bubble,
+            "parts": ahead.parts,
+            "about": figures().about,
+        }
+    return found
+
+
 def begin(record, step=0, **changes):
     """What is told first."""
     values = {
@@ -20,7 +83,7 @@ def begin(record, step=0, **changes):
         "unit": "tokens",
         "mesh": "layers:2",
         "restored": f"runs/a/ckpt-{step}" if step else None,
-        "plan": {"mesh": "layers:2", "schedule": "1f1b", "num_microbatches": "4", "layout": ""},
+        "plan": PLAN,
         "flags": {"steps": 300, "learning_rate": 0.1, "plain": False},
         "versions": {"pipemesh": "0.1", "tensorflow": "2.21"},
         "stages": [STAGES],
@@ -43,14 +106,15 @@ def steps(record, first, last, *, seed=0, level=3.0, every=50):
             learning_rate=0.1 / math.sqrt(step),
             tokens_per_second=draw.gauss(5000, 200),
             mfu=draw.gauss(0.41, 0.01),
+            seconds=draw.gauss(0.18, 0.01),
         )
         if step % every == 0:
             values = {"loss": loss + 0.1, "bits_per_byte": loss / 2.4}
             record.add("heldout", token_perplexity=math.exp(loss + 0.1), **values)
 
 
-def forecast(record):
-    """What a step is to hold, send and take."""
+def forecast(record, told=()):
+    """What a step is to hold, send and take; see `expected`."""
     devices = [
         {"device": f"CPU:{n}", "weights": 4e6, "optimizer": 8e6, "gradients": 4e6, "activations": a}
         for n, a in enumerate((9e6, 5e6))
@@ -63,6 +127,7 @@ def forecast(record):
         flops=1e9,
         schedule=one_f_one_b(2, 4).to_text(),
         costs={"F": [9e6, 1e7], "B": [18e6, 2e7], "I": [9e6, 1e7], "W": [9e6, 1e7]},
+        **expected(told),
     )
     record.add("measured", peak_memory=300 << 20, tokens_per_second=5000, steps=5)
 
@@ -80,14 +145,15 @@ def schedule(record, num_devices=2, num_microbatches=4):
         costs=usual.per_stage(num_devices).durations(),
         starts=real.starts,
         ends=real.ends,
+        **({"seconds": 1e-3 * TIMED} if real.makespan < TIMED else {}),
     )
 
 
-def whole(folder, *, seed=0, level=3.0, last=300, timed=True, **changes):
+def whole(folder, *, seed=0, level=3.0, last=300, timed=True, told=(), **changes):
     """A training with a pipeline, from its beginning to its end."""
     record = Record(str(folder))
     begin(record, **changes)
-    forecast(record)
+    forecast(record, told)
     steps(record, 1, last, seed=seed, level=level)
     record.add("final", loss=level + 0.1, bits_per_byte=1.3, token_perplexity=math.exp(level + 0.1))
     record.add("checkpoint", path=f"{folder}/ckpt-{last}")

@@ -98,8 +98,11 @@ def compared(folder):
     return comparison([one, two, made(folder / "three", records.plain)])
 
 
+KNOWN = ("rows", "layers", "predicted")
 PAGES = {
     "pipeline": lambda folder: page(made(folder / "run", records.whole)),
+    "predicted": lambda folder: page(made(folder / "run", records.whole, told=KNOWN)),
+    "shares": lambda folder: page(made(folder / "run", records.whole, told=("rows", "layers"))),
     "plain": lambda folder: page(made(folder / "run", records.plain)),
     "interrupted": lambda folder: page(made(folder / "run", records.interrupted)),
     "long": lambda folder: page(made(folder / "run", long_one)),
@@ -117,7 +120,7 @@ def test_an_error_of_a_page_is_seen(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_readable_at_1280_pixels(tmp_path, name):
-    dark = name in ("comparison", "pipeline")
+    dark = name in ("comparison", "pipeline", "predicted")
     found = opened(tmp_path, PAGES[name](tmp_path), dark)
     assert len(found["sizes"]) >= 3
     for width, height in found["sizes"]:

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from pipemesh.report import parts_of
+from pipemesh.report.difference import waits_of
 from pipemesh.schedule import Costs, Timeline, gpipe, one_f_one_b, simulate, zb_v
 
 NAMES = ["work", "filling and draining", "imbalance", "variation", "overhead", "transfers"]
@@ -72,3 +73,23 @@ def test_of_any_step_the_parts_add_up(schedule, seed):
     late = Costs(usual, input_grad=usual, weight_grad=usual, transfer=draw.uniform(0, 0.5))
     found = times(measured(simulate(schedule, late, jitter=0.3, seed=seed), costs))
     assert found["work"] > 0 and found["transfers"] > 0
+
+
+def test_waits_are_a_devices_own_or_for_what_is_sent():
+    found = waits_of(simulate(one_f_one_b(2, 4), Costs(1, 2, transfer=0.25)))
+    assert (found.own, found.sent) == (0, pytest.approx(0.25))
+    real = simulate(gpipe(1, 2), Costs(1, 2))
+    starts, ends = (
+        (tuple(time + 0.5 * n for n, time in enumerate(row)),)
+        for (row,) in (real.starts, real.ends)
+    )
+    found = waits_of(Timeline(real.schedule, real.costs, starts, ends))
+    assert (found.own, found.sent) == (pytest.approx(0.5 * 3 / 4), 0)
+
+
+def test_what_begins_before_all_has_come_is_no_wait():
+    real = simulate(gpipe(2, 1), Costs(1, 2))
+    early = [list(row) for row in real.starts]
+    early[1][0] -= 0.5
+    found = waits_of(Timeline(real.schedule, real.costs, tuple(map(tuple, early)), real.ends))
+    assert (found.own, found.sent) == (0, 0)

@@ -26,7 +26,16 @@ def test_pages_are_sound_and_need_no_network(tmp_path, make):
 def test_a_run_with_a_pipeline_has_all_of_it(tmp_path):
     (tmp_path / "samples.jsonl").write_text('{"prompt": "The", "text": "The <b>end"}\n')
     text = page(read(str(records.whole(tmp_path))))
-    expected = ["Curves", "How it was run", "Schedule", "Memory", "Communication", "Samples"]
+    expected = [
+        "Curves",
+        "How it was run",
+        "Predicted and measured",
+        "What would help",
+        "Schedule",
+        "Memory",
+        "Communication",
+        "Samples",
+    ]
     assert sections(text) == [*expected, "What happened"]
     for told in (
         "done, at step 300",

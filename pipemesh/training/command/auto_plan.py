@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 from absl import flags
 
 from pipemesh.errors import PlanError
 from pipemesh.partition.text import bytes_text
 from pipemesh.plan.candidates import Asked
-from pipemesh.plan.figures import Figures
+from pipemesh.plan.figures import FILE, Figures
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.predict import predict
 from pipemesh.plan.search import nearest_that_fits, search
@@ -26,8 +27,6 @@ FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
 
 AUTO = "auto"
-# What is measured of a model is kept beside its checkpoints.
-_FILE = "figures.json"
 # Those that say how the plan is found; the plan itself is kept.
 NAMES = ("figures", "device_memory")
 
@@ -37,8 +36,9 @@ def define() -> None:
     flags.DEFINE_string(
         "figures",
         None,
-        "What `pipemesh plan --save` measured of the model, for forecasts; default: "
-        f"{_FILE} in the log directory, which is measured if it is wanted and not there.",
+        "What `pipemesh plan --save` measured of the model, for forecasts, also those "
+        f"that the report compares with; default: {FILE} in the log directory, which is measured "
+        "if it is wanted and not there.",
     )
     flags.DEFINE_string(
         "device_memory",
@@ -82,10 +82,6 @@ def take(logdir: str) -> None:
         PlanError: figures are malformed.
     """
     if not is_asked():
-        if FLAGS.figures is not None and FLAGS.device_memory is None:
-            raise FlagError(
-                "--figures is for --mesh_shape=auto or --device_memory; give one, or leave it out"
-            )
         return
     asked = f"--mesh_shape={FLAGS.mesh_shape!r}"
     if FLAGS.plain:
@@ -150,6 +146,18 @@ def check_memory(plan: Plan, logdir: str) -> None:
     )
 
 
+def options() -> dict[str, Any]:
+    """What of the options of a training is asked for here.
+
+    Raises:
+        FlagError: a size of memory is none.
+        PlanError: there are no such figures, or they are malformed.
+    """
+    if FLAGS.figures is not None:
+        Figures.read(FLAGS.figures)
+    return {"figures": FLAGS.figures, "device_memory": _memory()}
+
+
 def _memory() -> float | None:
     if FLAGS.device_memory is None:
         return None
@@ -185,7 +193,7 @@ def _devices(asked: str) -> int:
 
 
 def _figures(logdir: str, devices: int, asked: str) -> Figures:
-    path = FLAGS.figures or os.path.join(logdir, _FILE)
+    path = FLAGS.figures or os.path.join(logdir, FILE)
     if FLAGS.figures is None and not os.path.exists(path):
         _measure(path, devices, asked)
     try:

@@ -120,6 +120,8 @@ def check_flags() -> None:
     for name in training_flags.OF_TRAINING:
         if FLAGS[name].present:
             raise FlagError(f"--{name} is for training; leave it out")
+    if FLAGS.figures is not None and FLAGS.device_memory is None:
+        raise FlagError("--figures is for --device_memory here; give that, or leave it out")
     if FLAGS.checkpoint and not FLAGS.logdir:
         FLAGS.logdir = os.path.dirname(FLAGS.checkpoint) or "."
 

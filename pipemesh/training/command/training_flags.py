@@ -97,7 +97,7 @@ def define(drawn: str = "the first ones") -> None:
     flags.DEFINE_bool(
         "trace_schedule",
         False,
-        "After training, two more steps that time every action; writes schedule.html and "
+        "After training, six more steps that time every action; writes schedule.html and "
         "schedule_trace.json (chrome://tracing) into --logdir, predicted beside measured.",
     )
     flags.DEFINE_integer(
@@ -150,7 +150,7 @@ def options() -> dict[str, Any]:
             "out (learning_rates.csv is for programs)"
         )
     found = {name: getattr(FLAGS, name) for name in _OF_OPTIONS}
-    return {**found, "profile_steps": _profile_steps()}
+    return {**found, "profile_steps": _profile_steps(), **auto_plan.options()}
 
 
 def _profile_steps() -> tuple[int, int] | None:

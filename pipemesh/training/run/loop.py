@@ -25,6 +25,7 @@ from pipemesh.lowering.simd.process_talk import highest
 from pipemesh.partition.text import bytes_text
 from pipemesh.schedule.render import to_html, to_trace
 from pipemesh.training.run.console import objects_alone, waiting
+from pipemesh.training.run.expected import expected
 from pipemesh.training.run.histograms import Histograms
 from pipemesh.training.run.options import Options
 from pipemesh.training.run.profile import Profile
@@ -188,11 +189,18 @@ class Loop:
     def _report(self) -> None:
         """Says what a step holds and sends, and writes how the weights lie beside the run."""
         found = self._trainer.report
+        ahead = expected(self._trainer, self._options, self._trainer.batch)
+        values = ahead.values if ahead else {}
+        if found is not None:
+            values = values | of_report(found)
+        if values:
+            self._tell("forecast", step=self._trainer.step, **values)
+        if ahead and (told := str(ahead)):
+            self._tell.say(f"predicted: {told}")
         if found is None:
             return
         path = os.path.join(self._options.logdir, "layout.txt")
         told = f"predicted of a step:\n{found}"
-        self._tell("forecast", step=self._trainer.step, **of_report(found))
         try:
             with open(path, "w", encoding="utf-8") as file:
                 file.write(f"{found.layout()}\n")
@@ -298,9 +306,9 @@ class Loop:
         shown = ", ".join(filter(None, [f"loss {result['loss']:.3f}", score.short()]))
         if self._rate is None:
             # The first step builds the graph; its time says nothing of those to come.
-            self._rate = 0.0
+            self._rate, took = 0.0, {}
         else:
-            now = ratio(score.amount, seconds)
+            now, took = ratio(score.amount, seconds), {"seconds": seconds}
             values[f"{unit}_per_second"] = now
             if self._flops:
                 values["mfu"] = self._mfu(seconds)
@@ -309,7 +317,7 @@ class Loop:
             self._measured(seconds)
         histograms = self._histograms.after(self._trainer.gradients)
         self._summaries.write("train", step, values, histograms)
-        self._tell("step", step=step, **values)
+        self._tell("step", step=step, **took, **values)
         progress.advance(shown)
         if step % _STEPS_OF_WORK == 0:
             self._tell_work()
@@ -391,8 +399,9 @@ class Loop:
 
     def _trace_schedule(self) -> None:
         step = self._trainer.step
-        predicted, measured = self._trainer.trace_schedule()
-        self._tell("schedule", step=step, **of_measured(measured))
+        predicted, steps = self._trainer.trace_schedule()
+        measured = steps[0][0]
+        self._tell("schedule", step=step, **of_measured(steps))
         title = f"{self._trainer.subject.name}, milliseconds"
         for name, text in (
             ("schedule.html", to_html(predicted, title=title, measured=measured)),

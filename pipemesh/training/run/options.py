@@ -37,6 +37,9 @@ class Options:
         log_format: one of `LOG_FORMATS`.
         profile_steps: the first and the last step to profile; None for none.
         histogram_every: steps between histograms of weights and their updates; 0 for none.
+        figures: path of what was measured of the model's layers; None for `figures.json` in the
+            log directory, if that is there.
+        device_memory: bytes of a device; None if that is not said.
 
     Example:
         >>> Options(logdir="runs/a", steps=300).save_every
@@ -58,3 +61,5 @@ class Options:
     log_format: str = "text"
     profile_steps: tuple[int, int] | None = None
     histogram_every: int = 0
+    figures: str | None = None
+    device_memory: float | None = None

@@ -36,7 +36,7 @@ def stage_rows(stack: Any, shapes: Sequence[Any] | None = None) -> list[tuple[st
     devices = [home.devices for home in stack.StageHomes()]
     flops = None
     if shapes is not None:
-        flops = layer_flops([layer for cell in cells for layer in _layers(cell)], *shapes)
+        flops = layer_flops([layer for cell in cells for layer in layers_of(cell)], *shapes)
     begin = 0
     stages = [(str(number), cell, devices[number]) for number, cell in enumerate(cells)]
     if p.lowering == "simd" and p.loss_inside and p.pipelined:
@@ -52,7 +52,7 @@ def stage_rows(stack: Any, shapes: Sequence[Any] | None = None) -> list[tuple[st
     shares = () if flops is None else ("flops",)
     rows: list[tuple[str, ...]] = [("stage", "layers", *shares, "parameters", last)]
     for number, cell, places in stages:
-        layers = _layers(cell)
+        layers = layers_of(cell)
         end = begin + len(layers)
         if flops is not None:
             shares = (f"{100 * sum(flops[begin:end]) / sum(flops):.1f}%",)
@@ -70,7 +70,12 @@ def stage_rows(stack: Any, shapes: Sequence[Any] | None = None) -> list[tuple[st
     return rows
 
 
-def _layers(cell: Any) -> list[Any]:
+def layers_of(cell: Any) -> list[Any]:
+    """Params of the layers of a stage.
+
+    Args:
+        cell: params of the stage.
+    """
     return list(cell.sub) if "sub" in cell else [cell]
 
 

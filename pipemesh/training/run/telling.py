@@ -12,6 +12,7 @@ import tensorflow as tf
 from tqdm import tqdm
 
 from pipemesh import __version__
+from pipemesh.backend.peak import peak_memory
 from pipemesh.checkpoint.whole_file import write_whole
 from pipemesh.errors import PipemeshError
 from pipemesh.layers import Report
@@ -100,6 +101,7 @@ def of_beginning(trainer: Any, options: Options) -> dict[str, Any]:
         "flags": options.given,
         "stages": trainer.stage_rows(),
         "sample": str(trainer.sample),
+        "peak_memory": peak_memory(trainer.trained.all_devices()),
         "versions": {
             "pipemesh": __version__,
             "tensorflow": tf.__version__,
@@ -135,20 +137,23 @@ def of_report(found: Report) -> dict[str, Any]:
     }
 
 
-def of_measured(measured: Timeline) -> dict[str, Any]:
-    """When the actions of a step ran.
+def of_measured(steps: Sequence[tuple[Timeline, float]]) -> dict[str, Any]:
+    """When the actions of some steps ran.
 
     Args:
-        measured: in milliseconds.
+        steps: in milliseconds, each with the seconds of the whole step; the first one is shown.
     """
 
     def rounded(rows: Sequence[Sequence[float]]) -> list[list[float]]:
         return [[round(time, _DIGITS) for time in row] for row in rows]
 
+    (measured, seconds), *others = steps
     return {
         **_of_schedule(measured),
+        "seconds": seconds,
         "starts": rounded(measured.starts),
         "ends": rounded(measured.ends),
+        "others": [[rounded(each.starts), rounded(each.ends)] for each, _ in others],
     }
 
 

@@ -52,7 +52,7 @@ def test_the_best_plan_is_taken_said_kept_and_gone_on_with(tmp_path, figures):
         (["--mesh_shape=auto:2", "--device_memory=7GiBB"], "--device_memory: '7GiBB' has the unit"),
         (["--mesh_shape=auto:2", "--device_memory=10"], "no plan fits into 10 bytes a device"),
         (["--mesh_shape=auto:2", "--schedule=1f1c"], "schedule"),
-        (["--mesh_shape=layers:2", "--figures=x"], "is for --mesh_shape=auto or --device_memory"),
+        (["--mesh_shape=layers:2", "--figures=x"], "x cannot be read: No such file"),
         (["--mesh_shape=layers:2", "--device_memory=10", "FIGURES"], "no plan fits into 10 bytes"),
     ],
 )
