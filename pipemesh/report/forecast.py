@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from pipemesh.errors import PipemeshError
@@ -155,11 +155,11 @@ def _usual(run: Run) -> float | None:
     return statistics.median(values) if values else None
 
 
-def _table(rows: list[Compared], unit: str, text: Any) -> str:
+def _table(rows: list[Compared], unit: str, text: Callable[[float], str]) -> str:
     def told(value: float | None) -> str:
         return "not known" if value is None else text(value)
 
-    lines = []
+    lines: list[list[str]] = []
     for row in rows:
         off = ""
         if row.predicted is not None and row.measured is not None:
