@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from pipemesh.errors import PipemeshError
 from pipemesh.partition.text import bytes_text
 from pipemesh.plan import predict
 from pipemesh.report.change import Basis, Change, basis_of
-from pipemesh.report.change.changes import LEAST, LEAST_SUPPOSED, best, best_of_each
+from pipemesh.report.change.changes import LEAST, best, best_of_each, least
 from pipemesh.report.difference import parts_of
 from pipemesh.report.markup import note, table
 from pipemesh.report.run import MEMORY, Run
@@ -155,11 +155,11 @@ def _usual(run: Run) -> float | None:
     return statistics.median(values) if values else None
 
 
-def _table(rows: list[Compared], unit: str, text: Any) -> str:
+def _table(rows: list[Compared], unit: str, text: Callable[[float], str]) -> str:
     def told(value: float | None) -> str:
         return "not known" if value is None else text(value)
 
-    lines = []
+    lines: list[list[str]] = []
     for row in rows:
         off = ""
         if row.predicted is not None and row.measured is not None:
@@ -271,11 +271,10 @@ def sentence(found: list[Change], now: float) -> str:
         return "There is nothing to change: no other plan of these devices is known."
     named = best(found, now)
     gain = 1 - named.prediction.seconds / now
-    least = LEAST_SUPPOSED if named.supposed else LEAST
-    if gain <= least:
+    if gain <= least(named):
         beside = f", if {escape(named.supposed)}" if named.supposed else ""
         return (
-            f"No change that was tried is known to make a step shorter by more than {least:.0%}; "
+            f"No change that was tried is known to make a step shorter by more than {least(named):.0%}; "
             f"{_flags(named)} comes to {gain:+.1%}{beside}."
         )
     return (

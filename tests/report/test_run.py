@@ -136,3 +136,22 @@ def test_a_folder_without_a_record_is_one_clear_line(tmp_path):
         with pytest.raises(ReportError) as error:
             read(str(folder))
         assert told in str(error.value) and "\n" not in str(error.value)
+
+
+def test_all_steps_that_were_timed_are_read(tmp_path):
+    record = Record(str(tmp_path))
+    records.begin(record)
+    table = one_f_one_b(2, 4)
+    real = simulate(table)
+    costs = real.costs.per_stage(2).durations()
+    later = [[time + 1 for time in row] for row in real.ends]
+    shown = {"schedule": table.to_text(), "costs": costs, "starts": real.starts, "ends": real.ends}
+    record.add("schedule", **shown, seconds=1.0, others=[[real.starts, later]] * 2)
+    run = read(str(tmp_path))
+    assert [each.makespan for each in run.timed()] == [real.makespan, *[real.makespan + 1] * 2]
+    assert run.timed()[0] == run.measured()
+    # Times that go back are none.
+    record.add("schedule", **shown, others=[[later, real.starts]])
+    assert read(str(tmp_path)).unread == 1
+    (tmp_path / "none").mkdir()
+    assert read(str(records.plain(tmp_path / "none"))).timed() == []

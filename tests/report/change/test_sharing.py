@@ -57,3 +57,17 @@ def test_devices_with_cores_of_their_own_take_what_they_took():
     step = simulate(gpipe(2, 4), COSTS)
     assert alone(step, None, 1) == (COSTS, {"F": 1, "B": 1})
     assert alone(step, 1, 2)[1] == {"F": 1, "B": 1}
+
+
+def test_of_several_steps_loads_are_surer():
+    table = one_f_one_b(2, 2)
+    steps = []
+    for seed in range(5):
+        draw = random.Random(seed)
+        loads = {"B": 1.8}
+        durations = Costs(
+            [draw.gauss(1, 0.1), draw.gauss(1, 0.1)], [draw.gauss(2, 0.1), draw.gauss(2, 0.1)]
+        )
+        steps.append(simulate_sharing(table, durations, cores=2, loads=loads))
+    _, found = alone(steps[0], 2, 1, steps[1:])
+    assert found["B"] == pytest.approx(1.8, abs=0.21) and found["F"] == 1
