@@ -274,8 +274,8 @@ def sentence(found: list[Change], now: float) -> str:
     if gain <= least(named):
         beside = f", if {escape(named.supposed)}" if named.supposed else ""
         return (
-            f"No change that was tried is known to make a step shorter by more than {least(named):.0%}; "
-            f"{_flags(named)} comes to {gain:+.1%}{beside}."
+            "No change that was tried is known to make a step shorter by more than "
+            f"{least(named):.0%}; {_flags(named)} comes to {gain:+.1%}{beside}."
         )
     return (
         f"The one change that would help most: <b>{_flags(named)}</b>, a step "
