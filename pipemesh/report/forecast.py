@@ -11,7 +11,7 @@ from pipemesh.errors import PipemeshError
 from pipemesh.partition.text import bytes_text
 from pipemesh.plan import predict
 from pipemesh.report.change import Basis, Change, basis_of
-from pipemesh.report.change.changes import LEAST, LEAST_SUPPOSED, best, best_of_each
+from pipemesh.report.change.changes import LEAST, best, best_of_each, least
 from pipemesh.report.difference import parts_of
 from pipemesh.report.markup import note, table
 from pipemesh.report.run import MEMORY, Run
@@ -271,12 +271,11 @@ def sentence(found: list[Change], now: float) -> str:
         return "There is nothing to change: no other plan of these devices is known."
     named = best(found, now)
     gain = 1 - named.prediction.seconds / now
-    least = LEAST_SUPPOSED if named.supposed else LEAST
-    if gain <= least:
+    if gain <= least(named):
         beside = f", if {escape(named.supposed)}" if named.supposed else ""
         return (
-            f"No change that was tried is known to make a step shorter by more than {least:.0%}; "
-            f"{_flags(named)} comes to {gain:+.1%}{beside}."
+            "No change that was tried is known to make a step shorter by more than "
+            f"{least(named):.0%}; {_flags(named)} comes to {gain:+.1%}{beside}."
         )
     return (
         f"The one change that would help most: <b>{_flags(named)}</b>, a step "

@@ -138,6 +138,11 @@ def best(found: Sequence[Change], now: float) -> Change:
     return min(near, key=key)
 
 
+def least(change: Change) -> float:
+    """The share of a step that a change has to help by to be named."""
+    return LEAST_SUPPOSED if change.supposed else LEAST
+
+
 def best_of_each(found: Sequence[Change]) -> list[Change]:
     """The first of each kind, in their order.
 
