@@ -34,6 +34,12 @@ def test_a_table_is_taken_as_it_is():
     [
         (0, {}, PipelineError, "cell_tpl is empty"),
         (2, {"num_micro_batches": 0}, PipelineError, "num_micro_batches is 0"),
+        (
+            2,
+            {"schedule": "seq1f1b:2", "loss_inside": True},
+            PipelineError,
+            "the schedule cuts sequences into 2 slices, but layers take whole sequences",
+        ),
         (2, {"micro_batch_size": 0}, PipelineError, "micro_batch_size is 0"),
         (2, {"batch_dim": -1}, PipelineError, "batch_dim is -1"),
         (2, {"pipelined": None}, PipelineError, "pipelined is None; it must be True or False$"),
