@@ -1,5 +1,7 @@
 """What a process checks before it joins others, and how one command is started in several."""
 
+import os
+import pathlib
 import subprocess
 import sys
 
@@ -7,6 +9,8 @@ import pytest
 
 from pipemesh.errors import DeviceError
 from pipemesh.hosts import Cluster, peers, silence, together
+
+ROOT = str(pathlib.Path(__file__).parents[2])
 
 
 def test_others_are_let_in_only_if_it_is_said():
@@ -147,6 +151,7 @@ def test_flags_that_do_not_go_together_are_errors(program, words, told, tmp_path
     done = subprocess.run(
         [*command, "--mesh_shape=layers:1", "--cluster=127.0.0.1:2222", *words],
         cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": ROOT},
         capture_output=True,
         text=True,
         timeout=60,
