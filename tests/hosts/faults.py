@@ -40,14 +40,16 @@ def until(is_so, seconds):
         time.sleep(0.05)
 
 
-class Training:
-    """A training on workers that is under way.
+class Written:
+    """What a program has said so far, in files, so that it waits for no reader.
 
-    Its output and its errors are in files, so that it waits for no reader.
+    Args:
+        out: the file of its standard output, lines of JSON among others.
+        err: that of its errors.
     """
 
-    def __init__(self, logdir, process, out, err):
-        self.logdir, self.process, self._out, self._err = logdir, process, out, err
+    def __init__(self, out, err):
+        self._out, self._err = out, err
 
     def events(self, kind):
         lines = self._out.read_text(encoding="utf-8").splitlines()
@@ -57,6 +59,14 @@ class Training:
     @property
     def err(self):
         return self._err.read_text(encoding="utf-8")
+
+
+class Training(Written):
+    """A training on workers that is under way."""
+
+    def __init__(self, logdir, process, out, err):
+        super().__init__(out, err)
+        self.logdir, self.process = logdir, process
 
     def workers(self):
         """The processes of those that a launcher has started."""

@@ -1,7 +1,6 @@
 """What becomes of several processes that train together when one of them is lost for good."""
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -12,7 +11,7 @@ import sys
 import pytest
 import tensorflow as tf
 
-from tests.hosts.faults import LAUNCH, until
+from tests.hosts.faults import LAUNCH, Written, until
 from tests.hosts.test_together import children
 from tests.lowering.hosts_process import free_ports
 
@@ -28,22 +27,13 @@ COMMAND = [
 ]
 
 
-class Run:
-    """A process of a training, or a launcher of several; its output is in files."""
+class Run(Written):
+    """A process of a training, or a launcher of several."""
 
     def __init__(self, path, *words):
-        self._out, self._err = path.with_suffix(".out"), path.with_suffix(".err")
+        super().__init__(path.with_suffix(".out"), path.with_suffix(".err"))
         with open(self._out, "ab") as out, open(self._err, "ab") as err:
             self.process = subprocess.Popen(words, stdout=out, stderr=err)
-
-    def events(self, kind):
-        lines = self._out.read_text(encoding="utf-8").splitlines()
-        found = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
-        return [event for event in found if event["event"] == kind]
-
-    @property
-    def err(self):
-        return self._err.read_text(encoding="utf-8")
 
     def until(self, is_so, seconds=150):
         def is_so_yet():
