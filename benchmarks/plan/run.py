@@ -27,7 +27,7 @@ from pipemesh.plan.candidates import rated
 from pipemesh.text import columns
 
 HERE = pathlib.Path(__file__).resolve().parent
-DEVICES, MOST_MICROBATCHES, ROUNDS = 4, 8, 5
+DEVICES, MOST_MICROBATCHES, ROUNDS = 4, 8, 15
 SCHEDULES = ("1f1b", "gpipe", "zb_h1", "interleaved:2", "zb_v")
 BARS = {"mean": 0.05, "p95": 0.12, "tau": 0.9, "regret": 0.03, "under": 0.02, "search": 10.0}
 REFERENCE = Plan(num_microbatches=2, remat="none")
@@ -64,7 +64,7 @@ def plans_of(figures: Figures, seed: int) -> list[Plan]:
     from pipemesh.training.measuring.measure import plans_to_fit
 
     asked = Asked(DEVICES, figures.batch, schedules=SCHEDULES)
-    fitted = {str(plan) for plan in plans_to_fit(figures, DEVICES)} | {str(REFERENCE)}
+    fitted = {_uncut(plan) for plan in (*plans_to_fit(figures, DEVICES), REFERENCE)}
     found: dict[str, Plan] = {}
     for candidate in rated(figures, asked):
         plan = candidate.plan(figures, asked)
@@ -72,9 +72,14 @@ def plans_of(figures: Figures, seed: int) -> list[Plan]:
             continue
         if plan.mesh.num_devices > 1 or plan.num_microbatches > 1:
             found.setdefault(str(plan), plan)
-    kept = sorted(text for text in found if text not in fitted)
+    kept = sorted(text for text, plan in found.items() if _uncut(plan) not in fitted)
     random.Random(seed).shuffle(kept)
     return [found[text] for text in kept]
+
+
+def _uncut(plan: Plan) -> str:
+    """A plan whose layers are cut evenly is none of its own."""
+    return str(dataclasses.replace(plan, boundaries=None))
 
 
 def measured(make: Callable[[Plan], Any], batch: Any, plan: Plan, reference: Any) -> dict[str, Any]:
@@ -114,7 +119,7 @@ def run(arguments: argparse.Namespace) -> None:
         path.write_text(found.to_json(), encoding="utf-8")
     figures = Figures.from_json(path.read_text(encoding="utf-8"), str(path))
     out = pathlib.Path(arguments.out)
-    done = {row["plan"] for row in rows_of(out)}
+    done = {row["plan"] for row in rows_of(out) if row["family"] == arguments.family}
     reference = TimedStep(make(REFERENCE), batch)
     begin = time.perf_counter()
     left = [plan for plan in plans_of(figures, arguments.seed) if str(plan) not in done]
@@ -169,7 +174,6 @@ def report(arguments: argparse.Namespace) -> None:
         rows = [row for row in everything if row["family"] == family]
         path = pathlib.Path(arguments.figures or HERE / f"{family}.json")
         figures = Figures.from_json(path.read_text(encoding="utf-8"), str(path))
-        base = predict(REFERENCE, figures, figures.batch, parts=False).seconds
         plans = [Plan.from_text(row["plan"]) for row in rows]
         ahead = [predict(plan, figures, figures.batch, parts=False) for plan in plans]
         begin = time.perf_counter()
@@ -181,16 +185,26 @@ def report(arguments: argparse.Namespace) -> None:
         held = [row["held"] / size for row, size in zip(rows, sizes, strict=True)]
         clock = [statistics.median(row["seconds"]) for row in rows]
         # What else runs on the machine makes both longer alike.
+        usual = statistics.median(statistics.median(row["reference"]) for row in rows)
         ratio = [
-            base
+            usual
             * statistics.median(
                 own / beside for own, beside in zip(row["seconds"], row["reference"], strict=True)
             )
             for row in rows
         ]
         cores = [statistics.median(row["cpu"]) for row in rows]
-        for name, seconds in (("clock", clock), ("in turn", ratio), ("cores", cores)):
+        # A machine that has become slower since it was measured makes both longer, too.
+        base = usual / predict(REFERENCE, figures, figures.batch, parts=False).seconds
+        for name, seconds in (
+            ("clock", clock),
+            ("in turn", ratio),
+            ("ratios", ratio),
+            ("cores", cores),
+        ):
             told = [each.work if name == "cores" else each.seconds for each in ahead]
+            if name == "ratios":
+                told = [base * each for each in told]
             errors = sorted(abs(t / s - 1) for t, s in zip(told, seconds, strict=True))
             best = min(range(len(told)), key=told.__getitem__)
             table.append(

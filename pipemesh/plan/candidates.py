@@ -187,7 +187,7 @@ def rated(figures: Figures, asked: Asked) -> list[Candidate]:
 
     def rate(each: Candidate) -> float:
         rows = asked.batch / each.num_microbatches / each.replicas
-        work, longest = seconds(rows, each.group, each.remat == "full")
+        work, longest, load = seconds(rows, each.group, each.remat == "full")
         kinds = 3 if each.schedule.startswith(("zb", "v_")) else 2
         virtual = _stages_a_device(each.schedule)
         # No place takes less than the longest layer.
@@ -197,18 +197,23 @@ def rated(figures: Figures, asked: Asked) -> list[Candidate]:
         length = total + fill
         home = each.replicas * each.group
         if figures.cores is not None:
-            load = home * figures.loads.get("B", 1.0)
-            length = max(length, total * each.places * load / figures.cores)
+            length = max(length, total * each.places * home * load / figures.cores)
         weights = sizes / each.places / each.group
         return length + figures.transfer.all_reduce(each.replicas, weights)
 
     return sorted(candidates(figures, asked), key=rate)
 
 
-def _work(figures: Figures, rows: float, group: int, again: bool) -> tuple[float, float]:
-    """What a microbatch takes in all layers, and in the longest."""
+def _work(figures: Figures, rows: float, group: int, again: bool) -> tuple[float, float, float]:
+    """What a microbatch takes in all layers and in the longest, and cores that it keeps busy."""
     costs = layer_seconds(figures, rows, group, again)
-    return sum(costs), max(costs)
+    if not any(layer.work for layer in figures.layers):
+        return sum(costs), max(costs), figures.loads.get("B", 1.0)
+    done = sum(
+        (layer.computes("F", rows) + layer.computes("B", rows, again)) / min(group, layer.split)
+        for layer in figures.layers
+    )
+    return sum(costs), max(costs), done / sum(costs) if done else 1.0
 
 
 def divisors(number: int) -> list[int]:

@@ -41,6 +41,9 @@ class Figures:
             if nothing.
         batch: rows that a batch of the model has; 0 if that is not known.
         about: what was measured, and where.
+        sums: what joins devices that share a layer, as if sums took all that they compute besides,
+            what each of them computes whole included; None if it is `transfer`.
+        handover: seconds that a result for another device waits for a core where all are busy.
 
     Raises:
         PlanError: there are no layers, or a number is negative or not finite.
@@ -63,11 +66,13 @@ class Figures:
     rules: str = ""
     batch: int = 0
     about: str = ""
+    sums: Link | None = None
+    handover: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise PlanError("figures are of no layer; there must be one at least")
-        for name in ("action", "fixed", "update", "optimizer"):
+        for name in ("action", "fixed", "update", "optimizer", "handover"):
             number = getattr(self, name)
             if not (math.isfinite(number) and number >= 0):
                 raise PlanError(f"{name} is {number}; it must be a number from 0 on")
@@ -81,10 +86,10 @@ class Figures:
         values = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name not in ("layers", "transfer")
+            if field.name not in ("layers", "transfer", "sums")
         }
-        bandwidth = self.transfer.bandwidth
-        values["transfer"] = [self.transfer.latency, bandwidth if bandwidth < math.inf else None]
+        values["transfer"] = _link_values(self.transfer)
+        values["sums"] = self.sums and _link_values(self.sums)
         values["layers"] = layers_to_values(self.layers)
         return json.dumps(values, indent=1)
 
@@ -134,15 +139,16 @@ class Figures:
         try:
             numbers = {
                 name: float(values[name])
-                for name in ("action", "fixed", "update", "optimizer")
+                for name in ("action", "fixed", "update", "optimizer", "handover")
                 if name in values
             }
-            latency, bandwidth = values.get("transfer", (0.0, None))
+            sums = values.get("sums")
             cores, loads = values.get("cores"), values.get("loads", {})
             return cls(
                 layers,
                 **numbers,
-                transfer=Link(latency, math.inf if bandwidth is None else bandwidth),
+                transfer=_link_of(values.get("transfer", (0.0, None))),
+                sums=sums and _link_of(sums),
                 cores=None if cores is None else float(cores),
                 loads={str(kind): float(load) for kind, load in loads.items()},
                 rules=str(values.get("rules", "")),
@@ -151,6 +157,15 @@ class Figures:
             )
         except (AttributeError, TypeError, ValueError) as error:
             raise PlanError(f"{source}: {error}") from error
+
+
+def _link_values(link: Link) -> list[float | None]:
+    return [link.latency, link.bandwidth if link.bandwidth < math.inf else None]
+
+
+def _link_of(values: Any) -> Link:
+    latency, bandwidth = values
+    return Link(latency, math.inf if bandwidth is None else bandwidth)
 
 
 def _of_costs(values: list[Any], source: str, rows: float) -> list[LayerFigures]:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from pipemesh.errors import PipemeshError, PlanError
 from pipemesh.plan.figures import Figures
-from pipemesh.plan.layer_figures import Curve
+from pipemesh.plan.layer_figures import Curve, LayerFigures
 from pipemesh.plan.network import Link
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.predict import predict
 
 # How much a factor of e away from what figures were costs, against errors of steps: what was
 # measured by itself is believed, and what was guessed is not.
-_TRUST, _GUESS = 0.05, 0.001
-_FIRST_STEP, _LAST_STEP = 0.5, 0.004
+_TRUST, _GUESS = 0.2, 0.001
+# By which factors are moved to see what that does.
+_STEP = 0.01
+# A step whose times differ by so much counts half.
+_STEADY = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,22 +34,25 @@ class Measured:
         seconds: that it took.
         is_work: whether they are seconds of all cores together, `Prediction.work`, which other
             programs on the machine disturb less than the clock.
+        spread: by what share its times differ among each other; the more, the less it counts.
     """
 
     plan: Plan
     batch: int
     seconds: float
     is_work: bool = False
+    spread: float = 0.0
 
 
 def fitted(figures: Figures, steps: Sequence[Measured]) -> Figures:
     """The same figures, moved until forecasts of some steps agree with what they took.
 
-    What cannot be measured on its own is moved: what actions take beside their layers, what a step
-    takes besides, the update, the link; and, which costs more, what all layers take, by one factor
-    and by a power of the rows, and the cores that devices share.
-    Squares of the logarithms of errors are made small by moving one factor at a time (a search
-    along coordinates), with a little weight on staying where figures were.
+    What cannot be measured on its own is moved: links, and what waits for cores. What was measured
+    is moved, too, which costs more: what actions take beside their layers, what a step takes
+    besides, the update; what all layers take and compute, by a factor each and a power of the rows;
+    and the cores that devices share.
+    Squares of the logarithms of errors are made small (`scipy.optimize.least_squares`), with a
+    little weight on staying where figures were.
 
     Args:
         figures: as they were measured; what is 0, endless or None stays so.
@@ -61,38 +69,36 @@ def fitted(figures: Figures, steps: Sequence[Measured]) -> Figures:
         >>> round(predict(Plan(remat="none"), found, 4).seconds)
         26
     """
+    # SciPy is slow to import, and only those who measure need it.
+    optimize: Any = importlib.import_module("scipy.optimize")
+
     for step in steps:
         if not (step.seconds > 0 and math.isfinite(step.seconds)):
             raise PlanError(f"'{step.plan}' took {step.seconds} seconds; it must be above 0")
     names = [name for name, (is_there, _, _) in _FACTORS.items() if is_there(figures)]
-    factors = dict.fromkeys(names, 0.0)
 
-    def cost(factors: dict[str, float]) -> float:
-        there = _moved(figures, factors)
-        total = sum(_FACTORS[name][2] * factor**2 for name, factor in factors.items())
+    def apart(factors: Sequence[float]) -> list[float]:
+        """How far factors are from nothing, and forecasts from steps, as logarithms."""
+        there = _moved(figures, dict(zip(names, factors, strict=True)))
+        found = [
+            math.sqrt(_FACTORS[name][2]) * factor
+            for name, factor in zip(names, factors, strict=True)
+        ]
         for step in steps:
-            found = predict(step.plan, there, step.batch, parts=False)
-            told = found.work if step.is_work else found.seconds
-            total += math.log(told / step.seconds) ** 2
-        return total
+            told = predict(step.plan, there, step.batch, parts=False)
+            sure = 1 / math.hypot(1, step.spread / _STEADY)
+            seconds = told.work if step.is_work else told.seconds
+            found.append(sure * math.log(seconds / step.seconds))
+        return found
 
+    # Which of two actions is first depends on what they take, so steps have kinks.
     try:
-        best = cost(factors)
-        size = _FIRST_STEP
-        while size > _LAST_STEP:
-            before = best
-            for name in names:
-                for by in (size, -size):
-                    other = factors | {name: factors[name] + by}
-                    if (value := cost(other)) < best:
-                        factors, best = other, value
-            if best > before * (1 - 1e-3):
-                size /= 2
+        best = optimize.least_squares(apart, [0.0] * len(names), diff_step=_STEP, xtol=_STEP / 10)
     except PlanError:
         raise
     except PipemeshError as error:
         raise PlanError(str(error)) from error
-    return _moved(figures, factors)
+    return _moved(figures, dict(zip(names, map(float, best.x), strict=True)))
 
 
 def _layers(figures: Figures, factor: float) -> Figures:
@@ -100,19 +106,34 @@ def _layers(figures: Figures, factor: float) -> Figures:
     return dataclasses.replace(figures, layers=layers)
 
 
+def _curves(
+    figures: Figures, moved: Callable[[Curve], Curve], names: Sequence[str] = ("seconds", "work")
+) -> Figures:
+    """Figures with curves of their layers' times moved."""
+
+    def of(layer: LayerFigures) -> LayerFigures:
+        every = {name: {k: moved(c) for k, c in getattr(layer, name).items()} for name in names}
+        return dataclasses.replace(layer, **every)
+
+    return dataclasses.replace(figures, layers=tuple(map(of, figures.layers)))
+
+
 def _bend(figures: Figures, factor: float) -> Figures:
     """Many rows take longer, and few rows less, than was measured, or the other way round."""
+    power = math.log(factor)
 
     def bent(curve: Curve) -> Curve:
         middle = curve.points[len(curve.points) // 2][0]
-        power = math.log(factor)
         return Curve(tuple((x, y * (x / middle) ** power) for x, y in curve.points))
 
-    layers = tuple(
-        dataclasses.replace(layer, seconds={k: bent(curve) for k, curve in layer.seconds.items()})
-        for layer in figures.layers
+    return _curves(figures, bent)
+
+
+def _work(figures: Figures, factor: float) -> Figures:
+    """Layers keep more or fewer cores busy than was measured."""
+    return _curves(
+        figures, lambda curve: Curve(tuple((x, y * factor) for x, y in curve.points)), ("work",)
     )
-    return dataclasses.replace(figures, layers=layers)
 
 
 def _bends(figures: Figures) -> bool:
@@ -126,14 +147,23 @@ def _number(name: str) -> tuple[Callable[[Figures], bool], Callable[[Figures, fl
     return lambda figures: bool(getattr(figures, name)), moved
 
 
-def _latency(figures: Figures, factor: float) -> Figures:
-    link = figures.transfer
-    return dataclasses.replace(figures, transfer=Link(link.latency * factor, link.bandwidth))
+def _link(
+    name: str, part: str
+) -> tuple[Callable[[Figures], bool], Callable[[Figures, float], Figures], float]:
+    """The latency of a link, or what a byte takes."""
 
+    def seconds(link: Link | None) -> float:
+        return 0.0 if link is None else link.latency if part == "latency" else 1 / link.bandwidth
 
-def _bandwidth(figures: Figures, factor: float) -> Figures:
-    link = figures.transfer
-    return dataclasses.replace(figures, transfer=Link(link.latency, link.bandwidth / factor))
+    def moved(figures: Figures, factor: float) -> Figures:
+        link: Link = getattr(figures, name)
+        if part == "latency":
+            link = Link(link.latency * factor, link.bandwidth)
+        else:
+            link = Link(link.latency, link.bandwidth / factor)
+        return dataclasses.replace(figures, **{name: link})
+
+    return lambda figures: seconds(getattr(figures, name)) > 0, moved, _GUESS
 
 
 # By name whether figures have something to move, how it is moved, and how much it costs.
@@ -142,12 +172,17 @@ _FACTORS: dict[
 ] = {
     "layers": (lambda figures: True, _layers, _TRUST),
     "bend": (_bends, _bend, _TRUST),
-    "action": (*_number("action"), 0.2 * _TRUST),
+    "work": (lambda figures: any(layer.work for layer in figures.layers), _work, _TRUST),
+    "action": (*_number("action"), _TRUST),
     "cores": (*_number("cores"), _TRUST),
-    "fixed": (*_number("fixed"), _GUESS),
-    "update": (*_number("update"), _GUESS),
-    "bandwidth": (lambda figures: figures.transfer.bandwidth < math.inf, _bandwidth, _GUESS),
-    "latency": (lambda figures: figures.transfer.latency > 0, _latency, _GUESS),
+    "fixed": (*_number("fixed"), _TRUST),
+    "update": (*_number("update"), _TRUST),
+    **{
+        f"{name} {part}": _link(name, part)
+        for name in ("transfer", "sums")
+        for part in ("latency", "bandwidth")
+    },
+    "handover": (*_number("handover"), _GUESS),
 }
 
 

@@ -50,7 +50,7 @@ class Curve:
             raise PlanError(f"a curve has the points {points}; their rows must rise")
 
     def at(self, rows: float) -> float:
-        """The quantity for so many rows; a slice of a layer is as much as fewer rows.
+        """The quantity for so many rows.
 
         Args:
             rows: above 0.
@@ -83,6 +83,12 @@ class LayerFigures:
         whole: bytes of what is kept that each of the devices has which share it.
         pending: bytes that it keeps between an `I` and its `W`; by default as many as are kept.
         pending_whole: as `whole`, of what is pending.
+        work: by kind of action what all cores of the device together compute for it, in seconds;
+            none if that is not known. It is more than `seconds` where operations that need
+            nothing of each other run at once.
+
+        again: the share of its forward pass that is computed again where it is the last of its
+            stage; a backward pass does not need what is only handed on.
 
     Raises:
         PlanError: there is a kind of action that is none, or no time of `F` and of `B` or both
@@ -101,16 +107,19 @@ class LayerFigures:
     whole: Curve | None = None
     pending: Curve | None = None
     pending_whole: Curve | None = None
+    work: Mapping[str, Curve] = dataclasses.field(default_factory=dict[str, Curve])
+    again: float = 1.0
 
     def __post_init__(self) -> None:
-        there = set(self.seconds)
-        if unknown := sorted(there - set(KINDS)):
-            raise PlanError(f"layer {self.name!r} has times of {unknown}; kinds are {KINDS}")
-        if "F" not in there or not ("B" in there or {"I", "W"} <= there):
-            raise PlanError(
-                f"layer {self.name!r} has times of {sorted(there)}; it needs that of F, and "
-                "that of B or those of I and W"
-            )
+        for curves in (self.seconds, self.work or self.seconds):
+            there = set(curves)
+            if unknown := sorted(there - set(KINDS)):
+                raise PlanError(f"layer {self.name!r} has times of {unknown}; kinds are {KINDS}")
+            if "F" not in there or not ("B" in there or {"I", "W"} <= there):
+                raise PlanError(
+                    f"layer {self.name!r} has times of {sorted(there)}; it needs that of F, and "
+                    "that of B or those of I and W"
+                )
 
     def takes(self, kind: str, rows: float, again: bool = False) -> float:
         """What an action takes on one device, in seconds.
@@ -129,16 +138,17 @@ class LayerFigures:
             >>> layer.takes("I", 3), layer.takes("B", 3, again=True)
             (3.0, 12.0)
         """
-        if again and kind != "F":
-            if (own := self.seconds.get(f"{kind}+")) is not None:
-                return own.at(rows)
-            extra = 0.0 if kind == "W" else self.seconds["F"].at(rows)
-            return extra + self.takes(kind, rows)
-        if (own := self.seconds.get(kind)) is not None:
-            return own.at(rows)
-        if kind == "B":
-            return self.takes("I", rows) + self.takes("W", rows)
-        return self.seconds["B"].at(rows) / 2
+        return _at(self.seconds, kind, rows, again)
+
+    def computes(self, kind: str, rows: float, again: bool = False) -> float:
+        """What all cores of a device compute for an action, in seconds; `takes` if nothing is said.
+
+        Args:
+            kind: `F`, `B`, `I` or `W`.
+            rows: of the microbatch.
+            again: whether its forward pass is computed again.
+        """
+        return _at(self.work or self.seconds, kind, rows, again)
 
     def holds(self, rows: float, shared: int, pending: bool = False) -> float:
         """Bytes that one of the devices that share it keeps of a microbatch.
@@ -172,11 +182,31 @@ class LayerFigures:
         """
         if not (factor > 0 and math.isfinite(factor)):
             raise PlanError(f"a device is {factor} times as fast; it must be a number above 0")
-        scaled = {
-            kind: Curve(tuple((x, y / factor) for x, y in curve.points))
-            for kind, curve in self.seconds.items()
-        }
-        return dataclasses.replace(self, seconds=scaled)
+        return dataclasses.replace(
+            self,
+            seconds=_scaled(self.seconds, factor),
+            work=_scaled(self.work, factor),
+        )
+
+
+def _at(curves: Mapping[str, Curve], kind: str, rows: float, again: bool) -> float:
+    if again and kind != "F":
+        if (own := curves.get(f"{kind}+")) is not None:
+            return own.at(rows)
+        extra = 0.0 if kind == "W" else curves["F"].at(rows)
+        return extra + _at(curves, kind, rows, False)
+    if (own := curves.get(kind)) is not None:
+        return own.at(rows)
+    if kind == "B":
+        return curves["I"].at(rows) + curves["W"].at(rows)
+    return curves["B"].at(rows) / 2
+
+
+def _scaled(curves: Mapping[str, Curve], factor: float) -> dict[str, Curve]:
+    return {
+        kind: Curve(tuple((x, y / factor) for x, y in curve.points))
+        for kind, curve in curves.items()
+    }
 
 
 def figures_of_costs(
@@ -239,6 +269,8 @@ def layers_to_values(layers: Sequence[LayerFigures]) -> list[dict[str, Any]]:
             "whole": points(layer.whole),
             "pending": points(layer.pending),
             "pending_whole": points(layer.pending_whole),
+            "again": layer.again,
+            "work": {kind: points(curve) for kind, curve in layer.work.items()},
         }
         for layer in layers
     ]
@@ -279,6 +311,8 @@ def layers_from_values(values: Any, source: str) -> list[LayerFigures]:
                 whole=curve(of.get("whole")),
                 pending=curve(of.get("pending")),
                 pending_whole=curve(of.get("pending_whole")),
+                again=float(of.get("again", 1.0)),
+                work={kind: cast("Curve", curve(p)) for kind, p in of.get("work", {}).items()},
             )
             for of in values
         ]

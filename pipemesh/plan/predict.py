@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 
 from pipemesh.plan.figures import Figures
 from pipemesh.plan.plan import Plan
-from pipemesh.plan.stage_costs import Stages, action_costs, even_costs, stages_of
+from pipemesh.plan.stage_costs import (
+    Stages,
+    action_costs,
+    action_loads,
+    even_costs,
+    even_loads,
+    stages_of,
+    summed,
+)
 from pipemesh.schedule import Costs, Timeline, simulate, simulate_sharing
+
+_Loads = Mapping[str, Sequence[float]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,29 +76,35 @@ def predict(plan: Plan, figures: Figures, batch: int, *, parts: bool = True) -> 
         (30.0, 6.0, 'bubble')
     """
     stages = stages_of(plan, figures, batch)
-    timeline = _simulated(stages, figures, action_costs(stages, figures))
-    gradients, update = _tails(stages, figures)
+    costs = action_costs(stages, figures)
+    loads = action_loads(stages, figures, costs)
+    timeline = _simulated(stages, figures, costs, loads)
+    gradients, adding, update = _tails(stages, figures)
     places = range(plan.mesh.num_stages)
     ends = [timeline.ends[place][-1] for place in places]
     with_gradients = max(end + gradients[place] for place, end in enumerate(ends))
     seconds = with_gradients + update + figures.fixed
     memory = tuple(_memory(stages, figures, place) for place in places)
-    bubble = _waiting(timeline, stages, figures)
-    home = _home(stages)
-    durations = timeline.costs.per_stage(stages.table.num_stages).durations()
-    busy = sum(durations[each.kind][each.stage] for row in stages.table.rows for each in row)
-    done = home * (busy + sum(gradients)) + _updates(stages, figures) + figures.fixed
+    busy = _work(timeline, loads)
+    bubble = _waiting(timeline, stages, figures, loads)
+    done = _home(stages) * (busy + adding) + _updates(stages, figures) + figures.fixed
     if not parts:
         return Prediction(plan, seconds, bubble, memory, done)
     work = action_costs(stages, figures, sums=False, transfers=False)
-    summed = action_costs(stages, figures, transfers=False)
+    added = action_costs(stages, figures, transfers=False)
     even = even_costs(work, plan.num_stages)
-    lengths = [_simulated(stages, figures, costs).makespan for costs in (even, work, summed)]
-    lone = simulate(stages.table, even)
+    loads = action_loads(stages, figures, work, sums=False)
+    alike = even_loads(loads, work, plan.num_stages)
+    lengths = [
+        _simulated(stages, figures, even, alike).makespan,
+        _simulated(stages, figures, work, loads).makespan,
+        _simulated(stages, figures, added, action_loads(stages, figures, added)).makespan,
+    ]
+    lone = simulate(stages.run, even)
     total = sum(lone.busy) / len(lone.busy)
     actions = sum(map(len, stages.table.rows)) * figures.action / len(lone.busy)
     # With fewer cores than are wanted all of them compute at once.
-    scale = _slowed(lone, stages, figures)
+    scale = _slowed(lone, stages, figures, alike)
     found = {
         "compute": (total - actions) * scale,
         "actions": actions * scale,
@@ -108,54 +125,63 @@ def _home(stages: Stages) -> int:
     return stages.replicas * stages.group
 
 
-def _simulated(stages: Stages, figures: Figures, costs: Costs) -> Timeline:
+def _simulated(stages: Stages, figures: Figures, costs: Costs, loads: _Loads) -> Timeline:
     if figures.cores is None:
-        return simulate(stages.table, costs)
+        return simulate(stages.run, costs)
     home = _home(stages)
-    loads = {kind: home * load for kind, load in figures.loads.items()}
-    every = {kind: loads.get(kind, float(home)) for kind in "FBIW"}
-    return simulate_sharing(stages.table, costs, cores=figures.cores, loads=every)
+    every = {kind: [home * load for load in of] for kind, of in loads.items()}
+    return simulate_sharing(
+        stages.run, costs, cores=figures.cores, loads=every, handover=figures.handover
+    )
 
 
-def _slowed(lone: Timeline, stages: Stages, figures: Figures) -> float:
+def _work(timeline: Timeline, loads: _Loads) -> float:
+    """What all actions compute on one device of each home, in seconds of a core."""
+    durations = timeline.costs.per_stage(timeline.schedule.num_stages).durations()
+    return sum(
+        durations[each.kind][each.stage] * loads[each.kind][each.stage]
+        for row in timeline.schedule.rows
+        for each in row
+    )
+
+
+def _slowed(lone: Timeline, stages: Stages, figures: Figures, loads: _Loads) -> float:
     """How many times as long all work takes on the cores there are as on a device each."""
     if figures.cores is None:
         return 1.0
-    home, wanted = _home(stages), 0.0
-    for span in lone.spans():
-        wanted += (span.end - span.start) * home * figures.loads.get(span.action.kind, 1.0)
     busiest = sum(lone.busy) / len(lone.busy)
+    wanted = _home(stages) * _work(lone, loads)
     return max(1.0, wanted / figures.cores / busiest) if busiest else 1.0
 
 
-def _waiting(timeline: Timeline, stages: Stages, figures: Figures) -> float:
+def _waiting(timeline: Timeline, stages: Stages, figures: Figures, loads: _Loads) -> float:
     """The share of the time in which devices, or cores if they have too few, do nothing."""
     if figures.cores is None:
         return timeline.bubble_ratio
-    home = _home(stages)
-    table, number = stages.table, stages.table.num_stages
-    durations = timeline.costs.per_stage(number).durations()
-    used = sum(
-        durations[action.kind][action.stage] * home * figures.loads.get(action.kind, 1.0)
-        for row in table.rows
-        for action in row
-    )
-    there = min(figures.cores, home * table.num_devices) * timeline.makespan
-    return max(0.0, 1 - used / there) if there else 0.0
+    home, used = _home(stages), {each.kind for row in stages.run.rows for each in row}
+    # A device keeps at most so many cores busy.
+    most = max(load for kind in used for load in loads[kind])
+    there = min(figures.cores, home * stages.table.num_devices * most) * timeline.makespan
+    return max(0.0, 1 - home * _work(timeline, loads) / there) if there else 0.0
 
 
-def _tails(stages: Stages, figures: Figures) -> tuple[list[float], float]:
-    """What each place does after its last action, and then the optimizer."""
+def _tails(stages: Stages, figures: Figures) -> tuple[list[float], float, float]:
+    """What each place does after its last action, what its devices compute, then the optimizer."""
     own = [0.0] * stages.table.num_devices
     for stage, place in enumerate(stages.table.stage_devices):
         own[place] += stages.weights(stage)
-    gradients = [figures.transfer.all_reduce(stages.replicas, size) for size in own]
+    sums = [summed(figures.transfer, figures, stages.replicas, size) for size in own]
+    gradients, adding = [seconds for seconds, _ in sums], sum(work for _, work in sums)
     # Each replica updates its share.
     each = [size / stages.replicas * figures.update for size in own]
     if figures.cores is None:
-        return gradients, max(each)
-    # All devices at once, on as many cores as there are.
-    return gradients, max(max(each), sum(each) * _home(stages) / figures.cores)
+        return gradients, adding, max(each)
+    # All weights of all devices at once, on as many cores as there are.
+    largest = max(
+        layer.parameter_bytes / stages.shared(layer) for of in stages.layers for layer in of
+    )
+    alone = largest / stages.replicas * figures.update
+    return gradients, adding, max(alone, sum(each) * _home(stages) / figures.cores)
 
 
 def _updates(stages: Stages, figures: Figures) -> float:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
 
 from pipemesh.errors import PartitionError, PlanError
 from pipemesh.partition import partition
 from pipemesh.plan.figures import Figures
 from pipemesh.plan.layer_figures import LayerFigures
+from pipemesh.plan.network import Link
 from pipemesh.plan.places import home_of
 from pipemesh.plan.plan import Plan
 from pipemesh.schedule import Costs, Schedule
+from pipemesh.schedule.action import KINDS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +39,24 @@ class Stages:
     group: int
     again: bool
     table: Schedule
+
+    @functools.cached_property
+    def run(self) -> Schedule:
+        """The schedule with an `R` before each backward action that computes again.
+
+        It needs no gradient, so a device that waits for one does it meanwhile.
+        """
+        if not self.again:
+            return self.table
+        rows = [
+            [
+                each
+                for action in row
+                for each in ([action.also("R")] if action.kind in "BI" else []) + [action]
+            ]
+            for row in self.table.rows
+        ]
+        return dataclasses.replace(self.table, rows=tuple(map(tuple, rows)))
 
     def shared(self, layer: LayerFigures) -> int:
         """Among how many devices of a replica a layer is split."""
@@ -105,8 +127,8 @@ def layer_seconds(figures: Figures, rows: float, group: int, again: bool) -> lis
     """
     found: list[float] = []
     for layer in figures.layers:
-        slice_ = rows / min(group, layer.split)
-        found.append(layer.takes("F", slice_) + layer.takes("B", slice_, again))
+        whole = layer.takes("F", rows) + layer.takes("B", rows, again)
+        found.append(whole / min(group, layer.split))
     return found
 
 
@@ -137,6 +159,8 @@ def action_costs(
 ) -> Costs:
     """Durations of the actions of each stage, of one that runs alone.
 
+    What is computed again is the `R` of `Stages.run`, and no action has overhead of it.
+
     Args:
         stages: of the plan.
         figures: of the layers.
@@ -145,13 +169,12 @@ def action_costs(
     """
 
     def of(kind: str) -> list[float]:
-        again = stages.again and kind != "F"
-        times = {"F": 1, "W": 0}.get(kind, 2 if stages.again else 1) if sums else 0
         return [
-            figures.action
+            (figures.action if kind != "R" else 0.0)
             + sum(
-                layer.takes(kind, stages.rows / stages.shared(layer), again)
-                + times * _sum(stages, figures, layer)
+                _takes(layer, layer.takes, kind, stages.rows, layer is layers[-1])
+                / stages.shared(layer)
+                + (_sum(stages, figures, layer, kind)[0] if sums else 0.0)
                 for layer in layers
             )
             for layers in stages.layers
@@ -162,15 +185,101 @@ def action_costs(
         sent = [
             figures.transfer.seconds(layers[-1].outputs.at(stages.rows)) for layers in stages.layers
         ]
-    return Costs(of("F"), of("B"), of("I"), of("W"), sent)
+    return Costs(of("F"), of("B"), of("I"), of("W"), sent, of("R"))
 
 
-def _sum(stages: Stages, figures: Figures, layer: LayerFigures) -> float:
+def action_loads(
+    stages: Stages, figures: Figures, costs: Costs, *, sums: bool = True
+) -> dict[str, list[float]]:
+    """By kind of action, for each stage, how many cores one on one device keeps busy alone.
+
+    Args:
+        stages: of the plan.
+        figures: of the layers.
+        costs: what actions take, of the same stages, with or without sums.
+        sums: whether they have sums.
+    """
+    durations = costs.per_stage(len(stages.layers)).durations()
+
+    def load(kind: str, stage: int) -> float:
+        took = durations[kind][stage]
+        layers = stages.layers[stage]
+        if not took or not any(layer.work for layer in layers):
+            return figures.loads.get("F" if kind == "R" else kind, 1.0)
+        # What actions take besides keeps a core busy.
+        more = 0.0
+        for layer in layers:
+            is_last = layer is layers[-1]
+            done = _takes(layer, layer.computes, kind, stages.rows, is_last)
+            alone = _takes(layer, layer.takes, kind, stages.rows, is_last)
+            more += (done - alone) / stages.shared(layer)
+            if sums:
+                seconds, work = _sum(stages, figures, layer, kind)
+                more += work - seconds
+        return max(0.0, 1 + more / took)
+
+    return {kind: [load(kind, s) for s in range(len(stages.layers))] for kind in KINDS}
+
+
+def _takes(
+    layer: LayerFigures,
+    of: Callable[[str, float, bool], float],
+    kind: str,
+    rows: float,
+    is_last: bool,
+) -> float:
+    """What a layer takes for an action, or computes for it; whether it is the last of its stage."""
+    if kind != "R":
+        return of(kind, rows, False)
+    return (of("B", rows, True) - of("B", rows, False)) * (layer.again if is_last else 1.0)
+
+
+def even_loads(
+    loads: Mapping[str, Sequence[float]], costs: Costs, number: int
+) -> dict[str, list[float]]:
+    """Loads of stages of equal length that compute as much as the stages that there are.
+
+    Args:
+        loads: of each stage.
+        costs: of each stage.
+        number: of stages.
+    """
+    durations = costs.per_stage(number).durations()
+
+    def mean(kind: str) -> float:
+        took = sum(durations[kind])
+        done = sum(map(operator.mul, durations[kind], loads[kind]))
+        return done / took if took else 1.0
+
+    return {kind: [mean(kind)] * number for kind in loads}
+
+
+def _sum(stages: Stages, figures: Figures, layer: LayerFigures, kind: str) -> tuple[float, float]:
+    """What an action takes because a layer is shared, and what each device computes for that."""
     shared = stages.shared(layer)
-    if shared == 1 or layer.summed is None:
-        return 0.0
+    if shared == 1 or layer.summed is None or kind == "W":
+        return 0.0, 0.0
     size = layer.summed.at(stages.rows) / layer.sums
-    return layer.sums * figures.transfer.all_reduce(shared, size)
+    seconds, work = summed(figures.sums or figures.transfer, figures, shared, size)
+    return layer.sums * seconds, layer.sums * work
+
+
+def summed(link: Link, figures: Figures, members: int, size: float) -> tuple[float, float]:
+    """What a sum takes that all members of a group get, and what each of them computes for it.
+
+    Devices that share cores share memory, too: they add pairs up a tree, and copy nothing.
+
+    Args:
+        link: between two devices.
+        figures: that say whether devices share cores.
+        members: of the group.
+        size: what each puts in, in bytes.
+    """
+    if figures.cores is None or members == 1 or not size:
+        seconds = link.all_reduce(members, size)
+        return seconds, seconds
+    pair = link.seconds(size)
+    return math.ceil(math.log2(members)) * pair, (members - 1) / members * pair
 
 
 def even_costs(costs: Costs, number: int) -> Costs:
@@ -186,5 +295,7 @@ def even_costs(costs: Costs, number: int) -> Costs:
         each.backward,
         each.input_grad,
         each.weight_grad,
+        each.recompute,
     )
-    return Costs(*(sum(field) / number for field in fields))
+    forward, backward, input_grad, weight_grad, again = (sum(field) / number for field in fields)
+    return Costs(forward, backward, input_grad, weight_grad, recompute=again)

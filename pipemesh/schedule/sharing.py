@@ -17,7 +17,12 @@ Loads = float | Mapping[str, float | Sequence[float]]
 
 
 def simulate_sharing(
-    schedule: Schedule, costs: Costs | None = None, *, cores: float, loads: Loads = 1.0
+    schedule: Schedule,
+    costs: Costs | None = None,
+    *,
+    cores: float,
+    loads: Loads = 1.0,
+    handover: float = 0.0,
 ) -> Timeline:
     """Runs a schedule on devices that share the cores of one machine.
 
@@ -31,6 +36,8 @@ def simulate_sharing(
         costs: durations of actions that run alone, per stage; by default `Costs()`.
         cores: that all devices share, above 0; need not be whole.
         loads: cores that an action keeps busy when it is alone; 0 for one that only waits.
+        handover: how long a result for another device waits for a core beside its transfer where
+            all are busy, as operations are not interrupted; less where fewer are, in proportion.
 
     Returns:
         The start and end of every action; `Timeline.costs` are those of actions alone.
@@ -47,6 +54,8 @@ def simulate_sharing(
     """
     if not (cores > 0 and math.isfinite(cores)):
         raise ScheduleError(f"cores is {cores}; it must be a number above 0")
+    if not (handover >= 0 and math.isfinite(handover)):
+        raise ScheduleError(f"handover is {handover}; it must be a number from 0 on")
     costs = costs or Costs()
     stages, number = schedule.num_stages, schedule.num_microbatches
     stage_costs = costs.per_stage(stages)
@@ -58,7 +67,7 @@ def simulate_sharing(
     lag = forward_lag + ([0.0, *forward_lag[:-1]] * (len(KINDS) - 1))
 
     unknown = -1.0
-    end = [unknown] * table.num_codes
+    end, late = [unknown] * table.num_codes, [0.0] * table.num_codes
     starts: list[list[float]] = [[] for _ in table.codes]
     ends: list[list[float]] = [[] for _ in table.codes]
     # Devices that compute: what is left of their action, and its load.
@@ -82,7 +91,7 @@ def simulate_sharing(
                     sleeper[source] = device
                     continue
                 if table.remote[device][tick]:
-                    arrival += lag[source // number]
+                    arrival += lag[source // number] + late[source]
             if arrival > now:
                 waking[device] = arrival
                 continue
@@ -106,6 +115,7 @@ def simulate_sharing(
                 ends[device].append(then)
                 end[code] = then
                 del left[device], using[device]
+                late[code] = handover * min(1.0, sum(using.values()) / cores)
                 idle.append(device)
                 if code in sleeper:
                     idle.append(sleeper.pop(code))

@@ -1,5 +1,6 @@
 """Figures of a model on a machine, as a file."""
 
+import dataclasses
 import math
 
 import pytest
@@ -16,6 +17,8 @@ LAYERS = tuple(figures_of_costs([LayerCost(1.0, name="a"), LayerCost(2.0, name="
 def test_figures_go_through_json():
     figures = Figures(LAYERS, 1e-4, 0.01, 1e-10, 1.0, Link(1e-6, 1e10), 2.0, {"B": 1.5})
     assert Figures.from_json(figures.to_json(), "x") == figures
+    shared = dataclasses.replace(figures, sums=Link(1e-5, math.inf), handover=1e-3)
+    assert Figures.from_json(shared.to_json(), "x") == shared
     assert Figures.from_json(Figures(LAYERS).to_json(), "x").transfer.bandwidth == math.inf
 
 

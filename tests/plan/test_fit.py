@@ -7,7 +7,7 @@ from pipemesh.partition import LayerCost
 from pipemesh.plan import Plan
 from pipemesh.plan.figures import Figures
 from pipemesh.plan.fit import Measured, fitted
-from pipemesh.plan.layer_figures import figures_of_costs
+from pipemesh.plan.layer_figures import Curve, LayerFigures, figures_of_costs
 from pipemesh.plan.network import Link
 from pipemesh.plan.predict import predict
 
@@ -27,8 +27,9 @@ OTHERS = [
 
 
 def test_what_is_fitted_forecasts_other_plans():
-    truth = Figures(LAYERS, 0.4, 2.0, 0.05, transfer=Link(0.02, 20.0), cores=1.7)
-    start = Figures(LAYERS, 0.1, 1.0, 0.1, transfer=Link(0.05, 50.0), cores=2.0)
+    truth = Figures(LAYERS, 0.4, 2.0, 0.05, transfer=Link(0.3, 4.0), cores=1.7)
+    # Of links nothing is known, and the rest was measured.
+    start = Figures(LAYERS, 0.35, 1.8, 0.06, transfer=Link(0.05, 50.0), cores=2.0)
     steps = [Measured(plan, 8, predict(plan, truth, 8).seconds) for plan in PLANS]
     found = fitted(start, steps)
     for plan in PLANS:
@@ -54,3 +55,28 @@ def test_what_is_not_there_stays_so():
 def test_a_step_that_takes_no_time_is_an_error():
     with pytest.raises(PlanError, match="took 0 seconds"):
         fitted(Figures(LAYERS), [Measured(PLANS[0], 8, 0)])
+
+
+def test_cores_that_layers_keep_busy_are_fitted():
+    """By what steps take and by what all cores do in them."""
+    line, more = Curve(((1, 1.0),)), Curve(((1, 1.5),))
+    layer = LayerFigures("a", {"F": line, "B": line}, 0, line, line, work={"F": line, "B": more})
+    start = Figures((layer,) * 4, cores=4.0)
+    steps = [
+        step
+        for plan in PLANS[:3]
+        for step in [
+            Measured(plan, 8, predict(plan, start, 8).seconds * 1.2),
+            Measured(plan, 8, predict(plan, start, 8).work * 1.5, is_work=True),
+        ]
+    ]
+    found = fitted(start, steps)
+    plan = PLANS[0]
+    assert predict(plan, found, 8).seconds == pytest.approx(1.2 * 64, rel=0.03)
+    assert predict(plan, found, 8).work == pytest.approx(1.5 * 80, rel=0.03)
+
+
+def test_steps_whose_times_differ_count_less():
+    steps = [Measured(PLANS[0], 8, 100.0), Measured(PLANS[0], 8, 300.0, spread=3.0)]
+    found = fitted(Figures(LAYERS), steps)
+    assert predict(PLANS[0], found, 8).seconds == pytest.approx(100.0, rel=0.02)

@@ -108,3 +108,23 @@ def test_layers_go_through_json():
 def test_what_is_malformed_names_the_file(values):
     with pytest.raises(PlanError, match=r"figures\.json"):
         layers_from_values(values, "figures.json")
+
+
+def test_work_follows_as_times_do_and_goes_with_the_device():
+    """Two products at once: a `B` takes as long as an `F`, and is twice as much work."""
+    line, twice = Curve(((1, 1.0),)), Curve(((1, 2.0),))
+    layer = LayerFigures("a", {"F": line, "B": line}, 0, line, line, work={"F": line, "B": twice})
+    assert (layer.takes("B", 3), layer.computes("B", 3)) == (3, 6)
+    assert layer.computes("B", 3, again=True) == 9 and layer.computes("W", 3) == 3
+    fast = layer.faster(2.0)
+    assert (fast.takes("B", 3), fast.computes("B", 3)) == (1.5, 3)
+    [read] = layers_from_values(json.loads(json.dumps(layers_to_values([layer]))), "x")
+    assert read == layer
+    plain = LayerFigures("a", {"F": line, "B": twice}, 0, line, line)
+    assert plain.computes("B", 3, again=True) == plain.takes("B", 3, again=True) == 9
+
+
+def test_work_of_unknown_kinds_is_an_error():
+    line = Curve(((1, 1.0),))
+    with pytest.raises(PlanError, match="it needs that of F"):
+        LayerFigures("a", {"F": line, "B": line}, 0, line, line, work={"B": line})

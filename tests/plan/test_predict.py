@@ -27,9 +27,12 @@ def test_one_f_one_b_is_its_formula():
     assert found.binds == "bubble"
 
 
-def test_recomputation_is_a_forward_pass_more():
+def test_recomputation_is_a_forward_pass_more_that_waits_for_no_gradient():
     plan = Plan("layers:4", num_microbatches=8, remat="full")
-    assert predict(plan, figures(), 8).seconds == (8 + 3) * 4
+    # The last stage does eight of all; the first ones compute again before gradients come.
+    assert predict(plan, figures(), 8).seconds == 3 * 1 + 8 * 4 + 3 * 2
+    alone = Plan("layers:1", num_microbatches=8, remat="full")
+    assert predict(alone, figures(), 8).seconds == 8 * 4 * 4
 
 
 def test_devices_that_share_cores_have_no_bubble_to_lose():
@@ -45,6 +48,29 @@ def test_devices_that_share_cores_have_no_bubble_to_lose():
     # An action that keeps half a core busy leaves the other half.
     half = figures(cores=1.0, loads={"F": 0.5, "B": 0.5})
     assert predict(plan, half, 4).seconds == predict(plan, figures(), 4).seconds
+
+
+def test_what_computes_on_two_cores_alone_takes_twice_as_long_beside_another():
+    line, two = Curve(((1, 1.0),)), Curve(((1, 2.0),))
+    layer = LayerFigures("a", {"F": line, "B": line}, 0, line, line, work={"F": line, "B": two})
+    found = Figures((layer,) * 2, cores=2.0)
+    alone = predict(Plan("layers:1", num_microbatches=1, remat="none"), found, 1)
+    assert (alone.seconds, alone.work, alone.parts["bubble"]) == (4, 6, 0)
+    assert 0 < alone.bubble == 1 - 6 / 8
+    # Replicas: two forward passes at once, and then backward passes that want four cores.
+    plan = Plan("layers:1;data:2", "batch:data", num_microbatches=1, remat="none")
+    both = predict(plan, found, 2)
+    assert (both.seconds, both.work, both.bubble) == (6, 12, 0)
+
+
+def test_weights_of_a_device_are_updated_at_once():
+    """On cores that devices share; the largest layer takes as long as it does."""
+    plan = Plan("layers:1", num_microbatches=1, remat="none")
+    parts = [
+        predict(plan, figures(update=1.0, cores=cores), 4).parts["optimizer"]
+        for cores in (1.0, 2.0, 16.0)
+    ]
+    assert parts == [4 * 8, 2 * 8, 8]
 
 
 def test_replicas_on_shared_cores_gain_nothing():

@@ -1,5 +1,7 @@
 """Stages of a plan, and what their actions take."""
 
+import dataclasses
+
 import pytest
 
 from pipemesh.errors import PlanError
@@ -8,7 +10,15 @@ from pipemesh.plan import Plan
 from pipemesh.plan.figures import Figures
 from pipemesh.plan.layer_figures import Curve, LayerFigures, figures_of_costs
 from pipemesh.plan.network import Link
-from pipemesh.plan.stage_costs import action_costs, cut_evenly, even_costs, layer_seconds, stages_of
+from pipemesh.plan.stage_costs import (
+    action_costs,
+    action_loads,
+    cut_evenly,
+    even_costs,
+    even_loads,
+    layer_seconds,
+    stages_of,
+)
 
 
 def figures(seconds=(1.0, 1.0, 1.0, 3.0), split=1, **more):
@@ -61,11 +71,25 @@ def test_actions_cost_something_themselves():
     assert free.per_stage(2).transfer[0] == 0
 
 
-def test_recomputation_is_in_the_first_action_backward():
+def test_recomputation_comes_before_the_first_action_backward():
     plan = Plan("layers:1", schedule="1f1b", remat="full")
     found = figures((1.0,))
+    stages = stages_of(plan, found, 1)
+    costs = action_costs(stages, found)
+    assert costs.backward == (2.0,) and costs.input_grad == (1.0,) and costs.weight_grad == (1.0,)
+    assert costs.recompute == (1.0,) and str(stages.run) == "0: 0F0 0R0 0B0"
+    halves = stages_of(Plan("layers:2", schedule="zb_h1", remat="full"), figures(), 1)
+    assert str(halves.run) == "0: 0F0 0R0 0I0 0W0\n1: 1F0 1R0 1I0 1W0"
+
+
+def test_the_last_layer_of_a_stage_computes_less_again():
+    """Its own results are only handed on."""
+    plan = Plan("layers:2", remat="full", boundaries=(0, 2, 3))
+    found = figures((1.0, 1.0, 1.0))
+    layers = tuple(dataclasses.replace(layer, again=0.5) for layer in found.layers)
+    found = dataclasses.replace(found, layers=layers)
     costs = action_costs(stages_of(plan, found, 1), found)
-    assert costs.backward == (3.0,) and costs.input_grad == (2.0,) and costs.weight_grad == (1.0,)
+    assert costs.recompute == (1.5, 0.5) and costs.forward == (2.0, 1.0)
 
 
 def test_sums_wait_for_all():
@@ -78,7 +102,9 @@ def test_sums_wait_for_all():
         stages = stages_of(plan, found, 1)
         with_sums, without = action_costs(stages, found), action_costs(stages, found, sums=False)
         assert with_sums.forward[0] - without.forward[0] == pytest.approx(each)
-        assert with_sums.backward[0] - without.backward[0] == pytest.approx(times * each)
+        again = with_sums.recompute[0] - without.recompute[0] if stages.again else 0.0
+        assert with_sums.backward[0] - without.backward[0] == pytest.approx(each)
+        assert again == pytest.approx((times - 1) * each)
         assert with_sums.weight_grad == without.weight_grad
 
 
@@ -122,3 +148,22 @@ def test_even_costs_are_as_much_work():
 def test_what_nothing_is_known_of_is_an_error(plan, batch, told):
     with pytest.raises(PlanError, match=told):
         stages_of(plan, figures(), batch)
+
+
+def test_loads_are_what_layers_compute_in_their_time():
+    """A layer whose backward pass keeps two cores busy, and one that keeps one busy."""
+    line, two = Curve(((1, 1.0),)), Curve(((1, 2.0),))
+    wide = LayerFigures("a", {"F": line, "B": line}, 0, line, line, work={"F": line, "B": two})
+    thin = LayerFigures("b", {"F": line, "B": line}, 0, line, line)
+    found = Figures((wide, thin, wide), action=1.0, loads={"B": 1.5})
+    plan = Plan("layers:2", num_microbatches=1, boundaries=(0, 2, 3), remat="none")
+    stages = stages_of(plan, found, 1)
+    costs = action_costs(stages, found)
+    loads = action_loads(stages, found, costs)
+    # Of a second each of the action and of either layer; what is not known of a layer is one core.
+    assert loads["B"] == [4 / 3, 3 / 2] and loads["F"] == [1, 1]
+    assert even_loads(loads, costs, 2)["B"] == pytest.approx([7 / 5] * 2)
+    # Of layers of which nothing is known figures say something for all.
+    known = Figures((thin, thin), loads={"B": 1.5})
+    stages = stages_of(Plan("layers:2", remat="none"), known, 1)
+    assert action_loads(stages, known, action_costs(stages, known))["B"] == [1.5, 1.5]

@@ -65,6 +65,18 @@ def test_loads_say_who_slows_whom():
     assert each == both
 
 
+def test_results_wait_for_a_core_where_all_are_busy():
+    """Of an action that ends while nothing else runs the result is there at once."""
+    costs = Costs(1, 2)
+    alone = simulate_sharing(one_f_one_b(2, 1), costs, cores=2, handover=0.5)
+    assert alone.makespan == simulate_sharing(one_f_one_b(2, 1), costs, cores=2).makespan == 6
+    # 0F2 runs when 1F0 has ended, and keeps one of two cores busy: 2F0 waits half as long.
+    three = simulate_sharing(gpipe(3, 3), Costs([1.5, 2, 1]), cores=2, handover=0.5)
+    assert three.ends[1][0] == 3.5 and three.starts[2][0] == 3.75
+    with pytest.raises(ScheduleError, match="handover is -1"):
+        simulate_sharing(gpipe(2, 2), costs, cores=2, handover=-1)
+
+
 def test_transfers_take_no_core():
     costs = Costs(1, 2, transfer=3)
     assert simulate_sharing(one_f_one_b(2, 1), costs, cores=1).makespan == 12

@@ -172,6 +172,17 @@ class ActionClock:
             if {(action, False), (action, True)} <= self._times.keys()
         }
 
+    def span(self) -> tuple[float, float]:
+        """When the first action started and the last one ended, in seconds of `time.perf_counter`.
+
+        Raises:
+            ScheduleError: no step has run with this clock.
+        """
+        times = [time for noted in self._times.values() for time in noted.values()]
+        if not times:
+            raise ScheduleError("no action was timed; run a step with Options(clock=...) first")
+        return min(times), max(times)
+
     def _mean(self, action: Action, is_end: bool) -> float:
         """When an action started or ended, of the devices that are known to have done both."""
         starts, ends = self._times[action, False], self._times[action, True]

@@ -15,7 +15,6 @@ from pipemesh.schedule import Timeline
 
 # Devices that share cores slow each other down, so what an action takes alone is found in rounds.
 _ROUNDS = 12
-_AGAIN = ("B", "I", "W")
 
 
 def corrected(
@@ -61,7 +60,9 @@ def corrected(
     stages = stages_of(plan, figures, batch)
     waits = waits_of(measured)
     number = stages.table.num_stages
-    beside = max(0.0, figures.action - waits.own)
+    # What is computed again is in none of the actions; a device does it when it would pause.
+    own = max(0.0, waits.own - _again(stages, measured))
+    beside = max(0.0, figures.action - own)
     costs, loads = alone(measured, figures.cores, stages.replicas * stages.group, others)
     figures = dataclasses.replace(figures, loads=loads)
     durations = costs.per_stage(number).durations()
@@ -92,8 +93,9 @@ def corrected(
     found = dataclasses.replace(
         figures,
         layers=tuple(layers),
-        action=max(figures.action, waits.own),
+        action=max(figures.action, own),
         transfer=link,
+        handover=0.0,
         fixed=0.0,
     )
     found = _as_long(found, plan, batch, measured.makespan)
@@ -102,6 +104,16 @@ def corrected(
     parts = predict(plan, found, batch).parts
     rest = seconds - measured.makespan - parts["gradients"] - parts["optimizer"]
     return dataclasses.replace(found, fixed=max(0.0, rest))
+
+
+def _again(stages: Stages, measured: Timeline) -> float:
+    """What an action is preceded by on average that computes again: a forward pass of its stage."""
+    if not stages.again:
+        return 0.0
+    forward = measured.costs.per_stage(stages.table.num_stages).durations()["F"]
+    rows = measured.schedule.rows
+    total = sum(forward[each.stage] for row in rows for each in row if each.kind in "BI")
+    return total / sum(map(len, rows))
 
 
 def _sums(
@@ -139,20 +151,18 @@ def _scaled(
     members: int,
 ) -> LayerFigures:
     """A layer that takes its share of what is wanted of its stage."""
-    rows = stages.rows / stages.shared(layer)
     places = [x for x, _ in layer.seconds["F"].points]
 
-    def curve(kind: str, again: bool) -> Curve:
+    def curve(kind: str) -> Curve:
         if there[kind]:
             factor = wanted[kind] / there[kind]
-            return Curve(tuple((x, factor * layer.takes(kind, x, again)) for x in places))
+            return Curve(tuple((x, factor * layer.takes(kind, x)) for x in places))
         # Of layers that have no cost all are alike.
-        return Curve(((rows, wanted[kind] / members),))
+        return Curve(((stages.rows, wanted[kind] / members * stages.shared(layer)),))
 
-    seconds = {kind: curve(kind, False) for kind in "FBIW"}
-    return dataclasses.replace(
-        layer, seconds=seconds | {f"{kind}+": curve(kind, True) for kind in _AGAIN}
-    )
+    seconds = {kind: curve(kind) for kind in "FBIW"}
+    # Cores are as busy as the step says.
+    return dataclasses.replace(layer, seconds=seconds, work={})
 
 
 def _as_long(figures: Figures, plan: Plan, batch: int, makespan: float) -> Figures:

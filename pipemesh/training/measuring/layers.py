@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ from pipemesh.plan import Plan
 from pipemesh.plan.layer_figures import Curve, LayerFigures
 from pipemesh.recurrent.memory import StageMemory
 from pipemesh.schedule import Schedule
+from pipemesh.training.measuring.one_core import one_core
 from pipemesh.training.measuring.timed_step import TimedStep
 from pipemesh.training.subject import Subject
 
@@ -23,7 +26,7 @@ from pipemesh.training.subject import Subject
 SPLIT = ("heads", "d_ff", "vocab", "experts")
 AXIS = "model"
 # Microbatches a step, so that not every action is the first of its kind, and steps.
-_MICROBATCHES, _STEPS = 2, 6
+_MICROBATCHES, _STEPS = 2, 10
 # What a layer takes is at least this share of what its action takes.
 _LEAST = 0.1
 
@@ -39,10 +42,13 @@ class MeasuredLayers:
         batch: one of its batches.
         rows: that microbatches have, rising.
         say: is told what is being measured.
+        on_cpu: whether devices are processors, which share cores.
 
     Attributes:
         layers: figures of each, first to last.
         action: seconds that an action takes beside its layers.
+        fixed: seconds of a step that belong to no device.
+        update: seconds of an optimizer for each byte of weights.
         rules: what of them devices can share, as rules of a layout.
         optimizer: bytes of the optimizer's state for each byte of weights.
 
@@ -51,7 +57,12 @@ class MeasuredLayers:
     """
 
     def __init__(
-        self, make: Make, batch: Any, rows: Sequence[int], say: Callable[[str], None]
+        self,
+        make: Make,
+        batch: Any,
+        rows: Sequence[int],
+        say: Callable[[str], None],
+        on_cpu: bool,
     ) -> None:
         number = number_of_layers(make)
         middle = rows[len(rows) // 2]
@@ -62,26 +73,21 @@ class MeasuredLayers:
         for kinds, size in cases:
             say(f"{number} layers, {size} rows, F{kinds}")
             steps.append(_step(make, batch, number, kinds, size))
+        say(f"{number} layers, {middle} rows, FB that computes again")
+        again = _step(make, batch, number, "B", middle, remat="full")
         say(f"{number} layers as one, {rows[0]} rows")
         whole = _step(make, batch, 1, "B", rows[0], number)
-        seconds: list[dict[str, dict[int, float]]] = [{} for _ in range(number)]
-        together: dict[str, float] = {}
-        # In turn: what else runs on the machine makes all of them longer alike.
+        alone = _Times(steps, cases, number, whole)
         for _ in range(_STEPS):
-            for step, (_, size) in zip(steps, cases, strict=True):
-                step.run()
-                for action, took in step.durations().items():
-                    own = seconds[action.stage].setdefault(action.kind, {})
-                    # Other work makes actions longer, and nothing makes them shorter.
-                    own[size] = min(own.get(size, math.inf), took)
-            whole.run()
-            for action, took in whole.durations().items():
-                together[action.kind] = min(together.get(action.kind, math.inf), took)
-        self.action = _beside(seconds, together, rows[0])
-        for own in seconds:
-            for times in own.values():
-                for size, took in times.items():
-                    times[size] = max(took - self.action, _LEAST * took)
+            alone.add()
+        self.action = alone.besides(rows[0])
+        seconds = alone.of_layers(self.action)
+        work: list[dict[str, dict[int, float]]] = [{} for _ in range(number)]
+        together = _on_one_core(steps, cases, number, whole) if on_cpu else None
+        if together is not None:
+            work = together.of_layers(together.besides(rows[0]))
+        forward = _MICROBATCHES * sum(own["F"][middle] for own in (work if work[0] else seconds))
+        share = _again(again, steps[rows.index(middle)], forward, on_cpu)
         step, halves = steps[0], steps[-1].memory[0].stages
         sizes = [(size, each.memory[0].stages) for size, each in zip(rows, steps, strict=False)]
         cells = [step.stack.children[cell.name] for cell in step.stack.params.cell_tpl]
@@ -90,24 +96,147 @@ class MeasuredLayers:
         shared: Sequence[StageMemory] = ()
         if self.rules:
             say(f"{number} layers on two devices, {middle} rows")
-            mesh, rules = Mesh.from_text(f"layers:1;{AXIS}:2"), LayoutRules.from_text(self.rules)
-            two = _step(make, batch, number, "IW", middle, on=(mesh, rules))
-            shared = two.memory[0].stages
+            on = Mesh.from_text(f"layers:1;{AXIS}:2"), LayoutRules.from_text(self.rules)
+            shared = _step(make, batch, number, "IW", middle, on=on).memory[0].stages
         variables = step.trained.learner.GetTrainableVariables(step.trained.task.vars).Flatten()
-        self.optimizer = num_bytes(step.trained.optimizer_variables()) / num_bytes(variables)
+        weights = num_bytes(variables)
+        self.optimizer = num_bytes(step.trained.optimizer_variables()) / weights
+        updates = alone.after
+        if together is not None:
+            # Weights are updated on all cores; what is left on all of them as on one is not.
+            cores = len(os.sched_getaffinity(0))
+            shorter = max(0.0, together.after - alone.after)
+            updates = min(together.after, shorter / (1 - 1 / cores)) if cores > 1 else 0.0
+        self.update = updates / weights
+        self.fixed = alone.before + max(0.0, (together or alone).after - updates)
         self.layers = [
             _figures(
                 step.stack.params.cell_tpl[layer].sub[0].name,
                 seconds[layer],
+                work[layer],
                 middle,
                 num_bytes(cells[layer].vars.Flatten()),
                 [(size, stages[layer]) for size, stages in sizes],
                 dims[layer],
                 halves[layer],
                 shared[layer] if shared else None,
+                share,
             )
             for layer in range(number)
         ]
+
+
+class _Times:
+    """What actions of steps took."""
+
+    def __init__(
+        self,
+        steps: Sequence[TimedStep],
+        cases: Sequence[tuple[str, int]],
+        number: int,
+        whole: TimedStep,
+    ) -> None:
+        self._steps, self._cases, self._whole = steps, cases, whole
+        self._layers: list[dict[str, dict[int, list[float]]]] = [{} for _ in range(number)]
+        self._together: dict[str, list[float]] = {}
+        self._before: list[float] = []
+        self._after: list[float] = []
+
+    def add(self) -> None:
+        """Runs each step once, in turn: other work makes all of them longer alike."""
+        for step, (_, size) in zip(self._steps, self._cases, strict=True):
+            step.run()
+            self._before.append(step.before)
+            self._after.append(step.after)
+            for action, took in step.durations().items():
+                # From the second microbatch on gradients are added to what is there.
+                if not action.microbatch:
+                    continue
+                own = self._layers[action.stage].setdefault(action.kind, {})
+                own.setdefault(size, []).append(took)
+        self._whole.run()
+        for action, took in self._whole.durations().items():
+            self._together.setdefault(action.kind, []).append(took)
+
+    @property
+    def before(self) -> float:
+        """Seconds of a step until its first action."""
+        return statistics.median(self._before)
+
+    @property
+    def after(self) -> float:
+        """Seconds of a step after its last action."""
+        return statistics.median(self._after)
+
+    def besides(self, rows: int) -> float:
+        """What an action takes beside its layers: one for all of them takes so much less than many.
+
+        Args:
+            rows: of the step in which all layers are one stage.
+        """
+        if len(self._layers) == 1:
+            return 0.0
+        every = self.of_layers(0.0)
+        more = [
+            (sum(own[kind][rows] for own in every) - usual(self._together[kind])) / (len(every) - 1)
+            for kind in "FB"
+        ]
+        return max(0.0, min(more))
+
+    def of_layers(self, beside: float) -> list[dict[str, dict[int, float]]]:
+        """For each layer, by kind of action and rows, the seconds of the layer itself.
+
+        Args:
+            beside: what an action takes besides.
+        """
+
+        def without(times: list[float]) -> float:
+            took = usual(times)
+            return max(took - beside, _LEAST * took)
+
+        return [
+            {kind: {size: without(times) for size, times in of.items()} for kind, of in own.items()}
+            for own in self._layers
+        ]
+
+
+def _on_one_core(
+    steps: Sequence[TimedStep],
+    cases: Sequence[tuple[str, int]],
+    number: int,
+    whole: TimedStep,
+) -> _Times | None:
+    """On one core actions take as long as what all cores compute for them otherwise.
+
+    None where a process cannot be kept on one.
+    """
+    with one_core() as is_one:
+        if not is_one:
+            return None
+        found = _Times(steps, cases, number, whole)
+        for _ in range(_STEPS):
+            found.add()
+    return found
+
+
+def _again(step: TimedStep, plain: TimedStep, forward: float, on_cpu: bool) -> float:
+    """The share of forward passes that is computed again by layers that are stages of their own.
+
+    Whole steps tell, and not the clock: what is computed again may begin before its action does.
+
+    Args:
+        step: in which backward actions compute again.
+        plain: in which they do not.
+        forward: what the forward passes of a step take, in seconds.
+        on_cpu: whether to count what all cores compute.
+    """
+    taken: tuple[list[float], list[float]] = ([], [])
+    for _ in range(_STEPS):
+        for each, of in zip((step, plain), taken, strict=True):
+            seconds = each.run()
+            of.append(each.cpu if on_cpu else seconds)
+    again, once = map(usual, taken)
+    return min(1.0, max(0.0, (again - once) / forward))
 
 
 def _step(
@@ -118,6 +247,7 @@ def _step(
     rows: int,
     layers: int | None = None,
     on: tuple[Mesh, LayoutRules] | None = None,
+    remat: str = "none",
 ) -> TimedStep:
     """A clocked step in one place, with a layer a stage, or all of them in one."""
     row: list[str] = []
@@ -130,23 +260,26 @@ def _step(
         layout,
         schedule=Schedule.from_text(f"0: {' '.join(row)}"),
         num_microbatches=_MICROBATCHES,
-        remat="none",
+        remat=remat,
         boundaries=(0, layers) if layers else tuple(range(stages + 1)),
     )
     return TimedStep(make(plan), with_rows(batch, rows * _MICROBATCHES), clocked=True)
 
 
-def _beside(
-    seconds: Sequence[dict[str, dict[int, float]]], together: dict[str, float], rows: int
-) -> float:
-    """What an action takes beside its layers: one for all of them takes so much less than many."""
-    if len(seconds) == 1:
-        return 0.0
-    more = [
-        (sum(own[kind][rows] for own in seconds) - together[kind]) / (len(seconds) - 1)
-        for kind in "FB"
-    ]
-    return max(0.0, min(more))
+def usual(seconds: Sequence[float]) -> float:
+    """What something takes, of several times: the mean of the shorter half.
+
+    Other work on a machine makes it longer, and nothing makes it shorter; the shortest time of all
+    is luck.
+
+    Args:
+        seconds: of each time.
+
+    Example:
+        >>> usual([3.0, 1.0, 9.0, 2.0, 7.0])
+        2.0
+    """
+    return statistics.fmean(sorted(seconds)[: (len(seconds) + 1) // 2])
 
 
 def number_of_layers(make: Make) -> int:
@@ -194,20 +327,16 @@ def with_rows(batch: Any, rows: int) -> Any:
 def _figures(
     name: str,
     seconds: dict[str, dict[int, float]],
+    work: dict[str, dict[int, float]],
     middle: int,
     parameter_bytes: int,
     sizes: Sequence[tuple[int, StageMemory]],
     dims: dict[str, int],
     halves: StageMemory,
     shared: StageMemory | None,
+    again: float,
 ) -> LayerFigures:
-    curves = {kind: list(seconds[kind].items()) for kind in ("F", "B")}
-    # A layer without weights has no `W`. Both halves are the whole: the clock sees less of one
-    # some of which may begin before it.
-    parts = {kind: seconds.get(kind, {middle: 0.0})[middle] for kind in "IW"}
-    for kind, time in parts.items():
-        share = time / sum(parts.values())
-        curves[kind] = [(size, whole * share) for size, whole in curves["B"]]
+    curves = _with_halves(seconds, middle)
 
     def whole(of: Callable[[StageMemory], int]) -> Curve | None:
         # Of two devices each has what is whole, and a half of the rest.
@@ -222,7 +351,7 @@ def _figures(
     outputs = curve(lambda memory: num_bytes(memory.outputs))
     return LayerFigures(
         name,
-        {kind: Curve(tuple(points)) for kind, points in curves.items()},
+        curves,
         parameter_bytes,
         curve(lambda memory: memory.kept),
         outputs,
@@ -233,7 +362,23 @@ def _figures(
         whole=whole(lambda memory: memory.kept),
         pending=Curve(((middle, halves.pending),)),
         pending_whole=whole(lambda memory: memory.pending),
+        work=_with_halves(work, middle) if work else {},
+        again=again,
     )
+
+
+def _with_halves(seconds: dict[str, dict[int, float]], middle: int) -> dict[str, Curve]:
+    """Curves of all kinds of action, where halves were measured at one number of rows.
+
+    A layer without weights has no `W`. Both halves are the whole: the clock sees less of one some
+    of which may begin before it.
+    """
+    curves = {kind: Curve(tuple(seconds[kind].items())) for kind in ("F", "B")}
+    parts = {kind: seconds.get(kind, {middle: 0.0})[middle] for kind in "IW"}
+    for kind, time in parts.items():
+        share = time / sum(parts.values())
+        curves[kind] = Curve(tuple((size, share * whole) for size, whole in curves["B"].points))
+    return curves
 
 
 def _dims(layer: Any) -> dict[str, int]:

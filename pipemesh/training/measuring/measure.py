@@ -13,14 +13,13 @@ from pipemesh.plan import Plan
 from pipemesh.plan.figures import Figures
 from pipemesh.plan.fit import Measured, fitted
 from pipemesh.plan.network import Link
-from pipemesh.training.measuring.layers import AXIS, Make, MeasuredLayers
+from pipemesh.training.measuring.layers import AXIS, Make, MeasuredLayers, usual
 from pipemesh.training.measuring.timed_step import TimedStep
 from pipemesh.training.subject import rows_of
 
-# Where nothing is known: what an action takes at least, what a link of one machine does, an update
-# of Adam, and what a step takes besides.
-_ACTION, _LINK, _UPDATE, _FIXED = 2e-5, Link(5e-5, 4e9), 2e-9, 2e-3
-_STEPS = 8
+# Where nothing is known: what an action takes at least, and what a link of one machine does.
+_ACTION, _LINK, _HANDOVER = 2e-5, Link(5e-5, 4e9), 1e-4
+_STEPS = 12
 
 
 def measure(
@@ -42,16 +41,18 @@ def measure(
         PlanError: the model does not cut its layers as plans say, or has no pipeline.
     """
     rows = rows_of(batch)
-    sizes = sorted({1, max(1, rows // 4), rows})
-    layers = MeasuredLayers(make, batch, sizes, say)
+    sizes = sorted({1, *(max(1, rows // n) for n in (16, 8, 4, 2)), rows})
     on_cpu = make(Plan()).device_type == "CPU"
+    layers = MeasuredLayers(make, batch, sizes, say, on_cpu)
     figures = Figures(
         tuple(layers.layers),
         action=max(_ACTION, layers.action),
-        fixed=_FIXED,
-        update=_UPDATE,
+        fixed=layers.fixed,
+        update=layers.update,
         optimizer=layers.optimizer,
         transfer=_LINK,
+        sums=_LINK if layers.rules else None,
+        handover=_HANDOVER,
         cores=float(os.cpu_count() or 1) if on_cpu else None,
         rules=layers.rules,
         batch=rows,
@@ -63,34 +64,21 @@ def measure(
     for plan in plans:
         say(f"a step of '{plan}'")
         steps.append(TimedStep(make(plan), batch))
-    rounds: list[list[float]] = []
+    seconds: list[list[float]] = []
+    work: list[list[float]] = []
     for _ in range(_STEPS):
-        seconds = [step.run() for step in steps]
-        # Other programs on the machine make a step longer, and not what its cores do.
-        rounds.append([step.cpu for step in steps] if on_cpu else seconds)
-    taken = [least(list(of)) for of in zip(*rounds, strict=True)]
-    return fitted(
-        figures,
-        [
-            Measured(plan, rows, took, is_work=on_cpu)
-            for plan, took in zip(plans, taken, strict=True)
-        ],
-    )
-
-
-def least(seconds: list[float]) -> float:
-    """What a step takes, of several times: the mean of the shortest third.
-
-    Other work on a machine makes steps longer, and nothing makes them shorter.
-
-    Args:
-        seconds: of steps.
-
-    Example:
-        >>> least([3.0, 1.0, 9.0, 2.0, 7.0, 8.0])
-        1.5
-    """
-    return statistics.fmean(sorted(seconds)[: max(1, len(seconds) // 3)])
+        seconds.append([step.run() for step in steps])
+        work.append([step.cpu for step in steps])
+    told: list[Measured] = []
+    for plan, took, done in zip(
+        plans, zip(*seconds, strict=True), zip(*work, strict=True), strict=True
+    ):
+        spread = statistics.median(took) / usual(took) - 1
+        told.append(Measured(plan, rows, statistics.median(took), spread=spread))
+        if on_cpu:
+            # Other programs on the machine make a step longer, and not what its cores do.
+            told.append(Measured(plan, rows, usual(done), is_work=True))
+    return fitted(figures, told)
 
 
 def plans_to_fit(figures: Figures, devices: int) -> Iterator[Plan]:
@@ -112,10 +100,20 @@ def plans_to_fit(figures: Figures, devices: int) -> Iterator[Plan]:
         return
     if len(figures.layers) > 1:
         yield Plan(Mesh.from_text("layers:2"), num_microbatches=divisor(rows, 4), remat="none")
+    most = divisor(devices, len(figures.layers))
+    if most > 1:
+        # Many actions, each of little work.
+        mesh = Mesh.from_text(f"layers:{most}")
+        yield Plan(mesh, schedule="zb_h1", num_microbatches=divisor(rows, 8), remat="full")
     if rows % 2 == 0:
         yield Plan(
             Mesh.from_text("layers:1;data:2"), LayoutRules.from_text("batch:data"), remat="none"
         )
+    if devices > 2 and rows % devices == 0:
+        # As many sums of gradients as there can be, and few rows.
+        mesh = Mesh.from_text(f"layers:1;data:{devices}")
+        number = divisor(rows // devices, 8)
+        yield Plan(mesh, LayoutRules.from_text("batch:data"), num_microbatches=number)
     if figures.rules and max(layer.split for layer in figures.layers) > 1:
         rules = LayoutRules.from_text(figures.rules)
         for number in sorted({1, divisor(rows, 8)}):

@@ -29,6 +29,8 @@ class TimedStep:
         memory: what each device holds, by forecast, once a step has run.
         build: seconds until the first step was done.
         cpu: seconds that the cores of this machine took for the latest step, added up.
+        before: seconds of the latest step until its first action, if it is clocked.
+        after: seconds from its last action on.
 
     Raises:
         PlanError: the model has no pipeline, or several.
@@ -54,7 +56,7 @@ class TimedStep:
             return self.trained.train(batch, lambda metrics, per_example: ())[0]
 
         self._step = tf.function(step, autograph=False)
-        self.cpu = 0.0
+        self.cpu = self.before = self.after = 0.0
         self.run()
         self.build = time.perf_counter() - begin
 
@@ -71,8 +73,11 @@ class TimedStep:
         begin, cpu = time.perf_counter(), time.process_time()
         with self.trained.cluster():
             self._step(self._batch).numpy()
-        self.cpu = time.process_time() - cpu
-        return time.perf_counter() - begin
+        self.cpu, end = time.process_time() - cpu, time.perf_counter()
+        if self._clock:
+            first, last = self._clock.span()
+            self.before, self.after = first - begin, end - last
+        return end - begin
 
     def durations(self) -> dict[Action, float]:
         """Seconds of each action of the latest step, if it is clocked."""

@@ -106,8 +106,14 @@ def test_a_backward_pass_with_the_loss_outside_is_timed():
             loss = tf.reduce_sum(y * y)
         return tape.gradient(loss, x)
 
+    with pytest.raises(ScheduleError, match="no action was timed"):
+        clock.span()
+    begin = time.perf_counter()
     step(tf.constant([1.0, 2.0]))
     assert len(list(clock.timeline(schedule).spans())) == 8
+    first, last = clock.span()
+    assert begin < first < last < time.perf_counter()
+    assert last - first == pytest.approx(clock.timeline(schedule).makespan)
 
 
 def test_predicted_and_measured_stand_side_by_side():

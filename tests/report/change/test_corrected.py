@@ -27,8 +27,20 @@ def step_of(plan, figures, real):
     stages = stages_of(plan, figures, BATCH)
     costs = action_costs(stages, figures)
     if figures.cores is None:
-        return simulate(stages.table, costs) if real else costs
-    return simulate_sharing(stages.table, costs, cores=figures.cores)
+        return seen(simulate(stages.run, costs), plan) if real else costs
+    return seen(simulate_sharing(stages.run, costs, cores=figures.cores), plan)
+
+
+def seen(timeline, plan):
+    """As a clock sees it: what is computed again is in no action."""
+    starts, ends = (
+        tuple(
+            tuple(time for time, action in zip(row, actions, strict=True) if action.kind != "R")
+            for row, actions in zip(times, timeline.schedule.rows, strict=True)
+        )
+        for times in (timeline.starts, timeline.ends)
+    )
+    return Timeline(plan.table, timeline.costs, starts, ends)
 
 
 def truth(seed=0, cores=None):
