@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,17 +17,21 @@ from pipemesh.plan import Plan
 from pipemesh.plan.layer_figures import Curve, LayerFigures
 from pipemesh.recurrent.memory import StageMemory
 from pipemesh.schedule import Schedule
-from pipemesh.training.measuring.one_core import one_core
+from pipemesh.training.measuring.action_times import (
+    ROUNDS,
+    ActionTimes,
+    on_one_core,
+    times_of,
+    usual,
+)
 from pipemesh.training.measuring.timed_step import TimedStep
 from pipemesh.training.subject import Subject
 
 # Dims whose slices devices compute on their own, and add up once.
 SPLIT = ("heads", "d_ff", "vocab", "experts")
 AXIS = "model"
-# Microbatches a step, so that not every action is the first of its kind, and steps.
-_MICROBATCHES, _STEPS = 2, 10
-# What a layer takes is at least this share of what its action takes.
-_LEAST = 0.1
+# Microbatches a step, so that not every action is the first of its kind.
+_MICROBATCHES = 2
 
 Make = Callable[[Plan], Subject]
 """A model under a plan."""
@@ -66,8 +69,7 @@ class MeasuredLayers:
     ) -> None:
         number = number_of_layers(make)
         middle = rows[len(rows) // 2]
-        # Halves of a backward pass are to the whole as at one size. What is computed again takes as
-        # long as forward: it may begin before its action does.
+        # Halves of a backward pass are to the whole as at one size.
         cases = [("B", size) for size in rows] + [("IW", middle)]
         steps: list[TimedStep] = []
         for kinds, size in cases:
@@ -77,19 +79,18 @@ class MeasuredLayers:
         again = _step(make, batch, number, "B", middle, remat="full")
         say(f"{number} layers as one, {rows[0]} rows")
         whole = _step(make, batch, 1, "B", rows[0], number)
-        alone = _Times(steps, cases, number, whole)
-        for _ in range(_STEPS):
-            alone.add()
+        sizes = [size for _, size in cases]
+        alone = times_of(steps, sizes, number, whole)
         self.action = alone.besides(rows[0])
         seconds = alone.of_layers(self.action)
         work: list[dict[str, dict[int, float]]] = [{} for _ in range(number)]
-        together = _on_one_core(steps, cases, number, whole) if on_cpu else None
+        together = on_one_core(steps, sizes, number, whole) if on_cpu else None
         if together is not None:
             work = together.of_layers(together.besides(rows[0]))
         forward = _MICROBATCHES * sum(own["F"][middle] for own in (work if work[0] else seconds))
         share = _again(again, steps[rows.index(middle)], forward, on_cpu)
         step, halves = steps[0], steps[-1].memory[0].stages
-        sizes = [(size, each.memory[0].stages) for size, each in zip(rows, steps, strict=False)]
+        held = [(size, each.memory[0].stages) for size, each in zip(rows, steps, strict=False)]
         cells = [step.stack.children[cell.name] for cell in step.stack.params.cell_tpl]
         dims = [_dims(cell) for cell in cells]
         self.rules = ";".join(f"{dim}:{AXIS}" for dim in SPLIT if any(dim in of for of in dims))
@@ -101,14 +102,7 @@ class MeasuredLayers:
         variables = step.trained.learner.GetTrainableVariables(step.trained.task.vars).Flatten()
         weights = num_bytes(variables)
         self.optimizer = num_bytes(step.trained.optimizer_variables()) / weights
-        updates = alone.after
-        if together is not None:
-            # Weights are updated on all cores; what is left on all of them as on one is not.
-            cores = len(os.sched_getaffinity(0))
-            shorter = max(0.0, together.after - alone.after)
-            updates = min(together.after, shorter / (1 - 1 / cores)) if cores > 1 else 0.0
-        self.update = updates / weights
-        self.fixed = alone.before + max(0.0, (together or alone).after - updates)
+        self.update, self.fixed = _outside(alone, together, weights)
         self.layers = [
             _figures(
                 step.stack.params.cell_tpl[layer].sub[0].name,
@@ -116,7 +110,7 @@ class MeasuredLayers:
                 work[layer],
                 middle,
                 num_bytes(cells[layer].vars.Flatten()),
-                [(size, stages[layer]) for size, stages in sizes],
+                [(size, stages[layer]) for size, stages in held],
                 dims[layer],
                 halves[layer],
                 shared[layer] if shared else None,
@@ -126,97 +120,21 @@ class MeasuredLayers:
         ]
 
 
-class _Times:
-    """What actions of steps took."""
+def _outside(alone: ActionTimes, together: ActionTimes | None, weights: int) -> tuple[float, float]:
+    """What an update takes for a byte of weights, and what a step takes besides.
 
-    def __init__(
-        self,
-        steps: Sequence[TimedStep],
-        cases: Sequence[tuple[str, int]],
-        number: int,
-        whole: TimedStep,
-    ) -> None:
-        self._steps, self._cases, self._whole = steps, cases, whole
-        self._layers: list[dict[str, dict[int, list[float]]]] = [{} for _ in range(number)]
-        self._together: dict[str, list[float]] = {}
-        self._before: list[float] = []
-        self._after: list[float] = []
-
-    def add(self) -> None:
-        """Runs each step once, in turn: other work makes all of them longer alike."""
-        for step, (_, size) in zip(self._steps, self._cases, strict=True):
-            step.run()
-            self._before.append(step.before)
-            self._after.append(step.after)
-            for action, took in step.durations().items():
-                # From the second microbatch on gradients are added to what is there.
-                if not action.microbatch:
-                    continue
-                own = self._layers[action.stage].setdefault(action.kind, {})
-                own.setdefault(size, []).append(took)
-        self._whole.run()
-        for action, took in self._whole.durations().items():
-            self._together.setdefault(action.kind, []).append(took)
-
-    @property
-    def before(self) -> float:
-        """Seconds of a step until its first action."""
-        return statistics.median(self._before)
-
-    @property
-    def after(self) -> float:
-        """Seconds of a step after its last action."""
-        return statistics.median(self._after)
-
-    def besides(self, rows: int) -> float:
-        """What an action takes beside its layers: one for all of them takes so much less than many.
-
-        Args:
-            rows: of the step in which all layers are one stage.
-        """
-        if len(self._layers) == 1:
-            return 0.0
-        every = self.of_layers(0.0)
-        more = [
-            (sum(own[kind][rows] for own in every) - usual(self._together[kind])) / (len(every) - 1)
-            for kind in "FB"
-        ]
-        return max(0.0, min(more))
-
-    def of_layers(self, beside: float) -> list[dict[str, dict[int, float]]]:
-        """For each layer, by kind of action and rows, the seconds of the layer itself.
-
-        Args:
-            beside: what an action takes besides.
-        """
-
-        def without(times: list[float]) -> float:
-            took = usual(times)
-            return max(took - beside, _LEAST * took)
-
-        return [
-            {kind: {size: without(times) for size, times in of.items()} for kind, of in own.items()}
-            for own in self._layers
-        ]
-
-
-def _on_one_core(
-    steps: Sequence[TimedStep],
-    cases: Sequence[tuple[str, int]],
-    number: int,
-    whole: TimedStep,
-) -> _Times | None:
-    """On one core actions take as long as what all cores compute for them otherwise.
-
-    None where a process cannot be kept on one.
+    Args:
+        alone: of steps on all cores.
+        together: of the same on one core, if that is known.
+        weights: bytes of them.
     """
-    with one_core() as is_one:
-        if not is_one:
-            return None
-        found = _Times(steps, cases, number, whole)
-        for _ in range(_STEPS):
-            found.add()
-    return found
+    if together is None:
+        return alone.after / weights, alone.before
+    # Weights are updated on all cores; what takes as long on all of them as on one is not.
+    cores = len(os.sched_getaffinity(0))
+    shorter = max(0.0, together.after - alone.after)
+    updates = min(together.after, shorter / (1 - 1 / cores)) if cores > 1 else together.after
+    return updates / weights, alone.before + together.after - updates
 
 
 def _again(step: TimedStep, plain: TimedStep, forward: float, on_cpu: bool) -> float:
@@ -231,7 +149,7 @@ def _again(step: TimedStep, plain: TimedStep, forward: float, on_cpu: bool) -> f
         on_cpu: whether to count what all cores compute.
     """
     taken: tuple[list[float], list[float]] = ([], [])
-    for _ in range(_STEPS):
+    for _ in range(ROUNDS):
         for each, of in zip((step, plain), taken, strict=True):
             seconds = each.run()
             of.append(each.cpu if on_cpu else seconds)
@@ -264,22 +182,6 @@ def _step(
         boundaries=(0, layers) if layers else tuple(range(stages + 1)),
     )
     return TimedStep(make(plan), with_rows(batch, rows * _MICROBATCHES), clocked=True)
-
-
-def usual(seconds: Sequence[float]) -> float:
-    """What something takes, of several times: the mean of the shorter half.
-
-    Other work on a machine makes it longer, and nothing makes it shorter; the shortest time of all
-    is luck.
-
-    Args:
-        seconds: of each time.
-
-    Example:
-        >>> usual([3.0, 1.0, 9.0, 2.0, 7.0])
-        2.0
-    """
-    return statistics.fmean(sorted(seconds)[: (len(seconds) + 1) // 2])
 
 
 def number_of_layers(make: Make) -> int:

@@ -13,7 +13,8 @@ from pipemesh.plan import Plan
 from pipemesh.plan.figures import Figures
 from pipemesh.plan.fit import Measured, fitted
 from pipemesh.plan.network import Link
-from pipemesh.training.measuring.layers import AXIS, Make, MeasuredLayers, usual
+from pipemesh.training.measuring.action_times import usual
+from pipemesh.training.measuring.layers import AXIS, Make, MeasuredLayers
 from pipemesh.training.measuring.timed_step import TimedStep
 from pipemesh.training.subject import rows_of
 

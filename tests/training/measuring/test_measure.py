@@ -1,6 +1,7 @@
 """Figures of a model that were measured here: complete, and good for plans."""
 
 import json
+import sys
 
 import pytest
 import tensorflow as tf
@@ -31,6 +32,9 @@ def test_what_is_measured_serves_to_find_plans(tmp_path):
     for layer in figures.layers[:-1]:
         assert set(layer.seconds) == {"F", "B", "I", "W"}
         assert all(curve.at(8) > 0 for curve in layer.seconds.values())
+        assert set(layer.work) == (set(layer.seconds) if sys.platform == "linux" else set())
+        assert 0 <= layer.again <= 1
+    assert figures.fixed > 0 and figures.update >= 0 and figures.handover > 0
     # Rows of 6 floats and a label go to the next layer.
     assert figures.layers[1].outputs.at(8) == 8 * (6 + 1) * 4
     code, again, _ = run("plan", str(path), "--devices=2", f"--json={plans}")
