@@ -76,6 +76,7 @@ def fitted(figures: Figures, steps: Sequence[Measured]) -> Figures:
         if not (step.seconds > 0 and math.isfinite(step.seconds)):
             raise PlanError(f"'{step.plan}' took {step.seconds} seconds; it must be above 0")
     names = [name for name, (is_there, _, _) in _FACTORS.items() if is_there(figures)]
+    measured = dict.fromkeys((step.plan, step.batch) for step in steps)
 
     def apart(factors: Sequence[float]) -> list[float]:
         """How far factors are from nothing, and forecasts from steps, as logarithms."""
@@ -84,8 +85,12 @@ def fitted(figures: Figures, steps: Sequence[Measured]) -> Figures:
             math.sqrt(_FACTORS[name][2]) * factor
             for name, factor in zip(names, factors, strict=True)
         ]
+        # Of a plan both the clock and the work may have been measured.
+        forecasts = {
+            (plan, batch): predict(plan, there, batch, parts=False) for plan, batch in measured
+        }
         for step in steps:
-            told = predict(step.plan, there, step.batch, parts=False)
+            told = forecasts[step.plan, step.batch]
             sure = 1 / math.hypot(1, step.spread / _STEADY)
             seconds = told.work if step.is_work else told.seconds
             found.append(sure * math.log(seconds / step.seconds))
@@ -131,9 +136,7 @@ def _bend(figures: Figures, factor: float) -> Figures:
 
 def _work(figures: Figures, factor: float) -> Figures:
     """Layers keep more or fewer cores busy than was measured."""
-    return _curves(
-        figures, lambda curve: Curve(tuple((x, y * factor) for x, y in curve.points)), ("work",)
-    )
+    return _curves(figures, lambda curve: curve.scaled(factor), ("work",))
 
 
 def _bends(figures: Figures) -> bool:

@@ -63,6 +63,14 @@ class Curve:
         found = y + (then - y) * (rows - x) / (end - x)
         return max(found, y * rows / x) if rows < x else max(found, 0.0)
 
+    def scaled(self, factor: float) -> Curve:
+        """So many times the quantity, for all rows.
+
+        Args:
+            factor: not below 0.
+        """
+        return Curve(tuple((x, y * factor) for x, y in self.points))
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerFigures:
@@ -86,7 +94,6 @@ class LayerFigures:
         work: by kind of action what all cores of the device together compute for it, in seconds;
             none if that is not known. It is more than `seconds` where operations that need
             nothing of each other run at once.
-
         again: the share of its forward pass that is computed again where it is the last of its
             stage; a backward pass does not need what is only handed on.
 
@@ -184,8 +191,8 @@ class LayerFigures:
             raise PlanError(f"a device is {factor} times as fast; it must be a number above 0")
         return dataclasses.replace(
             self,
-            seconds=_scaled(self.seconds, factor),
-            work=_scaled(self.work, factor),
+            seconds={kind: curve.scaled(1 / factor) for kind, curve in self.seconds.items()},
+            work={kind: curve.scaled(1 / factor) for kind, curve in self.work.items()},
         )
 
 
@@ -200,13 +207,6 @@ def _at(curves: Mapping[str, Curve], kind: str, rows: float, again: bool) -> flo
     if kind == "B":
         return curves["I"].at(rows) + curves["W"].at(rows)
     return curves["B"].at(rows) / 2
-
-
-def _scaled(curves: Mapping[str, Curve], factor: float) -> dict[str, Curve]:
-    return {
-        kind: Curve(tuple((x, y / factor) for x, y in curve.points))
-        for kind, curve in curves.items()
-    }
 
 
 def figures_of_costs(

@@ -79,15 +79,14 @@ def predict(plan: Plan, figures: Figures, batch: int, *, parts: bool = True) -> 
     costs = action_costs(stages, figures)
     loads = action_loads(stages, figures, costs)
     timeline = _simulated(stages, figures, costs, loads)
-    gradients, adding, update = _tails(stages, figures)
+    gradients, update, after = _tails(stages, figures)
     places = range(plan.mesh.num_stages)
     ends = [timeline.ends[place][-1] for place in places]
     with_gradients = max(end + gradients[place] for place, end in enumerate(ends))
     seconds = with_gradients + update + figures.fixed
     memory = tuple(_memory(stages, figures, place) for place in places)
-    busy = _work(timeline, loads)
     bubble = _waiting(timeline, stages, figures, loads)
-    done = _home(stages) * (busy + adding) + _updates(stages, figures) + figures.fixed
+    done = _home(stages) * (_work(timeline, loads) + after) + figures.fixed
     if not parts:
         return Prediction(plan, seconds, bubble, memory, done)
     work = action_costs(stages, figures, sums=False, transfers=False)
@@ -166,28 +165,26 @@ def _waiting(timeline: Timeline, stages: Stages, figures: Figures, loads: _Loads
 
 
 def _tails(stages: Stages, figures: Figures) -> tuple[list[float], float, float]:
-    """What each place does after its last action, what its devices compute, then the optimizer."""
+    """What each place adds up after its last action, the update, and what both are to a device.
+
+    Seconds; of the last, those that one device of each home computes, added up.
+    """
     own = [0.0] * stages.table.num_devices
     for stage, place in enumerate(stages.table.stage_devices):
         own[place] += stages.weights(stage)
     sums = [summed(figures.transfer, figures, stages.replicas, size) for size in own]
-    gradients, adding = [seconds for seconds, _ in sums], sum(work for _, work in sums)
+    gradients = [seconds for seconds, _ in sums]
     # Each replica updates its share.
     each = [size / stages.replicas * figures.update for size in own]
+    after = sum(work for _, work in sums) + sum(each)
     if figures.cores is None:
-        return gradients, adding, max(each)
+        return gradients, max(each), after
     # All weights of all devices at once, on as many cores as there are.
     largest = max(
         layer.parameter_bytes / stages.shared(layer) for of in stages.layers for layer in of
     )
     alone = largest / stages.replicas * figures.update
-    return gradients, adding, max(alone, sum(each) * _home(stages) / figures.cores)
-
-
-def _updates(stages: Stages, figures: Figures) -> float:
-    """What all devices take for the optimizer, each replica its share."""
-    each = sum(stages.weights(stage) for stage in range(stages.table.num_stages))
-    return each / stages.replicas * figures.update * _home(stages)
+    return gradients, max(alone, sum(each) * _home(stages) / figures.cores), after
 
 
 def _memory(stages: Stages, figures: Figures, place: int) -> float:
