@@ -67,11 +67,34 @@ def pin_each(tensors: list[MaybeTensor], devices: str | Sequence[str]) -> list[M
     return result
 
 
+def anchor(tensor: tf.Tensor) -> tf.Tensor:
+    """A tensor, by an operation that stays on its device.
+
+    The graph optimizer passes by one that hands on to a single user, pins too. This one could be
+    given another value, so it does not.
+    """
+    attributes = {
+        "dtype": _attribute(type=tensor.dtype.as_datatype_enum),
+        "shape": _attribute(shape=tensor.shape.as_proto()),
+    }
+    return _make("PlaceholderWithDefault", [tensor], [tensor.dtype], attributes)[0]
+
+
 def switch(tensor: tf.Tensor, predicate: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """A tensor that is there on one of two sides alone: where the predicate is false, and true."""
     attributes = {"T": _attribute(type=tensor.dtype.as_datatype_enum)}
     other, taken = _make("Switch", [tensor, predicate], [tensor.dtype] * 2, attributes)
     return other, taken
+
+
+def switch_to(tensor: tf.Tensor, number: tf.Tensor, count: int) -> Tensors:
+    """A tensor that is there on one of some sides alone: on that of a number, an int32 scalar."""
+    # What TensorFlow makes of `tf.switch_case`.
+    attributes = {
+        "T": _attribute(type=tensor.dtype.as_datatype_enum),
+        "num_outs": _attribute(i=count),
+    }
+    return _make("_SwitchN", [tensor, number], [tensor.dtype] * count, attributes)
 
 
 def merge(tensors: Tensors) -> tf.Tensor:
@@ -173,7 +196,9 @@ def next_operation_number(graph: tf.Graph) -> int:
 def _make(kind: str, tensors: Tensors, dtypes: list[tf.DType], attributes: Any) -> Tensors:
     # The public `create_op` does the same after checks of its own, and says that it is deprecated.
     graph: Any = tf.compat.v1.get_default_graph()
-    return graph._create_op_internal(kind, tensors, dtypes, None, kind, attributes).outputs
+    # No name begins with an underscore, with which TensorFlow's inner operations do.
+    name = kind.lstrip("_")
+    return graph._create_op_internal(kind, tensors, dtypes, None, name, attributes).outputs
 
 
 def _types(dtypes: list[tf.DType]) -> Any:

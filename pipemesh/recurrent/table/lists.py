@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -35,14 +35,15 @@ class Lists:
         num_microbatches: how many elements there are.
 
     Attributes:
-        handles: of each channel the lists, None in place of a tensor that does not exist.
+        handles: of each channel the lists, None in place of a tensor that does not exist; and those
+            of other names.
         sizes: how many elements those have that have another number.
         elsewhere: the devices of those that do not lie where their values are made.
     """
 
     def __init__(self, machine: Machine, stages: Sequence[Stage], num_microbatches: int) -> None:
-        self.handles: dict[Key, list[tf.Tensor | None]] = {}
-        self.sizes: dict[Key, int] = {}
+        self.handles: dict[Any, list[tf.Tensor | None]] = {}
+        self.sizes: Mapping[Any, int] = {}
         self.elsewhere: dict[Key, list[str]] = {}
         self._machine = machine
         self._stages = stages
@@ -58,11 +59,16 @@ class Lists:
         for key in keys:
             if key not in self.handles:
                 self.handles[key] = [
-                    None if spec is None else self._empty(device, spec, key)
+                    None if spec is None else self._empty(device, spec.dtype, key)
                     for spec, device in zip(
                         self._machine.specs(*key), self._devices(key), strict=True
                     )
                 ]
+
+    def reserve_one(self, name: Hashable, dtype: tf.DType, device: str) -> None:
+        """Makes a list of one's own, of values of any shape, unless it exists."""
+        if name not in self.handles:
+            self.handles[name] = [self._empty(device, dtype, name)]
 
     def _devices(self, key: Key) -> list[str]:
         """Where the values of a channel lie."""
@@ -71,13 +77,13 @@ class Lists:
         devices = self._stages[key.stage].devices
         return [devices[place] for place in self._machine.places(*key)]
 
-    def _empty(self, device: str, spec: tf.TensorSpec, key: Key) -> tf.Tensor:
+    def _empty(self, device: str, dtype: tf.DType, name: Hashable) -> tf.Tensor:
         with tf.device(device):
             # Of any shape, because cleared elements have another one.
             return tf.raw_ops.TensorListReserve(
                 element_shape=tf.constant(-1),
-                num_elements=tf.constant(self.sizes.get(key, self._num_microbatches)),
-                element_dtype=spec.dtype,
+                num_elements=tf.constant(self.sizes.get(name, self._num_microbatches)),
+                element_dtype=dtype,
             )
 
     def put(self, key: Key, microbatch: tf.Tensor, values: Sequence[tf.Tensor | None]) -> None:

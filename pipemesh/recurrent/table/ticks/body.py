@@ -8,16 +8,17 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.backend.operations import MaybeTensor, pin_each, pin_present
+from pipemesh.backend.operations import MaybeTensor, anchor, pin_each, pin_present
 from pipemesh.recurrent.passes.part import Grads
 from pipemesh.recurrent.table.kinds import Channel, Kind
 from pipemesh.recurrent.table.listed import Source
 from pipemesh.recurrent.table.lists import Lists
 from pipemesh.recurrent.table.machine import Machine
 from pipemesh.recurrent.table.state import State
-from pipemesh.recurrent.table.ticks.branches import Branching, Predicate, merged
+from pipemesh.recurrent.table.ticks.branches import Branching, Fan, Predicate, merged
 from pipemesh.recurrent.table.ticks.codes import Role, key_of
-from pipemesh.recurrent.table.ticks.program import CLEARS, KEEPS, TAKES, HomeProgram
+from pipemesh.recurrent.table.ticks.program import CLEARS, KEEPS, HomeProgram
+from pipemesh.recurrent.table.ticks.shelves import Shelves
 from pipemesh.recurrent.table.ticks.variables import Name, Variables, Wire
 
 
@@ -79,12 +80,22 @@ class _Home:
         self.devices = body.variables.devices[home]
         ticks = values[Name("tick", home)]
         self.flag = body.variables.flags[home].row(ticks)
-        self.numbers = body.variables.numbers[home].row(ticks[:1])
+        self.numbers = body.variables.numbers[home].row(ticks)
         with tf.device(body.variables.named[Name("tick", home)].devices[0]):
             self.microbatch = tf.cast(self.numbers(0, "microbatch"), tf.int64)
+        count = len(self.program.roles)
+        token = values[Name("token", home)]
+        self.tokens = Fan(token, self.devices, range(len(token)), self._code, count)
+        handles = {shelf: values[Name("shelf", shelf)] for shelf in self.program.slots}
+        self.shelves = Shelves(handles, self.devices, self.numbers, count)
         self._branchings: dict[Name, Branching] = {}
         self._arrived: dict[Wire, Grads] = {}
+        self._taken: dict[Wire, Fan] = {}
         self._nothing: dict[Wire, Grads] = {}
+
+    def _code(self, place: int) -> tf.Tensor:
+        """The number of the kind of action that is due, at a place."""
+        return self.numbers(place, "code")
 
     def when(self, *column: Any) -> Predicate:
         """For each place whether a flag is set."""
@@ -111,9 +122,15 @@ class _Home:
             with tf.device(host):
                 counted.append(tick + 1)
         for number, role in enumerate(self.program.roles):
-            _Act(self, role, self.when("code", number)).perform()
+            _Act(self, role, number).perform()
         after = {name: branching.merged() for name, branching in self._branchings.items()}
-        return {name: counted, **after}
+        shelves = self.shelves.merged()
+        return {
+            name: counted,
+            Name("token", self.number): self.tokens.merged(),
+            **{Name("shelf", shelf): handle for shelf, handle in shelves.items()},
+            **after,
+        }
 
     def receive(self, after: Mapping[Name, Grads]) -> dict[Name, Grads]:
         """Its registers, and the lists in which something arrives, at the end of the tick."""
@@ -138,17 +155,23 @@ class _Home:
         if wire not in self._arrived:
             told = [values for each in wire for values in self.told[each]]
             sent = merged(told, self.body.variables.sending_devices(channel))
-            # TensorFlow puts a `Switch` where its data are made. So each register would have a copy
-            # sent, and send its flag there first.
-            self._arrived[wire] = pin_each(sent, devices)
+            # TensorFlow puts a switch where its data are made. So each register would have a copy
+            # sent, and send its number there first.
+            self._arrived[wire] = _received(sent, devices)
         return self._arrived[wire]
 
     def _register(self, channel: Channel, number: int, column: Sequence[int]) -> Grads:
         name = Name("register", channel, number)
         devices = self.body.variables.named[name].devices
         wire, sent = self.body.variables.wires[channel], self._sent(channel, devices)
-        if len(self.program.registers[channel]) > 1 or len(wire) > 1:
-            sent = self._branching(name, sent).enter(self.when(channel, number, TAKES))
+        takers = self.body.variables.takers(self.program, channel)
+        if len(takers) > 1 or len(wire) > 1:
+            if wire not in self._taken:
+                places = self.body.variables.named[name].places
+                self._taken[wire] = Fan(
+                    sent, devices, places, lambda p: self.numbers(p, ("takes", wire)), len(takers)
+                )
+            sent = self._taken[wire].to(takers.index((channel, number)))
         if wire not in self._nothing:
             self._nothing[wire] = self.body.variables.nothing(channel, devices)
         empty = self._branching(name, self._nothing[wire])
@@ -165,13 +188,15 @@ class _Act:
     Args:
         home: that performs it.
         role: its kind.
-        is_due: whether it is performed at this tick.
+        number: of its kind.
     """
 
-    def __init__(self, home: _Home, role: Role, is_due: Predicate) -> None:
+    def __init__(self, home: _Home, role: Role, number: int) -> None:
         self._home = home
         self._role = role
-        self._is_due = is_due
+        self._number = number
+        self._accesses = home.program.accesses[number]
+        self._is_due = home.when("code", number)
         self._microbatch = home.microbatch
         self._state = home.body.state
 
@@ -183,9 +208,8 @@ class _Act:
     def perform(self) -> None:
         """Adds its operations; the variables on their way take what it makes."""
         home, code, machine = self._home, self._role.code, self._home.body.machine
-        token = home.branching(Name("token", home.number))
         with machine.acting(f"{code.mode.name}/action_{code.stage}{code.kind}", code.stage):
-            begins = pin_each(token.enter(self._is_due), home.devices)
+            begins = pin_each(home.tokens.to(self._number), home.devices)
             held = [name for name, _, _ in home.body.variables.held(code)]
             self._state = state = _with(
                 home.body.state,
@@ -199,7 +223,7 @@ class _Act:
             ):
                 with tf.control_dependencies(done), tf.device(device):
                     ends += pin_present([begin])
-        token.leave(ends)
+        home.tokens.leave(self._number, ends)
         for name in held:
             home.branching(name).leave(_of(state, name))
 
@@ -213,6 +237,9 @@ class _Act:
             found = self._arrived(channel)
         else:
             key = key_of(channel, self._role.code.mode)
+            if key in self._accesses:
+                specs = body.machine.specs(*key)
+                return self._home.shelves.take(self._number, self._accesses[key], specs)
             found = self._listed(key, lambda index: body.lists.take(key, index))
         return found
 
@@ -222,6 +249,8 @@ class _Act:
         key = key_of(channel, self._role.code.mode)
         if channel in self._role.tells:
             self._home.told.setdefault(channel, []).append([*value])
+        elif key in self._accesses:
+            self._home.shelves.put(self._number, self._accesses[key], value)
         elif key in self._role.puts:
             self._listed(key, lambda index: self._home.body.lists.put(key, index, value))
 
@@ -258,6 +287,15 @@ class _Act:
             with tf.device(device), tf.control_dependencies(begins):
                 found.append(tf.ensure_shape(tensor, spec.shape))
         return found
+
+
+def _received(sent: Grads, devices: Sequence[str]) -> Grads:
+    """The tensors on their devices, by operations that TensorFlow leaves there."""
+    received: Grads = []
+    for tensor, device in zip(sent, devices, strict=True):
+        with tf.device(device):
+            received.append(None if tensor is None else anchor(tensor))
+    return received
 
 
 def _with(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from pipemesh.recurrent.table.kinds import Channel
 from pipemesh.recurrent.table.lists import Key
@@ -20,15 +21,47 @@ NOTHING = -1
 Column = list[int]
 
 
+class Shelf(NamedTuple):
+    """The one list of all values of a dtype that stay on a device of a home.
+
+    Each loop variable is several operations a tick, and each list that an action may change another
+    one. As a home's actions are performed in turn, none waits for another because of a list that
+    they share.
+    """
+
+    home: int
+    place: int
+    dtype: Any
+
+
+class Access(NamedTuple):
+    """That an action takes something from a shelf, or puts it there.
+
+    Attributes:
+        shelf: which one.
+        number: how many the action has of this shelf before.
+    """
+
+    shelf: Shelf
+    number: int
+
+
+# Of each tensor of a value the shelf that it lies on; None where there is no tensor.
+Shelves = Callable[[Key], Sequence[Shelf | None]]
+Accesses = Mapping[Key, Sequence[Access | None]]
+
+
 @dataclasses.dataclass
 class HomeProgram:
     """What one home does, tick by tick.
 
     Attributes:
         roles: the kinds of actions that it has.
+        accesses: of each of them, what it takes from shelves and puts there.
         code: at each tick the number of one of them, `NOTHING` where it idles.
         microbatch: of the action.
-        indices: for each list, where in it the action at a tick puts a value, or takes one.
+        slots: for each shelf, where each access of the action at a tick finds its value.
+        indices: for each other list, where in it the action at a tick puts a value, or takes one.
         registers: for each channel that arrives here, what its registers do at each tick; none
             where it lies in a list.
         reads: for those channels, the number of the register that is read at each tick.
@@ -36,8 +69,10 @@ class HomeProgram:
     """
 
     roles: list[Role]
+    accesses: list[Accesses]
     code: Column
     microbatch: Column
+    slots: dict[Shelf, list[Column]]
     indices: dict[Key, Column]
     registers: dict[Channel, list[Column]]
     reads: dict[Channel, Column]
@@ -51,34 +86,69 @@ class Places:
         order: all actions of a run, in order.
         roles: of these.
         num_microbatches: how many there are.
+        shelves: on which one each tensor of a value lies.
 
     Attributes:
         sizes: of each list, how many values it holds at most at once.
     """
 
-    def __init__(self, order: Sequence[Action], roles: Roles, num_microbatches: int) -> None:
-        self.sizes: dict[Key, int] = {}
-        self._indices: dict[Key, dict[int, int]] = {}
-        free: dict[Key, list[int]] = {}
+    def __init__(
+        self, order: Sequence[Action], roles: Roles, num_microbatches: int, shelves: Shelves
+    ) -> None:
+        self.sizes: dict[Key | Shelf, int] = {}
+        self._roles = roles
+        self._found: dict[Key, Sequence[Shelf | None]] = {}
+        self._shelves = shelves
+        self._free: dict[Shelf, list[int]] = {}
+        self._slots: dict[tuple[Key, int], list[int]] = {}
         for action in order:
             role, m = roles.of(action), action.microbatch
-            for key in role.takes:
-                heapq.heappush(free[key], self._indices[key][m])
+            for key in filter(self.is_shelved, role.takes):
+                for shelf, slot in zip(self._present(key), self._slots[key, m], strict=True):
+                    heapq.heappush(self._free[shelf], slot)
             for key in role.puts:
-                if roles.leaves(Channel(key.kind, key.stage)):
+                if self.is_shelved(key):
+                    self._slots[key, m] = [self._slot(shelf) for shelf in self._present(key)]
+                else:
                     # All of them are joined at the end.
                     self.sizes[key] = num_microbatches
-                    self._indices.setdefault(key, {})[m] = m
-                    continue
-                unused = free.setdefault(key, [])
-                if not unused:
-                    unused.append(self.sizes.get(key, 0))
-                    self.sizes[key] = unused[0] + 1
-                self._indices.setdefault(key, {})[m] = heapq.heappop(unused)
 
-    def of(self, key: Key, microbatch: int) -> int:
-        """The place of a microbatch's value."""
-        return self._indices[key][microbatch]
+    def is_shelved(self, key: Key) -> bool:
+        """Whether a value lies on shelves: if an action takes it."""
+        return not self._roles.leaves(Channel(key.kind, key.stage))
+
+    def of(self, key: Key, microbatch: int) -> list[int]:
+        """The slots of the tensors of a microbatch's value that lies on shelves."""
+        return self._slots[key, microbatch]
+
+    def accesses(self, role: Role) -> dict[Key, list[Access | None]]:
+        """What an action takes from shelves, and puts there."""
+        counts: dict[Shelf, int] = {}
+        found: dict[Key, list[Access | None]] = {}
+        for key in filter(self.is_shelved, (*role.takes, *role.puts)):
+            found[key] = []
+            for shelf in self._of(key):
+                if shelf is None:
+                    found[key].append(None)
+                    continue
+                found[key].append(Access(shelf, counts.get(shelf, 0)))
+                counts[shelf] = counts.get(shelf, 0) + 1
+        return found
+
+    def _of(self, key: Key) -> Sequence[Shelf | None]:
+        if key not in self._found:
+            self._found[key] = self._shelves(key)
+        return self._found[key]
+
+    def _present(self, key: Key) -> list[Shelf]:
+        return [shelf for shelf in self._of(key) if shelf is not None]
+
+    def _slot(self, shelf: Shelf) -> int:
+        free = self._free.setdefault(shelf, [])
+        if free:
+            return heapq.heappop(free)
+        self.sizes[shelf] = self.sizes.get(shelf, 0) + 1
+        return self.sizes[shelf] - 1
 
 
 def ticks_of(items: Sequence[Action], roles: Roles, stage_devices: Sequence[int]) -> list[int]:
@@ -123,9 +193,18 @@ def program(
         if role.code not in numbers:
             numbers[role.code] = len(own.roles)
             own.roles.append(role)
+            own.accesses.append(places.accesses(role))
         own.code[tick], own.microbatch[tick] = numbers[role.code], m
-        for key in (*role.takes, *role.puts):
-            own.indices.setdefault(key, [0] * count)[tick] = places.of(key, m)
+        for key, accesses in own.accesses[own.code[tick]].items():
+            present = [access for access in accesses if access is not None]
+            for access, slot in zip(present, places.of(key, m), strict=True):
+                columns = own.slots.setdefault(access.shelf, [])
+                while len(columns) <= access.number:
+                    columns.append([0] * count)
+                columns[access.number][tick] = slot
+        for key in role.puts:
+            if not places.is_shelved(key):
+                own.indices.setdefault(key, [0] * count)[tick] = m
         for channel in role.hears:
             ways.setdefault(channel, []).append((told[channel][m], tick))
         for channel in role.tells:
@@ -137,7 +216,7 @@ def program(
 
 
 def _idle(count: int) -> HomeProgram:
-    return HomeProgram([], [NOTHING] * count, [0] * count, {}, {}, {}, {})
+    return HomeProgram([], [], [NOTHING] * count, [0] * count, {}, {}, {}, {}, {})
 
 
 def _arrive(

@@ -24,11 +24,12 @@ from pipemesh.recurrent.passes.part import Grads
 from pipemesh.recurrent.remat import Mode
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.listed import Listed
+from pipemesh.recurrent.table.lists import Key
 from pipemesh.recurrent.table.machine import Machine
 from pipemesh.recurrent.table.state import State
 from pipemesh.recurrent.table.ticks.body import Body, put
 from pipemesh.recurrent.table.ticks.codes import Roles
-from pipemesh.recurrent.table.ticks.program import Places, program
+from pipemesh.recurrent.table.ticks.program import Places, Shelf, program
 from pipemesh.recurrent.table.ticks.variables import Name, Variables
 from pipemesh.schedule import Action
 from pipemesh.schedule.repeats import Loop
@@ -67,8 +68,15 @@ class Ticked(Listed):
     ) -> None:
         super().__init__(machine, state, stages, inputs, cutting)
         self._roles = Roles(order, machine.stage_devices, modes)
-        self._places = Places(order, self._roles, cutting.num_pieces)
+        self._places = Places(order, self._roles, cutting.num_pieces, self._shelves)
         self.lists.sizes = self._places.sizes
+
+    def _shelves(self, key: Key) -> list[Shelf | None]:
+        home, machine = self.machine.stage_devices[key.stage], self.machine
+        return [
+            None if spec is None else Shelf(home, place, spec.dtype)
+            for spec, place in zip(machine.specs(*key), machine.places(*key), strict=True)
+        ]
 
     def perform(self, items: Sequence[Action | Loop]) -> None:
         """Performs actions, as one loop; there are no loops among them."""
@@ -108,7 +116,7 @@ class Ticked(Listed):
                 # Operations of their own: a dependency on the loop would wait for all of it.
                 pinned = pin_each(values[name], variable.devices)
                 self.state.tokens[name.key] = [[t.op] for t in pinned if t is not None]
-            elif name.what == "list":
+            elif name.what in ("list", "shelf"):
                 self.lists.handles[name.key] = values[name]
             elif name.what not in ("tick", "register"):
                 put(self.state, name, values[name])

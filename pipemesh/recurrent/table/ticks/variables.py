@@ -17,12 +17,13 @@ from pipemesh.recurrent.table.kinds import OUTPUTS, Channel
 from pipemesh.recurrent.table.lists import Lists, nothing
 from pipemesh.recurrent.table.machine import Machine
 from pipemesh.recurrent.table.state import State
-from pipemesh.recurrent.table.ticks.codes import Code, key_of
+from pipemesh.recurrent.table.ticks.codes import Code, Role, key_of
 from pipemesh.recurrent.table.ticks.program import (
     CLEARS,
     KEEPS,
     NOTHING,
     TAKES,
+    Access,
     Column,
     HomeProgram,
 )
@@ -71,7 +72,7 @@ class Variables:
         devices: of each home.
         named: the variables.
         flags: for each home a table of booleans, a row a tick, one for each of its devices.
-        numbers: for each home a table of numbers, a row a tick.
+        numbers: for each home a table of numbers, likewise.
         wires: for each channel that arrives somewhere, all those that are sent with it.
     """
 
@@ -133,16 +134,24 @@ class Variables:
         for role in own.roles:
             for name, tensors, places in self.held(role.code):
                 self._add(home, name, tensors, places)
-        flags: dict[Any, np.ndarray] = {
-            ("code", i): _where(own.code, i) for i in range(len(own.roles))
+        flags: dict[Any, Any] = {
+            ("code", i): _where(own.code, i)
+            for i, role in enumerate(own.roles)
+            if self._branches(role, own)
         }
-        numbers: dict[Any, Column] = {"microbatch": own.microbatch}
+        idle = len(own.roles)
+        numbers: dict[Any, Any] = {
+            "code": [idle if code == NOTHING else code for code in own.code],
+            "microbatch": own.microbatch,
+        }
         for channel, registers in own.registers.items():
             for number, column in enumerate(registers):
                 self._add_register(home, channel, number)
-                for becomes in (KEEPS, TAKES, CLEARS):
+                for becomes in (KEEPS, CLEARS):
                     flags[channel, number, becomes] = _where(column, becomes)
                 flags["read", channel, number] = _where(own.reads[channel], number)
+            takers = self.takers(own, channel)
+            numbers["takes", self.wires[channel]] = self._taker(own, takers)
         for channel, column in own.arrivals.items():
             flags["arrives", channel] = ~_where(column, NOTHING)
             numbers["arrives", channel] = [max(0, index) for index in column]
@@ -158,8 +167,30 @@ class Variables:
                 places = self.arrival_places(channel)
             self._lists.reserve([key])
             self._add(home, Name("list", key), self._lists.handles[key], places)
+        for shelf, columns in own.slots.items():
+            for number, column in enumerate(columns):
+                numbers[Access(shelf, number)] = column
+            self._lists.reserve_one(shelf, shelf.dtype, self.devices[home][shelf.place])
+            self._add(home, Name("shelf", shelf), self._lists.handles[shelf], [shelf.place])
         self.flags[home] = Table(flags, hosts, np.bool_)
-        self.numbers[home] = Table(numbers, hosts[:1], np.int32)
+        self.numbers[home] = Table(numbers, hosts, np.int32)
+
+    def _branches(self, role: Role, own: HomeProgram) -> bool:
+        """Whether a kind of action changes what not all kinds do."""
+        listed = any(key in own.indices for key in role.puts)
+        arrived = any(channel in own.arrivals for channel in role.hears)
+        return listed or arrived or bool(self.held(role.code))
+
+    def takers(self, own: HomeProgram, channel: Channel) -> list[tuple[Channel, int]]:
+        """The registers that may take what comes by the wire of a channel."""
+        return [(c, i) for c in self.wires[channel] for i in range(len(own.registers.get(c, [])))]
+
+    def _taker(self, own: HomeProgram, takers: Sequence[tuple[Channel, int]]) -> np.ndarray:
+        """At each tick the number of the one that does, or how many there are."""
+        chosen = np.full(len(own.code), len(takers))
+        for i, (channel, number) in enumerate(takers):
+            chosen[_where(own.registers[channel][number], TAKES)] = i
+        return chosen
 
     def _add(
         self, home: int, name: Name, start: Sequence[tf.Tensor | None], places: Sequence[int]
@@ -241,7 +272,7 @@ class Table:
 
     def __init__(self, columns: Mapping[Any, Any], devices: Sequence[str], dtype: Any) -> None:
         self._order = {name: i for i, name in enumerate(columns)}
-        self._rows = np.stack([np.asarray(c, dtype) for c in columns.values()], axis=1)
+        self._rows = np.transpose([np.asarray(c, dtype) for c in columns.values()])
         self._devices = devices
 
     def row(self, ticks: Sequence[Any]) -> Callable[[int, Any], tf.Tensor]:
@@ -255,8 +286,12 @@ class Table:
         """
         rows = []
         for device, tick in zip(self._devices, ticks, strict=True):
+            if not self._order:
+                rows.append([])
+                continue
             with tf.device(device):
-                found = tf.gather(tf.constant(self._rows), tick)
+                # Unlike `tf.gather` without a constant for the axis.
+                found = tf.raw_ops.Gather(params=self._rows, indices=tick, validate_indices=False)
                 rows.append(tf.unstack(found, num=len(self._order)))
         return lambda place, name: rows[place][self._order[name]]
 

@@ -6,7 +6,7 @@ import tensorflow as tf
 from pipemesh.recurrent.table.kinds import GRADS, KEPT, OUTPUTS, Channel
 from pipemesh.recurrent.table.lists import Lists
 from pipemesh.recurrent.table.ticks.codes import Roles
-from pipemesh.recurrent.table.ticks.program import Places, program
+from pipemesh.recurrent.table.ticks.program import Places, Shelf, program
 from pipemesh.recurrent.table.ticks.variables import Name, Table, Variables
 from pipemesh.schedule import execution_order
 from tests.recurrent.passes.traced import run
@@ -19,7 +19,14 @@ def variables_of():
     for stage in range(2):
         machine.begin(stage, state)
     roles = Roles(order, homes, MODES)
-    places = Places(order, roles, MICROBATCHES)
+
+    def shelves(key):
+        return [
+            None if spec is None else Shelf(homes[key.stage], place, spec.dtype)
+            for spec, place in zip(machine.specs(*key), machine.places(*key), strict=True)
+        ]
+
+    places = Places(order, roles, MICROBATCHES, shelves)
     programs, _ = program(order, homes, roles, places)
     lists = Lists(machine, machine.stages, MICROBATCHES)
     lists.sizes = places.sizes
@@ -34,7 +41,10 @@ def test_state_lists_and_what_arrives_go_along_on_their_devices():
             for name in found.named
         }
         assert {("carries", 0), ("accumulators", 1), ("token", 0), ("tick", 1)} <= named
-        assert {("list", KEPT, 0), ("list", OUTPUTS, 1), ("list", GRADS, 0)} <= named
+        assert {("list", OUTPUTS, 1), ("list", GRADS, 0)} <= named
+        assert not any(name[:2] == ("list", KEPT) for name in named)
+        shelves = {(*name.key[:2], name.key.dtype) for name in found.named if name.what == "shelf"}
+        assert (0, 0, tf.float32) in shelves and {home for home, *_ in shelves} == {0, 1}
         arrives = {name.key for name in found.named if name.what == "register"}
         assert arrives == {Channel(OUTPUTS, 0), Channel(GRADS, 1)}
         of_first = found.named[Name("accumulators", 0)]
@@ -76,3 +86,9 @@ def test_a_tick_has_its_row():
         table = Table({"a": [1, 2, 3], ("b", 0): [4, 5, 6]}, ["CPU:1", "CPU:2"], np.int32)
         number = table.row([tf.constant(2), tf.constant(0)])
         assert run([number(0, "a"), number(0, ("b", 0)), number(1, "a")]) == [3, 6, 1]
+
+
+def test_a_table_without_columns_has_no_row():
+    with tf.Graph().as_default() as graph:
+        Table({}, ["CPU:1"], np.bool_).row([tf.constant(2)])
+        assert [op.type for op in graph.get_operations()] == ["Const"]
