@@ -18,8 +18,8 @@ from pipemesh.recurrent.watch.health import (
     Finding,
     all_finite,
     empty_note,
+    first_not_finite,
     raise_unless,
-    write_note,
 )
 from pipemesh.recurrent.watch.probes import Probe
 
@@ -103,8 +103,7 @@ class Checks:
             totals = [self._total_finding(s, grads[s]) for s in order]
             found = [f for s in order for f in self._findings("backward", s, notes)] + totals
             device = self._traced[0].stage.device
-            host = [total.note < 0 for total in totals]
-            is_finite = tf.reduce_all(tf.stack(host))
+            is_finite = tf.reduce_all(tf.stack([total.note for total in totals]) < 0)
             with tf.control_dependencies(before):
                 check = self._raise_unless(is_finite, found, "a gradient", device)
             before = [check]
@@ -161,10 +160,7 @@ class Checks:
         devices = [*stage.theta_devices, *([stage.device] * len(grads))]
         at = [device for device, grad in zip(devices, grads, strict=False) if grad is not None]
         with tf.device(stage.device):
-            note = empty_note()
-            if present:
-                zero = tf.zeros([], tf.int64)
-                note = write_note(note, zero, [[g] for g, _ in present], at)
+            note = first_not_finite([[g] for g, _ in present], at) if present else empty_note()
         places = [
             place(
                 stage,

@@ -67,13 +67,27 @@ def write_note(
     Returns:
         `microbatch * len(groups) + index` of the first probe that is not finite, int64.
     """
+    found = first_not_finite(groups, devices)
+    return tf.where((found >= 0) & (note < 0), microbatch * len(groups) + found, note)
+
+
+def first_not_finite(
+    groups: Sequence[Sequence[tf.Tensor]], devices: Sequence[str] | None = None
+) -> tf.Tensor:
+    """The index of the first group of tensors that is not finite; -1 if all are; int64 scalar.
+
+    Args:
+        groups: at least one.
+        devices: of each group where its tensors lie; by default here.
+    """
     flags = []
     for tensors, device in zip(groups, devices or [None] * len(groups), strict=True):
         with contextlib.nullcontext() if device is None else tf.device(device):
-            flags.append(tf.logical_not(all_finite(tensors)))
-    bad = tf.stack(flags)
-    place = microbatch * len(groups) + tf.argmax(tf.cast(bad, tf.int32))
-    return tf.where(tf.reduce_any(bad) & (note < 0), place, note)
+            flags.append(all_finite(tensors))
+    if len(flags) == 1:
+        return -tf.cast(flags[0], tf.int64)
+    bad = tf.logical_not(tf.stack(flags))
+    return tf.where(tf.reduce_any(bad), tf.argmax(tf.cast(bad, tf.int32)), _NOTHING)
 
 
 def all_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -8,6 +8,7 @@ from pipemesh.errors import PipelineError
 from pipemesh.randomness import layer_scope
 from pipemesh.recurrent import Options, Stage, explain, pipeline, pipeline_loss
 from pipemesh.schedule import forward_only, gpipe, one_f_one_b
+from pipemesh.recurrent.watch.health import empty_note, first_not_finite, write_note
 from tests.recurrent.poisoned import LAYERS, MODES, nothing, poison
 
 ALL = Options(check_numerics="all")
@@ -178,3 +179,22 @@ def test_a_metric_that_is_infinite_neither_raises_nor_spoils_gradients():
     loss, metric, grad = run(tf.constant([0.0, 1.0, 2.0, 3.0]))
     assert np.isinf(metric[0])
     assert (float(loss), float(grad)) == (6.0, 6.0)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_first_group_that_is_not_finite_is_found(count):
+    good, bad = tf.constant([1.0, 2.0]), tf.constant([1.0, float("nan")])
+    for at in range(count):
+        groups = [[good, good]] * at + [[good, bad]] + [[bad]] * (count - at - 1)
+        assert int(first_not_finite(groups)) == at
+    found = first_not_finite([[good]] * count)
+    assert found.dtype == tf.int64 and int(found) == -1
+
+
+def test_a_note_stays_with_what_was_found_first():
+    good, bad = tf.constant(1.0), tf.constant(float("inf"))
+    note = write_note(empty_note(), tf.constant(4, tf.int64), [[good], [good]])
+    assert int(note) == -1
+    note = write_note(note, tf.constant(5, tf.int64), [[good], [bad]])
+    assert int(note) == 5 * 2 + 1
+    assert int(write_note(note, tf.constant(6, tf.int64), [[bad], [bad]])) == 11
