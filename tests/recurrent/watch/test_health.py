@@ -7,8 +7,8 @@ import tensorflow as tf
 from pipemesh.errors import PipelineError
 from pipemesh.randomness import layer_scope
 from pipemesh.recurrent import Options, Stage, explain, pipeline, pipeline_loss
-from pipemesh.schedule import forward_only, gpipe, one_f_one_b
 from pipemesh.recurrent.watch.health import empty_note, first_not_finite, write_note
+from pipemesh.schedule import forward_only, gpipe, one_f_one_b
 from tests.recurrent.poisoned import LAYERS, MODES, nothing, poison
 
 ALL = Options(check_numerics="all")
