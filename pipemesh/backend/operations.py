@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import tensorflow as tf
 
 Tensors = list[tf.Tensor]
@@ -105,6 +106,39 @@ def merge(tensors: Tensors) -> tf.Tensor:
         "N": _attribute(i=len(tensors)),
     }
     return _make("Merge", tensors, [dtype, tf.int32], attributes)[0]
+
+
+def table(rows: np.ndarray) -> tf.Tensor:
+    """A constant; TensorFlow's own wrapper takes booleans one by one.
+
+    Args:
+        rows: of any shape, of a dtype that TensorFlow has.
+    """
+    dtype, value = tf.as_dtype(rows.dtype), _attribute()
+    value.tensor.dtype = dtype.as_datatype_enum
+    value.tensor.tensor_shape.CopyFrom(tf.TensorShape(rows.shape).as_proto())
+    value.tensor.tensor_content = rows.tobytes()
+    attributes = {"value": value, "dtype": _attribute(type=dtype.as_datatype_enum)}
+    return _make("Const", [], [dtype], attributes)[0]
+
+
+def list_get(handle: tf.Tensor, index: tf.Tensor, shape: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """An element of one of TensorFlow's list values.
+
+    Args:
+        handle: the list.
+        index: int32 scalar.
+        shape: of the element, int32.
+        dtype: of the element.
+    """
+    attributes = {"element_dtype": _attribute(type=dtype.as_datatype_enum)}
+    return _make("TensorListGetItem", [handle, index, shape], [dtype], attributes)[0]
+
+
+def list_set(handle: tf.Tensor, index: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+    """The list that has another element in a place; arguments as those of `list_get`."""
+    attributes = {"element_dtype": _attribute(type=value.dtype.as_datatype_enum)}
+    return _make("TensorListSetItem", [handle, index, value], [tf.variant], attributes)[0]
 
 
 class Call:

@@ -116,6 +116,8 @@ class Schedule:
             >>> str(Schedule.from_text("0F0.0 0F0.1").as_piece(Action(0, "F", 0, 1)))
             '0F1'
         """
+        if self.num_slices == 1:
+            return action
         return Action(action.stage, action.kind, self.piece(action))
 
     def turns_at_once(self) -> frozenset[tuple[int, int]]:

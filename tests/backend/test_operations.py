@@ -2,10 +2,21 @@
 
 import collections
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.backend.operations import Call, pin, pin_present
+from pipemesh.backend.operations import (
+    Call,
+    anchor,
+    list_get,
+    list_set,
+    merge,
+    pin,
+    pin_present,
+    switch_to,
+    table,
+)
 from pipemesh.recurrent import Options, Stage, pipeline_loss
 from pipemesh.schedule import one_f_one_b, zb_h1
 
@@ -26,6 +37,61 @@ def test_what_is_pinned_has_its_values_shapes_and_an_operation_of_its_own():
 
     got = run(tf.constant([1.0, 2.0, 3.0]))
     assert [t.numpy().tolist() for t in got] == [[1, 2, 3], [1, 2, 3], [1, 2], [1, 2, 3]]
+
+
+def test_a_tensor_goes_to_the_side_of_a_number():
+    @tf.function
+    def run(x, number):
+        first, second, third = switch_to(x, number, 3)
+        return merge([first + 1, 2 * second, third])
+
+    assert [float(run(tf.constant(5.0), tf.constant(i))) for i in range(3)] == [6, 10, 5]
+
+
+@pytest.mark.parametrize("value", [[1.5, 2.5], [[3]], True])
+def test_lists_hold_values_of_any_dtype_and_shape(value):
+    @tf.function
+    def run(x):
+        empty = tf.raw_ops.TensorListReserve(
+            element_shape=-1, num_elements=2, element_dtype=x.dtype
+        )
+        held = list_set(empty, tf.constant(1), x)
+        return list_get(held, tf.constant(1), tf.constant(x.shape.as_list(), tf.int32), x.dtype)
+
+    given = tf.constant(value)
+    found = run(given)
+    assert (found.dtype, found.numpy().tolist()) == (given.dtype, given.numpy().tolist())
+
+
+def run_in_session(tensor):
+    with tf.compat.v1.Session(graph=tensor.graph) as session:
+        return session.run(tensor)
+
+
+@pytest.mark.parametrize("dtype", [np.bool_, np.int32, np.float32])
+def test_tables_are_constants_of_their_rows(dtype):
+    rows = np.asarray([[1, 0, 1], [0, 0, 1]], dtype)
+    # Not in the order in which rows lie in memory.
+    for given in (rows, np.transpose(rows)):
+        with tf.Graph().as_default():
+            found = table(given)
+            assert found.dtype == dtype and found.shape == given.shape
+            np.testing.assert_array_equal(run_in_session(found), given)
+
+
+def test_an_anchor_stays_on_its_device_with_one_user():
+    """A pin would be passed by, and the switch would lie where its data are made."""
+    with tf.Graph().as_default():
+        with tf.device("CPU:1"):
+            held = anchor(tf.constant([1.0, 2.0]))
+        assert held.shape == [2] and held.device.endswith("CPU:1")
+        assert held.op.type == "PlaceholderWithDefault"
+
+    @tf.function
+    def run(x):
+        return anchor(x)
+
+    assert run(tf.constant([4.0])).numpy().tolist() == [4]
 
 
 @pytest.mark.parametrize("eager", [True, False])

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from pipemesh.backend.operations import list_get, list_set
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.recurrent.passes.cutting import Cutting
 from pipemesh.recurrent.remat import FULL, Mode
@@ -169,16 +170,11 @@ def _join(parts: Sequence[tf.Tensor], cutting: Cutting) -> tf.Tensor:
 
 def _put(handle: tf.Tensor, index: tf.Tensor, value: tf.Tensor, device: str) -> tf.Tensor:
     with tf.device(device):
-        return tf.raw_ops.TensorListSetItem(input_handle=handle, index=index, item=value)
+        return list_set(handle, index, value)
 
 
 def _get(handle: tf.Tensor, index: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
-    value = tf.raw_ops.TensorListGetItem(
-        input_handle=handle,
-        index=index,
-        element_shape=tf.constant(static_sizes(spec), tf.int32),
-        element_dtype=spec.dtype,
-    )
+    value = list_get(handle, index, tf.constant(static_sizes(spec), tf.int32), spec.dtype)
     value.set_shape(spec.shape)
     return value
 

@@ -20,9 +20,9 @@ class Code(NamedTuple):
     mode: Mode
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Role:
-    """What an action of a kind has to do with others.
+    """What an action of a kind has to do with others; there is one of each kind.
 
     Attributes:
         code: its kind.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from pipemesh.recurrent.table.kinds import Channel
 from pipemesh.recurrent.table.lists import Key
-from pipemesh.recurrent.table.ticks.codes import Code, Role, Roles, key_of
+from pipemesh.recurrent.table.ticks.codes import Role, Roles, key_of
 from pipemesh.schedule import Action
 
 # With more values of a channel on their way than this, they lie in a list. A list is always read
@@ -79,6 +79,10 @@ class HomeProgram:
     arrivals: dict[Channel, Column]
 
 
+# The shelves of a value's tensors, and by microbatch their slots.
+_Move = tuple[Sequence[Shelf], dict[int, list[int]]]
+
+
 class Places:
     """Where in lists values lie that stay on one home.
 
@@ -97,29 +101,34 @@ class Places:
     ) -> None:
         self.sizes: dict[Key | Shelf, int] = {}
         self._roles = roles
-        self._found: dict[Key, Sequence[Shelf | None]] = {}
         self._shelves = shelves
+        self._found: dict[Key, Sequence[Shelf | None]] = {}
         self._free: dict[Shelf, list[int]] = {}
-        self._slots: dict[tuple[Key, int], list[int]] = {}
+        self._slots: dict[Key, dict[int, list[int]]] = {}
+        # Looked up once for each kind of action, since there are many actions.
+        moves: dict[Role, tuple[list[_Move], list[_Move]]] = {}
         for action in order:
             role, m = roles.of(action), action.microbatch
-            for key in filter(self.is_shelved, role.takes):
-                for shelf, slot in zip(self._present(key), self._slots[key, m], strict=True):
+            if role not in moves:
+                moves[role] = self._moves(role.takes), self._moves(role.puts)
+                for key in role.puts:
+                    if not self.is_shelved(key):
+                        # All of them are joined at the end.
+                        self.sizes[key] = num_microbatches
+            takes, puts = moves[role]
+            for shelves_of, slots in takes:
+                for shelf, slot in zip(shelves_of, slots[m], strict=True):
                     heapq.heappush(self._free[shelf], slot)
-            for key in role.puts:
-                if self.is_shelved(key):
-                    self._slots[key, m] = [self._slot(shelf) for shelf in self._present(key)]
-                else:
-                    # All of them are joined at the end.
-                    self.sizes[key] = num_microbatches
+            for shelves_of, slots in puts:
+                slots[m] = [self._slot(shelf) for shelf in shelves_of]
 
     def is_shelved(self, key: Key) -> bool:
         """Whether a value lies on shelves: if an action takes it."""
         return not self._roles.leaves(Channel(key.kind, key.stage))
 
-    def of(self, key: Key, microbatch: int) -> list[int]:
-        """The slots of the tensors of a microbatch's value that lies on shelves."""
-        return self._slots[key, microbatch]
+    def of(self, key: Key) -> Mapping[int, Sequence[int]]:
+        """By microbatch the slots of the tensors of a value that lies on shelves."""
+        return self._slots[key]
 
     def accesses(self, role: Role) -> dict[Key, list[Access | None]]:
         """What an action takes from shelves, and puts there."""
@@ -140,8 +149,15 @@ class Places:
             self._found[key] = self._shelves(key)
         return self._found[key]
 
-    def _present(self, key: Key) -> list[Shelf]:
-        return [shelf for shelf in self._of(key) if shelf is not None]
+    def _moves(self, keys: Sequence[Key]) -> list[_Move]:
+        return [
+            (
+                [shelf for shelf in self._of(key) if shelf is not None],
+                self._slots.setdefault(key, {}),
+            )
+            for key in keys
+            if self.is_shelved(key)
+        ]
 
     def _slot(self, shelf: Shelf) -> int:
         free = self._free.setdefault(shelf, [])
@@ -155,14 +171,19 @@ def ticks_of(items: Sequence[Action], roles: Roles, stage_devices: Sequence[int]
     """For each action its tick: the first one after what its home did and what it hears."""
     free = [0] * (max(stage_devices) + 1)
     told: dict[Channel, dict[int, int]] = {}
-    ticks = []
+    ways: dict[Role, tuple[list[dict[int, int]], list[dict[int, int]]]] = {}
+    ticks: list[int] = []
     for action in items:
-        home, role = stage_devices[action.stage], roles.of(action)
-        tick = free[home]
-        for channel in role.hears:
-            tick = max(tick, told[channel][action.microbatch] + 1)
-        for channel in role.tells:
-            told.setdefault(channel, {})[action.microbatch] = tick
+        home, role, m = stage_devices[action.stage], roles.of(action), action.microbatch
+        if role not in ways:
+            ways[role] = (
+                [told.setdefault(channel, {}) for channel in role.hears],
+                [told.setdefault(channel, {}) for channel in role.tells],
+            )
+        hears, tells = ways[role]
+        tick = max([free[home], *(of[m] + 1 for of in hears)])
+        for of in tells:
+            of[m] = tick
         free[home] = tick + 1
         ticks.append(tick)
     return ticks
@@ -182,37 +203,85 @@ def program(
     ticks = ticks_of(items, roles, stage_devices)
     count = max(ticks) + 1
     homes: dict[int, HomeProgram] = {}
-    numbers: dict[Code, int] = {}
     told: dict[Channel, dict[int, int]] = {}
     ways: dict[Channel, list[tuple[int, int]]] = {}
+    kinds: dict[Role, _Kind] = {}
     for action, tick in zip(items, ticks, strict=True):
         home, role, m = stage_devices[action.stage], roles.of(action), action.microbatch
-        own = homes.get(home)
-        if own is None:
-            own = homes[home] = _idle(count)
-        if role.code not in numbers:
-            numbers[role.code] = len(own.roles)
-            own.roles.append(role)
-            own.accesses.append(places.accesses(role))
-        own.code[tick], own.microbatch[tick] = numbers[role.code], m
-        for key, accesses in own.accesses[own.code[tick]].items():
-            present = [access for access in accesses if access is not None]
-            for access, slot in zip(present, places.of(key, m), strict=True):
-                columns = own.slots.setdefault(access.shelf, [])
-                while len(columns) <= access.number:
-                    columns.append([0] * count)
-                columns[access.number][tick] = slot
-        for key in role.puts:
-            if not places.is_shelved(key):
-                own.indices.setdefault(key, [0] * count)[tick] = m
-        for channel in role.hears:
-            ways.setdefault(channel, []).append((told[channel][m], tick))
-        for channel in role.tells:
-            told.setdefault(channel, {})[m] = tick
+        if role not in kinds:
+            own = homes.setdefault(home, _idle(count))
+            kinds[role] = _kind(own, role, places, told, ways)
+        kind = kinds[role]
+        kind.own.code[tick], kind.own.microbatch[tick] = kind.number, m
+        for slots, columns in kind.slots:
+            for column, slot in zip(columns, slots[m], strict=True):
+                column[tick] = slot
+        for column in kind.listed:
+            column[tick] = m
+        for sent, spans in kind.hears:
+            spans.append((sent[m], tick))
+        for sent in kind.tells:
+            sent[m] = tick
     for channel, spans in ways.items():
         home = homes[stage_devices[roles.user(channel)]]
         places.sizes[key_of(channel)] = _arrive(home, channel, sorted(spans), count)
     return homes, count
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """Where the numbers of actions of a kind belong.
+
+    Attributes:
+        own: the program of its home.
+        number: its number there.
+        slots: of each value on shelves the slots by microbatch, and their columns.
+        listed: the columns of what it puts into other lists.
+        hears: of each channel the ticks at which it was sent, and when from and until it waits.
+        tells: of each channel the ticks at which it is sent.
+    """
+
+    own: HomeProgram
+    number: int
+    slots: list[tuple[Mapping[int, Sequence[int]], list[Column]]]
+    listed: list[Column]
+    hears: list[tuple[dict[int, int], list[tuple[int, int]]]]
+    tells: list[dict[int, int]]
+
+
+def _kind(
+    own: HomeProgram,
+    role: Role,
+    places: Places,
+    told: dict[Channel, dict[int, int]],
+    ways: dict[Channel, list[tuple[int, int]]],
+) -> _Kind:
+    """Adds a kind of action to its home."""
+    count, accesses = len(own.code), places.accesses(role)
+    own.roles.append(role)
+    own.accesses.append(accesses)
+
+    def column(access: Access) -> Column:
+        columns = own.slots.setdefault(access.shelf, [])
+        while len(columns) <= access.number:
+            columns.append([0] * count)
+        return columns[access.number]
+
+    return _Kind(
+        own,
+        len(own.roles) - 1,
+        [
+            (places.of(key), [column(access) for access in found if access is not None])
+            for key, found in accesses.items()
+        ],
+        [
+            own.indices.setdefault(key, [0] * count)
+            for key in role.puts
+            if not places.is_shelved(key)
+        ],
+        [(told.setdefault(channel, {}), ways.setdefault(channel, [])) for channel in role.hears],
+        [told.setdefault(channel, {}) for channel in role.tells],
+    )
 
 
 def _idle(count: int) -> HomeProgram:

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.backend.operations import MaybeTensor
+from pipemesh.backend.operations import MaybeTensor, list_get, list_set
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.recurrent.passes.part import Grads
 from pipemesh.recurrent.table.lists import nothing
@@ -97,19 +97,12 @@ class Shelves:
         assert spec is not None
         sizes = static_sizes(spec)
         shape = self._once(access.shelf, tuple(sizes), lambda: tf.constant(sizes, tf.int32))
-        value = tf.raw_ops.TensorListGetItem(
-            input_handle=handle,
-            index=self._slot(access),
-            element_shape=shape,
-            element_dtype=spec.dtype,
-        )
+        value = list_get(handle, self._slot(access), shape, spec.dtype)
         value.set_shape(spec.shape)
         return value
 
     def _set(self, handle: Any, access: Access, value: tf.Tensor) -> tf.Tensor:
-        return tf.raw_ops.TensorListSetItem(
-            input_handle=handle, index=self._slot(access), item=value
-        )
+        return list_set(handle, self._slot(access), value)
 
     def _slot(self, access: Access) -> tf.Tensor:
         return self._numbers(access.shelf.place, access)

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from pipemesh.backend.devices import processor_beside
-from pipemesh.backend.operations import pin_each
+from pipemesh.backend.operations import pin_each, table
 from pipemesh.recurrent.passes.part import Grads
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.kinds import OUTPUTS, Channel
@@ -291,7 +291,9 @@ class Table:
                 continue
             with tf.device(device):
                 # Unlike `tf.gather` without a constant for the axis.
-                found = tf.raw_ops.Gather(params=self._rows, indices=tick, validate_indices=False)
+                found = tf.raw_ops.Gather(
+                    params=table(self._rows), indices=tick, validate_indices=False
+                )
                 rows.append(tf.unstack(found, num=len(self._order)))
         return lambda place, name: rows[place][self._order[name]]
 
