@@ -109,10 +109,10 @@ def measured(make: Callable[[Plan], Any], batch: Any, plan: Plan, reference: Any
 
 
 def run(arguments: argparse.Namespace) -> None:
+    make, batch = started(arguments.family)
     from pipemesh.training.measuring.measure import measure
     from pipemesh.training.measuring.timed_step import TimedStep
 
-    make, batch = started(arguments.family)
     path = pathlib.Path(arguments.figures or HERE / f"{arguments.family}.json")
     if not path.exists():
         found = measure(make, batch, DEVICES, lambda text: print(f"measuring {text}", flush=True))

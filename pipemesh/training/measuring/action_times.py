@@ -5,10 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from pipemesh.schedule import Action
 from pipemesh.training.measuring.one_core import one_core
 from pipemesh.training.measuring.timed_step import TimedStep
 
-ROUNDS = 10
+ROUNDS = 20
 """How often each step is run."""
 
 # What a layer takes is at least this share of what its action takes.
@@ -44,14 +45,11 @@ class ActionTimes:
             step.run()
             self._before.append(step.before)
             self._after.append(step.after)
-            for action, took in step.durations().items():
-                # From the second microbatch on gradients are added to what is there.
-                if not action.microbatch:
-                    continue
+            for action, took in _later(step):
                 own = self._layers[action.stage].setdefault(action.kind, {})
                 own.setdefault(size, []).append(took)
         self._whole.run()
-        for action, took in self._whole.durations().items():
+        for action, took in _later(self._whole):
             self._together.setdefault(action.kind, []).append(took)
 
     @property
@@ -96,6 +94,11 @@ class ActionTimes:
         ]
 
 
+def _later(step: TimedStep) -> list[tuple[Action, float]]:
+    """Actions from the second microbatch on, where gradients are added to what is there."""
+    return [(action, took) for action, took in step.durations().items() if action.microbatch]
+
+
 def times_of(
     steps: Sequence[TimedStep], rows: Sequence[int], number: int, whole: TimedStep
 ) -> ActionTimes:
@@ -134,6 +137,27 @@ def on_one_core(
         if not is_one:
             return None
         return times_of(steps, rows, number, whole)
+
+
+def in_turn(rounds: Sequence[Sequence[float]]) -> list[float]:
+    """What several things take that are done in turn, for some rounds.
+
+    A machine that becomes slower for a while makes all of a round longer alike; so each is a share
+    of its round first.
+
+    Args:
+        rounds: of each what each thing took.
+
+    Example:
+        >>> in_turn([(1.0, 3.0), (2.0, 6.0), (1.0, 3.0)])
+        [1.0, 3.0]
+    """
+    totals = [sum(times) for times in rounds]
+    whole = statistics.median(totals)
+    return [
+        whole * statistics.median(took / total for took, total in zip(times, totals, strict=True))
+        for times in zip(*rounds, strict=True)
+    ]
 
 
 def usual(seconds: Sequence[float]) -> float:

@@ -13,14 +13,14 @@ from pipemesh.plan import Plan
 from pipemesh.plan.figures import Figures
 from pipemesh.plan.fit import Measured, fitted
 from pipemesh.plan.network import Link
-from pipemesh.training.measuring.action_times import usual
+from pipemesh.training.measuring.action_times import in_turn, usual
 from pipemesh.training.measuring.layers import AXIS, Make, MeasuredLayers
 from pipemesh.training.measuring.timed_step import TimedStep
 from pipemesh.training.subject import rows_of
 
 # Where nothing is known: what an action takes at least, and what a link of one machine does.
 _ACTION, _LINK, _HANDOVER = 2e-5, Link(5e-5, 4e9), 1e-4
-_STEPS = 12
+_STEPS = 30
 
 
 def measure(
@@ -71,14 +71,14 @@ def measure(
         seconds.append([step.run() for step in steps])
         work.append([step.cpu for step in steps])
     told: list[Measured] = []
-    for plan, took, done in zip(
-        plans, zip(*seconds, strict=True), zip(*work, strict=True), strict=True
+    for plan, took, done, every in zip(
+        plans, in_turn(seconds), in_turn(work), zip(*seconds, strict=True), strict=True
     ):
-        spread = statistics.median(took) / usual(took) - 1
-        told.append(Measured(plan, rows, statistics.median(took), spread=spread))
+        spread = statistics.median(every) / usual(every) - 1
+        told.append(Measured(plan, rows, took, spread=spread))
         if on_cpu:
             # Other programs on the machine make a step longer, and not what its cores do.
-            told.append(Measured(plan, rows, usual(done), is_work=True))
+            told.append(Measured(plan, rows, done, is_work=True))
     return fitted(figures, told)
 
 

@@ -5,7 +5,13 @@ import itertools
 import pytest
 
 from pipemesh.schedule import Action
-from pipemesh.training.measuring.action_times import ROUNDS, on_one_core, times_of, usual
+from pipemesh.training.measuring.action_times import (
+    ROUNDS,
+    in_turn,
+    on_one_core,
+    times_of,
+    usual,
+)
 
 
 class Said:
@@ -30,11 +36,15 @@ class Said:
 
 
 class Whole(Said):
-    """All layers in one action of 1 + 2 + 3 seconds a row."""
+    """All layers in one action of 1 + 2 + 3 seconds a row; the first microbatch takes less."""
 
     def durations(self):
         late = 10.0 if self.runs % 3 == 0 else 0.0
-        return {Action(0, k, m): 6 * self._rows + self._more + late for k in "FB" for m in (0, 1)}
+        return {
+            Action(0, k, m): 6 * self._rows * (m or 0.1) + self._more + late
+            for k in "FB"
+            for m in (0, 1)
+        }
 
 
 def test_layers_take_what_their_actions_take_without_overhead():
@@ -64,3 +74,12 @@ def test_on_one_core_times_are_those_of_the_same_steps():
 def test_what_is_usual_is_not_the_shortest_and_not_disturbed():
     assert usual([5.0]) == 5.0
     assert usual([1.0, 1.2, 90.0, 80.0]) == pytest.approx(1.1)
+
+
+def test_what_is_done_in_turn_does_not_feel_a_machine_that_becomes_slower():
+    """Half of the rounds on a machine half as fast, and one time that was disturbed."""
+    rounds = [[1.0, 3.0, 4.0], [1.0, 3.0, 4.0], [1.0, 3.0, 4.0], [2.0, 6.0, 8.0], [2.0, 6.0, 8.0]]
+    assert in_turn(rounds) == pytest.approx([1.0, 3.0, 4.0])
+    rounds.append([1.0, 3.0, 90.0])
+    found = in_turn(rounds)
+    assert [each / found[0] for each in found] == pytest.approx([1, 3, 4])
