@@ -44,14 +44,14 @@ def measure(name: str, devices: int, form: str, waits: bool) -> dict[str, Any]:
             for _ in range(table.schedule.num_stages)
         ]
 
-    def stage(number: int) -> Any:
-        return waiting_stage(clock, table, number) if waits else dense_stage(table, number)
+    def stages(of: Table) -> Any:
+        return lambda n: waiting_stage(clock, of, n) if waits else dense_stage(of, n)
 
     # The first trace of a process imports what later ones find.
     small = Table.of("gpipe", 2, count)
-    compiled(small, lambda number: dense_stage(small, number), False, weights[:2], x)
+    compiled(small, stages(small), False, weights[:2], x)
     start = time.perf_counter()
-    step = compiled(table, stage, FORMS[form], weights, x)
+    step = compiled(table, stages(table), FORMS[form], weights, x)
     traced, seconds = time.perf_counter(), list[float]()
     for _ in range(2 if waits else 4):
         clock.spans.clear()
