@@ -27,6 +27,8 @@ from pipemesh.report.change import basis_of
 from pipemesh.report.change.changes import best, least
 from pipemesh.text import columns
 
+# The models of this project, which are not installed with the library.
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 MODEL = "OneBillionWordTiny"
 FAULTS = {
     "two microbatches": "mesh=layers:2 num_microbatches=2 remat=none",

@@ -18,6 +18,7 @@ import os
 import pathlib
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,6 +28,8 @@ from pipemesh.plan.candidates import rated
 from pipemesh.text import columns
 
 HERE = pathlib.Path(__file__).resolve().parent
+# The models of this project, which are not installed with the library.
+sys.path.insert(0, str(HERE.parents[1]))
 DEVICES, MOST_MICROBATCHES, ROUNDS = 4, 8, 15
 SCHEDULES = ("1f1b", "gpipe", "zb_h1", "interleaved:2", "zb_v")
 BARS = {"mean": 0.05, "p95": 0.12, "tau": 0.9, "regret": 0.03, "under": 0.02, "search": 10.0}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+import sys
 import time
 
 from pipemesh.cli import main as pipemesh
@@ -15,7 +16,10 @@ from pipemesh.plan.figures import Figures
 from pipemesh.scale import Failures, simulate_failures
 from pipemesh.text import columns
 
-FIGURES = pathlib.Path(__file__).resolve().parent / "figures.json"
+HERE = pathlib.Path(__file__).resolve().parent
+# The models of this project, which are not installed with the library.
+sys.path.insert(0, str(HERE.parents[1]))
+FIGURES = HERE / "figures.json"
 MODEL = "OneBillionWordGPipe32"
 DEVICES = "64,128,256,512,1024,2048,4096"
 HOUR = 3600.0

@@ -5,8 +5,8 @@ stand-in for `lingvo.core.ops.gen_x_ops` in place before lingvo is imported: the
 that lingvo's layers use are written in TensorFlow, and every other native op is an error that
 says what is missing. Where the library loads, the real ops are used.
 
-Every module of this project that imports lingvo lies in a package whose `__init__` imports this
-module first.
+Every module of this project that imports lingvo imports this module first, or lies in a package
+whose `__init__` does.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pipemesh.layers import lingvo_loader as lingvo_loader  # isort: skip
+
 from collections.abc import Iterable
 from typing import Any
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pipemesh.layers import lingvo_loader as lingvo_loader  # isort: skip
+
 from typing import Any
 
 import tensorflow as tf

@@ -1,6 +1,7 @@
 """lingvo loads with and without its native ops."""
 
 import importlib
+import pathlib
 import subprocess
 import sys
 import types
@@ -87,6 +88,9 @@ def test_assert_same_dim0():
     [
         pytest.param("pipemesh.layers", marks=pytest.mark.exhaustive),
         "models.one_billion_word.params",
+        # By themselves: the door of their room loads the layers first.
+        "pipemesh.training.measuring.timed_step",
+        pytest.param("pipemesh.training.registered", marks=pytest.mark.exhaustive),
     ],
 )
 @pytest.mark.slow
@@ -102,6 +106,21 @@ import {module}
 assert "lingvo.core" in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_modules_outside_of_the_layers_import_the_loader_before_lingvo():
+    root = pathlib.Path(lingvo_loader.__file__).parents[1]
+    checked = 0
+    for path in sorted(root.rglob("*.py")):
+        if path.is_relative_to(root / "layers"):
+            continue
+        lines = path.read_text(encoding="utf-8").splitlines()
+        lingvo = [i for i, line in enumerate(lines) if line.startswith("from lingvo")]
+        if lingvo:
+            checked += 1
+            loader = [i for i, line in enumerate(lines) if "import lingvo_loader" in line]
+            assert loader and loader[0] < lingvo[0], path
+    assert checked
 
 
 def test_the_assertions_hold_in_a_graph_of_tf1_behaviour():

@@ -1,0 +1,35 @@
+"""The benchmark of the executor measures small dense stages and stages that wait."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.benchmarks.conftest import BENCHMARKS
+
+PROGRAM = """
+import json, sys
+import growing
+print(json.dumps(growing.measure("one_f_one_b", 2, "ticks", json.loads(sys.argv[1]))))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("waits", [False, True])
+def test_growth_is_measured_of_stages_of_both_kinds(waits):
+    """Each in a process of its own, which starts its devices."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(waits)],
+        cwd=BENCHMARKS / "executor",
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout.splitlines()[-1])
+    assert (row["actions"], row["waits"]) == (2 * 2 * 8, waits)
+    assert row["operations"] > 0 and row["trace"] > 0
+    if waits:
+        assert row["step"] >= row["simulated"]

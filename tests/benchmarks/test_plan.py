@@ -1,0 +1,38 @@
+"""The benchmark of plans loads lingvo as every system can, and draws plans that were not fitted."""
+
+import subprocess
+import sys
+
+import pytest
+
+from pipemesh.partition import LayerCost
+from pipemesh.plan import Figures
+from pipemesh.plan.layer_figures import figures_of_costs
+from tests.benchmarks.conftest import BENCHMARKS
+
+BATCH, LAYERS = 32, 7
+
+
+@pytest.mark.slow
+def test_a_model_is_built_and_timed_with_figures_that_are_there(tmp_path):
+    """No plan is measured; the model under the reference plan is."""
+    costs = [LayerCost(0.001, 0.002, 1e6, 1e5, 1e4, name=f"l{n}") for n in range(LAYERS)]
+    figures = Figures(tuple(figures_of_costs(costs, BATCH)), cores=2.0, batch=BATCH)
+    path = tmp_path / "figures.json"
+    path.write_text(figures.to_json(), encoding="utf-8")
+    command = [sys.executable, str(BENCHMARKS / "plan" / "run.py"), "--family=dense", "--plans=0"]
+    command += [f"--figures={path}", f"--out={tmp_path / 'steps.jsonl'}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "steps.jsonl").exists()
+
+
+def test_plans_are_drawn_by_their_seed_without_those_that_are_fitted(modules_of):
+    (run,) = modules_of("plan", "run")
+    costs = [LayerCost(0.001, 0.002, 1e6, 1e5, 1e4, name=f"l{n}") for n in range(LAYERS)]
+    figures = Figures(tuple(figures_of_costs(costs, BATCH)), cores=2.0, batch=BATCH)
+    first, second = run.plans_of(figures, 1), run.plans_of(figures, 2)
+    assert first != second and sorted(map(str, first)) == sorted(map(str, second))
+    assert first == run.plans_of(figures, 1)
+    assert run.REFERENCE not in first
+    assert all(plan.num_microbatches <= run.MOST_MICROBATCHES for plan in first)
