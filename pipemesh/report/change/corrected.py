@@ -15,6 +15,8 @@ from pipemesh.schedule import Timeline
 
 # Devices that share cores slow each other down, so what an action takes alone is found in rounds.
 _ROUNDS = 12
+# Layers take at least this share of what their action takes, whatever it takes besides.
+_LEAST = 0.1
 
 
 def corrected(
@@ -74,7 +76,10 @@ def corrected(
     layers: list[LayerFigures] = []
     for stage, members in enumerate(stages.layers):
         wanted = {
-            kind: max(0.0, durations[kind][stage] - beside - _sums(summed, expected, kind, stage))
+            kind: max(
+                _LEAST * durations[kind][stage],
+                durations[kind][stage] - beside - _sums(summed, expected, kind, stage),
+            )
             for kind in "FBIW"
             if kind in ran
         }

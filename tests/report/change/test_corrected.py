@@ -126,3 +126,12 @@ def test_what_is_outside_of_the_pipeline_is_not_counted_twice():
     parts = predict(plan, found, BATCH).parts
     assert parts["optimizer"] == pytest.approx(3 * 8 * 1e-3)
     assert parts["optimizer"] + parts["fixed"] == pytest.approx(0.03, rel=1e-3)
+
+
+def test_layers_take_something_where_actions_took_less_than_they_should_besides():
+    """Figures of a slower machine: without layers that take something nothing could be cut."""
+    plan = Plan("layers:2", num_microbatches=4, boundaries=(0, 3, 6), remat="none")
+    measured = step_of(plan, truth(), real=True)
+    found = corrected(flops(action=10.0), plan, BATCH, measured)
+    assert all(layer.takes("F", 4) > 0 and layer.takes("B", 4) > 0 for layer in found.layers)
+    assert predict(Plan("layers:3", num_microbatches=4), found, BATCH).seconds > 0
