@@ -47,9 +47,12 @@ def test_a_worker_that_is_killed_comes_back_and_a_spare_takes_the_place_of_one_t
         err = run.until_done()
     told = re.search(r"stage 0\) has not answered for 3 s, in step \d+, begun .* ago; (.*)", err)
     assert told, err
-    assert re.search(r"does not answer, in 0[FB]\d or later; going on", told[1])
-    # Who waits for it.
-    assert re.search(r"^  worker 1 .*CPU:0: (in|waits to begin) 1[FB]\d", err, re.MULTILINE)
+    silent = re.search(r"does not answer, in (0[FB]\d) or later; going on", told[1])
+    assert silent, told[1]
+    # Who waits for it. Nobody does if it was stopped when the last stage had done all of the step:
+    # that has used 0F3, which stands before these two.
+    waits = re.search(r"^  worker 1 .*CPU:0: (in|waits to begin) 1[FB]\d", err, re.MULTILINE)
+    assert waits or silent[1] in ("0B2", "0B3"), err
     assert "takes the place of worker 0" in err
     assert_same(weights(tmp_path / "run"), undisturbed)
 
