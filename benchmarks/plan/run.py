@@ -157,6 +157,11 @@ def kendall(a: list[float], b: list[float]) -> float:
     return agree / pairs if pairs else 1.0
 
 
+def mean_and_95th(errors: list[float]) -> tuple[str, str]:
+    worst = sorted(errors)[min(len(errors) - 1, int(0.95 * len(errors)))]
+    return f"{statistics.fmean(errors):.1%}", f"{worst:.1%}"
+
+
 def report(arguments: argparse.Namespace) -> None:
     """Rows of a family: by the clock, by the ratio to the reference, and what cores did."""
     table = [
@@ -173,6 +178,7 @@ def report(arguments: argparse.Namespace) -> None:
         ),
     ]
     everything = list(rows_of(pathlib.Path(arguments.out)))
+    all_errors: dict[str, list[float]] = {}
     for family in sorted({row["family"] for row in everything}):
         rows = [row for row in everything if row["family"] == family]
         path = pathlib.Path(arguments.figures or HERE / f"{family}.json")
@@ -208,14 +214,14 @@ def report(arguments: argparse.Namespace) -> None:
             told = [each.work if name == "cores" else each.seconds for each in ahead]
             if name == "ratios":
                 told = [base * each for each in told]
-            errors = sorted(abs(t / s - 1) for t, s in zip(told, seconds, strict=True))
+            errors = [abs(t / s - 1) for t, s in zip(told, seconds, strict=True)]
+            all_errors.setdefault(name, []).extend(errors)
             best = min(range(len(told)), key=told.__getitem__)
             table.append(
                 (
                     f"{family}, {name}",
                     f"{len(rows)}",
-                    f"{statistics.fmean(errors):.1%}",
-                    f"{errors[min(len(errors) - 1, int(0.95 * len(errors)))]:.1%}",
+                    *mean_and_95th(errors),
                     f"{kendall(told, seconds):.2f}",
                     f"{seconds[best] / min(seconds) - 1:.1%}",
                     f"{max(held) - 1:+.0%}",
@@ -223,6 +229,8 @@ def report(arguments: argparse.Namespace) -> None:
                     f"{took:.1f}",
                 )
             )
+    for name, errors in all_errors.items():
+        table.append((f"all, {name}", f"{len(errors)}", *mean_and_95th(errors), *[""] * 5))
     print("\n".join(columns(table)))
     print("bars: " + ", ".join(f"{name} {bar}" for name, bar in BARS.items()))
 

@@ -43,7 +43,8 @@ class Figures:
         about: what was measured, and where.
         sums: what joins devices that share a layer, as if sums took all that they compute besides,
             what each of them computes whole included; None if it is `transfer`.
-        handover: seconds that a result for another device waits for a core where all are busy.
+        crowding: from 0 to 1 how much devices lose to each other because threads share a core while
+            another one idles; see `pipemesh.schedule.simulate_sharing`.
 
     Raises:
         PlanError: there are no layers, or a number is negative or not finite.
@@ -67,15 +68,17 @@ class Figures:
     batch: int = 0
     about: str = ""
     sums: Link | None = None
-    handover: float = 0.0
+    crowding: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise PlanError("figures are of no layer; there must be one at least")
-        for name in ("action", "fixed", "update", "optimizer", "handover"):
+        for name in ("action", "fixed", "update", "optimizer"):
             number = getattr(self, name)
             if not (math.isfinite(number) and number >= 0):
                 raise PlanError(f"{name} is {number}; it must be a number from 0 on")
+        if not 0 <= self.crowding <= 1:
+            raise PlanError(f"crowding is {self.crowding}; it must be a number from 0 to 1")
         if self.cores is not None and not self.cores > 0:
             raise PlanError(f"cores are {self.cores}; there must be some")
         if not all(kind in "FBIW" and load >= 0 for kind, load in self.loads.items()):
@@ -132,6 +135,8 @@ class Figures:
         if not isinstance(found, dict):
             raise PlanError(f"{source} is {found!r}; it must be a JSON object or a list of costs")
         values = cast("dict[str, Any]", found)
+        # What older files have, and `crowding` says better.
+        values.pop("handover", None)
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(set(values) - known):
             raise PlanError(f"{source}: {unknown[0]!r} is nothing that figures have")
@@ -139,7 +144,7 @@ class Figures:
         try:
             numbers = {
                 name: float(values[name])
-                for name in ("action", "fixed", "update", "optimizer", "handover")
+                for name in ("action", "fixed", "update", "optimizer", "crowding")
                 if name in values
             }
             sums = values.get("sums")

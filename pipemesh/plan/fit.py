@@ -20,6 +20,8 @@ from pipemesh.plan.predict import predict
 _TRUST, _GUESS = 0.2, 0.001
 # By which factors are moved to see what that does.
 _STEP = 0.01
+# Most of the way from 0 to 1 is worth a factor of e, as for links.
+_WIDE = 4
 # A step whose times differ by so much counts half.
 _STEADY = 0.05
 
@@ -139,6 +141,12 @@ def _work(figures: Figures, factor: float) -> Figures:
     return _curves(figures, lambda curve: curve.scaled(factor), ("work",))
 
 
+def _crowding(figures: Figures, factor: float) -> Figures:
+    """The ratio of what is lost to what is not is moved, so that both stay shares."""
+    odds = figures.crowding / (1 - figures.crowding) * factor**_WIDE
+    return dataclasses.replace(figures, crowding=odds / (1 + odds))
+
+
 def _bends(figures: Figures) -> bool:
     return any(len(c.points) > 1 for layer in figures.layers for c in layer.seconds.values())
 
@@ -185,7 +193,7 @@ _FACTORS: dict[
         for name in ("transfer", "sums")
         for part in ("latency", "bandwidth")
     },
-    "handover": (*_number("handover"), _GUESS),
+    "crowding": (lambda figures: 0 < figures.crowding < 1, _crowding, _GUESS),
 }
 
 

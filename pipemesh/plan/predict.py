@@ -130,7 +130,7 @@ def _simulated(stages: Stages, figures: Figures, costs: Costs, loads: _Loads) ->
     home = _home(stages)
     every = {kind: [home * load for load in of] for kind, of in loads.items()}
     return simulate_sharing(
-        stages.run, costs, cores=figures.cores, loads=every, handover=figures.handover
+        stages.run, costs, cores=figures.cores, loads=every, crowding=figures.crowding
     )
 
 

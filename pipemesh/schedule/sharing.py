@@ -22,7 +22,7 @@ def simulate_sharing(
     *,
     cores: float,
     loads: Loads = 1.0,
-    handover: float = 0.0,
+    crowding: float = 0.0,
 ) -> Timeline:
     """Runs a schedule on devices that share the cores of one machine.
 
@@ -31,13 +31,19 @@ def simulate_sharing(
     scheduler of threads comes to (Kleinrock, "Time-shared systems: a theoretical treatment", 1967).
     The sum of all loads is known at any time, and changes when an action starts or ends.
 
+    A scheduler of threads that is unfair for some milliseconds, or that packs them, lets two share
+    a core while another one idles. If they lie on cores at random, `wanted` of them keep
+    `cores * (1 - (1 - 1 / cores) ** wanted)` busy (balls in urns: Feller, "An introduction to
+    probability theory and its applications", 1968, section IV.2). What an action loses so to itself
+    is in its duration; what several lose to each other is not.
+
     Args:
         schedule: any valid schedule.
         costs: durations of actions that run alone, per stage; by default `Costs()`.
         cores: that all devices share, above 0; need not be whole.
         loads: cores that an action keeps busy when it is alone; 0 for one that only waits.
-        handover: how long a result for another device waits for a core beside its transfer where
-            all are busy, as operations are not interrupted; less where fewer are, in proportion.
+        crowding: from 0, where threads of actions of several devices are spread over the cores, to
+            1, where they lie there at random.
 
     Returns:
         The start and end of every action; `Timeline.costs` are those of actions alone.
@@ -54,8 +60,8 @@ def simulate_sharing(
     """
     if not (cores > 0 and math.isfinite(cores)):
         raise ScheduleError(f"cores is {cores}; it must be a number above 0")
-    if not (handover >= 0 and math.isfinite(handover)):
-        raise ScheduleError(f"handover is {handover}; it must be a number from 0 on")
+    if not 0 <= crowding <= 1:
+        raise ScheduleError(f"crowding is {crowding}; it must be a number from 0 to 1")
     costs = costs or Costs()
     stages, number = schedule.num_stages, schedule.num_microbatches
     stage_costs = costs.per_stage(stages)
@@ -67,7 +73,7 @@ def simulate_sharing(
     lag = forward_lag + ([0.0, *forward_lag[:-1]] * (len(KINDS) - 1))
 
     unknown = -1.0
-    end, late = [unknown] * table.num_codes, [0.0] * table.num_codes
+    end = [unknown] * table.num_codes
     starts: list[list[float]] = [[] for _ in table.codes]
     ends: list[list[float]] = [[] for _ in table.codes]
     # Devices that compute: what is left of their action, and its load.
@@ -91,7 +97,7 @@ def simulate_sharing(
                     sleeper[source] = device
                     continue
                 if table.remote[device][tick]:
-                    arrival += lag[source // number] + late[source]
+                    arrival += lag[source // number]
             if arrival > now:
                 waking[device] = arrival
                 continue
@@ -101,7 +107,9 @@ def simulate_sharing(
         if not left and not waking:
             break
         wanted = sum(using.values())
-        rate = min(1.0, cores / wanted) if wanted else 1.0
+        alone = sum(map(bool, using.values())) < 2
+        there = _busy(wanted, cores, 0.0 if alone else crowding)
+        rate = there / wanted if wanted else 1.0
         rates = {device: rate if using[device] else 1.0 for device in left}
         due = min((seconds / rates[device] for device, seconds in left.items()), default=math.inf)
         wake = min(waking.values(), default=math.inf)
@@ -115,7 +123,6 @@ def simulate_sharing(
                 ends[device].append(then)
                 end[code] = then
                 del left[device], using[device]
-                late[code] = handover * min(1.0, sum(using.values()) / cores)
                 idle.append(device)
                 if code in sleeper:
                     idle.append(sleeper.pop(code))
@@ -127,6 +134,13 @@ def simulate_sharing(
     if any(tick < len(codes) for tick, codes in zip(position, table.codes, strict=True)):
         raise deadlock_error(schedule, table, position)
     return Timeline(schedule, costs, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
+
+
+def _busy(wanted: float, cores: float, crowding: float) -> float:
+    """How many cores so many threads keep busy."""
+    most = min(wanted, cores)
+    at_random = cores * (1 - (1 - 1 / cores) ** wanted) if cores > 1 else most
+    return most + crowding * min(0.0, at_random - most)
 
 
 def _loads_of(loads: Loads, kind: str, stages: int) -> Sequence[float]:

@@ -17,9 +17,16 @@ LAYERS = tuple(figures_of_costs([LayerCost(1.0, name="a"), LayerCost(2.0, name="
 def test_figures_go_through_json():
     figures = Figures(LAYERS, 1e-4, 0.01, 1e-10, 1.0, Link(1e-6, 1e10), 2.0, {"B": 1.5})
     assert Figures.from_json(figures.to_json(), "x") == figures
-    shared = dataclasses.replace(figures, sums=Link(1e-5, math.inf), handover=1e-3)
+    shared = dataclasses.replace(figures, sums=Link(1e-5, math.inf), crowding=0.5)
     assert Figures.from_json(shared.to_json(), "x") == shared
     assert Figures.from_json(Figures(LAYERS).to_json(), "x").transfer.bandwidth == math.inf
+
+
+def test_a_file_of_before_can_be_read():
+    """A training that goes on finds one in its log directory."""
+    figures = Figures(LAYERS, cores=2.0)
+    before = figures.to_json().replace('"crowding": 0.0', '"handover": 0.0001')
+    assert "handover" in before and Figures.from_json(before, "before") == figures
 
 
 def test_a_list_of_costs_is_figures_too():
@@ -44,7 +51,9 @@ def test_what_is_malformed_is_an_error(text, told):
         Figures.from_json(text, "x")
 
 
-@pytest.mark.parametrize("change", [{"action": -1.0}, {"fixed": math.nan}, {"cores": 0.0}])
+@pytest.mark.parametrize(
+    "change", [{"action": -1.0}, {"fixed": math.nan}, {"cores": 0.0}, {"crowding": 1.5}]
+)
 def test_numbers_have_to_be_some(change):
     with pytest.raises(PlanError):
         Figures(LAYERS, **change)

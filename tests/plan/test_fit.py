@@ -76,6 +76,16 @@ def test_cores_that_layers_keep_busy_are_fitted():
     assert predict(plan, found, 8).work == pytest.approx(1.5 * 80, rel=0.03)
 
 
+@pytest.mark.parametrize("crowding", [0.1, 0.9])
+def test_how_much_devices_lose_to_each_other_is_fitted(crowding):
+    truth = Figures(LAYERS, cores=2.0, crowding=crowding)
+    start = Figures(LAYERS, cores=2.0, crowding=0.5)
+    steps = [Measured(plan, 8, predict(plan, truth, 8).seconds) for plan in PLANS]
+    assert fitted(start, steps).crowding == pytest.approx(crowding, abs=0.1)
+    # One that is 0, or 1, was not to be moved.
+    assert fitted(Figures(LAYERS, cores=2.0), steps).crowding == 0
+
+
 def test_steps_whose_times_differ_count_less():
     steps = [Measured(PLANS[0], 8, 100.0), Measured(PLANS[0], 8, 300.0, spread=3.0)]
     found = fitted(Figures(LAYERS), steps)

@@ -65,16 +65,31 @@ def test_loads_say_who_slows_whom():
     assert each == both
 
 
-def test_results_wait_for_a_core_where_all_are_busy():
-    """Of an action that ends while nothing else runs the result is there at once."""
-    costs = Costs(1, 2)
-    alone = simulate_sharing(one_f_one_b(2, 1), costs, cores=2, handover=0.5)
-    assert alone.makespan == simulate_sharing(one_f_one_b(2, 1), costs, cores=2).makespan == 6
-    # 0F2 runs when 1F0 has ended, and keeps one of two cores busy: 2F0 waits half as long.
-    three = simulate_sharing(gpipe(3, 3), Costs([1.5, 2, 1]), cores=2, handover=0.5)
-    assert three.ends[1][0] == 3.5 and three.starts[2][0] == 3.75
-    with pytest.raises(ScheduleError, match="handover is -1"):
-        simulate_sharing(gpipe(2, 2), costs, cores=2, handover=-1)
+def test_what_devices_lose_to_each_other_is_that_of_threads_on_cores_at_random():
+    """Two threads on two cores share one of them half of the time: 1.5 are busy, not 2."""
+    costs = Costs(forward=1, backward=2)
+    two = gpipe(2, 2)
+    crowded = simulate_sharing(two, costs, cores=2, crowding=1)
+    # 0F0 alone, then 0F1 beside 1F0 at three quarters, then 1F1 alone.
+    assert crowded.ends[1][:2] == pytest.approx((1 + 4 / 3, 2 + 4 / 3))
+    half = simulate_sharing(two, costs, cores=2, crowding=0.5)
+    assert half.ends[1][0] == pytest.approx(1 + 8 / 7)
+    # What a device computes alone was measured so, on however few cores.
+    alone = simulate_sharing(gpipe(1, 3), costs, cores=2, loads=1.5, crowding=1)
+    assert alone.makespan == simulate(gpipe(1, 3), costs).makespan
+    one = simulate_sharing(two, costs, cores=0.5, crowding=1)
+    assert one.makespan == simulate_sharing(two, costs, cores=0.5).makespan
+    for crowding in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ScheduleError, match="crowding is"):
+            simulate_sharing(two, costs, cores=2, crowding=crowding)
+
+
+@given(st.floats(1.1, 64), st.floats(0.1, 1))
+def test_many_threads_keep_all_cores_busy(cores, crowding):
+    schedule, loads = gpipe(2, 4), 40 * cores
+    fair = simulate_sharing(schedule, cores=cores, loads=loads)
+    crowded = simulate_sharing(schedule, cores=cores, loads=loads, crowding=crowding)
+    assert crowded.makespan == pytest.approx(fair.makespan, rel=1e-6)
 
 
 def test_transfers_take_no_core():

@@ -100,7 +100,7 @@ def corrected(
         layers=tuple(layers),
         action=max(figures.action, own),
         transfer=link,
-        handover=0.0,
+        crowding=0.0,
         fixed=0.0,
     )
     found = _as_long(found, plan, batch, measured.makespan)

@@ -19,7 +19,7 @@ from pipemesh.training.measuring.timed_step import TimedStep
 from pipemesh.training.subject import rows_of
 
 # Where nothing is known: what an action takes at least, and what a link of one machine does.
-_ACTION, _LINK, _HANDOVER = 2e-5, Link(5e-5, 4e9), 1e-4
+_ACTION, _LINK, _CROWDING = 2e-5, Link(5e-5, 4e9), 0.5
 _STEPS = 30
 
 
@@ -53,7 +53,7 @@ def measure(
         optimizer=layers.optimizer,
         transfer=_LINK,
         sums=_LINK if layers.rules else None,
-        handover=_HANDOVER,
+        crowding=_CROWDING,
         cores=float(os.cpu_count() or 1) if on_cpu else None,
         rules=layers.rules,
         batch=rows,
