@@ -175,7 +175,7 @@ def lingvo_names(
 
 
 def measured(model: str, num_devices: int, device_type: str) -> Any:
-    """Figures of a model, measured on this machine.
+    """A model whose layers and steps can be measured on this machine.
 
     The room of plans knows no TensorFlow, so it is done here.
 
@@ -185,12 +185,12 @@ def measured(model: str, num_devices: int, device_type: str) -> Any:
         device_type: `CPU` or `GPU`.
 
     Raises:
-        PipemeshError: it cannot be measured.
+        PipemeshError: it cannot be.
     """
     importlib.import_module("pipemesh.training.command.quiet").install()
     _look_here()
-    module: Any = importlib.import_module("pipemesh.training.measuring.registered_figures")
-    return module.figures_of(model, num_devices, device_type)
+    module: Any = importlib.import_module("pipemesh.training.measuring.registered_steps")
+    return module.RegisteredSteps(model, num_devices, device_type)
 
 
 def weights_of_others(arguments: argparse.Namespace) -> int:

@@ -32,6 +32,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 DEVICES, MOST_MICROBATCHES, ROUNDS = 4, 8, 15
 SCHEDULES = ("1f1b", "gpipe", "zb_h1", "interleaved:2", "zb_v")
+# What `--mesh_shape=auto` runs steps of before it chooses.
+TRIALS = 4
 BARS = {"mean": 0.05, "p95": 0.12, "tau": 0.9, "regret": 0.03, "under": 0.02, "search": 10.0}
 REFERENCE = Plan(num_microbatches=2, remat="none")
 
@@ -172,6 +174,7 @@ def report(arguments: argparse.Namespace) -> None:
             "95th",
             "tau",
             "regret",
+            f"of {TRIALS}",
             "memory under",
             "over",
             "search s",
@@ -216,21 +219,23 @@ def report(arguments: argparse.Namespace) -> None:
                 told = [base * each for each in told]
             errors = [abs(t / s - 1) for t, s in zip(told, seconds, strict=True)]
             all_errors.setdefault(name, []).extend(errors)
-            best = min(range(len(told)), key=told.__getitem__)
+            first = sorted(range(len(told)), key=told.__getitem__)[:TRIALS]
+            tried = min(seconds[i] for i in first)
             table.append(
                 (
                     f"{family}, {name}",
                     f"{len(rows)}",
                     *mean_and_95th(errors),
                     f"{kendall(told, seconds):.2f}",
-                    f"{seconds[best] / min(seconds) - 1:.1%}",
+                    f"{seconds[first[0]] / min(seconds) - 1:.1%}",
+                    f"{tried / min(seconds) - 1:.1%}",
                     f"{max(held) - 1:+.0%}",
                     f"{1 - min(held):+.0%}",
                     f"{took:.1f}",
                 )
             )
     for name, errors in all_errors.items():
-        table.append((f"all, {name}", f"{len(errors)}", *mean_and_95th(errors), *[""] * 5))
+        table.append((f"all, {name}", f"{len(errors)}", *mean_and_95th(errors), *[""] * 6))
     print("\n".join(columns(table)))
     print("bars: " + ", ".join(f"{name} {bar}" for name, bar in BARS.items()))
 

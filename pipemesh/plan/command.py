@@ -2,10 +2,12 @@
 
 What the model's layers take is measured on this machine, in some minutes, or read from a file that
 `--save` wrote: `pipemesh plan FIGURES` needs no TensorFlow. All meshes, layouts, schedules, numbers
-of microbatches, partitions and remat are searched together.
+of microbatches, partitions and remat are searched together. Forecasts are off by some percent, so
+`--trials` runs steps of the few best plans in turn, and puts them in the order of what these took.
 
   pipemesh plan --model=package.module.Class --devices=8 --memory=16GiB --save=figures.json
   pipemesh plan figures.json --devices=8 --memory=16GiB --fix schedule=1f1b
+  pipemesh plan figures.json --devices=8 --model=package.module.Class --trials=4
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import json
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 from pipemesh.errors import PlanError
 from pipemesh.plan.candidates import Asked
@@ -53,6 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=float, default=8.0, help="that the search may take (default: 8)"
     )
+    parser.add_argument(
+        "--trials", type=int, default=0, metavar="N", help="plans to run steps of, with --model"
+    )
     parser.add_argument("--parts", action="store_true", help="what each step is made of, too")
     parser.add_argument("--json", metavar="FILE", help="write the plans there, too")
 
@@ -70,28 +76,36 @@ def run(arguments: argparse.Namespace) -> int:
         PlanError: the figures are malformed, or no plan fits.
         PipemeshError: the model cannot be measured.
     """
-    if (arguments.figures is None) == (arguments.model is None):
-        raise PlanError(
-            "of which model? give either --model=package.module.Class, which is measured, or a "
-            "file of figures"
-        )
-    if arguments.model is None:
-        figures = Figures.read(arguments.figures)
-        if arguments.save:
-            raise PlanError("--save is for what is measured; give --model, or leave it out")
-    else:
-        figures = arguments.measured(arguments.model, arguments.devices, arguments.device_type)
+    _check(arguments)
+    fixed = fixed_values(arguments.fix)
+    figures = None if arguments.figures is None else Figures.read(arguments.figures)
+    model: Any = None
+    if arguments.model is not None:
+        model = arguments.measured(arguments.model, arguments.devices, arguments.device_type)
+    if figures is None:
+        figures = model.figures()
         if arguments.save:
             pathlib.Path(arguments.save).write_text(figures.to_json(), encoding="utf-8")
     if not (batch := arguments.batch or figures.batch):
         raise PlanError("how many rows has a batch? the figures do not say; give --batch")
-    if arguments.count < 1:
-        raise PlanError(f"--count is {arguments.count}; it must be at least 1")
-    asked = Asked(arguments.devices, batch, arguments.memory, fixed_values(arguments.fix))
-    found = search(figures, asked, seconds=arguments.seconds, count=arguments.count)
+    if model is not None and arguments.trials and batch != model.rows:
+        raise PlanError(
+            f"a batch of {arguments.model} has {model.rows} rows, so trials cannot be of {batch}; "
+            "give --batch and figures that say the same, or leave --trials out"
+        )
+    asked = Asked(arguments.devices, batch, arguments.memory, fixed)
+    count = max(arguments.count, arguments.trials)
+    found = search(figures, asked, seconds=arguments.seconds, count=count)
+    took: list[float] = []
+    if model is not None and arguments.trials:
+        tried = found[: arguments.trials]
+        times = model.seconds([each.plan for each in tried])
+        order = sorted(range(len(tried)), key=times.__getitem__)
+        took = [times[i] for i in order]
+        found = [*(tried[i] for i in order), *found[len(tried) :]]
     if figures.about:
         print(f"figures: {figures.about}")
-    print("\n".join(columns(rows_of(found), left=(0, 1, 4))))
+    print("\n".join(columns(rows_of(found, took), left=(0, 1, 4))))
     if arguments.parts:
         print("\nseconds of a step, by what takes them")
         names = list(found[0].parts)
@@ -100,8 +114,31 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"\nbest: {found[0].plan}")
     if arguments.json:
         values = [values_of(each) for each in found]
+        for value, seconds in zip(values, took, strict=False):
+            value["trial"] = seconds
         pathlib.Path(arguments.json).write_text(json.dumps(values, indent=1), encoding="utf-8")
     return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Checks what can be checked before anything is measured."""
+    given = (arguments.figures is not None, arguments.model is not None)
+    if not any(given) or (all(given) and not arguments.trials):
+        raise PlanError(
+            "of which model? give either --model=package.module.Class, which is measured, or a "
+            "file of figures; both only with --trials"
+        )
+    if arguments.save and arguments.figures is not None:
+        raise PlanError("--save is for what is measured; give --model alone, or leave it out")
+    if arguments.count < 1:
+        raise PlanError(f"--count is {arguments.count}; it must be at least 1")
+    if arguments.trials < 0:
+        raise PlanError(f"--trials is {arguments.trials}; it must be a number from 0 on")
+    if arguments.trials and arguments.model is None:
+        raise PlanError(
+            f"--trials={arguments.trials} runs steps of the model; say which one with "
+            "--model=package.module.Class"
+        )
 
 
 def fixed_values(texts: Sequence[str]) -> dict[str, str]:
@@ -124,19 +161,22 @@ def fixed_values(texts: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def rows_of(found: Sequence[Prediction]) -> list[tuple[str, ...]]:
+def rows_of(found: Sequence[Prediction], took: Sequence[float] = ()) -> list[tuple[str, ...]]:
     """A table of predictions, with what they are called above.
 
     Args:
         found: at least one.
+        took: seconds of a step, of those of the first that were tried.
     """
     rows = [
         (
             *("mesh", "schedule", "microbatches", "boundaries", "remat"),
             *("step ms", "bubble", "memory MB", "binds"),
+            *(("trial ms",) if took else ()),
         )
     ]
-    for each in found:
+    for i, each in enumerate(found):
+        trial = f"{1e3 * took[i]:.4g}" if i < len(took) else "-"
         plan, cuts = each.plan, each.plan.boundaries
         rows.append(
             (
@@ -149,6 +189,7 @@ def rows_of(found: Sequence[Prediction]) -> list[tuple[str, ...]]:
                 f"{each.bubble:.1%}",
                 f"{max(each.memory) / _MB:.4g}",
                 each.binds,
+                *((trial,) if took else ()),
             )
         )
     return rows

@@ -1,5 +1,6 @@
 """`pipemesh plan` with figures that were measured before."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -7,8 +8,9 @@ import sys
 import pytest
 
 from pipemesh.cli import main
+from pipemesh.errors import PlanError
 from pipemesh.partition import LayerCost
-from pipemesh.plan import Plan
+from pipemesh.plan import Plan, command
 from pipemesh.plan.figures import Figures
 from pipemesh.plan.layer_figures import figures_of_costs
 
@@ -62,6 +64,8 @@ def test_memory_limits_what_is_found(figures, tmp_path, capsys):
         (["FIGURES", "--model", "a.B", "--devices", "2"], "of which model? give either"),
         (["none.json", "--devices", "2"], "none.json cannot be read"),
         (["FIGURES", "--devices", "2", "--save", "x"], "--save is for what is measured"),
+        (["FIGURES", "--devices", "2", "--trials", "3"], "say which one with --model"),
+        (["FIGURES", "--devices", "2", "--trials", "-1"], "--trials is -1"),
         (["FIGURES", "--devices", "2", "--fix", "schedule"], "must be NAME=VALUE"),
         (["FIGURES", "--devices", "2", "--fix", "shedule=1f1b"], "did you mean 'schedule'?"),
         (["FIGURES", "--devices", "2", "--fix", "schedule=1f1c"], "unknown schedule"),
@@ -73,6 +77,45 @@ def test_mistakes_are_one_line(figures, words, told, capsys):
     words = [figures if word == "FIGURES" else word for word in words]
     assert main(["plan", *words]) == 2
     assert told in capsys.readouterr().err
+
+
+class Model:
+    """Takes the longer, the more microbatches a plan has, which no forecast says."""
+
+    rows = 16
+
+    def __init__(self, *_):
+        pass
+
+    def seconds(self, plans):
+        return [float(plan.num_microbatches) for plan in plans]
+
+
+def test_plans_that_are_tried_come_in_the_order_of_what_they_took(figures, tmp_path, capsys):
+    out, parser = tmp_path / "plans.json", argparse.ArgumentParser()
+    command.add_arguments(parser)
+    words = [figures, "--devices=4", "--fix=mesh=layers:4", "--count=6"]
+    assert command.run(parser.parse_args([*words, f"--json={out}"])) == 0
+    before = [Plan.from_values(each["plan"]) for each in json.loads(out.read_text())]
+    assert "trial" not in capsys.readouterr().out
+    arguments = parser.parse_args([*words, "--model=a.B", "--trials=4", f"--json={out}"])
+    arguments.measured = Model
+    assert command.run(arguments) == 0
+    values = json.loads(out.read_text())
+    after = [Plan.from_values(each["plan"]) for each in values]
+    assert after[:4] == sorted(before[:4], key=lambda plan: plan.num_microbatches)
+    assert after[:4] != before[:4] and after[4:] == before[4:]
+    assert [each.get("trial") for each in values] == [
+        *(plan.num_microbatches for plan in after[:4]),
+        *(None, None),
+    ]
+    told = capsys.readouterr().out.splitlines()
+    assert told[1].endswith("trial ms") and told[-1] == f"best: {after[0]}"
+    assert float(told[2].split()[-1]) == 1e3 * after[0].num_microbatches
+    assert told[7].split()[-1] == "-"
+    arguments.batch = 32
+    with pytest.raises(PlanError, match=r"a batch of a\.B has 16 rows, so trials cannot be of 32"):
+        command.run(arguments)
 
 
 def test_a_batch_that_nobody_knows_has_to_be_given(tmp_path, capsys):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import flags
@@ -28,7 +31,9 @@ flags.disclaim_key_flags()
 
 AUTO = "auto"
 # Those that say how the plan is found; the plan itself is kept.
-NAMES = ("figures", "device_memory")
+NAMES = ("figures", "device_memory", "plan_trials")
+# Forecasts of the best plans differ by less than they are off.
+_TRIALS = 4
 
 
 def define() -> None:
@@ -44,6 +49,13 @@ def define() -> None:
         "device_memory",
         None,
         "What a device has, such as 16GiB: a plan that needs more by forecast is refused.",
+    )
+    flags.DEFINE_integer(
+        "plan_trials",
+        None,
+        f"Of how many of the best plans by forecast --mesh_shape={AUTO} runs some steps, to take "
+        f"the fastest; default: {_TRIALS} if the model is measured for it, and 0 with --figures.",
+        lower_bound=0,
     )
 
 
@@ -69,7 +81,9 @@ def refuse(what: str) -> None:
 
 
 def take(logdir: str) -> None:
-    """Replaces `auto` by the plan whose step is shortest by forecast, and says so.
+    """Replaces `auto` by the plan whose step is shortest, and says so.
+
+    That is so by forecast; of the best ones steps are run, if that is asked for.
 
     Other flags of the plan that are given stay. From then on it is as if the flags had been given,
     so a training that goes on has the same plan.
@@ -95,8 +109,13 @@ def take(logdir: str) -> None:
     devices = _devices(asked)
     figures = _figures(logdir, devices, asked)
     batch = _batch(figures, asked)
+    trial = ""
     try:
         best = search(figures, Asked(devices, batch, _memory(), fixed), count=1)[0]
+        if number := _trials(figures, batch):
+            plan, seconds = _fastest(logdir, devices, fixed, number, asked)
+            best = predict(plan, figures, batch)
+            trial = f"{1e3 * seconds:.4g} ms a step in a trial, "
     except PlanError as error:
         raise FlagError(f"{asked}: {error}") from error
     values = best.plan.to_values()
@@ -109,8 +128,9 @@ def take(logdir: str) -> None:
     told = " ".join(f"--{flag}={value}" for flag, value in chosen.items())
     held = bytes_text(max(best.memory))
     print(
-        f"chosen for {devices} devices: {told} (by forecast {1e3 * best.seconds:.4g} ms a step, "
-        f"bubble {best.bubble:.1%}, {held} a device; what binds: {best.binds})"
+        f"chosen for {devices} devices: {told} ({trial}by forecast "
+        f"{1e3 * best.seconds:.4g} ms a step, bubble {best.bubble:.1%}, {held} a device; "
+        f"what binds: {best.binds})"
     )
     sys.stdout.flush()
 
@@ -203,8 +223,37 @@ def _figures(logdir: str, devices: int, asked: str) -> Figures:
         raise FlagError(f"--figures={path!r} cannot be read ({error.strerror})") from error
 
 
+def _trials(figures: Figures, batch: int) -> int:
+    """Of how many plans steps are to be run."""
+    if FLAGS.plan_trials is not None:
+        return FLAGS.plan_trials
+    is_measured_here = FLAGS.figures is None and "." in (FLAGS.model or "")
+    return _TRIALS if is_measured_here and batch == figures.batch else 0
+
+
+def _fastest(
+    logdir: str, devices: int, fixed: Mapping[str, str], number: int, asked: str
+) -> tuple[Plan, float]:
+    """The plan whose steps are shortest, of the best by forecast, and what one takes."""
+    words = [FLAGS.figures or os.path.join(logdir, FILE), f"--trials={number}"]
+    words += [f"--fix={name}={value}" for name, value in fixed.items()]
+    if FLAGS.device_memory is not None:
+        words.append(f"--memory={FLAGS.device_memory}")
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "plans.json")
+        _run([*words, f"--json={path}"], "running steps of the best plans", devices, asked)
+        with open(path, encoding="utf-8") as file:
+            first = json.load(file)[0]
+    return Plan.from_values(first["plan"]), first["trial"]
+
+
 def _measure(path: str, devices: int, asked: str) -> None:
-    """Measures the model in a process of its own: this one makes its devices by the plan."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    _run([f"--save={path}"], "measuring the model", devices, asked)
+
+
+def _run(words: Sequence[str], doing: str, devices: int, asked: str) -> None:
+    """Runs `pipemesh plan` in a process of its own: this one makes its devices by the plan."""
     model = FLAGS.model or ""
     if "." not in model:
         raise FlagError(
@@ -212,10 +261,9 @@ def _measure(path: str, devices: int, asked: str) -> None:
             f"`pipemesh plan --model=package.module.Class --devices={devices} --save=FILE`, and "
             "give --figures=FILE"
         )
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    words = ["plan", f"--model={model}", f"--devices={devices}", f"--save={path}"]
+    words = ["plan", *words, f"--model={model}", f"--devices={devices}"]
     words += [f"--device-type={FLAGS.device_type}", "--count=1"]
-    with console.waiting("measuring the model"):
+    with console.waiting(doing):
         done = subprocess.run(
             [sys.executable, "-m", "pipemesh.cli", *words],
             capture_output=True,

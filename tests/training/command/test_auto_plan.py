@@ -1,6 +1,7 @@
 """`--mesh_shape=auto`: what is chosen, and that it is checked and kept like any other plan."""
 
 import json
+import re
 
 import pytest
 
@@ -43,12 +44,26 @@ def test_the_best_plan_is_taken_said_kept_and_gone_on_with(tmp_path, figures):
 
 
 @pytest.mark.slow
+def test_of_the_best_plans_steps_are_run_if_that_is_asked_for(tmp_path, figures):
+    _, path = figures
+    flags = ["--mesh_shape=auto:2", f"--figures={path}", "--schedule=gpipe", "--plan_trials=2"]
+    flags += ["--device_memory=1GB", "--steps=1", f"--logdir={tmp_path / 'run'}"]
+    out = done("train", MODEL, *flags)
+    (line,) = [line for line in out.splitlines() if line.startswith("chosen for 2 devices: ")]
+    trial = re.search(r"\(([\d.]+) ms a step in a trial, by forecast ([\d.e+]+) ms", line)
+    # Forecasts are of layers that take seconds.
+    assert trial and float(trial[1]) < 1e3 < float(trial[2]), line
+    assert "held out at step 1" in out
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (["--mesh_shape=auto:x"], "must be auto, or auto:N for N devices"),
         (["--mesh_shape=auto:2", "--plain"], "--plain computes on one device"),
         (["--mesh_shape=auto:2", "--lowering=simd"], "forecasts are of --lowering=placement"),
+        (["--mesh_shape=auto:2", "--plan_trials=-1"], "plan_trials"),
         (["--mesh_shape=auto:2", "--device_memory=7GiBB"], "--device_memory: '7GiBB' has the unit"),
         (["--mesh_shape=auto:2", "--device_memory=10"], "no plan fits into 10 bytes a device"),
         (["--mesh_shape=auto:2", "--schedule=1f1c"], "schedule"),

@@ -41,6 +41,11 @@ def test_what_is_measured_serves_to_find_plans(tmp_path):
     assert code == 0
     assert again.splitlines()[-1] == out.splitlines()[-1]
     assert json.loads(plans.read_text())[0]["seconds"] > 0
+    # And steps of the best plans, of the model in a third one.
+    code, out, err = run("plan", str(path), model, "--devices=2", "--trials=2", f"--json={plans}")
+    assert code == 0 and err.count("measuring a trial of") == 2, err
+    first, second, *others = json.loads(plans.read_text())
+    assert 0 < first["trial"] <= second["trial"] and not any("trial" in each for each in others)
 
 
 def test_layers_are_those_of_the_pipeline():

@@ -1,18 +1,22 @@
-"""Figures of a registered model, measured by a program that does nothing else."""
+"""A registered model, measured and timed by a program that does nothing else."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipemesh.errors import PlanError
 from pipemesh.plan import Plan
 from pipemesh.plan.figures import Figures
 
+# Makes the model under a plan.
+Make = Callable[[Plan], Any]
 
-def figures_of(name: str, num_devices: int, device_type: str = "CPU") -> Figures:
-    """Measures a registered model; to be called before TensorFlow starts.
+
+class RegisteredSteps:
+    """Steps of a registered model under plans; to be made before TensorFlow starts.
 
     What is being measured is said on standard error.
 
@@ -25,6 +29,34 @@ def figures_of(name: str, num_devices: int, device_type: str = "CPU") -> Figures
         PlanError: there are not as many devices, or the model does not cut its layers as plans say.
         PipemeshError: there is no such model, or TensorFlow has started.
     """
+
+    def __init__(self, name: str, num_devices: int, device_type: str = "CPU") -> None:
+        self._make = _started(name, num_devices, device_type)
+        self._devices = num_devices
+        self._batch = next(iter(self._make(Plan()).train_data(0)))
+
+    def figures(self) -> Figures:
+        """What its layers take; see `measure`."""
+        from pipemesh.training.measuring.measure import measure
+
+        return measure(self._make, self._batch, self._devices, _say)
+
+    def seconds(self, plans: Sequence[Plan]) -> list[float]:
+        """What a step takes under each of some plans; see `seconds_of`."""
+        from pipemesh.training.measuring.trials import seconds_of
+
+        return seconds_of(self._make, self._batch, plans, _say)
+
+    @property
+    def rows(self) -> int:
+        """Of a batch of the model."""
+        from pipemesh.training.subject import rows_of
+
+        return rows_of(self._batch)
+
+
+def _started(name: str, num_devices: int, device_type: str) -> Make:
+    """The model under a plan, on devices that are there."""
     import tensorflow as tf
     from absl import flags, logging
 
@@ -44,7 +76,6 @@ def figures_of(name: str, num_devices: int, device_type: str = "CPU") -> Figures
         )
     from lingvo.core import py_utils
 
-    from pipemesh.training.measuring.measure import measure
     from pipemesh.training.registered import RegisteredModel, find_model
 
     py_utils.SetEagerMode(True)
@@ -59,8 +90,7 @@ def figures_of(name: str, num_devices: int, device_type: str = "CPU") -> Figures
     def make(plan: Plan) -> Any:
         return RegisteredModel(config(), name, plan.to_values(), device_type=device_type)
 
-    batch = next(iter(make(Plan()).train_data(0)))
-    return measure(make, batch, num_devices, _say)
+    return make
 
 
 def _say(text: str) -> None:
