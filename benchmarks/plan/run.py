@@ -25,6 +25,7 @@ from typing import Any
 
 from pipemesh.plan import Asked, Figures, Plan, predict, search
 from pipemesh.plan.candidates import rated
+from pipemesh.plan.search import TRIALS
 from pipemesh.text import columns
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -32,8 +33,6 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 DEVICES, MOST_MICROBATCHES, ROUNDS = 4, 8, 15
 SCHEDULES = ("1f1b", "gpipe", "zb_h1", "interleaved:2", "zb_v")
-# What `--mesh_shape=auto` runs steps of before it chooses.
-TRIALS = 4
 BARS = {"mean": 0.05, "p95": 0.12, "tau": 0.9, "regret": 0.03, "under": 0.02, "search": 10.0}
 REFERENCE = Plan(num_microbatches=2, remat="none")
 

@@ -98,11 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = search(figures, asked, seconds=arguments.seconds, count=count)
     took: list[float] = []
     if model is not None and arguments.trials:
-        tried = found[: arguments.trials]
-        times = model.seconds([each.plan for each in tried])
-        order = sorted(range(len(tried)), key=times.__getitem__)
-        took = [times[i] for i in order]
-        found = [*(tried[i] for i in order), *found[len(tried) :]]
+        found, took = _tried(found, model, arguments.trials)
     if figures.about:
         print(f"figures: {figures.about}")
     print("\n".join(columns(rows_of(found, took), left=(0, 1, 4))))
@@ -118,6 +114,16 @@ def run(arguments: argparse.Namespace) -> int:
             value["trial"] = seconds
         pathlib.Path(arguments.json).write_text(json.dumps(values, indent=1), encoding="utf-8")
     return 0
+
+
+def _tried(
+    found: Sequence[Prediction], model: Any, number: int
+) -> tuple[list[Prediction], list[float]]:
+    """The first ones in the order of what steps took, then the others; and what they took."""
+    tried, others = found[:number], found[number:]
+    times = model.seconds([each.plan for each in tried])
+    order = sorted(range(len(tried)), key=times.__getitem__)
+    return [*(tried[i] for i in order), *others], [times[i] for i in order]
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -11,6 +11,9 @@ from pipemesh.plan.figures import Figures
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.predict import Prediction, predict
 
+TRIALS = 4
+"""Of how many of the best plans steps are run: their forecasts differ by less than they are off."""
+
 # What of the time is left to move the cuts of the best plans.
 _FOR_CUTS = 0.3
 # How many of them.

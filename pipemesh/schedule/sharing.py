@@ -139,7 +139,9 @@ def simulate_sharing(
 def _busy(wanted: float, cores: float, crowding: float) -> float:
     """How many cores so many threads keep busy."""
     most = min(wanted, cores)
-    at_random = cores * (1 - (1 - 1 / cores) ** wanted) if cores > 1 else most
+    if not crowding or cores <= 1:
+        return most
+    at_random = cores * (1 - (1 - 1 / cores) ** wanted)
     return most + crowding * min(0.0, at_random - most)
 
 

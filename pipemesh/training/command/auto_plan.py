@@ -18,7 +18,7 @@ from pipemesh.plan.candidates import Asked
 from pipemesh.plan.figures import FILE, Figures
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.predict import predict
-from pipemesh.plan.search import nearest_that_fits, search
+from pipemesh.plan.search import TRIALS, nearest_that_fits, search
 from pipemesh.text import bytes_of
 from pipemesh.training.command import plan_flags
 from pipemesh.training.command.flags import FlagError
@@ -32,8 +32,6 @@ flags.disclaim_key_flags()
 AUTO = "auto"
 # Those that say how the plan is found; the plan itself is kept.
 NAMES = ("figures", "device_memory", "plan_trials")
-# Forecasts of the best plans differ by less than they are off.
-_TRIALS = 4
 
 
 def define() -> None:
@@ -54,7 +52,7 @@ def define() -> None:
         "plan_trials",
         None,
         f"Of how many of the best plans by forecast --mesh_shape={AUTO} runs some steps, to take "
-        f"the fastest; default: {_TRIALS} if the model is measured for it, and 0 with --figures.",
+        f"the fastest; default: {TRIALS} if the model is measured for it, and 0 with --figures.",
         lower_bound=0,
     )
 
@@ -111,11 +109,12 @@ def take(logdir: str) -> None:
     batch = _batch(figures, asked)
     trial = ""
     try:
-        best = search(figures, Asked(devices, batch, _memory(), fixed), count=1)[0]
-        if number := _trials(figures, batch):
+        if number := _trials(figures, batch, asked):
             plan, seconds = _fastest(logdir, devices, fixed, number, asked)
             best = predict(plan, figures, batch)
             trial = f"{1e3 * seconds:.4g} ms a step in a trial, "
+        else:
+            best = search(figures, Asked(devices, batch, _memory(), fixed), count=1)[0]
     except PlanError as error:
         raise FlagError(f"{asked}: {error}") from error
     values = best.plan.to_values()
@@ -223,12 +222,19 @@ def _figures(logdir: str, devices: int, asked: str) -> Figures:
         raise FlagError(f"--figures={path!r} cannot be read ({error.strerror})") from error
 
 
-def _trials(figures: Figures, batch: int) -> int:
+def _trials(figures: Figures, batch: int, asked: str) -> int:
     """Of how many plans steps are to be run."""
-    if FLAGS.plan_trials is not None:
-        return FLAGS.plan_trials
-    is_measured_here = FLAGS.figures is None and "." in (FLAGS.model or "")
-    return _TRIALS if is_measured_here and batch == figures.batch else 0
+    number: int | None = FLAGS.plan_trials
+    if number is None:
+        is_measured_here = FLAGS.figures is None and _is_registered()
+        return TRIALS if is_measured_here and batch == figures.batch else 0
+    if number and not _is_registered():
+        raise FlagError(
+            f"{asked}: --plan_trials={number} runs steps of a registered model, and "
+            f"{FLAGS.model!r} is none; leave it out, or choose from what `pipemesh plan "
+            f"--model=package.module.Class --trials={number}` prints"
+        )
+    return number
 
 
 def _fastest(
@@ -248,20 +254,25 @@ def _fastest(
 
 
 def _measure(path: str, devices: int, asked: str) -> None:
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    _run([f"--save={path}"], "measuring the model", devices, asked)
-
-
-def _run(words: Sequence[str], doing: str, devices: int, asked: str) -> None:
-    """Runs `pipemesh plan` in a process of its own: this one makes its devices by the plan."""
-    model = FLAGS.model or ""
-    if "." not in model:
+    if not _is_registered():
         raise FlagError(
-            f"{asked}: nothing was measured of {model!r}; measure the model as it is registered, "
-            f"`pipemesh plan --model=package.module.Class --devices={devices} --save=FILE`, and "
-            "give --figures=FILE"
+            f"{asked}: nothing was measured of {FLAGS.model!r}; measure the model as it is "
+            f"registered, `pipemesh plan --model=package.module.Class --devices={devices} "
+            "--save=FILE`, and give --figures=FILE"
         )
-    words = ["plan", *words, f"--model={model}", f"--devices={devices}"]
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    failed = f"{asked}: the model cannot be measured"
+    _run([f"--save={path}"], "measuring the model", devices, failed)
+
+
+def _is_registered() -> bool:
+    """Whether the model has a name by which another process can make it."""
+    return "." in (FLAGS.model or "")
+
+
+def _run(words: Sequence[str], doing: str, devices: int, failed: str) -> None:
+    """Runs `pipemesh plan` in a process of its own: this one makes its devices by the plan."""
+    words = ["plan", *words, f"--model={FLAGS.model}", f"--devices={devices}"]
     words += [f"--device-type={FLAGS.device_type}", "--count=1"]
     with console.waiting(doing):
         done = subprocess.run(
@@ -273,4 +284,4 @@ def _run(words: Sequence[str], doing: str, devices: int, asked: str) -> None:
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
         told = last.removeprefix("pipemesh: error: ")
-        raise FlagError(f"{asked}: the model cannot be measured: {told}")
+        raise FlagError(f"{failed}: {told}")

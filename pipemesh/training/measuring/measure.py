@@ -15,7 +15,7 @@ from pipemesh.plan.fit import Measured, fitted
 from pipemesh.plan.network import Link
 from pipemesh.training.measuring.action_times import in_turn, usual
 from pipemesh.training.measuring.layers import AXIS, Make, MeasuredLayers
-from pipemesh.training.measuring.timed_step import TimedStep
+from pipemesh.training.measuring.trials import in_rounds
 from pipemesh.training.subject import rows_of
 
 # Where nothing is known: what an action takes at least, and what a link of one machine does.
@@ -61,15 +61,7 @@ def measure(
         f"{devices} devices",
     )
     plans = list(plans_to_fit(figures, devices))
-    steps: list[TimedStep] = []
-    for plan in plans:
-        say(f"a step of '{plan}'")
-        steps.append(TimedStep(make(plan), batch))
-    seconds: list[list[float]] = []
-    work: list[list[float]] = []
-    for _ in range(_STEPS):
-        seconds.append([step.run() for step in steps])
-        work.append([step.cpu for step in steps])
+    seconds, work = in_rounds(make, batch, plans, _STEPS, lambda plan: say(f"a step of '{plan}'"))
     told: list[Measured] = []
     for plan, took, done, every in zip(
         plans, in_turn(seconds), in_turn(work), zip(*seconds, strict=True), strict=True

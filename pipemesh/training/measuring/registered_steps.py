@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from pipemesh.errors import PlanError
 from pipemesh.plan import Plan
 from pipemesh.plan.figures import Figures
 
-# Makes the model under a plan.
-Make = Callable[[Plan], Any]
+if TYPE_CHECKING:
+    # It loads lingvo, which is not to be there before devices are made.
+    from pipemesh.training.measuring.layers import Make
 
 
 class RegisteredSteps:
