@@ -5,7 +5,8 @@
     python benchmarks/plan/run.py --report
 
 Each call measures the family once (or takes --figures), and then so many plans that the results do
-not have yet; it may be ended at any time. Every plan is timed in turn with one reference plan.
+not have yet; it may be ended at any time. Every plan is timed in turn with a plain step: one
+device, one microbatch, without remat. What it took when the family was measured is in the figures.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 
 from pipemesh.plan import Asked, Figures, Plan, predict, search
 from pipemesh.plan.candidates import rated
+from pipemesh.plan.figures import PLAIN
 from pipemesh.plan.search import TRIALS
 from pipemesh.text import columns
 
@@ -34,7 +36,6 @@ sys.path.insert(0, str(HERE.parents[1]))
 DEVICES, MOST_MICROBATCHES, ROUNDS = 4, 8, 15
 SCHEDULES = ("1f1b", "gpipe", "zb_h1", "interleaved:2", "zb_v")
 BARS = {"mean": 0.05, "p95": 0.12, "tau": 0.9, "regret": 0.03, "under": 0.02, "search": 10.0}
-REFERENCE = Plan(num_microbatches=2, remat="none")
 
 
 def started(family: str) -> tuple[Callable[[Plan], Any], Any]:
@@ -68,7 +69,7 @@ def plans_of(figures: Figures, seed: int) -> list[Plan]:
     from pipemesh.training.measuring.measure import plans_to_fit
 
     asked = Asked(DEVICES, figures.batch, schedules=SCHEDULES)
-    fitted = {_uncut(plan) for plan in (*plans_to_fit(figures, DEVICES), REFERENCE)}
+    fitted = {_uncut(plan) for plan in (*plans_to_fit(figures, DEVICES), PLAIN)}
     found: dict[str, Plan] = {}
     for candidate in rated(figures, asked):
         plan = candidate.plan(figures, asked)
@@ -124,7 +125,7 @@ def run(arguments: argparse.Namespace) -> None:
     figures = Figures.from_json(path.read_text(encoding="utf-8"), str(path))
     out = pathlib.Path(arguments.out)
     done = {row["plan"] for row in rows_of(out) if row["family"] == arguments.family}
-    reference = TimedStep(make(REFERENCE), batch)
+    reference = TimedStep(make(PLAIN), batch)
     begin = time.perf_counter()
     left = [plan for plan in plans_of(figures, arguments.seed) if str(plan) not in done]
     for plan in left[: arguments.plans]:
@@ -164,7 +165,7 @@ def mean_and_95th(errors: list[float]) -> tuple[str, str]:
 
 
 def report(arguments: argparse.Namespace) -> None:
-    """Rows of a family: by the clock, by the ratio to the reference, and what cores did."""
+    """Rows of a family: by the clock, by the ratio to plain steps, at pace, and what cores did."""
     table = [
         (
             "family",
@@ -205,17 +206,14 @@ def report(arguments: argparse.Namespace) -> None:
             for row in rows
         ]
         cores = [statistics.median(row["cpu"]) for row in rows]
-        # A machine that has become slower since it was measured makes both longer, too.
-        base = usual / predict(REFERENCE, figures, figures.batch, parts=False).seconds
-        for name, seconds in (
-            ("clock", clock),
-            ("in turn", ratio),
-            ("ratios", ratio),
-            ("cores", cores),
+        now = figures.at_pace(usual)
+        later = [predict(plan, now, now.batch, parts=False) for plan in plans]
+        for name, seconds, told in (
+            ("clock", clock, [each.seconds for each in ahead]),
+            ("in turn", ratio, [each.seconds for each in ahead]),
+            ("at pace", ratio, [each.seconds for each in later]),
+            ("cores", cores, [each.work for each in ahead]),
         ):
-            told = [each.work if name == "cores" else each.seconds for each in ahead]
-            if name == "ratios":
-                told = [base * each for each in told]
             errors = [abs(t / s - 1) for t, s in zip(told, seconds, strict=True)]
             all_errors.setdefault(name, []).extend(errors)
             first = sorted(range(len(told)), key=told.__getitem__)[:TRIALS]

@@ -4,6 +4,8 @@ What the model's layers take is measured on this machine, in some minutes, or re
 `--save` wrote: `pipemesh plan FIGURES` needs no TensorFlow. All meshes, layouts, schedules, numbers
 of microbatches, partitions and remat are searched together. Forecasts are off by some percent, so
 `--trials` runs steps of the few best plans in turn, and puts them in the order of what these took.
+Beside a file, trials also say by how much the machine is slower now than when it was measured, and
+all forecasts are made so.
 
   pipemesh plan --model=package.module.Class --devices=8 --memory=16GiB --save=figures.json
   pipemesh plan figures.json --devices=8 --memory=16GiB --fix schedule=1f1b
@@ -20,9 +22,9 @@ from typing import Any
 
 from pipemesh.errors import PlanError
 from pipemesh.plan.candidates import Asked
-from pipemesh.plan.figures import Figures
+from pipemesh.plan.figures import PLAIN, Figures
 from pipemesh.plan.plan import Plan
-from pipemesh.plan.predict import Prediction
+from pipemesh.plan.predict import Prediction, predict
 from pipemesh.plan.search import search
 from pipemesh.text import bytes_of, columns, nearest_text
 
@@ -97,10 +99,15 @@ def run(arguments: argparse.Namespace) -> int:
     count = max(arguments.count, arguments.trials)
     found = search(figures, asked, seconds=arguments.seconds, count=count)
     took: list[float] = []
+    pace = 1.0
     if model is not None and arguments.trials:
-        found, took = _tried(found, model, arguments.trials)
+        # What has just been measured is at the pace of the machine.
+        is_old = arguments.figures is not None and _has_plain_step(figures, asked)
+        found, took, pace = _tried(figures, found, model, arguments.trials, is_old)
     if figures.about:
         print(f"figures: {figures.about}")
+    if pace != 1:
+        print(f"a plain step takes {pace:.2f} of what it took then, and so do all forecasts")
     print("\n".join(columns(rows_of(found, took), left=(0, 1, 4))))
     if arguments.parts:
         print("\nseconds of a step, by what takes them")
@@ -116,14 +123,38 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _has_plain_step(figures: Figures, asked: Asked) -> bool:
+    """Whether it is known what a plain step took, and one can be run here."""
+    if not figures.plain_step or asked.batch != figures.batch:
+        return False
+    return asked.memory is None or max(predict(PLAIN, figures, asked.batch).memory) <= asked.memory
+
+
 def _tried(
-    found: Sequence[Prediction], model: Any, number: int
-) -> tuple[list[Prediction], list[float]]:
-    """The first ones in the order of what steps took, then the others; and what they took."""
-    tried, others = found[:number], found[number:]
-    times = model.seconds([each.plan for each in tried])
-    order = sorted(range(len(tried)), key=times.__getitem__)
-    return [*(tried[i] for i in order), *others], [times[i] for i in order]
+    figures: Figures, found: Sequence[Prediction], model: Any, number: int, is_old: bool
+) -> tuple[list[Prediction], list[float], float]:
+    """The first ones in the order of what steps took, then the others.
+
+    Args:
+        figures: forecasts are made of.
+        found: the best plans.
+        model: whose steps are run.
+        number: of plans to run steps of.
+        is_old: whether to see how fast the machine is now, too.
+
+    Returns:
+        Forecasts at the pace of the machine, what steps took, and that pace: what a step takes as a
+        share of what it took when figures were measured.
+    """
+    plans = [each.plan for each in found[:number]]
+    times = model.seconds([*plans, PLAIN] if is_old else plans)
+    pace = 1.0
+    if is_old:
+        now = figures.at_pace(times.pop())
+        pace = now.plain_step / figures.plain_step
+        found = [predict(each.plan, now, now.batch) for each in found]
+    order = sorted(range(len(plans)), key=times.__getitem__)
+    return [*(found[i] for i in order), *found[number:]], [times[i] for i in order], pace
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -18,9 +18,13 @@ from pipemesh.plan.layer_figures import (
     layers_to_values,
 )
 from pipemesh.plan.network import Link
+from pipemesh.plan.plan import Plan
 
 FILE = "figures.json"
 """What was measured of a model, in the log directory of a training."""
+
+PLAIN = Plan(remat="none")
+"""The plan of a plain step: one device, one microbatch, nothing is computed again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +49,8 @@ class Figures:
             what each of them computes whole included; None if it is `transfer`.
         crowding: from 0 to 1 how much devices lose to each other because threads share a core while
             another one idles; see `pipemesh.schedule.simulate_sharing`.
+        plain_step: seconds that a step of `PLAIN` took when all this was measured; 0 if that is not
+            known. What it takes later says how fast the machine is then; see `at_pace`.
 
     Raises:
         PlanError: there are no layers, or a number is negative or not finite.
@@ -69,11 +75,12 @@ class Figures:
     about: str = ""
     sums: Link | None = None
     crowding: float = 0.0
+    plain_step: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise PlanError("figures are of no layer; there must be one at least")
-        for name in ("action", "fixed", "update", "optimizer"):
+        for name in ("action", "fixed", "update", "optimizer", "plain_step"):
             number = getattr(self, name)
             if not (math.isfinite(number) and number >= 0):
                 raise PlanError(f"{name} is {number}; it must be a number from 0 on")
@@ -83,6 +90,43 @@ class Figures:
             raise PlanError(f"cores are {self.cores}; there must be some")
         if not all(kind in "FBIW" and load >= 0 for kind, load in self.loads.items()):
             raise PlanError(f"loads are {self.loads}; each is of F, B, I or W, and 0 or more")
+
+    def at_pace(self, plain_step: float) -> Figures:
+        """The same of a machine that has become faster or slower: all seconds by one factor.
+
+        Machines do, by 5% to 15% from one hour to another: other programs, other clock rates.
+
+        Args:
+            plain_step: seconds that a step of `PLAIN` takes now.
+
+        Raises:
+            PlanError: it is not above 0, or is not known of these figures.
+
+        Example:
+            >>> then = Figures(tuple(figures_of_costs([LayerCost(1.0)], rows=2)), plain_step=4.0)
+            >>> then.at_pace(5.0).layers[0].takes("F", 2)
+            1.25
+        """
+        if not (math.isfinite(plain_step) and plain_step > 0 and self.plain_step > 0):
+            raise PlanError(
+                f"a plain step took {self.plain_step} s when figures were measured and "
+                f"{plain_step} s now; both must be above 0 to say how much slower the machine is"
+            )
+        factor = plain_step / self.plain_step
+
+        def slower(link: Link) -> Link:
+            return Link(link.latency * factor, link.bandwidth / factor)
+
+        return dataclasses.replace(
+            self,
+            layers=tuple(layer.faster(1 / factor) for layer in self.layers),
+            action=self.action * factor,
+            fixed=self.fixed * factor,
+            update=self.update * factor,
+            transfer=slower(self.transfer),
+            sums=self.sums and slower(self.sums),
+            plain_step=plain_step,
+        )
 
     def to_json(self) -> str:
         """All of it, as a JSON object."""
@@ -144,7 +188,10 @@ class Figures:
         try:
             numbers = {
                 name: float(values[name])
-                for name in ("action", "fixed", "update", "optimizer", "crowding")
+                for name in (
+                    *("action", "fixed", "update", "optimizer"),
+                    *("crowding", "plain_step"),
+                )
                 if name in values
             }
             sums = values.get("sums")

@@ -1,6 +1,7 @@
 """`pipemesh plan` with figures that were measured before."""
 
 import argparse
+import dataclasses
 import json
 import subprocess
 import sys
@@ -116,6 +117,33 @@ def test_plans_that_are_tried_come_in_the_order_of_what_they_took(figures, tmp_p
     arguments.batch = 32
     with pytest.raises(PlanError, match=r"a batch of a\.B has 16 rows, so trials cannot be of 32"):
         command.run(arguments)
+
+
+def test_trials_beside_a_file_say_how_much_slower_the_machine_is_now(figures, tmp_path, capsys):
+    """All forecasts are by one factor longer; without room for a plain step none is run."""
+    out, parser = tmp_path / "plans.json", argparse.ArgumentParser()
+    command.add_arguments(parser)
+
+    def plans(*words):
+        arguments = parser.parse_args([figures, "--devices=4", f"--json={out}", *words])
+        arguments.measured = Model
+        assert command.run(arguments) == 0
+        values = json.loads(out.read_text())
+        return {str(Plan.from_values(each["plan"])): each["seconds"] for each in values}
+
+    before = plans()
+    found = Figures.read(figures)
+    with open(figures, "w") as file:
+        file.write(dataclasses.replace(found, plain_step=0.8).to_json())
+    capsys.readouterr()
+    # The model's plain step has one microbatch, for which it takes a second.
+    after = plans("--model=a.B", "--trials=2")
+    assert after == pytest.approx({plan: 1.25 * seconds for plan, seconds in before.items()})
+    told = capsys.readouterr().out.splitlines()
+    assert told[1] == "a plain step takes 1.25 of what it took then, and so do all forecasts"
+    # One device would hold 64 MB of weights, as many of gradients, and twice as much besides.
+    plans("--model=a.B", "--trials=2", "--memory=200MB")
+    assert "a plain step" not in capsys.readouterr().out
 
 
 def test_a_batch_that_nobody_knows_has_to_be_given(tmp_path, capsys):

@@ -7,7 +7,8 @@ import pytest
 
 from pipemesh.errors import PlanError
 from pipemesh.partition import LayerCost
-from pipemesh.plan.figures import Figures
+from pipemesh.plan import Plan, predict
+from pipemesh.plan.figures import PLAIN, Figures
 from pipemesh.plan.layer_figures import figures_of_costs
 from pipemesh.plan.network import Link
 
@@ -27,6 +28,27 @@ def test_a_file_of_before_can_be_read():
     figures = Figures(LAYERS, cores=2.0)
     before = figures.to_json().replace('"crowding": 0.0', '"handover": 0.0001')
     assert "handover" in before and Figures.from_json(before, "before") == figures
+
+
+def test_of_a_slower_machine_every_forecast_is_longer_by_one_factor():
+    figures = Figures(
+        LAYERS, 1e-3, 0.1, 1e-3, 1.0, Link(0.01, 1e3), 2.0, sums=Link(0.1, 1e4), plain_step=20.0
+    )
+    assert Figures.from_json(figures.to_json(), "x") == figures
+    slower = figures.at_pace(25.0)
+    assert slower.plain_step == 25.0
+    for plan in (PLAIN, Plan("layers:2", num_microbatches=4), Plan("layers:1;b:2", "batch:b")):
+        before, after = predict(plan, figures, 8), predict(plan, slower, 8)
+        assert after.seconds == pytest.approx(1.25 * before.seconds)
+        assert after.work == pytest.approx(1.25 * before.work)
+        assert after.memory == before.memory and after.bubble == pytest.approx(before.bubble)
+
+
+def test_the_pace_is_of_what_is_known():
+    with pytest.raises(PlanError, match=r"took 0\.0 s when figures were measured and 2\.0 s now"):
+        Figures(LAYERS).at_pace(2.0)
+    with pytest.raises(PlanError, match="must be above 0"):
+        Figures(LAYERS, plain_step=1.0).at_pace(0.0)
 
 
 def test_a_list_of_costs_is_figures_too():
@@ -52,7 +74,14 @@ def test_what_is_malformed_is_an_error(text, told):
 
 
 @pytest.mark.parametrize(
-    "change", [{"action": -1.0}, {"fixed": math.nan}, {"cores": 0.0}, {"crowding": 1.5}]
+    "change",
+    [
+        {"action": -1.0},
+        {"fixed": math.nan},
+        {"cores": 0.0},
+        {"crowding": 1.5},
+        {"plain_step": -1.0},
+    ],
 )
 def test_numbers_have_to_be_some(change):
     with pytest.raises(PlanError):

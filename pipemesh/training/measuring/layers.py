@@ -17,13 +17,7 @@ from pipemesh.plan import Plan
 from pipemesh.plan.layer_figures import Curve, LayerFigures
 from pipemesh.recurrent.memory import StageMemory
 from pipemesh.schedule import Schedule
-from pipemesh.training.measuring.action_times import (
-    ROUNDS,
-    ActionTimes,
-    on_one_core,
-    times_of,
-    usual,
-)
+from pipemesh.training.measuring.action_times import ActionTimes, on_one_core, times_of
 from pipemesh.training.measuring.timed_step import TimedStep
 from pipemesh.training.subject import Subject
 
@@ -75,11 +69,11 @@ class MeasuredLayers:
         for kinds, size in cases:
             say(f"{number} layers, {size} rows, F{kinds}")
             steps.append(_step(make, batch, number, kinds, size))
-        say(f"{number} layers, {middle} rows, FB that computes again")
-        again = _step(make, batch, number, "B", middle, remat="full")
+        say(f"{number} layers, {middle} rows, FRB")
+        steps.append(_step(make, batch, number, "RB", middle, remat="full"))
         say(f"{number} layers as one, {rows[0]} rows")
         whole = _step(make, batch, 1, "B", rows[0], number)
-        sizes = [size for _, size in cases]
+        sizes = [*(size for _, size in cases), middle]
         alone = times_of(steps, sizes, number, whole)
         self.action = alone.besides(rows[0])
         seconds = alone.of_layers(self.action)
@@ -87,9 +81,7 @@ class MeasuredLayers:
         together = on_one_core(steps, sizes, number, whole) if on_cpu else None
         if together is not None:
             work = together.of_layers(together.besides(rows[0]))
-        forward = _MICROBATCHES * sum(own["F"][middle] for own in (work if work[0] else seconds))
-        share = _again(again, steps[rows.index(middle)], forward, on_cpu)
-        step, halves = steps[0], steps[-1].memory[0].stages
+        step, halves = steps[0], steps[-2].memory[0].stages
         held = [(size, each.memory[0].stages) for size, each in zip(rows, steps, strict=False)]
         cells = [step.stack.children[cell.name] for cell in step.stack.params.cell_tpl]
         dims = [_dims(cell) for cell in cells]
@@ -114,7 +106,6 @@ class MeasuredLayers:
                 dims[layer],
                 halves[layer],
                 shared[layer] if shared else None,
-                share,
             )
             for layer in range(number)
         ]
@@ -135,26 +126,6 @@ def _outside(alone: ActionTimes, together: ActionTimes | None, weights: int) -> 
     shorter = max(0.0, together.after - alone.after)
     updates = min(together.after, shorter / (1 - 1 / cores)) if cores > 1 else together.after
     return updates / weights, alone.before + together.after - updates
-
-
-def _again(step: TimedStep, plain: TimedStep, forward: float, on_cpu: bool) -> float:
-    """The share of forward passes that is computed again by layers that are stages of their own.
-
-    Whole steps tell, and not the clock: what is computed again may begin before its action does.
-
-    Args:
-        step: in which backward actions compute again.
-        plain: in which they do not.
-        forward: what the forward passes of a step take, in seconds.
-        on_cpu: whether to count what all cores compute.
-    """
-    taken: tuple[list[float], list[float]] = ([], [])
-    for _ in range(ROUNDS):
-        for each, of in zip((step, plain), taken, strict=True):
-            seconds = each.run()
-            of.append(each.cpu if on_cpu else seconds)
-    again, once = map(usual, taken)
-    return min(1.0, max(0.0, (again - once) / forward))
 
 
 def _step(
@@ -236,9 +207,10 @@ def _figures(
     dims: dict[str, int],
     halves: StageMemory,
     shared: StageMemory | None,
-    again: float,
 ) -> LayerFigures:
     curves = _with_halves(seconds, middle)
+    # What cores compute is the better measure: it is what other programs disturb least.
+    told = work or seconds
 
     def whole(of: Callable[[StageMemory], int]) -> Curve | None:
         # Of two devices each has what is whole, and a half of the rest.
@@ -265,7 +237,7 @@ def _figures(
         pending=Curve(((middle, halves.pending),)),
         pending_whole=whole(lambda memory: memory.pending),
         work=_with_halves(work, middle) if work else {},
-        again=again,
+        again=min(1.0, told["R"][middle] / told["F"][middle]),
     )
 
 

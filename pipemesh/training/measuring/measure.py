@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 import statistics
@@ -10,7 +11,7 @@ from typing import Any
 
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.plan import Plan
-from pipemesh.plan.figures import Figures
+from pipemesh.plan.figures import PLAIN, Figures
 from pipemesh.plan.fit import Measured, fitted
 from pipemesh.plan.network import Link
 from pipemesh.training.measuring.action_times import in_turn, usual
@@ -62,16 +63,17 @@ def measure(
     )
     plans = list(plans_to_fit(figures, devices))
     seconds, work = in_rounds(make, batch, plans, _STEPS, lambda plan: say(f"a step of '{plan}'"))
+    steps = in_turn(seconds)
     told: list[Measured] = []
     for plan, took, done, every in zip(
-        plans, in_turn(seconds), in_turn(work), zip(*seconds, strict=True), strict=True
+        plans, steps, in_turn(work), zip(*seconds, strict=True), strict=True
     ):
         spread = statistics.median(every) / usual(every) - 1
         told.append(Measured(plan, rows, took, spread=spread))
         if on_cpu:
             # Other programs on the machine make a step longer, and not what its cores do.
             told.append(Measured(plan, rows, done, is_work=True))
-    return fitted(figures, told)
+    return dataclasses.replace(fitted(figures, told), plain_step=steps[plans.index(PLAIN)])
 
 
 def plans_to_fit(figures: Figures, devices: int) -> Iterator[Plan]:
@@ -86,7 +88,7 @@ def plans_to_fit(figures: Figures, devices: int) -> Iterator[Plan]:
     def divisor(of: int, most: int) -> int:
         return max(n for n in range(1, most + 1) if of % n == 0)
 
-    yield Plan(remat="none")
+    yield PLAIN
     yield Plan(num_microbatches=divisor(rows, 8), remat="none")
     yield Plan(num_microbatches=divisor(rows, 2), remat="full")
     if devices < 2:

@@ -59,6 +59,14 @@ def test_layers_take_what_their_actions_take_without_overhead():
     assert layers[2]["B"] == pytest.approx({1: 3, 4: 12})
 
 
+def test_where_something_is_computed_again_that_alone_counts():
+    """The other actions of such a step have less to do, and others say what they take."""
+    times = times_of([Said(2, 4, kinds="FB"), Said(2, 8, kinds="FRB")], [4, 4], 2, Whole(1, 4))
+    layers = times.of_layers(0.0)
+    assert layers[1]["F"] == pytest.approx({4: 8}) and layers[1]["B"] == pytest.approx({4: 8})
+    assert layers[1]["R"] == pytest.approx({4: 16})
+
+
 def test_a_layer_takes_something_whatever_its_action_takes_besides():
     times = times_of([Said(1, 1)], [1], 1, Whole(1, 1))
     assert times.besides(1) == 0.0

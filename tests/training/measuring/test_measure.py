@@ -41,9 +41,12 @@ def test_what_is_measured_serves_to_find_plans(tmp_path):
     assert code == 0
     assert again.splitlines()[-1] == out.splitlines()[-1]
     assert json.loads(plans.read_text())[0]["seconds"] > 0
-    # And steps of the best plans, of the model in a third one.
+    # And steps of the best plans, of the model in a third one, beside plain ones.
+    assert figures.plain_step > 0
     code, out, err = run("plan", str(path), model, "--devices=2", "--trials=2", f"--json={plans}")
-    assert code == 0 and err.count("measuring a trial of") == 2, err
+    assert code == 0 and err.count("measuring a trial of") == 3, err
+    assert err.splitlines()[-1] == "measuring a trial of 'mesh=layers:1 remat=none'"
+    assert "a plain step takes" in out
     first, second, *others = json.loads(plans.read_text())
     assert 0 < first["trial"] <= second["trial"] and not any("trial" in each for each in others)
 
