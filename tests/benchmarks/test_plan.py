@@ -34,5 +34,5 @@ def test_plans_are_drawn_by_their_seed_without_those_that_are_fitted(modules_of)
     first, second = run.plans_of(figures, 1), run.plans_of(figures, 2)
     assert first != second and sorted(map(str, first)) == sorted(map(str, second))
     assert first == run.plans_of(figures, 1)
-    assert run.REFERENCE not in first
+    assert run.PLAIN not in first
     assert all(plan.num_microbatches <= run.MOST_MICROBATCHES for plan in first)
