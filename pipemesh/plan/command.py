@@ -127,7 +127,8 @@ def _has_plain_step(figures: Figures, asked: Asked) -> bool:
     """Whether it is known what a plain step took, and one can be run here."""
     if not figures.plain_step or asked.batch != figures.batch:
         return False
-    return asked.memory is None or max(predict(PLAIN, figures, asked.batch).memory) <= asked.memory
+    held = max(predict(PLAIN, figures, figures.batch, parts=False).memory)
+    return asked.memory is None or held <= asked.memory
 
 
 def _tried(

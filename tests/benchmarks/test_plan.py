@@ -15,7 +15,7 @@ BATCH, LAYERS = 32, 7
 
 @pytest.mark.slow
 def test_a_model_is_built_and_timed_with_figures_that_are_there(tmp_path):
-    """No plan is measured; the model under the reference plan is."""
+    """No plan is measured; the model under the plain plan is."""
     costs = [LayerCost(0.001, 0.002, 1e6, 1e5, 1e4, name=f"l{n}") for n in range(LAYERS)]
     figures = Figures(tuple(figures_of_costs(costs, BATCH)), cores=2.0, batch=BATCH)
     path = tmp_path / "figures.json"

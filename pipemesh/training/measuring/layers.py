@@ -64,16 +64,14 @@ class MeasuredLayers:
         number = number_of_layers(make)
         middle = rows[len(rows) // 2]
         # Halves of a backward pass are to the whole as at one size.
-        cases = [("B", size) for size in rows] + [("IW", middle)]
+        cases = [("B", size) for size in rows] + [("IW", middle), ("RB", middle)]
         steps: list[TimedStep] = []
         for kinds, size in cases:
             say(f"{number} layers, {size} rows, F{kinds}")
             steps.append(_step(make, batch, number, kinds, size))
-        say(f"{number} layers, {middle} rows, FRB")
-        steps.append(_step(make, batch, number, "RB", middle, remat="full"))
         say(f"{number} layers as one, {rows[0]} rows")
         whole = _step(make, batch, 1, "B", rows[0], number)
-        sizes = [*(size for _, size in cases), middle]
+        sizes = [size for _, size in cases]
         alone = times_of(steps, sizes, number, whole)
         self.action = alone.besides(rows[0])
         seconds = alone.of_layers(self.action)
@@ -81,7 +79,7 @@ class MeasuredLayers:
         together = on_one_core(steps, sizes, number, whole) if on_cpu else None
         if together is not None:
             work = together.of_layers(together.besides(rows[0]))
-        step, halves = steps[0], steps[-2].memory[0].stages
+        step, halves = steps[0], steps[cases.index(("IW", middle))].memory[0].stages
         held = [(size, each.memory[0].stages) for size, each in zip(rows, steps, strict=False)]
         cells = [step.stack.children[cell.name] for cell in step.stack.params.cell_tpl]
         dims = [_dims(cell) for cell in cells]
@@ -136,7 +134,6 @@ def _step(
     rows: int,
     layers: int | None = None,
     on: tuple[Mesh, LayoutRules] | None = None,
-    remat: str = "none",
 ) -> TimedStep:
     """A clocked step in one place, with a layer a stage, or all of them in one."""
     row: list[str] = []
@@ -149,7 +146,7 @@ def _step(
         layout,
         schedule=Schedule.from_text(f"0: {' '.join(row)}"),
         num_microbatches=_MICROBATCHES,
-        remat=remat,
+        remat="full" if "R" in kinds else "none",
         boundaries=(0, layers) if layers else tuple(range(stages + 1)),
     )
     return TimedStep(make(plan), with_rows(batch, rows * _MICROBATCHES), clocked=True)
