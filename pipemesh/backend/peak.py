@@ -52,6 +52,53 @@ def peak_flops(devices: Sequence[str], dtype: tf.DType = tf.float32) -> float:
     return 2 * _SIZE**3 * len(devices) / best
 
 
+class TensorMemory:
+    """What the tensors of a process take, as TensorFlow's allocator counts it.
+
+    All logical CPU devices have one allocator, and each GPU has its own. On CPUs it is counted
+    where TensorFlow was built with oneDNN for x86, and of tensors above 256 KiB alone.
+
+    Args:
+        device: whose.
+
+    Attributes:
+        is_counted: whether anything is known of that device.
+
+    Example:
+        >>> memory = TensorMemory("CPU:0")
+        >>> memory.forget_peak()
+        >>> memory.current <= memory.peak
+        True
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        try:
+            self._info()
+        except ValueError:
+            self.is_counted = False
+        else:
+            self.is_counted = True
+
+    def _info(self) -> dict[str, int]:
+        return tf.config.experimental.get_memory_info(self._device)
+
+    @property
+    def current(self) -> int:
+        """Bytes that are taken now; 0 where nothing is known."""
+        return self._info()["current"] if self.is_counted else 0
+
+    @property
+    def peak(self) -> int:
+        """The most bytes since `forget_peak`; 0 where nothing is known."""
+        return self._info()["peak"] if self.is_counted else 0
+
+    def forget_peak(self) -> None:
+        """Lets the peak be what is taken now."""
+        if self.is_counted:
+            tf.config.experimental.reset_memory_stats(self._device)
+
+
 def peak_memory(devices: Sequence[str]) -> int:
     """The most bytes that were in use at once so far.
 
@@ -65,7 +112,7 @@ def peak_memory(devices: Sequence[str]) -> int:
     """
     gpus = [device for device in dict.fromkeys(devices) if "GPU" in device]
     if gpus:
-        return sum(tf.config.experimental.get_memory_info(device)["peak"] for device in gpus)
+        return sum(TensorMemory(device).peak for device in gpus)
     # In units of 1024 bytes on Linux, of one byte on macOS.
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

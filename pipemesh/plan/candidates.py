@@ -159,7 +159,6 @@ def _meshes(figures: Figures, asked: Asked) -> Iterator[tuple[int, int, int]]:
         places, replicas = plan.mesh.num_stages, plan.num_replicas
         yield places, replicas, plan.mesh.num_devices // places // replicas
         return
-    split = max(layer.split for layer in figures.layers) if figures.rules else 1
     axis = LayoutRules.from_text(asked.fixed.get("layout", "")).rules
     for used in divisors(asked.devices):
         for places in divisors(used):
@@ -167,7 +166,9 @@ def _meshes(figures: Figures, asked: Asked) -> Iterator[tuple[int, int, int]]:
                 continue
             for group in divisors(used // places):
                 replicas = used // places // group
-                if group > split or (axis and "layout" in asked.fixed and used > places):
+                if not figures.can_share(group) or (
+                    axis and "layout" in asked.fixed and used > places
+                ):
                     continue
                 yield places, replicas, group
 

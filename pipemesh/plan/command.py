@@ -15,7 +15,9 @@ all forecasts are made so.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import math
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -144,17 +146,23 @@ def _tried(
         is_old: whether to see how fast the machine is now, too.
 
     Returns:
-        Forecasts at the pace of the machine, what steps took, and that pace: what a step takes as a
-        share of what it took when figures were measured.
+        Forecasts at the pace of the machine, without those of plans that could not be run; what
+        steps took; and that pace: what a step takes as a share of what it took when figures were
+        measured.
     """
     plans = [each.plan for each in found[:number]]
-    times = model.seconds([*plans, PLAIN] if is_old else plans)
+    # All layers in one stage are the plain plan, whether that says so or not.
+    uncut = [dataclasses.replace(plan, boundaries=None) for plan in plans]
+    times = model.seconds([*plans, PLAIN] if is_old and PLAIN not in uncut else plans)
     pace = 1.0
-    if is_old:
-        now = figures.at_pace(times.pop())
+    if is_old and math.isfinite(plain := dict(zip([*uncut, PLAIN], times, strict=False))[PLAIN]):
+        now = figures.at_pace(plain)
         pace = now.plain_step / figures.plain_step
         found = [predict(each.plan, now, now.batch) for each in found]
-    order = sorted(range(len(plans)), key=times.__getitem__)
+    # A plan that cannot be had for the model took endless.
+    order = sorted((i for i in range(len(plans)) if math.isfinite(times[i])), key=times.__getitem__)
+    if not order:
+        raise PlanError(f"none of {len(plans)} plans that were tried can be had for this model")
     return [*(found[i] for i in order), *found[number:]], [times[i] for i in order], pace
 
 

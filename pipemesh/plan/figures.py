@@ -49,6 +49,8 @@ class Figures:
             what each of them computes whole included; None if it is `transfer`.
         crowding: from 0 to 1 how much devices lose to each other because threads share a core while
             another one idles; see `pipemesh.schedule.simulate_sharing`.
+        update_memory: bytes that an update needs at once for each byte of weights, gradients
+            included; at least 1.
         plain_step: seconds that a step of `PLAIN` took when all this was measured; 0 if that is not
             known. What it takes later says how fast the machine is then; see `at_pace`.
 
@@ -75,6 +77,7 @@ class Figures:
     about: str = ""
     sums: Link | None = None
     crowding: float = 0.0
+    update_memory: float = 1.0
     plain_step: float = 0.0
 
     def __post_init__(self) -> None:
@@ -84,12 +87,29 @@ class Figures:
             number = getattr(self, name)
             if not (math.isfinite(number) and number >= 0):
                 raise PlanError(f"{name} is {number}; it must be a number from 0 on")
+        if not (math.isfinite(self.update_memory) and self.update_memory >= 1):
+            raise PlanError(f"update_memory is {self.update_memory}; it must be a number from 1 on")
         if not 0 <= self.crowding <= 1:
             raise PlanError(f"crowding is {self.crowding}; it must be a number from 0 to 1")
         if self.cores is not None and not self.cores > 0:
             raise PlanError(f"cores are {self.cores}; there must be some")
         if not all(kind in "FBIW" and load >= 0 for kind, load in self.loads.items()):
             raise PlanError(f"loads are {self.loads}; each is of F, B, I or W, and 0 or more")
+
+    def can_share(self, devices: int) -> bool:
+        """Whether so many devices can have a slice each of every layer that can be split.
+
+        Args:
+            devices: at least 1.
+
+        Example:
+            >>> layers = figures_of_costs([LayerCost(1.0)] * 2, 1, split=6, summed=[8.0, 0.0])
+            >>> figures = Figures(tuple(layers), rules="heads:model")
+            >>> [n for n in range(1, 7) if figures.can_share(n)]
+            [1, 2, 3, 6]
+        """
+        splits = [layer.split for layer in self.layers if layer.summed is not None]
+        return devices == 1 or bool(self.rules and splits and not math.gcd(*splits) % devices)
 
     def at_pace(self, plain_step: float) -> Figures:
         """The same of a machine that has become faster or slower: all seconds by one factor.
@@ -190,7 +210,7 @@ class Figures:
                 name: float(values[name])
                 for name in (
                     *("action", "fixed", "update", "optimizer"),
-                    *("crowding", "plain_step"),
+                    *("crowding", "update_memory", "plain_step"),
                 )
                 if name in values
             }

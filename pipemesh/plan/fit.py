@@ -16,8 +16,10 @@ from pipemesh.plan.plan import Plan
 from pipemesh.plan.predict import predict
 
 # How much a factor of e away from what figures were costs, against errors of steps: what was
-# measured by itself is believed, and what was guessed is not.
-_TRUST, _GUESS = 0.2, 0.001
+# measured by itself is believed, what follows from differences a little, what was guessed is not.
+_TRUST, _LITTLE, _GUESS = 0.2, 0.02, 0.001
+# Of what a layer takes for some rows so much is left, whatever it takes for none.
+_LEAST = 0.2
 # By which factors are moved to see what that does.
 _STEP = 0.01
 # Most of the way from 0 to 1 is worth a factor of e, as for links.
@@ -51,10 +53,10 @@ def fitted(figures: Figures, steps: Sequence[Measured]) -> Figures:
 
     What cannot be measured on its own is moved: links, and what waits for cores. What was measured
     is moved, too, which costs more: what actions take beside their layers, what a step takes
-    besides, the update; what all layers take and compute, by a factor each and a power of the rows;
-    and the cores that devices share.
-    Squares of the logarithms of errors are made small (`scipy.optimize.least_squares`), with a
-    little weight on staying where figures were.
+    besides, the update; what all layers take and compute, by a factor each, and one each for what
+    they do however few the rows; and the cores that devices share. Squares of the logarithms of
+    errors are made small (`scipy.optimize.least_squares`), with a little weight on staying where
+    figures were.
 
     Args:
         figures: as they were measured; what is 0, endless or None stays so.
@@ -125,15 +127,17 @@ def _curves(
     return dataclasses.replace(figures, layers=tuple(map(of, figures.layers)))
 
 
-def _bend(figures: Figures, factor: float) -> Figures:
-    """Many rows take longer, and few rows less, than was measured, or the other way round."""
-    power = math.log(factor)
+def _start(names: Sequence[str]) -> Callable[[Figures, float], Figures]:
+    """What layers take or compute for no rows at all: what their first line begins with."""
 
-    def bent(curve: Curve) -> Curve:
-        middle = curve.points[len(curve.points) // 2][0]
-        return Curve(tuple((x, y * (x / middle) ** power) for x, y in curve.points))
+    def moved(curve: Curve, factor: float) -> Curve:
+        if len(curve.points) == 1:
+            return curve
+        (x, y), (end, then) = curve.points[:2]
+        more = (factor - 1) * max(0.0, y - (then - y) / (end - x) * x)
+        return Curve(tuple((rows, max(of + more, _LEAST * of)) for rows, of in curve.points))
 
-    return _curves(figures, bent)
+    return lambda figures, factor: _curves(figures, lambda curve: moved(curve, factor), names)
 
 
 def _work(figures: Figures, factor: float) -> Figures:
@@ -147,8 +151,14 @@ def _crowding(figures: Figures, factor: float) -> Figures:
     return dataclasses.replace(figures, crowding=odds / (1 + odds))
 
 
-def _bends(figures: Figures) -> bool:
-    return any(len(c.points) > 1 for layer in figures.layers for c in layer.seconds.values())
+def _starts(name: str) -> Callable[[Figures], bool]:
+    """Whether curves of that name say something of few rows and of many."""
+
+    def found(figures: Figures) -> bool:
+        curves = [c for layer in figures.layers for c in getattr(layer, name).values()]
+        return any(len(curve.points) > 1 for curve in curves)
+
+    return found
 
 
 def _number(name: str) -> tuple[Callable[[Figures], bool], Callable[[Figures, float], Figures]]:
@@ -182,7 +192,9 @@ _FACTORS: dict[
     str, tuple[Callable[[Figures], bool], Callable[[Figures, float], Figures], float]
 ] = {
     "layers": (lambda figures: True, _layers, _TRUST),
-    "bend": (_bends, _bend, _TRUST),
+    # Notes of the clock are a part of it, and on one core what other threads do meanwhile.
+    "start of seconds": (_starts("seconds"), _start(("seconds",)), _LITTLE),
+    "start of work": (_starts("work"), _start(("work",)), _LITTLE),
     "work": (lambda figures: any(layer.work for layer in figures.layers), _work, _TRUST),
     "action": (*_number("action"), _TRUST),
     "cores": (*_number("cores"), _TRUST),

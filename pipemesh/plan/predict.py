@@ -16,6 +16,7 @@ from pipemesh.plan.stage_costs import (
     stages_of,
     summed,
 )
+from pipemesh.plan.stage_memory import device_memory
 from pipemesh.schedule import Costs, Timeline, simulate, simulate_sharing
 
 _Loads = Mapping[str, Sequence[float]]
@@ -84,7 +85,7 @@ def predict(plan: Plan, figures: Figures, batch: int, *, parts: bool = True) -> 
     ends = [timeline.ends[place][-1] for place in places]
     with_gradients = max(end + gradients[place] for place, end in enumerate(ends))
     seconds = with_gradients + update + figures.fixed
-    memory = tuple(_memory(stages, figures, place) for place in places)
+    memory = tuple(device_memory(stages, figures, place) for place in places)
     bubble = _waiting(timeline, stages, figures, loads)
     done = _home(stages) * (_work(timeline, loads) + after) + figures.fixed
     if not parts:
@@ -185,38 +186,3 @@ def _tails(stages: Stages, figures: Figures) -> tuple[list[float], float, float]
     )
     alone = largest / stages.replicas * figures.update
     return gradients, max(alone, sum(each) * _home(stages) / figures.cores), after
-
-
-def _memory(stages: Stages, figures: Figures, place: int) -> float:
-    """Bytes of one device: weights, gradients, the optimizer's share, what is kept and needed."""
-    weights = working = 0.0
-    kept: dict[int, float] = {}
-    pending: dict[int, float] = {}
-    for stage, owner in enumerate(stages.table.stage_devices):
-        if owner != place:
-            continue
-        weights += stages.weights(stage)
-        whole = stages.kept(stage)
-        kept[stage] = stages.given(stage) if stages.again else whole
-        pending[stage] = stages.pending(stage)
-        runs = sum(
-            layer.working.at(stages.rows) / stages.shared(layer)
-            for layer in stages.layers[stage]
-            if layer.working is not None
-        )
-        # While an action computes its stage again it has all of that, too.
-        working = max(working, runs + (whole if stages.again else 0.0))
-    held = most = 0.0
-    for action in stages.table.rows[place]:
-        stage = action.stage
-        if action.kind == "F":
-            held += kept[stage]
-        elif action.kind == "B":
-            held -= kept[stage]
-        elif action.kind == "I":
-            held += pending[stage] - kept[stage]
-        elif action.kind == "W":
-            held -= pending[stage]
-        most = max(most, held)
-    states = weights * (2 + figures.optimizer / stages.replicas)
-    return states + most + working

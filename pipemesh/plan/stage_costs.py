@@ -66,14 +66,6 @@ class Stages:
         """Bytes of a device's slices of a stage's weights."""
         return sum(layer.parameter_bytes / self.shared(layer) for layer in self.layers[stage])
 
-    def kept(self, stage: int) -> float:
-        """Bytes that a device keeps of a microbatch, if nothing is computed again."""
-        return sum(layer.holds(self.rows, self.shared(layer)) for layer in self.layers[stage])
-
-    def pending(self, stage: int) -> float:
-        """Bytes that a device keeps of a microbatch between an `I` and its `W`."""
-        return sum(layer.holds(self.rows, self.shared(layer), True) for layer in self.layers[stage])
-
     def given(self, stage: int) -> float:
         """Bytes of a stage's inputs on a device, of a microbatch."""
         if not stage:

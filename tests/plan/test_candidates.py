@@ -42,6 +42,12 @@ def test_all_combinations_are_there():
 
 def test_nothing_is_split_that_cannot_be():
     assert {each.group for each in candidates(figures(), Asked(8, 16))} == {1}
+    # Slices are equal: 6 heads are not for four devices, nor 4 in one layer and 6 in another.
+    six = figures(split=6, rules="heads:model")
+    assert {each.group for each in candidates(six, Asked(8, 16))} == {1, 2}
+    both = (*six.layers, *figures(split=4).layers)
+    mixed = Figures(both, rules="heads:model")
+    assert {each.group for each in candidates(mixed, Asked(12, 24))} == {1, 2}
     # A batch of odd rows has no replicas.
     assert {each.replicas for each in candidates(figures(), Asked(8, 15))} == {1}
 

@@ -3,8 +3,10 @@
 import argparse
 import dataclasses
 import json
+import math
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -119,6 +121,25 @@ def test_plans_that_are_tried_come_in_the_order_of_what_they_took(figures, tmp_p
         command.run(arguments)
 
 
+def test_a_plan_that_cannot_be_had_for_the_model_is_left_out(figures, tmp_path, capsys):
+    out, parser = tmp_path / "plans.json", argparse.ArgumentParser()
+    command.add_arguments(parser)
+    words = [figures, "--devices=4", "--fix=mesh=layers:4", "--count=3", f"--json={out}"]
+    arguments = parser.parse_args([*words, "--model=a.B", "--trials=3"])
+    took = [math.inf, 2.0, 1.0]
+    arguments.measured = lambda *_: types.SimpleNamespace(rows=16, seconds=lambda plans: took)
+    assert command.run(parser.parse_args(words)) == 0
+    before = json.loads(out.read_text())
+    assert command.run(arguments) == 0
+    values = json.loads(out.read_text())
+    assert [each["trial"] for each in values] == [1.0, 2.0]
+    assert [each["plan"] for each in values] == [before[2]["plan"], before[1]["plan"]]
+    capsys.readouterr()
+    took[1:] = [math.inf] * 2
+    with pytest.raises(PlanError, match="none of 3 plans that were tried"):
+        command.run(arguments)
+
+
 def test_trials_beside_a_file_say_how_much_slower_the_machine_is_now(figures, tmp_path, capsys):
     """All forecasts are by one factor longer; without room for a plain step none is run."""
     out, parser = tmp_path / "plans.json", argparse.ArgumentParser()
@@ -141,6 +162,15 @@ def test_trials_beside_a_file_say_how_much_slower_the_machine_is_now(figures, tm
     assert after == pytest.approx({plan: 1.25 * seconds for plan, seconds in before.items()})
     told = capsys.readouterr().out.splitlines()
     assert told[1] == "a plain step takes 1.25 of what it took then, and so do all forecasts"
+    # Where the plain plan is among those that are tried no other one is run.
+    seen = []
+    fixed = ["--fix=mesh=layers:1", "--fix=num_microbatches=1", "--fix=remat=none"]
+    arguments = parser.parse_args([figures, "--devices=4", *fixed, "--model=a.B", "--trials=2"])
+    arguments.measured = lambda *_: types.SimpleNamespace(
+        rows=16, seconds=lambda plans: seen.extend(plans) or [1.0] * len(plans)
+    )
+    assert command.run(arguments) == 0
+    assert len(seen) == 1 and "takes 1.25" in capsys.readouterr().out
     # One device would hold 64 MB of weights, as many of gradients, and twice as much besides.
     plans("--model=a.B", "--trials=2", "--memory=200MB")
     assert "a plain step" not in capsys.readouterr().out

@@ -81,6 +81,7 @@ def test_what_is_malformed_is_an_error(text, told):
         {"cores": 0.0},
         {"crowding": 1.5},
         {"plain_step": -1.0},
+        {"update_memory": 0.5},
     ],
 )
 def test_numbers_have_to_be_some(change):

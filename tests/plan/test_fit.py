@@ -90,3 +90,33 @@ def test_steps_whose_times_differ_count_less():
     steps = [Measured(PLANS[0], 8, 100.0), Measured(PLANS[0], 8, 300.0, spread=3.0)]
     found = fitted(Figures(LAYERS), steps)
     assert predict(PLANS[0], found, 8).seconds == pytest.approx(100.0, rel=0.02)
+
+
+def test_what_layers_do_however_few_the_rows_is_fitted():
+    """As where a clock takes some time itself, and more on one core."""
+
+    def layers(seconds, work):
+        def lines(start):
+            return {kind: Curve(((1, start + 1.0), (8, start + 8.0))) for kind in "FB"}
+
+        line = Curve(((1, 1.0),))
+        layer = LayerFigures("a", lines(seconds), 0, line, line, work=lines(work))
+        return Figures((layer,) * 4, cores=2.0)
+
+    truth, start = layers(1.0, 1.5), layers(2.0, 4.0)
+    steps = [
+        step
+        for plan in PLANS
+        for told in [predict(plan, truth, 8)]
+        for step in (
+            Measured(plan, 8, told.seconds),
+            Measured(plan, 8, told.work, is_work=True),
+        )
+    ]
+    found = fitted(start, steps)
+    for plan in (*PLANS, *OTHERS):
+        for name in ("seconds", "work"):
+            was = getattr(predict(plan, truth, 8), name)
+            told = getattr(predict(plan, found, 8), name)
+            assert told == pytest.approx(was, rel=0.06), (plan, name)
+    assert predict(PLANS[1], start, 8).work > 1.5 * predict(PLANS[1], truth, 8).work

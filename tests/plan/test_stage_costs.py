@@ -46,7 +46,6 @@ def test_replicas_have_fewer_rows_and_groups_less_of_each():
     stages = stages_of(plan, figures(split=4), batch=8)
     assert (stages.rows, stages.replicas, stages.group) == (2, 2, 2)
     assert stages.weights(0) == 4 * 8 / 2
-    assert stages.kept(0) == 4 * 4 * 2 / 2
     costs = action_costs(stages, figures(split=4), sums=False)
     # Two rows, half of each layer.
     assert costs.forward == (6.0,) and costs.backward == (12.0,)

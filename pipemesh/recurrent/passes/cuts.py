@@ -131,5 +131,7 @@ class Cuts:
     def pending(self) -> list[str]:
         """Names of what an `I` leaves for its `W`, beside what it was given itself."""
         known = self.input_grad_nodes - (self.again if self._is_twice else set())
+        # As of what is kept.
+        known -= self._traced.cut.reshapes(known)
         known |= {node_of(name) for name in [*self.kept, *self.grad_placeholders]}
         return self._traced.cut.frontier(self.theta_names, known)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Protocol
 
 import numpy as np
@@ -43,6 +43,9 @@ class ActionClock:
     Python, some dozens of microseconds, so a step with a clock is for looking at, not for timing as
     a whole.
 
+    Args:
+        noted: is told of each action that starts, and that ends (True), at that time.
+
     Example:
         >>> import tensorflow as tf
         >>> from pipemesh.recurrent import ActionClock, Options, Stage, pipeline
@@ -59,7 +62,8 @@ class ActionClock:
         ['0F0', '0F1', '0F2', '0F3']
     """
 
-    def __init__(self) -> None:
+    def __init__(self, noted: Callable[[Action, bool], None] | None = None) -> None:
+        self._noted = noted
         # For each replica; of a stage that has one, it has the number 0.
         self._times: dict[tuple[Action, bool], dict[int, float]] = {}
         self._lock = threading.Lock()
@@ -102,6 +106,8 @@ class ActionClock:
         with self._lock:
             # Of several things that a replica waits for the last one counts.
             self._times.setdefault(key, {})[replica] = now
+            if self._noted is not None:
+                self._noted(*key)
         return np.int64(0)
 
     def timeline(self, schedule: Schedule, unit: float = 1.0) -> Timeline:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -110,9 +111,11 @@ def take(logdir: str) -> None:
     trial = ""
     try:
         if number := _trials(figures, batch, asked):
-            plan, seconds = _fastest(logdir, devices, fixed, number, asked)
-            best = predict(plan, figures, batch)
-            trial = f"{1e3 * seconds:.4g} ms a step in a trial, "
+            first = _fastest(logdir, devices, fixed, number, asked)
+            plan = Plan.from_values(first["plan"])
+            # As the machine is now.
+            best = dataclasses.replace(predict(plan, figures, batch), seconds=first["seconds"])
+            trial = f"{1e3 * first['trial']:.4g} ms a step in a trial, "
         else:
             best = search(figures, Asked(devices, batch, _memory(), fixed), count=1)[0]
     except PlanError as error:
@@ -239,8 +242,8 @@ def _trials(figures: Figures, batch: int, asked: str) -> int:
 
 def _fastest(
     logdir: str, devices: int, fixed: Mapping[str, str], number: int, asked: str
-) -> tuple[Plan, float]:
-    """The plan whose steps are shortest, of the best by forecast, and what one takes."""
+) -> dict[str, Any]:
+    """The plan whose steps are shortest, of the best by forecast, as `pipemesh plan` writes it."""
     words = [FLAGS.figures or os.path.join(logdir, FILE), f"--trials={number}"]
     words += [f"--fix={name}={value}" for name, value in fixed.items()]
     if FLAGS.device_memory is not None:
@@ -249,8 +252,7 @@ def _fastest(
         path = os.path.join(folder, "plans.json")
         _run([*words, f"--json={path}"], "running steps of the best plans", devices, asked)
         with open(path, encoding="utf-8") as file:
-            first = json.load(file)[0]
-    return Plan.from_values(first["plan"]), first["trial"]
+            return json.load(file)[0]
 
 
 def _measure(path: str, devices: int, asked: str) -> None:

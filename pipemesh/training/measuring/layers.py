@@ -19,6 +19,7 @@ from pipemesh.recurrent.memory import StageMemory
 from pipemesh.schedule import Schedule
 from pipemesh.training.measuring.action_times import ActionTimes, on_one_core, times_of
 from pipemesh.training.measuring.timed_step import TimedStep
+from pipemesh.training.measuring.working_memory import working_memory
 from pipemesh.training.subject import Subject
 
 # Dims whose slices devices compute on their own, and add up once.
@@ -48,6 +49,8 @@ class MeasuredLayers:
         update: seconds of an optimizer for each byte of weights.
         rules: what of them devices can share, as rules of a layout.
         optimizer: bytes of the optimizer's state for each byte of weights.
+        update_memory: bytes that an update needs at once for each byte of weights, gradients
+            included.
 
     Raises:
         PlanError: the model does not cut its layers as plans say, or has no pipeline.
@@ -81,6 +84,7 @@ class MeasuredLayers:
             work = together.of_layers(together.besides(rows[0]))
         step, halves = steps[0], steps[cases.index(("IW", middle))].memory[0].stages
         held = [(size, each.memory[0].stages) for size, each in zip(rows, steps, strict=False)]
+        needed = {size: working_memory(each) for size, each in zip(rows, steps, strict=False)}
         cells = [step.stack.children[cell.name] for cell in step.stack.params.cell_tpl]
         dims = [_dims(cell) for cell in cells]
         self.rules = ";".join(f"{dim}:{AXIS}" for dim in SPLIT if any(dim in of for of in dims))
@@ -93,6 +97,8 @@ class MeasuredLayers:
         weights = num_bytes(variables)
         self.optimizer = num_bytes(step.trained.optimizer_variables()) / weights
         self.update, self.fixed = _outside(alone, together, weights)
+        updates = [found.update for found in needed.values() if found is not None]
+        self.update_memory = max([1.0, *(most / weights for most in updates)])
         self.layers = [
             _figures(
                 step.stack.params.cell_tpl[layer].sub[0].name,
@@ -104,6 +110,7 @@ class MeasuredLayers:
                 dims[layer],
                 halves[layer],
                 shared[layer] if shared else None,
+                {size: found.stages[layer] for size, found in needed.items() if found is not None},
             )
             for layer in range(number)
         ]
@@ -204,6 +211,7 @@ def _figures(
     dims: dict[str, int],
     halves: StageMemory,
     shared: StageMemory | None,
+    working: dict[int, int],
 ) -> LayerFigures:
     curves = _with_halves(seconds, middle)
     # What cores compute is the better measure: it is what other programs disturb least.
@@ -230,6 +238,7 @@ def _figures(
         summed=Curve(tuple((x, y * len(dims)) for x, y in outputs.points)) if dims else None,
         sums=max(1, len(dims)),
         split=split,
+        working=Curve(tuple(working.items())) if working else None,
         whole=whole(lambda memory: memory.kept),
         pending=Curve(((middle, halves.pending),)),
         pending_whole=whole(lambda memory: memory.pending),
@@ -241,14 +250,13 @@ def _figures(
 def _with_halves(seconds: dict[str, dict[int, float]], middle: int) -> dict[str, Curve]:
     """Curves of all kinds of action, where halves were measured at one number of rows.
 
-    A layer without weights has no `W`. Both halves are the whole: the clock sees less of one some
-    of which may begin before it.
+    A layer without weights has no `W`. On several cores both halves take longer than the whole,
+    which does them at once where they need nothing of each other.
     """
     curves = {kind: Curve(tuple(seconds[kind].items())) for kind in ("F", "B")}
-    parts = {kind: seconds.get(kind, {middle: 0.0})[middle] for kind in "IW"}
-    for kind, time in parts.items():
-        share = time / sum(parts.values())
-        curves[kind] = Curve(tuple((size, share * whole) for size, whole in curves["B"].points))
+    for kind in "IW":
+        share = seconds[kind][middle] / seconds["B"][middle] if kind in seconds else 0.0
+        curves[kind] = curves["B"].scaled(share)
     return curves
 
 

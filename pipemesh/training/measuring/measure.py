@@ -16,6 +16,7 @@ from pipemesh.plan.fit import Measured, fitted
 from pipemesh.plan.network import Link
 from pipemesh.training.measuring.action_times import in_turn, usual
 from pipemesh.training.measuring.layers import AXIS, Make, MeasuredLayers
+from pipemesh.training.measuring.timed_step import TimedStep
 from pipemesh.training.measuring.trials import in_rounds
 from pipemesh.training.subject import rows_of
 
@@ -52,6 +53,7 @@ def measure(
         fixed=layers.fixed,
         update=layers.update,
         optimizer=layers.optimizer,
+        update_memory=layers.update_memory,
         transfer=_LINK,
         sums=_LINK if layers.rules else None,
         crowding=_CROWDING,
@@ -62,7 +64,11 @@ def measure(
         f"{devices} devices",
     )
     plans = list(plans_to_fit(figures, devices))
-    seconds, work = in_rounds(make, batch, plans, _STEPS, lambda plan: say(f"a step of '{plan}'"))
+    whole: list[TimedStep] = []
+    for plan in plans:
+        say(f"a step of '{plan}'")
+        whole.append(TimedStep(make(plan), batch))
+    seconds, work = in_rounds(whole, _STEPS)
     steps = in_turn(seconds)
     told: list[Measured] = []
     for plan, took, done, every in zip(
@@ -109,8 +115,14 @@ def plans_to_fit(figures: Figures, devices: int) -> Iterator[Plan]:
         mesh = Mesh.from_text(f"layers:1;data:{devices}")
         number = divisor(rows // devices, 8)
         yield Plan(mesh, LayoutRules.from_text("batch:data"), num_microbatches=number)
-    if figures.rules and max(layer.split for layer in figures.layers) > 1:
-        rules = LayoutRules.from_text(figures.rules)
-        for number in sorted({1, divisor(rows, 8)}):
-            mesh = Mesh.from_text(f"layers:1;{AXIS}:2")
-            yield Plan(mesh, rules, num_microbatches=number, remat="none")
+    if not figures.can_share(2):
+        return
+    rules = LayoutRules.from_text(figures.rules)
+    for number in sorted({1, divisor(rows, 8)}):
+        mesh = Mesh.from_text(f"layers:1;{AXIS}:2")
+        yield Plan(mesh, rules, num_microbatches=number, remat="none")
+    most = max(n for n in range(1, devices + 1) if not devices % n and figures.can_share(n))
+    if most > 2:
+        # As many slices as there can be.
+        mesh = Mesh.from_text(f"layers:1;{AXIS}:{most}")
+        yield Plan(mesh, rules, num_microbatches=divisor(rows, 2), remat="full")

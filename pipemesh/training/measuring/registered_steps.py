@@ -43,7 +43,7 @@ class RegisteredSteps:
         return measure(self._make, self._batch, self._devices, _say)
 
     def seconds(self, plans: Sequence[Plan]) -> list[float]:
-        """What a step takes under each of some plans; see `seconds_of`."""
+        """What a step takes under each of some plans, endless if it cannot be; see `seconds_of`."""
         from pipemesh.training.measuring.trials import seconds_of
 
         return seconds_of(self._make, self._batch, plans, _say)

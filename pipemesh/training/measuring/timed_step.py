@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -31,6 +32,7 @@ class TimedStep:
         cpu: seconds that the cores of this machine took for the latest step, added up.
         before: seconds of the latest step until its first action, if it is clocked.
         after: seconds from its last action on.
+        noted: is told of each action that starts, and that ends (True), if it is clocked.
 
     Raises:
         PlanError: the model has no pipeline, or several.
@@ -50,7 +52,8 @@ class TimedStep:
         self.stack: Any = self.trained.pipelines[0]
         self.memory: list[DeviceMemory] = []
         self.stack.noted_run = self._note
-        self._clock = self.stack.clock = ActionClock() if clocked else None
+        self.noted: Callable[[Action, bool], None] | None = None
+        self._clock = self.stack.clock = ActionClock(self._note_action) if clocked else None
 
         def step(batch: Any) -> Any:
             return self.trained.train(batch, lambda metrics, per_example: ())[0]
@@ -59,6 +62,10 @@ class TimedStep:
         self.cpu = self.before = self.after = 0.0
         self.run()
         self.build = time.perf_counter() - begin
+
+    def _note_action(self, action: Action, is_end: bool) -> None:
+        if self.noted is not None:
+            self.noted(action, is_end)
 
     def _note(self, run: Any) -> None:
         self.stack.noted_run = None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pipemesh.errors import PipemeshError
 from pipemesh.plan import Plan
 from pipemesh.training.measuring.action_times import ROUNDS, in_turn
 from pipemesh.training.measuring.layers import Make
@@ -13,32 +15,17 @@ from pipemesh.training.measuring.timed_step import TimedStep
 
 
 def in_rounds(
-    make: Make,
-    batch: Any,
-    plans: Sequence[Plan],
-    number: int,
-    say: Callable[[Plan], None],
+    steps: Sequence[TimedStep], number: int
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Runs steps under some plans in turn: other work on the machine makes all of a round longer.
+    """Runs some steps in turn: other work on the machine makes all of a round longer.
 
     Args:
-        make: the model under a plan.
-        batch: one of its batches.
-        plans: some; all of them are held at once.
+        steps: some.
         number: of rounds.
-        say: is told which plan's step is being built.
 
     Returns:
         Of each round the seconds of each step, and those that all cores took for it.
-
-    Raises:
-        PlanError: a plan cannot be had for the model.
-        PipemeshError: likewise.
     """
-    steps: list[TimedStep] = []
-    for plan in plans:
-        say(plan)
-        steps.append(TimedStep(make(plan), batch))
     seconds: list[list[float]] = []
     work: list[list[float]] = []
     for _ in range(number):
@@ -56,13 +43,27 @@ def seconds_of(
         make: the model under a plan.
         batch: one of its batches.
         plans: some; all of them are held at once.
-        say: is told what is being measured.
+        say: is told what is being measured, and why a plan cannot be.
+
+    Returns:
+        One for each plan; endless for one that cannot be had for the model.
 
     Raises:
-        PlanError: a plan cannot be had for the model.
-        PipemeshError: likewise.
+        PipemeshError: none of them can.
     """
     # What was measured before may hold much memory.
     gc.collect()
-    seconds, _ = in_rounds(make, batch, plans, ROUNDS, lambda plan: say(f"a trial of '{plan}'"))
-    return in_turn(seconds)
+    steps: dict[int, TimedStep] = {}
+    failed: PipemeshError | None = None
+    for i, plan in enumerate(plans):
+        say(f"a trial of '{plan}'")
+        try:
+            steps[i] = TimedStep(make(plan), batch)
+        except PipemeshError as error:
+            say(f"nothing of it, since it cannot be built: {error}")
+            failed = error
+    if failed is not None and not steps:
+        raise failed
+    found = in_turn(in_rounds(list(steps.values()), ROUNDS)[0])
+    took = dict(zip(steps, found, strict=True))
+    return [took.get(i, math.inf) for i in range(len(plans))]

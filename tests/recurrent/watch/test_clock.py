@@ -145,3 +145,20 @@ def test_devices_of_a_home_that_drift_apart_still_wait(monkeypatch):
     found = clock.timeline(schedule)
     assert found.starts == ((0.0, 2.0),) and found.ends == ((1.0, 3.0),)
     assert found.bubble_ratio == pytest.approx(1 / 3)
+
+
+def test_who_asks_is_told_of_each_action_when_it_starts_and_ends():
+    told, schedule = [], zb_h1(1, 2)
+    clock = ActionClock(lambda action, is_end: told.append((str(action), is_end)))
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            options = Options(clock=clock, remat="none")
+            loss, _, _ = pipeline_loss(stages(schedule), [x], schedule, options=options)
+        return tape.gradient(loss, x)
+
+    step(tf.constant([1.0, 2.0]))
+    actions = [str(action) for action in schedule.rows[0]]
+    assert told == [(action, is_end) for action in actions for is_end in (False, True)]

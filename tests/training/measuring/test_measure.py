@@ -9,7 +9,7 @@ import tensorflow as tf
 from pipemesh.errors import PlanError
 from pipemesh.plan import Plan
 from pipemesh.plan.figures import Figures
-from pipemesh.training.measuring.layers import number_of_layers, with_rows
+from pipemesh.training.measuring.layers import _with_halves, number_of_layers, with_rows
 from pipemesh.training.measuring.measure import plans_to_fit
 from pipemesh.training.registered import RegisteredModel
 from tests.training.command.program import run
@@ -34,6 +34,8 @@ def test_what_is_measured_serves_to_find_plans(tmp_path):
         assert all(curve.at(8) > 0 for curve in layer.seconds.values())
         assert set(layer.work) == (set(layer.seconds) if sys.platform == "linux" else set())
         assert 0 <= layer.again <= 1
+        # Tensors this small are not counted on a CPU.
+        assert layer.working is None or layer.working.at(8) >= 0
     assert figures.fixed > 0 and figures.update >= 0 and 0 < figures.crowding < 1
     # Rows of 6 floats and a label go to the next layer.
     assert figures.layers[1].outputs.at(8) == 8 * (6 + 1) * 4
@@ -60,6 +62,16 @@ def test_layers_are_those_of_the_pipeline():
         number_of_layers(lambda plan: RegisteredModel(StagedPoints(), "points"))
 
 
+def test_halves_of_a_backward_pass_take_what_they_take():
+    """On two cores more than the whole, which does both at once; without weights one is nothing."""
+    seconds = {"F": {1: 1.0, 4: 4.0}, "B": {1: 2.0, 4: 5.0}, "I": {4: 4.0}, "W": {4: 3.5}}
+    curves = _with_halves(seconds, 4)
+    assert [curves[kind].at(4) for kind in "FBIW"] == [4.0, 5.0, 4.0, 3.5]
+    assert [curves[kind].at(1) for kind in "FBIW"] == pytest.approx([1.0, 2.0, 1.6, 1.4])
+    del seconds["W"]
+    assert _with_halves(seconds, 4)["W"].at(4) == 0
+
+
 def test_rows_are_cut_and_repeated():
     batch = {"x": tf.reshape(tf.range(6), [3, 2])}
     assert with_rows(batch, 2)["x"].numpy().tolist() == [[0, 1], [2, 3]]
@@ -76,6 +88,8 @@ def test_plans_to_fit_use_what_there_is(tmp_path):
         tuple(figures_of_costs(costs, 1, split=4, summed=[1] * 3)), rules="heads:model", batch=12
     )
     assert {plan.mesh.num_devices for plan in plans_to_fit(plain, 1)} == {1}
+    assert "layers:1;model:4" in {str(plan.mesh) for plan in plans_to_fit(shared, 4)}
+    assert "layers:1;model:4" not in {str(plan.mesh) for plan in plans_to_fit(shared, 6)}
     assert "layers:1;data:2" in {str(plan.mesh) for plan in plans_to_fit(plain, 2)}
     assert "layers:1;model:2" not in {str(plan.mesh) for plan in plans_to_fit(plain, 2)}
     assert "layers:1;model:2" in {str(plan.mesh) for plan in plans_to_fit(shared, 2)}

@@ -1,0 +1,110 @@
+"""Bytes that a device of a plan holds and needs, action by action."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipemesh.plan.figures import Figures
+from pipemesh.plan.stage_costs import Stages
+
+
+def device_memory(stages: Stages, figures: Figures, place: int) -> float:
+    """The most bytes of one device of a place at once.
+
+    Weights and the optimizer's share are there all the time; sums of gradients from the first
+    backward action of a stage on, which makes them as it lets go of what was kept. Beside what is
+    held an action needs something while it runs, and so does the update after the last one.
+
+    Args:
+        stages: of the plan.
+        figures: of the layers.
+        place: along `layers`.
+    """
+    own = {
+        stage: _StageMemory(stages, stage)
+        for stage, owner in enumerate(stages.table.stage_devices)
+        if owner == place
+    }
+    summed: set[int] = set()
+    held = most = 0.0
+    for action in stages.table.rows[place]:
+        of, is_first = own[action.stage], action.stage not in summed
+        most = max(most, held + of.needs(action.kind, is_first))
+        held += of.leaves(action.kind)
+        if action.kind in "BW" and is_first:
+            summed.add(action.stage)
+            held += of.weights
+    weights = sum(of.weights for of in own.values())
+    states = weights * (1 + figures.optimizer / stages.replicas)
+    return states + max(most, weights * figures.update_memory)
+
+
+class _StageMemory:
+    """What a microbatch leaves of a stage on one device, and what its actions need.
+
+    Args:
+        stages: of the plan.
+        stage: which one.
+    """
+
+    def __init__(self, stages: Stages, stage: int) -> None:
+        layers, rows = stages.layers[stage], stages.rows
+        self._sums = [layer.parameter_bytes / stages.shared(layer) for layer in layers]
+        self._kept = [layer.holds(rows, stages.shared(layer)) for layer in layers]
+        self._pending = [layer.holds(rows, stages.shared(layer), True) for layer in layers]
+        self._working = [
+            layer.working.at(rows) / stages.shared(layer) if layer.working else 0.0
+            for layer in layers
+        ]
+        self.weights = sum(self._sums)
+        whole, pending = sum(self._kept), sum(self._pending)
+        held = stages.given(stage) if stages.again else whole
+        # While an action computes its stage again it has all of that, too.
+        again = max(0.0, whole - held)
+        self._leaves = {"F": held, "B": -held, "I": pending - held, "W": -pending}
+        grown = [max(0.0, p - k) for p, k in zip(self._pending, self._kept, strict=True)]
+        none = [0.0] * len(layers)
+        self._needs = {"F": held + max(self._working), "I": again + self._backward(none, grown)}
+        # What is made of gradients that nothing is added to are the sums themselves.
+        less = [max(0.0, w - s) for w, s in zip(self._working, self._sums, strict=True)]
+        self._needs |= {
+            "B": again + self._backward(self._kept, none),
+            "W": self._backward(self._pending, none),
+        }
+        self._first_needs = self._needs | {
+            "B": again + self._backward(self._kept, self._sums, less),
+            "W": self._backward(self._pending, self._sums, less),
+        }
+
+    def needs(self, kind: str, is_first: bool) -> float:
+        """Bytes beside what is held when an action begins.
+
+        Args:
+            kind: of the action.
+            is_first: whether there are no sums of the stage's gradients yet.
+        """
+        return (self._first_needs if is_first else self._needs).get(kind, 0.0)
+
+    def leaves(self, kind: str) -> float:
+        """By how much more is held after an action, sums of gradients left aside."""
+        return self._leaves.get(kind, 0.0)
+
+    def _backward(
+        self, freed: Sequence[float], made: Sequence[float], working: Sequence[float] | None = None
+    ) -> float:
+        """The most while a pass goes from the last layer to the first one.
+
+        Products of a layer wait while the one before it begins, so two at a time are at work, and
+        nothing of both is let go of.
+
+        Args:
+            freed: bytes that each layer lets go of when it is done.
+            made: bytes that it adds, and that stay.
+            working: bytes that it needs meanwhile; by default those of the layers.
+        """
+        needed = self._working if working is None else working
+        most = changed = 0.0
+        for i in reversed(range(len(freed))):
+            most = max(most, changed + made[i] + sum(needed[max(0, i - 1) : i + 1]))
+            changed += made[i] - freed[i]
+        return most

@@ -1,0 +1,74 @@
+"""What devices hold follows their actions, one after the other."""
+
+from pipemesh.plan import Plan
+from pipemesh.plan.figures import Figures
+from pipemesh.plan.layer_figures import Curve, LayerFigures
+from pipemesh.plan.stage_costs import stages_of
+from pipemesh.plan.stage_memory import device_memory
+from pipemesh.schedule import Schedule
+
+LINE = Curve(((1, 1.0),))
+
+
+def memory(plan, *layers, batch=4, place=0, **more):
+    figures = Figures(layers, optimizer=2.0, **more)
+    return device_memory(stages_of(plan, figures, batch), figures, place)
+
+
+def layer(weights, kept, **more):
+    times = {"F": LINE, "B": LINE}
+    return LayerFigures("a", times, weights, Curve(((1, kept),)), Curve(((1, 1.0),)), **more)
+
+
+def test_gradients_come_as_what_is_kept_goes():
+    """One microbatch: a layer's gradient is there before what it kept is gone."""
+    plan = Plan(remat="none")
+    states = 3 * 10 * 3
+    assert memory(plan, *[layer(10, 10.0)] * 3, batch=1) == states + 4 * 10
+    # With few gradients the peak is the first forward pass.
+    small = [layer(1, 10.0)] * 3
+    assert memory(plan, *small, batch=1) == 3 * 3 + 30 + 1
+    # Of several microbatches all but the first one find them.
+    several = Plan(schedule="gpipe", num_microbatches=4, remat="none")
+    assert memory(several, *[layer(10, 10.0)] * 3) == states + 4 * 30 + 10
+    one_by_one = Plan(num_microbatches=4, remat="none")
+    assert memory(one_by_one, *[layer(10, 10.0)] * 3) == states + 30 + 30
+
+
+def test_what_is_made_for_sums_that_are_not_there_yet_is_those_sums():
+    plan = Plan(remat="none")
+    assert memory(plan, layer(10, 5.0, working=Curve(((1, 12.0),))), batch=1) == 30 + 5 + 12
+    later = Plan(num_microbatches=4, remat="none")
+    assert memory(later, layer(10, 5.0, working=Curve(((1, 12.0),)))) == 30 + 10 + 5 + 12
+
+
+def test_sums_are_made_by_the_first_half_that_has_weights():
+    table = Schedule.from_text("0: 0F0 0F1 0I0 0I1 0W0 0W1")
+    plan = Plan(schedule=table, num_microbatches=2, remat="none")
+    # Both microbatches are pending when the first W begins.
+    found = memory(plan, layer(10, 2.0, pending=Curve(((1, 3.0),))), batch=2)
+    assert found == 30 + 2 * 3 + 10
+
+
+def test_an_update_may_need_more_than_all_actions():
+    plan = Plan(num_microbatches=4, remat="none")
+    assert memory(plan, layer(10, 1.0)) == 30 + 10 + 1
+    assert memory(plan, layer(10, 1.0), update_memory=1.5) == 30 + 15
+
+
+def test_what_is_computed_again_has_what_it_was_given_in_it():
+    plan = Plan("layers:2", num_microbatches=4, remat="full")
+    layers = [layer(10, 8.0), layer(10, 8.0)]
+    # Two microbatches in flight have nothing that is given; one stage is computed again at a time.
+    assert memory(plan, *layers) == 30 + 10 + 8
+    assert memory(plan, *layers, place=1) == 30 + 10 + 8
+
+
+def test_replicas_have_fewer_rows_and_slices_less_of_each():
+    plan = Plan(
+        "layers:1;data:2;model:2", "batch:data;heads:model", num_microbatches=2, remat="none"
+    )
+    layers = [layer(10, 4.0, split=2, summed=LINE)] * 4
+    # Half of all weights and gradients, a quarter of the optimizer's state; of two rows half.
+    found = memory(plan, *layers, batch=8, rules="heads:model")
+    assert found == 20 + 20 + 20 + 4 * 2 * 4 / 2
