@@ -47,8 +47,11 @@ def test_what_actions_and_the_update_need_is_seen():
     step = Said()
     found = working_memory(step)
     assert step.runs > 1 and step.noted is None
-    assert [round(size / MB) for size in found.stages] == [3, 5]
-    assert round(found.update / MB) == 9
+    # The allocator gives whole pieces, which may be larger than what is asked for.
+    assert all(
+        need * MB <= size < 2 * need * MB for need, size in zip((3, 5), found.stages, strict=True)
+    )
+    assert 9 * MB <= found.update < 18 * MB
 
 
 def test_where_memory_is_not_counted_nothing_is_known():
