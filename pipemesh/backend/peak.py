@@ -112,7 +112,7 @@ def peak_memory(devices: Sequence[str]) -> int:
     """
     gpus = [device for device in dict.fromkeys(devices) if "GPU" in device]
     if gpus:
-        return sum(TensorMemory(device).peak for device in gpus)
+        return sum(tf.config.experimental.get_memory_info(device)["peak"] for device in gpus)
     # In units of 1024 bytes on Linux, of one byte on macOS.
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -155,7 +155,7 @@ def _tried(
     uncut = [dataclasses.replace(plan, boundaries=None) for plan in plans]
     times = model.seconds([*plans, PLAIN] if is_old and PLAIN not in uncut else plans)
     pace = 1.0
-    if is_old and math.isfinite(plain := dict(zip([*uncut, PLAIN], times, strict=False))[PLAIN]):
+    if is_old and math.isfinite(plain := times[[*uncut, PLAIN].index(PLAIN)]):
         now = figures.at_pace(plain)
         pace = now.plain_step / figures.plain_step
         found = [predict(each.plan, now, now.batch) for each in found]

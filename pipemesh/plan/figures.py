@@ -108,7 +108,9 @@ class Figures:
             >>> [n for n in range(1, 7) if figures.can_share(n)]
             [1, 2, 3, 6]
         """
-        splits = [layer.split for layer in self.layers if layer.summed is not None]
+        splits = [
+            layer.split for layer in self.layers if layer.split > 1 or layer.summed is not None
+        ]
         return devices == 1 or bool(self.rules and splits and not math.gcd(*splits) % devices)
 
     def at_pace(self, plain_step: float) -> Figures:

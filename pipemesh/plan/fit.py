@@ -115,9 +115,7 @@ def _layers(figures: Figures, factor: float) -> Figures:
     return dataclasses.replace(figures, layers=layers)
 
 
-def _curves(
-    figures: Figures, moved: Callable[[Curve], Curve], names: Sequence[str] = ("seconds", "work")
-) -> Figures:
+def _curves(figures: Figures, moved: Callable[[Curve], Curve], names: Sequence[str]) -> Figures:
     """Figures with curves of their layers' times moved."""
 
     def of(layer: LayerFigures) -> LayerFigures:
@@ -134,7 +132,8 @@ def _start(names: Sequence[str]) -> Callable[[Figures, float], Figures]:
         if len(curve.points) == 1:
             return curve
         (x, y), (end, then) = curve.points[:2]
-        more = (factor - 1) * max(0.0, y - (then - y) / (end - x) * x)
+        # Of a line that falls, which is one of chance, all of its beginning.
+        more = (factor - 1) * min(y, max(0.0, y - (then - y) / (end - x) * x))
         return Curve(tuple((rows, max(of + more, _LEAST * of)) for rows, of in curve.points))
 
     return lambda figures, factor: _curves(figures, lambda curve: moved(curve, factor), names)

@@ -86,7 +86,7 @@ class LayerFigures:
         summed: bytes that devices add up in its forward pass where it is split among them, and
             as many in its backward pass.
         sums: in how many sums they do.
-        split: among how many devices it can be split at most; 1 if it cannot.
+        split: divisors of it are as many devices as it can be split among; 1 if it cannot.
         working: bytes that an action needs of it while it runs, beside what is kept.
         whole: bytes of what is kept that each of the devices has which share it.
         pending: bytes that it keeps between an `I` and its `W`; by default as many as are kept.

@@ -11,9 +11,9 @@ from pipemesh.plan.stage_costs import Stages
 def device_memory(stages: Stages, figures: Figures, place: int) -> float:
     """The most bytes of one device of a place at once.
 
-    Weights and the optimizer's share are there all the time; sums of gradients from the first
-    backward action of a stage on, which makes them as it lets go of what was kept. Beside what is
-    held an action needs something while it runs, and so does the update after the last one.
+    Weights and the optimizer's share are there all the time; sums of gradients from the first `B`
+    or `W` of a stage on, which makes them as it lets go of what was kept. Beside what is held an
+    action needs something while it runs, and so does the update after the last one.
 
     Args:
         stages: of the plan.
@@ -36,7 +36,9 @@ def device_memory(stages: Stages, figures: Figures, place: int) -> float:
             held += of.weights
     weights = sum(of.weights for of in own.values())
     states = weights * (1 + figures.optimizer / stages.replicas)
-    return states + max(most, weights * figures.update_memory)
+    # Each replica updates its share.
+    update = weights * (1 + (figures.update_memory - 1) / stages.replicas)
+    return states + max(most, update)
 
 
 class _StageMemory:
@@ -56,7 +58,7 @@ class _StageMemory:
             layer.working.at(rows) / stages.shared(layer) if layer.working else 0.0
             for layer in layers
         ]
-        self.weights = sum(self._sums)
+        self.weights = stages.weights(stage)
         whole, pending = sum(self._kept), sum(self._pending)
         held = stages.given(stage) if stages.again else whole
         # While an action computes its stage again it has all of that, too.
@@ -64,12 +66,13 @@ class _StageMemory:
         self._leaves = {"F": held, "B": -held, "I": pending - held, "W": -pending}
         grown = [max(0.0, p - k) for p, k in zip(self._pending, self._kept, strict=True)]
         none = [0.0] * len(layers)
-        self._needs = {"F": held + max(self._working), "I": again + self._backward(none, grown)}
-        # What is made of gradients that nothing is added to are the sums themselves.
+        # Without gradients of weights; where nothing is added to them, they are the sums.
         less = [max(0.0, w - s) for w, s in zip(self._working, self._sums, strict=True)]
-        self._needs |= {
-            "B": again + self._backward(self._kept, none),
-            "W": self._backward(self._pending, none),
+        self._needs = {
+            "F": held + max(less),
+            "B": again + self._backward(self._kept, none, self._working),
+            "I": again + self._backward(none, grown, less),
+            "W": self._backward(self._pending, none, self._working),
         }
         self._first_needs = self._needs | {
             "B": again + self._backward(self._kept, self._sums, less),
@@ -89,9 +92,8 @@ class _StageMemory:
         """By how much more is held after an action, sums of gradients left aside."""
         return self._leaves.get(kind, 0.0)
 
-    def _backward(
-        self, freed: Sequence[float], made: Sequence[float], working: Sequence[float] | None = None
-    ) -> float:
+    @staticmethod
+    def _backward(freed: Sequence[float], made: Sequence[float], working: Sequence[float]) -> float:
         """The most while a pass goes from the last layer to the first one.
 
         Products of a layer wait while the one before it begins, so two at a time are at work, and
@@ -100,11 +102,10 @@ class _StageMemory:
         Args:
             freed: bytes that each layer lets go of when it is done.
             made: bytes that it adds, and that stay.
-            working: bytes that it needs meanwhile; by default those of the layers.
+            working: bytes that it needs meanwhile.
         """
-        needed = self._working if working is None else working
         most = changed = 0.0
         for i in reversed(range(len(freed))):
-            most = max(most, changed + made[i] + sum(needed[max(0, i - 1) : i + 1]))
+            most = max(most, changed + made[i] + sum(working[max(0, i - 1) : i + 1]))
             changed += made[i] - freed[i]
         return most

@@ -1,5 +1,6 @@
 """What devices can compute is measured in products of matrices."""
 
+import gc
 import resource
 
 import pytest
@@ -35,6 +36,7 @@ def test_tensors_of_a_process_are_counted_as_they_come_and_go():
     if not memory.is_counted:
         pytest.skip("this build of TensorFlow does not count the CPU's memory")
     size = 2**22
+    gc.collect()
     memory.forget_peak()
     begin = memory.current
     held = tf.fill([size], tf.ones([], tf.uint8))

@@ -1,12 +1,14 @@
 """Figures that agree with steps that were measured."""
 
+import math
+
 import pytest
 
 from pipemesh.errors import PlanError
 from pipemesh.partition import LayerCost
 from pipemesh.plan import Plan
 from pipemesh.plan.figures import Figures
-from pipemesh.plan.fit import Measured, fitted
+from pipemesh.plan.fit import Measured, _moved, fitted
 from pipemesh.plan.layer_figures import Curve, LayerFigures, figures_of_costs
 from pipemesh.plan.network import Link
 from pipemesh.plan.predict import predict
@@ -120,3 +122,11 @@ def test_what_layers_do_however_few_the_rows_is_fitted():
             told = getattr(predict(plan, found, 8), name)
             assert told == pytest.approx(was, rel=0.06), (plan, name)
     assert predict(PLANS[1], start, 8).work > 1.5 * predict(PLANS[1], truth, 8).work
+
+
+def test_a_line_that_falls_begins_no_higher_than_it_is():
+    """Few rows that took longer than more by chance: what is moved is that, and not more."""
+    falling, line = Curve(((1, 10.0), (2, 5.0), (8, 20.0))), Curve(((1, 1.0),))
+    figures = Figures((LayerFigures("a", {"F": falling, "B": falling}, 0, line, line),))
+    (longer,) = _moved(figures, {"start of seconds": math.log(1.5)}).layers
+    assert [longer.seconds["F"].at(rows) for rows in (1, 2, 8)] == pytest.approx([15, 10, 25])

@@ -72,3 +72,18 @@ def test_replicas_have_fewer_rows_and_slices_less_of_each():
     # Half of all weights and gradients, a quarter of the optimizer's state; of two rows half.
     found = memory(plan, *layers, batch=8, rules="heads:model")
     assert found == 20 + 20 + 20 + 4 * 2 * 4 / 2
+
+
+def test_a_forward_pass_makes_no_gradients():
+    """As of an embedding, which makes the gradient of its whole table, and nothing else."""
+    table = layer(100, 0.0, working=Curve(((1, 100.0),)))
+    blocks = [layer(1, 50.0, working=Curve(((1, 2.0),)))] * 3
+    states = 103 * 3
+    # Where the last block goes back, before anything that the table makes; then where it does.
+    assert memory(Plan(remat="none"), table, *blocks, batch=1) == states + 150 + 3
+
+
+def test_replicas_share_the_update():
+    plan = Plan("layers:1;data:2", "batch:data", num_microbatches=2, remat="none")
+    # A whole gradient each, and a half of what is made of it.
+    assert memory(plan, layer(10, 0.1), update_memory=2.0) == 10 + 10 + 10 + 5

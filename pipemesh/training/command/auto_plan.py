@@ -111,7 +111,7 @@ def take(logdir: str) -> None:
     trial = ""
     try:
         if number := _trials(figures, batch, asked):
-            first = _fastest(logdir, devices, fixed, number, asked)
+            first = _fastest(logdir, devices, batch, fixed, number, asked)
             plan = Plan.from_values(first["plan"])
             # As the machine is now.
             best = dataclasses.replace(predict(plan, figures, batch), seconds=first["seconds"])
@@ -241,10 +241,10 @@ def _trials(figures: Figures, batch: int, asked: str) -> int:
 
 
 def _fastest(
-    logdir: str, devices: int, fixed: Mapping[str, str], number: int, asked: str
+    logdir: str, devices: int, batch: int, fixed: Mapping[str, str], number: int, asked: str
 ) -> dict[str, Any]:
     """The plan whose steps are shortest, of the best by forecast, as `pipemesh plan` writes it."""
-    words = [FLAGS.figures or os.path.join(logdir, FILE), f"--trials={number}"]
+    words = [FLAGS.figures or os.path.join(logdir, FILE), f"--trials={number}", f"--batch={batch}"]
     words += [f"--fix={name}={value}" for name, value in fixed.items()]
     if FLAGS.device_memory is not None:
         words.append(f"--memory={FLAGS.device_memory}")

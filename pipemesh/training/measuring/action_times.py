@@ -93,10 +93,15 @@ class ActionTimes:
             took = usual(times)
             return max(took - beside, _LEAST * took)
 
-        return [
+        found = [
             {kind: {size: without(times) for size, times in of.items()} for kind, of in own.items()}
             for own in self._layers
         ]
+        # A first layer without weights has nothing to do in a backward pass.
+        for own in found:
+            for kind in "BR":
+                own.setdefault(kind, dict.fromkeys(own["F"], 0.0))
+        return found
 
 
 def _later(step: TimedStep) -> list[tuple[Action, float]]:

@@ -41,6 +41,7 @@ class MeasuredLayers:
         rows: that microbatches have, rising.
         say: is told what is being measured.
         on_cpu: whether devices are processors, which share cores.
+        devices: that there are; of two it is seen what each has whole of a layer that both share.
 
     Attributes:
         layers: figures of each, first to last.
@@ -63,6 +64,7 @@ class MeasuredLayers:
         rows: Sequence[int],
         say: Callable[[str], None],
         on_cpu: bool,
+        devices: int,
     ) -> None:
         number = number_of_layers(make)
         middle = rows[len(rows) // 2]
@@ -89,7 +91,8 @@ class MeasuredLayers:
         dims = [_dims(cell) for cell in cells]
         self.rules = ";".join(f"{dim}:{AXIS}" for dim in SPLIT if any(dim in of for of in dims))
         shared: Sequence[StageMemory] = ()
-        if self.rules:
+        slices = math.gcd(*(size for of in dims for size in of.values()))
+        if self.rules and devices > 1 and slices % 2 == 0:
             say(f"{number} layers on two devices, {middle} rows")
             on = Mesh.from_text(f"layers:1;{AXIS}:2"), LayoutRules.from_text(self.rules)
             shared = _step(make, batch, number, "IW", middle, on=on).memory[0].stages
@@ -255,8 +258,8 @@ def _with_halves(seconds: dict[str, dict[int, float]], middle: int) -> dict[str,
     """
     curves = {kind: Curve(tuple(seconds[kind].items())) for kind in ("F", "B")}
     for kind in "IW":
-        share = seconds[kind][middle] / seconds["B"][middle] if kind in seconds else 0.0
-        curves[kind] = curves["B"].scaled(share)
+        whole, half = seconds["B"][middle], seconds.get(kind, {}).get(middle, 0.0)
+        curves[kind] = curves["B"].scaled(half / whole if whole else 0.0)
     return curves
 
 

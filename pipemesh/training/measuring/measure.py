@@ -46,7 +46,7 @@ def measure(
     rows = rows_of(batch)
     sizes = sorted({1, *(max(1, rows // n) for n in (16, 8, 4, 2)), rows})
     on_cpu = make(Plan()).device_type == "CPU"
-    layers = MeasuredLayers(make, batch, sizes, say, on_cpu)
+    layers = MeasuredLayers(make, batch, sizes, say, on_cpu, devices)
     figures = Figures(
         tuple(layers.layers),
         action=max(_ACTION, layers.action),

@@ -7,7 +7,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pipemesh.errors import PipemeshError
+import tensorflow as tf
+
+from pipemesh.errors import PipemeshError, PlanError
 from pipemesh.plan import Plan
 from pipemesh.training.measuring.action_times import ROUNDS, in_turn
 from pipemesh.training.measuring.layers import Make
@@ -60,8 +62,13 @@ def seconds_of(
         try:
             steps[i] = TimedStep(make(plan), batch)
         except PipemeshError as error:
-            say(f"nothing of it, since it cannot be built: {error}")
-            failed = error
+            # Without its traceback, which holds what was built.
+            failed = error.with_traceback(None)
+        except tf.errors.ResourceExhaustedError:
+            failed = PlanError(f"'{plan}' needs more memory than there is")
+        else:
+            continue
+        say(f"nothing of it, since it cannot be had: {failed}")
     if failed is not None and not steps:
         raise failed
     found = in_turn(in_rounds(list(steps.values()), ROUNDS)[0])

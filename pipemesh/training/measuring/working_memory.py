@@ -50,7 +50,8 @@ def working_memory(step: TimedStep) -> WorkingMemory | None:
         memory.forget_peak()
         if not is_end:
             held[action] = now
-        elif action.microbatch:
+        # An action in which nothing is computed has an end at most.
+        elif action.microbatch and action in held:
             needed = peak - max(held[action], now)
             most[action.stage] = max(most[action.stage], needed)
 

@@ -91,3 +91,13 @@ def test_what_is_done_in_turn_does_not_feel_a_machine_that_becomes_slower():
     rounds.append([1.0, 3.0, 90.0])
     found = in_turn(rounds)
     assert [each / found[0] for each in found] == pytest.approx([1, 3, 4])
+
+
+def test_a_layer_that_has_nothing_to_do_in_a_backward_pass_takes_nothing_there():
+    class Bare(Said):
+        def durations(self):
+            return {a: s for a, s in super().durations().items() if (a.stage, a.kind) != (0, "B")}
+
+    layers = times_of([Bare(2, 4)], [4], 2, Whole(1, 4)).of_layers(0.0)
+    assert layers[0] == {"F": {4: 4.0}, "B": {4: 0.0}, "R": {4: 0.0}}
+    assert layers[1]["B"] == pytest.approx({4: 8})

@@ -74,6 +74,8 @@ def test_halves_of_a_backward_pass_take_what_they_take():
     assert [curves[kind].at(1) for kind in "FBIW"] == pytest.approx([1.0, 2.0, 1.6, 1.4])
     del seconds["W"]
     assert _with_halves(seconds, 4)["W"].at(4) == 0
+    bare = {"F": {4: 1.0}, "B": {4: 0.0}}
+    assert [_with_halves(bare, 4)[kind].at(4) for kind in "FBIW"] == [1, 0, 0, 0]
 
 
 def test_rows_are_cut_and_repeated():
