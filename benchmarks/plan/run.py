@@ -5,8 +5,9 @@
     python benchmarks/plan/run.py --report
 
 Each call measures the family once (or takes --figures), and then so many plans that the results do
-not have yet; it may be ended at any time. Ten plans at a time are run in turn with plain steps: one
-device, one microbatch, without remat. What one took when the family was measured is in the figures.
+not have yet. Ten plans at a time are run in turn with plain steps: one device, one microbatch,
+without remat; it may be ended after any ten. What a plain step took when the family was measured is
+in the figures.
 """
 
 from __future__ import annotations

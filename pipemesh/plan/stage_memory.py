@@ -51,32 +51,32 @@ class _StageMemory:
 
     def __init__(self, stages: Stages, stage: int) -> None:
         layers, rows = stages.layers[stage], stages.rows
-        self._sums = [layer.parameter_bytes / stages.shared(layer) for layer in layers]
-        self._kept = [layer.holds(rows, stages.shared(layer)) for layer in layers]
-        self._pending = [layer.holds(rows, stages.shared(layer), True) for layer in layers]
-        self._working = [
+        sums = [layer.parameter_bytes / stages.shared(layer) for layer in layers]
+        kept = [layer.holds(rows, stages.shared(layer)) for layer in layers]
+        pending = [layer.holds(rows, stages.shared(layer), True) for layer in layers]
+        working = [
             layer.working.at(rows) / stages.shared(layer) if layer.working else 0.0
             for layer in layers
         ]
         self.weights = stages.weights(stage)
-        whole, pending = sum(self._kept), sum(self._pending)
+        whole = sum(kept)
         held = stages.given(stage) if stages.again else whole
         # While an action computes its stage again it has all of that, too.
         again = max(0.0, whole - held)
-        self._leaves = {"F": held, "B": -held, "I": pending - held, "W": -pending}
-        grown = [max(0.0, p - k) for p, k in zip(self._pending, self._kept, strict=True)]
+        self._leaves = {"F": held, "B": -held, "I": sum(pending) - held, "W": -sum(pending)}
+        grown = [max(0.0, p - k) for p, k in zip(pending, kept, strict=True)]
         none = [0.0] * len(layers)
         # Without gradients of weights; where nothing is added to them, they are the sums.
-        less = [max(0.0, w - s) for w, s in zip(self._working, self._sums, strict=True)]
+        less = [max(0.0, w - s) for w, s in zip(working, sums, strict=True)]
         self._needs = {
             "F": held + max(less),
-            "B": again + self._backward(self._kept, none, self._working),
+            "B": again + self._backward(kept, none, working),
             "I": again + self._backward(none, grown, less),
-            "W": self._backward(self._pending, none, self._working),
+            "W": self._backward(pending, none, working),
         }
         self._first_needs = self._needs | {
-            "B": again + self._backward(self._kept, self._sums, less),
-            "W": self._backward(self._pending, self._sums, less),
+            "B": again + self._backward(kept, sums, less),
+            "W": self._backward(pending, sums, less),
         }
 
     def needs(self, kind: str, is_first: bool) -> float:
