@@ -242,7 +242,7 @@ def report(arguments: argparse.Namespace) -> None:
     """Errors by the clock, in turn, at pace, of plans with themselves and of cores; memory."""
     head = ("against", "plans", "mean error", "95th", "tau", "regret", f"of {TRIALS}", "search s")
     times: list[tuple[str, ...]] = [head]
-    memories = [
+    memories: list[tuple[str, ...]] = [
         ("memory, forecast over measured", "plans", "least", "median", "most", "without states")
     ]
     everything = list(rows_of(pathlib.Path(arguments.out)))
