@@ -1,8 +1,13 @@
-"""Runs snippets of READMEs and guides as tests, and as many cases of tests as are asked for."""
+"""Runs snippets of READMEs and guides as tests, as many cases of tests as are asked for, and each
+test in an empty folder of its own, whatever lies in the checkout and in the environment."""
 
+import os
 import pathlib
+import shutil
+import tempfile
 import zlib
 
+import pytest
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
 
@@ -10,10 +15,46 @@ pytest_collect_file = Sybil(
     parsers=[PythonCodeBlockParser()], patterns=["README.md", "docs/guides/*.md"]
 ).pytest()
 
-TESTS = pathlib.Path(__file__).parent / "tests"
+ROOT = pathlib.Path(__file__).parent
+TESTS = ROOT / "tests"
 # Rooms whose tests are quick because they need no TensorFlow. Of all others, those that are new
 # included, `--cases=few` runs few.
 PURE = [TESTS / room for room in ("mesh", "partition", "plan", "schedule")]
+
+
+# The folder of all tests of a call, which its processes share.
+_FOLDER = "PIPEMESH_TESTS_FOLDER"
+# Variables that change what commands do.
+_FOREIGN = {"all_proxy", "columns", "grpc_proxy", "http_proxy", "https_proxy", "no_color"}
+_FOREIGN |= {"no_grpc_proxy", "no_proxy", "pythonoptimize", "tf_config", "xdg_cache_home"}
+
+
+def pytest_configure(config):
+    """Makes what processes inherit independent of the caller's environment."""
+    if _FOLDER not in os.environ:
+        config.own_folder = os.environ[_FOLDER] = tempfile.mkdtemp(prefix="pipemesh-tests-")
+        for name in os.environ.copy():
+            if name.lower() in _FOREIGN or name.startswith("SLURM_"):
+                del os.environ[name]
+    os.environ["XDG_CACHE_HOME"] = os.path.join(os.environ[_FOLDER], "cache")
+    # A command that a test starts finds the packages of this checkout from any folder.
+    os.environ["PYTHONPATH"] = str(ROOT)
+
+
+def pytest_unconfigure(config):
+    """Removes the folder of the tests."""
+    if hasattr(config, "own_folder"):
+        shutil.rmtree(config.own_folder, ignore_errors=True)
+        del os.environ[_FOLDER]
+
+
+@pytest.fixture(autouse=True)
+def own_folder():
+    """Runs a test in an empty folder."""
+    with tempfile.TemporaryDirectory(dir=os.environ[_FOLDER]) as folder:
+        os.chdir(folder)
+        yield
+        os.chdir(ROOT)
 
 
 def pytest_addoption(parser):

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pipemesh import __version__
-from pipemesh.errors import CheckpointError, PipemeshError
-from pipemesh.text import did_you_mean, is_missing
+from pipemesh.errors import PipemeshError
+from pipemesh.example_models import example
+from pipemesh.text import columns, did_you_mean
 
 COMMANDS = {
     "checkpoint": "pipemesh.checkpoint.command",
@@ -36,22 +37,55 @@ PROGRAMS = {
     "score": "pipemesh.training.command.score",
     "train": "pipemesh.training.command.train",
 }
+# In the groups of the list of commands: those that need TensorFlow, and those that do not.
 HELP = {
-    "decode": "continue texts with what was trained",
-    "evaluate": "judge a checkpoint by one epoch of held-out data",
-    "export": "write what was trained as a SavedModel of TensorFlow",
-    "predict": "say what was trained makes of each held-out example",
-    "score": "score texts with what was trained",
     "train": "train a registered model of lingvo, pipelined or not",
-    "checkpoint": "look into checkpoints, compare and convert them",
+    "evaluate": "evaluate a checkpoint on held-out data",
+    "predict": "write the model's predictions for held-out examples",
+    "decode": "continue texts with a trained model",
+    "score": "compute the log probability and perplexity of texts",
+    "export": "write a trained model as a SavedModel of TensorFlow",
+    "checkpoint": "inspect, compare, convert, import and export checkpoints",
     "launch": "start workers on this machine, and a command that drives them",
-    "partition": "cut a stack of layers into stages of equal cost",
-    "plan": "find the plans with the shortest steps for a model and some devices",
-    "report": "make a page of a training, or compare several",
-    "scale": "say what a training would take on thousands of devices",
-    "schedule": "build, compare, simulate and draw pipeline schedules",
     "worker": "offer the devices of this machine to a client",
+    "partition": "cut a stack of layers into stages of equal cost",
+    "schedule": "build, compare, simulate and draw pipeline schedules",
+    "plan": "find the plans with the shortest steps for a model and some devices",
+    "scale": "predict the time and memory of a training on thousands of devices",
+    "report": "write the page of a run, or compare several runs",
 }
+NEED_TENSORFLOW = frozenset([*PROGRAMS, "checkpoint", "launch", "worker"])
+# Commands that read files without TensorFlow load it by themselves where they need it.
+_LOAD_IT_LATER = frozenset(["checkpoint"])
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that takes `--a_b` for `--a-b` and the other way round, and names near misses."""
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Iterable[str], namespace: Any = None
+    ) -> Any:
+        words = list(args)
+        end = words.index("--") if "--" in words else len(words)
+        return super().parse_known_args(
+            [*map(self._known_spelling, words[:end]), *words[end:]], namespace
+        )
+
+    def _known_spelling(self, word: str) -> str:
+        name, equals, value = word.partition("=")
+        known = self._option_string_actions
+        for other in (name.replace("_", "-"), name.replace("-", "_")):
+            spelling = f"--{other[2:]}"
+            if name.startswith("--") and name not in known and spelling in known:
+                return f"{spelling}{equals}{value}"
+        return word
+
+    def refuse(self, words: Sequence[str]) -> None:
+        """Ends the process if words are left that the command does not know."""
+        if words:
+            near = did_you_mean(words[0].partition("=")[0], self._option_string_actions)
+            hint = f"; {near.rstrip()}" if near else ""
+            self.error(f"unknown argument {words[0]!r}{hint}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,44 +108,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         0
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    known = sorted({**COMMANDS, **PROGRAMS})
-    if words and not words[0].startswith("-") and words[0] not in known:
-        hint = did_you_mean(words[0], known)
+    if words[:1] == ["help"]:
+        words = [*words[1:2], "--help"]
+    if words and not words[0].startswith("-") and words[0] not in HELP:
+        hint = did_you_mean(words[0], HELP)
         print(
-            f"pipemesh: error: unknown command {words[0]!r}; {hint}known are {', '.join(known)}",
+            f"pipemesh: error: unknown command {words[0]!r}; {hint}known are {', '.join(HELP)}",
             file=sys.stderr,
         )
         return 2
-    if words and words[0] in PROGRAMS:
-        return _run_program(words[0], words[1:])
-    parser = argparse.ArgumentParser(
-        prog="pipemesh", description="Pipelined training on a named-dimension mesh."
-    )
-    parser.add_argument("--version", action="version", version=f"pipemesh {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    for name in known:
-        # Only the command that is called is imported: the others may need TensorFlow.
-        command = commands.add_parser(name, help=HELP.get(name), allow_abbrev=False)
-        if words[:1] == [name]:
-            module: Any = importlib.import_module(COMMANDS[name])
-            command.description = str(module.__doc__).strip()
-            command.formatter_class = argparse.RawDescriptionHelpFormatter
-            module.add_arguments(command)
-            command.set_defaults(
-                run=module.run,
-                table_of=table_of,
-                lingvo_names=lingvo_names,
-                weights_of_others=weights_of_others,
-                measured=measured,
-            )
-    arguments = parser.parse_args(words)
-    if words[0] == "worker":
-        # It loads TensorFlow, which announces itself.
-        importlib.import_module("pipemesh.training.command.quiet").install()
     try:
-        code = int(arguments.run(arguments))
-        sys.stdout.flush()
-        return code
+        if words and words[0] in NEED_TENSORFLOW - _LOAD_IT_LATER:
+            importlib.import_module("pipemesh.needs_tensorflow")
+        if words and words[0] in PROGRAMS:
+            return _run_program(words[0], words[1:])
+        return _run_command(words)
     except PipemeshError as error:
         print(f"pipemesh: error: {error}", file=sys.stderr)
         return 2
@@ -119,6 +130,56 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader, `head` for example, has seen enough; nor may the interpreter write on exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _run_command(words: list[str]) -> int:
+    """Runs a command whose arguments argparse reads."""
+    parser = _Parser(
+        prog="pipemesh",
+        usage="pipemesh COMMAND ...",
+        description="Pipelined training on a named-dimension mesh.",
+        epilog=_list_of_commands(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"pipemesh {__version__}")
+    commands = parser.add_subparsers(dest="command", help=argparse.SUPPRESS)
+    name = words[0] if words and words[0] in COMMANDS else None
+    command = parser
+    if name is not None:
+        # Only the command that is called is imported: the others may need TensorFlow.
+        command = commands.add_parser(name, prog=f"pipemesh {name}", allow_abbrev=False)
+        module: Any = importlib.import_module(COMMANDS[name])
+        command.description = str(module.__doc__).strip()
+        command.formatter_class = argparse.RawDescriptionHelpFormatter
+        module.add_arguments(command)
+        command.set_defaults(
+            run=module.run,
+            table_of=table_of,
+            lingvo_names=lingvo_names,
+            weights_of_others=weights_of_others,
+            measured=measured,
+        )
+    arguments, rest = parser.parse_known_args(words)
+    command.refuse(rest)
+    if name is None:
+        parser.print_help(sys.stderr)
+        return 2
+    if name == "worker":
+        # It loads TensorFlow, which announces itself.
+        importlib.import_module("pipemesh.training.command.quiet").install()
+    code = int(arguments.run(arguments))
+    sys.stdout.flush()
+    return code
+
+
+def _list_of_commands() -> str:
+    """The commands with what each does, in two groups."""
+    lines = columns([[f"  {name}", help] for name, help in HELP.items()], left=(0, 1))
+    needing = [line for name, line in zip(HELP, lines, strict=True) if name in NEED_TENSORFLOW]
+    pure = [line for name, line in zip(HELP, lines, strict=True) if name not in NEED_TENSORFLOW]
+    told = ["commands that train and use models (they need TensorFlow and lingvo):", *needing]
+    told += ["", "commands that plan (NumPy is enough, except to measure a model):", *pure]
+    return "\n".join([*told, "", "`pipemesh COMMAND --help` describes a command."])
 
 
 def _run_program(name: str, words: Sequence[str]) -> int:
@@ -187,6 +248,7 @@ def measured(model: str, num_devices: int, device_type: str) -> Any:
     Raises:
         PipemeshError: it cannot be.
     """
+    importlib.import_module("pipemesh.needs_tensorflow")
     importlib.import_module("pipemesh.training.command.quiet").install()
     _look_here()
     module: Any = importlib.import_module("pipemesh.training.measuring.registered_steps")
@@ -205,19 +267,11 @@ def weights_of_others(arguments: argparse.Namespace) -> int:
         The exit code.
 
     Raises:
-        PipemeshError: the weights cannot be had, or cannot be written.
+        PipemeshError: the weights cannot be read or written, or a package is missing.
     """
+    importlib.import_module("pipemesh.needs_tensorflow")
     _look_here()
-    name = "models.pretrained.command"
-    try:
-        module: Any = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if not is_missing(name, error):
-            raise
-        raise CheckpointError(
-            f"there is no module {error.name!r}, which knows the models of others; it comes with "
-            "the source of pipemesh: call the command in its folder"
-        ) from error
+    module: Any = importlib.import_module(example("pretrained.command"))
     return int(module.run(arguments))
 
 

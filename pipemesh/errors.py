@@ -13,6 +13,35 @@ class PipemeshError(Exception):
     __init__ = Exception.__init__
 
 
+def install(extra: str) -> str:
+    """Returns the command that installs what a part of pipemesh needs.
+
+    Nothing is released yet, and the name `pipemesh` on the Python package index belongs to another
+    project, so the command works in a checkout.
+
+    Args:
+        extra: one of the optional dependencies in `pyproject.toml`.
+
+    Example:
+        >>> install("tensorflow")
+        "in a checkout of pipemesh run: pip install '.[tensorflow]'"
+    """
+    return f"in a checkout of pipemesh run: pip install '.[{extra}]'"
+
+
+class MissingPackageError(PipemeshError, ImportError):
+    """A package that a part of pipemesh needs is not installed.
+
+    Args:
+        part: what needs it.
+        package: the missing package.
+        extra: the optional dependencies that it belongs to.
+    """
+
+    def __init__(self, part: str, package: str, extra: str) -> None:
+        super().__init__(f"{part} needs {package}, which is not installed; {install(extra)}")
+
+
 class PartitionError(PipemeshError, ValueError):
     """The layers cannot be cut into the stages that were asked for."""
 

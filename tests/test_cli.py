@@ -35,10 +35,9 @@ def test_help_and_version(words, capsys):
         assert __version__ in out
 
 
-@pytest.mark.parametrize("words", [[], ["schedule", "--devices", "four"]])
-def test_wrong_words_end_with_usage_and_exit_code_2(words, capsys):
+def test_wrong_words_end_with_usage_and_exit_code_2(capsys):
     with pytest.raises(SystemExit) as info:
-        main(words)
+        main(["schedule", "--devices", "four"])
     assert info.value.code == 2
     assert "usage: pipemesh" in capsys.readouterr().err
 
@@ -55,16 +54,45 @@ def test_the_schedule_command_loads_neither_tensorflow_nor_lingvo():
     assert done.returncode == 0, done.stderr
 
 
-def test_weights_of_others_are_a_matter_of_the_source(monkeypatch, capsys, tmp_path):
-    """A wheel has no models: what is missing is said in a line."""
-    monkeypatch.setitem(sys.modules, "models", None)
-    monkeypatch.delitem(sys.modules, "models.pretrained.command", raising=False)
-    monkeypatch.delitem(sys.modules, "models.pretrained", raising=False)
-    assert main(["checkpoint", "import", "--from", "x", "--logdir", str(tmp_path / "run")]) == 2
-    told = "which knows the models of others; it comes with the source of pipemesh"
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "there is no module 'models" in line and told in line
-    assert not (tmp_path / "run").exists()
+@pytest.mark.parametrize("words", [["--help"], ["help"], ["help", "schedule"]])
+def test_help_is_a_command_too(words):
+    done = subprocess.run(
+        [sys.executable, "-m", "pipemesh", *words], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("usage: pipemesh")
+
+
+def test_without_a_command_all_are_listed(capsys):
+    assert main([]) == 2
+    told = capsys.readouterr().err
+    assert all(f"\n  {name} " in told and help in told for name, help in HELP.items())
+
+
+def test_underscores_and_hyphens_are_one(capsys):
+    words = ["schedule", "--name=gpipe", "--devices=2", "--microbatches=2"]
+    assert main([*words, "--memory_limit=2"]) == main([*words, "--memory-limit=2"])
+    with pytest.raises(SystemExit):
+        main([*words, "--memry-limit=2"])
+    assert "unknown argument '--memry-limit=2'; did you mean '--memory-limit'?" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_folder_called_models_hides_no_example(tmp_path):
+    """The wheel calls the examples `pipemesh_models`; checkpoints may have either name."""
+    for name in ("models/__init__.py", "pipemesh_models/__init__.py", "pipemesh_models/digits.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    code = (
+        "from pipemesh.example_models import example, import_model_module as load\n"
+        "print(example('digits'), load('models.digits').__name__)\n"
+        "load('models.nothing')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "pipemesh_models.digits pipemesh_models.digits\n"
+    assert done.stderr.endswith("No module named 'models.nothing'\n")
 
 
 def test_a_reader_that_stops_early_is_no_error():
@@ -84,7 +112,7 @@ def test_an_unknown_command_gets_the_nearest(capsys):
     assert main(["scedule"]) == 2
     assert capsys.readouterr().err == (
         "pipemesh: error: unknown command 'scedule'; did you mean 'schedule'? "
-        f"known are {', '.join(sorted({*COMMANDS, *PROGRAMS}))}\n"
+        f"known are {', '.join(HELP)}\n"
     )
 
 

@@ -65,7 +65,7 @@ importlib.util.find_spec = lambda name, *rest: None if name == {missing!r} else 
 try:
     import pipemesh.{room}
 except ImportError as error:
-    wanted = "this part of pipemesh needs {missing}, which is not installed: pip install 'pipemesh["
+    wanted = "this part of pipemesh needs {missing}, which is not installed; in a checkout of"
     assert str(error).startswith(wanted), error
 else:
     raise AssertionError("no error")

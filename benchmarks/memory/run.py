@@ -293,7 +293,9 @@ def plot(peaks: dict[str, dict[int, float]], counts: list[int], path: str) -> No
     try:
         import matplotlib
     except ImportError:
-        print("no plot: it needs matplotlib, pip install 'pipemesh[benchmarks]'")
+        from pipemesh.errors import install
+
+        print(f"no plot, which needs matplotlib; {install('benchmarks')}")
         return
     matplotlib.use("svg")
     # Text stays text, and the same result gives the same file.

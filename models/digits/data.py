@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pipemesh.errors import PipemeshError
+from pipemesh.errors import MissingPackageError
 
 SIDE = 8
 NUM_CLASSES = 10
@@ -56,15 +56,12 @@ def load_digits() -> tuple[Digits, Digits]:
     """1,437 digits of 8 x 8 to train on, and 360 held out, which other people wrote.
 
     Raises:
-        PipemeshError: scikit-learn is not installed.
+        MissingPackageError: scikit-learn is not installed.
     """
     try:
         from sklearn import datasets
     except ImportError as error:
-        raise PipemeshError(
-            "the digits come with scikit-learn, which is not installed; run: "
-            "python -m pip install 'pipemesh[examples]'"
-        ) from error
+        raise MissingPackageError("the dataset of digits", "scikit-learn", "examples") from error
     found: Any = datasets.load_digits()
     images = found.images.astype(np.float32) / 16
     labels = found.target.astype(np.int32)

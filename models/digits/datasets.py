@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import tensorflow as tf
 
-from models.digits.data import Digits, load_digits
+from .data import Digits, load_digits
 
 
 def train_dataset(batch_size: int, seed: int) -> tf.data.Dataset:

@@ -5,8 +5,9 @@ from typing import Any
 import keras
 from lingvo import model_registry
 
-from models.digits.params import DigitsParams, trained_as
 from pipemesh.layers import KerasTask
+
+from .params import DigitsParams, trained_as
 
 
 def convolutional() -> keras.Model:

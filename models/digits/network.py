@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 from lingvo.core import base_layer, bn_layers, layers, py_utils, tshape
 
-from models.digits.data import NUM_CLASSES, SIDE
+from .data import NUM_CLASSES, SIDE
 
 
 class NormedConvolution(base_layer.BaseLayer):

@@ -8,12 +8,13 @@ from typing import Any
 from lingvo import model_registry
 from lingvo.core import base_model_params, bn_layers, learner, optimizer, schedule, tshape
 
-from models.digits.data import SIDE
-from models.digits.datasets import heldout_dataset, train_dataset
-from models.digits.network import network
-from models.digits.task import Classifier, PipelinedClassifier
 from pipemesh.layers import DatasetInput, PartitionSequentialLayers, PipeliningLayer
 from pipemesh.layers.partition_layers import named_layers
+
+from .data import SIDE
+from .datasets import heldout_dataset, train_dataset
+from .network import network
+from .task import Classifier, PipelinedClassifier
 
 
 class DigitsParams(base_model_params.SingleTaskModelParams):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from models.digits import data
+from ..digits import data
 
 SIDE = 28
 NUM_CLASSES = data.NUM_CLASSES

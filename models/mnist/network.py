@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from models.mnist.digits import NUM_CLASSES, SIDE
-from models.named_dims.network import Input, Weight
 from pipemesh.lowering import Tensor, ops
 from pipemesh.lowering.initializers import Normal
 from pipemesh.mesh import Dim, Shape
+
+from ..named_dims.network import Input, Weight
+from .digits import NUM_CLASSES, SIDE
 
 
 class MnistNetwork:

@@ -11,8 +11,9 @@ import math
 
 from absl import flags
 
-from models.named_dims import command
 from pipemesh.errors import PipemeshError
+
+from ..named_dims import command
 
 FLAGS = flags.FLAGS
 
@@ -25,8 +26,8 @@ SIZE_FLAGS = {"batch": "batch_size", "hidden": "hidden_size"}
 
 def train() -> None:
     """Trains as the flags say."""
-    from models.mnist.digits import load_digits
-    from models.mnist.network import MnistNetwork
+    from .digits import load_digits
+    from .network import MnistNetwork
 
     if FLAGS.steps is not None and FLAGS["epochs"].present:
         raise PipemeshError(

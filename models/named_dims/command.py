@@ -22,8 +22,8 @@ from pipemesh.training.command.flags import (
 from pipemesh.training.run.console import SECONDS_A_REFRESH
 
 if TYPE_CHECKING:
-    from models.named_dims.network import Network
-    from models.named_dims.trainer import Arrays, Trainer
+    from .network import Network
+    from .trainer import Arrays, Trainer
 
 FLAGS = flags.FLAGS
 
@@ -88,8 +88,8 @@ def make_trainer(network: Network, size_flags: Mapping[str, str]) -> Trainer:
     mesh = _mesh()
     rules = _rules(mesh, network)
     start_devices(mesh, FLAGS.device_type)
-    from models.named_dims.report import plan_report
-    from models.named_dims.trainer import TRAINERS
+    from .report import plan_report
+    from .trainer import TRAINERS
 
     devices = [f"{FLAGS.device_type}:{i}" for i in range(mesh.num_devices)]
     try:
@@ -113,7 +113,7 @@ def _mesh() -> Mesh:
 
 
 def _rules(mesh: Mesh, network: Network) -> LayoutRules:
-    from models.named_dims.network import dim_names
+    from .network import dim_names
 
     try:
         rules = LayoutRules.from_text(FLAGS.layout)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from models.named_dims.trainer import Trainer
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.text import columns
+
+from .trainer import Trainer
 
 
 def plan_report(trainer: Trainer, mesh: Mesh, rules: LayoutRules) -> str:

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from models.named_dims.network import Network
 from pipemesh.lowering import CommunicationCosts, Cores, Lowering, PlacementLowering, Tensor, ops
 from pipemesh.lowering.lowering import Slices
 from pipemesh.lowering.variable import Variable
 from pipemesh.mesh import LayoutRules, Mesh
+
+from .network import Network
 
 Arrays = Sequence[np.ndarray]
 

@@ -12,16 +12,18 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from models.one_billion_word.corpus import Corpus
-from models.one_billion_word.sizes import Settings
-from models.one_billion_word.vocabulary import Vocabulary
 from pipemesh.errors import CheckpointError
 from pipemesh.plan import Plan
 
+from .corpus import Corpus
+from .sizes import Settings
+from .vocabulary import Vocabulary
+
 # Who goes on with a checkpoint, and judges it.
-_PROGRAM = "python -m models.one_billion_word.train"
-_EVALUATION = "models.one_billion_word.evaluate"
-_DECODING = "models.one_billion_word.decode"
+# `pipemesh_models.one_billion_word` in the wheel.
+_PROGRAM = f"python -m {__package__}.train"
+_EVALUATION = f"{__package__}.evaluate"
+_DECODING = f"{__package__}.decode"
 _OF_TRAINER = ("best", "decoded_by", "evaluated_by", "judged", "program", "skip")
 # What weights depend on, and the seed, on which the order of the text depends.
 _MODEL = (

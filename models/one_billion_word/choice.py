@@ -7,10 +7,11 @@ import os
 import pathlib
 from collections.abc import Sequence
 
-from models.one_billion_word.sizes import Settings
 from pipemesh.errors import ScheduleError
 from pipemesh.plan import Plan
 from pipemesh.schedule import Costs, simulate
+
+from .sizes import Settings
 
 # What a core of a CPU and a GPU compute in a second, and what an action costs besides. Only their
 # ratio matters, and only where microbatches are small.

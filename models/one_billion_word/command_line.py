@@ -11,9 +11,6 @@ from typing import Any
 
 from absl import flags
 
-from models.one_billion_word import simd_plan
-from models.one_billion_word.request import Request
-from models.one_billion_word.sizes import LAYERS, OPTIMIZERS, SIZES, Settings, dims_of
 from pipemesh.errors import PipemeshError, PlanError
 from pipemesh.mesh import LayoutRules
 from pipemesh.plan import Plan
@@ -21,6 +18,10 @@ from pipemesh.text import nearest
 from pipemesh.training.command import host_flags, plan_flags, training_flags
 from pipemesh.training.command.flags import FlagError, check_number
 from pipemesh.training.command.flags import parse as parse_flags
+
+from . import simd_plan
+from .request import Request
+from .sizes import LAYERS, OPTIMIZERS, SIZES, Settings, dims_of
 
 FLAGS = flags.FLAGS
 

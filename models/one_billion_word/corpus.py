@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from models.one_billion_word import prose, text_copy, text_file, text_folder
-from models.one_billion_word.text_file import CorpusError
+from . import prose, text_copy, text_file, text_folder
+from .text_file import CorpusError
 
 SPACE_MARK = "\u2581"
 BYTE_ORDER_MARK = "\ufeff"

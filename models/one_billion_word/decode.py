@@ -59,8 +59,9 @@ def export(argv: list[str]) -> int:
 
 
 def _parse(argv: list[str], about: str | None, define: Callable[[], None]) -> None:
-    from models.one_billion_word import command_line
     from pipemesh.training.command.evaluate import check_flags, define_checkpoint
+
+    from . import command_line
 
     flags = command_line.FLAGS
     before = set(flags)
@@ -78,12 +79,13 @@ def _model(own: Collection[str] = (), refused: Collection[str] = ()) -> tuple[An
 
     Flags that are `own` are not taken from the training, and those that are `refused` play no part.
     """
-    from models.one_billion_word import about, command_line
-    from models.one_billion_word.train import start_together
     from pipemesh.checkpoint import Manifest
     from pipemesh.training.command.decode import FlagError
     from pipemesh.training.command.evaluate import checkpoint_of
     from pipemesh.training.command.together import of_chief
+
+    from . import about, command_line
+    from .train import start_together
 
     flags = command_line.FLAGS
     given = [name for name in refused if flags[name].present]
@@ -100,9 +102,10 @@ def _model(own: Collection[str] = (), refused: Collection[str] = ()) -> tuple[An
 
 def _subject(request: Any, path: str, there: Any) -> tuple[Any, Any]:
     """The model, and how it spells text."""
-    from models.one_billion_word.train import Text, make_subject
-    from models.one_billion_word.vocabulary import Vocabulary
     from pipemesh.training.command.decode import Tokens
+
+    from .train import Text, make_subject
+    from .vocabulary import Vocabulary
 
     words = Vocabulary(there.vocabulary)
     # Experts have room for all tokens, so that no text depends on what comes with it.

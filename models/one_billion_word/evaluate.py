@@ -13,8 +13,6 @@ from pipemesh.training.command import program
 
 def main(argv: list[str]) -> int:
     """Evaluates as the flags say; returns the exit code."""
-    from models.one_billion_word import command_line
-    from models.one_billion_word.train import make_subject, read_text, start_together
     from pipemesh.checkpoint import Manifest
     from pipemesh.training.command.evaluate import (
         check_flags,
@@ -23,6 +21,9 @@ def main(argv: list[str]) -> int:
         judge,
     )
     from pipemesh.training.command.together import leave, of_chief
+
+    from . import command_line
+    from .train import make_subject, read_text, start_together
 
     define_checkpoint()
     command_line.parse(argv, __doc__)

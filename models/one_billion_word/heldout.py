@@ -9,9 +9,9 @@ import random
 from collections.abc import Iterable
 from typing import Any
 
-from models.one_billion_word.corpus import Corpus, Sentences
-from models.one_billion_word.input import heldout_dataset
-from models.one_billion_word.vocabulary import Vocabulary
+from .corpus import Corpus, Sentences
+from .input import heldout_dataset
+from .vocabulary import Vocabulary
 
 # The sample depends on the text alone: not on a flag, so that runs can be compared.
 _SEED = 20131211

@@ -22,8 +22,10 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_text
 
-from models.one_billion_word import packing
-from models.one_billion_word.corpus import (
+from pipemesh.errors import PipemeshError
+
+from . import packing
+from .corpus import (
     BYTE_ORDER_MARK,
     SPACE_MARK,
     WHITESPACE,
@@ -31,8 +33,7 @@ from models.one_billion_word.corpus import (
     Sentences,
     TextFiles,
 )
-from models.one_billion_word.vocabulary import Vocabulary
-from pipemesh.errors import PipemeshError
+from .vocabulary import Vocabulary
 
 _random = tf.random.experimental  # pyright: ignore[reportAttributeAccessIssue]
 

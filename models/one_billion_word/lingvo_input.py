@@ -7,10 +7,10 @@ from typing import Any
 import tensorflow as tf
 from lingvo.core import base_input_generator, datasource, py_utils
 
-from models.one_billion_word import input as datasets
-from models.one_billion_word.corpus import load_corpus
-from models.one_billion_word.text_copy import user_cache_dir
-from models.one_billion_word.vocabulary import load_vocabulary
+from . import input as datasets
+from .corpus import load_corpus
+from .text_copy import user_cache_dir
+from .vocabulary import load_vocabulary
 
 
 class OneBillionWordInput(base_input_generator.BaseInputGenerator):

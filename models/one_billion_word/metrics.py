@@ -7,8 +7,9 @@ import math
 
 import numpy as np
 
-from models.one_billion_word.vocabulary import Vocabulary
 from pipemesh.training.score import ratio
+
+from .vocabulary import Vocabulary
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,16 +9,17 @@ import tensorflow as tf
 from lingvo import model_registry
 from lingvo.core import base_model_params, learner, optimizer, schedule, tshape
 
-from models.one_billion_word import sizes
-from models.one_billion_word.lingvo_input import OneBillionWordInput
-from models.one_billion_word.named_transformer import named_layers_of, tied_weights_of
-from models.one_billion_word.simd_plan import alike_boundaries
-from models.one_billion_word.task import LanguageModel
-from models.one_billion_word.transformer import Block, Embedding, Softmax
 from pipemesh.layers import PartitionSequentialLayers, PipeliningLayer
 from pipemesh.layers.optimizers import Adafactor
 from pipemesh.layers.partition_layers import layer_flops, named_layers, stage_params
 from pipemesh.partition import Partition
+
+from . import sizes
+from .lingvo_input import OneBillionWordInput
+from .named_transformer import named_layers_of, tied_weights_of
+from .simd_plan import alike_boundaries
+from .task import LanguageModel
+from .transformer import Block, Embedding, Softmax
 
 
 class LanguageModelParams(sizes.Settings, base_model_params.SingleTaskModelParams):

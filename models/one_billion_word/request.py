@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from models.one_billion_word.sizes import Settings
 from pipemesh.plan import Plan
 from pipemesh.training.run.options import Options
+
+from .sizes import Settings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from models.one_billion_word.sizes import Settings
 from pipemesh.schedule import looped_bfs
 from pipemesh.training.command.flags import FlagError
+
+from .sizes import Settings
 
 
 def alike_boundaries(settings: Settings) -> tuple[int, ...]:
@@ -17,7 +18,7 @@ def alike_boundaries(settings: Settings) -> tuple[int, ...]:
         settings: of the model; its number of blocks is a multiple of that of stages.
 
     Example:
-        >>> from models.one_billion_word.sizes import Base
+        >>> from .sizes import Base
         >>> from pipemesh.plan import Plan
         >>> settings = Base()
         >>> settings.PLAN = Plan("layers:3", schedule="gpipe", lowering="simd")

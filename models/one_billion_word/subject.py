@@ -8,16 +8,17 @@ from typing import Any
 
 import tensorflow as tf
 
-from models.one_billion_word import heldout, metrics
-from models.one_billion_word.about import About
-from models.one_billion_word.corpus import Corpus
-from models.one_billion_word.input import PREFETCHED_BATCHES, heldout_dataset, train_dataset
-from models.one_billion_word.params import LanguageModelParams, input_shapes_of, stage_flops_of
-from models.one_billion_word.unigram import fit_unigram
-from models.one_billion_word.vocabulary import Vocabulary
 from pipemesh.training.run.console import waiting
 from pipemesh.training.score import ratio
 from pipemesh.training.subject import Subject
+
+from . import heldout, metrics
+from .about import About
+from .corpus import Corpus
+from .input import PREFETCHED_BATCHES, heldout_dataset, train_dataset
+from .params import LanguageModelParams, input_shapes_of, stage_flops_of
+from .unigram import fit_unigram
+from .vocabulary import Vocabulary
 
 
 class LanguageModelSubject(Subject):

@@ -21,9 +21,10 @@ import os
 from collections.abc import Iterator
 from typing import IO
 
-from models.one_billion_word import text_file
-from models.one_billion_word.text_file import CorpusError, Scan
 from pipemesh.partition.text import bytes_text
+
+from . import text_file
+from .text_file import CorpusError, Scan
 
 # Goes into the names: raise it when `text_file.lines` cuts otherwise.
 _RECIPE = 1

@@ -6,7 +6,7 @@ import glob
 import os
 from collections.abc import Iterator
 
-from models.one_billion_word.text_file import CorpusError, unreadable
+from .text_file import CorpusError, unreadable
 
 _EVERY_FOLDER = "**"
 # What gzip and zstd add to a name.

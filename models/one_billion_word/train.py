@@ -19,9 +19,10 @@ from pipemesh.training.command import program
 
 def main(argv: list[str]) -> int:
     """Trains as the flags say; returns the exit code."""
-    from models.one_billion_word import command_line
     from pipemesh.training.command import host_flags
     from pipemesh.training.run import console
+
+    from . import command_line
 
     command_line.parse(argv, __doc__)
     host_flags.go_on_by_itself()
@@ -34,10 +35,11 @@ def main(argv: list[str]) -> int:
 
 def run(request: Any) -> int:
     """Trains as it is asked for; returns the exit code."""
-    from models.one_billion_word import about
     from pipemesh.checkpoint.whole_file import remove_unfinished
     from pipemesh.training.command import together
     from pipemesh.training.command.train import carry_out
+
+    from . import about
 
     with together.folder(request.logdir):
         if together.is_chief():
@@ -102,10 +104,11 @@ def read_text(request: Any, found: str | None = None, manifest: Any = None) -> T
         found: path of the checkpoint to go on from; None to begin.
         manifest: of it.
     """
-    from models.one_billion_word import about
-    from models.one_billion_word.corpus import load_corpus
-    from models.one_billion_word.vocabulary import Vocabulary, load_vocabulary
     from pipemesh.training.run import console
+
+    from . import about
+    from .corpus import load_corpus
+    from .vocabulary import Vocabulary, load_vocabulary
 
     settings = request.settings
     corpus = load_corpus(settings.DATA_DIR, settings.TRAIN_PATTERN, settings.HELDOUT_PATTERN)
@@ -135,9 +138,10 @@ def make_subject(request: Any, text: Text) -> tuple[Any, Any]:
     Returns:
         The subject, and the choice that was made; None if there was nothing to choose.
     """
-    from models.one_billion_word import about, command_line
     from pipemesh.training.command import auto_plan
     from pipemesh.training.run import console
+
+    from . import about, command_line
 
     settings, there, device_type = request.settings, text.there, request.device_type
 
@@ -150,8 +154,8 @@ def make_subject(request: Any, text: Text) -> tuple[Any, Any]:
         # Only now: TensorFlow reads the number of devices and threads when it starts.
         from lingvo.core import py_utils
 
-        from models.one_billion_word.params import CONFIGURATIONS, stage_flops_of
-        from models.one_billion_word.subject import LanguageModelSubject
+        from .params import CONFIGURATIONS, stage_flops_of
+        from .subject import LanguageModelSubject
 
         # Modules of the trainer are loaded here, where it is said that it takes time.
         importlib.import_module("pipemesh.training.trainer")
@@ -198,7 +202,7 @@ def _keeps_place(there: Any, now: Any) -> bool:
 
 
 def _choose(request: Any, stage_flops: Sequence[float]) -> Any:
-    from models.one_billion_word.choice import choose, memory_of_cpu_device
+    from .choice import choose, memory_of_cpu_device
 
     available = None
     if request.device_type == "CPU":
@@ -212,8 +216,9 @@ def start_together(request: Any) -> None:
     Args:
         request: what is asked for.
     """
-    from models.one_billion_word import command_line
     from pipemesh.training.command.host_flags import processes
+
+    from . import command_line
 
     if processes() is not None:
         request.settings.PLAN = command_line.agree(request)

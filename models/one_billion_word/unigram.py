@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from models.one_billion_word import metrics
-from models.one_billion_word.corpus import Sentences, TextFiles
-from models.one_billion_word.vocabulary import Vocabulary
+from . import metrics
+from .corpus import Sentences, TextFiles
+from .vocabulary import Vocabulary
 
 # Enough to know the frequencies of a vocabulary of 32,000 pieces well.
 MAX_TOKENS = 20_000_000

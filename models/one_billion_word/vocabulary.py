@@ -25,9 +25,10 @@ import numpy as np
 import sentencepiece
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from models.one_billion_word.corpus import SPACE_MARK, Corpus, Sentences, TextFiles
 from pipemesh.checkpoint.whole_file import write_whole
 from pipemesh.errors import PipemeshError
+
+from .corpus import SPACE_MARK, Corpus, Sentences, TextFiles
 
 # Pieces are learned from at most so many sentences and characters; more change little, and cost
 # minutes and gigabytes.

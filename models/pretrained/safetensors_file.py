@@ -14,7 +14,7 @@ import numpy as np
 
 from models.pretrained.config import WeightsError
 from pipemesh.checkpoint.whole_file import write_whole
-from pipemesh.errors import SaveError
+from pipemesh.errors import SaveError, install
 
 try:
     # Before the files are opened: by it NumPy knows bfloat16.
@@ -24,7 +24,7 @@ try:
 except ImportError as missing:
     raise WeightsError(
         f"weights come in files of safetensors, which needs {missing.name!r}, which is not "
-        "installed; run: python -m pip install 'pipemesh[examples]'"
+        f"installed; {install('examples')}"
     ) from missing
 
 ONE = "model.safetensors"

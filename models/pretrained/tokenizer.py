@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from models.pretrained.config import Config, WeightsError
+from pipemesh.errors import install
 
 JSON, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
 
@@ -89,6 +90,5 @@ def _package(name: str, path: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise WeightsError(
-            f"{path!r} needs the package {name}, which is not installed; run: python -m pip "
-            "install 'pipemesh[examples]'"
+            f"{path!r} needs the package {name}, which is not installed; {install('examples')}"
         ) from error

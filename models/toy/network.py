@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import tensorflow as tf
 
-from models.named_dims.network import Input, Weight
 from pipemesh.lowering import Tensor, ops
 from pipemesh.lowering.initializers import Normal
 from pipemesh.mesh import Shape
+
+from ..named_dims.network import Input, Weight
 
 ACTIVATIONS = {"none": lambda x: x, "relu": ops.relu}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from absl import flags
 
-from models.named_dims import command
+from ..named_dims import command
 
 FLAGS = flags.FLAGS
 
@@ -23,7 +23,7 @@ SIZE_FLAGS = {"batch": "batch_size", "io": "io_size", "hidden": "hidden_size"}
 
 def train() -> None:
     """Trains as the flags say."""
-    from models.toy.network import ToyNetwork, batches
+    from .network import ToyNetwork, batches
 
     network = ToyNetwork(
         FLAGS.batch_size, FLAGS.io_size, FLAGS.hidden_size, FLAGS.activation, FLAGS.seed

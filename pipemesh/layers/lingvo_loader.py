@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from pipemesh.errors import NativeOpError
+from pipemesh.errors import MissingPackageError, NativeOpError
 
 GEN_X_OPS = "lingvo.core.ops.gen_x_ops"
 GLIBC = "2.38"
@@ -56,7 +56,7 @@ def load_native_ops(load_library: Callable[[str], types.ModuleType] | None = Non
 def _library_path() -> str:
     spec = importlib.util.find_spec("lingvo")
     if spec is None or not spec.submodule_search_locations:
-        raise ImportError("lingvo is not installed; install it with: pip install lingvo==0.14.2")
+        raise MissingPackageError("this part of pipemesh", "lingvo", "tensorflow")
     return str(pathlib.Path(spec.submodule_search_locations[0], "core", "ops", "x_ops.so"))
 
 

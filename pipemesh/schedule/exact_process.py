@@ -16,7 +16,7 @@ import sys
 from fractions import Fraction
 from typing import Any
 
-from pipemesh.errors import ScheduleError
+from pipemesh.errors import ScheduleError, install
 from pipemesh.schedule.action import Action
 from pipemesh.schedule.costs import StageCosts
 from pipemesh.schedule.exact_model import Question
@@ -40,8 +40,8 @@ def check_installed() -> None:
         found = None
     if found is None:
         raise ScheduleError(
-            "optimal_schedule needs OR-tools, which is not installed; install it with "
-            "pip install 'pipemesh[optimal]', or use list_schedule"
+            "optimal_schedule needs OR-tools, which is not installed; use list_schedule, or "
+            f"{install('optimal')}"
         )
 
 

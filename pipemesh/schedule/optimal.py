@@ -1,7 +1,7 @@
 """Shortest schedules for small problems, with a proof, by Google's CP-SAT solver.
 
-The solver is optional: `pip install 'pipemesh[optimal]'` (OR-tools). It runs in a process of its
-own, as it does not go with a TensorFlow that is loaded.
+The solver, OR-tools, is optional: `pip install '.[optimal]'` in a checkout. It runs in a process of
+its own, as it does not go with a TensorFlow that is loaded.
 
 Microbatches are alike, so some shortest schedule takes them in order at every stage. In any
 schedule let the `k`-th forward of each stage do microbatch `k`, and the same with gradients and

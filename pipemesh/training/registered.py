@@ -5,7 +5,6 @@ from __future__ import annotations
 from pipemesh.layers import lingvo_loader as lingvo_loader  # isort: skip
 
 import functools
-import importlib
 import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,6 +13,7 @@ import tensorflow as tf
 from lingvo.core import base_model_params
 
 from pipemesh.errors import PlanError, TrainingError
+from pipemesh.example_models import example, import_model_module
 from pipemesh.layers import PipeliningLayer, mesh_cluster
 from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
@@ -162,11 +162,11 @@ def find_model(name: str) -> Any:
         TrainingError: there is none, or it is no `SingleTaskModelParams`.
     """
     module_name, _, class_name = name.rpartition(".")
-    hint = "write package.module.Class, as in models.one_billion_word.params.OneBillionWordTiny"
+    hint = f"write package.module.Class, as in {example('digits.params.DigitsPipelined')}"
     if not module_name:
         raise TrainingError(f"--model={name!r} names no module; {hint}")
     try:
-        module = importlib.import_module(module_name)
+        module = import_model_module(module_name)
     except ModuleNotFoundError as error:
         if not is_missing(module_name, error):
             raise TrainingError(

@@ -14,7 +14,7 @@ from tests.schedule.test_bounds import TINY
 
 with_solver = pytest.mark.skipif(
     importlib.util.find_spec("ortools") is None,
-    reason="NO OR-TOOLS: the exact search was not run; pip install 'pipemesh[optimal]'",
+    reason="NO OR-TOOLS: the exact search was not run; pip install '.[optimal]'",
 )
 
 
@@ -83,7 +83,9 @@ def test_without_time_there_is_still_a_schedule_and_a_bound():
 
 def test_without_the_solver_the_error_says_how_to_get_it():
     with mock.patch.dict("sys.modules", {"ortools.sat.python.cp_model": None}):
-        with pytest.raises(ScheduleError, match=r"pip install 'pipemesh\[optimal\]', or use list"):
+        with pytest.raises(
+            ScheduleError, match=r"use list_schedule, or .*pip install '\.\[optimal\]'"
+        ):
             optimal_schedule(Costs(), 2, 2)
 
 

@@ -9,7 +9,6 @@ training in the same folder may go on meanwhile.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 import os
 import sys
@@ -21,6 +20,7 @@ from absl import flags
 
 from pipemesh.checkpoint import Manifest, newest
 from pipemesh.errors import CheckpointError
+from pipemesh.example_models import import_model_module
 from pipemesh.text import is_missing
 from pipemesh.training.command import config, model_flags, quiet, training_flags
 from pipemesh.training.command.flags import FlagError, parse
@@ -172,7 +172,7 @@ def program_called(name: str) -> ModuleType:
         CheckpointError: there is none here.
     """
     try:
-        return importlib.import_module(name)
+        return import_model_module(name)
     except ModuleNotFoundError as error:
         if not is_missing(name, error):
             raise

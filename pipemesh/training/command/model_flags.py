@@ -17,6 +17,7 @@ from pipemesh.errors import (
     PlanError,
     ScheduleError,
 )
+from pipemesh.example_models import example, same_class
 from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
 from pipemesh.training.command import auto_plan, host_flags, plan_flags
@@ -73,7 +74,7 @@ def check_alone() -> None:
     if host_flags.processes() is not None:
         raise FlagError(
             "a registered model is run by one process, which drives workers; several run the "
-            "language model (python -m models.one_billion_word.train)"
+            f"language model (python -m {example('one_billion_word.train')})"
         )
 
 
@@ -172,7 +173,7 @@ def check_note(note: Mapping[str, Any], folder: str) -> None:
         raise CheckpointError(
             f"--logdir={folder!r} holds a checkpoint of {program}; use that, or another --logdir"
         )
-    if FLAGS.model and there != FLAGS.model:
+    if FLAGS.model and not same_class(there, FLAGS.model):
         raise CheckpointError(
             f"--logdir={folder!r} holds a checkpoint of another model ({there} there, "
             f"{FLAGS.model} now); give another --logdir"

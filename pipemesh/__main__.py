@@ -1,0 +1,8 @@
+"""`python -m pipemesh` is the command `pipemesh`."""
+
+import sys
+
+from pipemesh.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
