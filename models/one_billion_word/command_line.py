@@ -16,7 +16,7 @@ from pipemesh.mesh import LayoutRules
 from pipemesh.plan import Plan
 from pipemesh.text import nearest
 from pipemesh.training.command import host_flags, plan_flags, training_flags
-from pipemesh.training.command.flags import FlagError, check_number
+from pipemesh.training.command.flags import FILES, MODEL, FlagError, check_number, group
 from pipemesh.training.command.flags import parse as parse_flags
 
 from . import simd_plan
@@ -25,56 +25,61 @@ from .sizes import LAYERS, OPTIMIZERS, SIZES, Settings, dims_of
 
 FLAGS = flags.FLAGS
 
-flags.DEFINE_string("model", "OneBillionWordTiny", "Name of the configuration.", short_name="m")
+with group(FILES):
+    flags.DEFINE_string(
+        "model", "OneBillionWordTiny", f"Name of the model: {', '.join(SIZES)}.", short_name="m"
+    )
 plan_flags.define(
     microbatches="the fastest, by the schedule and the memory there is",
     remat="nothing, if memory is known to suffice",
 )
 training_flags.define("drawn evenly from all")
-flags.DEFINE_enum(
-    "layers",
-    None,
-    list(LAYERS),
-    "Layers with named dims, of which --layout may split heads, d_ff and vocab as well as the "
-    "batch, or those of lingvo, which is another model. Default: the model's, named.",
-)
-flags.DEFINE_integer("batch_size", None, "Rows a batch; default: the model's.")
-flags.DEFINE_integer("vocab_size", None, "SentencePiece pieces; default: the model's.")
-flags.DEFINE_integer("sequence_length", None, "Tokens a row; default: the model's.")
-flags.DEFINE_enum(
-    "optimizer",
-    None,
-    list(OPTIMIZERS),
-    "How weights move along their gradients; each wants a --learning_rate of its own. "
-    "Default: the model's.",
-)
-flags.DEFINE_float("learning_rate", None, "Factor of the learning rate; default: the model's.")
-flags.DEFINE_integer(
-    "warmup_steps",
-    None,
-    "Steps in which the learning rate grows, before it falls with the root of the step; default: "
-    "the model's.",
-)
-flags.DEFINE_float(
-    "dropout_prob",
-    None,
-    "Share of values that dropout takes away, from 0 on, below 1; default: the model's.",
-)
-flags.DEFINE_float(
-    "ema_decay",
-    None,
-    "Decay of the moving averages of weights, below 1, that evaluation takes in their place, such "
-    "as 0.999; default: the model's, none.",
-)
-flags.DEFINE_string("data_dir", None, "Folder of text; default: text that comes with Python.")
-flags.DEFINE_string("train_pattern", None, "Glob below --data_dir of the text to train on.")
-flags.DEFINE_string("heldout_pattern", None, "Glob below --data_dir of the text to judge by.")
-flags.DEFINE_bool(
-    "other_text",
-    False,
-    "Go on from a checkpoint with other text than it was trained on, under its vocabulary.",
-)
-flags.DEFINE_integer("seed", 0, "Seed of weights, data order and dropout.")
+with group(MODEL):
+    flags.DEFINE_enum(
+        "layers",
+        None,
+        list(LAYERS),
+        "Layers with named dims, of which --layout may split heads, d_ff and vocab as well as the "
+        "batch, or those of lingvo, which is another model. Default: the model's, named.",
+    )
+    flags.DEFINE_integer("batch_size", None, "Rows a batch; default: the model's.")
+    flags.DEFINE_integer("vocab_size", None, "SentencePiece pieces; default: the model's.")
+    flags.DEFINE_integer("sequence_length", None, "Tokens a row; default: the model's.")
+    flags.DEFINE_enum(
+        "optimizer",
+        None,
+        list(OPTIMIZERS),
+        "How weights move along their gradients; each wants a --learning_rate of its own. "
+        "Default: the model's.",
+    )
+    flags.DEFINE_float("learning_rate", None, "Factor of the learning rate; default: the model's.")
+    flags.DEFINE_integer(
+        "warmup_steps",
+        None,
+        "Steps in which the learning rate grows, before it falls with the root of the step; "
+        "default: the model's.",
+    )
+    flags.DEFINE_float(
+        "dropout_prob",
+        None,
+        "Share of values that dropout takes away, from 0 on, below 1; default: the model's.",
+    )
+    flags.DEFINE_float(
+        "ema_decay",
+        None,
+        "Decay of the moving averages of weights, below 1, such as 0.999; evaluation takes the "
+        "averages. Default: the model's, none.",
+    )
+with group(FILES):
+    flags.DEFINE_string("data_dir", None, "Folder of text; default: text that comes with Python.")
+    flags.DEFINE_string("train_pattern", None, "Glob below --data_dir of the text to train on.")
+    flags.DEFINE_string("heldout_pattern", None, "Glob below --data_dir of the text to judge by.")
+    flags.DEFINE_bool(
+        "other_text",
+        False,
+        "Go on from a checkpoint with other text than it was trained on, under its vocabulary.",
+    )
+    flags.DEFINE_integer("seed", 0, "Seed of weights, data order and dropout.")
 _SEEDS = range(-(2**63), 2**63)
 # The flag that changes each of the settings.
 _OF_SETTINGS = {
@@ -90,25 +95,29 @@ _OF_SETTINGS = {
 }
 
 
-def parse(argv: list[str], about: str | None) -> None:
+def parse(argv: list[str], about: str | None, refused: Collection[str] = ()) -> None:
     """Parses the command line, as `pipemesh.training.command.flags.parse`.
 
     Args:
         argv: the program and its arguments.
         about: what help begins with; None for what the docstring here says.
+        refused: flags that the program does not use.
 
     Raises:
         FlagError: a flag is unknown or malformed, or an argument is none.
     """
-    parse_flags(argv, sys.modules[__name__], about)
+    parse_flags(argv, sys.modules[__name__], about, refused)
 
 
-def take_up(checkpoint: str | None = None, leave: Collection[str] | None = None) -> dict[str, Any]:
+def take_up(
+    checkpoint: str | None = None, leave: Collection[str] = (), tells: bool = True
+) -> dict[str, Any]:
     """Takes flags that are not given as the training was begun with, whose folder is given.
 
     Args:
         checkpoint: path of the one that says them; by default the newest.
-        leave: see `training_flags.take_up`.
+        leave: flags that the program does not use.
+        tells: see `training_flags.take_up`.
 
     Returns:
         Those that were taken.
@@ -116,7 +125,7 @@ def take_up(checkpoint: str | None = None, leave: Collection[str] | None = None)
     Raises:
         FlagError: as `request`.
     """
-    return training_flags.take_up(_logdir(), sys.modules[__name__], checkpoint, leave)
+    return training_flags.take_up(_logdir(), sys.modules[__name__], checkpoint, leave, tells)
 
 
 def _logdir() -> str:

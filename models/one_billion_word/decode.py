@@ -20,9 +20,9 @@ def main(argv: list[str]) -> int:
     """Decodes as the flags say; returns the exit code."""
     from pipemesh.training.command import decode
 
-    _parse(argv, __doc__, decode.define)
+    _parse(argv, __doc__, decode.define, decode.OF_TRAINING)
     texts = decode.prompts()
-    request, path, there = _model(decode.OWN, decode.OF_TRAINING)
+    request, path, there = _model(decode.OWN)
     # What is chosen is how a batch is cut, and there is none.
     settings = request.settings
     settings.CHOSEN, settings.PLAN = (), dataclasses.replace(settings.PLAN, num_microbatches=1)
@@ -36,9 +36,9 @@ def score(argv: list[str]) -> int:
     """Scores as the flags say; returns the exit code."""
     from pipemesh.training.command import decode, score
 
-    _parse(argv, score.__doc__, score.define)
+    _parse(argv, score.__doc__, score.define, score.OF_TRAINING)
     texts = decode.prompts("scored")
-    request, path, there = _model()
+    request, path, there = _model(score.OF_TRAINING)
     subject, tokens = _subject(request, path, there)
     score.score(subject, path, tokens, request.settings.BATCH_SIZE, texts)
     leave()
@@ -49,16 +49,18 @@ def export(argv: list[str]) -> int:
     """Exports as the flags say; returns the exit code."""
     from pipemesh.training.command import export
 
-    _parse(argv, export.__doc__, export.define)
+    _parse(argv, export.__doc__, export.define, export.OF_TRAINING)
     export.folder()
     export.on_one_device()
-    request, path, there = _model()
+    request, path, there = _model(export.OF_TRAINING)
     subject, tokens = _subject(request, path, there)
     export.export(subject, path, tokens)
     return 0
 
 
-def _parse(argv: list[str], about: str | None, define: Callable[[], None]) -> None:
+def _parse(
+    argv: list[str], about: str | None, define: Callable[[], None], refused: Collection[str]
+) -> None:
     from pipemesh.training.command.evaluate import check_flags, define_checkpoint
 
     from . import command_line
@@ -70,17 +72,16 @@ def _parse(argv: list[str], about: str | None, define: Callable[[], None]) -> No
     for name in {*flags} - before:
         # Told with the others by --help.
         flags.register_key_flag_for_module(command_line.__name__, flags[name])
-    command_line.parse(argv, about)
+    command_line.parse(argv, about, refused)
     check_flags()
 
 
-def _model(own: Collection[str] = (), refused: Collection[str] = ()) -> tuple[Any, str, Any]:
+def _model(own: Collection[str]) -> tuple[Any, str, Any]:
     """What the flags ask for, the checkpoint, and what is noted in it.
 
-    Flags that are `own` are not taken from the training, and those that are `refused` play no part.
+    Flags that are `own` are not taken from the training.
     """
     from pipemesh.checkpoint import Manifest
-    from pipemesh.training.command.decode import FlagError
     from pipemesh.training.command.evaluate import checkpoint_of
     from pipemesh.training.command.together import of_chief
 
@@ -88,10 +89,7 @@ def _model(own: Collection[str] = (), refused: Collection[str] = ()) -> tuple[An
     from .train import start_together
 
     flags = command_line.FLAGS
-    given = [name for name in refused if flags[name].present]
-    if given:
-        raise FlagError(f"--{given[0]} is for training; leave it out")
-    command_line.take_up(flags.checkpoint, own)
+    command_line.take_up(flags.checkpoint, own, tells=False)
     request = command_line.request()
     start_together(request)
     path = of_chief(checkpoint_of(request.logdir))

@@ -21,14 +21,15 @@ def main(argv: list[str]) -> int:
         judge,
     )
     from pipemesh.training.command.together import leave, of_chief
+    from pipemesh.training.command.training_flags import OF_TRAINING
 
     from . import command_line
     from .train import make_subject, read_text, start_together
 
     define_checkpoint()
-    command_line.parse(argv, __doc__)
+    command_line.parse(argv, __doc__, OF_TRAINING)
     check_flags()
-    command_line.take_up(command_line.FLAGS.checkpoint)
+    command_line.take_up(command_line.FLAGS.checkpoint, OF_TRAINING)
     request = command_line.request()
     start_together(request)
     path = of_chief(checkpoint_of(request.logdir))

@@ -57,9 +57,9 @@ def main(argv: list[str]) -> int:
 
     from pipemesh.training.command import decode, model_flags
 
-    _parse(argv, __doc__, decode.define)
+    _parse(argv, __doc__, decode.define, decode.OF_TRAINING)
     texts = decode.prompts()
-    model = _model(decode.OWN, decode.OF_TRAINING)
+    model = _model(decode.OWN)
     tokens = model.tokens(model.longest(texts) + flags.FLAGS.max_tokens)
     decode.decode(model_flags.subject(), model.path, tokens, texts)
     return 0
@@ -69,9 +69,9 @@ def score(argv: list[str]) -> int:
     """Scores as the flags say; returns the exit code."""
     from pipemesh.training.command import decode, model_flags, score
 
-    _parse(argv, score.__doc__, score.define)
+    _parse(argv, score.__doc__, score.define, score.OF_TRAINING)
     texts = decode.prompts("scored")
-    model = _model()
+    model = _model(score.OF_TRAINING)
     subject = model_flags.subject()
     tokens = model.tokens(model.longest(texts))
     score.score(subject, model.path, tokens, _params().BATCH_SIZE, texts)
@@ -82,15 +82,17 @@ def export(argv: list[str]) -> int:
     """Exports as the flags say; returns the exit code."""
     from pipemesh.training.command import export, model_flags
 
-    _parse(argv, export.__doc__, export.define)
+    _parse(argv, export.__doc__, export.define, export.OF_TRAINING)
     export.folder()
     export.on_one_device()
-    model = _model()
+    model = _model(export.OF_TRAINING)
     export.export(model_flags.subject(), model.path, model.tokens(_params().SEQUENCE_LENGTH))
     return 0
 
 
-def _parse(argv: list[str], about: str | None, define: Callable[[], None]) -> None:
+def _parse(
+    argv: list[str], about: str | None, define: Callable[[], None], refused: Collection[str]
+) -> None:
     from absl import flags
 
     from pipemesh.training.command import model_flags, training_flags
@@ -102,14 +104,14 @@ def _parse(argv: list[str], about: str | None, define: Callable[[], None]) -> No
     define_checkpoint()
     define()
     flags.DEFINE_bool("ids", False, "Texts are ids of tokens, 12 7 30, and so is what is said.")
-    parse(argv, sys.modules[__name__], about)
+    parse(argv, sys.modules[__name__], about, refused)
     check_flags()
 
 
-def _model(own: Collection[str] = (), refused: Collection[str] = ()) -> _Model:
+def _model(own: Collection[str]) -> _Model:
     """The model that flags name.
 
-    Flags that are `own` are not taken from the training, and those that are `refused` play no part.
+    Flags that are `own` are not taken from the training.
     """
     from absl import flags
 
@@ -117,14 +119,10 @@ def _model(own: Collection[str] = (), refused: Collection[str] = ()) -> _Model:
     from pipemesh.checkpoint import Manifest
     from pipemesh.training.command import model_flags, training_flags
     from pipemesh.training.command.evaluate import checkpoint_of
-    from pipemesh.training.command.flags import FlagError
 
     values = flags.FLAGS
-    given = [name for name in refused if values[name].present]
-    if given:
-        raise FlagError(f"--{given[0]} is for training; leave it out")
     folder = model_flags.logdir()
-    training_flags.take_up(folder, sys.modules[__name__], values.checkpoint, own)
+    training_flags.take_up(folder, sys.modules[__name__], values.checkpoint, own, tells=False)
     path = checkpoint_of(folder)
     model_flags.check_note(Manifest.read(path).note, folder)
     config = configs.of_folder(folder)

@@ -22,7 +22,7 @@ from pipemesh.plan.predict import predict
 from pipemesh.plan.search import TRIALS, nearest_that_fits, search
 from pipemesh.text import bytes_of
 from pipemesh.training.command import plan_flags
-from pipemesh.training.command.flags import FlagError
+from pipemesh.training.command.flags import PLAN, FlagError, group
 from pipemesh.training.run import console
 
 FLAGS = flags.FLAGS
@@ -35,6 +35,7 @@ AUTO = "auto"
 NAMES = ("figures", "device_memory", "plan_trials")
 
 
+@group(PLAN)
 def define() -> None:
     """Defines the flags that say what plans are chosen from."""
     flags.DEFINE_string(

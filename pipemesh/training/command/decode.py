@@ -13,16 +13,16 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 from absl import flags
 
 from pipemesh.errors import CheckpointError, DecodingError
-from pipemesh.training.command import quiet
-from pipemesh.training.command.evaluate import note_of, program_called
-from pipemesh.training.command.flags import FlagError
+from pipemesh.training.command import model_flags, quiet, training_flags
+from pipemesh.training.command.evaluate import define_checkpoint, note_of, program_called
+from pipemesh.training.command.flags import TEXTS, FlagError, group, is_help, show_help
 from pipemesh.training.command.host_flags import processes
 from pipemesh.training.run import console
 
@@ -33,12 +33,11 @@ flags.disclaim_key_flags()
 
 # Flags of a training that decoding does not depend on.
 OF_TRAINING = (
+    *training_flags.OF_TRAINING,
     "num_microbatches",
     "remat",
     "schedule",
     "strict_devices",
-    "trace_schedule",
-    "find_learning_rate",
 )
 # What decoding takes from its own flags alone: other stages than those of the training are cut
 # elsewhere, and what was trained as one program is decoded stage by stage as well.
@@ -60,7 +59,7 @@ def main(argv: list[str]) -> int:
         PipemeshError: what is asked for cannot be had.
     """
     quiet.install()
-    if helped(argv, __doc__, define):
+    if helped(argv, __doc__, define, OF_TRAINING):
         return 0
     return program_of(argv).main(argv)
 
@@ -90,101 +89,87 @@ def program_of(argv: list[str]) -> ModuleType:
     return program_called(program)
 
 
-def helped(argv: list[str], about: str | None, define: Callable[[flags.FlagValues], None]) -> bool:
-    """Prints help if it is asked for, with flags that all models share.
+def helped(
+    argv: list[str], about: str | None, define: Callable[[], None], refused: Collection[str]
+) -> bool:
+    """Prints help if it is asked for and no checkpoint says which program answers it.
 
     Args:
         argv: the program and its arguments.
         about: what help begins with.
-        define: defines the flags.
+        define: defines the flags of the command; those that all models share are added.
+        refused: of these, flags that the command does not use.
 
     Returns:
-        Whether it was asked for.
+        Whether it was printed.
     """
-    if not {"--help", "-h", "-help", "--helpfull", "--helpshort"} & set(argv[1:]):
+    if not is_help(argv) or note_of(argv):
         return False
-    values = flags.FlagValues()
-    define(values)
-    told = values.get_help(include_special_flags=False).splitlines()
-    # Without the name of the module that asked.
-    print(about, *(line for line in told if line.startswith("  ")), sep="\n")
+    before = set(FLAGS)
+    model_flags.define()
+    training_flags.define()
+    define_checkpoint()
+    define()
+    show_help(str(about), set(FLAGS) - before - set(refused), required=["logdir"])
     return True
 
 
-def define(values: flags.FlagValues = FLAGS) -> None:
-    """Defines the flags of decoding.
-
-    Args:
-        values: where.
-    """
-    flags.DEFINE_string("prompt", None, "The text to continue.", flag_values=values)
+@group(TEXTS)
+def define() -> None:
+    """Defines the flags of decoding."""
+    flags.DEFINE_string("prompt", None, "The text to continue.")
     flags.DEFINE_string(
         "file",
         None,
         "A file of texts to continue, one a line; - for the input.",
-        flag_values=values,
     )
-    flags.DEFINE_integer(
-        "max_tokens", 24, "Add so many tokens to a text at most.", lower_bound=1, flag_values=values
-    )
+    flags.DEFINE_integer("max_tokens", 24, "Add so many tokens to a text at most.", lower_bound=1)
     flags.DEFINE_float(
         "temperature",
         0.0,
         "0 takes the most likely token, 1 draws by what the model says.",
-        flag_values=values,
     )
-    flags.DEFINE_integer(
-        "top_k", 0, "Draw from so many of the most likely tokens; 0 for all.", flag_values=values
-    )
-    flags.DEFINE_float(
-        "top_p", 1.0, "Draw from the most likely tokens of this probability.", flag_values=values
-    )
+    flags.DEFINE_integer("top_k", 0, "Draw from so many of the most likely tokens; 0 for all.")
+    flags.DEFINE_float("top_p", 1.0, "Draw from the most likely tokens of this probability.")
     flags.DEFINE_integer(
         "beams",
         None,
         "Search the likeliest text, so many beginnings at a time.",
         lower_bound=1,
-        flag_values=values,
     )
     flags.DEFINE_float(
         "length_penalty",
         1.0,
         "Of a search: texts of n tokens have their log probability divided by n to this power.",
         lower_bound=0.0,
-        flag_values=values,
     )
     flags.DEFINE_integer(
         "sample_seed",
         0,
         "Seed of what is drawn; with the same one it is the same under any plan.",
-        flag_values=values,
     )
     flags.DEFINE_integer(
         "groups",
         None,
         "Groups of texts under way; default: one a stage.",
         lower_bound=1,
-        flag_values=values,
     )
     flags.DEFINE_integer(
         "rows",
         None,
         f"Texts a group, or fewer if there are not so many; default: {_MOST_ROWS}, by --beams.",
         lower_bound=1,
-        flag_values=values,
     )
     flags.DEFINE_enum(
         "format",
         "text",
         ["text", "json"],
         "Texts, or a line of JSON for each, with probabilities.",
-        flag_values=values,
     )
     flags.DEFINE_bool(
         "stream",
         None,
         "Print text as it comes; default: on a terminal, unless it is searched or JSON.",
-        flag_values=values,
     )
 
 

@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -23,7 +23,7 @@ from pipemesh.errors import CheckpointError
 from pipemesh.example_models import import_model_module
 from pipemesh.text import is_missing
 from pipemesh.training.command import config, model_flags, quiet, training_flags
-from pipemesh.training.command.flags import FlagError, parse
+from pipemesh.training.command.flags import FILES, FlagError, group, parse
 from pipemesh.training.command.training_flags import newest_note
 
 FLAGS = flags.FLAGS
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
 
 
 def asked(
-    argv: list[str], program: ModuleType, about: str | None, leave: Collection[str] | None = None
+    argv: list[str], program: ModuleType, about: str | None, tells: bool = True
 ) -> tuple[Any, str]:
     """The registered model that a command line asks for, and the path of its checkpoint.
 
@@ -60,7 +60,7 @@ def asked(
         argv: the program and its arguments.
         program: the module that flags belong to.
         about: what help begins with.
-        leave: see `training_flags.take_up`.
+        tells: see `training_flags.take_up`.
 
     Raises:
         PipemeshError: they cannot be had.
@@ -72,11 +72,11 @@ def asked(
     for name in {*FLAGS} - before:
         # They were defined by this module, whoever asks for them.
         FLAGS.register_key_flag_for_module(program.__name__, FLAGS[name])
-    parse(argv, program, about)
+    parse(argv, program, about, training_flags.OF_TRAINING)
     check_flags()
     model_flags.check_alone()
     folder = model_flags.logdir()
-    training_flags.take_up(folder, program, FLAGS.checkpoint, leave)
+    training_flags.take_up(folder, program, FLAGS.checkpoint, training_flags.OF_TRAINING, tells)
     path = checkpoint_of(folder)
     model_flags.check_note(Manifest.read(path).note, os.path.dirname(path) or ".")
     return model_flags.subject(), path
@@ -100,6 +100,7 @@ def judge(subject: Any, path: str) -> None:
     print(f"{path}, step {step}: {score}")
 
 
+@group(FILES)
 def define_checkpoint() -> None:
     """Defines the flag that names a checkpoint."""
     flags.DEFINE_string(
@@ -111,15 +112,8 @@ def check_flags() -> None:
     """Checks what is asked for; a checkpoint that is named says where it lies.
 
     Raises:
-        FlagError: something is for training alone.
+        FlagError: --figures is given without --device_memory.
     """
-    if FLAGS["eval_batches"].present:
-        raise FlagError("--eval_batches is for training; all held-out batches are judged by here")
-    if FLAGS.find_learning_rate:
-        raise FlagError("--find_learning_rate is for training; leave it out")
-    for name in training_flags.OF_TRAINING:
-        if FLAGS[name].present:
-            raise FlagError(f"--{name} is for training; leave it out")
     if FLAGS.figures is not None and FLAGS.device_memory is None:
         raise FlagError("--figures is for --device_memory here; give that, or leave it out")
     if FLAGS.checkpoint and not FLAGS.logdir:

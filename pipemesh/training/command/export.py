@@ -15,11 +15,15 @@ from absl import flags
 
 from pipemesh.training.command import quiet
 from pipemesh.training.command.decode import Tokens, helped, program_of
-from pipemesh.training.command.flags import FlagError
+from pipemesh.training.command.flags import FILES, FlagError, group
 from pipemesh.training.command.host_flags import NAMES
 from pipemesh.training.command.plan_flags import OF_PIPELINES
+from pipemesh.training.command.training_flags import OF_TRAINING
 
 FLAGS = flags.FLAGS
+
+# Flags that play no part: the model is exported for one device.
+_OF_PLANS = ("mesh_shape", "layout", *OF_PIPELINES, "strict_devices", *NAMES)
 
 # Flags that are defined here belong to the program that asks for them.
 flags.disclaim_key_flags()
@@ -38,18 +42,15 @@ def main(argv: list[str]) -> int:
         PipemeshError: what is asked for cannot be had.
     """
     quiet.install()
-    if helped(argv, __doc__, define):
+    if helped(argv, __doc__, define, {*OF_TRAINING, *_OF_PLANS}):
         return 0
     return program_of(argv).export(argv)
 
 
-def define(values: flags.FlagValues = FLAGS) -> None:
-    """Defines the flags of an export.
-
-    Args:
-        values: where.
-    """
-    flags.DEFINE_string("to", None, "The folder to write to, new or empty.", flag_values=values)
+@group(FILES)
+def define() -> None:
+    """Defines the flags of an export."""
+    flags.DEFINE_string("to", None, "The folder to write to, new or empty.")
 
 
 def folder() -> str:
@@ -75,8 +76,7 @@ def on_one_device() -> None:
     Raises:
         FlagError: a flag asks for another plan.
     """
-    of_plans = ("mesh_shape", "layout", *OF_PIPELINES, "strict_devices", "trace_schedule", *NAMES)
-    given = [name for name in of_plans if FLAGS[name].present]
+    given = [name for name in _OF_PLANS if FLAGS[name].present]
     if given:
         raise FlagError(
             f"--{given[0]} plays no part, since a model is exported for one device; leave it out"

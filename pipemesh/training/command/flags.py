@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Collection
 from types import ModuleType
+from typing import Any
 
 from absl import flags
 
@@ -27,12 +30,46 @@ _HELP = {"-h", "-?", "--?"} | {
     dashes + name for dashes in ("-", "--") for name in ("help", "helpshort", "helpfull")
 }
 
+# The groups of flags in the order of `--help`.
+FILES, TEXTS, MODEL = "model and files", "texts", "size and optimizer of the model"
+PLAN, TRAINING, WORKERS = "plan", "training", "workers"
+_GROUPS = (FILES, TEXTS, PLAN, TRAINING, MODEL, WORKERS)
+_group_of: dict[str, str] = {}
+
 # Flags that are defined here belong to the program that asks for them.
 flags.disclaim_key_flags()
 
 
+class group:
+    """Puts the flags that are defined meanwhile, or by a function, into a group of `--help`.
+
+    Args:
+        title: one of the groups above.
+    """
+
+    def __init__(self, title: str) -> None:
+        self._title, self._before = title, set[str]()
+
+    def __enter__(self) -> None:
+        self._before = set(FLAGS)
+
+    def __exit__(self, *_: object) -> None:
+        for name in set(FLAGS) - self._before:
+            _group_of.setdefault(name, self._title)
+
+    def __call__(self, define: Callable[..., None]) -> Any:
+        """Wraps a function here: flags belong to the first module that does not disclaim them."""
+
+        @functools.wraps(define)
+        def grouped(*args: Any, **kwargs: Any) -> None:
+            with group(self._title):
+                define(*args, **kwargs)
+
+        return grouped
+
+
 class FlagError(PipemeshError, ValueError):
-    """A flag has a value that cannot be had."""
+    """Invalid flag value."""
 
 
 def define_devices(
@@ -49,35 +86,97 @@ def define_devices(
     flags.DEFINE_string("mesh_shape", mesh_shape, about_mesh)
     flags.DEFINE_string("layout", layout, about_layout)
     flags.DEFINE_enum("device_type", "CPU", ["CPU", "GPU"], "What the devices are.")
-    flags.DEFINE_string(
-        "config", None, "A TOML file of flags, `steps = 300`; those of the command line come first."
-    )
+    with group(FILES):
+        flags.DEFINE_string(
+            "config",
+            None,
+            "A TOML file of flags, such as `steps = 300`; the command line has precedence.",
+        )
 
 
-def parse(argv: list[str], program: ModuleType, about: str | None = None) -> None:
+def parse(
+    argv: list[str],
+    program: ModuleType,
+    about: str | None = None,
+    refused: Collection[str] = (),
+) -> None:
     """Parses the command line; shows help and ends the program where that is asked for.
 
     Args:
         argv: the program and its arguments.
         program: the module that defines the flags.
         about: what help begins with; None for what its docstring says.
+        refused: flags that the program does not use. A TOML file may have them, as one that a
+            training wrote does.
 
     Raises:
-        FlagError: a flag is unknown or malformed, or an argument is none.
+        FlagError: a flag is unknown, malformed or refused, or an argument is no flag.
     """
-    asked = argv[1 : argv.index("--") if "--" in argv else None]
-    if _HELP & set(asked):
-        print(f"{about or program.__doc__}\n{FLAGS.module_help(program)}")
+    if is_help(argv):
+        names = set(config.names(program)).difference(refused)
+        show_help(about or str(program.__doc__), names)
         sys.exit(0)
+    end = argv.index("--") if "--" in argv else len(argv)
     try:
-        rest = FLAGS(argv)
+        rest = FLAGS([*map(_with_underscores, argv[:end]), *argv[end:]])
     except flags.Error as error:
         raise FlagError(str(error)) from error
     if len(rest) > 1:
         raise FlagError(f"{rest[1]!r} is no flag; flags begin with --")
+    for name in sorted(refused):
+        if FLAGS[name].present:
+            raise FlagError(f"--{name} is for training; leave it out")
     path = FLAGS.config if "config" in FLAGS else None
     if path is not None:
-        config.apply(config.read(path), f"--config={path!r}", program)
+        values = config.read(path)
+        kept = {name: value for name, value in values.items() if name not in refused}
+        config.apply(kept, f"--config={path!r}", program)
+
+
+def is_help(argv: list[str]) -> bool:
+    """Whether a command line asks for help."""
+    return bool(_HELP.intersection(argv[1 : argv.index("--") if "--" in argv else None]))
+
+
+def show_help(about: str, names: Collection[str], required: Collection[str] = ()) -> None:
+    """Prints the help of a program.
+
+    Args:
+        about: the program, in words.
+        names: of its flags.
+        required: flags that must be given.
+    """
+    print(about.rstrip())
+    titles = {name: _group_of.get(name, TRAINING) for name in names}
+    titles.update(dict.fromkeys(required, "required"))
+    for title in ("required", *_GROUPS):
+        told = [_help_of(name) for name in FLAGS if titles.get(name) == title and len(name) > 1]
+        if told:
+            print(f"\n{title}:", *told, sep="\n")
+
+
+def _help_of(name: str) -> str:
+    """The lines of `--help` on one flag."""
+    flag: Any = FLAGS[name]
+    values = "|".join(getattr(flag.parser, "enum_values", None) or ["..."])
+    word = f"--[no]{name}" if flag.boolean else f"--{name}={values}"
+    short = f"-{flag.short_name}, " if flag.short_name else ""
+    default = (
+        ""
+        if flag.default in (None, False, "") or "default:" in flag.help.lower()
+        else (f" (default: {flag.default})")
+    )
+    # absl begins the help of a choice with the values.
+    about = flag.help.removeprefix(f"<{values}>: ").rstrip(".")
+    lines = textwrap.wrap(f"{about}{default}.", 92)
+    return "\n".join([f"  {short}{word}", *(f"      {line}" for line in lines)])
+
+
+def _with_underscores(word: str) -> str:
+    """A word of a command line, with the name of a flag as it is defined."""
+    name, equals, value = word.partition("=")
+    other = f"--{name[2:].replace('-', '_')}"
+    return f"{other}{equals}{value}" if name.startswith("--") else word
 
 
 def exit_code(program: Callable[[], int]) -> int:

@@ -12,7 +12,13 @@ from pipemesh.hosts import Cluster
 from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
 from pipemesh.plan.fewer import fewer
-from pipemesh.training.command.flags import FlagError, check_number, start_devices
+from pipemesh.training.command.flags import (
+    WORKERS,
+    FlagError,
+    check_number,
+    group,
+    start_devices,
+)
 
 if TYPE_CHECKING:
     from pipemesh.hosts.peers import Joined
@@ -38,6 +44,7 @@ _together = False
 _joined: Joined | None = None
 
 
+@group(WORKERS)
 def define() -> None:
     """Defines them."""
     flags.DEFINE_string(

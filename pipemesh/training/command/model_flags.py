@@ -21,7 +21,7 @@ from pipemesh.example_models import example, same_class
 from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
 from pipemesh.training.command import auto_plan, host_flags, plan_flags
-from pipemesh.training.command.flags import FlagError
+from pipemesh.training.command.flags import FILES, FlagError, group
 
 FLAGS = flags.FLAGS
 
@@ -32,6 +32,7 @@ _LOGDIR = "LOGDIR"
 flags.disclaim_key_flags()
 
 
+@group(FILES)
 def define() -> None:
     """Defines them, and those of the plan."""
     flags.DEFINE_string(
@@ -182,6 +183,6 @@ def check_note(note: Mapping[str, Any], folder: str) -> None:
 
 def _named(error: PipemeshError, values: Mapping[str, str]) -> FlagError:
     """An error of the plan as one of a flag, if a flag asked for it."""
-    if any(str(error).startswith(f"{name}=") for name in values):
+    if plan_flags.value_of(error) in values:
         return plan_flags.error_of(error, values)
     return FlagError(f"--model={FLAGS.model!r}: {error}")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from absl import flags
 
-from pipemesh.errors import LayoutError, PipemeshError, ScheduleError
+from pipemesh.errors import LayoutError, MeshError, PipemeshError, ScheduleError
 from pipemesh.plan.plan import LOWERINGS
 from pipemesh.plan.text_form import of_value
 from pipemesh.schedule_names import listing
 from pipemesh.training.command import host_flags
-from pipemesh.training.command.flags import FlagError, check_number, define_devices
+from pipemesh.training.command.flags import PLAN, FlagError, check_number, define_devices, group
 
 FLAGS = flags.FLAGS
 
@@ -36,6 +37,7 @@ OF_SIMD = {"schedule": "gpipe", "remat": "full"}
 OF_PIPELINES = ("num_microbatches", "schedule", "boundaries", "remat", "lowering")
 
 
+@group(PLAN)
 def define(
     microbatches: str = "the model's", remat: str = "the model's", batch: str = "batch"
 ) -> None:
@@ -120,11 +122,24 @@ def error_of(error: PipemeshError, values: Mapping[str, str], more: str = "") ->
         more: to be added.
     """
     told = f"{error}{more}"
-    for flag, name in OF_PLAN.items():
-        if told.startswith(f"{name}="):
-            return FlagError(f"--{flag}{told.removeprefix(name)}")
-    flag = {LayoutError: "layout", ScheduleError: "schedule"}.get(type(error), "mesh_shape")
-    return FlagError(f"--{flag}={values[OF_PLAN[flag]]!r}: {told}")
+    name = value_of(error) or "mesh"
+    flag = next(flag for flag, own in OF_PLAN.items() if own == name)
+    if told.startswith(f"{name}="):
+        return FlagError(f"--{flag}{told.removeprefix(name)}")
+    return FlagError(f"--{flag}={values[name]!r}: {told}")
+
+
+def value_of(error: PipemeshError) -> str | None:
+    """Returns the value of a plan that an error is about, by its name; None if it is not known.
+
+    Args:
+        error: of a plan, such as `remat is 'FULL'; ...`.
+    """
+    first = re.match(r"(?:the )?(\w+)", str(error))
+    if first and first[1] in OF_PLAN.values():
+        return first[1]
+    of_types = {LayoutError: "layout", ScheduleError: "schedule", MeshError: "mesh"}
+    return of_types.get(type(error))
 
 
 def check_plain(num_devices: int, compute_dtype: str | None) -> None:

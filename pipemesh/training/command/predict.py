@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
             "texts; use pipemesh decode or pipemesh score"
         )
     # On standard output there are predictions alone.
-    subject, path = asked(argv, sys.modules[__name__], __doc__, leave=())
+    subject, path = asked(argv, sys.modules[__name__], __doc__, tells=False)
     from pipemesh.training.prediction import Predictor
 
     console.output_matters()

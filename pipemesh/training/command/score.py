@@ -16,6 +16,8 @@ from absl import flags
 
 from pipemesh.training.command import quiet
 from pipemesh.training.command.decode import Tokens, helped, json_number, line_of, program_of
+from pipemesh.training.command.flags import TEXTS, group
+from pipemesh.training.command.training_flags import OF_TRAINING
 from pipemesh.training.run import console
 
 FLAGS = flags.FLAGS
@@ -37,27 +39,21 @@ def main(argv: list[str]) -> int:
         PipemeshError: what is asked for cannot be had.
     """
     quiet.install()
-    if helped(argv, __doc__, define):
+    if helped(argv, __doc__, define, OF_TRAINING):
         return 0
     return program_of(argv).score(argv)
 
 
-def define(values: flags.FlagValues = FLAGS) -> None:
-    """Defines the flags of scoring.
-
-    Args:
-        values: where.
-    """
-    flags.DEFINE_string("prompt", None, "The text to score.", flag_values=values)
-    flags.DEFINE_string(
-        "file", None, "A file of texts to score, one a line; - for the input.", flag_values=values
-    )
+@group(TEXTS)
+def define() -> None:
+    """Defines the flags of scoring."""
+    flags.DEFINE_string("prompt", None, "The text to score.")
+    flags.DEFINE_string("file", None, "A file of texts to score, one a line; - for the input.")
     flags.DEFINE_enum(
         "format",
         "text",
         ["text", "json"],
         "Columns, or a line of JSON for each, token by token.",
-        flag_values=values,
     )
 
 

@@ -14,7 +14,7 @@ from pipemesh.checkpoint import Manifest
 from pipemesh.checkpoint.folder import path_of, steps_of
 from pipemesh.errors import CheckpointError
 from pipemesh.training.command import auto_plan, config, host_flags, plan_flags
-from pipemesh.training.command.flags import FlagError
+from pipemesh.training.command.flags import FILES, TRAINING, FlagError, group
 from pipemesh.training.run.options import EVAL_BATCHES, LOG_FORMATS, ON_NONFINITE
 
 FLAGS = flags.FLAGS
@@ -50,10 +50,11 @@ _OF_A_CALL = (
     *auto_plan.NAMES,
     *host_flags.NAMES,
 )
-# Those that a program that only judges refuses.
-OF_TRAINING = ("log_format", "profile_steps")
+# Those that a program that does not train refuses.
+OF_TRAINING = (*_OF_OPTIONS, "profile_steps")
 
 
+@group(TRAINING)
 def define(drawn: str = "the first ones") -> None:
     """Defines them.
 
@@ -62,7 +63,8 @@ def define(drawn: str = "the first ones") -> None:
     """
     auto_plan.define()
     flags.DEFINE_integer("steps", 300, "Train up to this step.", lower_bound=0)
-    flags.DEFINE_string("logdir", None, "Folder of checkpoints, summaries and the like.")
+    with group(FILES):
+        flags.DEFINE_string("logdir", None, "Folder of checkpoints, summaries and the like.")
     flags.DEFINE_integer("eval_every", 100, "Evaluate every so many steps.", lower_bound=1)
     flags.DEFINE_integer(
         "eval_batches",
@@ -204,7 +206,8 @@ def take_up(
     logdir: str,
     program: ModuleType,
     checkpoint: str | None = None,
-    leave: Collection[str] | None = None,
+    leave: Collection[str] = (),
+    tells: bool = True,
 ) -> dict[str, Any]:
     """Takes flags that are not given as the training was begun with, and says so.
 
@@ -212,8 +215,8 @@ def take_up(
         logdir: the folder of the training.
         program: the module that the flags belong to.
         checkpoint: path of the one that says them; by default the newest of the folder.
-        leave: flags that are no matter of the program, which has more to say than what it took;
-            None for a program that trains or judges.
+        leave: flags that the program does not use.
+        tells: whether the program prints what it took; one that does not continues or scores texts.
 
     Returns:
         Those that were taken.
@@ -225,16 +228,16 @@ def take_up(
         path, note = checkpoint, Manifest.read(checkpoint).note
     else:
         path, note = newest_note(logdir)
-    known = set(config.names(program)).difference(leave or ())
+    known = set(config.names(program)).difference(leave)
     if FLAGS.plain and FLAGS["plain"].present:
         # What it was begun with is a pipeline's.
         known.difference_update(plan_flags.OF_PIPELINES, ("mesh_shape", "layout"))
     kept = {name: value for name, value in note.get("flags", {}).items() if name in known}
     taken = config.apply(kept, str(path), program)
-    if taken and leave is None:
+    if taken and tells:
         told = " ".join(f"--{name}={value}" for name, value in taken.items())
         print(f"as it was begun: {told}")
-    if leave is None:
+    if tells:
         auto_plan.take(logdir)
     else:
         auto_plan.refuse("texts")

@@ -1,6 +1,7 @@
 """`pipemesh decode`, from the command line to the last line."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -307,18 +308,48 @@ def test_a_model_that_continues_no_text_is_told_so(tmp_path):
     assert "of models.digits.params.DigitsPlain, which says nothing of decoding" in line
 
 
-@pytest.mark.parametrize(("command", "flag"), [("decode", "--beams"), ("score", "--format")])
-def test_help_needs_no_tensorflow(command, flag):
-    code = "import sys; sys.modules['tensorflow'] = None; from pipemesh import cli; "
-    code += f"cli.main(['{command}', '--help'])"
+# Ends the process that loads TensorFlow, which is found.
+_NO_TENSORFLOW = """
+import sys
+from importlib.machinery import ModuleSpec
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        return ModuleSpec(name, self) if name == "tensorflow" else None
+    def create_module(self, spec):
+        sys.exit("TensorFlow is loaded")
+sys.meta_path.insert(0, Finder())
+from pipemesh import cli
+cli.main(sys.argv[1:])
+"""
+_OF_TRAINING = ("--steps", "--early_stop", "--keep_best", "--find_learning_rate")
+
+
+@pytest.mark.parametrize(
+    ("command", "has", "lacks"),
+    [
+        ("train", ["model and files", "plan", "--model", "--steps", "--early_stop"], ["--prompt"]),
+        ("evaluate", ["--logdir", "--mesh_shape", "--dataset", "--cluster"], _OF_TRAINING),
+        ("predict", ["--logdir", "--mesh_shape", "--dataset", "--cluster"], _OF_TRAINING),
+        ("decode", ["required", "--beams", "--checkpoint", "--lowering"], _OF_TRAINING),
+        ("score", ["required", "--format", "--checkpoint", "--device_type"], _OF_TRAINING),
+        ("export", ["required", "--to", "--checkpoint"], [*_OF_TRAINING, "--mesh_shape"]),
+    ],
+)
+def test_help_lists_what_a_command_takes(command, has, lacks):
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", _NO_TENSORFLOW, command, "--help"],
+        **{"capture_output": True, "text": True, "timeout": 60, "check": False},
     )
-    assert done.returncode == 0 and flag in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
+    words = set(re.findall(r"^([a-z ]+):$|^  (?:-\w, )?(--\w+)", done.stdout, re.MULTILINE))
+    words = {title or flag for title, flag in words}
+    assert words.issuperset(has) and words.isdisjoint(lacks), done.stdout
+    if "required" in has:
+        assert "\nrequired:\n  --logdir" in done.stdout.partition("\nplan:")[0]
 
 
 def test_help_of_the_module_has_all_flags():
     command = [sys.executable, "-m", "models.one_billion_word.decode", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     for flag in ("--beams", "--checkpoint", "--mesh_shape"):
-        assert f"  {flag}:" in done.stdout
+        assert f"  {flag}=" in done.stdout
