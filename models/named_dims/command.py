@@ -15,6 +15,7 @@ from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.training.command.flags import (
     FlagError,
     define_devices,
+    device_type,
     exit_code,
     parse,
     start_devices,
@@ -87,20 +88,18 @@ def make_trainer(network: Network, size_flags: Mapping[str, str]) -> Trainer:
         raise FlagError(f"--learning_rate={FLAGS.learning_rate}: it must be above 0")
     mesh = _mesh()
     rules = _rules(mesh, network)
-    start_devices(mesh, FLAGS.device_type)
+    kind = device_type(mesh.num_devices)
+    start_devices(mesh, kind)
     from .report import plan_report
     from .trainer import TRAINERS
 
-    devices = [f"{FLAGS.device_type}:{i}" for i in range(mesh.num_devices)]
+    devices = [f"{kind}:{i}" for i in range(mesh.num_devices)]
     try:
         trainer = TRAINERS[FLAGS.lowering](network, mesh, rules, devices, FLAGS.learning_rate)
     except LayoutError as error:
         sizes = ", ".join(f"--{flag} is the size of {dim!r}" for dim, flag in size_flags.items())
         raise FlagError(f"--layout={FLAGS.layout!r}: {error} ({sizes})") from error
-    print(
-        f"mesh {mesh}, layout '{rules}', {FLAGS.lowering} on {mesh.num_devices} x "
-        f"{FLAGS.device_type}\n"
-    )
+    print(f"mesh {mesh}, layout '{rules}', {FLAGS.lowering} on {mesh.num_devices} x {kind}\n")
     print(plan_report(trainer, mesh, rules), end="\n\n", flush=True)
     return trainer
 

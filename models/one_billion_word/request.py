@@ -17,13 +17,13 @@ class Request(Options):
     Attributes:
         model: name of the configuration.
         settings: its settings, with all that is asked for otherwise.
-        device_type: `CPU` or `GPU`.
+        device_type: `CPU` or `GPU`; None for GPUs where there are enough of them.
         other_text: whether to go on from a checkpoint with other text than it was trained on.
     """
 
     model: str
     settings: Settings
-    device_type: str
+    device_type: str | None
     other_text: bool = False
 
     @property

@@ -143,13 +143,14 @@ def make_subject(request: Any, text: Text) -> tuple[Any, Any]:
 
     from . import about, command_line
 
-    settings, there, device_type = request.settings, text.there, request.device_type
+    settings, there = request.settings, text.there
 
     def now() -> about.About:
         noted = about.About.of(request.model, settings, device_type, text.data, text.vocabulary)
         return dataclasses.replace(noted, flags=request.given)
 
     with console.waiting("loading TensorFlow"):
+        device_type = _device_type(request)
         _start_devices(request)
         # Only now: TensorFlow reads the number of devices and threads when it starts.
         from lingvo.core import py_utils
@@ -205,9 +206,10 @@ def _choose(request: Any, stage_flops: Sequence[float]) -> Any:
     from .choice import choose, memory_of_cpu_device
 
     available = None
-    if request.device_type == "CPU":
+    device_type = _device_type(request)
+    if device_type == "CPU":
         available = memory_of_cpu_device(request.plan.mesh.num_devices)
-    return choose(request.settings, stage_flops, request.device_type, available)
+    return choose(request.settings, stage_flops, device_type, available)
 
 
 def start_together(request: Any) -> None:
@@ -228,7 +230,13 @@ def start_together(request: Any) -> None:
 def _start_devices(request: Any) -> None:
     from pipemesh.training.command.host_flags import start_tensorflow
 
-    start_tensorflow(request.plan.mesh, request.device_type)
+    start_tensorflow(request.plan.mesh, _device_type(request))
+
+
+def _device_type(request: Any) -> str:
+    from pipemesh.training.command.flags import device_type
+
+    return request.device_type or device_type(request.plan.mesh.num_devices)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 import tensorflow as tf
+from absl import flags
 from lingvo.core import cluster_factory
 
 from pipemesh.backend.cluster import worker_devices
@@ -105,6 +106,9 @@ def mesh_cluster(
     """
     if not isinstance(mesh, Mesh):
         raise MeshError(f"mesh {mesh!r} is no Mesh; write Mesh.from_text('layers:2')")
+    if not flags.FLAGS.is_parsed():
+        # lingvo reads its flags, and a program that is not absl's never parses them.
+        flags.FLAGS.mark_as_parsed()
     layout = LayoutRules() if layout is None else layout
     check_layout(mesh, layout, lowering)
     used = [p for stage in range(mesh.num_stages) for p in home_of(mesh, layout, stage)]

@@ -44,7 +44,7 @@ def pictures() -> dict[str, str]:
         >>> sorted(pictures())[0]
         'decode.svg'
     """
-    drawn: dict[str, str] = {}
+    drawn: dict[str, str] = {"pipeline.svg": _pipeline()}
     for name, title in _DRAWN.items():
         schedule = build(name, 4, 8)
         timeline = simulate(schedule, Costs().refined(schedule.num_stages // 4))
@@ -78,6 +78,45 @@ def pictures() -> dict[str, str]:
         found, title="Searched: 4 devices, 8 microbatches, 8 unequal stages, slow transfers"
     )
     return drawn
+
+
+def _pipeline() -> str:
+    """Eight layers on a mesh of four devices, and the schedule of a step below them."""
+    width, left, top, stage_width = 1050, 78, 40, 198
+    lines = [
+        f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='340' "
+        f"viewBox='0 0 {width} 340' font-family=\"'DejaVu Sans', Verdana, Arial, sans-serif\" "
+        "font-size='11'>",
+        "<style>@media (prefers-color-scheme: dark) { .ink { fill: #ececec } "
+        ".paper { fill: #181818 } .band { fill: #303030 } .line { stroke: #b0b0b0 } }</style>",
+        f"<rect class='paper' width='{width}' height='340' fill='#ffffff'/>",
+        "<text class='ink' fill='#1a1a1a' x='10' y='20' font-size='14' font-weight='bold'>"
+        "8 layers, cut into 4 stages on the mesh layers:4</text>",
+    ]
+    for stage in range(4):
+        x = left + stage * stage_width
+        lines.append(
+            f"<rect class='band' x='{x}' y='{top}' width='180' height='62' rx='6' fill='#f0f0f0'/>"
+        )
+        for layer in (0, 1):
+            at = x + 10 + 84 * layer
+            lines += [
+                f"<rect x='{at}' y='{top + 8}' width='76' height='26' rx='3' fill='#0072b2'/>",
+                f"<text x='{at + 38}' y='{top + 25}' fill='#ffffff' text-anchor='middle'>"
+                f"layer {2 * stage + layer}</text>",
+            ]
+        lines.append(
+            f"<text class='ink' fill='#1a1a1a' x='{x + 90}' y='{top + 52}' text-anchor='middle'>"
+            f"stage {stage} on device {stage}</text>"
+        )
+        if stage:
+            lines.append(
+                f"<path class='line' d='M {x - 16} {top + 21} h 12 m -5 -4 l 5 4 l -5 4' "
+                "fill='none' stroke='#595959' stroke-width='1.5'/>"
+            )
+    timeline = simulate(one_f_one_b(4, 8))
+    drawn = to_svg(timeline, title="One training step: 8 microbatches on the schedule 1F1B")
+    return "\n".join([*lines, drawn.replace("<svg ", "<svg y='112' ", 1).rstrip(), "</svg>", ""])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

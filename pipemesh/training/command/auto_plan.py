@@ -22,7 +22,7 @@ from pipemesh.plan.predict import predict
 from pipemesh.plan.search import TRIALS, nearest_that_fits, search
 from pipemesh.text import bytes_of
 from pipemesh.training.command import plan_flags
-from pipemesh.training.command.flags import PLAN, FlagError, group
+from pipemesh.training.command.flags import PLAN, FlagError, device_type, group
 from pipemesh.training.run import console
 
 FLAGS = flags.FLAGS
@@ -210,7 +210,7 @@ def _devices(asked: str) -> int:
         if not text.isdecimal() or int(text) < 1:
             raise FlagError(f"{asked} must be auto, or auto:N for N devices, such as auto:8")
         return int(text)
-    if FLAGS.device_type == "GPU":
+    if device_type(0) == "GPU":
         raise FlagError(f"{asked}: say how many GPUs there are, such as --mesh_shape=auto:8")
     return os.cpu_count() or 1
 
@@ -276,7 +276,7 @@ def _is_registered() -> bool:
 def _run(words: Sequence[str], doing: str, devices: int, failed: str) -> None:
     """Runs `pipemesh plan` in a process of its own: this one makes its devices by the plan."""
     words = ["plan", *words, f"--model={FLAGS.model}", f"--devices={devices}"]
-    words += [f"--device-type={FLAGS.device_type}", "--count=1"]
+    words += [f"--device-type={device_type(devices)}", "--count=1"]
     with console.waiting(doing):
         done = subprocess.run(
             [sys.executable, "-m", "pipemesh.cli", *words],

@@ -85,7 +85,13 @@ def define_devices(
     """
     flags.DEFINE_string("mesh_shape", mesh_shape, about_mesh)
     flags.DEFINE_string("layout", layout, about_layout)
-    flags.DEFINE_enum("device_type", "CPU", ["CPU", "GPU"], "What the devices are.")
+    flags.DEFINE_enum(
+        "device_type",
+        None,
+        ["CPU", "GPU"],
+        "What the devices are; default: GPU if this machine has enough of them for the mesh and "
+        "--cluster names no workers, else CPU.",
+    )
     with group(FILES):
         flags.DEFINE_string(
             "config",
@@ -199,6 +205,27 @@ def exit_code(program: Callable[[], int]) -> int:
         # Errors of TensorFlow say little of a worker that is lost.
         watch.check_workers(error)
         raise
+
+
+def device_type(num_devices: int) -> str:
+    """Returns `CPU` or `GPU`: the flag, or what it is by default. Loads TensorFlow to find GPUs.
+
+    Args:
+        num_devices: devices of the mesh; 0 if they are not known.
+    """
+    if FLAGS.device_type is None:
+        import tensorflow as tf
+
+        has_workers = "cluster" in FLAGS and FLAGS.cluster not in (None, "none")
+        gpus = 0 if has_workers else len(tf.config.list_physical_devices("GPU"))
+        FLAGS.device_type = "GPU" if gpus and gpus >= num_devices else "CPU"
+        if 0 < gpus < num_devices:
+            print(
+                f"{gpus} GPU{'s' * (gpus > 1)} of this machine idle: the mesh has {num_devices} "
+                "devices, which are CPU devices; use a smaller mesh with --device_type=GPU",
+                file=sys.stderr,
+            )
+    return FLAGS.device_type
 
 
 def start_devices(mesh: Mesh, device_type: str) -> None:

@@ -21,7 +21,7 @@ from pipemesh.example_models import example, same_class
 from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
 from pipemesh.training.command import auto_plan, host_flags, plan_flags
-from pipemesh.training.command.flags import FILES, FlagError, group
+from pipemesh.training.command.flags import FILES, FlagError, device_type, group
 
 FLAGS = flags.FLAGS
 
@@ -108,7 +108,8 @@ def subject() -> Any:
                 config,
                 FLAGS.model,
                 values,
-                device_type=FLAGS.device_type,
+                # Not known before Task() says the mesh.
+                device_type=FLAGS.device_type or "CPU",
                 seed=FLAGS.seed,
                 plain=FLAGS.plain,
                 strict_devices=FLAGS.strict_devices,
@@ -130,6 +131,8 @@ def subject() -> Any:
         if mesh is None:
             try:
                 _start(model.plan.mesh)
+                if FLAGS.device_type != model.device_type:
+                    model = made(find_model(FLAGS.model)(), values)
             except DeviceError as error:
                 raise FlagError(
                     f"--model={FLAGS.model!r}: its Task() starts TensorFlow before it is known how "
@@ -145,7 +148,7 @@ def subject() -> Any:
             changed = {name: text for name, (_, text) in model.plan.changes(plan).items()}
             other["model"] = made(new, values | changed)
 
-        if host_flags.fitting(model.plan, FLAGS.device_type, check) != model.plan:
+        if host_flags.fitting(model.plan, model.device_type, check) != model.plan:
             model = other["model"]
         auto_plan.check_memory(model.plan, logdir())
         from lingvo.core import py_utils
@@ -155,7 +158,7 @@ def subject() -> Any:
 
 
 def _start(mesh: Mesh) -> None:
-    host_flags.start_tensorflow(mesh, FLAGS.device_type)
+    host_flags.start_tensorflow(mesh, device_type(mesh.num_devices))
 
 
 def check_note(note: Mapping[str, Any], folder: str) -> None:

@@ -132,6 +132,11 @@ class Loop:
     def _train(self) -> None:
         trainer, options = self._trainer, self._options
         steps = options.steps
+        if trainer.step >= steps:
+            self._tell.say(
+                f"already at step {trainer.step} of --steps={steps}: nothing to train; give more "
+                "--steps, or another --logdir"
+            )
         if options.profile_steps and trainer.step >= options.profile_steps[1]:
             self._tell.warn("the steps that are to be profiled are done; there is no profile")
         self._flops = trainer.subject.flops() or 0.0
