@@ -1,5 +1,5 @@
-"""Runs snippets of READMEs and guides as tests, as many cases of tests as are asked for, and each
-test in an empty folder of its own, whatever lies in the checkout and in the environment."""
+"""Runs as many cases of tests as are asked for, and each test in an empty folder of its own,
+whatever lies in the checkout and in the environment."""
 
 import os
 import pathlib
@@ -8,12 +8,6 @@ import tempfile
 import zlib
 
 import pytest
-from sybil import Sybil
-from sybil.parsers.markdown import PythonCodeBlockParser
-
-pytest_collect_file = Sybil(
-    parsers=[PythonCodeBlockParser()], patterns=["README.md", "docs/guides/*.md"]
-).pytest()
 
 ROOT = pathlib.Path(__file__).parent
 TESTS = ROOT / "tests"

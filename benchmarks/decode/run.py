@@ -10,9 +10,9 @@ import platform
 import statistics
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "shared"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from contender import ROOT, Contender, serve
+from shared.contender import ROOT, Contender, serve
 
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -18,6 +18,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
+from shared.children import start
 from shared.contender import serve
 from shared.stack import Stack, initial_weight
 from torch import nn
@@ -98,7 +99,7 @@ def main() -> None:
         meeting = f"{folder}/meeting"
         command = [sys.executable, __file__, "--stack", arguments.stack, "--meeting", meeting]
         others = [
-            subprocess.Popen(
+            start(
                 [*command, "--rank", str(rank)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

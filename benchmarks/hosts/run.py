@@ -16,9 +16,10 @@ import tempfile
 import time
 from typing import Any
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "shared"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from contender import ROOT, Contender, serve_timed, take_turns
+from shared.children import start
+from shared.contender import ROOT, Contender, serve_timed, take_turns
 
 sys.path.insert(0, str(ROOT))
 
@@ -105,7 +106,7 @@ def sent(flags: list[str]) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         first, last = SENT_STEPS
         words = [*TRAIN, *flags, f"--steps={last + 10}", f"--logdir={folder}/run"]
-        process = subprocess.Popen(
+        process = start(
             # No checkpoint in between, which the client fetches.
             [*LAUNCH, *words, "--save_every=1000", "--eval_every=1000"],
             stdout=subprocess.PIPE,
@@ -164,7 +165,7 @@ def _bytes_between(pids: list[int]) -> int:
 def lost(number: int) -> dict[str, float]:
     """Seconds from a signal to a worker until it is said, and until the next step is finished."""
     with tempfile.TemporaryDirectory() as folder:
-        process = subprocess.Popen(
+        process = start(
             [*LAUNCH, *TRAIN, *PLANS["layers:2"], *LOST, f"--logdir={folder}/run"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -11,9 +11,9 @@ import statistics
 import sys
 import tempfile
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "shared"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from contender import ROOT, Contender, serve_timed, take_turns
+from shared.contender import ROOT, Contender, serve_timed, take_turns
 
 sys.path.insert(0, str(ROOT))
 

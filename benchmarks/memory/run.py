@@ -15,6 +15,7 @@ import json
 import os
 import pathlib
 import platform
+import signal
 import sys
 from typing import Any
 from unittest import mock
@@ -179,6 +180,8 @@ def main() -> None:
     for name in names:
         if arguments.blocks % (stages := stack_of(name, 1, arguments.blocks).stages):
             parser.error(f"--blocks={arguments.blocks}: {name} has {stages} stages; leave it out")
+    # At once, with all processes: the pool would wait for them.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         baselines = {
             name: pool.submit(measure, name, COUNTS[0], arguments.blocks, what="variables")

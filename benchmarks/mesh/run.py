@@ -19,9 +19,10 @@ import sys
 
 HERE = pathlib.Path(__file__).resolve().parent
 MESH_TENSORFLOW = "mesh-tensorflow==0.1.21"
-sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
 
 import networks  # noqa: E402
+from shared.children import start  # noqa: E402
 
 MESHES = ["model:2", "data:2"]
 OURS = ["pipemesh placement", "pipemesh SIMD"]
@@ -32,7 +33,7 @@ BARS = {"plain": 1.15, "DTensor": 1.0, "Mesh TensorFlow": None}
 
 class Contender:
     def __init__(self, *arguments: str) -> None:
-        self._process = subprocess.Popen(
+        self._process = start(
             [sys.executable, str(HERE / "contenders.py"), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -148,7 +148,7 @@ def unet():
                 part.parameter_bytes,
                 part.activation_bytes,
                 part.boundary_bytes + skips,
-                name,
+                name=name,
             )
         )
 

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from shared.children import start
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
@@ -27,7 +29,7 @@ class Contender:
 
     def __init__(self, command: list[str], environment: Mapping[str, str] | None = None) -> None:
         self._command = command
-        self._process = subprocess.Popen(
+        self._process = start(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

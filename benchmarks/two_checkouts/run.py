@@ -114,6 +114,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", default=str(pathlib.Path(__file__).with_name("result.json")))
     arguments = parser.parse_args()
+    if not (arguments.other / "benchmarks").is_dir():
+        parser.error(f"{str(arguments.other)!r} is no checkout of pipemesh: it has no benchmarks/")
     checkouts = {"other": arguments.other.resolve(), "this": ROOT}
     found: dict[str, Samples] = {}
     print(f"{'':42} {'other':>9} {'this':>9} {'ratio':>6}")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
-from unittest import mock
+import subprocess
+import sys
 
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
-
-from pipemesh.cli import main
 
 
 class CommandHelp(SphinxDirective):
@@ -21,14 +18,15 @@ class CommandHelp(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Returns the help as a literal block."""
-        text = io.StringIO()
-        with (
-            contextlib.redirect_stdout(text),
-            contextlib.suppress(SystemExit),
-            mock.patch.dict(os.environ, COLUMNS="92"),
-        ):
-            main([self.arguments[0], "--help"])
-        return [nodes.literal_block(text=text.getvalue(), language="text")]
+        # In a process of its own: some commands end theirs.
+        done = subprocess.run(
+            [sys.executable, "-m", "pipemesh", self.arguments[0], "--help"],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "COLUMNS": "92"},
+        )
+        return [nodes.literal_block(text=done.stdout, language="text")]
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

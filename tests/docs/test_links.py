@@ -1,18 +1,13 @@
 """Links between README files and guides lead to files and headings that exist."""
 
-import pathlib
 import re
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
-PAGES = sorted(
-    path
-    for pattern in ("*.md", "docs/*.md", "docs/[!_]*/*.md", "[!.]*/**/README.md")
-    for path in ROOT.glob(pattern)
-)
+from pipemesh.cli import HELP
+from tests.docs.pages import FENCED, PAGES, ROOT
+
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
 
 def anchors(text):
@@ -53,3 +48,27 @@ def test_broken_links_are_found(tmp_path):
 def test_all_guides_are_looked_at():
     names = {str(path.relative_to(ROOT)) for path in PAGES}
     assert {"README.md", "docs/guides/plans.md", "pipemesh/lowering/README.md"} <= names
+
+
+def test_all_commands_are_documented():
+    text = (ROOT / "docs/api/command_line.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"{command-help} (\w+)", text)) == set(HELP)
+
+
+def test_figures_of_the_first_page_stand_in_the_pages_that_it_links():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\|[^|]*\| \[([^\]]*)\]\((benchmarks/[^)]*)\) \|$", text, re.MULTILINE)
+    assert len(rows) >= 5
+    for told, page in rows:
+        there = (ROOT / page).read_text(encoding="utf-8")
+        assert [number for number in re.findall(r"\d[\d.,]*\d", told) if number not in there] == []
+
+
+def test_no_page_advises_to_install_another_project():
+    """`pipemesh` on the package index is not this library."""
+    files = [*PAGES, *(ROOT / "pipemesh").rglob("*.py"), *(ROOT / "models").rglob("*.py")]
+    advice = re.compile(r"pip install (?:-\w+ |--[\w-]+ )*['\"]?pipemesh\b")
+    for file in files:
+        for line in file.read_text(encoding="utf-8").splitlines():
+            if advice.search(line):
+                assert "not run" in line, f"{file}: {line}"

@@ -1,12 +1,10 @@
 """The run of lingvo's own tests tells what fails with pipemesh, and what fails anyway."""
 
-import pathlib
 import subprocess
 import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
 TEST_FILE = """
 import unittest
 from lingvo.core import gpipe, recurrent, test_utils
@@ -39,7 +37,6 @@ def test_what_fails_runs_again_with_lingvos_own_modules(tmp_path):
             *(sys.executable, "-m", "tests.layers.lingvo_suite", tmp_path),
             *("core/made_up_test.py", "--match", "Test.test_"),
         ],
-        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=280,

@@ -1,6 +1,5 @@
 """lingvo's trainer runs on every system, and has devices for all stages."""
 
-import pathlib
 import subprocess
 import sys
 
@@ -9,8 +8,6 @@ import tensorflow as tf
 from lingvo.core import cluster_factory
 
 from pipemesh.layers import lingvo_trainer
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.mark.slow
@@ -21,7 +18,6 @@ def test_the_trainer_loads_where_lingvos_native_ops_do_not():
             *(sys.executable, "-m", "pipemesh.layers.lingvo_trainer", "--mode=inspect_evaler"),
             "--model=models.one_billion_word.params.OneBillionWordTiny",
         ],
-        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=200,

@@ -1,7 +1,6 @@
 """Where operations and their gradients are placed."""
 
 import json
-import pathlib
 import re
 import subprocess
 
@@ -18,7 +17,6 @@ from pipemesh.mesh import LayoutRules, Mesh, Shape
 from pipemesh.randomness import plan_free_randomness
 from tests.warm import warm
 
-ROOT = pathlib.Path(__file__).parents[2]
 SHAPES = [Shape.from_text(t) for t in ("batch:4;io:6", "io:6;hidden:8", "hidden:8;out:2")]
 # Two products forward, and backward two for the weights and one for the hidden layer; nothing on
 # the first device, where TensorFlow puts what has no device.
@@ -190,7 +188,6 @@ def test_an_import_in_a_function_and_eagerly_is_cut_before_it_is_sent():
 def test_two_hosts_train_one_network_between_them():
     ended = subprocess.run(
         warm("-m", "tests.lowering.hosts_process"),
-        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=120,

@@ -166,6 +166,8 @@ class PipeliningLayer(SeqLayer):
         """How the stack is run on the cluster that is entered: to print, to compare, to keep."""
         return plan_of(self.params, self.schedule, self.cluster)
 
+    # AutoGraph fails on it and says so at length.
+    @tf.autograph.experimental.do_not_convert
     def FProp(self, theta: Any, *args: Any) -> Any:
         """Runs the stack.
 

@@ -2,14 +2,12 @@
 
 import json
 import os
-import pathlib
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[3]
 MNIST, TOY = "models.mnist.train", "models.toy.train"
 BOTH = ["--mesh_shape=data:2;model:2", "--layout=batch:data;hidden:model"]
 
@@ -72,7 +70,6 @@ def results(good):
         input=json.dumps([*good.values(), *(case[0] for case in BAD_INPUT)]),
         capture_output=True,
         text=True,
-        cwd=ROOT,
         # As from a shell, not with the log level of the tests.
         env={k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"},
         timeout=250,

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import pathlib
 import subprocess
 
 import numpy as np
@@ -13,7 +12,6 @@ from pipemesh.errors import LayoutError
 from tests.models.named_dims import curves
 from tests.warm import warm
 
-ROOT = pathlib.Path(__file__).parents[3]
 PLANS = {
     "mnist": [
         ("data:1", ""),
@@ -73,7 +71,6 @@ def simd():
         input=json.dumps(plans),
         capture_output=True,
         text=True,
-        cwd=ROOT,
         timeout=200,
     )
     lines = done.stdout.splitlines()

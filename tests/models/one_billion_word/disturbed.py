@@ -8,7 +8,7 @@ import sys
 import time
 
 from pipemesh.checkpoint import newest_whole
-from tests.models.one_billion_word.program import ROOT, SMALL, SMALLER, finish
+from tests.models.one_billion_word.program import SMALL, SMALLER, finish
 from tests.models.one_billion_word.small_training import assert_same_weights, summaries, weights
 from tests.warm import warm
 
@@ -27,7 +27,6 @@ def begin(logdir, *flags, steps=STEPS, cold=False, wrap=(), env=(), **streams):
     environment = {k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"}
     return subprocess.Popen(
         [*wrap, *command, *FLAGS, f"--logdir={logdir}", f"--steps={steps}", *flags],
-        cwd=ROOT,
         env=environment | dict(env),
         text=True,
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams,

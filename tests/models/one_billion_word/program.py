@@ -1,7 +1,6 @@
 """The training program as users start it, or with what it loads already there."""
 
 import os
-import pathlib
 import re
 import subprocess
 import sys
@@ -9,7 +8,6 @@ import time
 
 from tests.warm import warm
 
-ROOT = pathlib.Path(__file__).parents[3]
 # Small in what costs time: the graph grows with stages and microbatches.
 SMALL = [
     "--vocab_size=400",
@@ -45,7 +43,6 @@ def open_process(command):
     """A process in the root of the project, whose streams are read."""
     return subprocess.Popen(
         command,
-        cwd=ROOT,
         # As from a shell, not with the log level of the tests.
         env={k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"},
         stdout=subprocess.PIPE,

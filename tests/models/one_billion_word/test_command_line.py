@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.models.one_billion_word.program import ROOT, finish, refused, start_cold
+from tests.models.one_billion_word.program import finish, refused, start_cold
 
 # Runs the program where TensorFlow cannot be loaded.
 WITHOUT_TENSORFLOW = """
@@ -126,7 +126,6 @@ def test_text_of_another_kind_is_named(tmp_path, content, part):
 def test_ctrl_c_while_modules_are_loaded_is_one_line_and_130(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "models.one_billion_word.train", f"--logdir={tmp_path / 'run'}"],
-        cwd=ROOT,
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -158,7 +157,7 @@ for module in (lingvo, tensorflow):
     assert module.__spec__.loader is module.__loader__
 """
     result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, timeout=120, capture_output=True, text=True
+        [sys.executable, "-c", code], timeout=120, capture_output=True, text=True
     )
     assert (result.returncode, result.stderr) == (0, "")
 

@@ -2,7 +2,6 @@
 
 import gzip
 import itertools
-import pathlib
 import shutil
 import subprocess
 
@@ -22,8 +21,6 @@ from models.one_billion_word.corpus import (
 from models.one_billion_word.input import InputError, heldout_dataset, train_dataset
 from models.one_billion_word.vocabulary import load_vocabulary
 from tests.warm import warm
-
-ROOT = pathlib.Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module", params=["memory", "files"])
@@ -242,7 +239,7 @@ def test_another_process_goes_on_with_the_next_batch(folder, cache_dir, tmp_path
     checkpoint = tf.train.Checkpoint(iterator=iterator).write(str(tmp_path / "checkpoint"))
     uninterrupted = np.stack([next(iterator)["ids"].numpy() for _ in range(100)])
     result = str(tmp_path / "result.npy")
-    subprocess.run(warm("-c", RESUME, folder, cache_dir, checkpoint, result), cwd=ROOT, check=True)
+    subprocess.run(warm("-c", RESUME, folder, cache_dir, checkpoint, result), check=True)
     np.testing.assert_array_equal(np.load(result), uninterrupted)
 
 

@@ -16,7 +16,6 @@ from models.one_billion_word.text_copy import user_cache_dir
 from models.one_billion_word.vocabulary import VocabularyError
 from tests.warm import warm
 
-ROOT = pathlib.Path(__file__).parents[3]
 SIZES = {"batch_size": 4, "sequence_length": 32}
 
 
@@ -188,5 +187,5 @@ with tf.compat.v1.Session() as session:
 def test_it_reads_with_the_switches_that_the_trainer_sets(cache_dir, expected, tmp_path):
     # `lingvo.trainer` turns TensorFlow 2 off for the whole process.
     result = str(tmp_path / "result.npz")
-    subprocess.run(warm("-c", TRAINER, cache_dir, result), cwd=ROOT, check=True)
+    subprocess.run(warm("-c", TRAINER, cache_dir, result), check=True)
     assert_equal(py_utils.NestedMap(np.load(result)), expected[0][0])

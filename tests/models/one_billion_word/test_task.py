@@ -2,7 +2,6 @@
 
 import json
 import math
-import pathlib
 import re
 import subprocess
 
@@ -26,7 +25,6 @@ from tests.models.one_billion_word.language_model import (
 )
 from tests.warm import warm
 
-ROOT = pathlib.Path(__file__).parents[3]
 BATCH = random_batch()
 
 
@@ -107,7 +105,7 @@ def lingvos_trainer(cache_dir, tmp_path_factory):
         ]
         program = warm("-c", TRAINER, json.dumps(sizes))
         done = subprocess.run(
-            [*program, *common, *flags], cwd=ROOT, capture_output=True, text=True, timeout=280
+            [*program, *common, *flags], capture_output=True, text=True, timeout=280
         )
         return done, logdir
 

@@ -13,7 +13,6 @@ from backports import zstd
 from models.one_billion_word import text_copy, text_file
 from models.one_billion_word.corpus import CorpusError, TextFiles
 
-ROOT = pathlib.Path(__file__).parents[3]
 TEXT = b"".join(b"sentence %d\n\n" % number for number in range(9000))
 
 
@@ -134,7 +133,7 @@ except CorpusError as error:
 def test_a_full_disk_is_told_in_a_line_and_nothing_is_left(cache, tmp_path):
     path = write(tmp_path / "a.zst", zstd.compress(TEXT))
     ran = subprocess.run(
-        [sys.executable, "-c", FULL, path], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", FULL, path], capture_output=True, text=True, check=True
     )
     assert "has to be copied to be read, 1" in ran.stdout and "(File too large)" in ran.stdout
     assert len(ran.stdout.splitlines()) == 1
@@ -152,7 +151,7 @@ text_copy.readable(sys.argv[1])
 
 def test_a_kill_leaves_nothing_that_is_taken_for_a_copy(cache, tmp_path):
     path = write(tmp_path / "a.zst", zstd.compress(TEXT))
-    assert subprocess.run([sys.executable, "-c", KILLED, path], cwd=ROOT).returncode == -9
+    assert subprocess.run([sys.executable, "-c", KILLED, path]).returncode == -9
     (left,) = os.listdir(cache)
     assert left.endswith(".part")
     copy = text_copy.readable(path)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pathlib
 import subprocess
 import sys
 
@@ -12,7 +11,6 @@ from backports import zstd
 
 from models.one_billion_word.text_file import LONGEST_LINE
 
-ROOT = pathlib.Path(__file__).parents[3]
 MEGABYTES = 20
 
 # All that touches text before and while a model is trained on it. Of the dataset without what is
@@ -73,7 +71,6 @@ def read(folder, vocabulary, tmp_path, lines):
     model.write_bytes(vocabulary.model)
     ran = subprocess.run(
         [sys.executable, "-c", READ, str(folder), str(model), str(lines)],
-        cwd=ROOT,
         env=os.environ | {"XDG_CACHE_HOME": str(folder / "caches")},
         stdout=subprocess.PIPE,
         check=True,

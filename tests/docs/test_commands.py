@@ -1,0 +1,130 @@
+"""Shell commands of all documents run, in the order of each page and in an empty folder.
+
+`PIPEMESH_DOC_STEPS` is how many steps each of them trains (3). `pytest --cases=all
+tests/docs/test_commands.py` runs all pages; `make test` those that are quick, and the first page.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.docs.pages import PAGES, ROOT, commands_of, name_of
+from tests.models.pretrained import small
+from tests.training.command.program import CODE
+from tests.warm import warm
+
+STEPS = os.environ.get("PIPEMESH_DOC_STEPS", "3")
+# What a command has that is not run here, and why.
+NOT_RUN = {
+    r"^make ": "CI runs it by itself",
+    r"^(pip|python3 -m venv|source|apt-get|cmake|tar|git|hf) ": "installs or fetches something",
+    r"and-cuda|list_physical_devices": "needs a GPU",
+    r"\b10\.8\.0\.|slurm|srun|kill %1": "needs several hosts",
+    r"\.\.\.": "leaves something out",
+    r"^pipemesh worker |--cluster=127": "needs several terminals",
+    r"lingvo_trainer": "never ends; tests/layers/test_lingvo_trainer.py runs it",
+    r"lingvo_suite": "needs a checkout of lingvo",
+    r"theirs/|runs/lm/|ours/": "needs a checkpoint of lingvo's trainer",
+    r"FOLDER|path/to": "needs data or a checkout",
+    r"^python benchmarks/": "tests/benchmarks/test_all.py runs the benchmarks",
+    r"tuned\.Tuned|--logdir=runs/tuned": "needs a class of the user's own",
+}
+# Pages that `make test` runs.
+QUICK = {
+    "README.md",
+    "docs/guides/install.md",
+    "docs/guides/gpus.md",
+    "docs/guides/many_devices.md",
+    "docs/guides/partitioner.md",
+    "docs/guides/schedules.md",
+    "docs/guides/which_schedule.md",
+    "pipemesh/partition/README.md",
+    "pipemesh/scale/README.md",
+    "pipemesh/schedule/README.md",
+}
+LANGUAGE_MODEL = "python -m models.one_billion_word.train --mesh_shape=layers:2 --logdir="
+# Commands that other pages have, by what a page needs.
+BEFORE = {
+    "pipemesh/decoding/README.md": [
+        f"{LANGUAGE_MODEL}runs/OneBillionWordTiny",
+        "printf 'The module\\nA function\\n' | tee prompts.txt > texts.txt",
+    ],
+    "models/one_billion_word/README.md": [f"{LANGUAGE_MODEL}runs/OneBillionWordTiny"],
+    "docs/guides/language_model.md": ["printf 'The module\\n' > texts.txt"],
+    "pipemesh/report/README.md": [f"{LANGUAGE_MODEL}runs/a", f"{LANGUAGE_MODEL}runs/b"],
+}
+WITH_COMMANDS = [
+    pytest.param(
+        page,
+        id=name_of(page),
+        marks=[] if name_of(page) in QUICK else [pytest.mark.exhaustive],
+    )
+    for page in PAGES
+    if any(not any(re.search(each, line) for each in NOT_RUN) for line in commands_of(page))
+]
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """Runs a line in a folder with small weights of GPT-2 and figures of a model."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    python = (
+        f'case "$1" in -m) exec {shlex.join(warm("-m"))} "${{@:2}}";; esac\n'
+        f'exec {shlex.quote(sys.executable)} "$@"'
+    )
+    for name, code in {
+        "python": python,
+        "pipemesh": shlex.join(warm("-c", CODE)) + ' "$@"',
+    }.items():
+        (programs / name).write_text(f"#!/bin/bash\n{code}\n")
+        (programs / name).chmod(0o755)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    values = {**small.GPT2, "n_positions": 64}
+    small.write(folder / "gpt2", values, small.tensors_of(values))
+    small.write_tokenizer(folder / "gpt2")
+    shutil.copy(ROOT / "benchmarks/plan/dense.json", folder / "figures.json")
+    env = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
+
+    def run(line):
+        line = re.sub(r"--steps=\d+", f"--steps={STEPS}", line)
+        trains = re.search(r"models\.\w+\.train|pipemesh train", line)
+        if trains and "--steps" not in line:
+            line = f"{line} --steps={STEPS}"
+        done = subprocess.run(
+            ["bash", "-o", "pipefail", "-c", line],
+            **{"cwd": folder, "env": env, "capture_output": True, "text": True},
+            timeout=290,
+            check=False,
+        )
+        assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+
+    return run
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("page", WITH_COMMANDS)
+def test_commands_of_documents_run(page, shell):
+    for line in [*BEFORE.get(name_of(page), []), *commands_of(page)]:
+        if not any(re.search(each, line) for each in NOT_RUN):
+            shell(line)
+
+
+def test_commands_are_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```sh\nmake test    # all\npipemesh schedule \\\n    --compare\n```\n"
+        "```console\n$ printf 1 > x\nanswer\n```\n\n    pipemesh plan a\n    no command\n"
+    )
+    assert commands_of(page) == [
+        "make test",
+        "pipemesh schedule --compare",
+        "printf 1 > x",
+        "pipemesh plan a",
+    ]

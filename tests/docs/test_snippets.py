@@ -1,0 +1,30 @@
+"""Snippets of Python run as they stand, in plain Python: nobody has prepared devices for them."""
+
+import subprocess
+
+import pytest
+
+from tests.docs.pages import PAGES, name_of, python_of
+from tests.warm import warm
+
+WITH_PYTHON = [page for page in PAGES if python_of(page)]
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)
+def test_snippets_run_in_plain_python(page):
+    done = subprocess.run(
+        warm("-c", python_of(page)), capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "AutoGraph could not transform" not in done.stderr
+
+
+def test_the_first_snippet_prints_equal_losses():
+    code = python_of(next(page for page in PAGES if name_of(page) == "README.md"))
+    first = code.partition("from pipemesh.partition import partition\n")[0]
+    done = subprocess.run(
+        warm("-c", first), capture_output=True, text=True, timeout=280, check=True
+    )
+    one, two = map(float, done.stdout.split())
+    assert one == pytest.approx(two, rel=1e-5) and one > 0
+    assert len([line for line in first.splitlines() if line]) <= 16
