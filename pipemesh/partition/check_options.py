@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from pipemesh.errors import PartitionError
 from pipemesh.partition.check_schedule import check_schedule
-from pipemesh.partition.costs import Stack
+from pipemesh.partition.costs import Stack, is_sequence
 from pipemesh.partition.memory import REMAT_POLICIES
 from pipemesh.partition.options import Options, choice, positive, whole
 
@@ -66,6 +66,10 @@ def check_options(stack: Stack, num_stages: object, asked: Mapping[str, Any]) ->
         )
     speeds, devices = asked["speeds"], placed.num_devices
     if speeds is not None:
+        if not is_sequence(speeds):
+            raise PartitionError(
+                f"speeds is {speeds!r}, but must be a sequence, one number a device"
+            )
         speeds = tuple(positive(f"speeds[{device}]", speed) for device, speed in enumerate(speeds))
         if len(speeds) != devices:
             raise PartitionError(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
+from fractions import Fraction
 from typing import Any, cast
 
 from pipemesh.errors import PartitionError, ScheduleError
+from pipemesh.partition.costs import is_sequence
 from pipemesh.partition.flights import SCHEDULES, in_flight
-from pipemesh.partition.options import Options, round_robin, whole
+from pipemesh.partition.integers import decimal
+from pipemesh.partition.options import Options, positive, round_robin, whole
 from pipemesh.schedule_names import agreed_stages, parse
 
 _FROM_TABLE = ("in_flight", "stage_devices", "at_once")
@@ -57,8 +60,11 @@ def check_schedule(stages: int, asked: Mapping[str, Any]) -> Options:
             _check_most("in_flight", counts, microbatches)
     turning = asked["at_once"]
     if turning is not None:
+        # With slices of sequences, a share of a microbatch may turn.
         turning = tuple(
-            whole(f"at_once[{stage}]", count, 0)
+            count
+            if isinstance(count, Fraction) and count >= 0
+            else decimal(positive(f"at_once[{stage}]", count, zero=True))
             for stage, count in enumerate(_one_a_stage("at_once", turning, stages))
         )
         if microbatches is None:
@@ -104,8 +110,7 @@ def _check_multiple(stages: int, rounds: int) -> None:
 
 
 def _one_a_stage(name: str, values: object, stages: int) -> Collection[Any]:
-    # NumPy's arrays are welcome.
-    if not hasattr(values, "__len__") or not hasattr(values, "__iter__") or isinstance(values, str):
+    if not is_sequence(values):
         raise PartitionError(f"{name} is {values!r}, but must be a sequence, one number a stage")
     numbers = cast("Collection[Any]", values)
     if len(numbers) != stages:
@@ -115,7 +120,9 @@ def _one_a_stage(name: str, values: object, stages: int) -> Collection[Any]:
     return numbers
 
 
-def _check_most(name: str, counts: tuple[int, ...], microbatches: int) -> None:
+def _check_most(
+    name: str, counts: tuple[int, ...] | tuple[Fraction, ...], microbatches: int
+) -> None:
     if max(counts) > microbatches:
         raise PartitionError(
             f"{name}[{counts.index(max(counts))}] is {max(counts)}, but num_microbatches is "

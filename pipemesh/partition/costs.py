@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
+from decimal import Decimal
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,9 @@ import numpy.typing as npt
 from pipemesh.errors import PartitionError
 
 Floats = npt.NDArray[np.float64]
+
+_EXACT_INTEGERS = 2.0**53
+"""Up to here a float holds every integer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +60,8 @@ class LayerCost:
     name: str = ""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise PartitionError(f"name of a layer is {self.name!r}, but must be a text")
         for field in NUMBERS:
             value: Any = getattr(self, field)
             if field == "backward" and value is None:
@@ -63,7 +70,7 @@ class LayerCost:
             if problem:
                 label = f" of layer {self.name!r}" if self.name else ""
                 raise PartitionError(f"{field}{label} is {value!r}, {problem}")
-        if self.shared_bytes > self.activation_bytes:
+        if float(self.shared_bytes) > float(self.activation_bytes):
             label = f" of layer {self.name!r}" if self.name else ""
             raise PartitionError(
                 f"shared_bytes{label} is {self.shared_bytes}, but must be among its "
@@ -78,7 +85,7 @@ class LayerCost:
     @property
     def backward_or_default(self) -> float:
         """`backward`, or twice `forward` where none was given."""
-        return 2.0 * self.forward if self.backward is None else float(self.backward)
+        return 2.0 * float(self.forward) if self.backward is None else float(self.backward)
 
 
 NUMBERS = (
@@ -100,21 +107,38 @@ def number_problem(value: object) -> str:
     Returns:
         A clause such as `"but must be finite"`, empty if the value is fine.
     """
-    if isinstance(value, (bool, np.bool_)) or not isinstance(
-        value, (int, float, np.integer, np.floating)
-    ):
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (Real, Decimal)):
         return "but must be a number"
     try:
-        number = float(value)  # type: ignore[arg-type]
+        number = float(value)
     except OverflowError:
         return "which is too large for a float; give the costs in a larger unit"
+    except ValueError:
+        # Decimal's signaling NaN.
+        number = math.nan
     if math.isnan(number):
         return "which is not a number; every cost must be finite and not negative"
     if math.isinf(number):
         return "but every cost must be finite"
     if number < 0:
         return "but every cost must be zero or more"
+    if isinstance(value, Integral) and int(number) != int(value):
+        return f"which a float rounds to {number:.0f}; give the costs in a larger unit"
     return ""
+
+
+def is_sequence(value: object) -> bool:
+    """Whether a value is a sequence of items: not a text, nor a mapping or a set, nor one number.
+
+    Example:
+        >>> is_sequence([1, 2]), is_sequence({0: 1}), is_sequence({1, 2}), is_sequence("12")
+        (True, False, False, False)
+    """
+    if isinstance(value, (str, bytes, bytearray, Mapping, Set)):
+        return False
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0
+    return hasattr(value, "__len__") and hasattr(value, "__iter__")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -172,7 +196,7 @@ def as_stack(costs: Sequence[float] | Sequence[LayerCost] | npt.NDArray[Any]) ->
         PartitionError: no costs, a cost that is no finite number of zero or more, a mixture of
             numbers and `LayerCost`s, or costs that are all zero.
     """
-    if isinstance(costs, (str, bytes)) or not hasattr(costs, "__len__"):
+    if not is_sequence(costs):
         raise PartitionError(
             f"costs is {type(costs).__name__}, but must be a sequence of numbers or of LayerCost"
         )
@@ -227,10 +251,11 @@ def _from_numbers(values: npt.NDArray[Any]) -> Stack:
             f"got an array of shape {values.shape} and dtype {values.dtype}"
         )
     numbers = values.astype(np.float64)
-    bad = np.flatnonzero(~np.isfinite(numbers) | (numbers < 0))
-    if bad.size:
-        problem = number_problem(float(numbers[bad[0]]))
-        raise PartitionError(f"costs[{bad[0]}] is {numbers[bad[0]]}, {problem}")
+    bad = np.flatnonzero(~np.isfinite(numbers) | (numbers < 0) | (numbers >= _EXACT_INTEGERS))
+    for index in bad.tolist():
+        problem = number_problem(values[index])
+        if problem:
+            raise PartitionError(f"costs[{index}] is {values[index]}, {problem}")
     zeros = np.zeros_like(numbers)
     return Stack(numbers, zeros, zeros, zeros, zeros, zeros, names=(), detailed=False)
 

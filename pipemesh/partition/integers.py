@@ -68,16 +68,16 @@ def to_big_integers(values: npt.NDArray[np.float64]) -> tuple[Ints, Fraction]:
     return integers, Fraction(1, common)
 
 
-def decimal(value: float) -> Fraction:
+def decimal(value: float | Fraction) -> Fraction:
     """Reads one float as the shortest decimal that rounds to it.
 
     Args:
         value: a finite number.
 
     Returns:
-        The decimal, for example a tenth for 0.1.
+        The decimal, for example a tenth for 0.1; a fraction as it is.
     """
-    return Fraction(repr(float(value)))
+    return value if isinstance(value, Fraction) else Fraction(repr(float(value)))
 
 
 def search(rising: Ints, values: Any, side: Literal["left", "right"]) -> Ints:

@@ -35,7 +35,7 @@ class Options:
     memory_limit: float | None = None
     schedule: str | None = "one_f_one_b"
     in_flight: tuple[int, ...] | None = None
-    at_once: tuple[int, ...] | None = None
+    at_once: tuple[Fraction, ...] | None = None
     placement: tuple[int, ...] = ()
     num_microbatches: int | None = None
     optimizer_bytes_per_parameter_byte: float = 2.0
@@ -73,7 +73,7 @@ class Options:
             return (Fraction(1),) * self.num_stages
         if self.at_once is not None:
             assert self.num_microbatches is not None
-            return tuple(1 - Fraction(count, self.num_microbatches) for count in self.at_once)
+            return tuple(1 - count / self.num_microbatches for count in self.at_once)
         assert self.schedule is not None
         shares = at_once(
             self.schedule, self.num_microbatches, self.num_stages, self.num_virtual_stages

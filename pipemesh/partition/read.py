@@ -17,9 +17,8 @@ COLUMNS = (*NUMBERS, "name")
 def read_costs(text: str, source: str) -> list[float] | list[LayerCost]:
     """Reads costs from the text of a CSV or JSON file.
 
-    JSON is a list of numbers or of objects with the fields of `LayerCost`. CSV is one number a
-    line, or has a header with `cost` or the fields of `LayerCost`, in any order; `name` may come
-    with either. Empty lines and lines that begin with `#` are skipped.
+    JSON is a list of numbers or of objects with `cost` or the fields of `LayerCost`. CSV is one
+    number a line, or has a header with these names, in any order; `name` may come with either. Empty lines and lines that begin with `#` are skipped.
 
     Args:
         text: the contents.
@@ -41,18 +40,6 @@ def read_costs(text: str, source: str) -> list[float] | list[LayerCost]:
     return _from_json(stripped, source) if stripped[0] in "[{" else _from_csv(stripped, source)
 
 
-def _layer(fields: dict[str, Any], where: str) -> LayerCost:
-    unknown = [name for name in fields if name not in COLUMNS]
-    if unknown:
-        raise PartitionError(f"{where}: {_unknown(unknown[0])}")
-    if "forward" not in fields:
-        raise PartitionError(f"{where} has no forward; every layer needs its forward time")
-    try:
-        return LayerCost(**fields)
-    except PartitionError as error:
-        raise PartitionError(f"{where}: {error}") from error
-
-
 def _unknown(name: str) -> str:
     if any(mark in name for mark in ";\t "):
         return f"{name!r} is no column name; separate columns with commas, one layer a line"
@@ -61,10 +48,48 @@ def _unknown(name: str) -> str:
     return f"{name!r} is no known column; known are cost, {', '.join(COLUMNS)}{hint}"
 
 
+_Records = list[tuple[str, dict[str, Any]]]
+"""For each layer where it stands, for messages, and its fields by name."""
+
+
+def _costs(records: _Records, source: str) -> list[float] | list[LayerCost]:
+    """Plain numbers from records with `cost`, layers from records with `forward`."""
+    names = {name for _, fields in records for name in fields}
+    others = sorted(names - {"cost", "name"})
+    if "cost" not in names:
+        return [_layer(where, fields) for where, fields in records]
+    if others:
+        raise PartitionError(
+            f"{source} has cost beside {', '.join(others)}; cost is the whole time of a layer, so "
+            "give either cost, or forward and the others"
+        )
+    numbers: list[float] = []
+    for where, fields in records:
+        if "cost" not in fields:
+            raise PartitionError(f"{where} has no cost; every layer needs one")
+        _check(fields["cost"], "cost", where)
+        numbers.append(fields["cost"])
+    return numbers
+
+
+def _layer(where: str, fields: dict[str, Any]) -> LayerCost:
+    if "forward" not in fields:
+        raise PartitionError(f"{where} has no forward; every layer needs its forward time")
+    try:
+        return LayerCost(**fields)
+    except PartitionError as error:
+        raise PartitionError(f"{where}: {error}") from error
+
+
 def _from_json(text: str, source: str) -> list[float] | list[LayerCost]:
     try:
         loaded: Any = json.loads(text)
-    except json.JSONDecodeError as error:
+    except RecursionError as error:
+        raise PartitionError(
+            f"{source} is nested too deeply; give a list of numbers or of objects"
+        ) from error
+    except ValueError as error:
+        # A number of thousands of digits is one, too.
         raise PartitionError(f"{source} is no valid JSON: {error}") from error
     if not isinstance(loaded, list):
         raise PartitionError(
@@ -72,28 +97,36 @@ def _from_json(text: str, source: str) -> list[float] | list[LayerCost]:
             f"{', '.join(COLUMNS)}"
         )
     items = cast("list[Any]", loaded)
-    if not any(isinstance(item, dict) for item in items):
-        for index, item in enumerate(items):
-            _check(item, "cost", f"{source}: layer {index}")
-        return items
-    layers: list[LayerCost] = []
+    has_objects = any(isinstance(item, dict) for item in items)
+    records: _Records = []
     for index, item in enumerate(items):
-        if not isinstance(item, dict):
+        where = f"{source}: layer {index}"
+        if isinstance(item, dict):
+            fields = cast("dict[str, Any]", item)
+            for name in fields:
+                if name not in (*COLUMNS, "cost"):
+                    raise PartitionError(f"{where}: {_unknown(name)}")
+        elif has_objects:
             raise PartitionError(
-                f"{source}: layer {index} is {item!r} among objects; give all numbers or all "
-                "objects"
+                f"{where} is {item!r} among objects; give all numbers or all objects"
             )
-        layers.append(_layer(cast("dict[str, Any]", item), f"{source}: layer {index}"))
-    return layers
+        else:
+            fields = {"cost": item}
+        records.append((where, fields))
+    return _costs(records, source)
 
 
 def _from_csv(text: str, source: str) -> list[float] | list[LayerCost]:
     rows: list[tuple[int, list[str]]] = []
-    reader = csv.reader(io.StringIO(text), skipinitialspace=True)
-    for row in reader:
-        cells = [cell.strip() for cell in row]
-        if any(cells) and not cells[0].startswith("#"):
-            rows.append((reader.line_num, cells))
+    # Lines may end in a carriage return alone.
+    reader = csv.reader(io.StringIO(text, newline=None), skipinitialspace=True)
+    try:
+        for row in reader:
+            cells = [cell.strip() for cell in row]
+            if any(cells) and not cells[0].startswith("#"):
+                rows.append((reader.line_num, cells))
+    except csv.Error as error:
+        raise PartitionError(f"{source}: line {reader.line_num} is no CSV: {error}") from error
     if not rows:
         raise PartitionError(f"{source} has no lines but comments; give one cost a line")
     line, head = rows[0]
@@ -113,15 +146,9 @@ def _from_csv(text: str, source: str) -> list[float] | list[LayerCost]:
             raise PartitionError(f"{source}: line {line} names a column twice: {', '.join(head)}")
     if not body:
         raise PartitionError(f"{source} has a header and no layers; give one layer a line")
-    if "cost" in head and set(head) - {"cost", "name"}:
-        raise PartitionError(
-            f"{source} has cost beside {', '.join(sorted(set(head) - {'cost', 'name'}))}; "
-            "cost is the whole time of a layer, so give either cost, or forward and the others"
-        )
     if "cost" not in head and "forward" not in head:
         raise PartitionError(f"{source} has neither a column cost nor a column forward")
-    layers: list[LayerCost] = []
-    numbers: list[float] = []
+    records: _Records = []
     for line, cells in body:
         if len(cells) != len(head):
             raise PartitionError(
@@ -134,11 +161,8 @@ def _from_csv(text: str, source: str) -> list[float] | list[LayerCost]:
                 fields[name] = cell
             elif cell or name in ("cost", "forward"):
                 fields[name] = _number(cell, name, f"{source}: line {line}")
-        if "cost" in fields:
-            numbers.append(fields["cost"])
-        else:
-            layers.append(_layer(fields, f"{source}: line {line}"))
-    return numbers or layers
+        records.append((f"{source}: line {line}", fields))
+    return _costs(records, source)
 
 
 def _is_number(cell: str) -> bool:

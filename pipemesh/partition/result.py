@@ -33,8 +33,9 @@ class Partition:
         method: `"exact"`, `"lingvo"` or `"uniform"`.
         layer_names: names of the layers, or empty.
         binding: what keeps the bottleneck from being smaller: names of options of which each
-            alone would have to give way, otherwise the one layer (or group) that is as large as
-            the bottleneck, otherwise nothing. Left aside in comparisons.
+            alone would have to give way (`perhaps` before one for which the search gave up),
+            otherwise the one layer (or group) that is as large as the bottleneck, otherwise
+            nothing. Left aside in comparisons.
 
     Example:
         >>> Partition(boundaries=(0, 1, 3), stage_costs=(4.0, 3.0)).balance

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ def partition(
     schedule: str | None = None,
     in_flight: Sequence[int] | None = None,
     stage_devices: Sequence[int] | None = None,
-    at_once: Sequence[int] | None = None,
+    at_once: Sequence[int | Fraction] | None = None,
     num_microbatches: int | None = None,
     optimizer_bytes_per_parameter_byte: float = 2.0,
     remat: str = "none",
@@ -71,7 +72,8 @@ def partition(
         in_flight: for each stage the most microbatches whose activations it holds at once.
         stage_devices: for each stage its device, such as `(0, 1, 1, 0)`; by default they go round.
         at_once: for each stage the number of microbatches whose backward pass follows their
-            forward pass at once, which `remat="except_last"` spares.
+            forward pass at once, which `remat="except_last"` spares; a fraction where slices of
+            sequences turn.
         num_microbatches: microbatches of a step; needed with `memory_limit`, unless `in_flight`
             is given.
         optimizer_bytes_per_parameter_byte: bytes kept beside each byte of parameters: 2 for
@@ -178,7 +180,7 @@ def _least(problem: Problem) -> tuple[int, Candidates] | None:
 
 
 def is_feasible(problem: Problem, bottleneck: int | None = None) -> bool:
-    """Whether a problem has an allowed cut.
+    """Finds out whether a problem has an allowed cut.
 
     Args:
         problem: the problem.
@@ -186,12 +188,18 @@ def is_feasible(problem: Problem, bottleneck: int | None = None) -> bool:
 
     Returns:
         Whether there is a cut.
+
+    Raises:
+        PartitionError: the search for virtual stages gave up, so that nothing is known.
     """
-    most = problem.forever if bottleneck is None else bottleneck
+    if bottleneck is not None:
+        # In the units of this problem a bound from another one may not fit an `int64`.
+        bottleneck = min(bottleneck, problem.forever)
     if problem.size < problem.num_stages:
         return False
     if problem.num_virtual_stages > 1:
         return interleaved_below(problem, bottleneck)
+    most = problem.forever if bottleneck is None else bottleneck
     candidates = _all_places(problem)
     if candidates is None:
         return False
@@ -218,8 +226,11 @@ def _binding(stack: Stack, options: Options, problem: Problem, bottleneck: int) 
         if relaxed.times.rounded or problem.times.rounded:
             # Smaller by more than rounding can do.
             below -= 2 * relaxed.size + (below >> 39)
-        if below >= 0 and is_feasible(relaxed, below):
-            binding.append(name)
+        try:
+            if below >= 0 and is_feasible(relaxed, below):
+                binding.append(name)
+        except PartitionError:
+            binding.append(f"perhaps {name}")
     if binding:
         return tuple(binding)
     for stage in range(problem.num_stages):

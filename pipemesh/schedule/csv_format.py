@@ -23,8 +23,25 @@ LEGS = "FfBbWw"
 _LEG = re.compile(rf"([{LEGS}])(\d{{1,9}})", re.ASCII)
 
 
+def check_cells(rows: Sequence[Sequence[Action]], form: str) -> None:
+    """Refuses actions that a form of CSV has no cells for.
+
+    Raises:
+        ScheduleError: an action is for a slice, which PyTorch would take for all of its microbatch,
+            or recomputes, in another form than `compute_only`.
+    """
+    for action in (action for row in rows for action in row):
+        if action.slice is not None or (action.kind == "R" and form != "compute_only"):
+            what = "a recomputation" if action.slice is None else "a slice"
+            raise ScheduleError(
+                f"{action} is {what}, and CSV of the form {form} has no cell for one; write the "
+                "table as text (--text, Schedule.to_text), which pipemesh reads"
+            )
+
+
 def rows_to_csv(rows: Sequence[Sequence[Action]]) -> str:
-    """Writes one line a device, its actions separated by commas."""
+    """Writes one line a device, its actions separated by commas: the form `compute_only`."""
+    check_cells(rows, "compute_only")
     return "".join(",".join(map(str, row)) + "\n" for row in rows)
 
 

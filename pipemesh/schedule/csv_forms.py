@@ -1,26 +1,32 @@
 """Schedules as CSV for other libraries; `pipemesh.schedule.from_csv` reads all of these forms.
 
 * `compute_only`: one line a device, one action a cell. `torch.distributed.pipelining` loads it
-  and works out sends and receives by itself. Slices and recomputations are written as in text
-  (`0F0.1`, `0R0`), which only this library reads; the other forms have no cells for them.
-* `compute_comms`: the same with sends and receives, which `torch.distributed.pipelining` runs as
-  they stand and which its runtime's `_dump_csv` writes by default: `0SEND_F1` sends what `0F1`
-  made, `1RECV_F1` receives it for `1F1`, `SEND_B` and `RECV_B` are for gradients. They are put
-  where `pipemesh.schedule.communication` proves that they meet. Cells for sharded weights
-  (`UNSHARD`, `RESHARD`, `REDUCE_GRAD`) are read but not written.
+  and works out sends and receives by itself. Recomputations are written as in text (`0R0`);
+  PyTorch refuses them, and the other forms have no cells for them.
+* `compute_comms`: the same with everything that `torch.distributed.pipelining` does besides, as
+  its runtime's `_dump_csv` writes by default. `0SEND_F1` sends what `0F1` made, `1RECV_F1` receives
+  it for `1F1`, `SEND_B` and `RECV_B` are for gradients. They are put where
+  `pipemesh.schedule.communication` proves that they meet. After the last gradient of a stage,
+  `0REDUCE_GRAD` divides the sum of its gradients by the number of microbatches. Cells that gather
+  sharded weights (`UNSHARD`, `RESHARD`) are read but not written.
 * `zero_bubble`: what the scheduler of the zero-bubble authors prints (`to_csv` in `zbv_greedy.py`
   of sail-sg/zero-bubble-pipeline-parallelism): one tick a cell, idle ones empty, with the legs of
   a microbatch's way as letters. `F`, `f` are the forward down and up the V, `B`, `b` the input
   gradient in the order it is done, so of the upper and the lower stage, and `W`, `w` their weight
   gradients. With one stage a device there are only capital letters. There are no whole backwards.
+
+No form has cells for slices: PyTorch reads `0F0.1` as `0F0`. They are written as text
+(`Schedule.to_text`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule.action import Action
 from pipemesh.schedule.communication import Receive, Send, Step, insert_transfers
-from pipemesh.schedule.csv_format import LEGS, leg_stages, rows_to_csv
+from pipemesh.schedule.csv_format import LEGS, check_cells, leg_stages, rows_to_csv
 from pipemesh.schedule.lockstep import lockstep
 from pipemesh.schedule.names import check_name
 from pipemesh.schedule.placement import loop, vee
@@ -48,8 +54,8 @@ def write_csv(schedule: Schedule, form: str = "compute_only") -> str:
     Example:
         >>> from pipemesh.schedule import zb_h1
         >>> print(write_csv(zb_h1(2, 1), "compute_comms"), end="")
-        0F0,0SEND_F0,0RECV_B0,0I0,0W0
-        1RECV_F0,1F0,1I0,1SEND_B0,1W0
+        0F0,0SEND_F0,0RECV_B0,0I0,0W0,0REDUCE_GRAD
+        1RECV_F0,1F0,1I0,1SEND_B0,1W0,1REDUCE_GRAD
         >>> print(write_csv(zb_h1(2, 1), "zero_bubble"), end="")
         F0,,,B0,W0
         ,F0,B0,W0,
@@ -57,16 +63,23 @@ def write_csv(schedule: Schedule, form: str = "compute_only") -> str:
     check_name("form of CSV", form, CSV_FORMS)
     if form == "compute_only":
         return rows_to_csv(schedule.rows)
-    for action in (action for row in schedule.rows for action in row):
-        if action.slice is not None or action.kind == "R":
-            what = "a recomputation" if action.kind == "R" else "a slice"
-            raise ScheduleError(
-                f"{action} is {what}, and CSV of the form {form} has no cell for one; use "
-                "compute_only, which pipemesh reads"
-            )
+    check_cells(schedule.rows, form)
     if form == "compute_comms":
-        return "".join(",".join(map(_cell, row)) + "\n" for row in insert_transfers(schedule))
+        return "".join(",".join(_with_sums(row)) + "\n" for row in insert_transfers(schedule))
     return _zero_bubble(schedule)
+
+
+def _with_sums(steps: Sequence[Step]) -> Iterator[str]:
+    """The cells of a row, with a `REDUCE_GRAD` after the last gradient of each stage."""
+    last = {step.stage: step for step in steps if isinstance(step, Action) and step.kind in "BW"}
+    complete: list[str] = []
+    for step in steps:
+        if isinstance(step, Action):
+            # Not before the sends, for which another device waits.
+            yield from complete
+            complete = [f"{step.stage}REDUCE_GRAD"] if last.get(step.stage) == step else []
+        yield _cell(step)
+    yield from complete
 
 
 def _cell(step: Step) -> str:

@@ -121,7 +121,9 @@ class Schedule:
         return Action(action.stage, action.kind, self.piece(action))
 
     def turns_at_once(self) -> frozenset[tuple[int, int]]:
-        """The (stage, microbatch) pairs whose backward pass follows their forward pass at once.
+        """The (stage, piece) pairs whose backward pass follows their forward pass at once.
+
+        A piece is numbered as in `recomputed`: without slices it is a microbatch.
 
         Example:
             >>> from pipemesh.schedule import gpipe
@@ -129,7 +131,7 @@ class Schedule:
             [(0, 2), (1, 2)]
         """
         return frozenset(
-            (first.stage, first.microbatch)
+            (first.stage, self.piece(first))
             for row in self.rows
             for first, second in itertools.pairwise(row)
             if first.kind == "F" and first == second.also("F")
@@ -199,6 +201,9 @@ class Schedule:
 
         Returns:
             See `pipemesh.schedule.to_csv`.
+
+        Raises:
+            ScheduleError: the schedule has slices.
 
         Example:
             >>> from pipemesh.schedule import gpipe
@@ -270,8 +275,11 @@ def to_csv(schedule: Schedule) -> str:
         schedule: any schedule.
 
     Returns:
-        Text to be saved as a file; PyTorch's `_load_csv(file, format="compute_only")` reads it,
-        unless there are slices or recomputations (`0F0.1`, `0R0`), which it does not know.
+        Text to be saved as a file; PyTorch's `_load_csv(file, format="compute_only")` reads it, and
+        refuses recomputations (`0R0`), which it does not know.
+
+    Raises:
+        ScheduleError: the schedule has slices, which PyTorch would read as whole microbatches.
 
     Example:
         >>> from pipemesh.schedule import gpipe

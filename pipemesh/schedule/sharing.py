@@ -63,7 +63,7 @@ def simulate_sharing(
     if not 0 <= crowding <= 1:
         raise ScheduleError(f"crowding is {crowding}; it must be a number from 0 to 1")
     costs = costs or Costs()
-    stages, number = schedule.num_stages, schedule.num_microbatches
+    stages, number = schedule.num_stages, schedule.num_pieces
     stage_costs = costs.per_stage(stages)
     durations = stage_costs.durations()
     work = [value for kind in KINDS for value in durations[kind]]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
+from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
@@ -169,11 +171,13 @@ class Timeline:
         # Slices of the last microbatch in the making take a share of it each.
         flights = tuple(-(-count // schedule.num_slices) for count in self.in_flight)
         turns = Counter(stage for stage, _ in schedule.turns_at_once())
+        at_once = (Fraction(turns[stage], schedule.num_slices) for stage in range(len(flights)))
         return {
             "num_microbatches": schedule.num_microbatches,
             "in_flight": flights,
             "stage_devices": schedule.stage_devices,
-            "at_once": tuple(turns[stage] for stage in range(schedule.num_stages)),
+            # Of whole microbatches it is a whole number.
+            "at_once": tuple(int(n) if n.denominator == 1 else n for n in at_once),
         }
 
     @cached_property
@@ -235,7 +239,8 @@ class Timeline:
             device: which device.
 
         Returns:
-            (time, pairs held from then on) at every change, in order of time.
+            (time, pairs held from then on) at every change, in order of time. A peak that lasts no
+            time has an entry of its own, before the one of the same time that lasts.
 
         Example:
             >>> from pipemesh.schedule import gpipe, simulate
@@ -252,11 +257,15 @@ class Timeline:
             changes += [(start, at_start)] if at_start else []
             changes += [(end, at_end)] if at_end else []
         held = 0
-        curve: dict[float, int] = {}
-        for time, change in changes:
-            held += change
-            curve[time] = held
-        return tuple(curve.items())
+        curve: list[tuple[float, int]] = []
+        for time, group in itertools.groupby(changes, key=lambda change: change[0]):
+            counts = list(itertools.accumulate((change for _, change in group), initial=held))
+            before, held = held, counts[-1]
+            if max(counts) > max(before, held):
+                # What takes no time is held, too.
+                curve.append((time, max(counts)))
+            curve.append((time, held))
+        return tuple(curve)
 
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:

@@ -39,7 +39,7 @@ def test_wrong_numbers_are_named(fields, message):
         (3, "must be a sequence"),
         ("12", "must be a sequence"),
         ([1, float("nan")], r"costs\[1\] is nan"),
-        ([1, -1], r"costs\[1\] is -1.0, but every cost must be zero or more"),
+        ([1, -1], r"costs\[1\] is -1, but every cost must be zero or more"),
         ([1, math.inf], r"costs\[1\] is inf, but every cost must be finite"),
         ([1, "a"], r"costs\[1\] is 'a', but must be a number"),
         ([1, True], r"costs\[1\] is True, but must be a number"),
@@ -51,6 +51,14 @@ def test_wrong_numbers_are_named(fields, message):
         ([1e308, 1e308], "sum of the costs is too large"),
         ([10**400], "too large for a float"),
         ([1, LayerCost(1)], "give numbers only or LayerCost only"),
+        ({0: 5, 1: 1}, "costs is dict, but must be a sequence"),
+        ({5, 1}, "costs is set, but must be a sequence"),
+        (np.asarray(5.0), "costs is ndarray, but must be a sequence"),
+        (
+            [1, 2**53 + 1],
+            r"costs\[1\] is 9007199254740993, which a float rounds to 9007199254740992",
+        ),
+        (np.asarray([2**63 - 1]), "a float rounds to 9223372036854775808; give .* a larger unit"),
     ],
 )
 def test_costs_that_are_none_are_named(costs, message):

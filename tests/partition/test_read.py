@@ -19,6 +19,8 @@ from pipemesh.partition.read import read_costs
             "name,forward,backward,parameter_bytes\na,1,,8\nb,2,3,\n",
             [LayerCost(1, None, 8, name="a"), LayerCost(2, 3, name="b")],
         ),
+        ("1\r2\r", [1, 2]),
+        ('[{"cost": 1, "name": "a"}, {"cost": 2}]', [1, 2]),
         ('[{"forward": 1, "name": "a"}, {"forward": 2}]', [LayerCost(1, name="a"), LayerCost(2)]),
     ],
 )
@@ -49,6 +51,13 @@ def test_forms(text, costs):
         ('[{"forward": 1}, 2]', "layer 1 is 2 among objects"),
         ('[{"flops": 1}]', "layer 0: 'flops' is no known column"),
         ('[{"name": "a"}]', "layer 0 has no forward"),
+        ('[{"cost": 1}, {"name": "b"}]', "layer 1 has no cost"),
+        ('[{"cost": 1, "forward": 2}]', "has cost beside forward"),
+        ('[{"cost": "1"}]', "layer 0: cost is '1', but must be a number"),
+        ('[{"forward": 1, "name": 5}]', "layer 0: name of a layer is 5, but must be a text"),
+        ("[" * 100_000, "nested too deeply"),
+        ("[" + "1" * 5000 + "]", "costs.csv"),
+        ("1\n" + "2" * 200_000, "line 2 is no CSV: field larger"),
         ('[{"forward": "1"}]', "layer 0: forward is '1', but must be a number"),
     ],
 )

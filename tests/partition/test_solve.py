@@ -97,6 +97,14 @@ def test_a_search_for_virtual_stages_that_grows_too_large_says_so(monkeypatch):
         partition([1.0] * 40, 12, num_virtual_stages=3)
 
 
+def test_a_cut_is_kept_where_the_search_for_what_binds_gives_up():
+    """Without transfers, which take longest here, no state can be ruled out."""
+    rng = np.random.default_rng(1)
+    costs = [LayerCost(1e-6 * rng.random(), boundary_bytes=1e6 * rng.random()) for _ in range(100)]
+    options = {"num_virtual_stages": 2, "bandwidth": 1e9, "overlap_transfers": True}
+    assert partition(costs, 8, **options).binding == ("perhaps bandwidth",)
+
+
 @pytest.mark.parametrize(
     ("options", "binding"),
     [

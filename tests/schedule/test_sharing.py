@@ -17,7 +17,7 @@ def any_costs(data, stages):
 
 
 @settings(max_examples=60)
-@given(st.data(), st.sampled_from(TRAINING), st.integers(1, 4))
+@given(st.data(), st.sampled_from([*TRAINING, "seq1f1b:2", "seq1f1b:4"]), st.integers(1, 4))
 def test_with_a_core_each_it_is_the_plain_simulation(data, name, devices):
     schedule = build(name, devices, 2 * devices)
     costs = any_costs(data, schedule.num_stages)

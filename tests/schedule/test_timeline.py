@@ -1,12 +1,23 @@
 """Bubbles, memory over time and the critical path."""
 
 import itertools
+from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipemesh.schedule import Costs, Schedule, forward_only, gpipe, one_f_one_b, simulate, zb_v
+from pipemesh.partition import LayerCost, partition
+from pipemesh.schedule import (
+    Costs,
+    Schedule,
+    forward_only,
+    gpipe,
+    one_f_one_b,
+    seq_one_f_one_b,
+    simulate,
+    zb_v,
+)
 from pipemesh.schedule.builders import BUILDERS, build
 
 
@@ -67,3 +78,14 @@ def test_stages_hold_what_is_in_flight():
     table = Schedule.from_text("0: 0F0 0F1 0B1 0B0\n1: 1F0 1F1 1B1 1B0")
     assert simulate(table).in_flight == (2, 2)
     assert simulate(one_f_one_b(2, 1)).for_partition()["at_once"] == (1, 1)
+
+
+def test_slices_turn_one_by_one():
+    """Of four slices of a microbatch only the last is followed by its own backward pass."""
+    schedule = seq_one_f_one_b(2, 6, 4)
+    assert schedule.turns_at_once() == {(1, 4 * m + 3) for m in range(6)}
+    assert schedule.turns_at_once() == schedule.by_pieces().turns_at_once()
+    facts = simulate(schedule).for_partition()
+    assert facts["at_once"] == (0, Fraction(6, 4))
+    plan = partition([LayerCost(1.0)] * 4, 2, remat="except_last", **facts)
+    assert plan.stage_costs == (8.0, 2 * (3 + 0.75))

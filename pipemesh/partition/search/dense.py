@@ -56,15 +56,18 @@ def least_bottleneck(problem: Problem, candidates: Candidates, below: int) -> in
     Returns:
         The bottleneck, or `None` if there is no such cut.
     """
-    best: Ints = np.zeros(1, dtype=problem.times.dtype)
+    dtype = problem.times.dtype
+    best: Ints = np.zeros(1, dtype=dtype)
+    # As an array, because it may not fit an `int64`.
+    bound: Ints = np.asarray(below, dtype=dtype)
     for stage in range(problem.num_stages):
         begin, end = as_array(candidates[stage]), as_array(candidates[stage + 1])
         if not begin.size or not end.size:
             return None
         times = problem.stage_times(stage, begin[:, None], end[None, :])
         worst = np.maximum(best[:, None], times)
-        worst = np.where(problem.allowed(stage, begin, end), worst, below)
-        best = np.minimum(worst.min(axis=0), below)
+        worst = np.where(problem.allowed(stage, begin, end), worst, bound)
+        best = np.minimum(worst.min(axis=0), bound)
     found = int(best[0])
     return found if found < below else None
 

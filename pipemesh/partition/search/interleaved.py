@@ -351,13 +351,15 @@ def interleaved_below(problem: Problem, bottleneck: int | None) -> bool:
         Whether there is such a cut.
 
     Raises:
-        PartitionError: the search grew beyond `MOST_STATES`.
+        PartitionError: the search grew beyond a part of `MOST_STATES`.
     """
+    # This is asked many times to explain a cut or an error, so it gives up early.
+    most_states = MOST_STATES // 16
     if bottleneck is None:
-        # From below: without a bound on the sums there would be no bound on the states. This is
-        # asked many times to explain an error, so it gives up early.
-        return _least_bottleneck(problem, MOST_STATES // 16) is not None
-    return _Search(problem, bottleneck, squares=False, most=None).run() is not None
+        # From below: without a bound on the sums there would be no bound on the states.
+        return _least_bottleneck(problem, most_states) is not None
+    found = _Search(problem, bottleneck, squares=False, most=None, most_states=most_states).run()
+    return found is not None
 
 
 def _least_sum(problem: Problem) -> int:

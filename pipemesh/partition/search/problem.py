@@ -351,7 +351,11 @@ class Problem:
             return compute
         transfer = self.times.transfers[begin] * self._crosses(stage)
         transfer = transfer + self.times.transfers[end] * self._crosses(stage + 1)
-        return np.maximum(compute, transfer) if self.overlapped else compute + transfer
+        if not self.overlapped:
+            return compute + transfer
+        # Of single stages both are plain integers, which may not fit an `int64`.
+        dtype = self.times.dtype
+        return np.maximum(np.asarray(compute, dtype), np.asarray(transfer, dtype))
 
     def _crosses(self, boundary: int) -> bool:
         """Whether there are two devices at a boundary; at both ends nothing is sent anyway."""
