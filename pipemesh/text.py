@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 from collections.abc import Container, Iterable, Sequence
 
@@ -154,3 +155,15 @@ def bytes_of(text: str) -> float:
         return float(digits) * _BYTES[unit.upper()]
     except ValueError:
         raise ValueError(f"{text!r} is no number of bytes such as 16GiB, 80GB or 25e9") from None
+
+
+def bytes_option(text: str) -> float:
+    """The number of bytes that an option says; the `type` of an argument of argparse.
+
+    Raises:
+        argparse.ArgumentTypeError: see `bytes_of`.
+    """
+    try:
+        return bytes_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -26,10 +26,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from pipemesh.errors import PipemeshError
 from pipemesh.plan import Asked, Figures, Plan, predict, search
 from pipemesh.plan.candidates import rated
 from pipemesh.plan.figures import PLAIN
 from pipemesh.plan.search import TRIALS
+from pipemesh.plan.stage_costs import evenly_cut
 from pipemesh.text import columns
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -76,8 +78,13 @@ def plans_of(figures: Figures, seed: int) -> list[Plan]:
     fitted = {_uncut(plan) for plan in (*plans_to_fit(figures, DEVICES), PLAIN)}
     found: dict[str, Plan] = {}
     for candidate in rated(figures, asked):
-        plan = candidate.plan(figures, asked)
-        if plan is None or plan.num_microbatches > MOST_MICROBATCHES:
+        home = candidate.replicas * candidate.group
+        if DEVICES % (candidate.places * home) or candidate.num_microbatches > MOST_MICROBATCHES:
+            continue
+        try:
+            plan = evenly_cut(candidate.plan(figures, asked), figures, figures.batch)
+        except PipemeshError:
+            # Such as of a table for other numbers of microbatches.
             continue
         if plan.mesh.num_devices > 1 or plan.num_microbatches > 1:
             found.setdefault(str(plan), plan)

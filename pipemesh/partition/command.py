@@ -18,7 +18,7 @@ from pipemesh.partition.read import read_costs
 from pipemesh.partition.result import Partition, table
 from pipemesh.partition.solve import partition
 from pipemesh.schedule_names import help_text, parse
-from pipemesh.text import bytes_of
+from pipemesh.text import bytes_option
 
 # What `partition` calls the same.
 _OPTIONS = (
@@ -58,7 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--speeds", type=_numbers, metavar="A,B,...", help="relative speed of each device"
     )
     group.add_argument(
-        "--bandwidth", type=_bytes, metavar="BYTES", help="bytes per unit of time between devices"
+        "--bandwidth",
+        type=bytes_option,
+        metavar="BYTES",
+        help="bytes per unit of time between devices",
     )
     group.add_argument(
         "--overlap-transfers", action="store_true", help="transfers run beside the computation"
@@ -72,7 +75,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group = parser.add_argument_group("memory")
     group.add_argument(
-        "--memory-limit", type=_bytes, metavar="BYTES", help="of a device, such as 16GiB or 80GB"
+        "--memory-limit",
+        type=bytes_option,
+        metavar="BYTES",
+        help="of a device, such as 16GiB or 80GB",
     )
     group.add_argument(
         "--microbatches",
@@ -203,13 +209,6 @@ def _read(path: str) -> tuple[str, str]:
         raise PartitionError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise PartitionError(f"cannot read {path}: it is no UTF-8 text") from error
-
-
-def _bytes(text: str) -> float:
-    try:
-        return bytes_of(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _numbers(text: str) -> list[float]:

@@ -7,12 +7,14 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from pipemesh.errors import PipemeshError, PlanError
+from pipemesh.errors import PlanError
 from pipemesh.mesh import LayoutRules
+from pipemesh.mesh.checks import whole_number
 from pipemesh.plan.figures import Figures
 from pipemesh.plan.plan import Plan
-from pipemesh.plan.stage_costs import cut_evenly, layer_seconds
+from pipemesh.plan.stage_costs import layer_seconds
 from pipemesh.schedule_names import parse
+from pipemesh.text import bytes_of
 
 SCHEDULES = (
     "1f1b",
@@ -34,14 +36,14 @@ class Asked:
     """What plans are looked for.
 
     Attributes:
-        devices: that there are; fewer may be used, if they are a divisor.
+        devices: that there are; fewer may be used.
         batch: rows of a batch.
-        memory: bytes of a device; None for no limit.
+        memory: bytes of a device, also as text such as `80GB`; None for no limit.
         fixed: values of the plan that are asked for, as in `Plan.to_values`.
         schedules: by name, to be tried.
 
     Raises:
-        PlanError: there are no devices, or no rows.
+        PlanError: there are no devices, no rows or no memory, or a number is none.
     """
 
     devices: int
@@ -51,11 +53,35 @@ class Asked:
     schedules: Sequence[str] = SCHEDULES
 
     def __post_init__(self) -> None:
-        if self.devices < 1 or self.batch < 1:
-            raise PlanError(
-                f"devices are {self.devices} and the batch has {self.batch} rows; there must be "
-                "one of each at least"
-            )
+        for name in ("devices", "batch"):
+            number = whole_number(given := getattr(self, name))
+            if number is None or number < 1:
+                raise PlanError(f"{name} is {given!r}; it must be a whole number from 1 on")
+            object.__setattr__(self, name, number)
+        if self.memory is not None:
+            object.__setattr__(self, "memory", memory_of(self.memory))
+
+
+def memory_of(given: object) -> float:
+    """Bytes of a device.
+
+    Args:
+        given: a number, or a text such as `80GB`.
+
+    Raises:
+        PlanError: it is none, or not above 0.
+
+    Example:
+        >>> memory_of("16GiB")
+        17179869184.0
+    """
+    try:
+        size = bytes_of(given) if isinstance(given, str) else float(given)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"memory is {given!r}: {error}") from error
+    if not (math.isfinite(size) and size > 0):
+        raise PlanError(f"memory is {given!r}; it must be a number of bytes above 0")
+    return size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,12 +104,15 @@ class Candidate:
     num_microbatches: int
     remat: str
 
-    def plan(self, figures: Figures, asked: Asked) -> Plan | None:
-        """The plan; None if there is none, such as for tables of other numbers of microbatches.
+    def plan(self, figures: Figures, asked: Asked) -> Plan:
+        """The plan, without boundaries unless they are fixed.
 
         Args:
             figures: of the model.
             asked: with what is fixed.
+
+        Raises:
+            PipemeshError: there is none, such as of tables for other numbers of microbatches.
         """
         axes = [f"layers:{self.places}"]
         rules: list[str] = []
@@ -100,16 +129,7 @@ class Candidate:
             "num_microbatches": str(self.num_microbatches),
             "remat": self.remat,
         }
-        try:
-            plan = Plan.from_values(values | dict(asked.fixed))
-            if plan.boundaries is not None or plan.num_stages > len(figures.layers):
-                return plan if plan.num_stages <= len(figures.layers) else None
-            rows = asked.batch / plan.num_microbatches / plan.num_replicas
-            costs = layer_seconds(figures, rows, self.group, self.remat == "full")
-            cuts = cut_evenly(tuple(costs), plan.table.stage_devices)
-            return dataclasses.replace(plan, boundaries=cuts)
-        except PipemeshError:
-            return None
+        return Plan.from_values(values | dict(asked.fixed))
 
 
 def candidates(figures: Figures, asked: Asked) -> Iterator[Candidate]:
@@ -124,19 +144,16 @@ def candidates(figures: Figures, asked: Asked) -> Iterator[Candidate]:
     """
     fixed = asked.fixed
     count = len(figures.layers)
+    fixed_number = fixed.get("num_microbatches", "")
     for places, replicas, group in _meshes(figures, asked):
-        rest, uneven = divmod(asked.batch, replicas)
-        if uneven:
-            continue
-        numbers = divisors(rest)
-        if "num_microbatches" in fixed:
-            numbers = [n for n in numbers if str(n) == fixed["num_microbatches"]]
+        rest = asked.batch // replicas
+        numbers = [int(fixed_number)] if fixed_number.isdecimal() else divisors(rest)
         schedules = asked.schedules if places > 1 else ("1f1b",)
         if "schedule" in fixed:
             schedules = (fixed["schedule"],)
         remats = (fixed["remat"],) if "remat" in fixed else ("none", "full")
         for schedule in schedules:
-            if places * _stages_a_device(schedule) > count:
+            if "mesh" not in fixed and places * _stages_a_device(schedule) > count:
                 continue
             for number in numbers:
                 for remat in remats:
@@ -150,27 +167,30 @@ def _stages_a_device(schedule: str) -> int:
 
 
 def _meshes(figures: Figures, asked: Asked) -> Iterator[tuple[int, int, int]]:
-    """Places, replicas and devices that share a layer."""
+    """Places, replicas and devices that share a layer, of no more devices than there are."""
     if "mesh" in asked.fixed:
         # Checks what goes with what, and says it.
         plan = Plan.from_values(
             {n: v for n, v in asked.fixed.items() if n in ("mesh", "layout", "allow_idle")}
         )
         places, replicas = plan.mesh.num_stages, plan.num_replicas
+        if plan.mesh.num_devices > asked.devices:
+            raise PlanError(
+                f"mesh '{plan.mesh}' has {plan.mesh.num_devices} devices, but there are "
+                f"{asked.devices}; use a smaller mesh, or more devices"
+            )
         yield places, replicas, plan.mesh.num_devices // places // replicas
         return
-    axis = LayoutRules.from_text(asked.fixed.get("layout", "")).rules
-    for used in divisors(asked.devices):
-        for places in divisors(used):
-            if places > len(figures.layers):
-                continue
-            for group in divisors(used // places):
-                replicas = used // places // group
-                if not figures.can_share(group) or (
-                    axis and "layout" in asked.fixed and used > places
+    is_given = bool(LayoutRules.from_text(asked.fixed.get("layout", "")).rules)
+    groups = [n for n in range(1, asked.devices + 1) if figures.can_share(n)]
+    for places in range(1, min(asked.devices, len(figures.layers)) + 1):
+        for replicas in divisors(asked.batch):
+            for group in groups:
+                # A layout that is given is for axes that have other names.
+                if (home := replicas * group) * places <= asked.devices and (
+                    home == 1 or not is_given
                 ):
-                    continue
-                yield places, replicas, group
+                    yield places, replicas, group
 
 
 def rated(figures: Figures, asked: Asked) -> list[Candidate]:

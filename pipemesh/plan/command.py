@@ -18,19 +18,21 @@ import argparse
 import dataclasses
 import json
 import math
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 from pipemesh.errors import PlanError
 from pipemesh.plan.candidates import Asked
 from pipemesh.plan.figures import PLAIN, Figures
+from pipemesh.plan.output_file import check_output, write_output
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.predict import Prediction, predict
 from pipemesh.plan.search import search
-from pipemesh.text import bytes_of, columns, nearest_text
+from pipemesh.text import bytes_option, columns, nearest_text
 
 _MB = 1e6
+# The share of a step that is round-off.
+_NOTHING = 1e-9
 _NAMES = tuple(Plan().to_values())
 
 
@@ -48,7 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save", metavar="FILE", help="write what is measured there")
     parser.add_argument("--devices", type=int, required=True, metavar="N", help="that there are")
     parser.add_argument("--batch", type=int, metavar="ROWS", help="default: the model's")
-    parser.add_argument("--memory", type=_bytes, metavar="BYTES", help="of a device, as 16GiB")
+    parser.add_argument(
+        "--memory", type=bytes_option, metavar="BYTES", help="of a device, such as 16GiB"
+    )
     parser.add_argument(
         "--fix",
         action="append",
@@ -88,8 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
         model = arguments.measured(arguments.model, arguments.devices, arguments.device_type)
     if figures is None:
         figures = model.figures()
-        if arguments.save:
-            pathlib.Path(arguments.save).write_text(figures.to_json(), encoding="utf-8")
+        write_output("--save", arguments.save, figures.to_json())
     if not (batch := arguments.batch or figures.batch):
         raise PlanError("how many rows has a batch? the figures do not say; give --batch")
     if model is not None and arguments.trials and batch != model.rows:
@@ -110,18 +113,19 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"figures: {figures.about}")
     if pace != 1:
         print(f"a plain step takes {pace:.2f} of what it took then, and so do all forecasts")
-    print("\n".join(columns(rows_of(found, took), left=(0, 1, 4))))
+    print("\n".join(columns(rows_of(found, took), left=(0, 1, 2, 5))))
     if arguments.parts:
-        print("\nseconds of a step, by what takes them")
-        names = list(found[0].parts)
-        parts = [[f"{each.parts[name]:.4g}" for name in names] for each in found]
-        print("\n".join(columns([names, *parts], left=())))
+        print("\nmilliseconds of a step, by what takes them")
+        print("\n".join(columns(part_rows(found), left=())))
+    if found[0].supposed:
+        print(f"\nnote: {found[0].supposed}; bytes are forecast")
+    if (used := found[0].plan.mesh.num_devices) < arguments.devices:
+        print(f"\nnote: the best plan that was found uses {used} of {arguments.devices} devices")
     print(f"\nbest: {found[0].plan}")
-    if arguments.json:
-        values = [values_of(each) for each in found]
-        for value, seconds in zip(values, took, strict=False):
-            value["trial"] = seconds
-        pathlib.Path(arguments.json).write_text(json.dumps(values, indent=1), encoding="utf-8")
+    values = [values_of(each) for each in found]
+    for value, seconds in zip(values, took, strict=False):
+        value["trial"] = seconds
+    write_output("--json", arguments.json, json.dumps(values, indent=1))
     return 0
 
 
@@ -176,6 +180,8 @@ def _check(arguments: argparse.Namespace) -> None:
         )
     if arguments.save and arguments.figures is not None:
         raise PlanError("--save is for what is measured; give --model alone, or leave it out")
+    check_output("--save", arguments.save)
+    check_output("--json", arguments.json)
     if arguments.count < 1:
         raise PlanError(f"--count is {arguments.count}; it must be at least 1")
     if arguments.trials < 0:
@@ -216,7 +222,7 @@ def rows_of(found: Sequence[Prediction], took: Sequence[float] = ()) -> list[tup
     """
     rows = [
         (
-            *("mesh", "schedule", "microbatches", "boundaries", "remat"),
+            *("mesh", "layout", "schedule", "microbatches", "boundaries", "remat"),
             *("step ms", "bubble", "memory MB", "binds"),
             *(("trial ms",) if took else ()),
         )
@@ -227,6 +233,7 @@ def rows_of(found: Sequence[Prediction], took: Sequence[float] = ()) -> list[tup
         rows.append(
             (
                 str(plan.mesh),
+                str(plan.layout) or "-",
                 str(plan.schedule),
                 f"{plan.num_microbatches:,}",
                 ",".join(map(str, cuts)) if cuts and len(cuts) > 2 else "-",
@@ -237,6 +244,22 @@ def rows_of(found: Sequence[Prediction], took: Sequence[float] = ()) -> list[tup
                 each.binds,
                 *((trial,) if took else ()),
             )
+        )
+    return rows
+
+
+def part_rows(found: Sequence[Prediction]) -> list[list[str]]:
+    """A table of what steps are made of, in milliseconds; what is nothing beside a step is 0.
+
+    Args:
+        found: with their parts, at least one.
+    """
+    names = list(found[0].parts)
+    rows = [names]
+    for each in found:
+        parts = (each.parts[name] for name in names)
+        rows.append(
+            [f"{1e3 * part:.4g}" if part > _NOTHING * each.seconds else "0" for part in parts]
         )
     return rows
 
@@ -255,10 +278,3 @@ def values_of(each: Prediction) -> dict[str, object]:
         "parts": each.parts,
         "binds": each.binds,
     }
-
-
-def _bytes(text: str) -> float:
-    try:
-        return bytes_of(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None

@@ -20,8 +20,10 @@ KINDS = ("F", "B", "I", "W", "B+", "I+", "W+")
 class Curve:
     """A quantity that depends on the rows of a microbatch, as straight lines through points.
 
-    Beyond the last point the last line goes on. Before the first one the first line does, or the
-    one through the origin if that is above it. A single point is on a line through the origin.
+    Beyond the last point the last line goes on, or the one from the first point to the last if that
+    is steeper, as two points alone say little; it never falls. Before the first point the first
+    line goes on, or the one through the origin if that is above it. A single point is on a line
+    through the origin.
 
     Attributes:
         points: pairs of rows and the quantity, rows rising.
@@ -40,7 +42,6 @@ class Curve:
 
     def __post_init__(self) -> None:
         points = tuple((float(x), float(y)) for x, y in self.points)
-        object.__setattr__(self, "points", points)
         if not points or any(not (math.isfinite(x + y) and x > 0 and y >= 0) for x, y in points):
             raise PlanError(
                 f"a curve has the points {points}; it must have some, of rows above 0 and numbers "
@@ -48,6 +49,7 @@ class Curve:
             )
         if any(a[0] >= b[0] for a, b in itertools.pairwise(points)):
             raise PlanError(f"a curve has the points {points}; their rows must rise")
+        object.__setattr__(self, "points", points)
 
     def at(self, rows: float) -> float:
         """The quantity for so many rows.
@@ -60,8 +62,34 @@ class Curve:
             return points[0][1] * rows / points[0][0]
         place = bisect.bisect_left(points, (rows, 0.0))
         (x, y), (end, then) = points[min(max(place, 1), len(points) - 1) - 1 :][:2]
-        found = y + (then - y) * (rows - x) / (end - x)
-        return max(found, y * rows / x) if rows < x else max(found, 0.0)
+        slope = (then - y) / (end - x)
+        if rows > end:
+            mean = (then - points[0][1]) / (end - points[0][0])
+            return then + max(slope, mean, 0.0) * (rows - end)
+        found = y + slope * (rows - x)
+        return max(found, y * rows / x) if rows < x else found
+
+    def rising(self) -> Curve:
+        """The nearest curve, by least squares, that never falls.
+
+        Where values fall, all points from one to the other get their mean (isotonic regression:
+        Barlow, Bartholomew, Bremner, Brunk, "Statistical inference under order restrictions",
+        1972).
+
+        Example:
+            >>> Curve(((1, 1.0), (8, 5.0), (16, 4.0))).rising().points
+            ((1.0, 1.0), (8.0, 4.5), (16.0, 4.5))
+        """
+        # Neighbours that fall form a block: their mean, and how many they are.
+        blocks: list[tuple[float, int]] = []
+        for _, value in self.points:
+            mean, size = value, 1
+            while blocks and blocks[-1][0] > mean:
+                before, count = blocks.pop()
+                mean, size = (before * count + mean * size) / (count + size), count + size
+            blocks.append((mean, size))
+        values = [mean for mean, size in blocks for _ in range(size)]
+        return Curve(tuple((x, y) for (x, _), y in zip(self.points, values, strict=True)))
 
     def scaled(self, factor: float) -> Curve:
         """So many times the quantity, for all rows.
@@ -78,7 +106,8 @@ class LayerFigures:
 
     Attributes:
         name: of the layer.
-        seconds: by kind of action, one of `KINDS`, what it takes on one device.
+        seconds: by kind of action, one of `KINDS`, what it takes on one device. More rows never
+            take less, so these curves are made `Curve.rising`.
         parameter_bytes: of its weights.
         kept: bytes that it keeps of a microbatch for its backward pass, if nothing is computed
             again.
@@ -127,6 +156,8 @@ class LayerFigures:
                     f"layer {self.name!r} has times of {sorted(there)}; it needs that of F, and "
                     "that of B or those of I and W"
                 )
+        rising = {kind: curve.rising() for kind, curve in self.seconds.items()}
+        object.__setattr__(self, "seconds", rising)
 
     def takes(self, kind: str, rows: float, again: bool = False) -> float:
         """What an action takes on one device, in seconds.
@@ -177,6 +208,23 @@ class LayerFigures:
         found = curve.at(rows)
         alike = min(found, whole.at(rows)) if whole is not None else 0.0
         return alike + (found - alike) / shared
+
+    def narrower(self, share: float) -> LayerFigures:
+        """The same layer whose values take a share of the bytes; seconds and weights are as before.
+
+        Args:
+            share: above 0; 0.5 for values of two bytes where those measured have four.
+
+        Example:
+            >>> line = Curve(((1, 8.0),))
+            >>> layer = LayerFigures("a", {"F": line, "B": line}, 0, line, line)
+            >>> layer.narrower(0.5).holds(1, shared=1)
+            4.0
+        """
+        bytes_of = ("kept", "outputs", "summed", "whole", "pending", "pending_whole")
+        curves: dict[str, Curve | None] = {name: getattr(self, name) for name in bytes_of}
+        scaled: Any = {name: curve and curve.scaled(share) for name, curve in curves.items()}
+        return dataclasses.replace(self, **scaled)
 
     def faster(self, factor: float) -> LayerFigures:
         """The same layer on a device that computes so many times as fast.

@@ -114,6 +114,18 @@ class Network:
         """
         return self.inside if distance <= self.host_size else self.between
 
+    def joining(self, here: int, there: int, number: int) -> Link:
+        """The link from some neighbours to as many others, each to its own.
+
+        Args:
+            here: the first of them.
+            there: the first of the others.
+            number: how many there are.
+        """
+        host = self.host_size
+        near = all((here + i) // host == (there + i) // host for i in (0, number - 1))
+        return self.inside if near else self.between
+
     def all_reduce(self, members: int, stride: int, size: float) -> float:
         """How long a sum takes over a group of which several members may share a host.
 

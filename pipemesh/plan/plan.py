@@ -14,10 +14,11 @@ from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.mesh.checks import whole_number
 from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.plan import places, text_form
+from pipemesh.plan.remat import CUSTOM, NAMES
 from pipemesh.schedule import Schedule, ScheduleSpec
 from pipemesh.text import nearest_text
 
-REMAT = ("full", "none", "except_last", "twice", "custom")
+REMAT = (*NAMES, CUSTOM)
 LOWERINGS = ("placement", "simd")
 DTYPES = ("float32", "bfloat16", "float16")
 _ONE_PLACE = Mesh(((LAYERS_AXIS, 1),))
@@ -155,7 +156,9 @@ replicas; num_microbatches may be 1, 2, 5, 10
         """
         homes, number = self.mesh.num_stages, self.num_microbatches
         if isinstance(self.schedule, str):
-            return of_whole_sequences(ScheduleSpec.from_text(self.schedule).build(homes, number))
+            # A file may have changed.
+            is_file = self.schedule.startswith("file:")
+            return (_built if is_file else built)(self.schedule, homes, number)
         found = self.schedule.num_devices, self.schedule.num_microbatches
         if found != (homes, number):
             raise PlanError(
@@ -304,6 +307,19 @@ def _divisors(number: int) -> list[int]:
 @functools.cache
 def _default() -> Plan:
     return Plan()
+
+
+def _built(schedule: str, homes: int, num_microbatches: int) -> Schedule:
+    """The table of a schedule that has a name.
+
+    Raises:
+        PlanError: it has slices.
+        ScheduleError: it cannot be built.
+    """
+    return of_whole_sequences(ScheduleSpec.from_text(schedule).build(homes, num_microbatches))
+
+
+built = functools.lru_cache(maxsize=256)(_built)
 
 
 def of_whole_sequences(schedule: Schedule) -> Schedule:

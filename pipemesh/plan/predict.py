@@ -6,11 +6,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from pipemesh.plan.figures import Figures
+from pipemesh.plan.network import Network
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.stage_costs import (
     Stages,
     action_costs,
     action_loads,
+    bytes_of,
     even_costs,
     even_loads,
     stages_of,
@@ -23,23 +25,21 @@ _Loads = Mapping[str, Sequence[float]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Prediction:
-    """What is expected of a step.
+class StepForecast:
+    """What is expected of a step of some stages.
 
     Attributes:
-        plan: that it runs under.
         seconds: of the whole step.
-        bubble: the share of their time that devices wait for each other.
+        bubble: the share of their time that devices wait for each other while a core is free.
         memory: bytes of each place along `layers`, of one device there.
         work: seconds of a step that all devices compute, added up: what their cores do, however
             they share them.
-        parts: by name the seconds that each thing adds to the step; none unless they are asked
-            for. `compute`, the work spread evenly over all devices or cores; `actions`, what
-            actions take beside it; `bubble`; `imbalance` of the stages; `sums` of devices that
+        parts: by name the seconds that each thing adds to the step, none below 0; empty unless they
+            are asked for. `compute`, the work spread evenly over all devices or cores; `actions`,
+            what actions take beside it; `bubble`; `imbalance` of the stages; `sums` of devices that
             share layers; `transfers`; `gradients` of replicas; `optimizer`; `fixed`.
     """
 
-    plan: Plan
     seconds: float
     bubble: float
     memory: tuple[float, ...]
@@ -53,17 +53,39 @@ class Prediction:
         return max(others, key=others.__getitem__) if others else ""
 
 
-def predict(plan: Plan, figures: Figures, batch: int, *, parts: bool = True) -> Prediction:
+@dataclasses.dataclass(frozen=True)
+class Prediction(StepForecast):
+    """What is expected of a step, and the plan that it runs under.
+
+    Attributes:
+        plan: that it runs under; see `StepForecast` for the rest.
+    """
+
+    plan: Plan = dataclasses.field(kw_only=True)
+
+    @property
+    def supposed(self) -> str:
+        """What no figures say and is supposed; "" if nothing is."""
+        dtype = self.plan.compute_dtype
+        if bytes_of(dtype) == bytes_of(None):
+            return ""
+        return f"what layers compute takes as long in {dtype} as it was measured"
+
+
+def predict(
+    plan: Plan, figures: Figures, batch: int, *, parts: bool = True, network: Network | None = None
+) -> Prediction:
     """What is expected of a step under a plan.
 
     The schedule is simulated with what was measured of the layers. Where devices share cores they
     slow each other down (`pipemesh.schedule.simulate_sharing`).
 
     Args:
-        plan: how it is run.
+        plan: how it is run. Of its `compute_dtype` bytes are forecast, and no seconds.
         figures: of the model's layers on the machine.
         batch: rows of a batch.
         parts: whether it is to be said what the step is made of, for three more simulations.
+        network: hosts that the devices lie in; None if the figures' links join them.
 
     Raises:
         PlanError: the batch or the layers cannot be cut so, or nothing is known of such a plan.
@@ -76,48 +98,130 @@ def predict(plan: Plan, figures: Figures, batch: int, *, parts: bool = True) -> 
         >>> found.seconds, found.parts["bubble"], found.binds
         (30.0, 6.0, 'bubble')
     """
-    stages = stages_of(plan, figures, batch)
-    costs = action_costs(stages, figures)
-    loads = action_loads(stages, figures, costs)
-    timeline = _simulated(stages, figures, costs, loads)
+    found = forecast_stages(stages_of(plan, figures, batch, network), figures, parts=parts)
+    return Prediction(**vars(found), plan=plan)
+
+
+def forecast_stages(
+    stages: Stages,
+    figures: Figures,
+    *,
+    parts: bool = True,
+    fewer: Stages | None = None,
+    num_microbatches: int = 0,
+) -> StepForecast:
+    """What is expected of a step of some stages.
+
+    Args:
+        stages: of a plan.
+        figures: of the layers.
+        parts: whether it is to be said what the step is made of.
+        fewer: the same stages with a table of fewer microbatches. In the steady state each
+            microbatch adds as much as the one before, so two tables tell of longer ones.
+        num_microbatches: with `fewer`, how many the forecast is for.
+    """
+    run = _run(stages, figures, parts)
+    if fewer is not None:
+        here, there = stages.table.num_microbatches, fewer.table.num_microbatches
+        run = run.beyond(_run(fewer, figures, parts), (num_microbatches - here) / (here - there))
     gradients, update, after = _tails(stages, figures)
-    places = range(plan.mesh.num_stages)
-    ends = [timeline.ends[place][-1] for place in places]
-    with_gradients = max(end + gradients[place] for place, end in enumerate(ends))
+    with_gradients = max(end + late for end, late in zip(run.ends, gradients, strict=True))
     seconds = with_gradients + update + figures.fixed
-    memory = tuple(device_memory(stages, figures, place) for place in places)
-    bubble = _waiting(timeline, stages, figures, loads)
-    done = _home(stages) * (_work(timeline, loads) + after) + figures.fixed
+    done = _home(stages) * (run.done + after) + figures.fixed
+    *before, _ = run.lengths
+    makespan = max(run.ends)
+    bubble = min(1.0, max(0.0, run.waiting) / makespan) if makespan else 0.0
     if not parts:
-        return Prediction(plan, seconds, bubble, memory, done)
-    work = action_costs(stages, figures, sums=False, transfers=False)
-    added = action_costs(stages, figures, transfers=False)
-    even = even_costs(work, plan.num_stages)
-    loads = action_loads(stages, figures, work, sums=False)
-    alike = even_loads(loads, work, plan.num_stages)
-    lengths = [
-        _simulated(stages, figures, even, alike).makespan,
-        _simulated(stages, figures, work, loads).makespan,
-        _simulated(stages, figures, added, action_loads(stages, figures, added)).makespan,
-    ]
-    lone = simulate(stages.run, even)
-    total = sum(lone.busy) / len(lone.busy)
-    actions = sum(map(len, stages.table.rows)) * figures.action / len(lone.busy)
-    # With fewer cores than are wanted all of them compute at once.
-    scale = _slowed(lone, stages, figures, alike)
+        return StepForecast(seconds, bubble, run.memory, done)
+    # Some tables are shorter for stages that are not equal, and on cores that are shared some
+    # actions may go faster as others wait: nothing takes less than no time.
+    lengths = [makespan]
+    for length in reversed(before):
+        lengths.insert(0, min(length, lengths[0]))
+    compute, even, cut, summed, _ = lengths
     found = {
-        "compute": (total - actions) * scale,
-        "actions": actions * scale,
-        # Some tables are shorter for stages that are not equal.
-        "bubble": min(lengths[:2]) - total * scale,
-        "imbalance": max(0.0, lengths[1] - lengths[0]),
-        "sums": lengths[2] - lengths[1],
-        "transfers": timeline.makespan - lengths[2],
-        "gradients": with_gradients - timeline.makespan,
+        "compute": compute - min(compute, run.actions),
+        "actions": min(compute, run.actions),
+        "bubble": even - compute,
+        "imbalance": cut - even,
+        "sums": summed - cut,
+        "transfers": makespan - summed,
+        "gradients": with_gradients - makespan,
         "optimizer": update,
         "fixed": figures.fixed,
     }
-    return Prediction(plan, seconds, bubble, memory, done, found)
+    return StepForecast(seconds, bubble, run.memory, done, found)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """What simulations of a table say; all of it grows evenly with many microbatches.
+
+    Attributes:
+        lengths: what all work takes that is spread evenly; makespans with equal stages, with those
+            there are, with sums; with transfers. The last one alone, unless parts are asked for.
+        ends: of each place, when its last action ends.
+        memory: bytes of each place.
+        waiting: seconds that devices wait for each other, on average.
+        done: what all actions compute on one device of each home.
+        actions: what the actions of a device take beside their layers.
+    """
+
+    lengths: tuple[float, ...]
+    ends: tuple[float, ...]
+    memory: tuple[float, ...]
+    waiting: float
+    done: float
+    actions: float
+
+    def beyond(self, before: _Run, times: float) -> _Run:
+        """The same so many times farther on as it is from an earlier one to here."""
+
+        def on(a: float, b: float) -> float:
+            return a + (a - b) * times
+
+        def on_all(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]:
+            return tuple(map(on, a, b))
+
+        return _Run(
+            on_all(self.lengths, before.lengths),
+            on_all(self.ends, before.ends),
+            on_all(self.memory, before.memory),
+            on(self.waiting, before.waiting),
+            on(self.done, before.done),
+            on(self.actions, before.actions),
+        )
+
+
+def _run(stages: Stages, figures: Figures, parts: bool) -> _Run:
+    costs = action_costs(stages, figures)
+    loads = action_loads(stages, figures, costs)
+    timeline = _simulated(stages, figures, costs, loads)
+    places = range(stages.table.num_devices)
+    ends = tuple(timeline.ends[place][-1] for place in places)
+    memory = tuple(device_memory(stages, figures, place) for place in places)
+    waiting = _waiting(timeline, stages, figures, loads) * timeline.makespan
+    done = _work(timeline, loads)
+    if not parts:
+        return _Run((timeline.makespan,), ends, memory, waiting, done, 0.0)
+    number = stages.table.num_stages
+    work = action_costs(stages, figures, sums=False, transfers=False)
+    added = action_costs(stages, figures, transfers=False)
+    even = even_costs(work, number)
+    loads = action_loads(stages, figures, work, sums=False)
+    alike = even_loads(loads, work, number)
+    lone = simulate(stages.run, even)
+    # With fewer cores than are wanted all of them compute at once.
+    scale = _slowed(lone, stages, figures, alike)
+    lengths = (
+        sum(lone.busy) / len(lone.busy) * scale,
+        _simulated(stages, figures, even, alike).makespan,
+        _simulated(stages, figures, work, loads).makespan,
+        _simulated(stages, figures, added, action_loads(stages, figures, added)).makespan,
+        timeline.makespan,
+    )
+    actions = sum(map(len, stages.table.rows)) * figures.action / len(lone.busy) * scale
+    return _Run(lengths, ends, memory, waiting, done, actions)
 
 
 def _home(stages: Stages) -> int:
@@ -155,14 +259,17 @@ def _slowed(lone: Timeline, stages: Stages, figures: Figures, loads: _Loads) -> 
 
 
 def _waiting(timeline: Timeline, stages: Stages, figures: Figures, loads: _Loads) -> float:
-    """The share of the time in which devices, or cores if they have too few, do nothing."""
+    """The share of the time in which devices wait for each other while a core is free."""
     if figures.cores is None:
         return timeline.bubble_ratio
     home, used = _home(stages), {each.kind for row in stages.run.rows for each in row}
     # A device keeps at most so many cores busy.
     most = max(load for kind in used for load in loads[kind])
     there = min(figures.cores, home * stages.table.num_devices * most) * timeline.makespan
-    return max(0.0, 1 - home * _work(timeline, loads) / there) if there else 0.0
+    free = 1 - home * _work(timeline, loads) / there if there else 0.0
+    # What one device leaves of its cores, as a forward pass does beside a backward one, is no
+    # waiting.
+    return max(0.0, min(timeline.bubble_ratio, free))
 
 
 def _tails(stages: Stages, figures: Figures) -> tuple[list[float], float, float]:
@@ -173,7 +280,8 @@ def _tails(stages: Stages, figures: Figures) -> tuple[list[float], float, float]
     own = [0.0] * stages.table.num_devices
     for stage, place in enumerate(stages.table.stage_devices):
         own[place] += stages.weights(stage)
-    sums = [summed(figures.transfer, figures, stages.replicas, size) for size in own]
+    replicas, group = stages.replicas, stages.group
+    sums = [summed(stages, figures, figures.transfer, replicas, group, size) for size in own]
     gradients = [seconds for seconds, _ in sums]
     # Each replica updates its share.
     each = [size / stages.replicas * figures.update for size in own]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 import time
 
 from pipemesh.errors import PipemeshError, PlanError
 from pipemesh.plan.candidates import Asked, rated
+from pipemesh.plan.cuts import cut_to_fit, fits, with_better_cuts
 from pipemesh.plan.figures import Figures
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.predict import Prediction, predict
+from pipemesh.plan.stage_costs import evenly_cut
 
 TRIALS = 4
 """Of how many of the best plans steps are run: their forecasts differ by less than they are off."""
@@ -17,7 +19,11 @@ TRIALS = 4
 # What of the time is left to move the cuts of the best plans.
 _FOR_CUTS = 0.3
 # How many of them.
-_MOVED = 3
+_MOVED = 10
+# For each plan that may be made to fit.
+_LEAST_SECONDS = 1.0
+# How many times as long a plan with stages of equal seconds takes at most as with its best cuts.
+_SLACK = 1.5
 
 
 def search(
@@ -51,28 +57,91 @@ def search(
     """
     end = time.monotonic() + seconds
     found: list[Prediction] = []
-    leanest: Prediction | None = None
+    tight: list[Prediction] = []
+    refused: PipemeshError | None = None
     for candidate in rated(figures, asked):
         if found and time.monotonic() > end - _FOR_CUTS * seconds:
             break
-        plan = candidate.plan(figures, asked)
-        if plan is None:
+        try:
+            # Other cuts are hardly faster than those of equal seconds, so few need to be found.
+            until = sorted(_SLACK * each.seconds for each in found)[count - 1 : count]
+            each = _fitting(candidate.plan(figures, asked), figures, asked, *until)
+        except PipemeshError as error:
+            # Such as of a table for other numbers of microbatches.
+            refused = refused or error
             continue
-        each = _predicted(plan, figures, asked)
-        if each is None:
-            continue
-        if _fits(each, asked):
-            found.append(each)
-        elif leanest is None or max(each.memory) < max(leanest.memory):
-            leanest = each
-    if not found:
-        raise _nothing(figures, asked, leanest)
-    found.sort(key=lambda each: each.seconds)
+        (found if fits(each, asked) else tight).append(each)
+    found, tight = _different(found), _different(tight)
     if "boundaries" not in asked.fixed:
         for number, each in enumerate(found[:_MOVED]):
             found[number] = with_better_cuts(each, figures, asked, end)
-        found.sort(key=lambda each: each.seconds)
-    return [predict(each.plan, figures, asked.batch) for each in found[:count]]
+        found += _made_to_fit(found, tight, figures, asked, end)
+    if not found:
+        leanest = min(tight, key=lambda each: max(each.memory), default=None)
+        raise _nothing(figures, asked, leanest, refused)
+    return [predict(each.plan, figures, asked.batch) for each in _different(found)[:count]]
+
+
+def _made_to_fit(
+    found: list[Prediction],
+    tight: list[Prediction],
+    figures: Figures,
+    asked: Asked,
+    end: float,
+) -> list[Prediction]:
+    """Plans that fit with other cuts: those that may be faster than what fits already, or any.
+
+    Args:
+        found: what fits.
+        tight: what does not, shortest step first.
+        figures: of the model's layers.
+        asked: batch and memory.
+        end: when to stop, by `time.monotonic`, if something fits.
+    """
+    best = min((each.seconds for each in found), default=math.inf)
+    made: list[Prediction] = []
+    if not found:
+        tight = sorted(tight, key=lambda each: max(each.memory))
+    for each in tight:
+        if best < math.inf and (each.seconds >= _SLACK * best or time.monotonic() > end):
+            break
+        moved = with_better_cuts(each, figures, asked, max(end, time.monotonic() + _LEAST_SECONDS))
+        if fits(moved, asked):
+            made.append(moved)
+            best = min(best, moved.seconds)
+    return made
+
+
+def _fitting(plan: Plan, figures: Figures, asked: Asked, until: float = math.inf) -> Prediction:
+    """The forecast of a plan, cut into stages of equal seconds, or else of such as fit.
+
+    Args:
+        plan: with boundaries, which stay, or without.
+        figures: of the model's layers.
+        asked: batch and memory.
+        until: seconds from which on it does not matter whether the plan fits.
+
+    Raises:
+        PipemeshError: the batch or the layers cannot be cut so.
+    """
+    if plan.boundaries is not None:
+        return predict(plan, figures, asked.batch, parts=False)
+    plan = evenly_cut(plan, figures, asked.batch)
+    each = predict(plan, figures, asked.batch, parts=False)
+    return cut_to_fit(each, figures, asked) if each.seconds < until else each
+
+
+def _different(found: list[Prediction]) -> list[Prediction]:
+    """Forecasts, shortest first, without schedules that are the same table by another name."""
+    known: set[tuple[object, ...]] = set()
+    kept: list[Prediction] = []
+    for each in sorted(found, key=lambda each: each.seconds):
+        plan = each.plan
+        key = (plan.mesh, plan.layout, plan.boundaries, plan.remat, plan.table)
+        if key not in known:
+            known.add(key)
+            kept.append(each)
+    return kept
 
 
 def nearest_that_fits(plan: Plan, figures: Figures, asked: Asked) -> Prediction:
@@ -90,80 +159,41 @@ def nearest_that_fits(plan: Plan, figures: Figures, asked: Asked) -> Prediction:
     best: tuple[int, float] | None = None
     chosen: Prediction | None = None
     leanest: Prediction | None = None
+    refused: PipemeshError | None = None
     for candidate in rated(figures, asked):
-        other = candidate.plan(figures, asked)
-        if other is None:
+        try:
+            other = candidate.plan(figures, asked)
+            theirs = other.to_values()
+            # Where layers are cut follows from the rest.
+            changes = sum(mine[n] != theirs[n] for n in mine if n not in ("boundaries", "layout"))
+            if best is not None and changes > best[0]:
+                continue
+            each = _fitting(other, figures, asked)
+        except PipemeshError as error:
+            refused = refused or error
             continue
-        theirs = other.to_values()
-        # Where layers are cut follows from the rest.
-        changes = sum(mine[n] != theirs[n] for n in mine if n not in ("boundaries", "layout"))
-        if best is not None and changes > best[0]:
-            continue
-        each = _predicted(other, figures, asked)
-        if each is None:
-            continue
-        if not _fits(each, asked):
+        if not fits(each, asked):
             if leanest is None or max(each.memory) < max(leanest.memory):
                 leanest = each
         elif best is None or (changes, each.seconds) < best:
             best, chosen = (changes, each.seconds), each
     if chosen is None:
-        raise _nothing(figures, asked, leanest)
+        raise _nothing(figures, asked, leanest, refused)
     return predict(chosen.plan, figures, asked.batch)
 
 
-def _predicted(plan: Plan, figures: Figures, asked: Asked) -> Prediction | None:
-    try:
-        return predict(plan, figures, asked.batch, parts=False)
-    except PipemeshError:
-        # The batch does not divide so.
-        return None
-
-
-def _fits(each: Prediction, asked: Asked) -> bool:
-    return asked.memory is None or max(each.memory) <= asked.memory
-
-
-def _nothing(figures: Figures, asked: Asked, leanest: Prediction | None) -> PlanError:
-    if leanest is None:
+def _nothing(
+    figures: Figures, asked: Asked, leanest: Prediction | None, refused: PipemeshError | None
+) -> PlanError:
+    if leanest is not None:
         return PlanError(
-            f"{asked.devices} devices cannot run {len(figures.layers)} layers on a batch of "
-            f"{asked.batch} rows"
-            + (f" with {dict(asked.fixed)}" if asked.fixed else "")
-            + "; use other numbers, or fix less of the plan"
+            f"no plan fits into {asked.memory:,.0f} bytes a device; the one that was found to need "
+            f"least, {max(leanest.memory):,.0f}, is '{leanest.plan}'; use more devices or memory, "
+            "a smaller batch, or fix less of the plan"
         )
+    fixed = " ".join(f"{name}={text}" for name, text in asked.fixed.items())
     return PlanError(
-        f"no plan fits into {asked.memory:,.0f} bytes a device; the one that was found to need "
-        f"least, {max(leanest.memory):,.0f}, is '{leanest.plan}'; use more devices or memory, a "
-        "smaller batch, or fix less of the plan"
+        f"no plan of {asked.devices} devices, {len(figures.layers)} layers and {asked.batch} rows"
+        + (f" with {fixed}" if fixed else "")
+        + (f": {refused}" if refused else "; use other numbers, or fix less of the plan")
     )
-
-
-def with_better_cuts(best: Prediction, figures: Figures, asked: Asked, end: float) -> Prediction:
-    """Moves one layer over a cut at a time, as long as that makes the step shorter.
-
-    Args:
-        best: to begin with; its plan has boundaries.
-        figures: of the model's layers.
-        asked: batch and memory.
-        end: when to stop, by `time.monotonic`.
-    """
-    moved = True
-    while moved:
-        moved = False
-        cuts = best.plan.boundaries or ()
-        for place in range(1, len(cuts) - 1):
-            for by in (-1, 1):
-                if time.monotonic() > end:
-                    return best
-                cut = cuts[place] + by
-                if not cuts[place - 1] < cut < cuts[place + 1]:
-                    continue
-                plan = dataclasses.replace(
-                    best.plan, boundaries=(*cuts[:place], cut, *cuts[place + 1 :])
-                )
-                other = predict(plan, figures, asked.batch, parts=False)
-                if _fits(other, asked) and other.seconds < best.seconds * (1 - 1e-9):
-                    best, moved = other, True
-                    cuts = plan.boundaries or ()
-    return best

@@ -13,10 +13,11 @@ from pipemesh.errors import PartitionError, PlanError
 from pipemesh.partition import partition
 from pipemesh.plan.figures import Figures
 from pipemesh.plan.layer_figures import LayerFigures
-from pipemesh.plan.network import Link
+from pipemesh.plan.network import Link, Network
 from pipemesh.plan.places import home_of
 from pipemesh.plan.plan import Plan
-from pipemesh.schedule import Costs, Schedule
+from pipemesh.plan.remat import NONE, TWICE, modes_of
+from pipemesh.schedule import Action, Costs, Schedule
 from pipemesh.schedule.action import KINDS
 
 
@@ -29,34 +30,54 @@ class Stages:
         rows: of a microbatch that a replica gets.
         replicas: how many there are.
         group: devices that share a replica's part of a stage.
-        again: whether backward passes compute the forward pass again.
+        remat: the policy by name, as `Plan.remat`.
         table: the schedule.
+        network: hosts that the devices lie in: those that share a layer side by side, then
+            replicas, then stages, as `pipemesh.plan.hosts` lays them. None if all devices are
+            joined by the links of the figures.
+        cast: bytes of a copy of the weights in the dtype of computation, for each byte of them; 0
+            if there is none.
     """
 
     layers: tuple[tuple[LayerFigures, ...], ...]
     rows: float
     replicas: int
     group: int
-    again: bool
+    remat: str
     table: Schedule
+    network: Network | None = None
+    cast: float = 0.0
+
+    @functools.cached_property
+    def modes(self) -> dict[tuple[int, int], str]:
+        """For each (stage, microbatch) what its backward pass computes again; see `modes_of`."""
+        return modes_of(self.remat, self.table)
 
     @functools.cached_property
     def run(self) -> Schedule:
-        """The schedule with an `R` before each backward action that computes again.
+        """The schedule with an `R` before each backward pass that computes again.
 
         It needs no gradient, so a device that waits for one does it meanwhile.
         """
-        if not self.again:
-            return self.table
-        rows = [
-            [
+        known = self.table.recomputed()
+
+        def is_added(action: Action) -> bool:
+            pair = action.stage, action.microbatch
+            return action.kind in "BI" and pair not in known and self.modes[pair] != NONE
+
+        rows = tuple(
+            tuple(
                 each
                 for action in row
-                for each in ([action.also("R")] if action.kind in "BI" else []) + [action]
-            ]
+                for each in ([action.also("R")] if is_added(action) else []) + [action]
+            )
             for row in self.table.rows
-        ]
-        return dataclasses.replace(self.table, rows=tuple(map(tuple, rows)))
+        )
+        return dataclasses.replace(self.table, rows=rows)
+
+    def computes_twice(self, stage: int) -> bool:
+        """Whether each `W` of a stage computes its forward pass once more."""
+        return self.modes[stage, 0] == TWICE
 
     def shared(self, layer: LayerFigures) -> int:
         """Among how many devices of a replica a layer is split."""
@@ -73,13 +94,14 @@ class Stages:
         return self.layers[stage - 1][-1].outputs.at(self.rows)
 
 
-def stages_of(plan: Plan, figures: Figures, batch: int) -> Stages:
+def stages_of(plan: Plan, figures: Figures, batch: int, network: Network | None = None) -> Stages:
     """The stages of a plan.
 
     Args:
         plan: with boundaries, or else its layers are cut into stages of equal seconds.
         figures: of the layers.
         batch: rows of a batch.
+        network: see `Stages`.
 
     Raises:
         PlanError: the batch or the layers cannot be cut so, or nothing is known of such a plan.
@@ -99,27 +121,81 @@ def stages_of(plan: Plan, figures: Figures, batch: int) -> Stages:
     replicas = plan.num_replicas
     rows = batch / plan.num_microbatches / replicas
     group = len(home_of(plan.mesh, plan.layout, 0)) // replicas
-    again = plan.remat in ("full", "except_last", "custom")
-    cuts = plan.boundaries
-    if cuts is None:
+    stages = cut_stages(
+        figures, rows, replicas, group, plan.remat, plan.table, plan.boundaries, network
+    )
+    share = bytes_of(plan.compute_dtype) / bytes_of(None)
+    if share == 1:
+        return stages
+    layers = tuple(tuple(layer.narrower(share) for layer in own) for own in stages.layers)
+    return dataclasses.replace(stages, layers=layers, cast=share)
+
+
+def bytes_of(compute_dtype: str | None) -> int:
+    """Bytes of a value, by `Plan.compute_dtype`; figures are of float32."""
+    return 2 if compute_dtype in ("bfloat16", "float16") else 4
+
+
+def evenly_cut(plan: Plan, figures: Figures, batch: int) -> Plan:
+    """The plan with boundaries for which stages take equally many seconds.
+
+    Args:
+        plan: whose own boundaries do not count.
+        figures: of the layers.
+        batch: rows of a batch.
+
+    Raises:
+        PlanError: see `stages_of`.
+    """
+    stages = stages_of(dataclasses.replace(plan, boundaries=None), figures, batch)
+    cuts = itertools.accumulate(map(len, stages.layers), initial=0)
+    return dataclasses.replace(plan, boundaries=tuple(cuts))
+
+
+def cut_stages(
+    figures: Figures,
+    rows: float,
+    replicas: int,
+    group: int,
+    remat: str,
+    table: Schedule,
+    boundaries: tuple[int, ...] | None = None,
+    network: Network | None = None,
+) -> Stages:
+    """Layers cut into the stages of a table.
+
+    Args:
+        figures: of the layers.
+        rows: of a microbatch that a replica gets.
+        replicas: how many there are.
+        group: devices that share a replica's part of a stage.
+        remat: the policy by name.
+        table: the schedule.
+        boundaries: None for stages of equal seconds.
+        network: see `Stages`.
+    """
+    if boundaries is None:
+        modes = modes_of(remat, table).values()
+        again = sum(mode != NONE for mode in modes) / len(modes)
         costs = layer_seconds(figures, rows, group, again)
-        cuts = cut_evenly(tuple(costs), plan.table.stage_devices)
-    layers = tuple(figures.layers[a:b] for a, b in itertools.pairwise(cuts))
-    return Stages(layers, rows, replicas, group, again, plan.table)
+        boundaries = cut_evenly(tuple(costs), table.stage_devices)
+    layers = tuple(figures.layers[a:b] for a, b in itertools.pairwise(boundaries))
+    return Stages(layers, rows, replicas, group, remat, table, network)
 
 
-def layer_seconds(figures: Figures, rows: float, group: int, again: bool) -> list[float]:
+def layer_seconds(figures: Figures, rows: float, group: int, again: float) -> list[float]:
     """What each layer takes of a device for a microbatch, forward and backward.
 
     Args:
         figures: of the layers.
         rows: that a replica gets.
         group: devices that share it.
-        again: whether the backward pass computes the forward pass again.
+        again: the share of backward passes that compute the forward pass again.
     """
     found: list[float] = []
     for layer in figures.layers:
-        whole = layer.takes("F", rows) + layer.takes("B", rows, again)
+        plain, more = layer.takes("B", rows), layer.takes("B", rows, True)
+        whole = layer.takes("F", rows) + plain + again * (more - plain)
         found.append(whole / min(group, layer.split))
     return found
 
@@ -164,20 +240,28 @@ def action_costs(
         return [
             (figures.action if kind != "R" else 0.0)
             + sum(
-                _takes(layer, layer.takes, kind, stages.rows, layer is layers[-1])
-                / stages.shared(layer)
-                + (_sum(stages, figures, layer, kind)[0] if sums else 0.0)
-                for layer in layers
+                _takes(stages, stage, number, kind, LayerFigures.takes) / stages.shared(layer)
+                + (_sum(stages, figures, stage, layer, kind)[0] if sums else 0.0)
+                for number, layer in enumerate(layers)
             )
-            for layers in stages.layers
+            for stage, layers in enumerate(stages.layers)
         ]
 
-    sent = [0.0] * len(stages.layers)
-    if transfers:
-        sent = [
-            figures.transfer.seconds(layers[-1].outputs.at(stages.rows)) for layers in stages.layers
-        ]
+    sent = _transfers(stages, figures) if transfers else [0.0] * len(stages.layers)
     return Costs(of("F"), of("B"), of("I"), of("W"), sent, of("R"))
+
+
+def _transfers(stages: Stages, figures: Figures) -> list[float]:
+    """Seconds over the boundary above each stage; each slice goes to its own in the next home."""
+    homes, home = stages.table.stage_devices, stages.replicas * stages.group
+    found: list[float] = []
+    for stage, layers in enumerate(stages.layers):
+        link = figures.transfer
+        if (network := stages.network) is not None:
+            above = min(stage + 1, len(homes) - 1)
+            link = network.joining(home * homes[stage], home * homes[above], home)
+        found.append(link.seconds(layers[-1].outputs.at(stages.rows)))
+    return found
 
 
 def action_loads(
@@ -200,13 +284,12 @@ def action_loads(
             return figures.loads.get("F" if kind == "R" else kind, 1.0)
         # What actions take besides keeps a core busy.
         more = 0.0
-        for layer in layers:
-            is_last = layer is layers[-1]
-            done = _takes(layer, layer.computes, kind, stages.rows, is_last)
-            alone = _takes(layer, layer.takes, kind, stages.rows, is_last)
+        for number, layer in enumerate(layers):
+            done = _takes(stages, stage, number, kind, LayerFigures.computes)
+            alone = _takes(stages, stage, number, kind, LayerFigures.takes)
             more += (done - alone) / stages.shared(layer)
             if sums:
-                seconds, work = _sum(stages, figures, layer, kind)
+                seconds, work = _sum(stages, figures, stage, layer, kind)
                 more += work - seconds
         return max(0.0, 1 + more / took)
 
@@ -214,16 +297,29 @@ def action_loads(
 
 
 def _takes(
-    layer: LayerFigures,
-    of: Callable[[str, float, bool], float],
+    stages: Stages,
+    stage: int,
+    number: int,
     kind: str,
-    rows: float,
-    is_last: bool,
+    of: Callable[[LayerFigures, str, float, bool], float],
 ) -> float:
-    """What a layer takes for an action, or computes for it; whether it is the last of its stage."""
-    if kind != "R":
-        return of(kind, rows, False)
-    return (of("B", rows, True) - of("B", rows, False)) * (layer.again if is_last else 1.0)
+    """What a layer takes for an action, or computes for it.
+
+    Args:
+        stages: of the plan.
+        stage: of the layer.
+        number: of the layer in its stage.
+        kind: of the action.
+        of: `LayerFigures.takes` or `LayerFigures.computes`.
+    """
+    layers, rows = stages.layers[stage], stages.rows
+    layer = layers[number]
+    is_twice = kind == "W" and stages.computes_twice(stage)
+    seconds = of(layer, kind, rows, False) if kind != "R" else 0.0
+    if kind == "R" or is_twice:
+        again = max(0.0, of(layer, "B", rows, True) - of(layer, "B", rows, False))
+        seconds += again * (layer.again if number == len(layers) - 1 else 1.0)
+    return seconds
 
 
 def even_loads(
@@ -246,27 +342,38 @@ def even_loads(
     return {kind: [mean(kind)] * number for kind in loads}
 
 
-def _sum(stages: Stages, figures: Figures, layer: LayerFigures, kind: str) -> tuple[float, float]:
+def _sum(
+    stages: Stages, figures: Figures, stage: int, layer: LayerFigures, kind: str
+) -> tuple[float, float]:
     """What an action takes because a layer is shared, and what each device computes for that."""
     shared = stages.shared(layer)
-    if shared == 1 or layer.summed is None or kind == "W":
+    has_none = kind == "W" and not stages.computes_twice(stage)
+    if shared == 1 or layer.summed is None or has_none:
         return 0.0, 0.0
     size = layer.summed.at(stages.rows) / layer.sums
-    seconds, work = summed(figures.sums or figures.transfer, figures, shared, size)
+    link = figures.sums or figures.transfer
+    seconds, work = summed(stages, figures, link, shared, 1, size)
     return layer.sums * seconds, layer.sums * work
 
 
-def summed(link: Link, figures: Figures, members: int, size: float) -> tuple[float, float]:
+def summed(
+    stages: Stages, figures: Figures, link: Link, members: int, stride: int, size: float
+) -> tuple[float, float]:
     """What a sum takes that all members of a group get, and what each of them computes for it.
 
     Devices that share cores share memory, too: they add pairs up a tree, and copy nothing.
 
     Args:
-        link: between two devices.
+        stages: of the plan.
         figures: that say whether devices share cores.
+        link: between two devices, where there is no network.
         members: of the group.
+        stride: from a member to the next one, in devices.
         size: what each puts in, in bytes.
     """
+    if stages.network is not None:
+        seconds = stages.network.all_reduce(members, stride, size)
+        return seconds, seconds
     if figures.cores is None or members == 1 or not size:
         seconds = link.all_reduce(members, size)
         return seconds, seconds

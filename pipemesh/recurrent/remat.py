@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from pipemesh.errors import PipelineError
+from pipemesh.plan import remat as remat_names
 from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.schedule import Schedule
 
@@ -47,22 +48,16 @@ class RematPolicy(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Always(RematPolicy):
-    mode: Mode
+class _Named(RematPolicy):
+    """A policy that has a name; forecasts ask the same function."""
+
+    name: str
 
     def modes(self, schedule: Schedule) -> dict[tuple[int, int], Mode]:
-        return dict.fromkeys(_pairs(schedule), self.mode)
-
-
-class _ExceptLast(RematPolicy):
-    """Nothing again where the backward pass follows at once on its device.
-
-    In torchgpipe, from which it has its name, that is the last microbatch.
-    """
-
-    def modes(self, schedule: Schedule) -> dict[tuple[int, int], Mode]:
-        at_once = schedule.turns_at_once()
-        return {pair: NONE if pair in at_once else FULL for pair in _pairs(schedule)}
+        named = {mode.name: mode for mode in (FULL, TWICE, NONE)}
+        return {
+            pair: named[name] for pair, name in remat_names.modes_of(self.name, schedule).items()
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,12 +131,7 @@ class ByStage(RematPolicy):
 
 
 # Those that have a name.
-POLICIES: dict[str, RematPolicy] = {
-    "full": _Always(FULL),
-    "none": _Always(NONE),
-    "except_last": _ExceptLast(),
-    "twice": _Always(TWICE),
-}
+POLICIES: dict[str, RematPolicy] = {name: _Named(name) for name in remat_names.NAMES}
 REMAT_POLICIES = tuple(POLICIES)
 
 Remat = str | RematPolicy

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import pathlib
+import math
 from typing import Any
 
 from pipemesh.errors import PlanError
 from pipemesh.plan.figures import Figures
 from pipemesh.plan.network import Link, Network
+from pipemesh.plan.output_file import check_output, write_output
 from pipemesh.scale.forecast import SCHEDULES, Forecast, Reliability, forecast
 from pipemesh.scale.job import Job
-from pipemesh.text import columns
+from pipemesh.text import bytes_of, bytes_option, columns
 
 _HOUR = 3600.0
 
@@ -36,7 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is trained")
     what.add_argument("--batch", type=int, required=True, metavar="ROWS", help="rows of a batch")
     what.add_argument(
-        "--rows", type=float, default=1.0, help="rows that a list of costs is for (default: 1)"
+        "--rows",
+        type=_above_zero,
+        default=1.0,
+        help="rows that a list of costs is for (default: 1)",
     )
     what.add_argument(
         "--layers",
@@ -45,7 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="repeat the layer in the middle until there are so many",
     )
     what.add_argument(
-        "--optimizer", type=float, metavar="X", help="bytes of its state for each byte of weights"
+        "--optimizer",
+        type=_from_zero,
+        metavar="X",
+        help="bytes of its state for each byte of weights",
     )
     devices = parser.add_argument_group("devices")
     devices.add_argument(
@@ -67,35 +74,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S,B",
         help="the same between a device and those of other hosts (default: 1e-5,25e9)",
     )
-    devices.add_argument("--memory", type=float, metavar="BYTES", help="of a device")
+    devices.add_argument(
+        "--memory", type=bytes_option, metavar="BYTES", help="of a device, such as 16GiB or 80GB"
+    )
     devices.add_argument(
         "--faster",
-        type=float,
+        type=_above_zero,
         default=1.0,
         metavar="X",
         help="how many times as fast a device computes as the measured one",
     )
     failures = parser.add_argument_group("failures")
     failures.add_argument(
-        "--failure-hours", type=float, metavar="H", help="from one failure of a device to the next"
+        "--failure-hours",
+        type=_above_zero,
+        metavar="H",
+        help="from one failure of a device to the next",
     )
     failures.add_argument(
         "--storage",
-        type=float,
+        type=bytes_option,
         default=2e9,
-        metavar="B",
+        metavar="BYTES",
         help="bytes a second that a host writes to storage (default: 2e9)",
     )
     failures.add_argument(
         "--notice",
-        type=float,
+        type=_from_zero,
         default=30.0,
         metavar="S",
         help="seconds until a failure is noticed and a device stands in (default: 30)",
     )
     failures.add_argument(
         "--start",
-        type=float,
+        type=_from_zero,
         default=60.0,
         metavar="S",
         help="seconds until the first step runs (default: 60)",
@@ -119,6 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         PlanError: the figures are malformed, or no way fits.
     """
+    check_output("--json", arguments.json)
     figures = Figures.read(arguments.figures, arguments.rows)
     job = job_of(figures, arguments)
     reliability = None
@@ -133,9 +146,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.parts:
         print("\nseconds of a step, by what takes them")
         print("\n".join(columns(_part_rows(found))))
-    if arguments.json:
-        values = {number: _values(job, each) for number, each in found.items()}
-        pathlib.Path(arguments.json).write_text(json.dumps(values, indent=1), encoding="utf-8")
+    values = {number: _values(job, each) for number, each in found.items()}
+    write_output("--json", arguments.json, json.dumps(values, indent=1))
     return 0
 
 
@@ -167,13 +179,32 @@ def job_of(figures: Figures, arguments: argparse.Namespace) -> Job:
         state,
         figures.update / arguments.faster,
         figures.fixed,
+        figures.update_memory,
     )
+
+
+def _above_zero(text: str) -> float:
+    return _number(text, "above 0")
+
+
+def _from_zero(text: str) -> float:
+    return _number(text, "from 0 on")
+
+
+def _number(text: str, allowed: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and (number > 0 or (number == 0 and allowed == "from 0 on"))):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; give a number {allowed}")
+    return number
 
 
 def _link(text: str) -> Link:
     try:
-        latency, bandwidth = map(float, text.split(","))
-        return Link(latency, bandwidth)
+        latency, bandwidth = text.split(",")
+        return Link(float(latency), bytes_of(bandwidth))
     except ValueError as error:
         raise argparse.ArgumentTypeError(
             f"{text!r} must be seconds of latency and bytes a second, such as 1e-5,25e9 ({error})"
@@ -219,7 +250,7 @@ def _rows(job: Job, found: dict[int, Forecast]) -> list[tuple[str, ...]]:
                 "full" if split.again else "none",
                 f"{step.seconds:.3g}",
                 f"{step.bubble:.1%}",
-                f"{step.memory / 1e9:.3g}",
+                f"{step.fullest / 1e9:.3g}",
                 f"{each.interval:.0f}" if each.failures else "-",
                 f"{each.goodput:.1%}" if each.failures else "-",
                 f"{each.rows * job.batch:.4g}",
@@ -248,7 +279,7 @@ def _values(job: Job, each: Forecast) -> dict[str, Any]:
         "seconds": step.seconds,
         "parts": step.parts,
         "bubble": step.bubble,
-        "memory": step.memory,
+        "memory": step.fullest,
         "interval": each.interval,
         "young": failures.young if failures else None,
         "daly": failures.daly if failures else None,

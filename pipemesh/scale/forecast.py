@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 from pipemesh.errors import PipemeshError, PlanError
@@ -25,12 +26,21 @@ class Reliability:
         storage: bytes a second that a host writes to where checkpoints lie, and reads.
         notice: seconds until a failure is noticed and a device stands in.
         start: seconds until the first step runs: the graph is built and made ready.
+
+    Raises:
+        PlanError: a number is out of range.
     """
 
     device: float
     storage: float
     notice: float = 30.0
     start: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name, number in vars(self).items():
+            must = "above 0" if name in ("device", "storage") else "from 0 on"
+            if not (math.isfinite(number) and (number > 0 or (number == 0 and "from" in must))):
+                raise PlanError(f"{name} is {number}; it must be a number {must}")
 
     def failures(self, job: Job, num_devices: int) -> Failures:
         """Those of a training on so many devices.
@@ -46,7 +56,7 @@ class Reliability:
             PlanError: see `Failures`.
         """
         size = job.parameter_bytes * (1 + job.optimizer)
-        hosts = max(1, num_devices // job.network.host_size)
+        hosts = math.ceil(num_devices / job.network.host_size)
         saved = size / hosts / self.storage
         return Failures(self.device / num_devices, saved, self.notice + self.start + saved)
 
@@ -135,10 +145,10 @@ def best_step(
     # What fits may be rated far behind what does not.
     endless = _simulated(job, rated, None)
     fitting = endless
-    if job.memory is not None and endless[0].memory > job.memory:
+    if job.memory is not None and endless[0].fullest > job.memory:
         fitting = _simulated(job, rated, job.memory)
     if not fitting:
-        least = min((step.memory for step in endless), default=0.0)
+        least = min((step.fullest for step in endless), default=0.0)
         raise PlanError(
             f"no way to share the model among {num_devices} devices of {job.memory:.3g} bytes "
             f"was found; of those that are fast the leanest needs {least:.3g}"
@@ -157,7 +167,7 @@ def _simulated(job: Job, rated: Sequence[Split], memory: float | None) -> list[S
         except PipemeshError:
             # A table that is for other numbers of microbatches.
             continue
-        if memory is None or step.memory <= memory:
+        if memory is None or step.fullest <= memory:
             found.append(step)
         if len(found) == _TRIED:
             break
@@ -173,12 +183,10 @@ def _least_memory(job: Job, split: Split) -> float:
 def _rate(job: Job, split: Split) -> float:
     """About how long a step takes, by formulas for equal stages."""
     rows = job.batch / split.data / split.num_microbatches
-    forward = full = sums = 0.0
+    full = sums = 0.0
     for layer in job.layers:
         shared = min(split.model, layer.split)
-        ahead = layer.takes("F", rows / shared)
-        forward += ahead
-        full += ahead + layer.takes("B", rows / shared, split.again)
+        full += (layer.takes("F", rows) + layer.takes("B", rows, split.again)) / shared
         if shared > 1 and layer.summed is not None:
             size = layer.summed.at(rows) / layer.sums
             sums += layer.sums * job.network.all_reduce(shared, 1, size)

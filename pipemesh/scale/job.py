@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from pipemesh.errors import PlanError
+from pipemesh.plan.figures import Figures
 from pipemesh.plan.layer_figures import LayerFigures
 from pipemesh.plan.network import Network
 
@@ -22,9 +24,10 @@ class Job:
         optimizer: bytes of its state for each byte of weights.
         update: seconds that it takes for each byte of weights.
         fixed: seconds of a step that belong to no device: reading the batch, calling the graph.
+        update_memory: bytes that an update needs at once for each byte of weights; see `Figures`.
 
     Raises:
-        PlanError: there are no layers, or no rows.
+        PlanError: there are no layers, or no rows, or a number is out of range.
     """
 
     layers: tuple[LayerFigures, ...]
@@ -35,6 +38,7 @@ class Job:
     optimizer: float = 2.0
     update: float = 0.0
     fixed: float = 0.0
+    update_memory: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.layers or self.batch < 1:
@@ -42,6 +46,22 @@ class Job:
                 f"there are {len(self.layers)} layers and a batch of {self.batch} rows; there must "
                 "be one of each at least"
             )
+        if self.memory is not None and not self.memory > 0:
+            raise PlanError(f"memory is {self.memory}; it must be a number of bytes above 0")
+        # They are checked where they are used.
+        _ = self.figures
+
+    @functools.cached_property
+    def figures(self) -> Figures:
+        """The model on devices that each have their own cores, as `pipemesh.plan` takes it."""
+        return Figures(
+            self.layers,
+            action=self.action,
+            fixed=self.fixed,
+            update=self.update,
+            optimizer=self.optimizer,
+            update_memory=self.update_memory,
+        )
 
     @property
     def parameter_bytes(self) -> int:

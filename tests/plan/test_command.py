@@ -36,7 +36,7 @@ def test_the_best_plans_are_printed_with_what_binds(figures, tmp_path, capsys):
     told = capsys.readouterr().out.splitlines()
     assert told[0] == "figures: a test"
     assert told[1].split() == [
-        *("mesh", "schedule", "microbatches", "boundaries", "remat"),
+        *("mesh", "layout", "schedule", "microbatches", "boundaries", "remat"),
         *("step", "ms", "bubble", "memory", "MB", "binds"),
     ]
     values = json.loads(out.read_text())
@@ -47,7 +47,7 @@ def test_the_best_plans_are_printed_with_what_binds(figures, tmp_path, capsys):
     seconds = [each["seconds"] for each in values]
     assert seconds == sorted(seconds)
     first = told[2].split()
-    assert first[0] == "layers:4" and float(first[5]) == pytest.approx(1e3 * seconds[0], rel=1e-3)
+    assert first[0] == "layers:4" and float(first[6]) == pytest.approx(1e3 * seconds[0], rel=1e-3)
     assert first[-1] == values[0]["binds"]
 
 
@@ -72,7 +72,10 @@ def test_memory_limits_what_is_found(figures, tmp_path, capsys):
         (["FIGURES", "--devices", "2", "--fix", "schedule"], "must be NAME=VALUE"),
         (["FIGURES", "--devices", "2", "--fix", "shedule=1f1b"], "did you mean 'schedule'?"),
         (["FIGURES", "--devices", "2", "--fix", "schedule=1f1c"], "unknown schedule"),
-        (["FIGURES", "--devices", "0"], "there must be one of each"),
+        (["FIGURES", "--devices", "0"], "devices is 0; it must be a whole number from 1 on"),
+        (["FIGURES", "--devices", "2", "--json", "/none/x"], "--json='/none/x' cannot be written"),
+        (["FIGURES", "--devices", "2", "--fix", "mesh=layers:4"], "4 devices, but there are 2"),
+        (["FIGURES", "--devices", "2", "--fix", "remat=fulll"], "did you mean 'full'?"),
         (["FIGURES", "--devices", "2", "--count", "0"], "--count is 0"),
     ],
 )
@@ -80,6 +83,25 @@ def test_mistakes_are_one_line(figures, words, told, capsys):
     words = [figures if word == "FIGURES" else word for word in words]
     assert main(["plan", *words]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_files_are_checked_before_anything_is_measured(tmp_path):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    for flag in ("--save", "--json"):
+        arguments = parser.parse_args(["--model=a.B", "--devices=2", f"{flag}={tmp_path}"])
+        arguments.measured = lambda *_: pytest.fail("measured")
+        with pytest.raises(PlanError, match=f"{flag}=.* cannot be written"):
+            command.run(arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_not_forecast_of_a_dtype_is_said(figures, capsys):
+    words = ["plan", figures, "--devices", "2", "--count", "1", "--fix", "mesh=layers:2"]
+    assert main([*words, "--fix", "compute_dtype=bfloat16"]) == 0
+    assert "as long in bfloat16 as it was measured" in capsys.readouterr().out
+    assert main([*words, "--fix", "compute_dtype=float32"]) == 0
+    assert "note" not in capsys.readouterr().out
 
 
 class Model:

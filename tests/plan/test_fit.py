@@ -127,6 +127,7 @@ def test_what_layers_do_however_few_the_rows_is_fitted():
 def test_a_line_that_falls_begins_no_higher_than_it_is():
     """Few rows that took longer than more by chance: what is moved is that, and not more."""
     falling, line = Curve(((1, 10.0), (2, 5.0), (8, 20.0))), Curve(((1, 1.0),))
-    figures = Figures((LayerFigures("a", {"F": falling, "B": falling}, 0, line, line),))
-    (longer,) = _moved(figures, {"start of seconds": math.log(1.5)}).layers
-    assert [longer.seconds["F"].at(rows) for rows in (1, 2, 8)] == pytest.approx([15, 10, 25])
+    times = {"F": line, "B": line}
+    figures = Figures((LayerFigures("a", times, 0, line, line, work=dict.fromkeys("FB", falling)),))
+    (longer,) = _moved(figures, {"start of work": math.log(1.5)}).layers
+    assert [longer.work["F"].at(rows) for rows in (1, 2, 8)] == pytest.approx([15, 10, 25])

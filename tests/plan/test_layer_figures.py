@@ -27,6 +27,31 @@ rising = st.lists(
 
 
 @given(rising)
+def test_times_never_fall_with_the_rows(points):
+    """Neither between measured rows nor beyond them; what does not fall stays as it is."""
+    line = Curve(((1, 1.0),))
+    times = {"F": Curve(points), "B": Curve(points)}
+    layer = LayerFigures("a", times, 0, line, line)
+    [read] = layers_from_values(layers_to_values([layer]), "text")
+    assert read == layer
+    rows = sorted({0.05, 7.5, 1e3, 1e4, *(x for x, _ in points)})
+    taken = [layer.takes("F", each) for each in rows]
+    assert all(a <= b * (1 + 1e-9) + 1e-9 for a, b in itertools.pairwise(taken))
+    values = [y for _, y in points]
+    if values == sorted(values):
+        assert layer.seconds["F"] == Curve(points)
+    # As much in all.
+    assert math.isclose(sum(y for _, y in layer.seconds["F"].points), sum(values), abs_tol=1e-6)
+
+
+def test_more_rows_than_were_measured_take_longer_though_the_last_took_less():
+    measured = Curve(((1, 1.0), (8, 4.8), (16, 4.1)))
+    layer = LayerFigures("a", {"F": measured, "B": measured}, 0, measured, measured)
+    assert layer.takes("F", 16) == pytest.approx(4.45)
+    assert layer.takes("F", 64) == pytest.approx(4.45 + 48 * 3.45 / 15)
+
+
+@given(rising)
 def test_a_curve_goes_through_its_points(points):
     curve = Curve(points)
     for rows, value in points:

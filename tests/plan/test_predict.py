@@ -56,7 +56,8 @@ def test_what_computes_on_two_cores_alone_takes_twice_as_long_beside_another():
     found = Figures((layer,) * 2, cores=2.0)
     alone = predict(Plan("layers:1", num_microbatches=1, remat="none"), found, 1)
     assert (alone.seconds, alone.work, alone.parts["bubble"]) == (4, 6, 0)
-    assert 0 < alone.bubble == 1 - 6 / 8
+    # A device that is alone waits for none, whatever it leaves of its cores.
+    assert alone.bubble == 0
     # Replicas: two forward passes at once, and then backward passes that want four cores.
     plan = Plan("layers:1;data:2", "batch:data", num_microbatches=1, remat="none")
     both = predict(plan, found, 2)

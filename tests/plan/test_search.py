@@ -1,10 +1,12 @@
 """The best plan for some devices, and the nearest one that fits."""
 
+import contextlib
+import re
 import time
 
 import pytest
 
-from pipemesh.errors import PlanError
+from pipemesh.errors import PipemeshError, PlanError
 from pipemesh.partition import LayerCost
 from pipemesh.plan import Plan
 from pipemesh.plan.candidates import Asked, rated
@@ -22,8 +24,12 @@ def figures(layers=4, seconds=None, **more):
 
 
 def all_of(found, asked):
-    plans = (each.plan(found, asked) for each in rated(found, asked))
-    return [predict(plan, found, asked.batch, parts=False) for plan in plans if plan is not None]
+    forecasts = []
+    for each in rated(found, asked):
+        with contextlib.suppress(PipemeshError):
+            plan = each.plan(found, asked)
+            forecasts.append(predict(plan, found, asked.batch, parts=False))
+    return forecasts
 
 
 def test_nothing_is_better_than_what_is_found():
@@ -69,8 +75,31 @@ def test_the_time_is_kept():
 def test_nothing_that_fits_is_an_error_that_names_the_leanest():
     with pytest.raises(PlanError, match=r"no plan fits into 10 bytes a device.* is 'mesh=layers:4"):
         search(figures(), Asked(4, 8, memory=10.0))
-    with pytest.raises(PlanError, match="7 devices cannot run 4 layers on a batch of 8 rows"):
-        search(figures(), Asked(7, 8, fixed={"mesh": "layers:7"}))
+
+
+@pytest.mark.parametrize(
+    ("fixed", "told"),
+    [
+        ({"remat": "fulll"}, "'fulll' is no policy; did you mean 'full'?"),
+        ({"num_microbatches": "x"}, "'x' is no whole number"),
+        ({"num_microbatches": "3"}, "does not divide into 3 microbatches"),
+        ({"mesh": "layers:2", "boundaries": "0,2,9"}, "boundaries end at 9, but there are 4"),
+        ({"lowering": "simd"}, "lowering=simd has no actions"),
+        ({"compute_dtype": "bf16"}, "did you mean 'bfloat16'"),
+        ({"schedule": "file:/nope.csv"}, "/nope.csv"),
+        ({"mesh": "layers:7"}, "have 7 stages, but there are 4 layers; use at most 4 stages"),
+    ],
+)
+def test_a_fixed_value_is_refused_with_its_own_reason(fixed, told):
+    with pytest.raises(PlanError, match=re.escape(told)):
+        search(figures(), Asked(7, 8, fixed=fixed))
+
+
+def test_one_table_is_one_plan_by_whatever_name():
+    """With one microbatch GPipe and 1F1B are the same."""
+    fixed = {"num_microbatches": "1", "mesh": "layers:2", "remat": "none"}
+    found = search(figures(), Asked(2, 8, fixed=fixed, schedules=("gpipe", "1f1b")))
+    assert len(found) == 1
 
 
 def test_the_nearest_plan_differs_in_least():

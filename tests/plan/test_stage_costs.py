@@ -31,7 +31,7 @@ def test_stages_are_those_of_the_boundaries():
     plan = Plan("layers:2", num_microbatches=2, boundaries=(0, 1, 4))
     stages = stages_of(plan, figures(), batch=4)
     assert [[layer.name for layer in own] for own in stages.layers] == [["l0"], ["l1", "l2", "l3"]]
-    assert (stages.rows, stages.replicas, stages.group, stages.again) == (2, 1, 1, True)
+    assert (stages.rows, stages.replicas, stages.group, stages.remat) == (2, 1, 1, "full")
 
 
 def test_without_boundaries_stages_are_equally_long():
@@ -101,7 +101,7 @@ def test_sums_wait_for_all():
         stages = stages_of(plan, found, 1)
         with_sums, without = action_costs(stages, found), action_costs(stages, found, sums=False)
         assert with_sums.forward[0] - without.forward[0] == pytest.approx(each)
-        again = with_sums.recompute[0] - without.recompute[0] if stages.again else 0.0
+        again = with_sums.recompute[0] - without.recompute[0] if remat == "full" else 0.0
         assert with_sums.backward[0] - without.backward[0] == pytest.approx(each)
         assert again == pytest.approx((times - 1) * each)
         assert with_sums.weight_grad == without.weight_grad

@@ -122,7 +122,7 @@ def test_that_nothing_helps_is_said():
 
     def change(seconds, supposed=""):
         values = {"num_microbatches": "8"}
-        return Change("microbatches", values, Prediction(plan, seconds, 0.0, (1.0,)), supposed)
+        return Change("microbatches", values, Prediction(seconds, 0.0, (1.0,), plan=plan), supposed)
 
     assert "No change that was tried" in sentence([change(0.99)], 1.0)
     assert "comes to +1.0%" in sentence([change(0.99)], 1.0)

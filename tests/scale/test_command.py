@@ -51,12 +51,34 @@ def test_layers_may_be_repeated_and_devices_be_faster(costs):
         (["COSTS", "--batch", "8", "--devices", "8,x"], "give numbers from 1 on"),
         (["COSTS", "--batch", "8", "--layers", "3"], "the figures are of 16"),
         (["COSTS", "--batch", "8", "--devices", "4", "--schedules", "1f1c"], "unknown schedule"),
-        (["COSTS", "--batch", "8", "--devices", "4", "--faster", "0"], "times as fast"),
+        (
+            ["COSTS", "--batch", "8", "--devices", "4", "--json", "/none/x"],
+            "--json='/none/x' cannot",
+        ),
     ],
 )
 def test_mistakes_are_one_line(costs, words, told, capsys):
     assert main(["scale", *(costs if word == "COSTS" else word for word in words)]) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("--faster 0", "--optimizer -1", "--notice -5", "--start nan", "--failure-hours 0"),
+        *("--rows x", "--memory 80boxes", "--inside 1,2boxes"),
+    ],
+)
+def test_numbers_out_of_range_name_their_flag(costs, words, capsys):
+    with pytest.raises(SystemExit):
+        main(["scale", costs, "--batch", "8", "--devices", "4", *words.split()])
+    assert f"argument {words.split()[0]}: " in capsys.readouterr().err
+
+
+def test_storage_of_no_speed_is_an_error(costs, capsys):
+    words = ["--batch", "8", "--devices", "4", "--failure-hours", "100", "--storage", "0"]
+    assert main(["scale", costs, *words]) == 2
+    assert "storage is 0.0; it must be a number above 0" in capsys.readouterr().err
 
 
 def test_a_link_is_two_numbers(costs, capsys):

@@ -36,15 +36,15 @@ def test_the_best_of_some_is_near_the_best_of_all():
             steps.append(forecast_step(job(), split))
     for memory in (None, 3e8):
         found, _ = best_step(job(memory=memory), 8)
-        best = min(s.seconds for s in steps if memory is None or s.memory <= memory)
+        best = min(s.seconds for s in steps if memory is None or s.fullest <= memory)
         assert best <= found.seconds <= 1.02 * best
 
 
 def test_what_does_not_fit_is_not_taken():
     endless, tight = best_step(job(), 8)
     assert tight == 1
-    limited, tight = best_step(job(memory=endless.memory * 0.6), 8)
-    assert limited.memory <= endless.memory * 0.6
+    limited, tight = best_step(job(memory=endless.fullest * 0.6), 8)
+    assert limited.fullest <= endless.fullest * 0.6
     assert tight == pytest.approx(limited.seconds / endless.seconds) and tight >= 1
     with pytest.raises(PlanError, match="the leanest needs"):
         best_step(job(memory=1e6), 8)
@@ -61,6 +61,9 @@ def test_more_devices_fail_more_often():
     assert few.failures.between == 16 * many.failures.between
     # As many hosts write their slices at once.
     assert few.failures.save == 16 * many.failures.save
+    # Devices of a host write together, however few of it are used.
+    saves = [reliability.failures(job(), number).save for number in (4, 5, 8, 9)]
+    assert saves == [saves[0], saves[0] / 2, saves[0] / 2, saves[0] / 3]
     assert 0 < many.goodput < few.goodput < 1
     assert many.interval == pytest.approx(
         round(many.interval / many.step.seconds) * many.step.seconds

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipemesh.partition import LayerCost
+from pipemesh.plan import Figures, Plan, predict
 from pipemesh.plan.layer_figures import figures_of_costs
 from pipemesh.plan.network import Link, Network
 from pipemesh.scale import Job, Split, forecast_step
@@ -57,16 +58,20 @@ def test_sums_of_slices_are_twice_a_layer_and_three_times_with_remat():
     assert again.parts["sums"] == pytest.approx(32 * 8 * 3 * 1.0)
 
 
-def test_memory_is_what_is_in_flight():
-    found = job(optimizer=2.0)
-    step = forecast_step(found, Split(4, num_microbatches=16))
-    # Two layers a device; the first device holds 4 microbatches of two rows.
-    assert step.memory == pytest.approx(2e6 * 4 + 4 * 2 * 2e6)
-    split = forecast_step(found, Split(4, data=2, model=2, num_microbatches=16))
-    # Half the weights, and of them half the optimizer's state; a row a microbatch, half of it.
-    assert split.memory == pytest.approx(1e6 * 2 + 1e6 + 4 * 1e6)
-    again = forecast_step(found, Split(4, num_microbatches=16, again=True))
-    assert again.memory == pytest.approx(2e6 * 4 + 4 * 2e6 + 2 * 2e6)
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved:2", "zb_h1", "zb_h2", "zb_v"])
+def test_a_step_is_what_predict_says_of_its_plan(schedule, again):
+    """Seconds, parts and memory; also of zero-bubble tables with remat, and of uneven layers."""
+    costs = [LayerCost(forward=s, parameter_bytes=1e6, activation_bytes=1e7) for s in (1, 5) * 4]
+    figures = Figures(tuple(figures_of_costs(costs, 1, split=2, summed=[1e6] * 8)), rules="d:model")
+    network = Network(4, Link(1e-3, 1e9), Link(1e-2, 1e8))
+    found = Job(figures.layers, network, batch=32)
+    step = forecast_step(found, Split(4, 2, 2, schedule, 16, again))
+    remat = "full" if again else "none"
+    plan = Plan("layers:4;data:2;model:2", "batch:data;d:model", schedule, 16, remat=remat)
+    told = predict(plan, figures, 32, network=network)
+    assert (step.seconds, step.memory) == (told.seconds, told.memory)
+    assert step.parts == told.parts and step.bubble == told.bubble
 
 
 def test_boundaries_inside_a_host_are_fast():

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pipemesh.errors import PipemeshError
 from pipemesh.plan import Asked, Figures, Plan, Prediction, predict
 from pipemesh.plan.candidates import DATA, SCHEDULES, Candidate, divisors
-from pipemesh.plan.search import with_better_cuts
-from pipemesh.plan.stage_costs import cut_evenly, layer_seconds, stages_of
+from pipemesh.plan.cuts import with_better_cuts
+from pipemesh.plan.remat import CUSTOM, NONE
+from pipemesh.plan.stage_costs import evenly_cut
 
 # How much smaller or larger microbatches may be of which nothing was measured: what an action
 # takes is then only known to be about as long as its rows are many.
@@ -21,7 +22,6 @@ LEAST, LEAST_SUPPOSED = 0.02, 0.05
 below the second, what is supposed is as likely wrong."""
 # For moving layers over cuts.
 _SECONDS = 2.0
-_AGAIN = ("full", "except_last")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +173,7 @@ def _others(
                 yield from _scheduled(plan, name, figures, batch, knows_layers)
     if knows_layers and plan.num_stages > 1:
         yield from _recut(plan, figures, batch)
-    if plan.remat in _AGAIN:
+    if plan.remat != CUSTOM and {*plan.remat.split(",")} != {NONE}:
         yield from _made("remat", plan, remat="none")
     if knows_layers and knows_links:
         yield from _meshes(plan, figures, batch)
@@ -194,22 +194,13 @@ def _scheduled(
         if other.table.stage_devices == plan.table.stage_devices:
             yield "schedule", dataclasses.replace(other, boundaries=plan.boundaries)
         elif knows_layers and other.num_stages <= len(figures.layers):
-            yield "schedule", _evenly(other, figures, batch)
-
-
-def _evenly(plan: Plan, figures: Figures, batch: int) -> Plan:
-    """The plan with its layers cut into stages of equal seconds."""
-    free = dataclasses.replace(plan, boundaries=None)
-    stages = stages_of(free, figures, batch)
-    costs = layer_seconds(figures, stages.rows, stages.group, stages.again)
-    cuts = cut_evenly(tuple(costs), plan.table.stage_devices)
-    return dataclasses.replace(plan, boundaries=cuts)
+            yield "schedule", evenly_cut(other, figures, batch)
 
 
 def _recut(plan: Plan, figures: Figures, batch: int) -> Iterator[tuple[str, Plan]]:
     asked = Asked(plan.mesh.num_devices, batch)
     end = time.monotonic() + _SECONDS
-    for begin in dict.fromkeys((_evenly(plan, figures, batch), plan)):
+    for begin in dict.fromkeys((evenly_cut(plan, figures, batch), plan)):
         best = predict(begin, figures, batch, parts=False)
         better = with_better_cuts(best, figures, asked, end).plan
         if better.boundaries != plan.boundaries:
@@ -238,8 +229,11 @@ def _meshes(plan: Plan, figures: Figures, batch: int) -> Iterator[tuple[str, Pla
         # As many as now, and as large as now.
         for number in {plan.num_microbatches, max(1, plan.num_microbatches * fewer // places)}:
             candidate = Candidate(fewer, more, 1, schedule, number, plan.remat)
-            if (other := candidate.plan(figures, asked)) is not None:
-                yield "mesh", other
+            try:
+                yield "mesh", evenly_cut(candidate.plan(figures, asked), figures, batch)
+            except PipemeshError:
+                # No such table for so many homes and microbatches.
+                continue
 
 
 def _axes(plan: Plan) -> list[str]:

@@ -113,12 +113,9 @@ def corrected(
 
 def _again(stages: Stages, measured: Timeline) -> float:
     """What an action is preceded by on average that computes again: a forward pass of its stage."""
-    if not stages.again:
-        return 0.0
     forward = measured.costs.per_stage(stages.table.num_stages).durations()["F"]
-    rows = measured.schedule.rows
-    total = sum(forward[each.stage] for row in rows for each in row if each.kind in "BI")
-    return total / sum(map(len, rows))
+    total = sum(forward[each.stage] for row in stages.run.rows for each in row if each.kind == "R")
+    return total / sum(map(len, measured.schedule.rows))
 
 
 def _sums(

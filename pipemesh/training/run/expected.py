@@ -43,6 +43,7 @@ class Expected:
             return (
                 f"{1e3 * found.seconds:.4g} ms a step by what was measured of its layers, bubble "
                 f"{found.bubble:.1%}, {bytes_text(max(found.memory))} on the fullest device"
+                + (f"; supposed: {found.supposed}" if found.supposed else "")
             )
         return "" if self.why == _NOT_MEASURED else f"seconds are not predicted: {self.why}"
 

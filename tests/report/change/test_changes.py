@@ -68,7 +68,7 @@ def test_of_changes_that_help_alike_the_simplest_is_named():
     plan = Plan("layers:1", num_microbatches=4, boundaries=(0, 6))
 
     def change(seconds, supposed="", **values):
-        return Change("schedule", values, Prediction(plan, seconds, 0.0, (1.0,)), supposed)
+        return Change("schedule", values, Prediction(seconds, 0.0, (1.0,), plan=plan), supposed)
 
     both = change(7.9, schedule="zb_v", boundaries="0,1")
     one, other = change(8.0, remat="none"), change(8.2, remat="none")
