@@ -53,10 +53,3 @@ def eagerly():
     py_utils.SetEagerMode(True, test_mode=True)
     yield
     py_utils.SetEagerMode(False, test_mode=True)
-
-
-@pytest.fixture(autouse=True)
-def no_variables_are_left():
-    """lingvo leaves its store of variables to reuse behind if a layer's constructor raises."""
-    yield
-    tf.compat.v1.get_default_graph().lingvo_variable_store = None

@@ -7,9 +7,10 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
-from lingvo.core import hyperparams, py_utils
+from lingvo.core import base_layer, hyperparams, py_utils
 
 from pipemesh.errors import PipelineError
 from pipemesh.text import nearest_text
@@ -71,6 +72,7 @@ def check_layer(where: str, layer: Any) -> None:
     """
     if isinstance(layer, hyperparams.InstantiableParams) and layer.cls is not None:
         return
+    check_no_live_layer(where, layer)
     if isinstance(layer, (list, tuple)):
         way_out = (
             "make the list one layer: FeatureExtractionLayer.Params().Set(name=..., sub=[...])"
@@ -82,6 +84,31 @@ def check_layer(where: str, layer: Any) -> None:
     else:
         way_out = "write SomeLayer.Params()"
     raise PipelineError(f"{where} is {_short(layer)}, not the Params of a layer; {way_out}")
+
+
+def is_live_layer(value: Any) -> bool:
+    """Whether a value is a layer of lingvo or Keras that exists already."""
+    return isinstance(value, base_layer.BaseLayer | keras.Layer)
+
+
+def check_no_live_layer(where: str, value: Any) -> None:
+    """Checks that a value is not a layer that exists already.
+
+    Params are copied, and a copied layer has weights of its own, which nobody trains.
+
+    Raises:
+        PipelineError: it is one; says what to give.
+    """
+    if not is_live_layer(value):
+        return
+    kind = type(value).__name__
+    give = f"{kind}.Params()"
+    if isinstance(value, keras.Layer):
+        give = f"KerasLayer.Params().Set(name=..., layer={kind}(...), input_shapes=[...])"
+    raise PipelineError(
+        f"{where} is {with_article(kind)}, a layer that exists already, not the Params of a layer; "
+        f"give {give}"
+    )
 
 
 def _check_layer_name(where: str, layer: Any) -> None:

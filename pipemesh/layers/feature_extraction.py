@@ -84,9 +84,10 @@ class FeatureExtractionLayer(base_layer.BaseLayer):
         return p
 
     def __init__(self, params: Any) -> None:
+        # A live layer cannot always be copied, as params are next.
+        check_layers(params.name, "sub", params.sub)
         super().__init__(params)
         p = self.params
-        check_layers(p.name, "sub", p.sub)
         for field in ("num_act_inputs", "num_act_outputs"):
             check_whole(p.name, field, getattr(p, field), 0)
         p.act_fetch_layers = p.act_fetch_layers or []

@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import tensorflow as tf
-from lingvo.core import base_layer, py_utils
+from lingvo.core import base_layer, hyperparams, py_utils
 
 from pipemesh.errors import PipelineError
+from pipemesh.layers.check_params import check_no_live_layer, is_live_layer
 from pipemesh.layers.traced_meta import traced_meta
+
+
+class FunctionParams(hyperparams.InstantiableParams):
+    """The params of a `FunctionLayer`: their copies have the same function.
+
+    lingvo copies params wherever it takes them, and a copy of the function would have variables of
+    its own, which nobody trains.
+    """
+
+    def Copy(self) -> FunctionParams:
+        """Copies all but the function."""
+        copied = type(self)(self.cls)
+        copied._params = copy.deepcopy(self._params, {id(self.function): self.function})
+        copied._immutable = self._immutable
+        return copied
 
 
 class FunctionLayer(base_layer.BaseLayer):
     """Calls a function of tensors, to be used wherever a layer of lingvo is.
 
-    It has no weights of its own; variables that the function reads are trained as those of any
-    stage that captures them. What it draws at random is the same under every plan. A list of layers
-    that `PartitionSequentialLayers` is to cut may hold functions as they are.
+    The function may be anything that can be called: a `tf.Module`, a bound method, a
+    `functools.partial`. It is never copied, so the variables that it reads get their gradients.
+    They are not in `vars`: a learner and a checkpoint of lingvo do not know them, so update and
+    save them yourself, or write a layer with weights. What the function draws at random is the same
+    under every plan. A list of layers that `PartitionSequentialLayers` is to cut may hold functions
+    as they are. Layers of lingvo and Keras have params of their own and are refused.
 
     Example:
         >>> import tensorflow as tf
@@ -32,7 +52,7 @@ class FunctionLayer(base_layer.BaseLayer):
     @classmethod
     def Params(cls) -> Any:
         """Defines `function` and `flops`."""
-        p = super().Params()
+        p = super().Params()._CopyTo(FunctionParams(cls))
         p.Define("function", None, "Takes tensors or None, returns one or several.")
         p.Define(
             "flops",
@@ -45,6 +65,7 @@ class FunctionLayer(base_layer.BaseLayer):
     def __init__(self, params: Any) -> None:
         super().__init__(params)
         p = self.params
+        check_no_live_layer(f"{p.name}: function", p.function)
         if not callable(p.function):
             raise PipelineError(
                 f"{p.name}: function is {p.function!r}; give a function of tensors, such as "
@@ -84,7 +105,8 @@ class FunctionLayer(base_layer.BaseLayer):
 
 def as_layer(value: Any) -> Any:
     """Params of a layer for a plain function; anything else is returned as it is."""
-    if callable(value) and not isinstance(value, type) and not hasattr(value, "Instantiate"):
+    has_params = isinstance(value, type) or hasattr(value, "Instantiate") or is_live_layer(value)
+    if callable(value) and not has_params:
         name = getattr(value, "__name__", type(value).__name__).strip("<>_") or "function"
         return FunctionLayer.Params().Set(name=name, function=value)
     return value

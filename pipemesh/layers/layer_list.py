@@ -19,8 +19,8 @@ def named_layers(params: Any) -> list[Any]:
     """
     if isinstance(params, (list, tuple)):
         params = [as_layer(p) for p in params]
-        for p in params:
-            _check(p)
+        for number, p in enumerate(params):
+            _check(p, f"layer {number} of what is to be cut")
         layers = [p.Copy() for p in params]
     else:
         layers = _flatten(params)
@@ -29,9 +29,9 @@ def named_layers(params: Any) -> list[Any]:
     return layers
 
 
-def _check(params: Any) -> None:
+def _check(params: Any, where: str = "what is to be cut") -> None:
     try:
-        check_layer("what is to be cut", params)
+        check_layer(where, params)
     except PipelineError as error:
         raise PartitionError(str(error)) from error
 

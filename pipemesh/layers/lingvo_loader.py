@@ -1,9 +1,12 @@
-"""Loads lingvo on every system, also where its native op library cannot load.
+"""Loads lingvo on every system, also where its native op library cannot load, and mends it.
 
 lingvo's wheel carries `x_ops.so`, which needs glibc 2.38. On older systems this module puts a
 stand-in for `lingvo.core.ops.gen_x_ops` in place before lingvo is imported: the two assertions
 that lingvo's layers use are written in TensorFlow, and every other native op is an error that
 says what is missing. Where the library loads, the real ops are used.
+
+lingvo's `VariableStore` stays open when a layer's `__init__` raises. From then on, layers of one
+name would share weights in eager mode. Here it is replaced by one that closes.
 
 Every module of this project that imports lingvo imports this module first, or lies in a package
 whose `__init__` does.
@@ -11,11 +14,13 @@ whose `__init__` does.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.util
 import pathlib
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -155,4 +160,30 @@ def assert_same_dim0(xs: list[tf.Tensor], msg: str = "", name: str | None = None
         )
 
 
+def close_variable_stores() -> None:
+    """Makes lingvo's `VariableStore` forget a layer whose `__init__` raised."""
+    py_utils: Any = importlib.import_module("lingvo.core.py_utils")
+    opened = py_utils.VariableStore
+
+    @contextlib.contextmanager
+    def variable_store(default_store: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+        graph: Any = tf.compat.v1.get_default_graph()
+        while getattr(graph, "outer_graph", None):
+            graph = graph.outer_graph
+        surrounding = getattr(graph, "lingvo_variable_store", None)
+        known = set(surrounding or ())
+        try:
+            with opened(default_store) as store:
+                yield store
+        except BaseException:
+            for name in set(surrounding or ()) - known:
+                del surrounding[name]
+            raise
+        finally:
+            graph.lingvo_variable_store = surrounding
+
+    py_utils.VariableStore = variable_store
+
+
 HAS_NATIVE_OPS = load_native_ops()
+close_variable_stores()

@@ -8,9 +8,10 @@ import types
 
 import pytest
 import tensorflow as tf
+from lingvo.core import layers, py_utils
 
-from pipemesh.errors import NativeOpError
-from pipemesh.layers import lingvo_loader
+from pipemesh.errors import NativeOpError, PipelineError
+from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, lingvo_loader
 from tests.warm import warm
 
 
@@ -141,3 +142,29 @@ with tf.compat.v1.Session() as session:
         warm("-c", code), check=True, timeout=120, capture_output=True, text=True
     )
     assert "failed as it should" in result.stdout
+
+
+def test_a_refused_layer_leaves_no_weights_behind(eagerly):
+    def dense(**wrong):
+        return layers.FCLayer.Params().Set(name="dense", input_dim=4, output_dim=4, **wrong)
+
+    def refuse(params):
+        with pytest.raises(PipelineError, match="cell_tpl is empty"):
+            stage = FeatureExtractionLayer.Params().Set(name="both", sub=[dense(), params])
+            stage.Instantiate()
+
+    empty = PipeliningLayer.Params().Set(name="refused")
+    refuse(empty)
+    a, b = dense().Instantiate(), dense().Instantiate()
+    assert a.vars.w is not b.vars.w
+    with py_utils.VariableStore() as store:
+        kept = dense().Set(name="kept").Instantiate()
+        refuse(empty)
+        # A weight of another size is no "Cached config", and what was there before is still there.
+        assert dense().Set(output_dim=8).Instantiate().vars.w.shape == [4, 8]
+        assert dense().Set(name="kept").Instantiate().vars.w is kept.vars.w
+    assert store
+    assert dense().Set(name="kept").Instantiate().vars.w is not kept.vars.w
+    with tf.Graph().as_default() as graph:
+        refuse(empty)
+        assert not graph.lingvo_variable_store

@@ -41,6 +41,13 @@ def check_head(
             )
 
 
+def with_total_weight(outputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Loss, weight and metrics of the whole batch; the weight still has one a part."""
+    loss, weight, *metrics = outputs
+    with tf.device(weight.device):
+        return [loss, tf.reduce_sum(tf.cast(weight, loss.dtype)), *metrics]
+
+
 def _check_loss(where: str, names: Sequence[str], outputs: Sequence[tf.Tensor]) -> None:
     given = ", ".join(
         f"{name}: {output.dtype.name} of shape {output.shape}"

@@ -16,7 +16,8 @@ from pipemesh.layers.feature_extraction import to_tuple
 from pipemesh.layers.named.values import exported
 from pipemesh.layers.pipeline.accumulators import kept_accumulators, set_accumulators
 from pipemesh.layers.pipeline.alike_stages import check_predictable, pipeline_of
-from pipemesh.layers.pipeline.head import check_head
+from pipemesh.layers.pipeline.aux_losses import carrying, has_context, refused, take_out
+from pipemesh.layers.pipeline.head import check_head, with_total_weight
 from pipemesh.layers.pipeline.pipelining_params import define_pipelining
 from pipemesh.layers.pipeline.plan_of import plan_of
 from pipemesh.layers.pipeline.schedule_of import schedule_of
@@ -190,7 +191,8 @@ class PipeliningLayer(SeqLayer):
         """
         p = self.params
         if self.simd is not None:
-            return self.simd.run(theta, args)
+            with refused(p):
+                return self.simd.run(theta, args)
         alone = self.cluster.num_devices_per_split == 1
         if not p.pipelined or (self.do_eval and (alone or is_rest(p, args, self.StageHomes()))):
             return super().FProp(plain_theta(self, theta, self._cell_names), *cast_first(p, args))
@@ -216,10 +218,11 @@ class PipeliningLayer(SeqLayer):
             loss, others, carries = pipeline_loss(
                 stages, inputs, schedule, step=step, options=options
             )
-            return self._with_total_weight(loss, others), carries
+            return with_total_weight([loss, *others]), carries
 
         if eagerly:
             key = (structure.key(), self.do_eval, tuple(homes), self.clock, self.locates_errors)
+            key = (*key, has_context())
             if key not in self._eager_runs:
                 structures: list[StageStructure] = []
 
@@ -245,7 +248,7 @@ class PipeliningLayer(SeqLayer):
             outputs, carries = build(thetas, inputs, carries, step, structures)
         if not self.do_eval:
             set_accumulators([self.children[name] for name in self._cell_names], carries)
-        return structures[-1].pack(outputs)
+        return structures[-1].pack(take_out(p, homes[0], structures[-1], outputs))
 
     def PredictMemory(self, *args: Any) -> list[DeviceMemory]:
         """What a step would hold on each device, before anything runs.
@@ -339,7 +342,9 @@ class PipeliningLayer(SeqLayer):
         return [
             Stage(
                 name=name,
-                forward=self._stage_function(i, own, structures),
+                forward=carrying(
+                    self._stage_function(i, own, structures), i, self.params, home, structures
+                ),
                 theta=thetas[i],
                 carry=carries[i],
                 home=home,
@@ -379,11 +384,6 @@ class PipeliningLayer(SeqLayer):
         if chosen == "off" or not (self.locates_errors or by_itself):
             return chosen
         return "all" if self.loss_scale is None else "forward"
-
-    def _with_total_weight(self, loss: tf.Tensor, others: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Loss, weight and metrics of the whole batch; the weight still has one a part."""
-        with tf.device(others[0].device):
-            return [loss, tf.reduce_sum(tf.cast(others[0], loss.dtype)), *others[1:]]
 
     def _stage_function(self, number: int, weights: StageWeights, structures: list[Any]) -> Any:
         """Stage `number` as a pure function of flat lists of tensors."""

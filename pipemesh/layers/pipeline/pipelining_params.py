@@ -34,6 +34,13 @@ def define_pipelining(p: Any) -> None:
         "each replica's part of it). Only the loss has a gradient.",
     )
     p.Define(
+        "aux_loss_microbatch_accumulation",
+        None,
+        "What becomes of scalars that layers add to an AuxLossContext around the pipeline: 'mean' "
+        "or 'sum' of those of all microbatches (and replicas). It must be what the layers do with "
+        "the examples of a batch; then the loss is that of the plain stack.",
+    )
+    p.Define(
         "remat",
         "full",
         "What is computed again in the backward pass: 'full' keeps only the inputs of each "

@@ -7,8 +7,15 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.errors import PipelineError, PipemeshError, ScheduleError
-from pipemesh.layers.check_params import check_batch_dim, check_flags, check_floating, check_whole
+from pipemesh.layers.check_params import (
+    check_batch_dim,
+    check_choice,
+    check_flags,
+    check_floating,
+    check_whole,
+)
 from pipemesh.layers.pipeline.alike_stages import check_lowering
+from pipemesh.layers.pipeline.aux_losses import ACCUMULATIONS
 from pipemesh.layers.pipeline.simd_cut import check_simd
 from pipemesh.recurrent.remat import policy_of
 from pipemesh.recurrent.table.fit import check_phases
@@ -35,6 +42,9 @@ def schedule_of(p: Any) -> Schedule:
         p, ("loss_inside", "nested_map_fprop", "pipelined", "strict_devices"), or_none=("rolled",)
     )
     check_floating(p.name, "state_dtype", p.state_dtype)
+    if p.aux_loss_microbatch_accumulation is not None:
+        what = "aux_loss_microbatch_accumulation"
+        check_choice(p.name, what, p.aux_loss_microbatch_accumulation, ACCUMULATIONS)
     try:
         policy_of(p.remat)
     except PipelineError as error:

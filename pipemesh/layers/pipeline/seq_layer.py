@@ -81,11 +81,12 @@ class SeqLayer(base_layer.BaseLayer):
         return p
 
     def __init__(self, params: Any) -> None:
+        # A live layer cannot always be copied, as params are next.
+        check_layers(params.name, "before_tpl", params.before_tpl)
+        check_layers(params.name, "cell_tpl", params.cell_tpl)
         super().__init__(params)
         p = self.params
         check_flags(p, ["allow_idle"])
-        check_layers(p.name, "before_tpl", p.before_tpl)
-        check_layers(p.name, "cell_tpl", p.cell_tpl)
         check_distinct(p.name, before_tpl=p.before_tpl, cell_tpl=p.cell_tpl)
         # A TF1 trainer places variables itself; else they lie with the stage that uses them.
         pinned = py_utils.use_tpu() or py_utils.IsEagerMode()

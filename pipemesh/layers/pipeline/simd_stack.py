@@ -24,6 +24,7 @@ from pipemesh.layers.pipeline.all_weights import (
     named_weights,
     theta_of,
 )
+from pipemesh.layers.pipeline.aux_losses import has_context
 from pipemesh.layers.pipeline.head import check_head
 from pipemesh.layers.pipeline.homes import mesh_devices
 from pipemesh.layers.pipeline.place_weights import alike_weights, of_place
@@ -175,14 +176,13 @@ class SimdStack:
         stack, mesh = self._stack, self.pipeline.mesh
         if stack.clock is not None and not stack.do_eval:
             raise PipelineError(
-                f"{stack.params.name}: a clock is set, but in a loop over ticks no action of its "
-                "own can be noted; leave it out, or use lowering='placement'"
+                f"{stack.params.name}: a clock is set, which lowering='simd' gives no actions"
             )
         devices = mesh_devices(stack.cluster, mesh, stack.params)
         step = step_of_call(stack)
         if not tf.executing_eagerly():
             return self._placed(theta, args, devices, step)
-        key = (stack.do_eval, tuple(devices), str(theta.Transform(lambda _: None)))
+        key = (stack.do_eval, has_context(), *devices, str(theta.Transform(lambda _: None)))
         if key not in self._eager_runs:
 
             def traced(flat: Any, args: Any, step: Any) -> Any:

@@ -43,6 +43,7 @@ class StageStructure:
 
     Attributes:
         leaf_names: a name for each tensor, as `args.0.ids`.
+        aux_losses: for each loss that goes behind these tensors whether it is a scalar.
 
     Raises:
         PipelineError: there is not exactly one NestedMap, though there should be, or something in
@@ -62,6 +63,7 @@ class StageStructure:
                 "takes any nesting"
             )
         self._layer = layer
+        self.aux_losses: list[bool] = []
         values = _sliced(values)
         # In the order in which they are found again, without the tensors.
         self._noted: list[_Slices] = []
@@ -116,7 +118,7 @@ class StageStructure:
                 found[number] = place
 
         map_kind(_Slices, note, self._nesting.pack([*range(len(found))]))
-        return found
+        return [*found, *(0 for _ in self.aux_losses)]
 
     def pack(self, tensors: list[tf.Tensor]) -> Any:
         """One value is returned bare, several as a tuple."""

@@ -1,0 +1,164 @@
+"""Losses that layers of stages add to the `AuxLossContext` of lingvo around a pipeline."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from lingvo.core import py_utils
+
+from pipemesh.backend.kept_gradients import custom_gradient
+from pipemesh.errors import PipelineError
+from pipemesh.layers.named.values import exported
+from pipemesh.layers.pipeline.stage_structure import StageStructure
+from pipemesh.recurrent import Home
+
+ACCUMULATIONS = ("mean", "sum")
+
+
+def has_context() -> bool:
+    """Whether an `AuxLossContext` is entered."""
+    return py_utils.AuxLossContext.Current() is not None
+
+
+def carrying(
+    forward: Callable[..., Any], number: int, p: Any, home: Home, structures: list[Any]
+) -> Callable[..., Any]:
+    """The function of a stage that also hands on losses: those of stages before, and its own.
+
+    Layers find the losses of layers before them in their context, as in the plain stack.
+
+    Args:
+        forward: the function, of flat lists of tensors.
+        number: of the stage.
+        p: params of the pipeline.
+        home: of the stage.
+        structures: of what goes between stages. Each has the losses noted that go with it.
+    """
+    if not has_context():
+        return forward
+    where, num_parts = f"{p.name}: stage {p.cell_tpl[number].name!r}", _num_parts(p, home)
+
+    def called(theta: Any, carry: Any, inputs: Any, *position: Any) -> tuple[list[Any], list[Any]]:
+        noted = structures[number].aux_losses
+        split = len(inputs) - len(noted)
+        before = list(inputs[split:])
+        with _Context(where, p, num_parts) as context:
+            context.aux_loss_tensors[:] = before
+            outputs, carry = forward(theta, carry, inputs[:split], *position)
+        losses = [tf.convert_to_tensor(exported(loss)) for loss in context.aux_losses]
+        structures[number + 1].aux_losses = [loss.shape.rank == 0 for loss in losses]
+        if number + 1 < len(p.cell_tpl) or p.loss_inside:
+            return [*outputs, *losses], carry
+        size = _size(outputs[0].shape, p.batch_dim)
+        return [*outputs, *(_by_example(loss, size, p, where) for loss in losses)], carry
+
+    return called
+
+
+def take_out(
+    p: Any, home: Home, structure: StageStructure, outputs: list[tf.Tensor]
+) -> list[tf.Tensor]:
+    """Adds the losses of all stages to the context around the pipeline.
+
+    Args:
+        p: params of the pipeline.
+        home: of a stage.
+        structure: of the outputs.
+        outputs: of the whole batch; the losses stand last.
+
+    Returns:
+        The outputs without the losses.
+    """
+    split = len(outputs) - len(structure.aux_losses)
+    outputs, losses = list(outputs[:split]), outputs[split:]
+    for is_scalar, loss in zip(structure.aux_losses, losses, strict=True):
+        with tf.device(loss.device):
+            if is_scalar:
+                loss = _accumulated(p, tf.reshape(loss, [_num_parts(p, home), -1])[:, 0])
+            if p.loss_inside:
+                loss = _without_gradient(p.name, outputs[0], loss)
+        py_utils.AuxLossContext.Current().AddLoss(loss)
+    return outputs
+
+
+class _Context(py_utils.AuxLossContext):
+    """Checks losses where layers add them."""
+
+    def __init__(self, where: str, p: Any, num_parts: int) -> None:
+        super().__init__(reentrant=True)
+        self._where, self._params, self._num_parts = where, p, num_parts
+
+    def AddLoss(self, loss: Any) -> None:
+        p = self._params
+        if p.lowering == "simd":
+            raise PipelineError(
+                f"{self._where}: a layer adds to AuxLossContext, but with lowering='simd' stages "
+                "hand on what they are given alone; use lowering='placement'"
+            )
+        scalar = tf.convert_to_tensor(exported(loss)).shape.rank == 0
+        if scalar and self._num_parts > 1 and p.aux_loss_microbatch_accumulation is None:
+            raise PipelineError(
+                f"{self._where}: a layer adds a scalar to AuxLossContext, one for each of "
+                f"{self._num_parts} parts of the batch. Set aux_loss_microbatch_accumulation of "
+                "the pipeline: 'mean' if the loss is a mean over examples, 'sum' if it is a sum"
+            )
+        super().AddLoss(loss)
+
+
+def refused(p: Any) -> contextlib.AbstractContextManager[Any]:
+    """Inside, a layer that adds a loss to the context around the pipeline raises an error."""
+    return _Context(p.name, p, 1) if has_context() else contextlib.nullcontext()
+
+
+def _num_parts(p: Any, home: Home) -> int:
+    """The number of parts of the batch that a stage is called for."""
+    return p.num_micro_batches * home.num_replicas
+
+
+def _size(shape: tf.TensorShape, batch_dim: int) -> int | None:
+    return shape[batch_dim] if shape.rank is not None and shape.rank > batch_dim else None
+
+
+def _by_example(loss: tf.Tensor, size: int | None, p: Any, where: str) -> tf.Tensor:
+    """A loss with a value for each example, along which parts of the batch are joined."""
+    if loss.shape.rank == 0:
+        return tf.broadcast_to(loss, [*[1] * p.batch_dim, size or 1])
+    if size is not None and _size(loss.shape, p.batch_dim) != size:
+        raise PipelineError(
+            f"{where}: a layer here or before adds a tensor of shape {loss.shape} to "
+            f"AuxLossContext; add a scalar, or a value for each of the {size} examples in dim "
+            f"{p.batch_dim} (batch_dim)"
+        )
+    return loss
+
+
+def _accumulated(p: Any, parts: tf.Tensor) -> tf.Tensor:
+    """The loss of the whole batch, given one for each part."""
+    reduce = tf.reduce_sum if p.aux_loss_microbatch_accumulation == "sum" else tf.reduce_mean
+    wide = tf.cast(parts, tf.float32) if parts.dtype.size < 4 else parts
+    return tf.cast(reduce(wide), parts.dtype)
+
+
+def _without_gradient(name: str, loss: tf.Tensor, aux_loss: tf.Tensor) -> tf.Tensor:
+    """A loss that nobody may ask a gradient of.
+
+    The gradient is computed by the time that the loss of the pipeline leaves it. That one is an
+    argument so that autodiff, on its way to the weights, comes by here.
+    """
+
+    def grad(_: tf.Tensor) -> Any:
+        raise PipelineError(
+            f"{name}: with loss_inside a loss of AuxLossContext has no gradient outside. Let the "
+            "last layer add it to its loss: py_utils.AuxLossContext.Current().aux_losses has those "
+            "of all layers before, for the microbatch"
+        )
+
+    @custom_gradient
+    def attach(aux_loss: tf.Tensor, loss: tf.Tensor) -> Any:
+        del loss
+        return tf.identity(aux_loss), grad
+
+    return attach(aux_loss, loss)
