@@ -47,6 +47,11 @@ class ScheduleName:
     num_slices: int = 1
 
     @property
+    def trains_layers(self) -> bool:
+        """Whether a stack of layers, which take whole sequences, can train by it."""
+        return self.trains and self.num_slices == 1
+
+    @property
     def number(self) -> str:
         """What the number after a colon is of; empty if there is none."""
         if self.num_slices > 1:
@@ -107,7 +112,7 @@ class ParsedName:
         return self.num_slices or NAMES[self.name].num_slices
 
 
-def parse(text: object) -> ParsedName:
+def parse(text: object, for_layers: bool = False) -> ParsedName:
     """Reads the name of a schedule.
 
     Case does not matter, nor whether words are joined by `-` or `_`.
@@ -116,6 +121,7 @@ def parse(text: object) -> ParsedName:
         text: a key of `NAMES` or its short form, then, where the number of stages a device, or of
             slices, is open, perhaps a colon and that number; or `file:` and a path; or
             `list_schedule`.
+        for_layers: whether errors offer only what trains a stack of layers.
 
     Returns:
         The one name that a schedule has, with what was given besides.
@@ -126,7 +132,7 @@ def parse(text: object) -> ParsedName:
     """
     if not isinstance(text, str):
         raise ScheduleError(
-            f"a schedule is named by a text, not by {text!r}; there are {listing()}"
+            f"a schedule is named by a text, not by {text!r}; there are {listing(for_layers)}"
         )
     word, colon, rest = text.strip().partition(":")
     word = word.lower().replace("-", "_")
@@ -135,7 +141,8 @@ def parse(text: object) -> ParsedName:
     name = SEARCHED if word == SEARCHED else _CANONICAL.get(word)
     if name is None:
         raise ScheduleError(
-            f"unknown schedule {text!r}; {_did_you_mean(word)}there are {listing()}"
+            f"unknown schedule {text!r}; {_did_you_mean(word, for_layers)}there are "
+            f"{listing(for_layers)}"
         )
     if not colon:
         return ParsedName(name)
@@ -176,14 +183,18 @@ def agreed_stages(text: str, parsed: ParsedName, num_virtual_stages: int | None)
     return named if num_virtual_stages is None else num_virtual_stages
 
 
-def listing() -> str:
+def listing(for_layers: bool = False) -> str:
     """All spellings on one line, each schedule once.
+
+    Args:
+        for_layers: whether only those that train a stack of layers.
 
     Example:
         >>> listing().startswith("gpipe, 1f1b (or one_f_one_b), interleaved:V (or interleaved_one")
         True
     """
-    return ", ".join([*map(_spelling, NAMES), "file:PATH", SEARCHED])
+    names = [name for name, known in NAMES.items() if known.trains_layers or not for_layers]
+    return ", ".join([*map(_spelling, names), "file:PATH", *([] if for_layers else [SEARCHED])])
 
 
 def help_text() -> str:
@@ -212,6 +223,11 @@ def _default(known: ScheduleName) -> str:
     return f" ({default} by default)"
 
 
-def _did_you_mean(word: str) -> str:
-    spellings = [*_CANONICAL, FILE, SEARCHED]
+def _did_you_mean(word: str, for_layers: bool) -> str:
+    spellings = [
+        spelling
+        for spelling, name in _CANONICAL.items()
+        if NAMES[name].trains_layers or not for_layers
+    ]
+    spellings += [FILE] if for_layers else [FILE, SEARCHED]
     return did_you_mean(word, spellings, cutoff=0.5)

@@ -110,5 +110,12 @@ def test_every_help_page_lists_every_spelling(capsys):
         assert help_text() in capsys.readouterr().out
     for spelling in [*NAMES, "1f1b", "interleaved:V", "seq1f1b:Q", "file:PATH", "list_schedule"]:
         assert spelling in listing() and spelling in help_text()
+    offered = listing(for_layers=True)
+    for spelling in ("seq1f1b", "forward_only", "decode", "list_schedule"):
+        assert spelling not in offered
+        with pytest.raises(ScheduleError, match="^unknown schedule") as found:
+            ScheduleSpec.from_text(f"{spelling}x")
+        assert spelling not in str(found.value).replace(f"{spelling}x", "")
+        assert str(found.value).endswith(f"there are {offered}")
     assert set(NAMES) == set(BUILDERS) | set(SLICED)
     assert max(map(len, help_text().splitlines())) <= 100

@@ -12,6 +12,13 @@ from pipemesh.backend.eager_context import eager_context, is_client
 from pipemesh.errors import DeviceError
 
 
+MORE_DEVICES = (
+    "Use a smaller mesh, or get more CPU devices: call "
+    "pipemesh.backend.devices.start_cpu_devices(number) before TensorFlow starts"
+)
+"""What to do about too few devices."""
+
+
 def start_cpu_devices(num_devices: int) -> None:
     """Splits this machine's CPU into logical devices that compute at the same time.
 
@@ -111,8 +118,7 @@ def check_devices_exist(devices: Sequence[str]) -> tuple[str, ...]:
         fitting = [name for name in known if _fits(spec, tf.DeviceSpec.from_string(name))]
         if not fitting:
             raise DeviceError(
-                f"device {device!r} does not exist; there are {', '.join(known)}. Use a smaller "
-                "mesh or set up more logical devices before TensorFlow starts"
+                f"device {device!r} does not exist; there are {', '.join(known)}. {MORE_DEVICES}"
             )
         # A name such as `GPU` leaves the choice to TensorFlow.
         found.append(device if spec.device_index is None else fitting[0])

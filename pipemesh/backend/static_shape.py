@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 
@@ -13,6 +15,16 @@ def static_sizes(value: tf.Tensor | tf.TensorSpec) -> list[int]:
     known = [size for size in sizes if size is not None]
     assert len(known) == len(sizes), f"a static shape is needed, not {value.shape}"
     return known
+
+
+def static_vector(shape: Any) -> Any:
+    """The values of a shape vector, also of one put together from others; None if unknown."""
+    value = tf.get_static_value(shape)
+    if value is None:
+        # TensorFlow infers shapes from more operations than it looks values up in.
+        inferred = tf.fill(shape, False).shape
+        value = np.array(inferred.as_list()) if inferred.is_fully_defined() else None
+    return value
 
 
 def num_bytes(values: Iterable[tf.Tensor | tf.TensorSpec | tf.Variable]) -> int:

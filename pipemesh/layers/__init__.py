@@ -33,6 +33,7 @@ from pipemesh.layers.mesh_cluster import mesh_cluster
 from pipemesh.layers.partition_layers import PartitionSequentialLayers
 from pipemesh.layers.pipeline.pipelining import PipeliningLayer
 from pipemesh.layers.pipeline.seq_layer import SeqLayer
+from pipemesh.layers.replace_gpipe import replace_gpipe
 from pipemesh.layers.report import Report, report
 from pipemesh.layers.step_seed import (
     GenerateStepSeedPair,
@@ -59,5 +60,6 @@ __all__ = [
     "lingvo_checkpoint_rules",
     "lingvo_names",
     "mesh_cluster",
+    "replace_gpipe",
     "report",
 ]

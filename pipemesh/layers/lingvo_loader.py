@@ -23,9 +23,9 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
+from pipemesh.backend.static_shape import static_vector
 from pipemesh.errors import MissingPackageError, NativeOpError
 
 GEN_X_OPS = "lingvo.core.ops.gen_x_ops"
@@ -106,7 +106,7 @@ def assert_shape_match(x: tf.Tensor, y: tf.Tensor, msg: str = "", name: str | No
         The assertion as an op; None when executing eagerly.
     """
     x, y = tf.convert_to_tensor(x, tf.int32), tf.convert_to_tensor(y, tf.int32)
-    known = _static(x), _static(y)
+    known = static_vector(x), static_vector(y)
     if all(value is not None for value in known) and _match(*known):
         # Most are: then there is nothing to compute at each step.
         return None if tf.executing_eagerly() else tf.no_op(name)
@@ -122,16 +122,6 @@ def assert_shape_match(x: tf.Tensor, y: tf.Tensor, msg: str = "", name: str | No
             data=[f"{msg} shapes do not match:", x, y],
             summarize=16,
         )
-
-
-def _static(shape: tf.Tensor) -> Any:
-    """The values of a shape vector, or None: also of one that was put together from others."""
-    value = tf.get_static_value(shape)
-    if value is None:
-        # TensorFlow infers shapes from more operations than it looks values up in.
-        inferred = tf.fill(shape, False).shape
-        value = np.array(inferred.as_list()) if inferred.is_fully_defined() else None
-    return value
 
 
 def _match(a: Any, b: Any) -> bool:

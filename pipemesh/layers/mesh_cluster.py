@@ -10,6 +10,7 @@ from absl import flags
 from lingvo.core import cluster_factory
 
 from pipemesh.backend.cluster import worker_devices
+from pipemesh.backend.devices import MORE_DEVICES
 from pipemesh.backend.processes import Processes, current_processes
 from pipemesh.errors import DeviceError, LayoutError, MeshError, PlanError
 from pipemesh.mesh import LayoutRules, Mesh
@@ -122,8 +123,8 @@ def mesh_cluster(
     found = len(tf.config.list_logical_devices(device_type))
     if not devices and found < mesh.num_devices:
         raise DeviceError(
-            f"mesh {mesh} needs {mesh.num_devices} {device_type} devices, but {found} exist; use a "
-            "smaller mesh or set up more logical devices before TensorFlow starts"
+            f"mesh {mesh} needs {mesh.num_devices} {device_type} devices, but {found} exist. "
+            f"{MORE_DEVICES}"
         )
     idle = [f"{device_type}:{i}" for i in range(mesh.num_devices) if i not in used]
     if idle:

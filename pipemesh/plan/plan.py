@@ -113,7 +113,7 @@ replicas; num_microbatches may be 1, 2, 5, 10
             raise PlanError(f"allow_idle is {given['allow_idle']!r}; it must be True or False")
         for each in str(given["remat"]).split(","):
             if each not in REMAT:
-                near = nearest_text(each, REMAT)
+                near = nearest_text(each, [name for name in REMAT if name != "custom"])
                 raise PlanError(f"remat is {given['remat']!r}; {each!r} is no policy{near}")
         for name, allowed in (
             ("lowering", LOWERINGS),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from pipemesh.backend.operations import mark
+from pipemesh.backend.static_shape import static_vector
 from pipemesh.errors import PipelineError
 from pipemesh.randomness.scope import (
     NeedWholeDraws,
@@ -224,7 +224,7 @@ def draw(
     if scope.position is None:
         # The whole batch: exactly what TensorFlow draws, dynamic shapes included. Static ones
         # are noted for the microbatches to look up.
-        value = tf.get_static_value(shape)
+        value = static_vector(shape)
         sizes = () if value is None else tuple(int(size) for size in value)
         name = note_draw(sizes)
         numbers = keyed(call(shape, key, counter))
@@ -278,14 +278,13 @@ def keyed(numbers: tf.Tensor) -> tf.Tensor:
 
 
 def _static_shape(shape: Any) -> tuple[int, ...]:
-    value = tf.get_static_value(shape)
+    value = static_vector(shape)
     if value is None:
-        partial = tf.TensorShape(None)  # pyright: ignore[reportArgumentType]
-        with contextlib.suppress(TypeError, ValueError):
-            partial = tf.TensorShape(shape)
+        partial = tf.fill(shape, False).shape
         raise PipelineError(
             f"layer {scopes.stack[-1].layer!r} draws random numbers of a shape that is not known "
-            f"before the step runs ({partial}); give the pipeline's inputs static shapes"
+            f"before the step runs ({partial}). Give the pipeline's inputs static shapes; if they "
+            "have, set the shape that the layer loses (set_shape)"
         )
     return tuple(int(size) for size in value)
 

@@ -44,7 +44,7 @@ class ScheduleSpec:
             ScheduleError: the name is unknown (suggests the nearest), the number is none or not
                 open, costs are needed, or the file cannot be read, is no table, or is no valid one.
         """
-        parsed = parse(text)
+        parsed = parse(text, for_layers=True)
         if parsed.name == FILE:
             table = read_schedule(parsed.rest)
             return cls(FILE, table.num_stages // table.num_devices, table)

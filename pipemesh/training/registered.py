@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import tensorflow as tf
-from lingvo.core import base_model_params
+from lingvo.core import base_model_params, gpipe
 
 from pipemesh.errors import PlanError, TrainingError
 from pipemesh.example_models import example, import_model_module
@@ -208,19 +208,29 @@ def mesh_before(config: Any, values: Mapping[str, str]) -> Mesh | None:
     return own.mesh if isinstance(own, Plan) else None
 
 
-def stacks_of(params: Any) -> list[Any]:
+def stacks_of(params: Any, kind: type = PipeliningLayer) -> list[Any]:
     """Params of the pipelined stacks in those of a layer; outer ones alone."""
     found: list[Any] = []
 
     def enter(_: str, value: Any) -> bool:
         of = getattr(value, "cls", None)
-        is_stack = inspect.isclass(of) and issubclass(of, PipeliningLayer)
+        is_stack = inspect.isclass(of) and issubclass(of, kind)
         if is_stack:
             found.append(value)
         return not is_stack
 
     params.Visit(lambda *_: None, enter_fn=enter)
     return found
+
+
+def _lingvos(task: Any) -> str:
+    """What to do about stacks of lingvo's own, in words; nothing if a task has none."""
+    if not stacks_of(task, gpipe.PipeliningLayer):
+        return ""
+    return (
+        "the PipeliningLayer of lingvo.core.gpipe; call pipemesh.layers.replace_gpipe() before its "
+        "module imports lingvo"
+    )
 
 
 def _plan_of(task: Any, name: str, values: dict[str, str], plain: bool) -> Plan:
@@ -230,15 +240,16 @@ def _plan_of(task: Any, name: str, values: dict[str, str], plain: bool) -> Plan:
         of_pipelines = [n for n in (*_OF_STACKS, "boundaries") if n in values]
         if of_pipelines:
             raise PlanError(
-                f"{of_pipelines[0]}={values[of_pipelines[0]]}: {name} has no PipeliningLayer, for "
-                "which it is; leave it out"
+                f"{of_pipelines[0]}={values[of_pipelines[0]]}: {name} has "
+                f"{_lingvos(task) or 'no PipeliningLayer, for which it is; leave it out'}"
             )
         plan = Plan.from_values(values)
         if plan.mesh.num_devices > 1:
-            raise PlanError(
-                f"mesh={plan.mesh}: {name} has no PipeliningLayer, so it computes on one device; "
-                "put its layers into one, or leave the mesh out"
+            otherwise = (
+                "no PipeliningLayer, so it computes on one device; put its layers into one, or "
+                "leave the mesh out"
             )
+            raise PlanError(f"mesh={plan.mesh}: {name} has {_lingvos(task) or otherwise}")
         return plan
     if "boundaries" in values:
         raise PlanError(

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import collections
 import gc
-import importlib
 import importlib.machinery
 import importlib.util
 import json
@@ -25,7 +24,6 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-import types
 import unittest
 from typing import Any
 
@@ -50,32 +48,6 @@ FILES = (
     "tasks/asr/decoder_test.py",
     "tasks/lm/model_test.py",
 )
-
-
-class StandIn(types.ModuleType):
-    """A module of lingvo whose names are looked up in pipemesh when they are asked for.
-
-    lingvo's modules import each other while pipemesh imports them, so none can be looked up first.
-    """
-
-    def __init__(self, name: str, source: str) -> None:
-        super().__init__(name)
-        self._source = source
-
-    def __getattr__(self, name: str) -> Any:
-        source = importlib.import_module(self._source)
-        if name not in source.__all__:
-            raise AttributeError(f"{self._source} has no {name}")
-        return getattr(source, name)
-
-
-def replace_modules() -> None:
-    """From here on, `lingvo.core.gpipe` and `lingvo.core.recurrent` are pipemesh's."""
-    core = importlib.import_module("lingvo.core")
-    for name, source in (("gpipe", "pipemesh.layers"), ("recurrent", "pipemesh.recurrent")):
-        module = StandIn(f"lingvo.core.{name}", source)
-        sys.modules[module.__name__] = module
-        setattr(core, name, module)
 
 
 class Checkout:
@@ -150,10 +122,12 @@ def run_file(
 ) -> None:
     """Runs one test file in this process."""
     sys.argv = [file, "--enable_eager_execution"] if eager else [file]
-    if with_pipemesh:
-        replace_modules()
     # Also where lingvo's own modules run: its native ops do not load on every system.
-    importlib.import_module("pipemesh.layers.lingvo_loader")
+    from pipemesh.layers.replace_gpipe import replace_gpipe, replace_module
+
+    if with_pipemesh:
+        replace_gpipe()
+        replace_module("lingvo.core.recurrent", "pipemesh.recurrent")
     from absl import flags
     from lingvo.core import py_utils
 

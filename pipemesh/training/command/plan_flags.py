@@ -64,7 +64,9 @@ def define(
     )
     flags.DEFINE_boolean("plain", False, "Train without a pipeline, on one device, for comparison.")
     flags.DEFINE_string(
-        "schedule", None, f"The pipeline schedule: {listing()}; default: the model's."
+        "schedule",
+        None,
+        f"The pipeline schedule: {listing(for_layers=True)}; default: the model's.",
     )
     flags.DEFINE_string(
         "boundaries",

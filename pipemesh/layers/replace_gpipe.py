@@ -1,0 +1,90 @@
+"""Modules of lingvo whose names are those of a room of pipemesh."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import types
+from typing import Any
+
+from pipemesh.errors import PipelineError
+
+
+class StandIn(types.ModuleType):
+    """A module of lingvo with the names of another one.
+
+    Names are looked up when they are used: the modules may import each other.
+
+    Args:
+        name: of lingvo's module.
+        source: name of the module that has the names.
+    """
+
+    def __init__(self, name: str, source: str) -> None:
+        super().__init__(name)
+        self._source = source
+
+    def __getattr__(self, name: str) -> Any:
+        source = importlib.import_module(self._source)
+        if name not in source.__all__:
+            raise AttributeError(f"{self._source} has no {name}")
+        return getattr(source, name)
+
+
+def replace_gpipe() -> None:
+    """Runs lingvo's own pipelined models by pipemesh: `GPipeTransformerLm`, `layers_with_gpipe`.
+
+    From here on `lingvo.core.gpipe` has the names of `pipemesh.layers`, wherever it is imported.
+    Call it before you import a model of lingvo, for example in the first lines of your model's
+    module.
+
+    Raises:
+        PipelineError: a module with subclasses of lingvo's layers is imported already.
+
+    Example:
+        >>> from pipemesh.layers import PipeliningLayer, replace_gpipe
+        >>> replace_gpipe()
+        >>> from lingvo.core import layers_with_gpipe
+        >>> issubclass(layers_with_gpipe.GPipeBatchMajorTransformerStack, PipeliningLayer)
+        True
+    """
+    replace_module("lingvo.core.gpipe", "pipemesh.layers")
+
+
+def replace_module(name: str, source: str) -> None:
+    """Puts the names of a module of pipemesh in the place of a module of lingvo.
+
+    Args:
+        name: of lingvo's module.
+        source: name of the module of pipemesh.
+
+    Raises:
+        PipelineError: a module with subclasses of lingvo's classes is imported already.
+    """
+    package, _, last = name.rpartition(".")
+    replaced = importlib.import_module(name)
+    if isinstance(replaced, StandIn):
+        return
+    names = [n for n in importlib.import_module(source).__all__ if hasattr(replaced, n)]
+    _check_no_subclass(replaced, [getattr(replaced, n) for n in names])
+    module = StandIn(name, source)
+    places = {id(replaced): module} | {id(getattr(replaced, n)): getattr(module, n) for n in names}
+    for other in list(sys.modules.values()):
+        if other is replaced or getattr(other, "__name__", "").startswith("pipemesh"):
+            continue
+        for attribute, value in list(vars(other).items()):
+            if id(value) in places:
+                setattr(other, attribute, places[id(value)])
+    sys.modules[name] = module
+    setattr(importlib.import_module(package), last, module)
+
+
+def _check_no_subclass(module: types.ModuleType, values: list[Any]) -> None:
+    for cls in filter(inspect.isclass, values):
+        for sub in cls.__subclasses__():
+            if sub.__module__ != module.__name__:
+                raise PipelineError(
+                    f"{sub.__module__} is imported already, with a {cls.__name__} of "
+                    f"{module.__name__}; call replace_gpipe() before you import it"
+                )
