@@ -113,7 +113,7 @@ def test_every_help_page_lists_every_spelling(capsys):
     offered = listing(for_layers=True)
     for spelling in ("seq1f1b", "forward_only", "decode", "list_schedule"):
         assert spelling not in offered
-        with pytest.raises(ScheduleError, match="^unknown schedule") as found:
+        with pytest.raises(ScheduleError, match=r"^unknown schedule") as found:
             ScheduleSpec.from_text(f"{spelling}x")
         assert spelling not in str(found.value).replace(f"{spelling}x", "")
         assert str(found.value).endswith(f"there are {offered}")

@@ -11,7 +11,6 @@ import tensorflow as tf
 from pipemesh.backend.eager_context import eager_context, is_client
 from pipemesh.errors import DeviceError
 
-
 MORE_DEVICES = (
     "Use a smaller mesh, or get more CPU devices: call "
     "pipemesh.backend.devices.start_cpu_devices(number) before TensorFlow starts"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -71,6 +71,7 @@ def check_layer(where: str, layer: Any) -> None:
         PipelineError: it is not; says what to write.
     """
     if isinstance(layer, hyperparams.InstantiableParams) and layer.cls is not None:
+        check_floating(where, "fprop_dtype", getattr(layer, "fprop_dtype", None))
         return
     check_no_live_layer(where, layer)
     if isinstance(layer, (list, tuple)):
@@ -246,6 +247,19 @@ def is_rest(p: Any, args: Any, homes: Sequence[Any]) -> bool:
     if len(sizes) != 1 or None in sizes:
         return False
     return sizes.pop() % (p.num_micro_batches * homes[0].num_replicas) != 0
+
+
+def check_theta(name: str, theta: Any) -> None:
+    """Checks that the first argument of a stack's `FProp` is theta.
+
+    Raises:
+        PipelineError: it is not.
+    """
+    if not isinstance(theta, Mapping):
+        raise PipelineError(
+            f"{name}: the first argument of FProp is {with_article(type(theta).__name__)}, not "
+            "theta; call FPropDefaultTheta(x), or FProp(stack.theta, x)"
+        )
 
 
 def check_batch_dim(p: Any) -> None:

@@ -34,6 +34,13 @@ def noted(stage: str, layer: str, args: tuple[Any, ...]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if "cell_fn implicitly captures tensors" in str(error):
+            raise PipelineError(
+                f"layer {layer!r} of {stage!r}: a cell of lingvo's Recurrent uses a tensor that it "
+                "is not given. If it draws random numbers (zoneout, dropout), these are keyed by "
+                "the step, which is one; leave that out of the cell (zo_prob=0), or do it behind "
+                "the recurrent layer"
+            ) from error
         add_note = getattr(error, "add_note", None)
         if not isinstance(error, PipemeshError) and add_note is not None:
             given = ", ".join(map(_described, args)) or "nothing"

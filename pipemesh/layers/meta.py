@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import traceback
 from typing import Any
 
 import tensorflow as tf
@@ -100,9 +101,16 @@ def _meta(layer: Any, shapes: tuple[Any, ...]) -> Meta:
             "hand into a list of FeatureExtractionLayers"
         ) from error
     except Exception as error:
+        # An assertion may say nothing: then its line of code tells more.
+        what = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+        way_out = (
+            "do the shapes fit the inputs of the layer?"
+            if shapes
+            else "give a tshape.Shape for each input of the first layer"
+        )
         raise PartitionError(
-            f"{where}: FPropMeta, given {given}, failed with {type(error).__name__}: {error}; do "
-            "the shapes fit the inputs of the layer?"
+            f"{where}: FPropMeta, given {given}, failed with {type(error).__name__}: {what}; "
+            f"{way_out}"
         ) from error
     try:
         flops, out_shapes = float(meta.flops), meta.out_shapes

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from lingvo.core import base_layer, layers, py_utils, rnn_cell, rnn_layers
+from lingvo.core import base_layer, layers, py_utils, rnn_cell, rnn_layers, spectrum_augmenter
 
 from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, SeqLayer
 from tests.layers.harness import run_tf1, run_tf2
@@ -60,3 +60,38 @@ def test_a_recurrent_layer_of_lingvo_equals_the_plain_model(run, noise, num_micr
         PipeliningLayer, Recurrent, noise, num_micro_batches=num_micro_batches, batch_dim=1
     )
     run(params, [X, PADDINGS], num_devices=2).assert_close(wanted, rtol=1e-4, atol=1e-5)
+
+
+class Augmented(base_layer.BaseLayer):
+    """Masks times and frequencies at random, before a dense layer."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        masks = spectrum_augmenter.SpectrumAugmenter.Params().Set(
+            freq_mask_max_bins=3, time_mask_max_frames=2, use_noise=True, gaussian_noise=True
+        )
+        self.CreateChild("masks", masks)
+        self.CreateChild("dense", layers.FCLayer.Params().Set(input_dim=8, output_dim=8))
+
+    def FProp(self, theta, x, paddings):
+        x, paddings = self.masks.FProp(theta.masks, x, paddings)
+        return self.dense.FProp(theta.dense, x[..., 0])[..., None], paddings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [run_tf1, run_tf2])
+def test_a_spectrum_augmenter_equals_the_plain_model(run):
+    x = RNG.normal(size=[4, 6, 8, 1]).astype(np.float32)
+    paddings = np.zeros([4, 6], np.float32)
+
+    def model(**kwargs):
+        cells = [
+            FeatureExtractionLayer.Params().Set(
+                name=f"s{i}", sub=[Augmented.Params().Set(name=f"layer{i}")]
+            )
+            for i in range(2)
+        ]
+        return PipeliningLayer.Params().Set(name="stack", cell_tpl=cells, **kwargs)
+
+    wanted = run(model(pipelined=False), [x, paddings], num_devices=2)
+    run(model(num_micro_batches=2), [x, paddings], num_devices=2).assert_close(wanted)

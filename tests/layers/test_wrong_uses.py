@@ -2,11 +2,12 @@
 
 import re
 import sys
+import warnings
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from lingvo.core import base_layer, layers, py_utils, tshape
+from lingvo.core import base_layer, layers, py_utils, rnn_cell, rnn_layers, tshape
 
 from pipemesh.errors import PartitionError, PipelineError, ScheduleError
 from pipemesh.layers import (
@@ -141,6 +142,7 @@ def test_what_is_no_list_of_layers_before_the_stages_is_an_error(before, message
         ({"loss_inside": "no"}, "loss_inside is 'no'; it must be True or False"),
         ({"nested_map_fprop": "no"}, "nested_map_fprop is 'no'; it must be True or False"),
         ({"state_dtype": "flaot32"}, "state_dtype is 'flaot32'; it must be a floating dtype"),
+        ({"fprop_dtype": "bf16"}, "fprop_dtype is 'bf16'; it must be a floating dtype"),
         ({"state_dtype": tf.int32}, r"state_dtype is tf\.int32; it must be a floating dtype"),
     ],
     ids=told,
@@ -430,6 +432,14 @@ def meta(**fields):
         ([dense()] * 2, 2, [[8, 4]], r"the shape of input 0 is \[8, 4\], a list; write .*tshape"),
         ([dense()] * 2, 2, [tf.TensorShape([8, 4])], "the shape of input 0 is .*; write .*tshape"),
         ([dense()] * 2, 2, [8], "the shape of input 0 is 8, an int; write .*tshape"),
+        ([dense()] * 2, 2, [], "given no shapes, .*; give a tshape.Shape for each input of the fi"),
+        (
+            [dense()] * 2,
+            2,
+            [tshape.Shape([8, 5])],
+            r"failed with AssertionError: assert inputs\[-1\] == p.input_dim; do the shapes fit",
+        ),
+        ([dense().Set(fprop_dtype="bf16")], 1, [SHAPE], "layer 0 of .*: fprop_dtype is 'bf16'"),
         ([dense()] * 2, 2, [None], "given None, failed with .* do the shapes fit"),
         ([dense()], 2, [SHAPE], "num_stages is 2, but 1 layers"),
         ([dense()] * 2, "2", [SHAPE], "num_stages is '2', but must be a whole number"),
@@ -443,3 +453,36 @@ def meta(**fields):
 def test_a_stack_that_cannot_be_cut_is_a_partition_error(params, num_stages, shapes, message):
     with pytest.raises(PartitionError, match=message):
         PartitionSequentialLayers(params, num_stages, *shapes)
+
+
+@pytest.mark.parametrize("is_pipelined", [True, False])
+def test_an_input_in_the_place_of_theta_is_an_error(is_pipelined):
+    with tf.Graph().as_default(), cluster(2):
+        py_utils.GetOrCreateGlobalStepVar()
+        stack = pipelined(stages(), pipelined=is_pipelined).Instantiate()
+        with pytest.raises(PipelineError, match=r"argument of FProp is .* not theta; call FPropD"):
+            stack.FProp(tf.constant(X))
+
+
+def test_a_mesh_of_another_length_is_one_warning(eagerly):
+    for devices, message in ((4, "its 2 stages lie on 2: the other devices idle"), (1, None)):
+        with cluster(devices), warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            py_utils.GetOrCreateGlobalStepVar()
+            stack = pipelined(stages()).Instantiate()
+            for _ in range(2):
+                stack.FPropDefaultTheta(tf.constant(X))
+        found = [str(one.message) for one in told if "places along" in str(one.message)]
+        assert len(found) == (message is not None) and all(message in text for text in found)
+    four = [stage(f"s{i}", block(f"block{i}")) for i in range(4)]
+    with cluster(2), pytest.warns(UserWarning, match="each place takes 2 in turn; .*looped_bfs:2"):
+        pipelined(four).Instantiate()
+
+
+def test_a_cell_of_lingvo_that_draws_is_refused_by_name(run):
+    cell = rnn_cell.LSTMCellSimple.Params().Set(
+        name="cell", num_input_nodes=WIDTH, num_output_nodes=WIDTH, zo_prob=0.3
+    )
+    rnn = rnn_layers.FRNN.Params().Set(name="rnn", cell=cell)
+    with pytest.raises(PipelineError, match=r"layer 'rnn' of 's0': .*zoneout.*zo_prob=0"):
+        run(pipelined([stage("s0", rnn)]), [X, X[..., :1] * 0])

@@ -40,13 +40,6 @@ def stage_homes(cluster: Any, places: Sequence[int], p: Any) -> list[Home]:
             f"devices would do more than others; cut the layers into {there} stages or a "
             f"multiple, or use 'layers:{needed}'"
         )
-    if there > needed:
-        warnings.warn(
-            f"{name}: mesh '{mesh}' has {there} places along the axis 'layers', but "
-            f"its {len(places)} stages lie on {needed}: the other devices idle; cut the layers "
-            f"into {there} stages or use 'layers:{needed}'",
-            stacklevel=4,
-        )
     if isinstance(cluster, MeshCluster):
         device = cluster.device
     else:
@@ -64,6 +57,35 @@ def stage_homes(cluster: Any, places: Sequence[int], p: Any) -> list[Home]:
         Home(tuple(device(p) for p in home_of(mesh, rules, place % there)), replicas)
         for place in places
     ]
+
+
+def warn_of_places(cluster: Any, places: Sequence[int], p: Any) -> None:
+    """Warns if devices idle, or stages share a device without their schedule knowing.
+
+    Args:
+        cluster: as for `stage_homes`.
+        places: likewise.
+        p: params of the stack.
+    """
+    mesh, _ = mesh_of(cluster, p)
+    if mesh is None:
+        return
+    needed, there = len(set(places)), mesh.num_stages
+    if there > needed:
+        warnings.warn(
+            f"{p.name}: mesh '{mesh}' has {there} places along the axis 'layers', but "
+            f"its {len(places)} stages lie on {needed}: the other devices idle; cut the layers "
+            f"into {there} stages or use 'layers:{needed}'",
+            stacklevel=5,
+        )
+    if needed > there > 1:
+        warnings.warn(
+            f"{p.name}: mesh '{mesh}' has {there} places along the axis 'layers', but the schedule "
+            f"has {needed} devices: each place takes {needed // there} in turn; use a schedule "
+            f"with several stages a device, such as 'looped_bfs:{needed // there}', or "
+            f"'layers:{needed}'",
+            stacklevel=5,
+        )
 
 
 def first_device(cluster: Any, homes: Sequence[Home]) -> str:

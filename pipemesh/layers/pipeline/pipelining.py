@@ -11,10 +11,10 @@ import lingvo.compat as tf
 from lingvo.core import py_utils
 
 from pipemesh.errors import PipelineError
-from pipemesh.layers.check_params import check_micro_batch_size, is_rest
+from pipemesh.layers.check_params import check_micro_batch_size, check_theta, is_rest
 from pipemesh.layers.feature_extraction import to_tuple
 from pipemesh.layers.named.values import exported
-from pipemesh.layers.pipeline.accumulators import kept_accumulators, set_accumulators
+from pipemesh.layers.pipeline.accumulators import carried, finish_carries, first_carry
 from pipemesh.layers.pipeline.alike_stages import check_predictable, pipeline_of
 from pipemesh.layers.pipeline.aux_losses import carrying, has_context, refused, take_out
 from pipemesh.layers.pipeline.head import check_head, with_total_weight
@@ -190,6 +190,7 @@ class PipeliningLayer(SeqLayer):
             ScheduleError: the schedule needs the loss inside the pipeline.
         """
         p = self.params
+        check_theta(p.name, theta)
         if self.simd is not None:
             with refused(p):
                 return self.simd.run(theta, args)
@@ -213,8 +214,7 @@ class PipeliningLayer(SeqLayer):
             stages = self._stages(weights, homes, thetas, carries, structure, structures)
             options = self._options(eagerly, self._uncast(args, inputs))
             if not p.loss_inside:
-                run = pipeline_of(p)
-                return run(stages, inputs, schedule, step=step, options=options)
+                return pipeline_of(p)(stages, inputs, schedule, step=step, options=options)
             loss, others, carries = pipeline_loss(
                 stages, inputs, schedule, step=step, options=options
             )
@@ -247,7 +247,8 @@ class PipeliningLayer(SeqLayer):
             thetas = [own.tensors for own in weights]
             outputs, carries = build(thetas, inputs, carries, step, structures)
         if not self.do_eval:
-            set_accumulators([self.children[name] for name in self._cell_names], carries)
+            cells = [self.children[name] for name in self._cell_names]
+            outputs = finish_carries(cells, carries, outputs)
         return structures[-1].pack(take_out(p, homes[0], structures[-1], outputs))
 
     def PredictMemory(self, *args: Any) -> list[DeviceMemory]:
@@ -325,7 +326,7 @@ class PipeliningLayer(SeqLayer):
             StageWeights(cell, theta[name], home)
             for cell, name, home in zip(cells, self._cell_names, homes, strict=True)
         ]
-        return structure, inputs, weights, [c.GetAccumulatorValues().Flatten() for c in cells]
+        return structure, inputs, weights, [*map(first_carry, cells)]
 
     def _stages(
         self,
@@ -393,12 +394,11 @@ class PipeliningLayer(SeqLayer):
         def forward(theta: Any, carry: Any, inputs: Any, microbatch: Any, step: Any) -> Any:
             del microbatch
             with (
-                kept_accumulators(cell),
+                carried(cell, carry) as carry_out,
                 py_utils.RemoveAssertContext(remove=True),
                 keyed_seeds(global_step_in(step)),
                 self._lowerings[number].on(current_devices()),
             ):
-                cell.SetAccumulatorValues(cell.accumulators.Pack(carry))
                 outputs = self._fprop_cell(
                     weights.pack(theta), name, *structures[number].pack_arguments(inputs)
                 )
@@ -407,7 +407,7 @@ class PipeliningLayer(SeqLayer):
                     outputs = exported(outputs)
                 else:
                     outputs = handed_over(outputs, self._lowerings[number + 1].replica_mesh)
-                carry = [tf.convert_to_tensor(t) for t in cell.GetAccumulatorValues().Flatten()]
+                carry = carry_out()
             where = f"{p.name}: stage {name!r}"
             structures[number + 1] = StageStructure(outputs, p.nested_map_fprop, where, "outputs")
             flat = structures[number + 1].flatten(outputs)

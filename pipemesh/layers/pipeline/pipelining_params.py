@@ -21,8 +21,8 @@ def define_pipelining(p: Any) -> None:
     p.Define(
         "schedule",
         "gpipe",
-        f"The order of actions on each device, by name: {listing(for_layers=True)}; or a Schedule. All but "
-        "gpipe and looped_bfs need the loss inside the pipeline (loss_inside).",
+        f"The order of actions on each device, by name: {listing(for_layers=True)}; or a Schedule. "
+        "All but gpipe and looped_bfs need the loss inside the pipeline (loss_inside).",
     )
     p.Define(
         "loss_inside",

@@ -12,7 +12,13 @@ from lingvo.core import base_layer, py_utils
 
 from pipemesh import randomness
 from pipemesh.errors import LayoutError
-from pipemesh.layers.check_params import check_distinct, check_flags, check_layers
+from pipemesh.layers.check_params import (
+    check_distinct,
+    check_flags,
+    check_floating,
+    check_layers,
+    check_theta,
+)
 from pipemesh.layers.feature_extraction import (
     FeatureExtractionLayer,
     noted,
@@ -21,7 +27,7 @@ from pipemesh.layers.feature_extraction import (
 )
 from pipemesh.layers.layer_names import check_weights_are_its_own
 from pipemesh.layers.named.values import exported
-from pipemesh.layers.pipeline.homes import first_device, mesh_of, stage_homes
+from pipemesh.layers.pipeline.homes import first_device, mesh_of, stage_homes, warn_of_places
 from pipemesh.layers.pipeline.spread_weights import spread_weights
 from pipemesh.layers.pipeline.stage_lowering import StageLowering
 from pipemesh.layers.pipeline.tied_weights import check_one_mesh, tie_weights, with_given_weights
@@ -81,6 +87,7 @@ class SeqLayer(base_layer.BaseLayer):
         return p
 
     def __init__(self, params: Any) -> None:
+        check_floating(params.name, "fprop_dtype", params.fprop_dtype)
         # A live layer cannot always be copied, as params are next.
         check_layers(params.name, "before_tpl", params.before_tpl)
         check_layers(params.name, "cell_tpl", params.cell_tpl)
@@ -156,8 +163,11 @@ class SeqLayer(base_layer.BaseLayer):
 
     def StageHomes(self) -> list[Home]:
         """The devices of each stage, on the cluster that is entered."""
-        self.homes = stage_homes(self.cluster, self._places(), self.params)
-        return self.homes
+        homes = stage_homes(self.cluster, self._places(), self.params)
+        if homes != self.homes:
+            warn_of_places(self.cluster, self._places(), self.params)
+        self.homes = homes
+        return homes
 
     def StageDevices(self) -> list[str]:
         """The first device of each stage."""
@@ -177,6 +187,7 @@ class SeqLayer(base_layer.BaseLayer):
         Returns:
             What the last stage returns.
         """
+        check_theta(self.params.name, theta)
         with whole_batch_randomness(step_of_call(self)):
             args = self._fprop_before(theta, *args)
             # Without a stage there is a device still.

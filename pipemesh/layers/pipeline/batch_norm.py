@@ -1,0 +1,137 @@
+"""Moving averages of lingvo's `BatchNormLayer`, which a stage may not assign itself.
+
+lingvo updates them in `FProp`. In a stage that would be done once a microbatch, and again where
+activations are computed again. Here each stage merges the moments of its microbatches in its carry,
+and lingvo's own update is called once, behind the pipeline, with those of the whole batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from lingvo.core import bn_layers, py_utils
+
+from pipemesh.errors import PipelineError
+
+# A layer's number of rows, their mean, and the sum of their squared differences from it.
+_Moments = Sequence[tf.Tensor]
+_COUNT = 3
+
+
+def norms_of(stage: Any) -> list[Any]:
+    """The layers of a stage that average batches in variables, each once."""
+    found: dict[int, Any] = {}
+
+    def visit(layer: Any) -> None:
+        if isinstance(layer, bn_layers.BatchNormLayer):
+            found[id(layer)] = layer
+        for child in layer.children.Flatten():
+            visit(child)
+
+    visit(stage)
+    return list(found.values())
+
+
+def no_moments(norms: Sequence[Any]) -> list[tf.Tensor]:
+    """The moments of no rows, as a flat list."""
+    return [tf.zeros([size]) for norm in norms for size in (1, norm.params.dim, norm.params.dim)]
+
+
+@contextlib.contextmanager
+def merged_moments(norms: Sequence[Any], before: Sequence[tf.Tensor]) -> Iterator[list[_Moments]]:
+    """Inside, `BatchNormLayer`s assign nothing.
+
+    Args:
+        norms: those of a stage.
+        before: the moments of the microbatches before, as a flat list.
+
+    Yields:
+        For each layer its moments, in the end with those of this microbatch.
+    """
+    moments: list[_Moments] = [before[i : i + _COUNT] for i in range(0, len(before), _COUNT)]
+    numbers = {id(norm.vars.moving_mean): number for number, norm in enumerate(norms)}
+    assigned = {id(norm.vars.moving_variance) for norm in norms}
+    compute, update = bn_layers.ComputeMoments, py_utils.UpdateBatchNormVars
+    computed: dict[int, Any] = {}
+    updated: set[int] = set()
+
+    def compute_moments(inputs: tf.Tensor, padding: tf.Tensor, *args: Any, **kwargs: Any) -> Any:
+        mean, variance = compute(inputs, padding, *args, **kwargs)
+        computed[id(mean)] = inputs, padding, mean, variance
+        return mean, variance
+
+    def update_average(variable: Any, value: tf.Tensor, decay: float) -> Any:
+        if id(variable) in assigned:
+            return tf.no_op()
+        if id(variable) not in numbers:
+            return update(variable, value, decay)
+        number = numbers[id(variable)]
+        _check_once(norms[number], number in updated)
+        updated.add(number)
+        moments[number] = _merged(moments[number], _moments(*computed[id(value)]))
+        return tf.no_op()
+
+    bn_layers.ComputeMoments, py_utils.UpdateBatchNormVars = compute_moments, update_average
+    try:
+        yield moments
+    finally:
+        bn_layers.ComputeMoments, py_utils.UpdateBatchNormVars = compute, update
+
+
+def update_averages(norms: Sequence[Any], moments: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Updates the moving averages of layers by the moments of the whole batch.
+
+    Args:
+        norms: the layers.
+        moments: as a flat list.
+
+    Returns:
+        The means and variances. In a TF1 graph lingvo runs the updates of those that the loss
+        depends on.
+    """
+    statistics = []
+    for number, norm in enumerate(norms):
+        rows, mean, squares = moments[number * _COUNT :][:_COUNT]
+        for variable, value in (
+            (norm.vars.moving_mean, mean),
+            (norm.vars.moving_variance, squares / tf.maximum(rows, 1.0)),
+        ):
+            # Without a row there is nothing to average.
+            value = tf.where(rows > 0, value, tf.cast(variable, value.dtype))
+            py_utils.UpdateBatchNormVars(variable, value, norm.params.decay)
+            statistics.append(value)
+    return statistics
+
+
+def _check_once(norm: Any, is_second: bool) -> None:
+    where = f"{norm.path}: in a pipeline a {type(norm).__name__}"
+    if is_second:
+        raise PipelineError(
+            f"{where} cannot be called twice a step, since it averages twice; make two layers"
+        )
+    if norm.params.use_moving_avg_in_training:
+        raise PipelineError(
+            f"{where} cannot normalize by averages that change in the step; leave "
+            "use_moving_avg_in_training unset"
+        )
+
+
+def _moments(
+    inputs: tf.Tensor, padding: tf.Tensor, mean: tf.Tensor, variance: tf.Tensor
+) -> _Moments:
+    shape = tf.concat([tf.shape(inputs)[:-1], [1]], 0)
+    rows = tf.reduce_sum(1.0 - tf.broadcast_to(tf.cast(padding, tf.float32), shape))
+    rows = tf.reshape(rows, [1])
+    return rows, tf.cast(mean, tf.float32), tf.cast(variance, tf.float32) * rows
+
+
+def _merged(a: _Moments, b: _Moments) -> _Moments:
+    """The moments of the rows of both."""
+    rows = a[0] + b[0]
+    share = b[0] / tf.maximum(rows, 1.0)
+    difference = b[1] - a[1]
+    squares = a[2] + b[2] + tf.square(difference) * a[0] * share
+    return rows, a[1] + difference * share, squares
