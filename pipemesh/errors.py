@@ -123,5 +123,9 @@ class NotFiniteError(TrainingError):
     """The loss or a gradient of a step is not finite; nothing has changed."""
 
 
+class RescaledError(NotFiniteError):
+    """Gradients of a step overflowed float16; nothing has changed but the scale of the loss."""
+
+
 class ReportError(PipemeshError, ValueError):
     """There is no record of a training to make a report of, or it cannot be read."""

@@ -1,4 +1,4 @@
-"""Gradients of one's own that go when their graph goes.
+"""Gradients of one's own that go when their graph goes, and checks of gradients that may be off.
 
 TensorFlow keeps what `tf.custom_gradient` registers in a graph as long as the process lives, and
 with it all that the gradient uses: the whole graph, once for each time that a function is traced.
@@ -6,10 +6,12 @@ with it all that the gradient uses: the whole graph, once for each time that a f
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import tensorflow as tf
@@ -18,6 +20,9 @@ from tensorflow.python.framework import ops
 _F = TypeVar("_F", bound=Callable[..., Any])
 # Where a graph keeps its gradients, by name.
 _STORE = "_pipemesh_gradients"
+# Operations that check what goes through them, and its gradient, too.
+_CHECKING = ("CheckNumerics", "CheckNumericsV2")
+_local = threading.local()
 
 
 def register(name: str, gradient: Callable[..., Any], graph: tf.Graph) -> None:
@@ -47,6 +52,33 @@ def custom_gradient(function: _F) -> _F:
         return results
 
     return cast("_F", call)
+
+
+@contextlib.contextmanager
+def unchecked_gradients() -> Iterator[None]:
+    """Gradients made inside pass `tf.debugging.check_numerics` whatever they are.
+
+    What overflows because a loss is scaled is looked for behind all of them.
+    """
+    for name in _CHECKING:
+        entry = _registry()[name]
+        if not hasattr(entry["type"], "__wrapped__"):
+            entry["type"] = _unless_unchecked(entry["type"])
+    before, _local.is_unchecked = getattr(_local, "is_unchecked", False), True
+    try:
+        yield
+    finally:
+        _local.is_unchecked = before
+
+
+def _unless_unchecked(gradient: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(gradient)
+    def call(operation: tf.Operation, grad: tf.Tensor) -> tf.Tensor:
+        if getattr(_local, "is_unchecked", False):
+            return grad
+        return gradient(operation, grad)
+
+    return call
 
 
 def _registry() -> dict[str, Any]:

@@ -20,10 +20,12 @@ class LossScale:
     """What the loss is multiplied by before the backward pass, and gradients divided by after it.
 
     The smallest positive number of float16 is 6e-8, so small gradients become 0. A large factor
-    saves them, and one that is too large makes some gradient infinite. Then the step's gradients
-    become 0, so that it changes no weight (as in `lingvo`, optimizers may still move by their
-    momentum; `when_finite` skips them altogether), and the factor is halved. After 2,000 steps
-    without that it is doubled.
+    saves them, and one that is too large makes some gradient infinite. Then the pipeline's
+    gradients become 0, and the factor is halved. After 2,000 steps without that it is doubled.
+
+    A gradient of 0 still moves an optimizer: Adam's moments and powers, moving averages, weights
+    outside of the pipeline. To leave all of them as they are, update in `when_finite`, or give
+    lingvo's learner `pipemesh.training.all_or_none` with this scale, as `pipemesh train` does.
 
     Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
 
@@ -66,6 +68,11 @@ class LossScale:
         """The factor, a float32 scalar."""
         return tf.convert_to_tensor(self._scale)
 
+    @property
+    def finite(self) -> tf.Tensor:
+        """Whether the latest gradients were finite, a bool scalar; read it after them."""
+        return tf.cast(tf.convert_to_tensor(self._finite), tf.bool)
+
     def checked(self, groups: list[Grads]) -> list[Grads]:
         """Gradients, or zeros if any is not finite; the factor changes accordingly.
 
@@ -106,13 +113,12 @@ class LossScale:
         Returns:
             Whether it ran, a bool scalar.
         """
-        finite = tf.cast(tf.convert_to_tensor(self._finite), tf.bool)
 
         def apply_and_tell() -> tf.Tensor:
             apply()
             return tf.constant(True)
 
-        return tf.cond(finite, apply_and_tell, lambda: tf.constant(False))
+        return tf.cond(self.finite, apply_and_tell, lambda: tf.constant(False))
 
 
 def check_compute_dtype(dtype: Any) -> tf.DType | None:

@@ -113,6 +113,11 @@ def peak_rate(task: Any, steps: int) -> tuple[str, float, float] | None:
     return name, rates.learning_rate, rates.learning_rate * peak
 
 
+def name_of_rate(task: Any) -> str:
+    """The name of the param that says how large a task's learning rates are."""
+    return _rates_of(task)[1]
+
+
 def _rates_of(task: Any) -> tuple[Any, str]:
     """The params that have the learning rate, of the learner or the task, and what it is called."""
     train = task.train

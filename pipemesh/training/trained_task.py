@@ -19,7 +19,7 @@ from pipemesh.layers.named import by_logical_name
 from pipemesh.layers.step_seed import whole_batch_randomness
 from pipemesh.plan import Plan
 from pipemesh.training.optimizer import prepare_optimizer
-from pipemesh.training.whole_updates import all_or_none
+from pipemesh.training.whole_updates import OVERFLOWED, all_or_none
 
 # Optimizers around others.
 _WRAPPING = (
@@ -76,6 +76,7 @@ class TrainedTask:
         # What a step changes by itself, and its values before the step.
         self._others: list[tf.Variable] = []
         self._before: list[tf.Variable] = []
+        self._scales = [s.loss_scale for s in self.pipelines if s.loss_scale is not None]
         self._learns = learns
         if learns:
             variables = self.learner.GetTrainableVariables(self.task.vars).Flatten()
@@ -153,13 +154,13 @@ class TrainedTask:
         Returns:
             The loss, the learning rate, what `outcome` returns, and gradients by the names that
             `learned` has, for each variable, before they are clipped: of those weights that have
-            some. Nothing but `before` has changed if an operation fails, or the norm of all
-            gradients is not finite.
+            some. Nothing but what `take_back` gives back has changed if an operation fails, or
+            the loss or the norm of all gradients is not finite.
         """
         gradients: dict[str, list[tf.Tensor]] = {}
 
         def adjusted(found: Any) -> Any:
-            found = all_or_none(self.task.AdjustGradients(found), loss)
+            found = all_or_none(self.task.AdjustGradients(found), loss, self._scales)
             if tells_gradients:
                 gradients.update(self._gradients_of(found))
             return found
@@ -172,8 +173,7 @@ class TrainedTask:
             py_utils.ResetStepSeed()
             with whole_batch_randomness():
                 metrics, per_example = self.task.FPropTower(self.task.theta, batch)
-            # A pipeline looks at its loss itself, and scales it where that makes it overflow.
-            loss = None if self.pipelines else metrics[self.loss][0]
+            loss = metrics[self.loss][0]
             # lingvo remembers graphs by a number that the next one may get.
             self.task._graphs_applied_ema.clear()
             losses, update, stats = self.learner.Apply(
@@ -216,10 +216,28 @@ class TrainedTask:
             py_utils.ResetStepSeed()
             return self.task.ComputePredictions(self.task.theta, _nested_map(batch))
 
-    def take_back(self) -> None:
-        """Gives back what a step that failed has changed by itself, as batch norm its averages."""
-        for variable, before in zip(self._others, self._before, strict=True):
-            variable.assign(before)
+    def take_back(self, error: tf.errors.OpError) -> str | None:
+        """Gives back what a step that failed has changed by itself, as batch norm its averages.
+
+        Args:
+            error: of the step.
+
+        Returns:
+            If gradients overflowed because the loss was scaled, that in words: the scale is halved
+            from now on. Otherwise None.
+        """
+        before = {v.ref(): b for v, b in zip(self._others, self._before, strict=True)}
+        halved: list[str] = []
+        for scale in self._scales if OVERFLOWED in error.message else ():
+            old, now = float(before[scale.variables[0].ref()]), float(scale.value)
+            if now < old:
+                halved.append(f"{old:g} times the loss overflow float16, {now:g} times from now on")
+                for variable in scale.variables:
+                    del before[variable.ref()]
+        for variable in self._others:
+            if variable.ref() in before:
+                variable.assign(before[variable.ref()])
+        return f"gradients of {'; '.join(halved)}" if halved else None
 
     def explain(self, error: tf.errors.OpError) -> PipemeshError | None:
         """An error as one line with stage, layer and microbatch; None if no stage raised it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
@@ -14,7 +13,7 @@ import tensorflow as tf
 from pipemesh.backend.peak import peak_flops
 from pipemesh.backend.processes import current_processes
 from pipemesh.checkpoint import Manifest
-from pipemesh.errors import DataError, NotFiniteError, PipemeshError, TrainingError
+from pipemesh.errors import DataError, NotFiniteError, PipemeshError, RescaledError, TrainingError
 from pipemesh.hosts import watch
 from pipemesh.layers import Report, report
 from pipemesh.lowering.simd.process_talk import check_alike
@@ -22,7 +21,7 @@ from pipemesh.recurrent import ActionClock, Placement, record_placement
 from pipemesh.schedule import Timeline, simulate
 from pipemesh.training.batches import Batches
 from pipemesh.training.evaluation import Evaluation, scored, vanished
-from pipemesh.training.ramp import has_state, ramped
+from pipemesh.training.ramp import has_state, name_of_rate, ramped
 from pipemesh.training.run import console
 from pipemesh.training.run.options import EVAL_BATCHES, Options
 from pipemesh.training.run.stage_table import stage_rows, stage_table
@@ -30,6 +29,7 @@ from pipemesh.training.saving import WEIGHTS_ONLY, Saving
 from pipemesh.training.score import Score
 from pipemesh.training.subject import Sample, Subject
 from pipemesh.training.trained_task import TrainedTask
+from pipemesh.training.whole_updates import LOSS_NOT_FINITE, NOT_FINITE, is_not_finite
 from pipemesh.training.workers import Work, followed
 
 # Steps whose actions are timed.
@@ -99,8 +99,7 @@ class Trainer:
             raise vanished(error) from error
         self._batches = Batches(dataset, subject.read_ahead)
         self.best: tuple[float | None, int] = (None, 0)
-        self.judged = 0
-        self.keeps_place = False
+        self.judged, self.keeps_place = 0, False
         if self.restored:
             # Not that of a newer one that was damaged.
             note = Manifest.read(self.restored).note
@@ -206,6 +205,7 @@ class Trainer:
             DataError: there is no next batch; everything can be saved.
             NotFiniteError: the loss or a gradient is not finite; nothing has changed but the place
                 in the data.
+            RescaledError: gradients overflowed float16; the scale of the loss has changed, too.
             TrainingError: an operation of a stage failed.
             DeviceError: with strict devices, a stage ran elsewhere.
         """
@@ -227,14 +227,16 @@ class Trainer:
         except tf.errors.OpError as error:
             # Of a worker that is lost nothing can be taken back.
             watch.check_workers(error)
-            self.trained.take_back()
+            if (rescaled := self.trained.take_back(error)) is not None:
+                raise RescaledError(rescaled) from error
             explained = self.trained.explain(error)
+            if LOSS_NOT_FINITE in error.message:
+                # Made outside of pipelines, which look at what is theirs.
+                raise NotFiniteError(LOSS_NOT_FINITE) from error
             if is_not_finite(str(explained)) or is_not_finite(error.message):
                 # To locate it takes as long as the first step; of a run of them one is enough.
                 located = None if self._was_skipped else self._locate(batch)
-                raise NotFiniteError(
-                    str(located or explained or "a gradient is not finite")
-                ) from error
+                raise NotFiniteError(str(located or explained or NOT_FINITE)) from error
             if explained is None:
                 raise
             self.give_up(str(explained), step, error)
@@ -278,7 +280,7 @@ class Trainer:
             with watch.during("the search for what is not finite"), self.trained.cluster():
                 tf.function(self._train_step, autograph=False)(batch)
         except tf.errors.OpError as error:
-            self.trained.take_back()
+            self.trained.take_back(error)
             return self.trained.explain(error)
         finally:
             for stack in self.trained.pipelines:
@@ -305,12 +307,10 @@ class Trainer:
         timed = tf.function(self._train_step, autograph=False)
         plain, self._train = self._train, timed
         try:
-            self.train_step()
+            self._whole_step()
             found: list[tuple[Timeline, float]] = []
             for _ in range(_TIMED):
-                begin = time.perf_counter()
-                self.train_step()
-                seconds = time.perf_counter() - begin
+                seconds = self._whole_step()
                 found.append((stack.clock.timeline(stack.schedule, unit=1e-3), seconds))
         finally:
             self._train = plain
@@ -319,6 +319,17 @@ class Trainer:
         measured = found[0][0]
         stack.clock = None
         return simulate(stack.schedule, measured.costs), found
+
+    def _whole_step(self) -> float:
+        """Trains a step whose gradients do not overflow; returns its seconds."""
+        while True:
+            begin = time.perf_counter()
+            try:
+                self.train_step()
+            except RescaledError:
+                self.skip()
+            else:
+                return time.perf_counter() - begin
 
     def evaluate(
         self, batches: Iterable[Any], stopped: Callable[[], bool] = lambda: False
@@ -398,15 +409,11 @@ class Trainer:
             TrainingError: always.
         """
         self.saving.give_up()
-        hint = "; give a lower --learning_rate" if is_not_finite(what) else ""
+        name = self.subject.rate_name or name_of_rate(self.subject.task())
+        hint = f"; give a lower {name}" if is_not_finite(what) else ""
         raise TrainingError(
             f"step {step}: {what}; of good checkpoints, {self.kept}{hint}"
         ) from error
 
     def _train_step(self, batch: Any) -> Any:
         return self.trained.train(batch, self.subject.outcome, self._tells_gradients)
-
-
-def is_not_finite(told: str) -> bool:
-    """Whether an error speaks of values that are not finite, in whosever words."""
-    return re.search(r"\bnot finite\b|\b(nan|inf)\b", told, re.IGNORECASE) is not None

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from pipemesh.layers import lingvo_loader as lingvo_loader  # isort: skip
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 from lingvo.core import py_utils
 
+from pipemesh.recurrent import LossScale
+
 # What the error says that ends a step.
 NOT_FINITE = "the norm of all gradients is not finite"
 LOSS_NOT_FINITE = "the loss is not finite"
+OVERFLOWED = "the scaled gradients of a pipeline are not finite"
 
 
-def all_or_none(var_grads: Any, loss: tf.Tensor | None = None) -> Any:
+def all_or_none(
+    var_grads: Any, loss: tf.Tensor | None = None, scales: Sequence[LossScale] = ()
+) -> Any:
     """Lets no update begin before all gradients are known to be finite.
 
     lingvo checks each gradient by itself, while weights with other gradients are updated: of a step
@@ -25,10 +32,12 @@ def all_or_none(var_grads: Any, loss: tf.Tensor | None = None) -> Any:
         var_grads: a NestedMap of lingvo's pairs of variable and gradient; give the function to
             `Learner.Apply(..., gradient_adjuster=all_or_none)`.
         loss: what is to be finite as well; None if somebody else looks at it.
+        scales: those of the pipelines that compute in float16, which make overflowed gradients 0.
 
     Returns:
         The same, with gradients that are there only if the norm of all is finite. In a function
-        that is called eagerly an error says `NOT_FINITE` if it is not, and nothing has changed.
+        that is called eagerly an error says `NOT_FINITE`, `LOSS_NOT_FINITE` or `OVERFLOWED` if it
+        is not, and nothing has changed but the scales.
 
     Example:
         >>> w = tf.Variable([1.0, 2.0])
@@ -38,10 +47,20 @@ def all_or_none(var_grads: Any, loss: tf.Tensor | None = None) -> Any:
     """
     gradients = [gradient for _, gradient in var_grads.Flatten()]
     squared: Any = py_utils.SumSquared(gradients)
-    checks = [tf.debugging.Assert(tf.math.is_finite(squared), [NOT_FINITE], name="all_gradients")]
+    wanted = [(tf.math.is_finite(squared), NOT_FINITE, "all_gradients")]
+    if scales:
+        # They are known once all gradients are.
+        with tf.control_dependencies([squared]):
+            is_finite = tf.reduce_all(tf.stack([scale.finite for scale in scales]))
+        wanted.insert(0, (is_finite, OVERFLOWED, "scaled_gradients"))
     if loss is not None:
         is_finite = tf.reduce_all(tf.math.is_finite(loss))
-        checks.append(tf.debugging.Assert(is_finite, [LOSS_NOT_FINITE], name="loss"))
+        wanted.insert(0, (is_finite, LOSS_NOT_FINITE, "loss"))
+    # Only the first that is not so says so.
+    checks, is_known = [], tf.constant(False)
+    for is_finite, told, name in wanted:
+        checks.append(tf.debugging.Assert(is_finite | is_known, [told], name=name))
+        is_known |= ~is_finite
 
     def behind_check(pair: Any) -> Any:
         variable, gradient = pair
@@ -55,6 +74,11 @@ def all_or_none(var_grads: Any, loss: tf.Tensor | None = None) -> Any:
         return py_utils.VarGrad(variable, gradient)
 
     return var_grads.Transform(behind_check)
+
+
+def is_not_finite(told: str) -> bool:
+    """Whether an error speaks of values that are not finite, in whosever words."""
+    return re.search(r"\bnot finite\b|\b(nan|inf)\b", told, re.IGNORECASE) is not None
 
 
 def _on(gradient: tf.Tensor) -> tf.Tensor:

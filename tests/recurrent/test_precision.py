@@ -106,6 +106,31 @@ def test_an_overflow_changes_no_weight_and_halves_the_scale_until_it_fits():
     assert float(gradient) == 32.0
 
 
+def test_checks_inside_of_a_stage_let_scaled_gradients_overflow():
+    """lingvo's layers have such checks, which ended each step: the scale was never halved."""
+
+    def checked(theta, carry, inputs, microbatch, step):
+        return [tf.debugging.check_numerics(inputs[0] * theta[0], "product")], carry
+
+    weight, scale_of_loss = tf.Variable(1.0), LossScale.create()
+
+    @tf.function
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            theta = [tf.convert_to_tensor(weight)]
+            stages = [
+                Stage("a", checked, theta, [], "CPU:0"),
+                Stage("b", summed, theta, [], "CPU:0"),
+            ]
+            options = Options(compute_dtype="float16", loss_scale=scale_of_loss)
+            loss, _, _ = pipeline_loss(stages, [x], one_f_one_b(2, 2), options=options)
+        return tape.gradient(loss, weight)
+
+    assert float(gradient(tf.fill([4], 8.0))) == 0.0 and float(scale_of_loss.value) == 2.0**14
+    with pytest.raises(tf.errors.InvalidArgumentError, match="product"):
+        gradient(tf.fill([4], float("inf")))
+
+
 def test_the_scale_doubles_after_many_good_steps():
     scale_of_loss = LossScale.create()
     scale_of_loss.variables[1].assign(1998)

@@ -120,7 +120,7 @@ class Head(base_layer.BaseLayer):
     """The summed loss and the number of rows."""
 
     def FProp(self, theta, x, y):
-        loss = tf.reduce_sum(tf.square(x - y))
+        loss = tf.reduce_sum(tf.square(tf.cast(x, y.dtype) - y))
         return loss, tf.cast(tf.shape(x)[0], tf.float32)
 
     @classmethod

@@ -202,7 +202,7 @@ def test_a_loss_that_is_not_finite_is_no_step_though_its_gradients_are(eagerly, 
 
     made = Trainer(RegisteredModel(Model(), "Model"), Options(logdir=str(tmp_path), steps=1))
     before = [v.numpy() for v in made.trained.task.vars.Flatten()]
-    with pytest.raises(NotFiniteError):
+    with pytest.raises(NotFiniteError, match=r"^the loss is not finite$"):
         made.train_step()
     for value, variable in zip(before, made.trained.task.vars.Flatten(), strict=True):
         np.testing.assert_array_equal(variable.numpy(), value)

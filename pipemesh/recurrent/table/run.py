@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ import tensorflow as tf
 
 from pipemesh.backend.devices import check_threads
 from pipemesh.backend.gradient import Sources
+from pipemesh.backend.kept_gradients import unchecked_gradients
 from pipemesh.backend.operations import MaybeTensor, pin_each
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.recurrent.options import Options
@@ -128,17 +130,22 @@ class Run:
                 _held(t, None if i in options.uncast_inputs else options.compute_dtype)
                 for i, t in enumerate(inputs)
             ]
-        self._machine = Machine(
-            [_frozen(stage, options.compute_dtype) for stage in stages],
-            schedule.stage_devices,
-            held,
-            cutting,
-            step,
-            [[sum_dtype(tf.convert_to_tensor(t).dtype) for t in stage.theta] for stage in stages],
-            policy,
-            options.clock,
-            schedule.is_forward_only,
-        )
+        scaled = unchecked_gradients() if options.loss_scale else contextlib.nullcontext()
+        with scaled:
+            self._machine = Machine(
+                [_frozen(stage, options.compute_dtype) for stage in stages],
+                schedule.stage_devices,
+                held,
+                cutting,
+                step,
+                [
+                    [sum_dtype(tf.convert_to_tensor(t).dtype) for t in stage.theta]
+                    for stage in stages
+                ],
+                policy,
+                options.clock,
+                schedule.is_forward_only,
+            )
         self.stages = stages
         self._stages = self._machine.stages
         captured = [traced.captured for traced in self._machine.traced]

@@ -79,7 +79,13 @@ class TimedStep:
         """
         begin, cpu = time.perf_counter(), time.process_time()
         with self.trained.cluster():
-            self._step(self._batch).numpy()
+            try:
+                self._step(self._batch).numpy()
+            except tf.errors.InvalidArgumentError as error:
+                if self.trained.take_back(error) is None:
+                    raise
+                # A step that updates nothing is no measure of one that does.
+                return self.run()
         self.cpu, end = time.process_time() - cpu, time.perf_counter()
         if self._clock:
             first, last = self._clock.span()

@@ -20,7 +20,7 @@ from pipemesh.backend.peak import peak_memory
 from pipemesh.checkpoint.folder import path_of, steps_of
 from pipemesh.checkpoint.reader import reason
 from pipemesh.checkpoint.whole_file import write_whole
-from pipemesh.errors import DataError, NotFiniteError, PipemeshError, SaveError
+from pipemesh.errors import DataError, NotFiniteError, PipemeshError, RescaledError, SaveError
 from pipemesh.lowering.simd.process_talk import highest
 from pipemesh.partition.text import bytes_text
 from pipemesh.schedule.render import to_html, to_trace
@@ -295,7 +295,7 @@ class Loop:
                 result = self._trainer.train_step()
                 seconds = time.perf_counter() - begin
         except NotFiniteError as error:
-            self._skip(str(error))
+            self._skip(error)
             progress.advance()
             return
         self._in_a_row = 0
@@ -347,18 +347,20 @@ class Loop:
             self._profile.written = None
             self._tell("profile", f"profile: {path}", step=self._trainer.step, path=path)
 
-    def _skip(self, why: str) -> None:
+    def _skip(self, error: NotFiniteError) -> None:
         """Goes on without a step that is not finite, or not at all."""
-        trainer = self._trainer
-        if self._options.on_nonfinite == "stop":
+        trainer, why = self._trainer, str(error)
+        # That is how the scale of the loss is found, which ends.
+        is_rescaled = isinstance(error, RescaledError)
+        if self._options.on_nonfinite == "stop" and not is_rescaled:
             trainer.give_up(why, trainer.step + 1)
         trainer.skip()
-        self._in_a_row += 1
+        self._in_a_row += not is_rescaled
         if self._in_a_row == _MOST_IN_A_ROW:
             told = f"{_MOST_IN_A_ROW} steps in a row were skipped, the last one since {why}"
             trainer.give_up(told, trainer.step)
         number, text = trainer.skipped, None
-        if self._in_a_row == 1:
+        if self._in_a_row == 1 or is_rescaled:
             text = (
                 f"step {trainer.step}: {why}; skipped, its weights are those before "
                 f"({number} step{'' if number == 1 else 's'} skipped so far)"

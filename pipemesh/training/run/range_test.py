@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from pipemesh.checkpoint.whole_file import write_whole
-from pipemesh.errors import NotFiniteError, TrainingError
+from pipemesh.errors import NotFiniteError, RescaledError, TrainingError
 from pipemesh.training.ramp import HIGH, LOW, peak_rate
 from pipemesh.training.run.console import waiting
 from pipemesh.training.run.options import Options
@@ -226,6 +226,9 @@ class RangeTest:
             for number in range(steps):
                 try:
                     result = self._step(is_first=number == 0)
+                except RescaledError:
+                    self._trainer.skip()
+                    continue
                 except NotFiniteError as error:
                     in_a_row += 1
                     if self._options.on_nonfinite == "stop" or in_a_row == _MOST_IN_A_ROW:
