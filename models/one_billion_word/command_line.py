@@ -16,7 +16,7 @@ from pipemesh.mesh import LayoutRules
 from pipemesh.plan import Plan
 from pipemesh.text import nearest
 from pipemesh.training.command import host_flags, plan_flags, training_flags
-from pipemesh.training.command.flags import FILES, MODEL, FlagError, check_number, group
+from pipemesh.training.command.flags import FILES, MODEL, FlagError, check_number, check_seed, group
 from pipemesh.training.command.flags import parse as parse_flags
 
 from . import simd_plan
@@ -80,7 +80,6 @@ with group(FILES):
         "Go on from a checkpoint with other text than it was trained on, under its vocabulary.",
     )
     flags.DEFINE_integer("seed", 0, "Seed of weights, data order and dropout.")
-_SEEDS = range(-(2**63), 2**63)
 # The flag that changes each of the settings.
 _OF_SETTINGS = {
     "batch_size": "BATCH_SIZE",
@@ -145,8 +144,7 @@ def request() -> Request:
     for flag in ("logdir", "data_dir", "train_pattern", "heldout_pattern"):
         if FLAGS[flag].value == "":
             raise FlagError(f"--{flag}='' is empty; give a value, or leave the flag out")
-    if FLAGS.seed not in _SEEDS:
-        raise FlagError(f"--seed={FLAGS.seed}: it must fit into 64 bits, from -2**63 to 2**63 - 1")
+    check_seed(FLAGS.seed)
     settings = SIZES[FLAGS.model]()
     for flag, attribute in _OF_SETTINGS.items():
         value = FLAGS[flag].value

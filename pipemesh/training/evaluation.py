@@ -107,7 +107,7 @@ def evaluate(subject: Subject, checkpoint: str) -> tuple[int, Score]:
         CheckpointError: it is another model's, or damaged.
         DataError: there is nothing to judge by, or it cannot be read.
     """
-    trained = restored(subject, checkpoint)
+    trained = restored(subject, checkpoint, subject.task_with_input(is_trained=False))
     # After the model, whose initializers make TensorFlow forget the state of tokenizers.
     batches = subject.heldout_data()
     if batches is None:
@@ -118,18 +118,19 @@ def evaluate(subject: Subject, checkpoint: str) -> tuple[int, Score]:
     return int(trained.step.numpy()), score
 
 
-def restored(subject: Subject, checkpoint: str) -> TrainedTask:
+def restored(subject: Subject, checkpoint: str, task: Any = None) -> TrainedTask:
     """A task with the weights of a checkpoint, and their moving averages, to be used.
 
     Args:
         subject: the model, under any plan.
         checkpoint: its path.
+        task: params of its task; by default without an input.
 
     Raises:
         CheckpointError: there is none, it is another model's, or damaged.
     """
     trained = TrainedTask(
-        subject.task(), subject.plan, subject.device_type, subject.seed, learns=False
+        task or subject.task(), subject.plan, subject.device_type, subject.seed, learns=False
     )
     state = trained.state()
     if not os.path.exists(f"{checkpoint}.index"):

@@ -4,32 +4,38 @@ from __future__ import annotations
 
 from pipemesh.layers import lingvo_loader as lingvo_loader  # isort: skip
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 from lingvo.core import datasource, py_utils
 
 from pipemesh.errors import DataError, PipemeshError
+from pipemesh.training.subject import SOURCE
 
 # Where a generator does something to batches, if it is its own.
 _OF_GENERATORS = ("_InputBatch", "_PreprocessInputBatch", "GetPreprocessedInputBatch")
 
 
-def training_dataset(params: Any) -> tf.data.Dataset:
-    """Batches of an input generator, without end.
+def training_dataset(params: Any) -> tuple[tf.data.Dataset, Sequence[str]]:
+    """Batches of an input generator, without end, and lingvo's `bprop_variable_filters` of them.
 
     Args:
         params: of the input generator. Where it has a `TFDatasetSource` its dataset is read, which
             begins again after its end; others are asked for one batch after the other.
 
+    Returns:
+        The dataset, and one regular expression for each source, of names of the weights that it
+        trains; where there are some, batches have `SOURCE`.
+
     Raises:
-        DataError: the generator cannot be made.
+        DataError: the generator cannot be made, or chooses its data by the global step.
     """
-    dataset = _dataset(params)
+    filters: list[str] = []
+    dataset = _dataset(params, filters)
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
-        return dataset
-    return dataset.repeat()
+        return dataset, filters
+    return dataset.repeat(), filters
 
 
 def heldout_batches(params: Any) -> Iterable[Any]:
@@ -56,7 +62,8 @@ def heldout_batches(params: Any) -> Iterable[Any]:
     return dataset
 
 
-def _dataset(params: Any) -> tf.data.Dataset:
+def _dataset(params: Any, filters: list[str] | None = None) -> tf.data.Dataset:
+    """The batches of an input generator; `filters` gets those of its sources."""
     generator = _made(params)
     source = generator.children.get("datasource", None)
     if isinstance(source, datasource.TFDatasetSource) and not _has_own_ways(generator, source):
@@ -69,7 +76,11 @@ def _dataset(params: Any) -> tf.data.Dataset:
         return dataset.with_options(options)
 
     def batch(_: tf.Tensor) -> Any:
-        return generator.GetPreprocessedInputBatch()
+        found = generator.GetPreprocessedInputBatch()
+        if filters is None or not any(generator.GetBpropVariableFilters()):
+            return found
+        filters[:] = generator.GetBpropVariableFilters()
+        return py_utils.NestedMap({**found, SOURCE: generator.GetInputSourceOneHot()})
 
     return tf.data.Dataset.from_tensors(0).repeat().map(batch)
 
@@ -83,12 +94,21 @@ def _has_own_ways(generator: Any, source: Any) -> bool:
 
 
 def _made(params: Any) -> Any:
+    what = f"input {params.name!r} ({params.cls.__name__})"
     try:
-        return params.Instantiate()
+        made = params.Instantiate()
     except PipemeshError:
         raise
     except Exception as error:
+        raise DataError(f"{what} cannot be made: {type(error).__name__}: {error}") from error
+    if _has_curriculum(made):
         raise DataError(
-            f"input {params.name!r} ({params.cls.__name__}) cannot be made: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+            f"{what} has a CurriculumDataSource, which goes by the global step, but data is read "
+            "ahead of the steps; train with each of its sources in a run of its own"
+        )
+    return made
+
+
+def _has_curriculum(layer: Any) -> bool:
+    children = layer.children.Flatten()
+    return isinstance(layer, datasource.CurriculumDataSource) or any(map(_has_curriculum, children))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from lingvo.core import py_utils
+from lingvo.core import base_model, py_utils
 
 from pipemesh.errors import DataError, TrainingError
 from pipemesh.training.evaluation import restored, vanished
@@ -35,10 +35,18 @@ class Predictor:
     Raises:
         CheckpointError: it is another model's, or damaged.
         DataError: there is no held-out data.
+        TrainingError: the task does not say what it predicts.
     """
 
     def __init__(self, subject: Subject, checkpoint: str) -> None:
-        self._trained = restored(subject, checkpoint)
+        kind = subject.task().cls
+        if kind.ComputePredictions is base_model.BaseTask.ComputePredictions:
+            raise TrainingError(
+                f"{subject.name}: its task {kind.__name__} has no ComputePredictions of its own, "
+                "so nothing says what it predicts; define it (FPropTower calls it, unless that is "
+                "overridden)"
+            )
+        self._trained = restored(subject, checkpoint, subject.task_with_input(is_trained=False))
         self._batches = subject.heldout_data()
         if self._batches is None:
             raise DataError(

@@ -6,11 +6,11 @@ from pipemesh.layers import lingvo_loader as lingvo_loader  # isort: skip
 
 import functools
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
-from lingvo.core import base_model_params, gpipe
+from lingvo.core import base_model, base_model_params, gpipe
 
 from pipemesh.errors import PlanError, TrainingError
 from pipemesh.example_models import example, import_model_module
@@ -29,6 +29,8 @@ _PLAN = "PLAN"
 _DECODED_BY = "DECODED_BY"
 # What weights are judged by where nobody says, the first that a model has.
 _HELD_OUT = ("Dev", "Test")
+# The steps that lingvo trains where nobody says how many.
+_MAX_STEPS = base_model.BaseTask.Params().train.max_steps
 # What of a plan's values is which param of a `PipeliningLayer`.
 _OF_STACKS = {
     "schedule": "schedule",
@@ -84,12 +86,22 @@ class RegisteredModel(Subject):
         dataset: str | None = None,
     ) -> None:
         self.name, self.device_type, self.seed = name, device_type, seed
+        if type(config).Model is not base_model_params.SingleTaskModelParams.Model:
+            raise TrainingError(
+                f"{name}: its Model() is not called, only Task(); set there what Model() sets, and "
+                "leave it out"
+            )
         self._config, values = config, dict(values or {})
         if plain:
             values.setdefault("mesh", "layers:1")
         # Flags to be kept with checkpoints.
         self.given: Mapping[str, Any] = {}
         self._heldout = _heldout_of(config, name, dataset)
+        for key in ("Train", self._heldout):
+            if hasattr(config, f"Task_{key}"):
+                raise TrainingError(
+                    f"{name}: its Task_{key}() is not called, only Task(); leave it out"
+                )
         own = getattr(config, _PLAN, None)
         if isinstance(own, Plan):
             # What orders a pipeline is nothing without one.
@@ -103,6 +115,10 @@ class RegisteredModel(Subject):
         for stack in stacks_of(self._task):
             stack.pipelined = stack.pipelined and not plain
             stack.strict_devices = stack.strict_devices or strict_devices
+        self._filters: Sequence[str] = ()
+        # lingvo's own default is no limit that somebody has set.
+        if (most := self._task.train.max_steps) != _MAX_STEPS:
+            self.most_steps = most
         if self._task.random_seed is None:
             self._task.random_seed = seed
         self._settings = {
@@ -121,10 +137,22 @@ class RegisteredModel(Subject):
         """Params of the lingvo task."""
         return self._task.Copy()
 
+    def task_with_input(self, is_trained: bool) -> Any:
+        """As lingvo has it: with the dataset that is trained on, or judged by."""
+        task, dataset = self.task(), "Train" if is_trained else self._heldout
+        if dataset is None or task.input is not None:
+            return task
+        return task.Set(input=self._input(dataset))
+
     def train_data(self, epoch: int) -> tf.data.Dataset:
         """The batches of `Train()`, which begins again after its end."""
         with self._cluster():
-            return training_dataset(self._input("Train"))
+            dataset, self._filters = training_dataset(self._input("Train"))
+            return dataset
+
+    def variable_filters(self) -> Sequence[str]:
+        """Those of `Train()`."""
+        return self._filters
 
     def heldout_data(self) -> Iterable[Any] | None:
         """The batches of the dataset to judge by."""
@@ -184,6 +212,11 @@ def find_model(name: str) -> Any:
     told = f"has no {class_name!r}{nearest_text(class_name, known) or ', nor any other model'}"
     if found is not None:
         told = f"has {class_name!r}, which is no class of lingvo's SingleTaskModelParams"
+    if inspect.isclass(found) and issubclass(found, base_model_params.MultiTaskModelParams):
+        told = (
+            f"has {class_name!r} of several tasks, but one is trained; give a class of lingvo's "
+            "SingleTaskModelParams for each task, and train one after the other"
+        )
     raise TrainingError(f"--model={name!r}: {module_name} {told}")
 
 

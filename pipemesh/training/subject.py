@@ -13,6 +13,9 @@ import tensorflow as tf
 from pipemesh.plan import Plan
 from pipemesh.training.score import Means, Score
 
+# Of a batch whose sources do not all train the same weights: which one it is of, a one-hot vector.
+SOURCE = "source_of_batch"
+
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
@@ -43,6 +46,7 @@ class Subject(abc.ABC):
         seed: of TensorFlow's random numbers.
         unit: what `Score.amount` counts.
         read_ahead: how many batches the training data reads before they are asked for.
+        most_steps: up to which step the model itself is to be trained; None if it does not say.
         rate_name: what says how large the learning rate is; None for the param of the task.
     """
 
@@ -52,11 +56,21 @@ class Subject(abc.ABC):
     seed: int = 0
     unit: str = "examples"
     read_ahead: int = 0
+    most_steps: int | None = None
     rate_name: str | None = None
 
     @abc.abstractmethod
     def task(self) -> Any:
         """Params of the lingvo task."""
+
+    def task_with_input(self, is_trained: bool) -> Any:
+        """The same with the params of its input, which some tasks look at.
+
+        Args:
+            is_trained: whether that is trained on, or held out.
+        """
+        del is_trained
+        return self.task()
 
     @abc.abstractmethod
     def train_data(self, epoch: int) -> tf.data.Dataset:
@@ -76,6 +90,10 @@ class Subject(abc.ABC):
         Raises:
             PipemeshError: the data cannot be read.
         """
+
+    def variable_filters(self) -> Sequence[str]:
+        """The `filters` of `TrainedTask`, once there is training data; most data has none."""
+        return ()
 
     def sample(self, batches: int) -> Sample:
         """What to judge by while training: the first batches, unless a model knows better.
@@ -141,6 +159,8 @@ class Subject(abc.ABC):
 
 def rows_of(batch: Any) -> int:
     """How many examples a batch has: the length of its first tensor with a shape."""
+    if isinstance(batch, Mapping):
+        batch = {name: value for name, value in batch.items() if name != SOURCE}
     for leaf in tf.nest.flatten(batch):
         shape: Any = getattr(leaf, "shape", ())
         if len(shape):

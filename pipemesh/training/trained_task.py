@@ -5,29 +5,24 @@ from __future__ import annotations
 from pipemesh.layers import lingvo_loader as lingvo_loader  # isort: skip
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
-from lingvo.core import base_model, optimizer, py_utils
+from lingvo.core import base_model, py_utils
 
 from pipemesh.backend.processes import current_processes
-from pipemesh.errors import PipemeshError, TrainingError
+from pipemesh.errors import PipemeshError
 from pipemesh.hosts.client import note_stages
 from pipemesh.layers import PipeliningLayer, mesh_cluster
 from pipemesh.layers.named import by_logical_name
 from pipemesh.layers.step_seed import whole_batch_randomness
 from pipemesh.plan import Plan
+from pipemesh.training.lingvo_params import check_params
 from pipemesh.training.optimizer import prepare_optimizer
+from pipemesh.training.subject import SOURCE
 from pipemesh.training.whole_updates import OVERFLOWED, all_or_none
-
-# Optimizers around others.
-_WRAPPING = (
-    optimizer.Accumulator,
-    optimizer.CompositeOptimizer,
-    optimizer.DistributedShampoo,
-    optimizer.DynamicAccumulator,
-)
 
 
 class TrainedTask:
@@ -47,6 +42,8 @@ class TrainedTask:
         loss: the metric that is trained on.
         step: the number of finished steps.
         skipped: the number of steps among them that were skipped.
+        filters: for each source of the data a regular expression of the names of the weights that
+            it trains, as lingvo's `bprop_variable_filters`; none if each trains all.
 
     Raises:
         TrainingError: the task cannot be trained.
@@ -55,6 +52,7 @@ class TrainedTask:
     def __init__(
         self, params: Any, plan: Plan, device_type: str, seed: int, learns: bool = True
     ) -> None:
+        check_params(params, learns)
         self._plan, self._device_type = plan, device_type
         tf.random.set_seed(seed)
         with self.cluster():
@@ -69,10 +67,9 @@ class TrainedTask:
             homes = [home for stack in self.pipelines for home in stack.StageHomes()]
         self.devices = [home.devices for home in homes]
         note_stages(self.devices)
-        self.learner = _learner_of(self.task)
-        if learns:
-            _check_applied(self.task)
+        (self.learner,) = self.task.learners
         self.loss: str = self.learner.params.loss_name or self.learner.params.name
+        self.filters: Sequence[str] = ()
         # What a step changes by itself, and its values before the step.
         self._others: list[tf.Variable] = []
         self._before: list[tf.Variable] = []
@@ -169,6 +166,7 @@ class TrainedTask:
             [copy.assign(v) for copy, v in zip(self._before, self._others, strict=True)]
         ):
             batch = _nested_map(batch)
+        mask = self._gradient_mask(batch.pop(SOURCE)) if self.filters else None
         with py_utils.GradientTape(), py_utils.GlobalStepContext(self.step):
             py_utils.ResetStepSeed()
             with whole_batch_randomness():
@@ -179,6 +177,7 @@ class TrainedTask:
             losses, update, stats = self.learner.Apply(
                 metrics,
                 self.task.vars,
+                gradient_mask=mask,
                 gradient_adjuster=adjusted,
             )
             # As lingvo has it: averages of what was updated, then what depends on them.
@@ -194,6 +193,17 @@ class TrainedTask:
             self.step.assign_add(1)
         rate = stats["learning_rate"][0]
         return losses[0], rate, outcome(metrics, per_example), gradients
+
+    def _gradient_mask(self, source: tf.Tensor) -> dict[str, tf.Tensor]:
+        """By variable 1 if the chosen source of the batch, a one-hot vector, trains it, else 0."""
+        return {
+            variable.name: tf.tensordot(
+                tf.constant([float(bool(re.search(f, variable.name))) for f in self.filters]),
+                source,
+                1,
+            )
+            for variable in self.task.vars.Flatten()
+        }
 
     def _gradients_of(self, var_grads: Any) -> dict[str, list[tf.Tensor]]:
         """Gradients by logical name, as many as a weight has variables."""
@@ -251,55 +261,6 @@ def pipelines_of(layer: Any) -> list[Any]:
         return [layer]
     children: Sequence[Any] = layer.children.Flatten()
     return [stack for child in children for stack in pipelines_of(child)]
-
-
-def _learner_of(task: Any) -> Any:
-    """The one learner of a task.
-
-    Raises:
-        TrainingError: it has several, or one whose gradients nobody sees before weights change.
-    """
-    name, learners = task.params.name, task.learners
-    if len(learners) != 1:
-        raise TrainingError(
-            f"{name}: it has {len(learners)} learners, which could fail one by one; give "
-            "p.train.learner one"
-        )
-    p = learners[0].params
-    if isinstance(p.loss_name, list | tuple):
-        raise TrainingError(
-            f"{name}: its learner trains on {len(p.loss_name)} losses; let ComputeLoss add them up "
-            "to one"
-        )
-    if not p.scale_gradients:
-        raise TrainingError(
-            f"{name}: with scale_gradients=False gradients that are not finite would be applied; "
-            "leave scale_gradients of its learner True"
-        )
-    return learners[0]
-
-
-def _check_applied(task: Any) -> None:
-    """Checks that a task asks for nothing that is done by lingvo's own trainer alone.
-
-    Raises:
-        TrainingError: it does.
-    """
-    name, p = task.params.name, task.params.train
-    kind = task.learners[0].params.optimizer.cls
-    if p.init_from_checkpoint_rules:
-        raise TrainingError(
-            f"{name}: init_from_checkpoint_rules are lingvo's trainer's; put the checkpoint into "
-            "the log directory instead (pipemesh checkpoint convert), and leave them out"
-        )
-    if p.pruning_hparams_dict:
-        raise TrainingError(f"{name}: weights are not pruned here; leave pruning_hparams_dict out")
-    if issubclass(kind, _WRAPPING):
-        raise TrainingError(
-            f"{name}: the optimizer {kind.__name__} keeps its state in steps that are not one, so "
-            "it cannot be saved between them; use one that updates all weights in each step (more "
-            "microbatches accumulate gradients, too)"
-        )
 
 
 def _nested_map(batch: Any) -> Any:

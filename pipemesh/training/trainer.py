@@ -73,7 +73,7 @@ class Trainer:
         keeps_place: bool = False,
     ) -> None:
         self.subject = subject
-        params = subject.task()
+        params = subject.task_with_input(is_trained=True)
         if options.find_learning_rate:
             if restore and has_state(params):
                 raise TrainingError(
@@ -91,6 +91,7 @@ class Trainer:
         # TensorFlow forget the state of operations, that of tokenizers included.
         # Data that is begun again has other epochs than those that are done.
         dataset = subject.train_data(self.step)
+        self.trained.filters = subject.variable_filters()
         try:
             self.sample = Sample((), "none, learning rates are tried")
             if not options.find_learning_rate:

@@ -236,6 +236,19 @@ class StagedPoints(PlainPoints):
         return trained(Pipelined.Params().Set(name="points", stack=stack))
 
 
+class LimitedPoints(PlainPoints):
+    """Says itself how long it is trained."""
+
+    def Task(self):
+        p = super().Task()
+        p.train.max_steps = 3
+        return p
+
+
+class SeveralTasks(base_model_params.MultiTaskModelParams):
+    """Is not trained."""
+
+
 class UnevenPoints(StagedPoints):
     """The last batch to judge by does not divide into microbatches."""
 

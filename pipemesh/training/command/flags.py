@@ -22,6 +22,7 @@ FLAGS = flags.FLAGS
 # What a shell reports of a program that was interrupted, and of one that was asked the impossible.
 INTERRUPTED = 130
 BAD_INPUT = 2
+_SEEDS = range(-(2**63), 2**63)
 # What tensors of int32 and float32 hold.
 _LARGEST = {int: 2**31 - 1, float: 3.4e38}
 # Each logical device has threads of its own; a larger mesh is a slip of the pen.
@@ -250,6 +251,16 @@ def start_devices(mesh: Mesh, device_type: str) -> None:
         )
     else:
         start_cpu_devices(wanted)
+
+
+def check_seed(seed: int) -> None:
+    """Checks that the value of `--seed` is one that TensorFlow takes.
+
+    Raises:
+        FlagError: it is not.
+    """
+    if seed not in _SEEDS:
+        raise FlagError(f"--seed={seed}: it must fit into 64 bits, from -2**63 to 2**63 - 1")
 
 
 def check_number(flag: str, value: float) -> None:

@@ -21,7 +21,7 @@ from pipemesh.example_models import example, same_class
 from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
 from pipemesh.training.command import auto_plan, host_flags, plan_flags
-from pipemesh.training.command.flags import FILES, FlagError, device_type, group
+from pipemesh.training.command.flags import FILES, FlagError, check_seed, device_type, group
 
 FLAGS = flags.FLAGS
 
@@ -92,6 +92,7 @@ def subject() -> Any:
             f"which model? --logdir={FLAGS.logdir!r} has no checkpoint that says; give "
             "--model=package.module.Class"
         )
+    check_seed(FLAGS.seed)
     values = plan_flags.given()
     if FLAGS.plain:
         mesh = Mesh.from_text(values.setdefault("mesh", "layers:1"))

@@ -16,7 +16,7 @@ from pipemesh.checkpoint import Folder, newest_whole
 from pipemesh.checkpoint.whole_file import remove_unfinished, write_whole
 from pipemesh.training.command import host_flags, model_flags, quiet, together, training_flags
 from pipemesh.training.command.config import as_toml
-from pipemesh.training.command.flags import parse
+from pipemesh.training.command.flags import FLAGS, parse
 from pipemesh.training.run import console
 from pipemesh.training.run.options import Options
 
@@ -55,6 +55,11 @@ def _train(folder: str) -> int:
         model_flags.check_note(manifest.note, folder)
     given = training_flags.given(sys.modules[__name__])
     subject = model_flags.subject()
+    if subject.most_steps is not None:
+        if not FLAGS["steps"].present:
+            FLAGS["steps"].value = subject.most_steps
+        elif FLAGS.steps != subject.most_steps:
+            print(f"--steps={FLAGS.steps} in place of p.train.max_steps={subject.most_steps}")
     options = Options(logdir=folder, given=given, **training_flags.options())
     with console.waiting("making the model"):
         from pipemesh.training.trainer import Trainer

@@ -62,7 +62,12 @@ def define(drawn: str = "the first ones") -> None:
         drawn: which batches are a part of all held-out ones, in words.
     """
     auto_plan.define()
-    flags.DEFINE_integer("steps", 300, "Train up to this step.", lower_bound=0)
+    flags.DEFINE_integer(
+        "steps",
+        300,
+        "Train up to this step; a model's own p.train.max_steps is the default before this one.",
+        lower_bound=0,
+    )
     with group(FILES):
         flags.DEFINE_string("logdir", None, "Folder of checkpoints, summaries and the like.")
     flags.DEFINE_integer("eval_every", 100, "Evaluate every so many steps.", lower_bound=1)

@@ -43,7 +43,8 @@ class TimedStep:
         begin = time.perf_counter()
         self.plan: Plan = subject.plan
         self._batch = batch
-        self.trained = TrainedTask(subject.task(), subject.plan, subject.device_type, subject.seed)
+        task = subject.task_with_input(is_trained=True)
+        self.trained = TrainedTask(task, subject.plan, subject.device_type, subject.seed)
         if len(self.trained.pipelines) != 1:
             raise PlanError(
                 f"{subject.name} has {len(self.trained.pipelines)} pipelines; figures are of a "

@@ -1,0 +1,204 @@
+"""What params of lingvo ask for is honoured, or refused before the first step."""
+
+import pathlib
+import typing
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from lingvo.core import (
+    base_input_generator,
+    base_model,
+    base_model_params,
+    datasource,
+    optimizer,
+    py_utils,
+    schedule,
+)
+
+from pipemesh import training
+from pipemesh.errors import DataError, TrainingError
+from pipemesh.training import Options, Trainer
+from pipemesh.training.evaluation import evaluate
+from pipemesh.training.lingvo_params import RULES, check_params, lingvo_names, table
+from pipemesh.training.prediction import Predictor
+from pipemesh.training.registered import RegisteredModel
+from pipemesh.training.subject import SOURCE
+from tests.training import small_models
+from tests.training.command.program import done
+
+
+def test_the_table_knows_all_params_of_lingvo():
+    known = [name for rule in RULES for name in rule.names.split()]
+    assert len(known) == len(set(known))
+    assert set(known) == lingvo_names()
+
+
+def test_the_readme_has_the_table():
+    readme = pathlib.Path(training.__file__).with_name("README.md").read_text()
+    assert "\n".join(table()) in readme
+
+
+REFUSED = {
+    "task.task_global_step": lambda p: p.Set(task_global_step=True),
+    "task.defer_global_step_update": lambda p: p.Set(defer_global_step_update=True),
+    "train.early_stop": lambda p: p.train.early_stop.Set(window=5),
+    "train.vn_std train.vn_start_step": lambda p: p.Set(
+        vn=py_utils.VariationalNoiseParams(None, False, True)
+    ).train.Set(vn_std=0.1),
+    "train.ema_decay_moving_vars": lambda p: p.train.Set(ema_decay_moving_vars=True),
+    "train.init_from_checkpoint_rules train.init_from_checkpoint_override": lambda p: p.train.Set(
+        init_from_checkpoint_override="/some/ckpt"
+    ),
+    "train.pruning_hparams_dict": lambda p: p.train.Set(pruning_hparams_dict={"a": 1}),
+    "train.enqueue_max_steps": lambda p: p.train.Set(enqueue_max_steps=3),
+    "train.learner": lambda p: p.train.Set(learner=[]),
+    "learner.loss_name": lambda p: p.train.learner.Set(loss_name=["a", "b"]),
+    "learner.gradient_combiner": lambda p: p.train.learner.Set(
+        gradient_combiner=optimizer.SGD.Params()
+    ),
+    "learner.scale_gradients": lambda p: p.train.learner.Set(scale_gradients=False),
+    "learner.optimizer": lambda p: p.train.learner.Set(optimizer=optimizer.Accumulator.Params()),
+    "learner.lr_schedule": lambda p: p.train.learner.Set(
+        lr_schedule=schedule.CombinedMinimumSchedule.Params().Set(
+            schedules=[schedule.Constant.Params(), schedule.DevBasedSchedule.Params()]
+        )
+    ),
+}
+
+
+def test_what_is_not_done_is_refused_by_the_name_of_its_param():
+    assert set(REFUSED) == {rule.names for rule in RULES if rule.refused is not None}
+    check_params(small_models.PlainPoints().Task())
+    for rule in RULES:
+        if rule.refused is None:
+            continue
+        task = small_models.PlainPoints().Task()
+        REFUSED[rule.names](task)
+        with pytest.raises(TrainingError) as caught:
+            check_params(task)
+        told, name = str(caught.value), rule.names.split()[-1].partition(".")[2]
+        assert rule.advice in told and "\n" not in told
+        assert any(n.partition(".")[2] in told for n in rule.names.split()), (name, told)
+
+
+class Points(datasource.DataSource):
+    """The same batch again and again."""
+
+    def GetNext(self):
+        x = tf.reshape(tf.range(32.0), [8, 4]) / 32
+        return py_utils.NestedMap(x=x, y=tf.ones([8, 1]))
+
+
+class Mixed(base_input_generator.BaseInputGeneratorFromFiles):
+    """Batches from two sources, as lingvo mixes them."""
+
+    def _InputBatch(self):
+        return self._BuildDataSource()
+
+
+class MixedPoints(small_models.PlainPoints):
+    """The second source trains the bias alone."""
+
+    SOURCES = datasource.CrossBatchMixingDataSource.Params().Set(
+        sub=[Points.Params().Set(name=name) for name in "ab"],
+        weights=[0.5, 0.5],
+        bprop_variable_filters=["", "dense/b"],
+        random_seed=5,
+    )
+
+    def Train(self):
+        return Mixed.Params().Set(name="mixed", file_datasource=self.SOURCES)
+
+    def Task(self):
+        p = super().Task()
+        p.train.learner.optimizer = optimizer.SGD.Params()
+        return p
+
+
+def trainer(config, logdir):
+    return Trainer(RegisteredModel(config, "Points"), Options(logdir=str(logdir), steps=9))
+
+
+def test_each_source_trains_the_weights_of_its_filter(eagerly, tmp_path):
+    made = trainer(MixedPoints(), tmp_path)
+    sources = set()
+    for _ in range(8):
+        before = {v.name: v.numpy() for v in made.trained.task.vars.Flatten() if v.trainable}
+        made.train_step()
+        moved = {
+            v.name.split("/")[2]
+            for v in made.trained.task.vars.Flatten()
+            if v.trainable and not np.array_equal(v.numpy(), before[v.name])
+        }
+        source = int(np.argmax(made.batch[SOURCE]))
+        sources.add(source)
+        assert moved == ({"w", "b", "beta", "gamma"}, {"b"})[source]
+    assert sources == {0, 1}
+
+
+def test_a_curriculum_of_data_is_refused(eagerly, tmp_path):
+    class Curriculum(MixedPoints):
+        SOURCES = datasource.CurriculumDataSource.Params().Set(
+            sub=[Points.Params().Set(name=name) for name in "ab"], boundaries=[4]
+        )
+
+    with pytest.raises(DataError, match="has a CurriculumDataSource, which goes by the global"):
+        trainer(Curriculum(), tmp_path)
+
+
+class Towers(base_model.BaseTask):
+    """As lingvo's LeNet: it overrides FPropTower, and looks at its input."""
+
+    SEEN: typing.ClassVar[list] = []
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.SEEN.append((params.input.source.seed, self.input.params.source.seed))
+        self.CreateChild("dense", small_models.Hidden.Params().Set(dims=(4, 1)))
+
+    def FPropTower(self, theta, input_batch):
+        y = input_batch.y
+        x, _ = self.dense.FProp(theta.dense, input_batch.x, y)
+        rows = tf.constant(float(small_models.BATCH))
+        return {"loss": (tf.reduce_mean(tf.square(x - y)), rows)}, {}
+
+
+def test_a_task_is_given_its_input_as_lingvo_does(eagerly, tmp_path):
+    class Model(small_models.PlainPoints):
+        def Task(self):
+            return small_models.trained(Towers.Params().Set(name="points"))
+
+    Towers.SEEN.clear()
+    made = trainer(Model(), tmp_path)
+    made.train_step()
+    path = made.save()
+    subject = RegisteredModel(Model(), "Points")
+    assert evaluate(subject, path)[0] == 1
+    assert Towers.SEEN == [(1, 1), (2, 2)], "that of Train, then that of Test"
+    with pytest.raises(TrainingError, match="task Towers has no ComputePredictions of its own"):
+        Predictor(subject, path)
+
+
+def test_methods_that_would_change_the_task_are_refused():
+    class Model(small_models.PlainPoints):
+        def Model(self):
+            raise AssertionError
+
+    class Other(small_models.PlainPoints):
+        def Task_Test(self):
+            raise AssertionError
+
+    assert issubclass(Model, base_model_params.SingleTaskModelParams)
+    for kind, told in ((Model, r"its Model\(\) is not called"), (Other, r"Task_Test\(\) is not")):
+        with pytest.raises(TrainingError, match=told):
+            RegisteredModel(kind(), "Points")
+
+
+@pytest.mark.slow
+def test_a_model_says_itself_how_long_it_is_trained(tmp_path):
+    flags = ["train", "--model=tests.training.small_models.LimitedPoints", f"--logdir={tmp_path}"]
+    assert f"checkpoint: {tmp_path}/ckpt-3" in done(*flags)
+    out = done(*flags, "--steps=4")
+    assert "--steps=4 in place of p.train.max_steps=3" in out
+    assert f"checkpoint: {tmp_path}/ckpt-4" in out
