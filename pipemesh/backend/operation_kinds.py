@@ -30,7 +30,7 @@ READS = VARIABLES | frozenset(
     (
         *("ReadVariableOp", "VariableShape", "VarIsInitializedOp"),
         *("ResourceGather", "ResourceGatherNd", "Empty", "StatelessRandomGetAlg"),
-        *("LookupTableFindV2", "LookupTableSizeV2"),
+        *("LookupTableFindV2", "LookupTableSizeV2", "AllCandidateSampler"),
     )
 )
 # Their names begin like this.
@@ -52,7 +52,9 @@ WITHOUT_GRADIENT = frozenset(("Const", "StopGradient"))
 DRAWS_WITH_STATE = frozenset(
     """
     Multinomial ParameterizedTruncatedNormal RandomGamma RandomPoisson RandomPoissonV2 RandomShuffle
-    RandomStandardNormal RandomUniform RandomUniformInt TruncatedNormal
+    RandomStandardNormal RandomUniform RandomUniformInt TruncatedNormal UniformCandidateSampler
+    LogUniformCandidateSampler FixedUnigramCandidateSampler LearnedUnigramCandidateSampler
+    ThreadUnsafeUnigramCandidateSampler
     """.split()
 )
 DRAWS_WITHOUT_STATE = frozenset(

@@ -16,6 +16,7 @@ from tensorflow.python.eager.polymorphic_function import (
 )
 from tensorflow.python.framework import random_seed
 from tensorflow.python.ops import (
+    gen_candidate_sampling_ops,
     gen_logging_ops,
     gen_random_ops,
     gen_stateless_random_ops,
@@ -30,6 +31,7 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 # All functions that draw, print or summarize end in one of these modules.
 _GENERATED = (
     gen_random_ops,
+    gen_candidate_sampling_ops,
     gen_stateless_random_ops_v2,
     gen_stateless_random_ops,
     gen_logging_ops,

@@ -15,6 +15,12 @@ import tensorflow as tf
 
 from pipemesh.backend.patches import operation, wrap_operation, wrap_seeds
 from pipemesh.errors import PipelineError
+from pipemesh.randomness.candidates import (
+    candidates,
+    log_uniform_weights,
+    uniform_weights,
+    unigram_weights,
+)
 from pipemesh.randomness.draws import PHILOX, draw
 from pipemesh.randomness.eager_loops import install_eager_loops
 from pipemesh.randomness.retracing import install_retracing
@@ -88,6 +94,52 @@ def _uncuttable(original: Callable[..., Any], stateful: bool) -> Callable[..., A
     return dispatch
 
 
+def _sampler(original: Callable[..., Any], weights: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `f(true_classes, num_true, num_sampled, unique, range_max, ...)`."""
+
+    def dispatch(
+        true_classes: Any,
+        num_true: int,
+        num_sampled: int,
+        unique: bool,
+        range_max: int,
+        seed: int = 0,
+        seed2: int = 0,
+        name: Any = None,
+        **of_weights: Any,
+    ) -> Any:
+        if not scopes.stack:
+            arguments = (true_classes, num_true, num_sampled, unique, range_max)
+            return original(*arguments, seed=seed, seed2=seed2, name=name, **of_weights)
+        with tf.name_scope(name or original.__name__):
+            return candidates(
+                weights(range_max, **of_weights),
+                true_classes,
+                num_sampled,
+                unique,
+                lambda shape: operation("random_uniform")(
+                    tf.constant(shape), tf.float64, seed=seed, seed2=seed2
+                ),
+            )
+
+    return dispatch
+
+
+def _learned_sampler(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a sampler whose distribution changes with each call."""
+
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        if scopes.stack:
+            raise PipelineError(
+                f"layer {scopes.stack[-1].layer!r} calls {original.__name__!r}, which learns what "
+                "to sample from each call, so a training cannot be repeated or go on; use "
+                "tf.random.log_uniform_candidate_sampler or fixed_unigram_candidate_sampler"
+            )
+        return original(*args, **kwargs)
+
+    return dispatch
+
+
 def _seeds_without_counting(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `get_seed`, which else numbers unseeded operations by the order of tracing."""
 
@@ -130,6 +182,16 @@ _UNCUTTABLE_STATELESS = (
     "stateless_random_gamma_v3",
     "stateless_shuffle",
 )
+# By what makes the weights of their classes.
+_SAMPLERS = {
+    "uniform_candidate_sampler": uniform_weights,
+    "log_uniform_candidate_sampler": log_uniform_weights,
+    "fixed_unigram_candidate_sampler": unigram_weights,
+}
+_LEARNED_SAMPLERS = (
+    "learned_unigram_candidate_sampler",
+    "thread_unsafe_unigram_candidate_sampler",
+)
 _install_lock = threading.Lock()
 _installed = False
 
@@ -148,6 +210,10 @@ def install() -> None:
             wrap_operation(name, functools.partial(_uncuttable, stateful=True))
         for name in _UNCUTTABLE_STATELESS:
             wrap_operation(name, functools.partial(_uncuttable, stateful=False))
+        for name, weights in _SAMPLERS.items():
+            wrap_operation(name, functools.partial(_sampler, weights=weights))
+        for name in _LEARNED_SAMPLERS:
+            wrap_operation(name, _learned_sampler)
         wrap_seeds(_seeds_without_counting)
         install_retracing()
         install_eager_loops()

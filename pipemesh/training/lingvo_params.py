@@ -102,13 +102,7 @@ RULES = (
         lambda value, task: bool(task.train.vn_std > 0 and task.vn and task.vn.per_step_vn),
         "leave p.vn.per_step_vn out, whose noise would be in evaluations, too",
     ),
-    Rule("train.ema_decay train.ema_schedule", "honoured"),
-    Rule(
-        "train.ema_decay_moving_vars",
-        "refused",
-        _is_given,
-        "averages of batch norm are not averaged again; leave it out",
-    ),
+    Rule("train.ema_decay train.ema_decay_moving_vars train.ema_schedule", "honoured"),
     Rule(
         "train.init_from_checkpoint_rules train.init_from_checkpoint_override",
         "refused; `pipemesh checkpoint convert` instead",

@@ -46,7 +46,6 @@ REFUSED = {
     "train.vn_std train.vn_start_step": lambda p: p.Set(
         vn=py_utils.VariationalNoiseParams(None, False, True)
     ).train.Set(vn_std=0.1),
-    "train.ema_decay_moving_vars": lambda p: p.train.Set(ema_decay_moving_vars=True),
     "train.init_from_checkpoint_rules train.init_from_checkpoint_override": lambda p: p.train.Set(
         init_from_checkpoint_override="/some/ckpt"
     ),

@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pytest
 
 from pipemesh.report import read
 from pipemesh.training import Loop, Options, Trainer
@@ -17,6 +18,7 @@ def made(logdir, **changes):
     return Trainer(RegisteredModel(StagedPoints(), "Points", values), options), options
 
 
+@pytest.mark.slow
 def test_overflowed_steps_move_nothing_and_are_told(eagerly, tmp_path, capsys):
     """Adam's powers were moved by them, and nothing was said; ten in a row are no failure."""
     trainer, options = made(tmp_path, on_nonfinite="stop")
@@ -58,6 +60,7 @@ def test_overflowed_steps_move_nothing_and_are_told(eagerly, tmp_path, capsys):
     assert len(run.told["skipped"]) == overflowed
 
 
+@pytest.mark.slow
 def test_steps_that_overflow_are_not_timed(eagerly, tmp_path):
     trainer, _ = made(tmp_path)
     trainer.trained._scales[0].variables[0].assign(2.0**20)
