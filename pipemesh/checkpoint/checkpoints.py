@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import threading
 from collections.abc import Mapping
@@ -15,12 +16,13 @@ from pipemesh.backend.processes import current_processes
 from pipemesh.checkpoint import folder as folders
 from pipemesh.checkpoint.entries import Snapshot, entries_of
 from pipemesh.checkpoint.joined import JoinedFiles
+from pipemesh.checkpoint.lock import check_held, is_held
 from pipemesh.checkpoint.manifest import Manifest
 from pipemesh.checkpoint.parts import join_parts, write_part
 from pipemesh.checkpoint.reader import reason, restore
 from pipemesh.checkpoint.shared_folder import writers
 from pipemesh.errors import SaveError
-from pipemesh.lowering.simd.process_talk import meet
+from pipemesh.lowering.simd.process_talk import from_chief
 
 
 class Checkpoints:
@@ -64,7 +66,7 @@ class Checkpoints:
     def __init__(
         self, folder: str, tracked: Mapping[str, Any], keep: int = 3, keep_best: int = 0
     ) -> None:
-        self._folder, self._tracked = folder, dict(tracked)
+        self.folder, self._tracked = folder, dict(tracked)
         self._keep, self._keep_best = keep, keep_best
         self._entries = entries_of(tracked)
         self._files = JoinedFiles()
@@ -77,7 +79,7 @@ class Checkpoints:
     def newest(self) -> str | None:
         """Path of the newest complete checkpoint; the last known while the folder is unreadable."""
         with contextlib.suppress(OSError):
-            self._known = folders.newest(self._folder)
+            self._known = folders.newest(self.folder)
         return self._known
 
     def track(self, **tracked: Any) -> None:
@@ -114,10 +116,10 @@ class Checkpoints:
         """
         self.wait()
         # What the first one wrote before in a folder of this name is out of the way now.
-        meet()
+        mark = from_chief(secrets.token_hex(8)) or ""
         snapshot = Snapshot.of(self._entries, self._hosts_that_write())
-        path = folders.path_of(self._folder, step)
-        self._writing = _Writing(self, path, snapshot, step, note, score)
+        path = folders.path_of(self.folder, step)
+        self._writing = _Writing(self, path, snapshot, mark, step, note, score)
         return path
 
     def confirm(self) -> None:
@@ -190,7 +192,7 @@ class Checkpoints:
             found: list[str] = []
             with contextlib.suppress(OSError):
                 # Whoever writes the checkpoint will be told.
-                found = writers(self._folder, new)
+                found = writers(self.folder, new)
             self._writers |= {host: host in found for host in new}
         return [host for host in hosts if self._writers[host]]
 
@@ -200,16 +202,18 @@ class Checkpoints:
         folders.remove(path)
         files = folders.publish(temporary, path)
         self._known = path
-        gone = list(folders.to_let_go(self._folder, self._keep, self._keep_best))
+        older = folders.to_let_go(self.folder, self._keep, self._keep_best)
+        # One that is being read goes later.
+        gone = [old for old in older if not is_held(old)]
         if gone:
             # A machine that loses power now must find what replaces them.
             for file in files:
                 _write_through(file)
-            _write_through(self._folder)
+            _write_through(self.folder)
         for old in gone:
             folders.remove(old)
-        steps = folders.steps_of(self._folder)
-        folders.list_for_tensorflow(self._folder, [f"ckpt-{step}" for step in steps])
+        steps = folders.steps_of(self.folder)
+        folders.list_for_tensorflow(self.folder, [f"ckpt-{step}" for step in steps])
 
 
 class _Writing:
@@ -220,6 +224,7 @@ class _Writing:
         owner: Checkpoints,
         path: str,
         snapshot: Snapshot,
+        mark: str,
         step: int,
         note: Mapping[str, Any],
         score: float | None,
@@ -231,7 +236,7 @@ class _Writing:
         self._thread = threading.Thread(
             # A list that is emptied: a thread keeps its arguments until it ends.
             target=self._run,
-            args=([snapshot], step, note, score),
+            args=([snapshot], mark, step, note, score),
             name="checkpoint",
             daemon=True,
         )
@@ -260,20 +265,26 @@ class _Writing:
         raise error
 
     def _run(
-        self, held: list[Snapshot], step: int, note: Mapping[str, Any], score: float | None
+        self,
+        held: list[Snapshot],
+        mark: str,
+        step: int,
+        note: Mapping[str, Any],
+        score: float | None,
     ) -> None:
         folder = f"{self._path}_temp"
         temporary = os.path.join(folder, os.path.basename(self._path))
         try:
+            check_held(self._owner.folder)
             # Not the folder above it: who took that away is to be told.
             with contextlib.suppress(FileExistsError):
                 os.mkdir(folder)
             processes = current_processes()
             if processes is not None:
-                write_part(folder, held.pop(), processes.index)
+                write_part(folder, held.pop(), processes.index, mark)
                 if not processes.is_chief:
                     return
-                join_parts(folder, temporary, processes)
+                join_parts(folder, temporary, processes, mark)
             else:
                 self._owner._files.write(held.pop(), temporary)
             Manifest.of(temporary, step=step, note=note, score=score).write(temporary)

@@ -24,7 +24,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from pipemesh.checkpoint.folder import newest
+from pipemesh.checkpoint.lock import hold_newest
 from pipemesh.checkpoint.manifest import INDEX, SUFFIX, Manifest
 from pipemesh.errors import CheckpointError
 
@@ -197,7 +197,7 @@ def _stages(text: str, like: str | None) -> tuple[int, ...] | None:
 def _found(path: str) -> str:
     """Path of a checkpoint, for that of a folder or of one of its files."""
     if os.path.isdir(path):
-        found = newest(path)
+        found = hold_newest(path)
         if found is None:
             raise CheckpointError(f"{path!r} has no checkpoint (ckpt-<step>.index)")
         return found

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from pipemesh.checkpoint.folder import LIST, list_for_tensorflow
 from pipemesh.checkpoint.manifest import SUFFIX, Manifest
+from pipemesh.checkpoint.paths import step_in
 from pipemesh.checkpoint.reader import contents
 from pipemesh.checkpoint.tensors import DATA, names_of, read_one
 from pipemesh.checkpoint.writer import write
@@ -56,7 +57,8 @@ def convert(
         A line that says what was written.
 
     Raises:
-        CheckpointError: two get one name, or the new one would not be like the other.
+        CheckpointError: two get one name, the new one would not be like the other, or its name
+            says another step.
         DamagedError: one cannot be read.
         SaveError: it cannot be written.
 
@@ -71,9 +73,13 @@ def convert(
     sources = found = _renamed(path, names, dtype)
     if like:
         sources = _as_in(like, found, dtype)
-    step, note = _about(path, sources.get(_STEP))
+    step, note = _about(path, sources.get(_STEP), step_in(to) or 0)
+    if step_in(to) not in (None, step):
+        raise CheckpointError(
+            f"{to}: the checkpoint is of step {step}; give a path that ends in ckpt-{step}"
+        )
     if like:
-        _, note = _about(like, None)
+        _, note = _about(like)
     write(to, [(called, source.read) for called, source in sources.items()], step, note)
     _list_first(to)
     filled = [called for called in sources if called not in found]
@@ -135,12 +141,14 @@ def _check_is_no_weight(
         )
 
 
-def _about(path: str, step: _Source | None) -> tuple[int, Mapping[str, Any]]:
+def _about(
+    path: str, step: _Source | None = None, default: int = 0
+) -> tuple[int, Mapping[str, Any]]:
     """Step and note of a checkpoint; of another program's, the step that a tensor says."""
     if os.path.exists(path + SUFFIX):
         manifest = Manifest.read(path)
         return manifest.step, manifest.note
-    return (int(step.read()) if step else 0), {}
+    return (int(step.read()) if step else default), {}
 
 
 def _list_first(path: str) -> None:

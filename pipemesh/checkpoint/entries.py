@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -76,12 +77,14 @@ class Snapshot:
         specs: which slice each part is; "" for all of a tensor.
         hosts: which host each lies on.
         tensors: the values.
+        elements: of each whole tensor, whichever process saves it; None if that may differ.
     """
 
     names: list[str]
     specs: list[str]
     hosts: list[str]
     tensors: list[tf.Tensor]
+    elements: dict[str, int | None]
 
     @classmethod
     def of(cls, entries: Sequence[Entry], left_there: Collection[str] = ()) -> Snapshot:
@@ -107,6 +110,7 @@ class Snapshot:
             [part.spec for _, part in parts],
             hosts,
             [part.read(host) for (_, part), host in zip(parts, hosts, strict=True)],
+            {e.name: None if e.shape is None else math.prod(e.shape) for e in entries},
         )
 
 

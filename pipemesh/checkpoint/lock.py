@@ -1,15 +1,21 @@
-"""One training at a time writes to a folder."""
+"""Locks: one training at a time writes to a folder, and keeps a checkpoint while it is read."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import sys
 import tempfile
 from types import TracebackType
 
-from pipemesh.checkpoint.folder import remove_leftovers
-from pipemesh.errors import CheckpointError
+from pipemesh.checkpoint.folder import newest, remove_leftovers
+from pipemesh.checkpoint.manifest import INDEX
+from pipemesh.checkpoint.paths import check_path
+from pipemesh.errors import CheckpointError, SaveError
+
+# The checkpoints that this process reads.
+_read: list[int] = []
 
 
 class Folder:
@@ -24,7 +30,8 @@ class Folder:
             other which of them writes, and one that was stopped still holds what it held.
 
     Raises:
-        CheckpointError: it is no folder, cannot be written to, or another training holds it.
+        CheckpointError: it is no folder, cannot be written to, another training holds it, or its
+            path is not UTF-8.
 
     Example:
         >>> import tempfile
@@ -35,6 +42,7 @@ class Folder:
 
     def __init__(self, path: str, shared: bool = False) -> None:
         self.path, self._shared = path, shared
+        check_path(os.path.join(path, ""))
         if os.path.lexists(path) and not os.path.isdir(path):
             what = "a file" if os.path.exists(path) else "a link to nothing"
             raise CheckpointError(f"logdir={path!r} is {what}; give a folder")
@@ -51,8 +59,7 @@ class Folder:
 
     def __enter__(self) -> Folder:
         try:
-            kind = fcntl.LOCK_SH if self._shared else fcntl.LOCK_EX
-            fcntl.flock(self._fd, kind | fcntl.LOCK_NB)
+            self._lock(self._fd)
         except BlockingIOError:
             os.close(self._fd)
             raise CheckpointError(
@@ -66,8 +73,38 @@ class Folder:
                 "other training writes to it",
                 file=sys.stderr,
             )
+        _held.append(self)
         remove_leftovers(self.path)
         return self
+
+    def _lock(self, fd: int) -> None:
+        kind = fcntl.LOCK_SH if self._shared else fcntl.LOCK_EX
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+
+    def check(self) -> None:
+        """Checks that its path still leads to the folder that was locked.
+
+        A new folder in its place is locked, if no other training holds it.
+
+        Raises:
+            OSError: it was removed.
+            SaveError: another training holds what is in its place.
+        """
+        if os.path.samestat(os.fstat(self._fd), os.stat(self.path)):
+            return
+        fd = os.open(self.path, os.O_RDONLY)
+        try:
+            self._lock(fd)
+        except BlockingIOError:
+            os.close(fd)
+            raise SaveError(
+                "the folder was removed, and another training writes to a new one of its name"
+            ) from None
+        except OSError:
+            # That there are no locks was said before.
+            pass
+        os.close(self._fd)
+        self._fd = fd
 
     def __exit__(
         self,
@@ -75,4 +112,78 @@ class Folder:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        _held.remove(self)
         os.close(self._fd)
+
+
+# The folders that this process holds.
+_held: list[Folder] = []
+
+
+def check_held(path: str) -> None:
+    """Checks a folder as `Folder.check` does, if this process holds it.
+
+    Args:
+        path: the folder.
+
+    Raises:
+        OSError: it was removed.
+        SaveError: another training holds what is in its place.
+    """
+    for folder in _held:
+        if folder.path == path:
+            folder.check()
+
+
+def hold_newest(folder: str) -> str | None:
+    """Returns the path of the newest checkpoint of a folder, as `newest`, and holds it.
+
+    A training in the same folder lets go of it only after this process has ended.
+
+    Args:
+        folder: where to look.
+    """
+    while (path := newest(folder)) and not hold(path):
+        # Let go of in between, so there is a newer one.
+        continue
+    return path
+
+
+def hold(path: str) -> bool:
+    """Holds a checkpoint until this process ends; returns whether it is there.
+
+    Args:
+        path: of the checkpoint, without any ending.
+    """
+    try:
+        fd = os.open(path + INDEX, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        # Reading it says what is wrong.
+        return True
+    _read.append(fd)
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_SH)
+    return os.fstat(fd).st_nlink > 0
+
+
+def is_held(path: str) -> bool:
+    """Returns whether a process holds a checkpoint.
+
+    Args:
+        path: of the checkpoint, without any ending.
+    """
+    try:
+        fd = os.open(path + INDEX, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return False

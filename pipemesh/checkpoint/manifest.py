@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pipemesh.checkpoint.paths import step_in
 from pipemesh.checkpoint.whole_file import write_whole
 from pipemesh.errors import CheckpointError, DamagedError
 
@@ -91,7 +92,10 @@ class Manifest:
         if _digest(content).encode() != digest:
             raise DamagedError(path, f"{path}{SUFFIX} is not what was written")
         try:
-            return cls(**json.loads(content))
+            manifest = cls(**json.loads(content))
+            if type(manifest.step) is not int:
+                raise ValueError(f"its step is {manifest.step!r}")
+            return manifest
         except (TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{path}{SUFFIX} is that of another version ({error}); give another folder"
@@ -109,12 +113,18 @@ class Manifest:
     def check(self, path: str) -> None:
         """Checks that the files are there, of their sizes, with the index that was written.
 
+        A name that says a step says the one that was written.
+
         Tensors are not read.
 
         Raises:
             DamagedError: one is not.
             CheckpointError: one cannot be read now.
         """
+        if step_in(path) not in (None, self.step):
+            raise DamagedError(
+                path, f"it is the checkpoint of step {self.step}, and its files were renamed"
+            )
         for end, size in self.sizes.items():
             with _reading(path, end), open(path + end, "rb") as file:
                 found = os.fstat(file.fileno()).st_size

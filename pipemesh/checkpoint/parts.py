@@ -1,22 +1,26 @@
 """A checkpoint of which each of several processes writes a part, and the first one joins them.
 
-They meet in one folder, on a file system that all of them have.
+They meet in one folder, on a file system that all of them have. Names have the mark of the attempt:
+what a process writes for an earlier one is not taken for a part of this one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import time
+from collections import Counter
+from collections.abc import Mapping
 
 import tensorflow as tf
 
 from pipemesh.backend.processes import Processes
 from pipemesh.checkpoint.entries import Snapshot
 from pipemesh.checkpoint.joined import join_files, write_tensors
-from pipemesh.checkpoint.reader import reason
+from pipemesh.checkpoint.reader import contents, reason
 from pipemesh.checkpoint.whole_file import write_whole
-from pipemesh.errors import SaveError
+from pipemesh.errors import CheckpointError, SaveError
 
 _DONE, _FAILED = ".done", ".failed"
 _PAUSE = 0.05
@@ -24,46 +28,52 @@ _PAUSE = 0.05
 _SECONDS = 600.0
 
 
-def write_part(folder: str, snapshot: Snapshot, process: int) -> None:
+def write_part(folder: str, snapshot: Snapshot, process: int, mark: str) -> None:
     """Writes what one process saves, and then that it has.
 
     Args:
         folder: of the checkpoint while it is written.
         snapshot: of the process.
         process: its number.
+        mark: of the attempt, the same for all processes and for no other attempt.
 
     Raises:
         OSError, tf.errors.OpError: it cannot be written; the first process is told so.
     """
-    part = _part(folder, process)
+    part = _part(folder, process, mark)
     try:
         if snapshot.names:
             write_tensors("CPU:0", part, snapshot.names, snapshot.specs, snapshot.tensors)
-        write_whole(part + _DONE, str(len(snapshot.names)).encode())
+        written = [snapshot.names, [_elements(tensor) for tensor in snapshot.tensors]]
+        write_whole(part + _DONE, json.dumps([*written, snapshot.elements]).encode())
     except (OSError, tf.errors.OpError) as error:
-        with contextlib.suppress(OSError):
-            write_whole(part + _FAILED, reason(error).encode())
+        _tell_failure(part, reason(error))
         raise
 
 
-def join_parts(folder: str, temporary: str, processes: Processes) -> None:
+def join_parts(folder: str, temporary: str, processes: Processes, mark: str) -> None:
     """Waits for the parts of all processes, and makes one checkpoint of them.
 
     Args:
         folder: of the checkpoint while it is written.
         temporary: what the names of its files are to begin with.
         processes: all of them.
+        mark: see `write_part`.
 
     Raises:
-        SaveError: a process could not write its part, or has not.
+        SaveError: a process could not write its part, or has not, or all parts together are not
+            what is to be saved.
     """
     until, parts = time.monotonic() + _SECONDS, []
+    written: Counter[str] = Counter()
+    whole: dict[str, int | None] = {}
     for process, address in enumerate(processes.addresses):
-        part = _part(folder, process)
+        part = _part(folder, process, mark)
         while not os.path.exists(part + _DONE):
             if os.path.exists(part + _FAILED):
                 with open(part + _FAILED, encoding="utf-8") as file:
-                    raise SaveError(f"process {process} ({address}): {file.read()}")
+                    why = file.read() or "it cannot write why: the disk is probably full"
+                raise SaveError(f"process {process} ({address}): {why}")
             if time.monotonic() > until:
                 raise SaveError(
                     f"process {process} ({address}) has written nothing into {folder} for "
@@ -72,10 +82,53 @@ def join_parts(folder: str, temporary: str, processes: Processes) -> None:
                 )
             time.sleep(_PAUSE)
         with open(part + _DONE, encoding="utf-8") as file:
-            if file.read() != "0":
-                parts.append(part)
+            names, elements, all_elements = json.load(file)
+        if names:
+            parts.append(part)
+        for name, number in zip(names, elements, strict=True):
+            written[name] += number
+        whole |= all_elements
     join_files("CPU:0", parts, temporary)
+    try:
+        joined = contents(temporary)[0]
+    except CheckpointError as error:
+        raise SaveError(str(error)) from error
+    _check_whole(whole, {name: written[name] for name in joined})
 
 
-def _part(folder: str, process: int) -> str:
-    return os.path.join(folder, f"part-{process}")
+def _check_whole(whole: Mapping[str, int | None], written: Mapping[str, int]) -> None:
+    """Checks that each tensor was written, with all of its slices."""
+    missing = [
+        name
+        for name, number in whole.items()
+        if name not in written or number not in (None, written[name])
+    ]
+    if missing:
+        raise SaveError(
+            f"{len(missing)} of {len(whole)} tensors were not written in whole by the processes, "
+            f"such as {missing[0]!r}"
+        )
+
+
+def _tell_failure(part: str, why: str) -> None:
+    """Tells the first process that a part could not be written, even on a full disk."""
+    folder, name = os.path.split(part)
+    # What was written of it may be what fills the disk.
+    for found in os.listdir(folder) if os.path.isdir(folder) else []:
+        if found.startswith((f"{name}.", f".{name}.")):
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(folder, found))
+    try:
+        write_whole(part + _FAILED, why.encode())
+    except OSError:
+        # A name alone needs no room for content.
+        with contextlib.suppress(OSError), open(part + _FAILED, "xb"):
+            pass
+
+
+def _elements(tensor: tf.Tensor) -> int:
+    return tensor.shape.num_elements() or 0
+
+
+def _part(folder: str, process: int, mark: str) -> str:
+    return os.path.join(folder, f"part-{mark}-{process}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ import tensorflow as tf
 
 from pipemesh.backend.cluster import own_host
 from pipemesh.checkpoint.entries import Entry, Part, chunks, entries_of
+from pipemesh.checkpoint.paths import literal
 from pipemesh.checkpoint.shared_folder import absolute, readers, say_once
 from pipemesh.errors import CheckpointError, DamagedError
 from pipemesh.text import nearest
@@ -144,19 +146,20 @@ def read_tensors(
         CheckpointError: it cannot be read now.
     """
     host = host or own_host()
-    try:
-        with tf.device(host):
-            found = tf.raw_ops.RestoreV2(
-                prefix=absolute(path, host),
-                tensor_names=names,
-                shape_and_slices=specs,
-                dtypes=dtypes,
-            )
-        # Nobody waits for another process but who asks it for something.
-        assert all(tensor.shape is not None for tensor in found)
-        return found
-    except tf.errors.OpError as error:
-        raise unreadable(path, error) from error
+    with literal(path) if host == own_host() else contextlib.nullcontext(path) as prefix:
+        try:
+            with tf.device(host):
+                found = tf.raw_ops.RestoreV2(
+                    prefix=absolute(prefix, host),
+                    tensor_names=names,
+                    shape_and_slices=specs,
+                    dtypes=dtypes,
+                )
+            # Nobody waits for another process but who asks it for something.
+            assert all(tensor.shape is not None for tensor in found)
+            return found
+        except tf.errors.OpError as error:
+            raise unreadable(path, error, prefix) from error
 
 
 def contents(path: str) -> tuple[dict[str, list[int]], dict[str, tf.DType]]:
@@ -165,10 +168,11 @@ def contents(path: str) -> tuple[dict[str, list[int]], dict[str, tf.DType]]:
     Raises:
         DamagedError: its index cannot be read.
     """
-    try:
-        reader: Any = tf.train.load_checkpoint(path)
-    except (tf.errors.OpError, ValueError, RuntimeError) as error:
-        raise unreadable(path, error) from error
+    with literal(path) as prefix:
+        try:
+            reader: Any = tf.train.load_checkpoint(prefix)
+        except (tf.errors.OpError, ValueError, RuntimeError) as error:
+            raise unreadable(path, error, prefix) from error
     return reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
 
 
@@ -195,16 +199,21 @@ def _check(
         )
 
 
-def unreadable(path: str, error: Exception) -> CheckpointError:
+def unreadable(path: str, error: Exception, prefix: str = "") -> CheckpointError:
     """What an error says that came while a checkpoint was read.
+
+    Args:
+        path: of the checkpoint.
+        error: of TensorFlow.
+        prefix: the path that TensorFlow was given, if it was another.
 
     Returns:
         A `DamagedError` if the files are not what was written; not where memory, a file system or a
         permission was missing, which may be there the next time.
     """
+    what = reason(error).replace(prefix or path, path)
     if isinstance(error, _NO_DAMAGE):
-        return CheckpointError(f"{path} cannot be read ({reason(error)})")
-    what = reason(error)
+        return CheckpointError(f"{path} cannot be read ({what})")
     shard = re.search(r"shard (\d+)", what)
     files = f"{path}.data-{int(shard[1]):05d}-*" if shard else f"{path}.*"
     return DamagedError(path, f"{files} cannot be read ({what})")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
-import re
 import secrets
 import sys
 from collections.abc import Iterable
@@ -13,10 +12,9 @@ from collections.abc import Iterable
 import tensorflow as tf
 
 from pipemesh.backend.cluster import own_host, task_of
+from pipemesh.checkpoint.paths import escaped, is_pattern
 from pipemesh.errors import CheckpointError
 
-# What stands for other characters in a pattern of TensorFlow's.
-_SPECIAL, _ESCAPED = re.compile(r"[*?\[\]\\]"), r"\\\g<0>"
 # Hosts that were told of, each with the folder: once is enough.
 _told: set[tuple[str, str, str]] = set()
 
@@ -62,6 +60,10 @@ def readers(path: str, hosts: Iterable[str]) -> list[str]:
     if not hosts:
         return []
     path = os.path.abspath(path)
+    if is_pattern(path):
+        for host in hosts:
+            say_once("reads", path, host, "reads no path with [ or \\")
+        return []
     try:
         here = _contents(path, own_host())
     except tf.errors.NotFoundError:
@@ -143,7 +145,7 @@ def _contents(path: str, host: str) -> tuple[bytes, list[bytes]]:
     with tf.device(host):
         index = tf.io.read_file(f"{path}.index")
         digest = tf.raw_ops.Fingerprint(data=index[None], method="farmhash64")
-        names = tf.io.matching_files(f"{_SPECIAL.sub(_ESCAPED, path)}.data-*")
+        names = tf.io.matching_files(f"{escaped(path)}.data-*")
     return digest.numpy().tobytes(), sorted(os.path.basename(n) for n in names.numpy())
 
 

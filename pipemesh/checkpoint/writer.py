@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from pipemesh.checkpoint.folder import publish
 from pipemesh.checkpoint.manifest import Manifest
+from pipemesh.checkpoint.paths import check_path
 from pipemesh.checkpoint.reader import reason
 from pipemesh.errors import SaveError
 
@@ -34,6 +35,7 @@ def write(
         note: for the manifest.
 
     Raises:
+        CheckpointError: TensorFlow could not read it under that path.
         SaveError: it cannot be written; nothing is left of it.
 
     Example:
@@ -43,6 +45,7 @@ def write(
         >>> tf.train.load_checkpoint(path).get_tensor("w").tolist()
         [1.0, 2.0]
     """
+    check_path(path)
     folder, name = os.path.split(path)
     temporary = None
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import keras
@@ -97,6 +97,11 @@ def loss_mean(owner: str, loss: Any) -> WeightedMean:
     Raises:
         PipelineError: Keras knows no such loss.
     """
+    if isinstance(loss, (Mapping, list, tuple)) and loss:
+        raise PipelineError(
+            f"{owner}: loss is a {type(loss).__name__}, {loss!r}; give one function of all labels "
+            "and outputs, nested as the model returns them, that returns a value for each example"
+        )
     try:
         found = keras.losses.get(loss)
     except ValueError as error:
@@ -108,6 +113,27 @@ def loss_mean(owner: str, loss: Any) -> WeightedMean:
         )
     function: Any = found.call if isinstance(found, keras.losses.Loss) else found
     return WeightedMean(f"{owner}: loss {loss!r}", function)
+
+
+def metric_means(owner: str, metrics: Iterable[Any]) -> dict[str, WeightedMean]:
+    """The means of metrics by name.
+
+    Args:
+        owner: name of the task, for errors.
+        metrics: see `metric_mean`.
+
+    Raises:
+        PipelineError: see `metric_mean`; or two have one name.
+    """
+    means: dict[str, WeightedMean] = {}
+    for metric in metrics:
+        name, mean = metric_mean(owner, metric)
+        if name in means:
+            raise PipelineError(
+                f"{owner}: two metrics are named {name!r}; give their functions different names"
+            )
+        means[name] = mean
+    return means
 
 
 def metric_mean(owner: str, metric: Any) -> tuple[str, WeightedMean]:
@@ -123,10 +149,8 @@ def metric_mean(owner: str, metric: Any) -> tuple[str, WeightedMean]:
     """
     name = metric if isinstance(metric, str) else getattr(metric, "__name__", "")
     function: Any = metric
-    if name in _ACCURACY:
-        function = _accuracy
-    elif isinstance(metric, str):
-        function = getattr(keras.metrics, metric, None)
+    if isinstance(metric, str):
+        function = _accuracy if name in _ACCURACY else getattr(keras.metrics, name, None)
     known = callable(function) and not inspect.isclass(function)
     if not known or isinstance(function, keras.metrics.Metric):
         raise PipelineError(

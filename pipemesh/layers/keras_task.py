@@ -12,7 +12,7 @@ from pipemesh import randomness
 from pipemesh.errors import PipelineError
 from pipemesh.layers.dataset_input import as_batch
 from pipemesh.layers.keras_layer import KerasLayer
-from pipemesh.layers.keras_means import loss_mean, metric_mean
+from pipemesh.layers.keras_means import loss_mean, metric_means
 from pipemesh.layers.step_seed import step_of_call, whole_batch_randomness
 
 
@@ -92,7 +92,7 @@ class KerasTask(base_model.BaseTask):
         super().__init__(params)
         p = self.params
         self._loss_mean = loss_mean(p.name, p.loss)
-        self._metric_means = dict(metric_mean(p.name, metric) for metric in p.metrics)
+        self._metric_means = metric_means(p.name, p.metrics)
         self.CreateChild(
             "model", WholeBatchLayer.Params().Set(layer=p.model, input_shapes=p.input_shapes)
         )

@@ -42,7 +42,8 @@ class Record:
 
     Args:
         folder: the log directory.
-        warn: called with a line, once, when it cannot be written.
+        warn: called with a line, once, when it cannot be written, and when it was removed.
+        renewed: called when a new file takes the place of one that was removed.
 
     Example:
         >>> import tempfile
@@ -53,9 +54,16 @@ class Record:
         '{"event": "begin", "step": 0, "time": 0}\\n'
     """
 
-    def __init__(self, folder: str, warn: Callable[[str], object] = print) -> None:
-        self._path, self._warn = os.path.join(folder, FILE), warn
+    def __init__(
+        self,
+        folder: str,
+        warn: Callable[[str], object] = print,
+        renewed: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._path, self._warn, self._renewed = os.path.join(folder, FILE), warn, renewed
         self._fd: int | None = None
+        # The line that a new file begins with.
+        self._begin, self._is_removed = "", False
         self._step, self._again, self._failed = 0, 0, False
 
     def add(self, kind: str, **values: Any) -> str:
@@ -72,14 +80,24 @@ class Record:
         self._step = values.setdefault("step", self._step)
         values.setdefault("time", round(time.time(), 3))
         line = to_line(kind, values)
+        if kind == "begin":
+            self._begin = line
         if self._step >= self._again:
             self._append(line)
         return line
 
     def _append(self, line: str) -> None:
         try:
+            if self._fd is not None and not os.fstat(self._fd).st_nlink:
+                os.close(self._fd)
+                self._fd, self._is_removed = None, True
             if self._fd is None:
-                self._fd = _open(self._path)
+                # A file in the place of one that was removed is somebody else's.
+                self._fd = _open(self._path, os.O_EXCL if self._is_removed else 0)
+                if self._is_removed:
+                    self._is_removed, line = False, f"{self._begin}\n{line}"
+                    self._warn(f"{self._path} was removed; a new one has what follows")
+                    self._renewed()
             content = f"{line}\n".encode("utf-8", "backslashreplace")
             if os.write(self._fd, content) < len(content):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -97,10 +115,10 @@ class Record:
                 )
 
 
-def _open(path: str) -> int:
+def _open(path: str, more_flags: int = 0) -> int:
     """A file to append to, at the beginning of a line."""
     # Whoever finds a pipe there would wait for somebody who reads it.
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | more_flags
     fd = os.open(path, flags, 0o666)
     try:
         size = os.fstat(fd).st_size

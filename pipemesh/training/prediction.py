@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pipemesh.layers import lingvo_loader as lingvo_loader  # isort: skip
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from lingvo.core import base_model, py_utils
+from lingvo.core import base_model
 
 from pipemesh.errors import DataError, TrainingError
 from pipemesh.training.evaluation import restored, vanished
@@ -84,9 +84,8 @@ class Predictor:
             if explained is None:
                 raise
             raise TrainingError(f"prediction: {explained}") from error
-        named = dict(py_utils.NestedMap({_ONE: found}).FlattenItems())
         # Names of those in a map of their own need no more.
-        named = {name.removeprefix(f"{_ONE}."): np.asarray(each) for name, each in named.items()}
+        named = {name.removeprefix(f"{_ONE}."): each for name, each in _arrays(_ONE, found)}
         kept = {name: each for name, each in named.items() if each.shape[:1] == (rows,)}
         self.left_out |= named.keys() - kept.keys()
         if not kept:
@@ -98,3 +97,15 @@ class Predictor:
         for row in range(rows):
             if weights.shape != (rows,) or weights[row]:
                 yield {name: each[row] for name, each in kept.items()}
+
+
+def _arrays(name: str, value: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """Gives each tensor of a nested value under a name of its own, `outputs.a` or `outputs[0]`."""
+    if isinstance(value, Mapping):
+        for key in sorted(value):
+            yield from _arrays(f"{name}.{key}", value[key])
+    elif isinstance(value, list | tuple):
+        for number, each in enumerate(value):
+            yield from _arrays(f"{name}[{number}]", each)
+    else:
+        yield name, np.asarray(value)

@@ -15,6 +15,7 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.checkpoint import Checkpoints, Manifest, checkpoints, newest, newest_whole, restore
+from pipemesh.checkpoint.folder import steps_of
 from pipemesh.errors import SaveError
 
 
@@ -246,3 +247,14 @@ def test_a_folder_in_place_of_an_older_ones_file_is_no_reason_to_fail(tmp_path):
     (tmp_path / "ckpt-1.data-00000-of-00001").mkdir()
     assert saver.save(2, {}) == str(tmp_path / "ckpt-2")
     assert not list(tmp_path.glob("ckpt-1*"))
+
+
+def test_a_checkpoint_that_is_read_goes_only_afterwards(tmp_path, monkeypatch):
+    saver = Checkpoints(str(tmp_path), {"w": tf.Variable([1.0, 2.0])}, keep=1)
+    read = [saver.save(1, {})]
+    monkeypatch.setattr(checkpoints, "is_held", read.__contains__)
+    saver.save(2, {})
+    assert steps_of(str(tmp_path)) == [1, 2]
+    read.clear()
+    saver.save(3, {})
+    assert steps_of(str(tmp_path)) == [3]

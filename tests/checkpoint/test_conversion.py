@@ -84,3 +84,9 @@ def test_a_folder_gets_a_list_of_its_first_checkpoint_alone(tmp_path):
     new = str(tmp_path / "new" / "ckpt-00000001")
     convert(to, new, names)
     assert tf.train.latest_checkpoint(str(tmp_path / "new")) == new
+
+
+def test_the_name_of_a_new_one_says_its_step(tmp_path):
+    path = theirs(tmp_path)
+    with pytest.raises(CheckpointError, match=r"is of step 300; give a path that ends in ckpt-300"):
+        convert(path, str(tmp_path / "ckpt-5"), {name: name for name in names_of(path)})

@@ -9,8 +9,9 @@ import sys
 
 import pytest
 
-from pipemesh.checkpoint import Folder
-from pipemesh.errors import CheckpointError
+from pipemesh.checkpoint import Folder, Manifest, lock
+from pipemesh.checkpoint.lock import check_held, hold_newest, is_held
+from pipemesh.errors import CheckpointError, SaveError
 
 HOLD = """
 import sys, time
@@ -80,3 +81,43 @@ def test_those_that_share_a_folder_hold_it_together_and_nobody_else(tmp_path):
             Folder(path).__enter__()
     with Folder(path), pytest.raises(CheckpointError, match="is in use"):
         Folder(path, shared=True).__enter__()
+
+
+def test_a_new_folder_in_place_of_the_held_one_is_locked_too(tmp_path):
+    """Two trainings wrote into one folder, which was removed after the first had begun."""
+    path = tmp_path / "run"
+    with Folder(str(path)):
+        check_held(str(path))
+        path.rmdir()
+        with pytest.raises(FileNotFoundError):
+            check_held(str(path))
+        with Folder(str(path)), pytest.raises(SaveError, match="another training writes to a new"):
+            lock._held[0].check()
+        check_held(str(path))
+        with pytest.raises(CheckpointError, match="is in use"):
+            Folder(str(path)).__enter__()
+
+
+def make(folder, step):
+    path = str(folder / f"ckpt-{step}")
+    for end in (".index", ".data-00000-of-00001"):
+        (folder / f"ckpt-{step}{end}").touch()
+    Manifest.of(path, step=step, note={}).write(path)
+    return path
+
+
+def test_the_newest_is_held_where_others_are_removed_meanwhile(tmp_path, monkeypatch):
+    """`evaluate` beside a training that saves often found its checkpoint rotated away."""
+    paths, real = [make(tmp_path, step) for step in (3, 6)], lock.newest
+    gone = []
+
+    def newest(folder):
+        path = real(folder)
+        if not gone:
+            gone.append(path)
+            os.unlink(f"{path}.index")
+        return path
+
+    monkeypatch.setattr(lock, "newest", newest)
+    assert hold_newest(str(tmp_path)) == paths[0]
+    assert is_held(paths[0]) and not is_held(make(tmp_path, 9))

@@ -68,7 +68,10 @@ def test_what_cannot_be_read_now_is_not_damaged(path, end):
     assert not isinstance(caught.value, DamagedError)
 
 
-@pytest.mark.parametrize("content", [b"{}", b"[1]", b"{", b'{"more": 1}'])
+OTHER_STEP = b'{"step": "3", "index": "", "sizes": {}, "note": {}}'
+
+
+@pytest.mark.parametrize("content", [b"{}", b"[1]", b"{", b'{"more": 1}', OTHER_STEP])
 def test_that_of_another_version_is_told_in_a_line(path, content):
     digest = hashlib.sha256(content).hexdigest().encode()
     with open(f"{path}.manifest", "wb") as file:

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.errors import PipelineError
-from pipemesh.layers.keras_means import loss_mean, metric_mean
+from pipemesh.layers.keras_means import loss_mean, metric_mean, metric_means
 
 RNG = np.random.default_rng(0)
 LOGITS = tf.constant(RNG.normal(size=[6, 5]).astype(np.float32))
@@ -108,6 +108,16 @@ def test_without_weight_the_mean_is_0():
     assert mean == total == 0
 
 
+def accuracy(y_true, y_pred):
+    """A function of the user's, with a name of Keras'."""
+    return tf.fill(tf.shape(y_pred)[:1], 0.75)
+
+
+def test_a_function_of_the_users_is_called_whatever_its_name():
+    name, mean = metric_mean("task", accuracy)
+    assert name == "accuracy" and mean(ONE_HOT, LOGITS, None)[0] == 0.75
+
+
 def area(y_true, y_pred):
     """Of the whole batch."""
     return tf.reduce_mean(y_pred)
@@ -121,6 +131,9 @@ def area(y_true, y_pred):
         (lambda: metric_mean("task", "AUC"), "metric 'AUC' is no function that says something"),
         (lambda: metric_mean("task", keras.metrics.AUC()), "is no function that says something"),
         (lambda: metric_mean("task", "acuracy"), "'acuracy' is no function .* give 'accuracy'"),
+        (lambda: loss_mean("task", {"a": "mse"}), "loss is a dict, .*; give one function of all"),
+        (lambda: loss_mean("task", ["mse", "mae"]), "loss is a list, .*; give one function of all"),
+        (lambda: metric_means("task", [accuracy, "accuracy"]), "two metrics are named 'accuracy'"),
         (lambda: metric_mean("task", lambda a, b: a), "cannot be named '<lambda>'"),
         (lambda: loss_mean("task", area)(ONE_HOT, LOGITS, None), "a scalar for the whole batch"),
         (

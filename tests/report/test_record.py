@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 
@@ -111,3 +112,26 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_line_costs_that_line_alone(tmp_
     assert len(broken) == 1
     steps = [json.loads(line)["step"] for line in found if line not in broken]
     assert steps[-10:] == list(range(200, 210)) and steps[0] == 0
+
+
+def test_a_record_that_was_removed_begins_again_in_a_new_folder(tmp_path):
+    """What followed went into a file without a name, and nobody was told."""
+    folder, told, renewed = tmp_path / "run", [], []
+    folder.mkdir()
+    record = Record(str(folder), told.append, lambda: renewed.append(True))
+    begin = record.add("begin", step=0)
+    shutil.rmtree(folder)
+    record.add("step", step=1)
+    assert told == [
+        f"{folder / FILE} cannot be written (No such file or directory); training goes on"
+    ]
+    folder.mkdir()
+    record.add("step", step=101)
+    assert told[1:] == [f"{folder / FILE} was removed; a new one has what follows"] and renewed
+    assert [line["event"] for line in lines(folder)] == ["begin", "step"]
+    assert (folder / FILE).read_text().startswith(begin)
+    # What another training has begun there since is left alone.
+    (folder / FILE).unlink()
+    (folder / FILE).write_text("of another one")
+    record.add("step", step=102)
+    assert (folder / FILE).read_text() == "of another one"

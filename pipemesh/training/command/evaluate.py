@@ -18,7 +18,8 @@ from typing import Any
 
 from absl import flags
 
-from pipemesh.checkpoint import Manifest, newest
+from pipemesh.checkpoint import Manifest
+from pipemesh.checkpoint.lock import hold, hold_newest
 from pipemesh.errors import CheckpointError
 from pipemesh.example_models import import_model_module
 from pipemesh.text import is_missing
@@ -129,9 +130,12 @@ def checkpoint_of(folder: str) -> str:
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    path = FLAGS.checkpoint or newest(folder)
+    path = FLAGS.checkpoint or hold_newest(folder)
     if path is None:
         raise CheckpointError(f"--logdir={folder!r} has no checkpoint; train first")
+    if FLAGS.checkpoint:
+        # As of the newest one, a training in the same folder would let go of it.
+        hold(path)
     Manifest.read(path).check(path)
     return path
 

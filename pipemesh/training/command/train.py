@@ -104,9 +104,9 @@ def carry_out(trainer: Any, options: Options) -> int:
         from pipemesh.training.run.loop import Loop
 
         # To be given to --config.
-        path = os.path.join(own.logdir, "config.toml")
-        write_whole(path, as_toml(own.given).encode())
-        return Loop(trainer, own).run()
+        path, config = os.path.join(own.logdir, "config.toml"), as_toml(own.given).encode()
+        write_whole(path, config)
+        return Loop(trainer, own, lambda: write_whole(path, config)).run()
 
 
 def _settings(note: Any, prefix: str) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -32,6 +32,7 @@ class Telling:
 
     Args:
         options: what is asked for; its log directory gets the record.
+        renewed: called when a new record takes the place of one that was removed.
 
     Example:
         >>> import tempfile
@@ -42,9 +43,9 @@ class Telling:
         ['record.jsonl']
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, renewed: Callable[[], object] = lambda: None) -> None:
         self.folder = options.logdir
-        self._record = Record(self.folder, self.warn)
+        self._record = Record(self.folder, self.warn, renewed)
 
     def __call__(
         self, kind: str, text: str | None = None, *, is_warning: bool = False, **values: Any

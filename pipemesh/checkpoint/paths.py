@@ -1,0 +1,94 @@
+"""Paths of checkpoints, as TensorFlow and this library take them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+
+from pipemesh.errors import CheckpointError
+
+# TensorFlow's readers take a path for a pattern; with these it does not match itself.
+_NOT_ITSELF = re.compile(r"[\[\\]")
+_SPECIAL = re.compile(r"[*?\[\]\\]")
+_NUMBERED = re.compile(r"ckpt-(\d+)", re.ASCII)
+
+
+def step_in(path: str) -> int | None:
+    """Returns the step that the name of a checkpoint says; None if it says none.
+
+    Args:
+        path: of the checkpoint, without any ending.
+
+    Example:
+        >>> step_in("runs/lm/ckpt-00000300"), step_in("exported/ckpt")
+        (300, None)
+    """
+    match = _NUMBERED.fullmatch(os.path.basename(path))
+    return int(match[1]) if match else None
+
+
+def is_pattern(path: str) -> bool:
+    """Returns whether TensorFlow, which takes a path for a pattern, finds other files by it."""
+    return _NOT_ITSELF.search(path) is not None
+
+
+def escaped(path: str) -> str:
+    """Returns the pattern that a path alone matches.
+
+    Example:
+        >>> print(escaped("runs/lr[0.1]"))
+        runs/lr\\[0.1\\]
+    """
+    return _SPECIAL.sub(r"\\\g<0>", path)
+
+
+def check_path(path: str) -> None:
+    """Checks that TensorFlow can write to a path, and read what it wrote.
+
+    Args:
+        path: of a checkpoint, without any ending, or of a folder of checkpoints with a `/` at its
+            end.
+
+    Raises:
+        CheckpointError: it cannot.
+    """
+    if "\0" in path:
+        raise CheckpointError(f"{path!r} has a NUL character; give another path")
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise CheckpointError(
+            f"{path!r} is not UTF-8, and TensorFlow opens no other paths; rename it, or give "
+            "another"
+        ) from None
+    if is_pattern(os.path.basename(path)):
+        raise CheckpointError(
+            f"{path!r}: TensorFlow reads no checkpoint with [ or \\ in its own name; give another "
+            "name (its folder may have them)"
+        )
+
+
+@contextlib.contextmanager
+def literal(path: str) -> Iterator[str]:
+    """Gives a path of the same checkpoint that TensorFlow takes for no pattern.
+
+    It is good for this process, until the end of the `with` block.
+
+    Args:
+        path: of the checkpoint, without any ending.
+
+    Raises:
+        CheckpointError: TensorFlow cannot read it under any path.
+    """
+    check_path(path)
+    folder, name = os.path.split(path)
+    if not is_pattern(folder) or not os.path.isdir(folder):
+        yield path
+        return
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{name}"
+    finally:
+        os.close(fd)

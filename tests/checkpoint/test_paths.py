@@ -1,0 +1,56 @@
+"""Paths that TensorFlow would take for patterns, or not at all."""
+
+import os
+
+import pytest
+import tensorflow as tf
+
+from pipemesh.checkpoint import Checkpoints, Folder, contents, newest_whole, restore
+from pipemesh.checkpoint.writer import write
+from pipemesh.errors import CheckpointError, DamagedError
+
+
+@pytest.mark.parametrize("name", ["lr[0.1]", "b\\s", "[", "a]", "*?", "end\\"])
+def test_any_log_directory_is_read_as_it_was_written(tmp_path, monkeypatch, name):
+    """All of them trained and saved; of most, every checkpoint was then taken for damaged."""
+    folder, w = str(tmp_path / name), tf.Variable([1.0, 2.0])
+    for given in (folder, name):
+        monkeypatch.chdir(tmp_path)
+        with Folder(given):
+            path = Checkpoints(given, {"w": w}).save(3, {})
+            found = newest_whole(given)
+            assert found is not None and found[0] == path
+            other = tf.Variable([0.0, 0.0])
+            assert restore(path, {"w": other}) == [] and other.numpy().tolist() == [1.0, 2.0]
+            assert contents(path)[0] == {"w": [2]}
+    with open(f"{path}.data-00000-of-00001", "r+b") as file:
+        file.write(b"\xff\xff")
+    with pytest.raises(DamagedError) as caught:
+        restore(path, {"w": w})
+    assert caught.value.what.count(path) and "/proc/" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (os.fsdecode(b"by\xffte"), "is not UTF-8, and TensorFlow opens no other paths"),
+        ("nul\0", "has a NUL character"),
+    ],
+)
+def test_paths_that_tensorflow_cannot_open_are_refused(tmp_path, name, told):
+    folder = str(tmp_path / name)
+    for use in (
+        lambda: Folder(folder),
+        lambda: contents(f"{folder}/ckpt-3"),
+        lambda: write(f"{folder}/ckpt-3", [], step=3, note={}),
+    ):
+        with pytest.raises(CheckpointError, match=told) as caught:
+            use()
+        assert not isinstance(caught.value, DamagedError)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_checkpoint_itself_has_no_name_of_a_pattern(tmp_path):
+    with pytest.raises(CheckpointError, match=r"with \[ or \\ in its own name"):
+        write(str(tmp_path / "lr[0.1]"), [], step=3, note={})
+    assert os.listdir(tmp_path) == []
