@@ -26,7 +26,7 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.backend.static_shape import static_vector
-from pipemesh.errors import MissingPackageError, NativeOpError
+from pipemesh.errors import MissingPackageError, NativeOpError, PipemeshError
 
 GEN_X_OPS = "lingvo.core.ops.gen_x_ops"
 GLIBC = "2.38"
@@ -44,7 +44,13 @@ def load_native_ops(load_library: Callable[[str], types.ModuleType] | None = Non
 
     Raises:
         ImportError: lingvo is not installed.
+        PipemeshError: Python removes docstrings, without which lingvo cannot be imported.
     """
+    if sys.flags.optimize > 1:
+        raise PipemeshError(
+            "PYTHONOPTIMIZE=2 and python -OO remove docstrings, without which lingvo's tokenizers "
+            "cannot be imported; use PYTHONOPTIMIZE=1 or python -O"
+        )
     if GEN_X_OPS in sys.modules:
         return not isinstance(sys.modules[GEN_X_OPS], StandInOps)
     ops: types.ModuleType

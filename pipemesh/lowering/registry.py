@@ -22,13 +22,13 @@ def register(group: str, *communicates: str) -> Callable[[F], F]:
             several operands uses it.
 
     Raises:
-        ValueError: the name is taken, or the function has no documentation.
+        ValueError: the name is taken.
     """
 
     def add(function: F) -> F:
         name = function.__name__
-        if name in OPS or not function.__doc__:
-            raise ValueError(f"operation {name!r} is registered twice or has no documentation")
+        if name in OPS:
+            raise ValueError(f"operation {name!r} is registered twice; give it another name")
         careful = cast(F, checked(function))
         OPS[name] = Op(name, group, careful, communicates)
         return careful

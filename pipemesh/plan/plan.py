@@ -21,6 +21,8 @@ from pipemesh.text import nearest_text
 REMAT = (*NAMES, CUSTOM)
 LOWERINGS = ("placement", "simd")
 DTYPES = ("float32", "bfloat16", "float16")
+# Fields that say nothing of a model without a pipeline.
+OF_PIPELINES = ("num_microbatches", "schedule", "boundaries", "remat", "lowering")
 _ONE_PLACE = Mesh(((LAYERS_AXIS, 1),))
 _NO_RULES = LayoutRules()
 

@@ -242,8 +242,12 @@ def _legend(series: Sequence[Series], notes: Sequence[tuple[int, str]]) -> list[
     """Names of the curves, and of the lines across."""
     parts: list[str] = []
     x = float(_LEFT)
+    lines = {each.look for each in series if not each.marks}
     for each in series:
         look = each.look
+        if each.marks and look in lines:
+            # Its colour is that of its line.
+            continue
         if each.marks:
             sign = (
                 f"<circle class='s{look}' cx='{x + 10:.1f}' cy='37' r='5' fill='none' "

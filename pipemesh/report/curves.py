@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from pipemesh.report.chart import Series, chart
 from pipemesh.report.markup import figure, table
@@ -14,7 +14,12 @@ _FIRST = "loss"
 _LAST = ("learning_rate", "_per_second", "mfu")
 # Speed says the same.
 _NO_CURVES = ("seconds",)
-_PARTS = {"train": "training", "heldout": "held out", "final": "held out, at the end"}
+# Curves of a run, and what is added to its name in a picture of several runs.
+_PARTS: tuple[tuple[Callable[[Run], Mapping[str, Points]], str], ...] = (
+    (lambda run: run.train, ""),
+    (lambda run: run.heldout, ""),
+    (lambda run: run.final, ", at the end"),
+)
 # Rows of the table that stands for a picture.
 _ROWS = 12
 # More lines across would hide the curves.
@@ -40,26 +45,31 @@ def curves(run: Run) -> Iterator[str]:
 def curves_of(runs: Sequence[Run], names: Sequence[str]) -> Iterator[str]:
     """A picture of each value with the curves of all runs, training and held-out data apart.
 
+    Of held-out data, rings are the evaluation at the end.
+
     Args:
         runs: what was recorded.
         names: of the runs.
     """
     until = max(run.step for run in runs)
     for name in names_of(runs):
-        shown: dict[str, list[Series]] = {}
-        for part, where in _PARTS.items():
-            if part == "final" and all(run.heldout.get(name) for run in runs):
-                # Of curves that are there it is one more point; the table of results has it.
-                continue
-            series = [
-                Series(of, getattr(run, part).get(name, []), look, marks=part == "final")
+        training, heldout, final = (
+            [
+                Series(f"{of}{ending}", part(run).get(name, []), look, marks=bool(ending))
                 for look, (of, run) in enumerate(zip(names, runs, strict=True))
             ]
-            if series := [each for each in series if each.values]:
-                shown[where] = series
+            for part, ending in _PARTS
+        )
+        shown = {
+            where: found
+            for where, series in (("training", training), ("held out", [*heldout, *final]))
+            if (found := [each for each in series if each.values])
+        }
         scale = Scale.of(v for series in shown.values() for each in series for v in each.values)
         for where, series in shown.items():
-            yield _figure(f"{called(name)}, {where}", series, until, scale=scale)
+            rings = "Rings: the evaluation at the end." if series[-1].marks else ""
+            title = f"{called(name)}, {where}"
+            yield _figure(title, series, until, scale=scale, behind=rings)
 
 
 def names_of(runs: Sequence[Run]) -> list[str]:
@@ -80,9 +90,10 @@ def _figure(
     until: int,
     notes: Sequence[tuple[int, str]] = (),
     scale: Scale | None = None,
+    behind: str = "",
 ) -> str:
     picture = chart(title, series, until=until, notes=notes, scale=scale)
-    return figure(picture, fold=_table(series))
+    return figure(picture, behind, fold=_table(series))
 
 
 def _table(series: Sequence[Series]) -> str:

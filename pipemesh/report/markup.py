@@ -17,6 +17,8 @@ from pipemesh.schedule.render.palette import (
 )
 from pipemesh.schedule.render.svg import escape
 
+# Letters of a word that may be broken.
+_LONG = 30
 _STYLE = f"""
 :root {{ color-scheme: light dark; }}
 body {{ color: {INK}; background: {PAPER}; }}
@@ -37,13 +39,14 @@ h3 {{ font-size: 15px; margin: 22px 0 8px; }}
 p {{ overflow-wrap: anywhere; max-width: 860px; }}
 .scroll {{ overflow-x: auto; }}
 .two {{ display: flex; flex-wrap: wrap; gap: 20px 36px; align-items: flex-start; }}
-figure {{ margin: 0; max-width: 100%; }}
-svg {{ display: block; max-width: 100%; height: auto; }}
+figure {{ margin: 0; max-width: 100%; overflow-x: auto; }}
+svg {{ display: block; max-width: max(100%, 440px); height: auto; }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
 td, th {{ padding: 4px 0 4px 22px; text-align: right; font-weight: normal; vertical-align: top; }}
 td:first-child, th:first-child {{ padding-left: 0; }}
 .flag {{ display: inline-block; max-width: 100%; overflow-wrap: anywhere; }}
-.left {{ text-align: left; overflow-wrap: anywhere; }}
+.left {{ text-align: left; }}
+.long {{ min-width: 140px; overflow-wrap: anywhere; }}
 details {{ margin: 4px 0 0; }}
 summary {{ cursor: pointer; font-size: 12px; }}
 blockquote {{ margin: 10px 0; padding-left: 14px; border-left: 3px solid {GRID};
@@ -96,9 +99,16 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int
         2
     """
 
+    def looks(number: int, cell: str) -> str:
+        if number not in left:
+            return ""
+        # Only words that no screen has room for are broken.
+        is_long = any(len(word) > _LONG for word in cell.split())
+        return " class='left long'" if is_long else " class=left"
+
     def row(tag: str, cells: Sequence[str]) -> str:
         found = "".join(
-            f"<{tag}{' class=left' if number in left else ''}"
+            f"<{tag}{looks(number, cell)}"
             f"{' scope=col' if tag == 'th' else ''}>{escape(cell)}</{tag}>"
             for number, cell in enumerate(cells)
         )

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from lingvo.core import layers, py_utils
 
-from pipemesh.errors import NativeOpError, PipelineError
+from pipemesh.errors import NativeOpError, PipelineError, PipemeshError
 from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, lingvo_loader
 from tests.warm import warm
 
@@ -46,6 +46,14 @@ def test_the_stand_in_is_used_where_the_library_does_not_load():
     with pytest.raises(NativeOpError, match=r"'pack_sequences'.*glibc 2\.38.*GLIBC_2\.38"):
         ops.pack_sequences(1, 2)
     importlib.import_module("lingvo.core.ops")
+
+
+def test_lingvo_without_docstrings_is_refused(monkeypatch):
+    """`PYTHONOPTIMIZE=2` was a traceback."""
+    flags = types.SimpleNamespace(optimize=2)
+    monkeypatch.setattr(lingvo_loader, "sys", types.SimpleNamespace(flags=flags))
+    with pytest.raises(PipemeshError, match="use PYTHONOPTIMIZE=1 or python -O"):
+        lingvo_loader.load_native_ops()
 
 
 @pytest.mark.parametrize(

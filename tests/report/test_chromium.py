@@ -37,6 +37,15 @@ out.textContent = JSON.stringify({
     return [b.x, b.y, b.width, b.height, text.textContent];
   })),
   boxes: pictures.map(p => [p.viewBox.baseVal.width, p.viewBox.baseVal.height]),
+  broken: [...document.querySelectorAll('td, th')].flatMap(cell => {
+    const text = cell.firstChild, range = document.createRange();
+    if (!text || text.nodeType != Node.TEXT_NODE) return [];
+    return [...text.data.matchAll(/(?<!\\S)\\S{1,20}(?!\\S)/g)].filter(word => {
+      range.setStart(text, word.index);
+      range.setEnd(text, word.index + word[0].length);
+      return range.getClientRects().length > 1;
+    }).map(word => word[0]);
+  }),
 });
 document.body.append(out);
 }
@@ -44,9 +53,10 @@ document.body.append(out);
 """
 
 
-def opened(folder, text, dark=False):
+def opened(folder, text, dark=False, style=""):
     """What a browser makes of a page of 1280 pixels, and what it says of errors."""
     path = folder / "page.html"
+    text = text.replace("<body>", f"<body style='{style}'>")
     path.write_text(text.replace("</body>", PROBE + "</body>"), encoding="utf-8")
     done = subprocess.run(
         [
@@ -139,3 +149,12 @@ def test_a_page_is_readable_at_1280_pixels(tmp_path, name):
             for u, v, s, t, other in boxes[index + 1 :]:
                 apart = x + w <= u + 1 or u + s <= x + 1 or y + h <= v + 3 or v + t <= y + 3
                 assert apart, f"{text!r} overlaps {other!r}"
+
+
+@pytest.mark.slow
+def test_words_are_whole_on_a_small_screen(tmp_path):
+    """At 400 pixels there was a "st/ag/e"."""
+    for name in ("pipeline", "comparison"):
+        (tmp_path / name).mkdir()
+        found = opened(tmp_path / name, PAGES[name](tmp_path / name), style="width: 352px")
+        assert not found["broken"] and found["wide"] <= 0

@@ -41,3 +41,18 @@ def test_of_two_runs_training_and_held_out_data_have_one_scale(tmp_path):
     assert titles(figures)[:2] == ["loss, training", "loss, held out"]
     axes = [re.findall(r"dominant-baseline='central'>(.*?)</text>", f) for f in figures[:2]]
     assert axes[0] == axes[1] != []
+
+
+def test_of_several_runs_the_evaluation_at_the_end_is_a_ring(tmp_path):
+    """Only where no run was judged while training was it to be seen."""
+    runs = []
+    for name, make in (("a", records.whole), ("b", records.plain)):
+        (tmp_path / name).mkdir()
+        runs.append(read(str(make(tmp_path / name))))
+    loss = list(curves_of(runs, ["a", "b"]))[1]
+    assert titles([loss]) == ["loss, held out"]
+    assert "a, at the end, step 300: 3.1</title></circle>" in loss
+    assert "b, at the end, step 30: 4.5</title></circle>" in loss
+    # The colour of a line says which run a ring is of.
+    legend = re.findall(r"y='41'>(.*?)</text>", loss)
+    assert legend == ["a", "b, at the end"] and "Rings: the evaluation at the end." in loss

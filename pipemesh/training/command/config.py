@@ -20,6 +20,9 @@ else:
 
 FLAGS = flags.FLAGS
 
+# The flag that names such a file.
+_CONFIG = "config"
+
 
 class ConfigError(PipemeshError, ValueError):
     """A file of flags cannot be read, or has what no flag has."""
@@ -35,11 +38,11 @@ def read(path: str) -> dict[str, Any]:
         ConfigError: there is no such file, or it is no TOML.
     """
     try:
-        with open(path, "rb") as file:
-            return tomllib.load(file)
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            return tomllib.loads(file.read())
     except OSError as error:
         raise ConfigError(f"--config={path!r} cannot be read ({error.strerror})") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"--config={path!r} is no TOML ({error})") from error
 
 
@@ -55,10 +58,16 @@ def apply(values: Mapping[str, Any], where: str, program: ModuleType) -> dict[st
         Those that were set.
 
     Raises:
-        ConfigError: a name is no flag of the program, or a value is none for it.
+        ConfigError: a name is no flag of the program, or a value is none for it; or it names
+            another file of flags.
     """
     known = names(program)
     for name, value in values.items():
+        if name == _CONFIG:
+            raise ConfigError(
+                f"{where} has {name!r}: a file of flags takes up no other one; copy its lines, or "
+                "give one --config on the command line"
+            )
         if name not in known:
             raise ConfigError(f"{where} has {name!r}, which is no flag{nearest_text(name, known)}")
         if not isinstance(value, str | int | float):
@@ -101,10 +110,16 @@ def as_toml(values: Mapping[str, Any]) -> str:
         plain = false
         learning_rate = 0.4
     """
-    # Of text, whole numbers, true and false JSON's spelling is TOML's; floats need their point.
-    return "".join(
-        f"{name} = {value!r}\n"
-        if isinstance(value, float)
-        else f"{name} = {json.dumps(value, ensure_ascii=False)}\n"
-        for name, value in values.items()
-    )
+    return "".join(f"{_line(name, value)}\n" for name, value in values.items())
+
+
+def _line(name: str, value: Any) -> str:
+    if isinstance(value, float):
+        return f"{name} = {value!r}"
+    # Of text, whole numbers, true and false JSON's spelling is TOML's, but for one character.
+    text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return f"# {name} is not UTF-8, which TOML has to be: {value!a}"
+    return f"{name} = {text}"

@@ -121,7 +121,7 @@ def parse(
     """
     if is_help(argv):
         names = set(config.names(program)).difference(refused)
-        show_help(about or str(program.__doc__), names)
+        show_help(about or program.__doc__ or "", names)
         sys.exit(0)
     end = argv.index("--") if "--" in argv else len(argv)
     try:
@@ -138,6 +138,9 @@ def parse(
         values = config.read(path)
         kept = {name: value for name, value in values.items() if name not in refused}
         config.apply(kept, f"--config={path!r}", program)
+    for name, value in config.given(program).items():
+        if isinstance(value, str) and "\0" in value:
+            raise FlagError(f"--{name}={value!r} has a NUL character; leave it out")
 
 
 def is_help(argv: list[str]) -> bool:

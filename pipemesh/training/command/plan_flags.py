@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from absl import flags
 
 from pipemesh.errors import LayoutError, MeshError, PipemeshError, ScheduleError
-from pipemesh.plan.plan import LOWERINGS
+from pipemesh.plan.plan import LOWERINGS, OF_PIPELINES
 from pipemesh.plan.text_form import of_value
 from pipemesh.schedule_names import listing
 from pipemesh.training.command import host_flags
@@ -33,8 +33,6 @@ OF_PLAN = {
 }
 # What one program for all devices runs by, where nobody says otherwise.
 OF_SIMD = {"schedule": "gpipe", "remat": "full"}
-# Those that are nothing without a pipeline.
-OF_PIPELINES = ("num_microbatches", "schedule", "boundaries", "remat", "lowering")
 
 
 @group(PLAN)

@@ -16,6 +16,7 @@ from pipemesh.backend.peak import peak_memory
 from pipemesh.checkpoint.whole_file import write_whole
 from pipemesh.errors import PipemeshError
 from pipemesh.layers import Report
+from pipemesh.plan.plan import OF_PIPELINES
 from pipemesh.report import Record, page, read
 from pipemesh.report.command import PAGE
 from pipemesh.schedule import Timeline
@@ -89,7 +90,8 @@ def of_beginning(trainer: Any, options: Options) -> dict[str, Any]:
         trainer: a `Trainer`.
         options: what is asked for.
     """
-    subject = trainer.subject
+    subject, unused = trainer.subject, () if trainer.trained.pipelines else OF_PIPELINES
+    plan = subject.plan.to_values()
     return {
         "step": trainer.step,
         "restored": trainer.restored,
@@ -98,7 +100,7 @@ def of_beginning(trainer: Any, options: Options) -> dict[str, Any]:
         "steps": options.steps,
         "logdir": options.logdir,
         "mesh": str(subject.plan.mesh),
-        "plan": subject.plan.to_values(),
+        "plan": {name: text for name, text in plan.items() if name not in unused},
         "flags": options.given,
         "stages": trainer.stage_rows(),
         "sample": str(trainer.sample),

@@ -51,15 +51,31 @@ def test_the_command_line_comes_first(defined, tmp_path):
 
 
 def test_what_is_written_is_read(defined, tmp_path):
-    values = {"layout": 'a "quoted" \\ näme\n', "steps": 3, "rate": 1e-30, "plain": False}
+    layout = 'a "quoted" \\ näme\n\x7f\x00\x1f\u2028'
+    values = {"layout": layout, "steps": 3, "rate": 1e-30, "plain": False}
     path = tmp_path / "run.toml"
     path.write_text(config.as_toml(values), encoding="utf-8")
     assert config.read(str(path)) == values
 
 
+def test_a_path_that_is_not_utf8_is_left_out_of_a_file(tmp_path):
+    """It ended a training before its first step, by a UnicodeEncodeError."""
+    path = tmp_path / "run.toml"
+    path.write_text(config.as_toml({"text": "by\udcffte", "steps": 3}), encoding="utf-8")
+    assert config.read(str(path)) == {"steps": 3}
+    assert "# text is not UTF-8, which TOML has to be: 'by\\udcffte'" in path.read_text()
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xef\xbb\xbfsteps = 3\r\n")
+    assert config.read(str(path)) == {"steps": 3}
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
+        ('config = "other.toml"', "has 'config': a file of flags takes up no other one"),
         ("stepz = 3", "has 'stepz', which is no flag; did you mean 'steps'?"),
         ("[train]\nsteps = 3", "has 'train', which is no flag"),
         ("steps = [3]", "steps is a list; give text, a number, true or false"),
