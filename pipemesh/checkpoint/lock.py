@@ -42,7 +42,7 @@ class Folder:
 
     def __init__(self, path: str, shared: bool = False) -> None:
         self.path, self._shared = path, shared
-        check_path(os.path.join(path, ""))
+        check_path(path)
         if os.path.lexists(path) and not os.path.isdir(path):
             what = "a file" if os.path.exists(path) else "a link to nothing"
             raise CheckpointError(f"logdir={path!r} is {what}; give a folder")

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pipemesh.checkpoint.paths import check_path, step_in
+from pipemesh.checkpoint.paths import check_name, step_in
 from pipemesh.checkpoint.whole_file import write_whole
 from pipemesh.errors import CheckpointError, DamagedError
 
@@ -76,7 +76,7 @@ class Manifest:
                 be read now, or is another version's; or TensorFlow reads no such path.
             DamagedError: it is not what was written.
         """
-        check_path(path)
+        check_name(path)
         with _reading(path, SUFFIX):
             try:
                 digest, _, content = _content(path + SUFFIX).partition(b"\n")

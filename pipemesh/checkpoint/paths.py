@@ -45,11 +45,10 @@ def escaped(path: str) -> str:
 
 
 def check_path(path: str) -> None:
-    """Checks that TensorFlow can write to a path, and read what it wrote.
+    """Checks that TensorFlow can open a path.
 
     Args:
-        path: of a checkpoint, without any ending, or of a folder of checkpoints with a `/` at its
-            end.
+        path: of a folder of checkpoints.
 
     Raises:
         CheckpointError: it cannot.
@@ -63,6 +62,18 @@ def check_path(path: str) -> None:
             f"{path!r} is not UTF-8, and TensorFlow opens no other paths; rename it, or give "
             "another"
         ) from None
+
+
+def check_name(path: str) -> None:
+    """Checks that TensorFlow can read a checkpoint.
+
+    Args:
+        path: of the checkpoint, without any ending.
+
+    Raises:
+        CheckpointError: it cannot.
+    """
+    check_path(path)
     if is_pattern(os.path.basename(path)):
         raise CheckpointError(
             f"{path!r}: TensorFlow reads no checkpoint with [ or \\ in its own name; give another "
@@ -82,7 +93,7 @@ def literal(path: str) -> Iterator[str]:
     Raises:
         CheckpointError: TensorFlow cannot read it under any path.
     """
-    check_path(path)
+    check_name(path)
     folder, name = os.path.split(path)
     if not is_pattern(folder) or not os.path.isdir(folder):
         yield path

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from pipemesh.checkpoint.folder import publish
 from pipemesh.checkpoint.manifest import Manifest
-from pipemesh.checkpoint.paths import check_path
+from pipemesh.checkpoint.paths import check_name
 from pipemesh.checkpoint.reader import reason
 from pipemesh.errors import SaveError
 
@@ -45,7 +45,7 @@ def write(
         >>> tf.train.load_checkpoint(path).get_tensor("w").tolist()
         [1.0, 2.0]
     """
-    check_path(path)
+    check_name(path)
     folder, name = os.path.split(path)
     temporary = None
     try:

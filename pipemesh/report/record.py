@@ -43,7 +43,8 @@ class Record:
     Args:
         folder: the log directory.
         warn: called with a line, once, when it cannot be written, and when it was removed.
-        renewed: called when a new file takes the place of one that was removed.
+        renew: called before a new file takes the place of one that was removed; it raises an
+            OSError if none may.
 
     Example:
         >>> import tempfile
@@ -58,9 +59,9 @@ class Record:
         self,
         folder: str,
         warn: Callable[[str], object] = print,
-        renewed: Callable[[], object] = lambda: None,
+        renew: Callable[[], object] = lambda: None,
     ) -> None:
-        self._path, self._warn, self._renewed = os.path.join(folder, FILE), warn, renewed
+        self._path, self._warn, self._renew = os.path.join(folder, FILE), warn, renew
         self._fd: int | None = None
         # The line that a new file begins with.
         self._begin, self._is_removed = "", False
@@ -91,13 +92,14 @@ class Record:
             if self._fd is not None and not os.fstat(self._fd).st_nlink:
                 os.close(self._fd)
                 self._fd, self._is_removed = None, True
-            if self._fd is None:
-                # A file in the place of one that was removed is somebody else's.
-                self._fd = _open(self._path, os.O_EXCL if self._is_removed else 0)
-                if self._is_removed:
-                    self._is_removed, line = False, f"{self._begin}\n{line}"
-                    self._warn(f"{self._path} was removed; a new one has what follows")
-                    self._renewed()
+            if self._is_removed:
+                self._renew()
+                # A file in its place is somebody else's.
+                self._fd = _open(self._path, os.O_EXCL)
+                self._is_removed, line = False, f"{self._begin}\n{line}"
+                self._warn(f"{self._path} was removed; a new one has what follows")
+            elif self._fd is None:
+                self._fd = _open(self._path)
             content = f"{line}\n".encode("utf-8", "backslashreplace")
             if os.write(self._fd, content) < len(content):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -118,7 +118,7 @@ def test_a_record_that_was_removed_begins_again_in_a_new_folder(tmp_path):
     """What followed went into a file without a name, and nobody was told."""
     folder, told, renewed = tmp_path / "run", [], []
     folder.mkdir()
-    record = Record(str(folder), told.append, lambda: renewed.append(True))
+    record = Record(str(folder), told.append, lambda: renewed.append(folder.stat()))
     begin = record.add("begin", step=0)
     shutil.rmtree(folder)
     record.add("step", step=1)

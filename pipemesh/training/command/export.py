@@ -13,6 +13,7 @@ from typing import Any
 
 from absl import flags
 
+from pipemesh.checkpoint.paths import is_pattern
 from pipemesh.training.command import quiet
 from pipemesh.training.command.decode import Tokens, helped, program_of
 from pipemesh.training.command.flags import FILES, FlagError, group
@@ -57,10 +58,12 @@ def folder() -> str:
     """The folder to write to.
 
     Raises:
-        FlagError: there is none, or something is in it.
+        FlagError: there is none, something is in it, or TensorFlow could not load it from there.
     """
     if not FLAGS.to:
         raise FlagError("where to? give --to=FOLDER")
+    if is_pattern(FLAGS.to):
+        raise FlagError(f"--to={FLAGS.to!r}: TensorFlow loads no model from a path with [ or \\")
     if os.path.exists(FLAGS.to) and (not os.path.isdir(FLAGS.to) or os.listdir(FLAGS.to)):
         raise FlagError(f"--to={FLAGS.to!r} is there already; give a new or an empty folder")
     try:

@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 from pipemesh.checkpoint import Folder, newest_whole
+from pipemesh.checkpoint.lock import check_held
 from pipemesh.checkpoint.whole_file import remove_unfinished, write_whole
 from pipemesh.training.command import host_flags, model_flags, quiet, together, training_flags
 from pipemesh.training.command.config import as_toml
@@ -106,7 +107,13 @@ def carry_out(trainer: Any, options: Options) -> int:
         # To be given to --config.
         path, config = os.path.join(own.logdir, "config.toml"), as_toml(own.given).encode()
         write_whole(path, config)
-        return Loop(trainer, own, lambda: write_whole(path, config)).run()
+
+        def renew() -> None:
+            # The folder was removed, and what is in its place may be another training's.
+            check_held(own.logdir)
+            write_whole(path, config)
+
+        return Loop(trainer, own, renew).run()
 
 
 def _settings(note: Any, prefix: str) -> dict[str, str]:

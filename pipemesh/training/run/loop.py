@@ -53,11 +53,11 @@ class Loop:
     Args:
         trainer: what is trained.
         options: what is asked for.
-        renewed: called when the log directory was removed, and a new one takes its place.
+        renew: see `pipemesh.report.Record`.
     """
 
     def __init__(
-        self, trainer: Trainer, options: Options, renewed: Callable[[], object] = lambda: None
+        self, trainer: Trainer, options: Options, renew: Callable[[], object] = lambda: None
     ) -> None:
         self._trainer, self._options = trainer, options
         self._stop: int | None = None
@@ -66,7 +66,7 @@ class Loop:
         # What the devices can do in flops a second; the first steps, and their seconds.
         self._flops, self._peak, self._measured_steps, self._seconds = 0.0, 0.0, 0, 0.0
         self._summaries = Summaries(options.logdir)
-        self._tell = Telling(options, renewed)
+        self._tell = Telling(options, renew)
         self._profile = Profile(options.logdir, options.profile_steps, self._tell.warn)
         self._histograms = Histograms(trainer.trained.learned(), options.histogram_every)
         # The step of the checkpoint that was told of last, and of the one that was begun last.

@@ -33,7 +33,7 @@ class Telling:
 
     Args:
         options: what is asked for; its log directory gets the record.
-        renewed: called when a new record takes the place of one that was removed.
+        renew: see `Record`.
 
     Example:
         >>> import tempfile
@@ -44,9 +44,9 @@ class Telling:
         ['record.jsonl']
     """
 
-    def __init__(self, options: Options, renewed: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, options: Options, renew: Callable[[], object] = lambda: None) -> None:
         self.folder = options.logdir
-        self._record = Record(self.folder, self.warn, renewed)
+        self._record = Record(self.folder, self.warn, renew)
 
     def __call__(
         self, kind: str, text: str | None = None, *, is_warning: bool = False, **values: Any
