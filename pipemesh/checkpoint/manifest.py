@@ -147,7 +147,10 @@ def _reading(path: str, end: str) -> Iterator[None]:
     except IsADirectoryError:
         raise DamagedError(path, f"{path}{end} is a folder") from None
     except OSError as error:
-        raise CheckpointError(f"{path}{end} cannot be read ({error.strerror})") from error
+        raise CheckpointError(
+            f"{path}{end} cannot be read ({error.strerror}); mend that, or move the files of "
+            f"{os.path.basename(path)} away to go on from an older one"
+        ) from error
 
 
 def _content(path: str) -> bytes:

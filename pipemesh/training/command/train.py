@@ -8,13 +8,16 @@ that the training was begun with.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from pipemesh.checkpoint import Folder, newest_whole
 from pipemesh.checkpoint.lock import check_held
 from pipemesh.checkpoint.whole_file import remove_unfinished, write_whole
+from pipemesh.partition.text import count_text
 from pipemesh.training.command import host_flags, model_flags, quiet, together, training_flags
 from pipemesh.training.command.config import as_toml
 from pipemesh.training.command.flags import FLAGS, parse
@@ -104,6 +107,8 @@ def carry_out(trainer: Any, options: Options) -> int:
             return RangeTest(trainer, own).run()
         from pipemesh.training.run.loop import Loop
 
+        for told in without_effect(own):
+            print(told, file=sys.stderr)
         # To be given to --config.
         path, config = os.path.join(own.logdir, "config.toml"), as_toml(own.given).encode()
         write_whole(path, config)
@@ -114,6 +119,34 @@ def carry_out(trainer: Any, options: Options) -> int:
             write_whole(path, config)
 
         return Loop(trainer, own, renew).run()
+
+
+def without_effect(options: Options) -> Iterator[str]:
+    """Says which flags change nothing in a training of so many steps, a line each.
+
+    Args:
+        options: what is asked for.
+
+    Example:
+        >>> print(*without_effect(Options(logdir="runs/a", steps=300, early_stop=2)))
+        --early_stop=2 has no effect: up to --steps=300, --eval_every=100 gives 2 evaluations; 3 \
+are needed
+    """
+    until = f"up to --steps={options.steps}"
+    # The last step is judged after training.
+    last = options.steps - 1
+    evaluations = last // options.eval_every
+    if 0 < options.early_stop and 0 <= evaluations <= options.early_stop:
+        yield (
+            f"--early_stop={options.early_stop} has no effect: {until}, "
+            f"--eval_every={options.eval_every} gives {count_text(evaluations, 'evaluation')}; "
+            f"{options.early_stop + 1} are needed"
+        )
+    if options.keep_best and 0 <= last < math.lcm(options.eval_every, options.save_every):
+        yield (
+            f"--keep_best={options.keep_best} has no effect: {until}, no step is both saved "
+            f"(--save_every={options.save_every}) and judged (--eval_every={options.eval_every})"
+        )
 
 
 def _settings(note: Any, prefix: str) -> dict[str, str]:

@@ -116,9 +116,12 @@ def make_full(logdir, mount):
 
 
 def make_read_only(logdir, mount):
-    # Over itself: below, files that are being written to keep a disk from becoming read-only.
-    mount(logdir, "--bind", str(logdir))
-    mount(logdir, "-o", "remount,bind,ro")
+    # Elsewhere, then over itself: a file that is being written to keeps a disk from becoming
+    # read-only, and in between a training would open one.
+    aside = logdir.with_name("aside")
+    mount(aside, "--bind", str(logdir))
+    mount(aside, "-o", "remount,bind,ro")
+    mount(logdir, "--bind", str(aside))
     return lambda: mount(logdir, "-o", "remount,bind,rw")
 
 
@@ -235,13 +238,12 @@ def test_a_log_directory_without_permission_is_refused_and_left_alone(undisturbe
 @pytest.mark.slow
 def test_checkpoints_on_a_disk_that_is_read_only_are_left_alone(mount, undisturbed, tmp_path):
     logdir = begun(undisturbed, 3, tmp_path / "run")
-    mount(logdir, "--bind", str(logdir))
-    mount(logdir, "-o", "remount,bind,ro")
+    make_writable = make_read_only(logdir, mount)
     for path in (logdir, logdir / "below"):
         line = refused(path, cold=True)
         assert line == f"logdir='{path}' cannot be written to ({READ_ONLY}); give another"
     assert_kept(logdir, 3, undisturbed)
-    mount(logdir, "-o", "remount,bind,rw")
+    make_writable()
     assert_goes_on(logdir, 3, undisturbed)
 
 

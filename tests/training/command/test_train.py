@@ -2,6 +2,8 @@
 
 import pytest
 
+from pipemesh.training import Options
+from pipemesh.training.command.train import without_effect
 from tests.training.command.program import done, refused
 
 MODEL = "--model=models.digits.params.DigitsPlain"
@@ -144,3 +146,14 @@ def test_learning_rates_are_tried_without_a_training(tmp_path):
     ]:
         words = ["train", f"--logdir={tmp_path}", "--find_learning_rate=60", flag]
         assert told in refused(*words)
+
+
+def test_flags_without_effect_are_named(tmp_path):
+    def told(**values):
+        return [line.split()[0] for line in without_effect(Options(logdir="runs/a", **values))]
+
+    assert told(steps=50, early_stop=1, eval_every=100) == ["--early_stop=1"]
+    assert told(steps=300, keep_best=1, save_every=70) == ["--keep_best=1"]
+    assert not told(steps=301, early_stop=2, keep_best=1)
+    # To go on with no step is to end a training that is done.
+    assert not told(steps=0, early_stop=1, keep_best=1)
