@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import socket
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -13,6 +11,14 @@ from tensorflow.core.protobuf import tensorflow_server_pb2
 from tensorflow.python.eager import context
 
 from pipemesh.backend.address_filter import keep_to
+from pipemesh.backend.addresses import (
+    check_addresses,
+    check_free,
+    host_and_port,
+    ips_of,
+    own_address,
+    use_no_proxy,
+)
 from pipemesh.backend.eager_context import CLIENT, eager_context, is_client
 from pipemesh.errors import DeviceError
 
@@ -39,21 +45,25 @@ def connect_workers(workers: Sequence[str], client: str | None = None) -> list[s
         The names of the workers' devices.
 
     Raises:
-        DeviceError: TensorFlow has started already, or addresses are none.
+        DeviceError: TensorFlow has started already, addresses are none or occur twice, or the port
+            of this process is in use.
 
     Example:
         >>> connect_workers(["a"])
         Traceback (most recent call last):
         pipemesh.errors.DeviceError: address 'a' is not host:port; write for example 'a:2222'
     """
-    for address in [*workers, *([client] if client else [])]:
-        check_address(address)
+    check_addresses([*workers, *([client] if client else [])])
+    if client:
+        remedy = "give this process another port, or none"
+        check_free(host_and_port(client)[1], f"client address {client!r}", remedy)
     here = eager_context()
     if here._initialized:
         raise DeviceError(
             "TensorFlow has already started; connect workers before the first operation"
         )
     client = client or own_address(workers[0])
+    use_no_proxy()
     cluster = tf.train.ClusterSpec({WORKER: list(workers), CLIENT: [client]})
     context._KEEP_ALIVE_SECS = _KEEP_ALIVE_SECONDS
     here.set_server_def(
@@ -66,8 +76,42 @@ def connect_workers(workers: Sequence[str], client: str | None = None) -> list[s
         )
     )
     here.ensure_initialized()
-    keep_to(_port(client), [*map(_ip, workers), "127.0.0.1"], peers=True)
+    keep_to(host_and_port(client)[1], [*ips_of(workers), "127.0.0.1"], peers=True)
     return [device for of_worker in worker_devices("") for device in of_worker]
+
+
+def check_way_back(task: int) -> None:
+    """Lets a worker ask this process for a tensor, as it does in each step.
+
+    Args:
+        task: of the worker.
+
+    Raises:
+        DeviceError: the worker does not reach this process.
+    """
+    definition = eager_context().get_server_def()
+    assert definition is not None
+    jobs = {job.name: job.tasks for job in definition.cluster.job}
+    own, worker = jobs[CLIENT][0], f"worker {task} ({jobs[WORKER][task]})"
+
+    def ask(x: tf.Tensor) -> tf.Tensor:
+        with tf.device(f"/job:{WORKER}/replica:0/task:{task}/device:CPU:0"):
+            return x + 1.0
+
+    try:
+        with context.eager_mode(), tf.device(OWN_HOST):
+            tf.function(ask, autograph=False)(tf.constant(1.0)).numpy()
+    except tf.errors.UnavailableError as error:
+        if f"target /job:{CLIENT}/" not in error.message:
+            raise
+        known = ", ".join(ips_of(list(jobs[WORKER].values())))
+        # Without its cause, which looks like a connection that broke, and could be made again.
+        raise DeviceError(
+            f"{worker} does not reach this process at {own}, which lets in {known} and "
+            "this machine; the worker may come from another of its addresses, which `ip route get "
+            f"{host_and_port(own)[0]}` prints on its host as `src`: name it by that one in "
+            "--cluster, or set --client_address"
+        ) from None
 
 
 def worker_devices(kind: str) -> list[list[str]]:
@@ -117,54 +161,3 @@ def host_of(device: str) -> str:
         return own_host()
     spec = tf.DeviceSpec.from_string(device)
     return spec.replace(device_type="CPU", device_index=0).to_string()
-
-
-def check_address(address: str) -> None:
-    """Checks that an address is `host:port`.
-
-    Raises:
-        DeviceError: it is not.
-    """
-    match = re.fullmatch(r"(.+):([0-9]{1,5})", address) if isinstance(address, str) else None
-    if match is None or not 0 < int(match[2]) < 2**16:
-        raise DeviceError(f"address {address!r} is not host:port; write for example 'a:2222'")
-
-
-def own_address(peer: str) -> str:
-    """`host:port` of this process as another one reaches it, with a port that is free now.
-
-    Args:
-        peer: `host:port` of the other one.
-
-    Example:
-        >>> own_address("127.0.0.1:2222").partition(":")[0]
-        '127.0.0.1'
-    """
-    family, _, _, _, address = _resolved(peer)
-    with socket.socket(family, socket.SOCK_DGRAM) as unsent:
-        try:
-            # Of what has no connection nothing is sent: the system looks up the way.
-            unsent.connect(address)
-        except OSError as error:
-            raise DeviceError(f"there is no way to {peer!r} ({error.strerror})") from error
-        host = unsent.getsockname()[0]
-    with socket.socket(family, socket.SOCK_STREAM) as free:
-        free.bind((host, 0))
-        port = free.getsockname()[1]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _port(address: str) -> int:
-    return int(address.rpartition(":")[2])
-
-
-def _ip(address: str) -> str:
-    return str(_resolved(address)[4][0])
-
-
-def _resolved(address: str) -> tuple:
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return socket.getaddrinfo(host, _port(address), type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise DeviceError(f"the host of {address!r} is unknown ({error.strerror})") from error

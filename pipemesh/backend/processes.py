@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 
 import tensorflow as tf
 from tensorflow.core.protobuf import tensorflow_server_pb2
 
 from pipemesh.backend import collectives
+from pipemesh.backend.addresses import check_addresses, use_no_proxy
 from pipemesh.backend.eager_context import eager_context
 from pipemesh.errors import DeviceError
 from pipemesh.mesh.checks import whole_number
@@ -91,19 +91,14 @@ localhost:2222
             f"addresses are {addresses!r}; give a list of host:port, for example ['a:2222', "
             "'b:2222']"
         )
-    for address in addresses:
-        if not isinstance(address, str) or not re.fullmatch(r".+:[0-9]+", address):
-            raise DeviceError(f"address {address!r} is not host:port; write for example 'a:2222'")
-        if addresses.count(address) > 1:
-            raise DeviceError(
-                f"address {address!r} occurs twice; each process has an address of its own"
-            )
+    check_addresses(addresses)
     index = whole_number(process)
     if index is None or not 0 <= index < len(addresses):
         raise DeviceError(
             f"process {process!r} was asked for, but {len(addresses)} addresses were given: "
             f"{', '.join(addresses)}"
         )
+    use_no_proxy()
     here = eager_context()
     try:
         here.configure_collective_ops(collective_leader=f"/job:{_JOB}/replica:0/task:0")

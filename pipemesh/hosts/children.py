@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
-import sys
 from collections.abc import Callable
 
+from pipemesh.hosts import silence
+
+# The path of a file that a process writes to when it has finished a step, for its launcher.
+STEPS = "PIPEMESH_STEPS"
 # A shell reports the number of a signal beyond this.
 BY_SIGNAL = 128
 _PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2
@@ -43,6 +47,36 @@ def set_death_signal(number: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
+def say_finished_step() -> None:
+    """Tells the launcher of this process, if it has one, that a step was finished."""
+    if path := os.environ.get(STEPS):
+        # Without it the launcher may give up sooner.
+        with contextlib.suppress(OSError), open(path, "wb") as file:
+            file.write(b"1")
+
+
+class Steps:
+    """Knows whether a process has finished steps; it says so in memory of this one."""
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("steps")
+
+    @property
+    def path(self) -> str:
+        """The value of `STEPS` for the process."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def were_finished(self) -> bool:
+        """Whether one was finished since this was asked last."""
+        found = os.fstat(self._fd).st_size > 0
+        os.ftruncate(self._fd, 0)
+        return found
+
+    def close(self) -> None:
+        """Frees the memory."""
+        os.close(self._fd)
+
+
 def is_of_terminal() -> bool:
     """Whether this process stands in a terminal's foreground, as those that it has started."""
     try:
@@ -63,4 +97,4 @@ def how(code: int) -> str:
 
 def say(text: str) -> None:
     """Writes a line on standard error."""
-    print(f"pipemesh launch: {text}", file=sys.stderr, flush=True)
+    silence.say(f"pipemesh launch: {text}")

@@ -6,11 +6,14 @@ import collections
 import contextlib
 import fcntl
 import os
+import shutil
 import sys
-from collections.abc import Sequence
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
-from pipemesh.hosts import watch
+from pipemesh.hosts import silence, watch
 from pipemesh.hosts.children import death_signal, set_death_signal
 from pipemesh.hosts.cluster import Cluster
 from pipemesh.hosts.gather import gather
@@ -19,6 +22,10 @@ from pipemesh.hosts.gather import gather
 _AGAIN = "PIPEMESH_BEGUN_AGAIN"
 _MOST_AGAIN = 5
 _LOST = 3
+# Seconds after which connecting with a worker is said to hang; after twice as many it is given up.
+_CONNECTED = 60.0
+# Seconds to wait for standard output to be written.
+_FLUSHED = 5.0
 # Of the thread that Python began with; whichever begins again passes it on.
 _DEATH_SIGNAL = death_signal()
 
@@ -51,9 +58,10 @@ def connect(
             before.
 
     Raises:
-        DeviceError: a worker is not there, or TensorFlow has started.
+        DeviceError: a worker is not there, two addresses lead to one, a worker does not reach this
+            process, or TensorFlow has started.
     """
-    from pipemesh.backend.cluster import connect_workers
+    from pipemesh.backend.cluster import check_way_back, connect_workers
 
     places, healths = gather(cluster, wait, answer, say, fewer=fewer)
     if has_begun_again() and len(places) == len(cluster.workers):
@@ -68,7 +76,17 @@ def connect(
     )
     watched.start()
     watch.make_current(watched)
-    connect_workers(list(places.values()), address)
+    try:
+        names = [watched.name(task) for task in range(len(places))]
+        with watched.during(f"connecting with {', '.join(names)}", _CONNECTED):
+            connect_workers(list(places.values()), address)
+        for task, name in enumerate(names):
+            with watched.during(f"connecting with {name}", _CONNECTED):
+                check_way_back(task)
+    except Exception as error:
+        # TensorFlow's errors say little of a worker that is lost.
+        watched.check(error)
+        raise
 
 
 def has_begun_again() -> bool:
@@ -105,40 +123,72 @@ def begin_again(what: str) -> NoReturn:
 
     Whatever it was about ends here, in the middle of it; it goes on from what it has saved.
     """
-    watched = watch.current()
-    steps = watched.steps if watched else 0
-    times = 0 if steps else int(os.environ.get(_AGAIN, "0")) + 1
-    if times > _MOST_AGAIN:
-        end(f"{what}\n{times} times in a row no step was finished in between")
-    first, *more = what.split("\n")
-    say("\n".join([f"{first}; going on from the last checkpoint", *more]))
-    _flush()
-    os.environ[_AGAIN] = str(times)
-    for name in os.listdir("/proc/self/fd"):
-        if (number := int(name)) > 2:
-            try:
-                flags = fcntl.fcntl(number, fcntl.F_GETFD)
-                fcntl.fcntl(number, fcntl.F_SETFD, flags | fcntl.FD_CLOEXEC)
-            except OSError:
-                # The one of the listing.
-                continue
-    set_death_signal(_DEATH_SIGNAL)
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    try:
+        watched = watch.current()
+        steps = watched.steps if watched else 0
+        times = 0 if steps else int(os.environ.get(_AGAIN, "0")) + 1
+        if times > _MOST_AGAIN:
+            end(f"{what}\n{times} times in a row no step was finished in between")
+        first, *more = what.split("\n")
+        say("\n".join([f"{first}; going on from the last checkpoint", *more]))
+        _leave()
+        os.environ[_AGAIN] = str(times)
+        for name in os.listdir("/proc/self/fd"):
+            if (number := int(name)) > 2:
+                try:
+                    flags = fcntl.fcntl(number, fcntl.F_GETFD)
+                    fcntl.fcntl(number, fcntl.F_SETFD, flags | fcntl.FD_CLOEXEC)
+                except OSError:
+                    # The one of the listing.
+                    continue
+        set_death_signal(_DEATH_SIGNAL)
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    except Exception as error:
+        end(f"{what}\nthis program could not be begun again ({error})")
 
 
 def end(what: str) -> NoReturn:
     """Ends this process: what TensorFlow waits for does not come."""
-    say(f"error: {what}", name="")
-    _flush()
+    silence.say(f"error: {what}")
+    _leave()
     os._exit(_LOST)
 
 
-def say(text: str, name: str = "pipemesh: ") -> None:
-    """Writes a line on standard error, whatever holds it back."""
-    os.write(2, f"{name}{text}\n".encode())
+def say(text: str) -> None:
+    """Writes a line on standard error."""
+    silence.say(f"pipemesh: {text}")
 
 
-def _flush() -> None:
-    # Nobody may read it, or it is being written to by a thread that will not return.
-    with contextlib.suppress(OSError, ValueError, RuntimeError):
-        sys.stdout.flush()
+@contextlib.contextmanager
+def scratch() -> Iterator[str]:
+    """A temporary folder, removed at the end; also when this program begins again or is ended."""
+    with tempfile.TemporaryDirectory() as path:
+        _scratch.add(path)
+        try:
+            yield path
+        finally:
+            _scratch.remove(path)
+
+
+_scratch: set[str] = set()
+
+
+def _leave() -> None:
+    """Does what Python does at the end of a program that matters after it, within seconds."""
+
+    def work() -> None:
+        for path in list(_scratch):
+            shutil.rmtree(path, ignore_errors=True)
+        for name, module in list(sys.modules.items()):
+            # What AutoGraph wrote is removed at the end of Python, which does not come.
+            if name.startswith("__autograph_generated_file"):
+                with contextlib.suppress(OSError, TypeError):
+                    os.unlink(str(module.__file__))
+        # Nobody may read it, or it is being written to by a thread that will not return.
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
+            sys.stdout.flush()
+
+    thread = threading.Thread(target=work, daemon=True)
+    with contextlib.suppress(RuntimeError):
+        thread.start()
+        thread.join(_FLUSHED)

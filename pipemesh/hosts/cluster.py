@@ -6,10 +6,10 @@ import dataclasses
 import importlib.util
 import json
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pipemesh.backend.addresses import check_addresses
 from pipemesh.errors import DeviceError
 
 TF_CONFIG, SLURM, KUBERNETES = "tf_config", "slurm", "kubernetes"
@@ -18,6 +18,8 @@ PORT = 8888
 # Addresses that this machine alone reaches, and those that whoever can may reach.
 LOOPBACK, EVERYWHERE = "127.0.0.1", ("0.0.0.0", "::")
 _WORKER, _SPARE = "worker", "spare"
+# So much of a malformed text is shown.
+_SHOWN = 200
 # Of Slurm, on a node.
 _MOST_TASKS = 1024
 
@@ -35,17 +37,9 @@ class Cluster:
     spares: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        every = [*self.workers, *self.spares]
         if not self.workers:
             raise DeviceError("a cluster has no workers; give host:port of one or more")
-        for address in every:
-            host, separator, port = address.rpartition(":")
-            if not (host and separator and port.isascii() and port.isdigit() and int(port) < 2**16):
-                raise DeviceError(
-                    f"address {address!r} is not host:port; write for example 'a:2222'"
-                )
-            if every.count(address) > 1:
-                raise DeviceError(f"address {address!r} occurs twice; each worker has its own")
+        check_addresses([*self.workers, *self.spares])
 
     @classmethod
     def from_text(cls, text: str, spares: str = "") -> Cluster:
@@ -103,17 +97,8 @@ class Cluster:
         text = environment.get("TF_CONFIG", "")
         if not text.strip():
             return None
-        try:
-            config: Any = json.loads(text)
-            cluster: Any = config.get("cluster", {})
-            workers, spares = cluster.get(_WORKER, []), cluster.get(_SPARE, [])
-            task: Any = config.get("task", {})
-            own = task.get("type") if task else None
-        except (ValueError, AttributeError) as error:
-            raise DeviceError(
-                f"TF_CONFIG={text!r} is not what TensorFlow takes: {error}"
-            ) from error
-        if not workers:
+        jobs, own, _ = _read(text)
+        if not jobs[_WORKER]:
             return None
         if own in (_WORKER, _SPARE) and not together:
             raise DeviceError(
@@ -121,7 +106,10 @@ class Cluster:
                 "and this command once, with a task of another type or none. (In every process the "
                 "same program computes its part under --lowering=simd alone.)"
             )
-        return cls(tuple(workers), tuple(spares))
+        try:
+            return cls(*map(tuple, jobs.values()))
+        except DeviceError as error:
+            raise DeviceError(f"TF_CONFIG: {error}") from error
 
     def to_environment(self, process: int | None = None) -> str:
         """The text of `TF_CONFIG` for a process that drives these workers, or is one of them.
@@ -150,15 +138,49 @@ def own_process(environment: Mapping[str, str] | None = None) -> int | None:
     """
     environment = os.environ if environment is None else environment
     try:
-        config: Any = json.loads(environment.get("TF_CONFIG") or "{}")
-        task = config.get("task") or {}
-        if task.get("type") not in (_WORKER, _SPARE):
-            return None
-        before = len(config["cluster"][_WORKER]) if task["type"] == _SPARE else 0
-        return before + int(task["index"])
-    except (AttributeError, KeyError, TypeError, ValueError):
-        # What is wrong with it is said by who reads all of it.
+        jobs, kind, index = _read(environment.get("TF_CONFIG", ""))
+    except DeviceError:
+        # `Cluster.from_environment` says so.
         return None
+    if kind not in (_WORKER, _SPARE):
+        return None
+    return index + (len(jobs[_WORKER]) if kind == _SPARE else 0)
+
+
+def _read(text: str) -> tuple[dict[str, list[Any]], str, int]:
+    """Parses `TF_CONFIG`.
+
+    Returns:
+        The addresses of workers and of spares, which are not checked yet, and type and index of
+        this process.
+
+    Raises:
+        DeviceError: it is malformed.
+    """
+    try:
+        config = _mapping(json.loads(text) if text.strip() else {}, "it")
+        cluster = _mapping(config.get("cluster"), "'cluster'")
+        task = _mapping(config.get("task"), "'task'")
+        jobs = {name: cluster.get(name) or [] for name in (_WORKER, _SPARE)}
+        for name, addresses in jobs.items():
+            if not isinstance(addresses, list):
+                raise ValueError(f"{name!r} is no list of addresses")
+        kind, index = task.get("type"), task.get("index", 0)
+        if kind in (_WORKER, _SPARE) and (isinstance(index, bool) or not str(index).isdecimal()):
+            raise ValueError(f"'index' is {index!r}, and must be a number")
+        return jobs, str(kind), int(index) if kind in (_WORKER, _SPARE) else 0
+    except (ValueError, RecursionError) as error:
+        shown = text if len(text) < _SHOWN else f"{text[:_SHOWN]}..."
+        raise DeviceError(
+            f"TF_CONFIG={shown!r} is not what TensorFlow takes: {error}; write for example "
+            '{"cluster": {"worker": ["a:2222", "b:2222"]}}'
+        ) from error
+
+
+def _mapping(value: Any, what: str) -> dict[str, Any]:
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"{what} is no JSON object")
+    return value or {}
 
 
 def _listed(text: str) -> tuple[str, ...]:
@@ -213,22 +235,3 @@ def _of_kubernetes(selector: str) -> tuple[str, ...]:
 
 def _addresses(found: Sequence[Any]) -> tuple[str, ...]:
     return tuple(str(address).removeprefix("grpc://") for address in found)
-
-
-def check_free(port: int, what: str, remedy: str) -> None:
-    """Checks that nobody has a port: gRPC would share it with whoever has it already.
-
-    Args:
-        port: above 0.
-        what: asks for it, for the error.
-        remedy: what to do about it.
-
-    Raises:
-        DeviceError: somebody has it.
-    """
-    with socket.socket(socket.AF_INET6) as free:
-        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            free.bind(("::", port))
-        except OSError as error:
-            raise DeviceError(f"{what}: {error.strerror}; {remedy}") from error

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from pipemesh.errors import DeviceError
 from pipemesh.hosts.cluster import Cluster
-from pipemesh.hosts.health import Asker, Health
+from pipemesh.hosts.health import Asker, Health, check_distinct
 from pipemesh.text import several
 
 _PAUSE = 0.3
@@ -21,6 +21,7 @@ def gather(
     fewer: float | None = None,
     who: str = "worker",
     remedy: str = "start it there with `pipemesh worker`",
+    own: int | None = None,
 ) -> tuple[dict[int, str], list[Health]]:
     """Finds who takes which place.
 
@@ -32,18 +33,20 @@ def gather(
         fewer: seconds after which those who are there are enough; None if all are needed.
         who: what one of them is called.
         remedy: what to do about one that is not there.
+        own: the number of this process, if it is one of them; it is waited for without a word.
 
     Returns:
         The address for each place, by its number, and what was answered there.
 
     Raises:
-        DeviceError: one is not there, and no spare is either.
+        DeviceError: one is not there, and no spare is either, or two addresses lead to one.
     """
     every = [*cluster.workers, *cluster.spares]
     asker, begun, told = Asker(every), time.monotonic(), False
     try:
         while True:
             healths = dict(zip(every, asker.ask(answer), strict=True))
+            check_distinct(healths, who)
             waited = time.monotonic() - begun
             spares = [a for a in cluster.spares if not healths[a].trouble]
             places: dict[int, str] = {}
@@ -63,15 +66,18 @@ def gather(
                 missing = []
             if not missing:
                 for number, address in places.items():
-                    if address != (own := cluster.workers[number]):
-                        tell(f"spare {address} takes the place of {who} {number} ({own})")
+                    if address != (lost := cluster.workers[number]):
+                        tell(f"spare {address} takes the place of {who} {number} ({lost})")
                 return places, [healths[address] for address in places.values()]
-            address = places[missing[0]]
-            what = f"{who} {missing[0]} ({address}) {healths[address].trouble}"
+            others = [number for number in missing if number != own]
+            first = (others or missing)[0]
+            what = f"{who} {first} ({places[first]}) {healths[places[first]].trouble}"
             if waited >= seconds:
-                raise DeviceError(f"{what}, for {waited:.0f} s; {remedy}, or give other addresses")
-            if not told:
-                tell(f"waiting for {len(missing)} of {len(every)} {several(who)}: {what}")
+                raise DeviceError(
+                    f"{what}, after {waited:.0f} s of waiting; {remedy}, or give other addresses"
+                )
+            if others and not told:
+                tell(f"waiting for {len(others)} of {len(every)} {several(who)}: {what}")
                 told = True
             time.sleep(_PAUSE)
     finally:

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipemesh.errors import DeviceError
-from pipemesh.hosts import together
+from pipemesh.hosts import silence, together
 from pipemesh.hosts.children import BY_SIGNAL, ends_with_parent, how, is_of_terminal, say
 from pipemesh.hosts.cluster import Cluster
 
@@ -77,6 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         DeviceError: there is nothing to launch, or workers cannot be started.
     """
+    silence.hold_standard_files()
     words: list[str] = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
     for name, least in (("processes", 1), ("spares", 0), ("cpu_devices", 1)):
         if getattr(arguments, name) < least:

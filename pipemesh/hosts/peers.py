@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import socket
 import time
 from collections.abc import Sequence
 
+from pipemesh.backend.addresses import check_free, host_and_port, ips_of, is_loopback, own_ip
 from pipemesh.errors import DeviceError
 from pipemesh.hosts import client, watch
-from pipemesh.hosts.cluster import EVERYWHERE, LOOPBACK, Cluster, check_free
+from pipemesh.hosts.cluster import EVERYWHERE, LOOPBACK, Cluster
 from pipemesh.hosts.gather import gather
 from pipemesh.hosts.health import Health, ask
 from pipemesh.hosts.rollcall import SECONDS_TO_START, RollCall, Wish
@@ -67,10 +67,7 @@ def join(wish: Wish, folder: str) -> Joined | None:
     Raises:
         PipemeshError: see `RollCall.agree`.
     """
-    own = wish.every[wish.index]
-    _check_listens(own, wish.listen)
-    port = int(own.rpartition(":")[2])
-    check_free(port, own, "give this process another port")
+    port = check_listens(wish.every[wish.index], wish.listen)
     rosters = Rosters(folder)
     call = RollCall(wish, rosters, client.say)
     try:
@@ -132,14 +129,12 @@ def connect(
             "with 0"
         )
     own = addresses[process]
-    port = int(own.rpartition(":")[2])
-    _check_listens(own, listen)
     visitors: Sequence[str] = addresses
     if joined is not None:
         named = joined.roster.cluster
         visitors = [*named.workers, *named.spares]
         joined.call.close()
-    check_free(port, own, "give this process another port")
+    port = check_listens(own, listen)
     connect_processes(addresses, process, kind)
     _keep(port, visitors, listen)
     while True:
@@ -147,7 +142,13 @@ def connect(
             places, healths = _gather_joined(joined, cluster, answer)
         else:
             places, healths = gather(
-                cluster, wait, answer, client.say, who="process", remedy="start it there"
+                cluster,
+                wait,
+                answer,
+                lambda text: client.say(f"process {process} ({own}): {text}"),
+                who="process",
+                remedy="start it there",
+                own=process,
             )
         starts = [health.start for health in healths]
         # One of an earlier attempt may still be there, which has not seen yet that others are not.
@@ -197,13 +198,29 @@ def _nothing(_: str) -> None:
     """Of a step that hangs the first process speaks for all."""
 
 
-def _check_listens(own: str, listen: str | None) -> None:
-    if listen is None and not _ip(own).startswith("127.") and _ip(own) != "::1":
+def check_listens(own: str, listen: str | None) -> int:
+    """Checks that a process can listen at its address; to be called before TensorFlow is loaded.
+
+    Args:
+        own: its `host:port`.
+        listen: see `connect`.
+
+    Returns:
+        The port.
+
+    Raises:
+        DeviceError: it cannot, or others reach it though nothing says that they may.
+    """
+    host, port = host_and_port(own)
+    if listen is None and not all(map(is_loopback, ips_of([own]))):
         raise DeviceError(
             f"other machines are to reach this process as {own}; TensorFlow asks nobody for a "
-            f"password, so say that they may: --listen={own.rpartition(':')[0]}, an address of a "
-            "private network"
+            f"password, so say that they may: --listen={host}, an address of a private network"
         )
+    if listen is not None and listen not in EVERYWHERE:
+        own_ip(listen, f"--listen={listen}")
+    check_free(port, own, "give this process another port")
+    return port
 
 
 def _keep(port: int, addresses: Sequence[str], listen: str | None) -> None:
@@ -215,12 +232,4 @@ def _keep(port: int, addresses: Sequence[str], listen: str | None) -> None:
     if listen is None:
         keep_to(port, [LOOPBACK])
     else:
-        keep_to(port, [*map(_ip, addresses), LOOPBACK], peers=True)
-
-
-def _ip(address: str) -> str:
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return str(socket.getaddrinfo(host, None)[0][4][0])
-    except OSError as error:
-        raise DeviceError(f"the host of {address!r} is unknown ({error.strerror})") from error
+        keep_to(port, [*ips_of(addresses), LOOPBACK], peers=True)

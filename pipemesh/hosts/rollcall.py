@@ -18,7 +18,7 @@ import grpc
 
 from pipemesh.errors import DeviceError
 from pipemesh.hosts.cluster import Cluster
-from pipemesh.hosts.health import QUESTION, Asker, Health, answer_of_waiting
+from pipemesh.hosts.health import QUESTION, Asker, Health, answer_of_waiting, check_distinct
 from pipemesh.hosts.roster import Member, Roster, Rosters
 
 _PAUSE = 0.2
@@ -26,6 +26,8 @@ _PAUSE = 0.2
 SECONDS_TO_START = 180.0
 # Those that are started at the same time come within this.
 _SECONDS_TO_COME = 1.0
+# Calls that are under way may end for so long; others would see one that is broken off.
+_SECONDS_TO_CLOSE = 1.0
 # From how many there are to how many of them take part, and by which plan.
 Fit = Callable[[int], tuple[int, str]]
 
@@ -95,7 +97,7 @@ class RollCall:
 
     def close(self) -> None:
         """Frees the port, for TensorFlow's server."""
-        self._server.stop(0).wait()
+        self._server.stop(_SECONDS_TO_CLOSE).wait()
 
     def agree(self) -> Roster | None:
         """Waits until this process takes part.
@@ -114,7 +116,9 @@ class RollCall:
         self._since = self._whole = time.monotonic()
         try:
             while (found := self._news()) is None:
-                healths = dict(enumerate(asker.ask(self._wish.answer)))
+                answers = asker.ask(self._wish.answer)
+                check_distinct(dict(zip(self._wish.every, answers, strict=True)))
+                healths = dict(enumerate(answers))
                 busy = self._busy(healths)
                 if self._base is not None and self._base.members and busy:
                     self._wait_for(busy, self._base)
@@ -174,8 +178,10 @@ class RollCall:
             self._rosters.say(said)
         elif missing and waited >= _SECONDS_TO_COME:
             told = f"{self._name(missing[0])} {healths[missing[0]].trouble}"
-            number = len(cluster.workers)
-            self._tell_once("missing", f"waiting for {len(missing)} of {number} processes: {told}")
+            own, number = self._name(self._wish.index), len(cluster.workers)
+            self._tell_once(
+                "missing", f"{own} waits for {len(missing)} of {number} processes: {told}"
+            )
 
     def _busy(self, healths: dict[int, Health]) -> list[int]:
         """Those that train, or are about to."""

@@ -122,11 +122,12 @@ class Rosters:
         while numbers := self._numbers():
             path = self._path(numbers[-1])
             try:
-                with open(path, encoding="utf-8") as file:
-                    return _parsed(file.read(), path)
+                with open(path, "rb") as file:
+                    content = file.read()
             except FileNotFoundError:
                 # Others have taken it away since: there is a newer one.
                 continue
+            return _parsed(content, path, numbers[-1])
         return None
 
     def say(self, roster: Roster) -> bool:
@@ -193,13 +194,26 @@ class Rosters:
         return os.path.join(self.folder, f"processes-{number}.json")
 
 
-def _parsed(text: str, path: str) -> Roster:
+def _parsed(content: bytes, path: str, number: int) -> Roster:
+    """Reads a roster, whose number is that of its file."""
     try:
-        found: Any = json.loads(text)
+        found: Any = json.loads(content)
         cluster = Cluster(tuple(found["cluster"]["workers"]), tuple(found["cluster"]["spares"]))
         members = tuple(Member(**each) for each in found["members"])
-        return Roster(int(found["number"]), cluster, members, found["plan"], found["ended"])
-    except (KeyError, TypeError, ValueError) as error:
+        roster = Roster(found["number"], cluster, members, found["plan"], found["ended"])
+        count, places = len(cluster.workers) + len(cluster.spares), range(len(cluster.workers))
+        well_formed = (
+            roster.number == number
+            and isinstance(roster.plan, str)
+            and isinstance(roster.ended, bool)
+            and all(isinstance(each.start, str) and each.place in places for each in members)
+            and all(each.index in range(count) for each in members)
+        )
+        if not well_formed:
+            raise ValueError("a value is of another kind, or out of range")
+        return roster
+    except (DeviceError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise DeviceError(
-            f"{path} does not say which processes take part ({error}); remove it"
+            f"{path} does not say which processes take part ({type(error).__name__}: {error}); "
+            "remove it"
         ) from error

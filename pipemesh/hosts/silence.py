@@ -1,12 +1,41 @@
-"""All processes run one program, and one of them speaks."""
+"""Standard error: lines that hold nothing up, and silence where one process speaks for all."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import sys
 from typing import TextIO
 
+# A reader that has stopped reading is not waited for any longer.
+_SECONDS = 2.0
 _heard: list[TextIO] = []
+
+
+def say(text: str) -> None:
+    """Writes a line to standard error, in silence, too.
+
+    Threads that watch others call it, so it never fails, and waits for seconds at most. A line that
+    cannot be written (a full disk, a pipe without a reader) is lost.
+    """
+    left = f"{text}\n".encode(errors="backslashreplace")
+    with contextlib.suppress(OSError, ValueError):
+        while left and select.select([], [2], [], _SECONDS)[1]:
+            left = left[os.write(2, left[: select.PIPE_BUF]) :]
+
+
+def hold_standard_files() -> None:
+    """Opens standard files that were closed from the beginning.
+
+    No other file may get their numbers: native code, and `say`, write to the numbers.
+    """
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            # The lowest free number is this one.
+            os.open(os.devnull, os.O_RDWR)
 
 
 def be_silent() -> None:

@@ -12,11 +12,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipemesh.errors import DeviceError
-from pipemesh.hosts.children import BY_SIGNAL, ends_with_parent, how, is_of_terminal, say
+from pipemesh.hosts.children import (
+    BY_SIGNAL,
+    STEPS,
+    Steps,
+    ends_with_parent,
+    how,
+    is_of_terminal,
+    say,
+)
 from pipemesh.hosts.cluster import Cluster
 
 _PAUSE, _SECONDS_TO_END = 0.1, 10.0
-# One that is killed so often in a row, each time so soon after its start, is not started again.
+# One that is killed so often in a row, each time so soon after its start and before it has finished
+# a step, is not started again.
 _MOST_STARTS, _SOON = 5, 180.0
 # A command that has this goes on without one that is lost.
 ELASTIC = "--elastic"
@@ -71,6 +80,7 @@ class _Together:
     def __init__(self, words: Sequence[str], cluster: Cluster, lasts: bool) -> None:
         self._words, self._cluster, self._lasts = list(words), cluster, lasts
         count = len(cluster.workers) + len(cluster.spares)
+        self._steps = [Steps() for _ in range(count)]
         self._started: dict[int, subprocess.Popen[bytes]] = {}
         self._starts, self._since = [0] * count, [0.0] * count
         # Those that are not started again, and when the first one was done.
@@ -80,10 +90,14 @@ class _Together:
 
     def start(self, index: int) -> None:
         """Starts one."""
+        variables = {
+            "TF_CONFIG": self._cluster.to_environment(index),
+            STEPS: self._steps[index].path,
+        }
         try:
             self._started[index] = subprocess.Popen(
                 self._words,
-                env={**os.environ, "TF_CONFIG": self._cluster.to_environment(index)},
+                env={**os.environ, **variables},
                 stdin=None if not index else subprocess.DEVNULL,
                 preexec_fn=ends_with_parent(),
             )
@@ -125,7 +139,8 @@ class _Together:
 
     def _see_to(self, index: int, code: int) -> int | None:
         """Decides what becomes of all when one has ended: their exit code if they end, too."""
-        if time.monotonic() - self._since[index] > _SOON:
+        lasted = time.monotonic() - self._since[index]
+        if self._steps[index].were_finished() or lasted > _SOON:
             self._starts[index] = 0
         is_last = self._starts[index] == _MOST_STARTS
         if code < 0 and self._lasts and (is_last or self._is_stopped):
@@ -147,6 +162,8 @@ class _Together:
             process.kill()
         for process in self._started.values():
             process.wait()
+        for steps in self._steps:
+            steps.close()
 
 
 def _code_of_all(started: dict[int, subprocess.Popen[bytes]], code: int) -> int:

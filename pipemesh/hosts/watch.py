@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import re
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn, Protocol
+
+from pipemesh.hosts import children
 
 if TYPE_CHECKING:
     from pipemesh.hosts.health import Health
@@ -25,9 +28,18 @@ _PAUSE = 0.5
 _TIMES, _LEAST, _FIRST = 20.0, 60.0, 1200.0
 _FEWEST = 3
 _REMEMBERED = 50
-# TensorFlow's code, and gRPC's, of somebody who cannot be reached.
-_UNAVAILABLE = 14
-_IN_TEXT = f"grpc_status:{_UNAVAILABLE}"
+# TensorFlow's codes, and gRPC's, of a worker that another one lost: of its own part of a step, and
+# of the parts that ended with it.
+_CANCELLED, _UNAVAILABLE = 1, 14
+_IN_TEXT = re.compile(rf"grpc_status:({_CANCELLED}|{_UNAVAILABLE})\b")
+# In the same texts: which of them was asked for a tensor, or for its part of a step.
+_ASKED = re.compile(
+    r"remote target /job:(\w+)/replica:0/task:(\d+)\S* while calling /tensorflow\.(\S*?)Service/"
+)
+# Lines that say nothing of a connection.
+_NO_REASON = re.compile(r"Graph execution error|Detected at node|<stack traces|\d+ root error|$")
+# The watch tries again so often, with a pause between, when it fails itself.
+_MOST_FAILURES = 20
 
 
 class Progress(Protocol):
@@ -81,6 +93,8 @@ class Watch:
         self._since = time.monotonic()
         # Whether what is under way is a step, has a limit, and was said to hang.
         self._is_step, self._is_limited, self._is_told = False, False, False
+        # A limit of its own.
+        self._most: float | None = None
         self._taken: collections.deque[float] = collections.deque(maxlen=_REMEMBERED)
         self._names = [f"{who} {number} ({address})" for number, address in places.items()]
         self._starts = list(starts)
@@ -113,25 +127,29 @@ class Watch:
         self._is_told = False
         self.doing, self._since = doing, time.monotonic()
         self._is_step = self._is_limited = is_step
+        self._most = None
 
     @contextlib.contextmanager
-    def during(self, doing: str) -> Iterator[None]:
+    def during(self, doing: str, limit: float | None = None) -> Iterator[None]:
         """Notes what the client is about while the context lasts, which is not to last for ever.
 
         Args:
             doing: in words, such as "evaluation".
+            limit: seconds after which it is said to hang; by default graphs may be built.
         """
-        before = self.doing, self._since, self._is_step, self._is_limited
+        before = self.doing, self._since, self._is_step, self._is_limited, self._most
         self.begin(doing)
-        self._is_limited = True
+        self._is_limited, self._most = True, limit
         try:
             yield
         finally:
-            self.doing, self._since, self._is_step, self._is_limited = before
+            self.doing, self._since, self._is_step, self._is_limited, self._most = before
 
     def end_step(self) -> None:
         """Notes that a step was finished."""
         self.steps += 1
+        if self.steps == 1:
+            children.say_finished_step()
         self._taken.append(time.monotonic() - self._since)
         self.begin("what follows a step")
 
@@ -152,17 +170,34 @@ class Watch:
                 lost each other for a moment, and what was under way with it.
         """
         found = (self.also() if self.also is not None else "") or self._trouble()
-        if not found and (broken := _broken_connection(error)):
+        if not found and (broken := self._broken_connection(error)):
             since = time.monotonic() - self._since
             found = f"a connection broke in {self.doing}, begun {since:.1f} s ago ({broken})"
+            found = "\n".join([found, *_indented(self._waits())])
         if found and not self._ended.is_set():
             with self._lock:
                 self._lost(found)
 
     def _run(self) -> None:
+        """Watches until it is stopped.
+
+        A thread that ended by an error would leave a lost worker unnoticed, and the client waiting
+        for it for ever.
+        """
+        failures = 0
         while not self._ended.wait(_PAUSE):
-            self.check()
-            self._check_progress()
+            try:
+                self.check()
+                self._check_progress()
+                failures = 0
+            except Exception as error:
+                failures += 1
+                what = f"the watch of workers fails ({type(error).__name__}: {error})"
+                with contextlib.suppress(Exception):
+                    if failures == 1:
+                        self._tell(f"{what}; it tries again")
+                    elif failures >= _MOST_FAILURES:
+                        self._lost(what)
 
     def _check_progress(self) -> None:
         """Asks how far a step is that has lasted, and says so when it has lasted too long."""
@@ -177,7 +212,7 @@ class Watch:
             return
         if not self._is_told:
             self._is_told = True
-            lines = [f"  {line}" for found in self._waits().values() for line in found]
+            lines = _indented(self._waits())
             about = ", and all workers answer; of those that are not done:" if lines else ""
             self._tell("\n".join([f"{self.doing} has lasted for {lasted:.0f} s{about}", *lines]))
         elif lasted >= 2 * limit:
@@ -187,6 +222,8 @@ class Watch:
     @property
     def limit(self) -> float:
         """After how many seconds what is under way is said to hang."""
+        if self._most is not None:
+            return self._most
         if not self._is_step or len(self._taken) < _FEWEST:
             return max(_FIRST, self._limit or 0.0)
         return self._limit or max(_LEAST, _TIMES * statistics.median(self._taken))
@@ -199,7 +236,9 @@ class Watch:
         first = self._asker.ask(self._seconds)
         if all(map(self._is_well, first, self._starts)):
             return None
-        # This process may have been stopped itself, or its network for a moment.
+        # This process may have been stopped itself, or its network for a moment; and one that was
+        # killed answers by then that nobody listens.
+        self._ended.wait(_PAUSE)
         second = self._asker.ask(self._seconds)
         for number, (health, start) in enumerate(zip(second, self._starts, strict=True)):
             if not self._is_well(health, start):
@@ -217,7 +256,32 @@ class Watch:
         waits = self._waits()
         if task in waits:
             told += f"; {'; '.join(waits.pop(task))}"
-        return "\n".join([told, *(f"  {line}" for found in waits.values() for line in found)])
+        return "\n".join([told, *_indented(waits)])
+
+    def _broken_connection(self, error: BaseException | None) -> str:
+        """What an error, or one that it was raised from, says of a connection; "" if nothing."""
+        while error is not None:
+            text, code = str(error), getattr(error, "error_code", None)
+            # Between workers the code is gRPC's, and stands in the text alone.
+            if code in (_CANCELLED, _UNAVAILABLE) or _IN_TEXT.search(text):
+                names: dict[str, str] = {}
+                for job, task, service in _ASKED.findall(text):
+                    is_named = job == "worker" and int(task) < len(self._names)
+                    name = self.name(int(task)) if is_named else "this process"
+                    names.setdefault(service, name)
+                lines = [line.strip() for line in text.split("Additional GRPC", 1)[0].split("\n")]
+                reasons = [line for line in lines if not _NO_REASON.match(line)] or ["cancelled"]
+                reason = reasons[0].rpartition("last error: ")[2]
+                reason = re.sub(r"^(\(\d+\) )?[A-Z_]+: +", "", reason)[:200]
+                asking, asked = names.get("eager.Eager"), names.get("Worker")
+                whom = f" of {asked}" if asked else ""
+                return f"{asking or 'one'} got no answer{whom}: {reason}" if names else reason
+            error = error.__cause__
+        return ""
+
+
+def _indented(waits: Mapping[int, Sequence[str]]) -> list[str]:
+    return [f"  {line}" for found in waits.values() for line in found]
 
 
 _current: Watch | None = None
@@ -271,13 +335,3 @@ def check_workers(error: BaseException | None = None) -> None:
     """
     if _current is not None:
         _current.check(error)
-
-
-def _broken_connection(error: BaseException | None) -> str:
-    """What an error, or one that it was raised from, says of a connection; "" if nothing."""
-    while error is not None:
-        # Between workers the code is gRPC's, and stands in the text alone.
-        if getattr(error, "error_code", None) == _UNAVAILABLE or _IN_TEXT in str(error):
-            return " ".join(str(error).split(" Additional GRPC", 1)[0].split())[:200]
-        error = error.__cause__
-    return ""

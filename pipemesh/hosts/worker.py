@@ -20,8 +20,16 @@ import sys
 import time
 from typing import Any, NoReturn
 
+from pipemesh.backend.addresses import (
+    check_free,
+    interfaces_by_address,
+    is_loopback,
+    own_ip,
+    use_no_proxy,
+)
 from pipemesh.errors import DeviceError
-from pipemesh.hosts.cluster import EVERYWHERE, LOOPBACK, PORT, check_free
+from pipemesh.hosts import silence
+from pipemesh.hosts.cluster import EVERYWHERE, LOOPBACK, PORT
 
 # Until it answers itself.
 _SECONDS_TO_START, _PAUSE = 30.0, 0.1
@@ -66,11 +74,16 @@ def run(arguments: argparse.Namespace) -> int:
         raise DeviceError(f"--port={arguments.port}: it must be 0 or more, and below 65536")
     if arguments.cpu_devices < 1:
         raise DeviceError(f"--cpu_devices={arguments.cpu_devices}: it must be at least 1")
+    silence.hold_standard_files()
+    ip = None
+    if arguments.listen not in EVERYWHERE:
+        ip = own_ip(arguments.listen, f"--listen={arguments.listen}")
+    _check_free(arguments.port)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, _leave)
-    server, port = _serve(arguments.port, arguments.listen, arguments.cpu_devices)
+    server, port = _serve(arguments.port, ip, arguments.cpu_devices)
     address = f"{_reached(arguments.listen)}:{port}"
-    _announce(address, arguments.listen)
+    _announce(address, ip)
     parent = None
     if arguments.parent_fd is not None:
         parent = socket.socket(fileno=arguments.parent_fd)
@@ -81,8 +94,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _serve(port: int, listen: str, cpu_devices: int) -> tuple[Any, int]:
-    """A server that nobody else can reach, and its port."""
+def _check_free(port: int) -> None:
+    if port:
+        check_free(port, f"--port={port}", "give another")
+
+
+def _serve(port: int, ip: str | None, cpu_devices: int) -> tuple[Any, int]:
+    """Starts a server that is reached at one address alone; all can reach it if that is None.
+
+    Returns:
+        The server and its port.
+    """
+    use_no_proxy()
     import tensorflow as tf
 
     from pipemesh.backend.address_filter import keep_to
@@ -93,8 +116,8 @@ def _serve(port: int, listen: str, cpu_devices: int) -> tuple[Any, int]:
         inter_op_parallelism_threads=max(cpu_devices, cores),
         intra_op_parallelism_threads=max(1, cores // cpu_devices),
     )
-    if port:
-        check_free(port, f"--port={port}", "give another")
+    # TensorFlow took its time to load.
+    _check_free(port)
     try:
         server = tf.distribute.Server(
             {"worker": [f"localhost:{port}"]},
@@ -106,22 +129,21 @@ def _serve(port: int, listen: str, cpu_devices: int) -> tuple[Any, int]:
     except tf.errors.OpError as error:
         raise DeviceError(f"--port={port}: {error.message}") from error
     port = int(server.target.rpartition(":")[2])
-    if listen not in EVERYWHERE:
+    if ip is not None:
         try:
-            keep_to(port, [_ip(listen)])
+            keep_to(port, [ip])
         except DeviceError as error:
             raise DeviceError(
-                f"--listen={listen}: {error}; --listen=0.0.0.0 lets everybody reach it"
+                f"--listen={ip}: {error}; --listen=0.0.0.0 lets everybody reach it"
             ) from error
     server.start()
     return server, port
 
 
-def _announce(address: str, listen: str) -> None:
+def _announce(address: str, ip: str | None) -> None:
     from pipemesh.hosts.health import ask
 
-    host, _, port = address.rpartition(":")
-    asked = f"{LOOPBACK if listen in EVERYWHERE else host}:{port}"
+    asked = address if ip else f"{LOOPBACK}:{address.rpartition(':')[2]}"
     limit = time.monotonic() + _SECONDS_TO_START
     (found,) = ask([asked], _SECONDS_TO_START)
     while found.trouble and time.monotonic() < limit:
@@ -131,20 +153,11 @@ def _announce(address: str, listen: str) -> None:
     if found.trouble:
         raise DeviceError(f"the worker on {address} {found.trouble}")
     who = "by this machine alone"
-    if listen != LOOPBACK:
+    if ip is None or not is_loopback(ip):
         who = "by whoever reaches that address, without a password"
-    print(
-        f"pipemesh worker: {address}, reached {who}; devices {', '.join(found.devices)}",
-        file=sys.stderr,
-        flush=True,
-    )
-
-
-def _ip(listen: str) -> str:
-    try:
-        return str(socket.getaddrinfo(listen, None)[0][4][0])
-    except OSError as error:
-        raise DeviceError(f"--listen={listen!r} is no address ({error.strerror})") from error
+        if ip is not None and (interface := interfaces_by_address().get(ip)):
+            who = f"through {socket.if_indextoname(interface)}, {who}"
+    silence.say(f"pipemesh worker: {address}, reached {who}; devices {', '.join(found.devices)}")
 
 
 def _reached(listen: str) -> str:

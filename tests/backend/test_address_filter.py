@@ -3,11 +3,14 @@
 import contextlib
 import socket
 import struct
+import subprocess
+import sys
 
 import pytest
 
 from pipemesh.backend.address_filter import is_allowed, keep_to, networks, program
 from pipemesh.errors import DeviceError
+from tests.hosts.namespaces import network, why_not
 
 
 def own_address():
@@ -68,7 +71,40 @@ def test_a_port_that_is_not_listened_on_is_an_error():
         keep_to(port, ["127.0.0.1"])
 
 
-def run(code, packet):
+SERVER = """
+import socket, sys
+from pipemesh.backend.address_filter import keep_to
+with socket.create_server(("::", 2222), family=socket.AF_INET6, dualstack_ipv6=True):
+    keep_to(2222, [sys.argv[1]])
+    print(flush=True)
+    sys.stdin.read()
+"""
+REACH = "import socket, sys; socket.create_connection((sys.argv[1], 2222), timeout=1.5)"
+
+
+def test_an_address_is_reached_through_its_own_network_alone():
+    """Linux answers for any of its addresses on every network, as to one who routes to a tunnel."""
+    if why := why_not():
+        pytest.skip(f"this needs hosts of their own: {why}")
+    with network(2) as there:
+        there.link(1, 2, ["10.88.0.2", "10.88.0.3"])
+        there.ip(0, f"route add 10.88.0.2 via {there.address(1)}")
+        python = [sys.executable, "-c"]
+        server = subprocess.Popen(
+            there.on(1, *python, SERVER, "10.88.0.2"), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        with server:
+            server.stdout.readline()
+            tries = [(1, "10.88.0.2"), (2, "10.88.0.2"), (0, "10.88.0.2"), (0, there.address(1))]
+            clients = [
+                subprocess.Popen(there.on(host, *python, REACH, address), stderr=subprocess.DEVNULL)
+                for host, address in tries
+            ]
+            assert [client.wait() for client in clients] == [0, 0, 1, 1]
+            server.stdin.close()
+
+
+def run(code, packet, interface=0):
     """What the kernel would do: how much of a packet is let through."""
     lines = [struct.unpack("HBBI", code[i : i + 8]) for i in range(0, len(code), 8)]
     at = value = 0
@@ -79,7 +115,8 @@ def run(code, packet):
         if operation == 0x30:
             value = packet[offset]
         elif operation == 0x20:
-            value = int.from_bytes(packet[offset : offset + 4], "big")
+            ancillary = k == 2**32 - 0x1000 + 8
+            value = interface if ancillary else int.from_bytes(packet[offset : offset + 4], "big")
         elif operation == 0x74:
             value >>= k
         elif operation == 0x54:
@@ -109,3 +146,7 @@ def test_the_filter_lets_through_what_is_allowed(address, peers):
     assert bool(run(program(allowed, peers), packet(*ends))) == is_allowed(address, allowed)
     assert is_allowed(address, allowed) == (address[-1] != "6")
     assert not run(program(allowed, peers), packet(*ends[::-1]))
+    by_interface = program(allowed, peers, [1, 4])
+    for interface, wanted in ((1, True), (3, False), (4, True)):
+        let_through = bool(run(by_interface, packet(*ends), interface))
+        assert let_through == (wanted and is_allowed(address, allowed))

@@ -4,7 +4,16 @@ import contextlib
 import shutil
 import subprocess
 
+from tests.warm import warm
+
 NEEDED = ("ip", "nsenter", "unshare")
+# Runs a module in the network namespace whose path is the first argument.
+ENTER = """
+import ctypes, os, runpy, sys
+assert not ctypes.CDLL(None).setns(os.open(sys.argv[1], os.O_RDONLY), 0)
+sys.argv[:] = sys.argv[2:]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
 
 
 def why_not():
@@ -54,9 +63,21 @@ class Network:
         """A command that runs on a host."""
         return ["nsenter", "-t", str(self._there[host].pid), "-n", *command]
 
+    def warm(self, host, *arguments):
+        """A module of Python, and its arguments, on a host; see `tests.warm`."""
+        return warm("-c", ENTER, f"/proc/{self._there[host].pid}/ns/net", *arguments)
+
     def ip(self, host, words):
         command = self.on(host, "ip", *words.split())
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    def link(self, one, other, addresses):
+        """Gives two hosts a network of their own, by interfaces called `own`."""
+        pid = self._there[other].pid
+        self.ip(one, f"link add own type veth peer name own netns {pid}")
+        for host, address in zip((one, other), addresses, strict=True):
+            self.ip(host, f"addr add {address}/24 dev own")
+            self.ip(host, "link set own up")
 
     def cut(self, host):
         """Cuts a host off: what is sent to it, or by it, is gone without a word."""

@@ -44,10 +44,29 @@ def test_the_variable_of_tensorflow_is_read(monkeypatch):
         Cluster.from_text("tf_config")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "3"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("{", "[]", "3", "[null]", '"a"', "\x00", "[" * 100_000, '{"cluster": []}'),
+        *('{"cluster": {"worker": 5}}', '{"cluster": {"worker": "a:1"}}', '{"cluster": [1]}'),
+        *('{"cluster": {"worker": ["a:1"], "spare": 7}}', '{"task": 3}', '{"task": [1]}'),
+        *(f'{{"task": {{"type": "worker", "index": {i}}}}}' for i in ('"x"', "-1", "1.5", "[]")),
+    ],
+)
 def test_what_is_no_configuration_is_an_error(text):
-    with pytest.raises(DeviceError, match="is not what TensorFlow takes"):
-        Cluster.from_environment({"TF_CONFIG": text})
+    environment = {"TF_CONFIG": text}
+    with pytest.raises(DeviceError, match="is not what TensorFlow takes: ") as error:
+        Cluster.from_environment(environment)
+    assert len(str(error.value)) < 500
+    assert own_process(environment) is None
+
+
+@pytest.mark.parametrize("address", ["1", "null", '"a"', "[]", '"::1:5"'])
+def test_a_configuration_has_addresses(address):
+    for jobs in ('"worker": [{}]', '"worker": ["a:1"], "spare": [{}]'):
+        text = f'{{"cluster": {{{jobs.format(address)}}}}}'
+        with pytest.raises(DeviceError, match=r"TF_CONFIG: address .* is not host:port"):
+            Cluster.from_environment({"TF_CONFIG": text})
 
 
 def test_a_worker_drives_no_others():

@@ -163,7 +163,7 @@ def test_of_a_launcher_a_spare_takes_over_from_one_that_is_stopped(started, tmp_
     run.until_step(SECOND)
     os.kill(stopped, signal.SIGCONT)
     err = run.until_done()
-    assert re.search(r"process 0 \(.*\) has not answered for \d s, in \w", err)
+    assert re.search(r"process 0 \(.*\) has not answered for \d+ s, in \w", err)
     assert re.search(r"process 0 \(.*\) comes too late: spare .* and process 1 \(.*\) went on", err)
     assert "the training has ended, and process 0" in err
     wanted = started("wanted", *launch, f"--logdir={tmp_path / 'wanted'}")

@@ -105,6 +105,14 @@ def test_one_that_has_run_for_a_while_is_started_again_however_often(tmp_path, m
     assert len((tmp_path / "starts").read_text()) == 8
 
 
+def test_one_that_finishes_steps_is_started_again_however_often(tmp_path):
+    """Where a restart takes minutes, five of them in a row are no reason to give up."""
+    words = killed(7, tmp_path / "starts")
+    words[2] = words[2].replace("sleep", 'echo 1 > "$PIPEMESH_STEPS"; sleep')
+    assert together.run(words, 1) == 0
+    assert len((tmp_path / "starts").read_text()) == 8
+
+
 # The first one, the second one and a spare, of which each does what is said.
 OF_THREE = (
     "import json, os, signal, sys, time; task = json.loads(os.environ['TF_CONFIG'])['task'];"

@@ -1,5 +1,6 @@
 """Several processes agree on which of them take part."""
 
+import json
 import os
 import threading
 import time
@@ -257,7 +258,39 @@ def test_two_trainings_do_not_share_a_folder(callers, tmp_path):
     assert third.agreed()[1].number == 2
 
 
-def test_a_roster_that_is_malformed_is_an_error(tmp_path):
-    (tmp_path / "processes-1.json").write_text("{}")
+ROSTER = {
+    "number": 1,
+    "cluster": {"workers": ["a:1", "b:1"], "spares": []},
+    "members": [{"index": 1, "start": "x", "place": 0}],
+    "plan": "",
+    "ended": False,
+}
+MEMBER = ROSTER["members"][0]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"{}", b"[]", b"3", b"", b"\xff", b"[" * 100_000),
+        *({"cluster": {"workers": workers, "spares": []}} for workers in ([1], 5, [None], "a:1")),
+        *({"members": members} for members in ([1], 5, [{}], [MEMBER | {"more": 1}])),
+        *({"members": [MEMBER | {name: 2}]} for name in ("index", "start", "place")),
+        *({"members": [MEMBER | {"index": "a"}]}, {"number": 2}, {"number": None}, {"plan": 1}),
+    ],
+)
+def test_a_roster_that_is_malformed_is_an_error(content, tmp_path):
+    path, rosters = tmp_path / "processes-1.json", Rosters(str(tmp_path))
+    path.write_text(json.dumps(ROSTER))
+    assert rosters.newest().members == (Member(1, "x", 0),)
+    path.write_bytes(
+        content if isinstance(content, bytes) else json.dumps(ROSTER | content).encode()
+    )
     with pytest.raises(DeviceError, match=r"processes-1\.json does not say .*; remove it"):
-        Rosters(str(tmp_path)).newest()
+        rosters.newest()
+
+
+def test_a_process_may_not_be_named_twice(callers):
+    (port,) = free_ports(1)
+    (only,) = callers(Cluster((f"127.0.0.1:{port}", f"localhost:{port}")), 0)
+    with pytest.raises(DeviceError, match="lead to one process; give each process once"):
+        only.agreed()

@@ -1,12 +1,14 @@
 """What is said of a worker that is lost, and when."""
 
+import dataclasses
+import threading
 import time
 
 import pytest
 import tensorflow as tf
 
 from pipemesh.errors import DeviceError
-from pipemesh.hosts import Cluster, gather
+from pipemesh.hosts import Cluster, children, gather
 from pipemesh.hosts.health import Health
 from pipemesh.hosts.watch import Watch
 
@@ -95,6 +97,51 @@ def test_a_connection_that_broke_though_all_answer_counts_as_lost(error, is_caus
         found.check(error)
 
 
+# Of two workers of which one does not get what the other sends.
+ONE_WAY = """Graph execution error:
+
+Detected at node Sum_1/ReadVariableOp/_8 defined at (most recent call last):
+<stack traces unavailable>
+2 root error(s) found.
+  (0) UNAVAILABLE:   failed to connect to all addresses; last error: UNKNOWN: ipv4:10.77.0.3:2: gone
+Additional GRPC error information from remote target /job:worker/replica:0/task:1 while calling \
+/tensorflow.WorkerService/RecvTensor:
+:UNKNOWN:Error received from peer  {grpc_message:"failed to connect", grpc_status:14}
+Additional GRPC error information from remote target /job:worker/replica:0/task:0/device:CPU:0 \
+while calling /tensorflow.eager.EagerService/RunComponentFunction:
+"""
+CANCELLED = """Graph execution error:
+
+Detected at node Sum_1/ReadVariableOp/_8 defined at (most recent call last):
+<stack traces unavailable>
+RecvFromRemoteAsync is cancelled.
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [
+        (
+            tf.errors.UnavailableError(None, None, ONE_WAY),
+            r"\(worker 0 \(a:1, stage 0\) got no answer of worker 1 \(b:1\): ipv4:10\.77.*: gone\)",
+        ),
+        (
+            tf.errors.CancelledError(None, None, CANCELLED),
+            r"\(RecvFromRemoteAsync is cancelled\.\)",
+        ),
+    ],
+)
+def test_of_a_connection_between_workers_it_is_said_whose_it_was(error, wanted):
+    found = watch((WELL, WELL))
+    found.stages = {0: "stage 0"}
+    found.progress = Progress({1: ["b waits for a"]})
+    found.begin("step 4", is_step=True)
+    with pytest.raises(
+        Lost, match=rf"broke in step 4, begun 0.\d s ago {wanted}\n  b waits for a$"
+    ):
+        found.check(error)
+
+
 def test_another_error_does_not_though():
     watch((WELL, WELL)).check(tf.errors.InvalidArgumentError(None, None, "a shape"))
 
@@ -108,6 +155,27 @@ def test_nobody_listens():
         time.sleep(0.01)
     found.stop()
     assert "is not there (connection refused)" in told[0]
+
+
+def test_an_error_of_the_watch_does_not_end_it_silently(monkeypatch):
+    """A worker that was lost then would have been waited for without end."""
+    monkeypatch.setattr("pipemesh.hosts.watch._PAUSE", 0.001)
+    told, lost = [], threading.Event()
+    found = Watch({0: "a:1"}, [7], 1.0, lambda what: lost.set(), tell=told.append)
+    found._asker.close()
+    found._asker = Answers((WELL,))
+    found.also = lambda: 1 / 0
+    found.start()
+    assert lost.wait(20)
+    assert told == [
+        "the watch of workers fails (ZeroDivisionError: division by zero); it tries again"
+    ]
+    lost.clear()
+    # What works again is watched again.
+    found.also = None
+    found._asker = Answers((SILENT,))
+    assert lost.wait(20)
+    found.stop()
 
 
 class Progress:
@@ -150,6 +218,9 @@ def test_a_limit_is_a_multiple_of_what_steps_take():
     with found.during("evaluation"):
         assert found.limit == 1200
     assert (found.doing, found.limit) == ("step 9", 60)
+    with found.during("connecting", 5.0):
+        assert found.limit == 5
+    assert found.limit == 60
 
 
 def test_a_step_that_hangs_is_told_once_and_given_up_after_twice_as_long():
@@ -178,11 +249,27 @@ def test_what_has_no_limit_may_last():
     found._check_progress()
 
 
-def gathered(monkeypatch, *rounds, seconds=5.0, answer=0.0, spares=("c:1",), fewer=None):
+def test_the_first_step_is_said_to_a_launcher(monkeypatch):
+    steps = children.Steps()
+    monkeypatch.setenv(children.STEPS, steps.path)
+    found = watch((WELL, WELL))
+    assert not steps.were_finished()
+    found.end_step()
+    assert steps.were_finished()
+    assert not steps.were_finished()
+    steps.close()
+
+
+def gathered(monkeypatch, *rounds, seconds=5.0, answer=0.0, spares=("c:1",), fewer=None, own=None):
+    # Each worker that answers has been started at a time of its own.
+    rounds = [
+        [dataclasses.replace(health, start=health.start and number + 1) for number, health in each]
+        for each in map(enumerate, rounds)
+    ]
     monkeypatch.setattr("pipemesh.hosts.gather.Asker", lambda addresses: Answers(*rounds))
     told = []
     cluster = Cluster(("a:1", "b:1"), spares)
-    places, healths = gather.gather(cluster, seconds, answer, told.append, fewer)
+    places, healths = gather.gather(cluster, seconds, answer, told.append, fewer, own=own)
     assert all(health.devices for health in healths)
     return places, told
 
@@ -217,3 +304,16 @@ def test_those_who_are_there_may_be_enough(monkeypatch):
 def test_nobody_is_never_enough(monkeypatch):
     with pytest.raises(DeviceError, match="start it there"):
         gathered(monkeypatch, (SILENT, SILENT), spares=(), fewer=0.0, seconds=0.5)
+
+
+def test_a_process_does_not_say_that_it_waits_for_itself(monkeypatch):
+    rounds = (SILENT, SILENT, WELL), (SILENT, WELL, WELL), (WELL, WELL, WELL)
+    assert not gathered(monkeypatch, *rounds[1:], answer=60.0, own=0)[1]
+    _, told = gathered(monkeypatch, *rounds, answer=60.0, own=0)
+    assert told == ["waiting for 1 of 3 workers: worker 1 (b:1) has not answered for 1 s"]
+
+
+def test_two_addresses_of_one_worker_are_an_error(monkeypatch):
+    monkeypatch.setattr("pipemesh.hosts.gather.Asker", lambda addresses: Answers((WELL, WELL)))
+    with pytest.raises(DeviceError, match="'a:1' and 'b:1' lead to one worker; give each worker"):
+        gather.gather(Cluster(("a:1", "b:1")), 5.0, 1.0, print)

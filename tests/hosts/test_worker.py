@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 
 import pytest
 
@@ -16,11 +17,18 @@ from tests.hosts.workers import address_of, start
     [
         (["--port=70000"], "--port=70000: it must be 0 or more, and below 65536"),
         (["--cpu_devices=0"], "--cpu_devices=0: it must be at least 1"),
+        (["--listen=192.0.2.77"], "this machine does not have the address 192.0.2.77; give one"),
+        (["--listen=no-such-host.invalid"], "--listen=no-such-host.invalid is no address"),
+        (["--port={taken}"], "--port={taken}: Address already in use; give another"),
     ],
 )
-def test_what_cannot_be_offered_is_an_error(words, told, capsys):
-    assert main(["worker", *words]) == 2
-    assert told in capsys.readouterr().err
+def test_what_cannot_be_offered_is_an_error_at_once(words, told, capsys, monkeypatch):
+    # TensorFlow takes seconds to load.
+    monkeypatch.setattr(worker, "_serve", None)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+        assert main(["worker", *(word.format(taken=taken) for word in words)]) == 2
+    assert told.format(taken=taken) in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -60,9 +68,9 @@ def test_a_worker_that_is_stopped_does_not_answer_in_time():
         worker.communicate()
 
 
-def test_a_busy_machine_may_take_its_time_to_let_a_worker_ask_itself(monkeypatch, capsys):
+def test_a_busy_machine_may_take_its_time_to_let_a_worker_ask_itself(monkeypatch, capfd):
     """gRPC gives up a connection that takes 0.1 s; the worker took that for no answer in 30."""
     answers = [Health(trouble="has not answered for 0 s"), Health(("CPU:0",), 7)]
     monkeypatch.setattr(health, "ask", lambda *_: [answers.pop(0)])
     worker._announce("127.0.0.1:2222", "127.0.0.1")
-    assert "reached by this machine alone; devices CPU:0" in capsys.readouterr().err
+    assert "reached by this machine alone; devices CPU:0" in capfd.readouterr().err

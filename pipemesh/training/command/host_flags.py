@@ -198,13 +198,16 @@ def agree(plan: Plan, folder: str, check: Callable[[Plan], object]) -> Plan:
     """
     global _joined
     found = processes()
-    if found is None or _joined is not None or not (FLAGS.elastic or found[0].spares):
+    if found is None or _joined is not None:
         return plan
     # They load gRPC.
-    from pipemesh.hosts.peers import join
+    from pipemesh.hosts.peers import check_listens, join
     from pipemesh.hosts.rollcall import Wish
 
     cluster, index = found
+    check_listens([*cluster.workers, *cluster.spares][index], FLAGS.listen)
+    if not (FLAGS.elastic or cluster.spares):
+        return plan
     each = _check_together(plan.mesh, cluster)
     joined = join(
         Wish(

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from pipemesh.checkpoint import Folder, Manifest, newest_whole
-from pipemesh.hosts import watch
+from pipemesh.hosts import client, watch
 from pipemesh.training.command import host_flags
 from pipemesh.training.run.options import Options
 
@@ -70,7 +69,7 @@ def own_options(options: Options) -> Iterator[Any]:
     if is_chief():
         yield options
     else:
-        with tempfile.TemporaryDirectory() as scratch:
+        with client.scratch() as scratch:
             yield dataclasses.replace(options, logdir=scratch)
     leave()
 

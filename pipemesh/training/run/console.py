@@ -74,17 +74,8 @@ class _Steady:
 
 
 def stand_in() -> None:
-    """Puts steady streams in place of `sys.stdout` and `sys.stderr`.
-
-    Where a standard stream was closed from the beginning, no other file may get its number: native
-    code writes to the numbers.
-    """
-    for fd in range(3):
-        try:
-            os.fstat(fd)
-        except OSError:
-            # The lowest free number is this one.
-            os.open(os.devnull, os.O_RDWR)
+    """Puts steady streams in place of `sys.stdout` and `sys.stderr`."""
+    silence.hold_standard_files()
     # A number of its own for stderr: `models` holds back what native code writes to the other.
     err = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     out = sys.stdout if sys.stdout is not None else open(os.devnull, "w")

@@ -1,0 +1,234 @@
+"""Addresses of processes and of this machine, without TensorFlow."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ipaddress
+import os
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pipemesh.errors import DeviceError
+
+# A host's name, or an address; one of IPv6 stands in brackets, as it has colons of its own.
+_ADDRESS = re.compile(r"(?:\[([^\[\]\s]+)\]|([^\[\]:\s]+)):([0-9]{1,9})", re.ASCII)
+# Packets that a machine sends to itself come through this interface.
+LOOPBACK_INTERFACE = 1
+
+
+def host_and_port(address: Any) -> tuple[str, int]:
+    """Splits `host:port`.
+
+    Returns:
+        The host, without brackets, and the port.
+
+    Raises:
+        DeviceError: it is malformed.
+
+    Example:
+        >>> host_and_port("[::1]:02222")
+        ('::1', 2222)
+    """
+    match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
+    if match is not None and 0 < int(match[3]) < 2**16:
+        return match[1] or match[2], int(match[3])
+    example = "'a:2222'"
+    if isinstance(address, str) and address.count(":") > 1 and "[" not in address:
+        example = "'[::1]:2222', as an IPv6 address needs brackets"
+    raise DeviceError(f"address {address!r} is not host:port; write for example {example}")
+
+
+def check_addresses(addresses: Sequence[Any]) -> None:
+    """Checks that addresses are `host:port`, and that none occurs twice.
+
+    Raises:
+        DeviceError: one is malformed, or two are the same.
+
+    Example:
+        >>> check_addresses(["a:2222", "a:02222"])
+        Traceback (most recent call last):
+        pipemesh.errors.DeviceError: address 'a:02222' occurs twice; each process has its own
+    """
+    known: set[tuple[str, int]] = set()
+    for address in addresses:
+        host, port = host_and_port(address)
+        try:
+            host = str(plain_ip(host))
+        except ValueError:
+            host = host.lower()
+        if (host, port) in known:
+            raise DeviceError(f"address {address!r} occurs twice; each process has its own")
+        known.add((host, port))
+
+
+def ips_of(addresses: Sequence[str]) -> list[str]:
+    """The IP addresses of the hosts of several `host:port`, each once; a name may have several.
+
+    Raises:
+        DeviceError: a host is unknown.
+    """
+    found = [str(info[4][0]) for address in addresses for info in _resolved(address)]
+    return list(dict.fromkeys(found))
+
+
+def own_address(peer: str) -> str:
+    """`host:port` of this process as another one reaches it, with a port that is free now.
+
+    Args:
+        peer: `host:port` of the other one.
+
+    Raises:
+        DeviceError: there is no way to the other one.
+
+    Example:
+        >>> own_address("127.0.0.1:2222").partition(":")[0]
+        '127.0.0.1'
+    """
+    family, _, _, _, address = _resolved(peer)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as unsent:
+        try:
+            # Of what has no connection nothing is sent: the system looks up the way.
+            unsent.connect(address)
+        except OSError as error:
+            raise DeviceError(f"there is no way to {peer!r} ({error.strerror})") from error
+        host = unsent.getsockname()[0]
+    with socket.socket(family, socket.SOCK_STREAM) as free:
+        free.bind((host, 0))
+        port = free.getsockname()[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(ip: str) -> bool:
+    """Whether only this machine reaches an IP address.
+
+    Example:
+        >>> is_loopback("127.0.1.1"), is_loopback("10.0.0.5")
+        (True, False)
+    """
+    return plain_ip(ip).is_loopback
+
+
+def plain_ip(ip: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """An IP address without its scope, and as one of IPv4 if it is one that is mapped into IPv6."""
+    found = ipaddress.ip_address(ip.partition("%")[0])
+    return getattr(found, "ipv4_mapped", None) or found
+
+
+def use_no_proxy() -> None:
+    """Lets gRPC connect directly, whatever `http_proxy` says, in this process and its children.
+
+    A proxy for the web does not know the addresses of workers. Other protocols go on using it.
+    """
+    # gRPC reads this name first, and an empty text means none.
+    os.environ["grpc_proxy"] = ""
+
+
+def check_free(port: int, what: str, remedy: str) -> None:
+    """Checks that nobody has a port: gRPC would share it with whoever has it already.
+
+    Args:
+        port: above 0.
+        what: asks for it, for the error.
+        remedy: what to do about it.
+
+    Raises:
+        DeviceError: somebody has it.
+    """
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    with socket.socket(family) as free:
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            free.bind(("", port))
+        except OSError as error:
+            raise DeviceError(f"{what}: {error.strerror}; {remedy}") from error
+
+
+def own_ip(host: str, what: str) -> str:
+    """The IP address of this machine that a host's name, or the text of an address, stands for.
+
+    Args:
+        host: the name or text.
+        what: gives it, for the error.
+
+    Raises:
+        DeviceError: it is no address, or one of another machine.
+
+    Example:
+        >>> own_ip("localhost", "--listen=localhost")
+        '127.0.0.1'
+    """
+    try:
+        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DeviceError(f"{what} is no address ({reason}); give one of this machine") from error
+    addresses = [str(info[4][0]) for info in infos]
+    interfaces = interfaces_by_address()
+    for address in addresses:
+        if is_loopback(address) or str(plain_ip(address)) in interfaces:
+            return address
+    known = ", ".join(interfaces) or "none but its loopback"
+    raise DeviceError(
+        f"{what}: this machine does not have the address {addresses[0]}; give one that it has: "
+        f"{known}"
+    )
+
+
+def interfaces_by_address() -> dict[str, int]:
+    """The addresses of this machine, and the number of the network interface of each.
+
+    Those of the loopback network are left out: every machine has all of them.
+    """
+    found: dict[str, int] = {}
+    for address, name in _interfaces():
+        if not is_loopback(address):
+            # It may be gone by now.
+            with contextlib.suppress(OSError):
+                # A second address may have a label, such as `eth0:1`.
+                found[address] = socket.if_nametoindex(name.partition(":")[0])
+    return found
+
+
+class _Interface(ctypes.Structure):
+    """An element of the list of `getifaddrs`."""
+
+
+_Interface._fields_ = [
+    ("next", ctypes.POINTER(_Interface)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.c_void_p),
+]
+# By family, where its bytes begin in C's structure of an address, and how many they are.
+_BYTES = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}
+
+
+def _interfaces() -> Iterator[tuple[str, str]]:
+    """Each address of this machine, with the name of its interface."""
+    libc, first = ctypes.CDLL(None, use_errno=True), ctypes.POINTER(_Interface)()
+    if libc.getifaddrs(ctypes.byref(first)):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    try:
+        element = first
+        while element:
+            if start := element.contents.address:
+                family = ctypes.c_ushort.from_address(start).value
+                if family in _BYTES:
+                    offset, size = _BYTES[socket.AddressFamily(family)]
+                    content = ctypes.string_at(start + offset, size)
+                    yield socket.inet_ntop(family, content), element.contents.name.decode()
+            element = element.contents.next
+    finally:
+        libc.freeifaddrs(first)
+
+
+def _resolved(address: str) -> Sequence[tuple[Any, ...]]:
+    host, port = host_and_port(address)
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DeviceError(f"the host of {address!r} is unknown ({reason})") from error

@@ -1,0 +1,80 @@
+"""The question whether a worker is there, and its answers."""
+
+import concurrent.futures
+import contextlib
+import random
+
+import grpc
+import pytest
+
+from pipemesh.hosts import health
+from pipemesh.hosts.health import Health, answer_of_waiting, ask, check_distinct
+
+FOREIGN = "is no worker: a server of another kind answers there"
+
+
+class Answer:
+    def __init__(self, content):
+        self.content = content
+
+    def result(self):
+        return self.content
+
+
+def test_no_answer_is_so_strange_that_it_is_an_error():
+    chance = random.Random(1)
+    well_formed = answer_of_waiting("ab", True) + bytes([10, 4, 10, 2, 65, 66])
+    for _ in range(3000):
+        content = bytearray(well_formed if chance.random() < 0.5 else chance.randbytes(30))
+        for _ in range(chance.randint(0, 3)):
+            content[chance.randrange(len(content))] = chance.randrange(256)
+        found = health._answer(Answer(bytes(content[: chance.randint(0, 30)])), 0.0)
+        assert found.trouble or (found.devices and found.start)
+
+
+@contextlib.contextmanager
+def server_of_another_kind(method, answer):
+    class Handler(grpc.GenericRpcHandler):
+        def service(self, details):
+            if details.method != method:
+                return None
+            return grpc.unary_unary_rpc_method_handler(lambda request, context: answer)
+
+    server = grpc.server(concurrent.futures.ThreadPoolExecutor(1), handlers=[Handler()])
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        yield address
+    finally:
+        server.stop(0).wait()
+
+
+@pytest.mark.parametrize("method", [health.QUESTION, "/another/one"])
+def test_a_server_of_another_kind_is_no_worker(method):
+    with server_of_another_kind(method, b"\x0a\xff") as address:
+        assert ask([address], 10.0) == [Health(trouble=FOREIGN)]
+
+
+def test_a_worker_that_does_not_answer_has_not_since_it_did():
+    asker = health.Asker(["127.0.0.1:9"])
+    asker._since[0] -= 30
+
+    class Late:
+        def result(self):
+            raise grpc.RpcError
+
+        def details(self):
+            return "connect timed out"
+
+        def code(self):
+            return None
+
+    assert health._answer(Late(), asker._since[0]).trouble == "has not answered for 30 s"
+    asker.close()
+
+
+def test_processes_that_wait_may_not_be_one_either():
+    waits = Health(trouble="has not begun yet", waits="x")
+    check_distinct({"a:1": waits, "b:1": Health(trouble="has not begun yet", waits="y")})
+    with pytest.raises(Exception, match="lead to one process"):
+        check_distinct({"a:1": waits, "b:1": waits})
