@@ -14,3 +14,11 @@ def dtype_behind(handle: tf.Tensor) -> tf.DType | None:
     if data is None or not data.is_set or not data.shape_and_type:
         return None
     return tf.as_dtype(data.shape_and_type[0].dtype)
+
+
+def stand_for_alike(handle: tf.Tensor, variable: tf.Variable) -> None:
+    """Notes on a symbolic handle that it stands for such a variable.
+
+    Without the note a function that takes the handle cannot be differentiated twice.
+    """
+    handle_data_util.copy_handle_data(variable.handle, handle)

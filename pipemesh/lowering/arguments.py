@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from pipemesh.errors import ShapeError
+from pipemesh.lowering.given import check_real
 from pipemesh.lowering.lowering import Lowering
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.lowering.variable import Variable
@@ -177,7 +178,7 @@ def as_whole(value: Any, what: str) -> int:
 
 
 def as_dtype(value: Any, what: str = "dtype") -> tf.DType:
-    """A dtype of numbers or booleans.
+    """A dtype of real numbers or booleans.
 
     Raises:
         ShapeError: it is something else.
@@ -186,7 +187,8 @@ def as_dtype(value: Any, what: str = "dtype") -> tf.DType:
         found = tf.as_dtype(value)
     except TypeError:
         found = tf.string
-    numeric = found.is_floating or found.is_integer or found.is_complex or found.is_bool
+    check_real(found, what)
+    numeric = found.is_floating or found.is_integer or found.is_bool
     if value is None or not numeric:
         raise ShapeError(
             f"{what} is {described(value)}; give a dtype of numbers or booleans, for example "
@@ -234,11 +236,7 @@ def check_operands(name: str, operands: Sequence[Any]) -> None:
 def _is_number_of(value: Any, dtype: tf.DType) -> bool:
     if dtype.is_bool or isinstance(value, bool | np.bool_):
         return dtype.is_bool and isinstance(value, bool | np.bool_)
-    kinds = numbers.Complex
-    if dtype.is_integer:
-        kinds = numbers.Integral
-    elif dtype.is_floating:
-        kinds = numbers.Real
+    kinds = numbers.Integral if dtype.is_integer else numbers.Real
     if isinstance(value, np.ndarray | np.generic):
         value = value.item()
     if not isinstance(value, kinds):

@@ -18,6 +18,7 @@ from pipemesh.backend.operation_kinds import IDENTITIES, WITHOUT_GRADIENT
 from pipemesh.backend.operations import next_operation_number, operation_number
 from pipemesh.backend.tapes import variables_read
 from pipemesh.errors import GradientError, PipelineError
+from pipemesh.lowering.given import check_real
 from pipemesh.lowering.lowering import Lowering
 from pipemesh.mesh.mesh import LAYERS_AXIS
 
@@ -93,8 +94,11 @@ def call_local(function: Callable[..., tf.Tensor], args: Sequence[tf.Tensor]) ->
 
     Raises:
         GradientError: it uses something else that would lose its gradient.
+        ShapeError: it returns a complex tensor.
     """
-    return call_alone(lambda: function(*args), args, lambda output: [output], _lost_in_map)
+    output = call_alone(lambda: function(*args), args, lambda output: [output], _lost_in_map)
+    check_real(output.dtype, "the result of a function that is mapped over slices")
+    return output
 
 
 def lost_in_layer(what: str) -> Exception:

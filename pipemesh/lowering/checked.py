@@ -61,7 +61,7 @@ _BOOLEANS = (
 _KINDS: dict[str, tuple[str, Callable[[tf.DType], bool]]] = {}
 for _names, _kind, _fits in (
     (_FLOATING, "floating numbers", lambda d: d.is_floating),
-    (_NUMBERS, "numbers", lambda d: d.is_floating or d.is_integer or d.is_complex),
+    (_NUMBERS, "numbers", lambda d: d.is_floating or d.is_integer),
     (_INTEGERS, "integers", lambda d: d.is_integer),
     (_BOOLEANS, "booleans", lambda d: d.is_bool),
 ):
@@ -224,4 +224,4 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
                 f"ops.{name}({given}) is not possible: {lines[0] if lines else error!r}"
             ) from error
 
-    return call
+    return tf.autograph.experimental.do_not_convert(call)

@@ -25,6 +25,25 @@ def check_rules(rules: Any) -> None:
         )
 
 
+def check_real(dtype: tf.DType, what: str) -> None:
+    """Checks that elements are real numbers or booleans.
+
+    The gradient of a complex tensor would depend on the layout.
+
+    Args:
+        dtype: of the elements.
+        what: has this dtype.
+
+    Raises:
+        ShapeError: they are complex.
+    """
+    if dtype.is_complex:
+        raise ShapeError(
+            f"{what} is {dtype.name}; elements are real numbers or booleans. Use two tensors, "
+            "tf.math.real(z) and tf.math.imag(z)"
+        )
+
+
 def whole_tensor(tensor: Any, layout: TensorLayout) -> tf.Tensor:
     """A tensor that is to be cut, of the sizes that its layout says.
 
@@ -36,10 +55,11 @@ def whole_tensor(tensor: Any, layout: TensorLayout) -> tf.Tensor:
         layout: of the whole tensor.
 
     Raises:
-        ShapeError: it has other sizes.
+        ShapeError: it has other sizes, or is complex.
     """
     tensor = tf.convert_to_tensor(tensor)
     shape = layout.shape
+    check_real(tensor.dtype, f"a tensor of shape '{shape}'")
     if not tensor.shape.is_compatible_with(shape.sizes):
         raise ShapeError(f"a tensor of sizes {tensor.shape} cannot have the shape '{shape}'")
     if tensor.shape.is_fully_defined():

@@ -104,7 +104,7 @@ did you mean 'batch'? Known: 'batch'
         """
         free = [name for name in self._dims if self.rules.axis(name) is None]
         for dim, axis in self.rules.rules:
-            near = almost_equal(dim, free)
+            near = almost_equal(dim, free) or next((n for n in free if n in dim.split("_")), None)
             if dim in self._dims or dim in self._warned or near is None:
                 continue
             self._warned.add(dim)

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from pipemesh.backend.nested_type import in_loop_check, nested_type
 from pipemesh.errors import ShapeError
+from pipemesh.lowering.given import check_real
 from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.lowering.op_list import OPS
 from pipemesh.mesh import Shape, TensorLayout
@@ -61,6 +63,7 @@ class Tensor:
             )
         sizes = self.layout.slice_shape
         for tensor in self.slices:
+            check_real(tensor.dtype, f"a slice of the tensor '{self.layout}'")
             if not tensor.shape.is_compatible_with(sizes):
                 raise ShapeError(
                     f"a slice of the tensor '{self.layout}' has sizes {list(sizes)}, but a tensor "
@@ -73,15 +76,22 @@ class Tensor:
     def __tf_flatten__(self) -> tuple[Any, tuple[tf.Tensor, ...]]:
         return (self.lowering, self.shape), tuple(self.slices)
 
+    def __tf_tracing_type__(self, context: Any) -> Any:
+        # Because of `__array__` a `tf.function` would take it for an array.
+        return nested_type(self, context)
+
     @classmethod
     def __tf_unflatten__(cls, metadata: Any, components: tuple[Any, ...]) -> Any:
         lowering, shape = metadata
-        if all(component is None for component in components):
+        if all(component is None for component in components) and not in_loop_check():
             # The gradient of what nothing depends on.
             return None
         found = [component for component in components if component is not None]
-        if not all(isinstance(part, tf.Tensor | tf.IndexedSlices) for part in found):
-            return components
+        if not found or not all(isinstance(part, tf.Tensor | tf.IndexedSlices) for part in found):
+            # Loops pack specs and names in the form of their variables.
+            packed = object.__new__(cls)
+            packed.__dict__.update(lowering=lowering, slices=tuple(components), shape=shape)
+            return packed
         sizes = lowering.tensor_layout(shape).slice_shape
 
         def dense(part: Any) -> tf.Tensor:
@@ -111,7 +121,8 @@ class Tensor:
         return self.lowering.vary(self.slices, lacking)
 
     def __repr__(self) -> str:
-        return f"Tensor('{self.layout}', {self.dtype.name})"
+        dtype = getattr(self.slices[0], "dtype", None)
+        return f"Tensor('{self.layout}', {self.slices[0] if dtype is None else dtype.name})"
 
     def __bool__(self) -> bool:
         raise TypeError(

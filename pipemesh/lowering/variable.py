@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from pipemesh.backend.devices import check_devices_exist
 from pipemesh.errors import DeviceError, LayoutError
+from pipemesh.lowering.given import check_real
 from pipemesh.lowering.initializers import Initializer
 from pipemesh.lowering.lowering import Lowering
 from pipemesh.lowering.tensor import Tensor
@@ -78,6 +79,7 @@ class Variable:
         Raises:
             DeviceError: the mesh does not have so many processors, or a device does not exist.
             LayoutError: there is no layout or no initializer.
+            ShapeError: the dtype is complex.
         """
         if not isinstance(layout, TensorLayout):
             raise LayoutError(
@@ -89,6 +91,7 @@ class Variable:
                 f"the initializer is {initializer!r}; give one of pipemesh.lowering.initializers, "
                 "such as Constant(0.0)"
             )
+        check_real(tf.as_dtype(dtype), f"variable {name!r}")
         devices = check_devices_exist(devices)
         if not 0 <= first_processor <= layout.mesh.num_devices - len(devices):
             raise DeviceError(

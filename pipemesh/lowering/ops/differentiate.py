@@ -12,6 +12,7 @@ from pipemesh.lowering.tensor import Tensor
 from pipemesh.lowering.variable import Variable
 
 
+@tf.autograph.experimental.do_not_convert
 def gradients(loss: Tensor, sources: Any, tape: tf.GradientTape | None = None) -> Any:
     """Gradients of a loss: the same numbers under every layout and lowering, eagerly and in graphs.
 

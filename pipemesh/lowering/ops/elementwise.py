@@ -302,6 +302,8 @@ def cast(x: Tensor, dtype: tf.DType) -> Tensor:
         x: any tensor.
         dtype: the new dtype.
     """
+    if x.dtype == dtype:
+        return x
     slices = x.lowering.map(lambda slice_: tf.cast(slice_, dtype), x.slices)
     return Tensor(x.lowering, slices, x.shape)
 

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from pipemesh.errors import ShapeError
 from pipemesh.lowering.lowering import Lowering, Slices
-from pipemesh.lowering.ops.elementwise import in_order
+from pipemesh.lowering.ops.elementwise import cast, in_order
 from pipemesh.lowering.ops.relayout import NO_NAMES, renamed_shape, summed, transpose
 from pipemesh.lowering.registry import register
 from pipemesh.lowering.tensor import Tensor, check_same_lowering, union_axes
@@ -22,6 +22,12 @@ def local_start(lowering: Lowering, dim: Dim) -> tuple[Slices, int]:
         return lowering.raw_map(lambda: tf.constant(0)), dim.size
     size = lowering.tensor_layout(Shape((dim,))).slice_shape[0]
     return lowering.raw_map(lambda at: at * size, lowering.coordinate(axis)), size
+
+
+def _from_start(indices: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
+    """Indices that count from `start`; narrow integers would wrap around."""
+    wide = indices if indices.dtype in (tf.int32, tf.int64) else tf.cast(indices, tf.int64)
+    return wide - tf.cast(start, wide.dtype)
 
 
 @register("lookup")
@@ -42,7 +48,7 @@ def one_hot(indices: Tensor, dim: Dim, dtype: tf.DType = tf.float32) -> Tensor:
     lowering.tensor_layout(shape)
     start, size = local_start(lowering, dim)
     slices = lowering.map(
-        lambda at, begin: tf.one_hot(at - tf.cast(begin, at.dtype), size, dtype=dtype),
+        lambda at, begin: tf.one_hot(_from_start(at, begin), size, dtype=dtype),
         indices.slices,
         start,
     )
@@ -75,6 +81,9 @@ def gather(table: Tensor, indices: Tensor, dim: str, names: Mapping[str, str] = 
             f"the indices '{indices.shape}'"
         )
     lowering.tensor_layout(table.shape | indices.shape)
+    if table.dtype == tf.bool:
+        # Devices exchange numbers.
+        return cast(gather(cast(table, tf.int32), indices, dim, names), tf.bool)
     shared = table.shape & indices.shape
     own = table.shape.without(dim, *shared.names)
     rest = indices.shape - shared
@@ -85,7 +94,7 @@ def gather(table: Tensor, indices: Tensor, dim: str, names: Mapping[str, str] = 
         # Of an order that stays, too: the gradient of a transposition is dense.
         rows = tf.transpose(rows, [table.shape.index(n) for n in (*shared.names, dim, *own.names)])
         at = in_order(at, [indices.shape.index(n) for n in (*shared.names, *rest.names)])
-        at = at - tf.cast(begin, at.dtype)
+        at = _from_start(at, begin)
         present = (at >= 0) & (at < size)
         if not size:
             return tf.zeros([*at.shape, *rows.shape[len(shared) + 1 :]], rows.dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import tensorflow as tf
 
 from pipemesh.errors import ShapeError
@@ -18,7 +20,8 @@ def top_k(x: Tensor, dim: str, k: Dim) -> tuple[Tensor, Tensor]:
     """The greatest elements along a dim, in descending order, and where they are.
 
     Of equal elements the one with the lower index comes first, as in `tf.math.top_k`. If the dim
-    is split, each processor sends its `k` greatest elements.
+    is split, each processor sends its `k` greatest elements. NaN counts as -inf; the order that
+    `tf.math.top_k` gives it is undefined.
 
     Args:
         x: any numbers.
@@ -49,7 +52,12 @@ def top_k(x: Tensor, dim: str, k: Dim) -> tuple[Tensor, Tensor]:
         return tf.transpose(t, [*range(at), last, *range(at, last)])
 
     def greatest(rows: Slices, number: int) -> Slices:
-        return lowering.raw_map(lambda t: tf.math.top_k(t, number).indices, rows)
+        def local(t: tf.Tensor) -> tf.Tensor:
+            if t.dtype.is_floating:
+                t = tf.where(tf.math.is_nan(t), tf.constant(-math.inf, t.dtype), t)
+            return tf.math.top_k(t, number).indices
+
+        return lowering.raw_map(local, rows)
 
     def take(rows: Slices, places: Slices) -> Slices:
         return lowering.map(lambda t, i: tf.gather(t, i, batch_dims=last), rows, places)
@@ -75,6 +83,8 @@ def top_k(x: Tensor, dim: str, k: Dim) -> tuple[Tensor, Tensor]:
 def argmax(x: Tensor, dim: str) -> Tensor:
     """Where the greatest element along a dim is: int32; the lowest index of equal elements.
 
+    NaN and -inf count as the dtype's lowest number, as in `tf.argmax`.
+
     Args:
         x: any numbers.
         dim: the name of the dim, which goes.
@@ -98,8 +108,8 @@ def argmax(x: Tensor, dim: str) -> Tensor:
     def value(t: tf.Tensor, place: tf.Tensor) -> tf.Tensor:
         last = [*(i for i in range(len(x.shape)) if i != at), at]
         found = tf.gather(tf.transpose(t, last), place, batch_dims=len(rest))
-        # As TensorFlow does, NaN counts as less than all numbers.
-        return tf.where(tf.equal(found, found), found, found.dtype.min)
+        # As for `tf.argmax`, NaN and -inf count as the lowest number.
+        return tf.where(found > found.dtype.min, found, found.dtype.min)
 
     greatest = lowering.raw_map(value, x.slices, places)
     everywhere = lowering.all_reduce(greatest, [axis], "max")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from pipemesh.errors import ShapeError
+from pipemesh.lowering.ops.elementwise import cast
 from pipemesh.lowering.registry import register
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import Shape
@@ -77,6 +78,11 @@ def reduce_mean(x: Tensor, dims: Dims = None) -> Tensor:
     size = gone.size
     slices = x.lowering.map(lambda slice_: slice_ / tf.cast(size, slice_.dtype), total.slices)
     return Tensor(x.lowering, slices, total.shape)
+
+
+def widened(x: Tensor) -> Tensor:
+    """Half precision as float32, in which long sums neither stop growing nor overflow."""
+    return cast(x, tf.float32) if x.dtype.size < tf.float32.size else x
 
 
 def extreme(x: Tensor, dims: Dims, op: str) -> Tensor:
@@ -157,6 +163,8 @@ def reduce_min(x: Tensor, dims: Dims = None) -> Tensor:
 def reduce_logsumexp(x: Tensor, dims: Dims = None) -> Tensor:
     """Logarithms of sums of exponentials over dims, without overflow; -inf over nothing.
 
+    Half precision is computed in float32.
+
     Args:
         x: floating numbers.
         dims: the names of the dims that go; None for all.
@@ -165,6 +173,7 @@ def reduce_logsumexp(x: Tensor, dims: Dims = None) -> Tensor:
         ShapeError: a name is unknown.
     """
     _, gone = reduced_dims(x, dims)
+    given, x = x.dtype, widened(x)
     at, axes = positions(x, gone), axes_of(x, gone)
     lowering = x.lowering
     greatest = extreme(x, dims, "max")
@@ -177,7 +186,7 @@ def reduce_logsumexp(x: Tensor, dims: Dims = None) -> Tensor:
     )
     total = lowering.all_reduce(partial, axes)
     slices = lowering.map(lambda s, value: tf.math.log(s) + value, total, top)
-    return Tensor(lowering, slices, greatest.shape)
+    return cast(Tensor(lowering, slices, greatest.shape), given)
 
 
 def _reduce_bools(x: Tensor, dims: Dims, reduce: Callable[..., tf.Tensor], op: str) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipemesh.lowering.ops import elementwise
-from pipemesh.lowering.ops.reduce import Dims, extreme, reduce_logsumexp, reduce_sum
+from pipemesh.lowering.ops.reduce import Dims, extreme, reduce_logsumexp, reduce_sum, widened
 from pipemesh.lowering.registry import register
 from pipemesh.lowering.tensor import Tensor
 
@@ -11,6 +11,8 @@ from pipemesh.lowering.tensor import Tensor
 @register("softmax", "all_reduce")
 def softmax(x: Tensor, dims: Dims) -> Tensor:
     """Exponentials, divided by their sum over dims.
+
+    Half precision is computed in float32: a sum of 65,520 ones is infinite in float16.
 
     Args:
         x: floating numbers.
@@ -20,8 +22,9 @@ def softmax(x: Tensor, dims: Dims) -> Tensor:
         ShapeError: a name is unknown.
     """
     # Softmax does not change when a constant is taken off, so the maximum needs no gradient.
-    raised = elementwise.exp(elementwise.subtract(x, extreme(x, dims, "max")))
-    return elementwise.divide(raised, reduce_sum(raised, dims))
+    wide = widened(x)
+    raised = elementwise.exp(elementwise.subtract(wide, extreme(wide, dims, "max")))
+    return elementwise.cast(elementwise.divide(raised, reduce_sum(raised, dims)), x.dtype)
 
 
 @register("softmax", "all_reduce")
@@ -35,4 +38,5 @@ def log_softmax(x: Tensor, dims: Dims) -> Tensor:
     Raises:
         ShapeError: a name is unknown.
     """
-    return elementwise.subtract(x, reduce_logsumexp(x, dims))
+    wide = widened(x)
+    return elementwise.cast(elementwise.subtract(wide, reduce_logsumexp(wide, dims)), x.dtype)

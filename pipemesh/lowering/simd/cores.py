@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,13 @@ import tensorflow as tf
 
 from pipemesh.backend import collectives
 from pipemesh.backend.devices import check_devices_exist
+from pipemesh.backend.handle_data import stand_for_alike
 from pipemesh.errors import DeviceError, LayoutError, ShapeError
 from pipemesh.lowering.given import check_mesh, check_rules
 from pipemesh.lowering.simd.partners import Agreement, Partners
 from pipemesh.lowering.simd.simd_lowering import SimdLowering
 from pipemesh.lowering.simd.tf_collectives import GroupKeys, TfCollectives, eager_instance_keys
+from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.mesh.checks import whole_number
 
@@ -170,10 +172,7 @@ class Cores:
                 self.mesh, core, self.tokens[i].handle, self.keys, iter(instance_keys)
             )
             lowering = SimdLowering(self.mesh, rules, collectives, core)
-            result = program(lowering, *args[i])
-            if not i:
-                lowering.warn_of_misspelt_rules()
-            return result
+            return _run(program, lowering, args[i], warns=not i)
 
         return self.on_all(run)
 
@@ -279,6 +278,29 @@ class Cores:
         )
 
 
+def _run(
+    program: Callable[..., Any], lowering: SimdLowering, args: Sequence[Any], warns: bool = True
+) -> Any:
+    """Calls the program of a core.
+
+    Raises:
+        ShapeError: it returns tensors with named dims, whose lowering ends with the program.
+    """
+    result = program(lowering, *args)
+    if warns:
+        lowering.warn_of_misspelt_rules()
+    todo = [result]
+    for part in todo:
+        if isinstance(part, Tensor):
+            raise ShapeError(
+                f"the program of a core returns {part!r}; return the whole, ops.export_tensor(x), "
+                "or the core's slice, x.slices[0]"
+            )
+        if isinstance(part, list | tuple | Mapping):
+            todo += part.values() if isinstance(part, Mapping) else part
+    return result
+
+
 def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
@@ -322,11 +344,10 @@ class CoreFunction:
         steps = [f"mesh '{cores.mesh}'", f"layout rules '{rules}'", *map(str, specs)]
 
         def core_program(core: tf.Tensor, token: tf.Tensor, *args: tf.Tensor) -> Any:
+            stand_for_alike(token, cores.tokens[0])
             collectives = TfCollectives(cores.mesh, core, token, cores.keys, calls=steps)
             self.lowering = SimdLowering(cores.mesh, rules, collectives, core)
-            result = program(self.lowering, *args)
-            self.lowering.warn_of_misspelt_rules()
-            return result
+            return _run(program, self.lowering, args)
 
         failed: Exception | None = None
         try:

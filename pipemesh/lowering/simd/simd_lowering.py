@@ -8,11 +8,14 @@ from typing import Any
 
 import tensorflow as tf
 
+from pipemesh.backend.branch_gradients import install_branch_gradients
 from pipemesh.backend.kept_gradients import custom_gradient
 from pipemesh.lowering.captures import call_local
 from pipemesh.lowering.given import whole_tensor
 from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.mesh import LayoutRules, Mesh, TensorLayout
+
+install_branch_gradients()
 
 
 class Collectives(abc.ABC):
