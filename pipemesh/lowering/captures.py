@@ -17,7 +17,7 @@ import tensorflow as tf
 from pipemesh.backend.operation_kinds import IDENTITIES, WITHOUT_GRADIENT
 from pipemesh.backend.operations import next_operation_number, operation_number
 from pipemesh.backend.tapes import variables_read
-from pipemesh.errors import GradientError, PipelineError
+from pipemesh.errors import GradientError, PipelineError, ShapeError
 from pipemesh.lowering.given import check_real
 from pipemesh.lowering.lowering import Lowering
 from pipemesh.mesh.mesh import LAYERS_AXIS
@@ -94,9 +94,13 @@ def call_local(function: Callable[..., tf.Tensor], args: Sequence[tf.Tensor]) ->
 
     Raises:
         GradientError: it uses something else that would lose its gradient.
-        ShapeError: it returns a complex tensor.
+        ShapeError: it returns a complex tensor, or none.
     """
     output = call_alone(lambda: function(*args), args, lambda output: [output], _lost_in_map)
+    if not isinstance(output, tf.Tensor):
+        raise ShapeError(
+            f"a function that is mapped over slices returned {output!r}; it returns one tensor"
+        )
     check_real(output.dtype, "the result of a function that is mapped over slices")
     return output
 

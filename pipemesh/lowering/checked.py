@@ -187,6 +187,15 @@ COERCERS: dict[str, Callable[[Any, Sequence[Tensor], str], Any]] = {
 }
 
 
+def _form(name: str, signature: inspect.Signature) -> str:
+    """How an operation is called: `ops.slice(x, dim, begin, size)`."""
+    parts = [
+        p.name if p.default is p.empty and p.kind is not p.KEYWORD_ONLY else f"{p.name}=..."
+        for p in signature.parameters.values()
+    ]
+    return f"ops.{name}({', '.join(parts)})"
+
+
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     """An operation that takes all its arguments through the checks of this module.
 
@@ -203,9 +212,8 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             bound = signature.bind(*args, **kwargs)
-        except TypeError:
-            # Python says what is missing or too much, and of which function.
-            return function(*args, **kwargs)
+        except TypeError as error:
+            raise ShapeError(f"ops.{name}: {error}; write {_form(name, signature)}") from None
         known: list[Tensor] = []
         for parameter, value in bound.arguments.items():
             what = f"ops.{name}: {parameter}"

@@ -7,13 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.errors import LayoutError, ShapeError
-from pipemesh.mesh import LayoutRules, Mesh, TensorLayout
-
-
-def check_mesh(mesh: Any) -> None:
-    """Raises a LayoutError unless it is a mesh."""
-    if not isinstance(mesh, Mesh):
-        raise LayoutError(f"the mesh is {mesh!r}; write Mesh.from_text('data:2;model:2')")
+from pipemesh.mesh import LayoutRules, TensorLayout
 
 
 def check_rules(rules: Any) -> None:

@@ -9,9 +9,10 @@ import warnings
 import tensorflow as tf
 
 from pipemesh.lowering.costs import CommunicationCosts
-from pipemesh.lowering.given import check_mesh, check_rules
+from pipemesh.lowering.given import check_rules
 from pipemesh.lowering.primitives import Primitives, Slices
 from pipemesh.mesh import LayoutRules, Mesh, Shape, TensorLayout
+from pipemesh.mesh.mesh import check_mesh
 from pipemesh.randomness.scope import slicewise
 from pipemesh.text import almost_equal
 
@@ -75,8 +76,9 @@ class Lowering(Primitives):
         Raises:
             LayoutError: the tensor cannot be split so.
         """
+        layout = self.rules.tensor_layout(shape, self.mesh)
         self._dims.update(dict.fromkeys(shape.names))
-        return self.rules.tensor_layout(shape, self.mesh)
+        return layout
 
     def check_rules(self) -> None:
         """Checks that each rule names a dim that a tensor has had: for the end of a program.

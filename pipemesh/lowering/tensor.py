@@ -22,8 +22,8 @@ from pipemesh.mesh import Shape, TensorLayout
 class Tensor:
     """A tensor with named dims; its layout follows from its shape.
 
-    The operators `+ - * / ** -x ~ & | == != < <= > >=` work element by element and find dims by
-    name. Hashes are by identity, so tensors may be keys; `is` compares objects.
+    The operators `+ - * / // % ** -x ~ & | ^ == != < <= > >=` and `abs` work element by element
+    and find dims by name. Hashes are by identity, so tensors may be keys; `is` compares objects.
 
     `tf.nest` sees its slices, so it may be given to `tape.watch` and `tape.gradient` as a whole
     (see `ops.gradients`). One of the slices alone, as in `tape.gradient(x.slices[0], ...)`, has the
@@ -63,6 +63,11 @@ class Tensor:
             )
         sizes = self.layout.slice_shape
         for tensor in self.slices:
+            if not isinstance(tensor, tf.Tensor):
+                raise ShapeError(
+                    f"a slice of the tensor '{self.layout}' is {tensor!r}; slices are tensors of "
+                    "TensorFlow: ops.import_tensor makes them"
+                )
             check_real(tensor.dtype, f"a slice of the tensor '{self.layout}'")
             if not tensor.shape.is_compatible_with(sizes):
                 raise ShapeError(
@@ -133,8 +138,8 @@ class Tensor:
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         # TensorFlow asks for it when an array is on the left, and shows this error.
         raise TypeError(
-            "a tensor with named dims is no array; export it (ops.export_tensor), or import the "
-            "array beside it (ops.import_tensor), which names its dims"
+            "a tensor with named dims is no array; use the operation of its name in ops, export it "
+            "(ops.export_tensor), or import the array beside it (ops.import_tensor)"
         )
 
     def numpy(self) -> np.ndarray:
@@ -154,10 +159,34 @@ class Tensor:
             )
         return whole.numpy()
 
+    def __getitem__(self, key: Any) -> Any:
+        raise TypeError(
+            "a tensor with named dims has no positions; take rows by the name of their dim: "
+            "ops.slice(x, 'batch', 0, 1), or ops.unstack(x, 'batch')[0]"
+        )
+
+    def __iter__(self) -> Any:
+        raise TypeError(
+            "a tensor with named dims has no first dim to go along; ops.unstack(x, 'batch') gives "
+            "its rows along a dim"
+        )
+
+    def __len__(self) -> int:
+        raise TypeError(
+            f"{self!r}, a tensor with named dims, has no length; x.shape['batch'].size is the size "
+            "of a dim, x.shape.sizes are all"
+        )
+
+    def __int__(self) -> int:
+        return int(float(self))
+
+    def __format__(self, spec: str) -> str:
+        return format(float(self), spec) if spec else repr(self)
+
     def __float__(self) -> float:
         if len(self.shape):
             raise TypeError(
-                f"{self!r} has dims, so it is no number; reduce it to one (ops.reduce_sum, "
+                f"{self!r} has named dims, so it is no number; reduce it to one (ops.reduce_sum, "
                 "ops.reduce_mean), or read all of it with x.numpy()"
             )
         return float(self.numpy())
@@ -206,6 +235,24 @@ class Tensor:
     def __pow__(self, other: Any) -> Tensor:
         return _op("power")(self, other)
 
+    def __rpow__(self, other: Any) -> Tensor:
+        return _op("power")(other, self)
+
+    def __floordiv__(self, other: Any) -> Tensor:
+        return _op("floor_divide")(self, other)
+
+    def __rfloordiv__(self, other: Any) -> Tensor:
+        return _op("floor_divide")(other, self)
+
+    def __mod__(self, other: Any) -> Tensor:
+        return _op("floor_mod")(self, other)
+
+    def __rmod__(self, other: Any) -> Tensor:
+        return _op("floor_mod")(other, self)
+
+    def __abs__(self) -> Tensor:
+        return _op("abs")(self)
+
     def __neg__(self) -> Tensor:
         return _op("negative")(self)
 
@@ -217,6 +264,9 @@ class Tensor:
 
     def __or__(self, other: Any) -> Tensor:
         return _op("logical_or")(self, other)
+
+    def __xor__(self, other: Any) -> Tensor:
+        return _op("logical_xor")(self, other)
 
     def __lt__(self, other: Any) -> Tensor:
         return _op("less")(self, other)
@@ -236,7 +286,7 @@ def _comparable(other: Any) -> Any:
     if not isinstance(other, kinds):
         raise TypeError(
             f"a tensor with named dims is compared, element by element, with tensors and numbers, "
-            f"not with {other!r}; `is` compares objects"
+            f"not with {getattr(other, 'name', other)!r}; `is` compares objects"
         )
     return other
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from pipemesh.backend.devices import check_devices_exist
-from pipemesh.errors import DeviceError, LayoutError
-from pipemesh.lowering.given import check_real
+from pipemesh.errors import DeviceError, LayoutError, ShapeError
+from pipemesh.lowering.given import check_real, whole_tensor
 from pipemesh.lowering.initializers import Initializer
 from pipemesh.lowering.lowering import Lowering
 from pipemesh.lowering.tensor import Tensor
-from pipemesh.mesh import TensorLayout
+from pipemesh.mesh import Shape, TensorLayout
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,6 +46,16 @@ class Variable:
     variables: tuple[tf.Variable, ...]
 
     __hash__ = object.__hash__
+
+    def _refuse(self, *_: Any) -> Any:
+        raise ShapeError(
+            f"variable {self.name!r} has no lowering to compute with; take its values: "
+            "variable.tensor(lowering), and change them by variable.assign(tensor)"
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __neg__ = __abs__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __getitem__ = __iter__ = __float__ = _refuse
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Variable):
@@ -140,6 +151,86 @@ class Variable:
             with tf.device(variable.device):
                 slices.append(variable.read_value())
         return Tensor(lowering, tuple(slices), self.layout.shape)
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the whole variable."""
+        return self.layout.shape
+
+    @property
+    def dtype(self) -> tf.DType:
+        """The dtype of the elements."""
+        return self.variables[0].dtype
+
+    def assign(self, value: Any) -> Any:
+        """Changes the elements, each slice on its device.
+
+        Args:
+            value: a tensor with named dims of the same shape and layout, or a whole tensor or array
+                in the order of the variable's dims.
+
+        Returns:
+            The operation that assigns, in graphs; None in eager mode.
+
+        Raises:
+            ShapeError: the dims, their order or the dtype differ.
+            LayoutError: a tensor with named dims is split otherwise.
+            DeviceError: the tensor has slices for other processors than this process.
+
+        Example:
+            >>> from pipemesh.lowering import PlacementLowering
+            >>> from pipemesh.lowering.initializers import Constant
+            >>> from pipemesh.mesh import LayoutRules, Mesh, Shape
+            >>> mesh, rules = Mesh.from_text("model:2"), LayoutRules.from_text("hidden:model")
+            >>> lowering = PlacementLowering(mesh, rules, ["CPU:0", "CPU:0"])
+            >>> layout = lowering.tensor_layout(Shape.of(hidden=4))
+            >>> w = Variable.create("w", layout, lowering.devices, Constant(1.0))
+            >>> w.assign(w.tensor(lowering) * 3.0)
+            >>> w.value().numpy().tolist()
+            [3.0, 3.0, 3.0, 3.0]
+        """
+        operations: list[Any] = []
+        for variable, part in zip(self.variables, self._parts_of(value), strict=True):
+            with tf.device(variable.device):
+                operations.append(variable.assign(part))
+        return tf.group(*operations)
+
+    def _parts_of(self, value: Any) -> Sequence[tf.Tensor]:
+        """The slices of a new value, one for each variable of this process."""
+        if not isinstance(value, Tensor):
+            if not isinstance(value, tf.Tensor | tf.Variable):
+                value = tf.convert_to_tensor(value, self.dtype)
+            whole = whole_tensor(value, self.layout)
+            self._check_dtype(whole.dtype)
+            processors = range(self.first_processor, self.first_processor + len(self.variables))
+            sizes = self.layout.slice_shape
+            return [tf.slice(whole, self.layout.slice_begin(i), sizes) for i in processors]
+        if value.shape != self.shape:
+            raise ShapeError(
+                f"variable {self.name!r} is '{self.shape}', but {value!r} is assigned; ops.rename "
+                "or ops.transpose it"
+            )
+        self._check_dtype(value.dtype)
+        if value.layout != self.layout:
+            raise LayoutError(
+                f"variable {self.name!r} lies on mesh '{self.layout.mesh}' as '{self.layout}', but "
+                f"{value!r} of mesh '{value.layout.mesh}' is assigned; use one mesh and one set of "
+                "rules, or assign the whole: ops.export_tensor(x)"
+            )
+        if len(value.slices) != len(self.variables):
+            raise DeviceError(
+                f"variable {self.name!r} has {len(self.variables)} slices in this process, but "
+                f"{value!r} has {len(value.slices)}; a core returns its slice, x.slices[0], to be "
+                "assigned outside of its program"
+            )
+        return value.slices
+
+    def _check_dtype(self, dtype: tf.DType) -> None:
+        if dtype != self.dtype:
+            raise ShapeError(
+                f"variable {self.name!r} is {self.dtype.name}, but {dtype.name} is assigned; "
+                "ops.cast it"
+            )
 
     def value(self) -> tf.Tensor:
         """The whole variable, joined on the current device.

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from pipemesh.errors import LayoutError
 from pipemesh.mesh.checks import is_name, pairs_of, text_of
-from pipemesh.mesh.mesh import Mesh
+from pipemesh.mesh.mesh import Mesh, check_mesh
 from pipemesh.mesh.shape import Shape
 from pipemesh.text import nearest_text
 
@@ -93,6 +93,7 @@ class LayoutRules:
             pipemesh.errors.LayoutError: rule 'batch:dta' names axis 'dta', which mesh 'data:2' \
 does not have; did you mean 'data'? Known: 'data'
         """
+        check_mesh(mesh)
         known = None if dims is None else list(dict.fromkeys(dims))
         for dim, axis in self.rules:
             if axis not in mesh.axis_names:
@@ -113,6 +114,12 @@ does not have; did you mean 'data'? Known: 'data'
             LayoutError: two dims of `shape` are split over one axis, a size does not divide, or a
                 rule for one of the dims names an axis that `mesh` does not have.
         """
+        if not isinstance(shape, Shape) or not isinstance(mesh, Mesh):  # type: ignore[reportUnnecessaryIsInstance]
+            raise LayoutError(
+                f"the layout of {shape!r} on {mesh!r} was asked for; write "
+                "rules.tensor_layout(shape, mesh) with Shape.from_text('batch:4') and "
+                "Mesh.from_text('data:2')"
+            )
         rules = LayoutRules(tuple(rule for rule in self.rules if rule[0] in shape.names))
         rules.check(mesh)
         return TensorLayout(shape, mesh, tuple(rules.axis(name) for name in shape.names))

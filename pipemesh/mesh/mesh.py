@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard, cast
 
-from pipemesh.errors import MeshError
+from pipemesh.errors import LayoutError, MeshError
 from pipemesh.mesh.checks import is_name, pairs_of, text_of, whole_number
 from pipemesh.text import nearest_text
 
@@ -299,3 +299,9 @@ def _size_of(name: str, given: object) -> Size:
 
 def _is_constant(size: Size) -> TypeGuard[tuple[int, ...]]:
     return not isinstance(size, int) and len(set(size)) == 1
+
+
+def check_mesh(mesh: Any) -> None:
+    """Raises a LayoutError unless it is a mesh."""
+    if not isinstance(mesh, Mesh):
+        raise LayoutError(f"the mesh is {mesh!r}; write Mesh.from_text('data:2;model:2')")

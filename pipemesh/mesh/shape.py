@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from pipemesh.errors import ShapeError
 from pipemesh.mesh.checks import text_of
@@ -114,6 +114,16 @@ class Shape:
         if isinstance(dim, Dim) and self.dims[position] != dim:
             raise ShapeError(f"dim {name!r} has size {dim.size}, but in the shape '{self}' another")
         return position
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Names what a shape has instead of attributes of TensorFlow's."""
+            raise AttributeError(
+                f"a Shape has no {name!r}; shape.sizes and shape.names are tuples, "
+                "shape['batch'].size is the size of a dim, len(shape) the number of dims, and "
+                "shape.size the number of elements"
+            )
 
     def __contains__(self, dim: Dim | str) -> bool:
         return dim in self.dims if isinstance(dim, Dim) else dim in self.names

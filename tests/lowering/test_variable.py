@@ -132,3 +132,30 @@ def test_a_variable_is_not_compared_as_an_object_by_mistake():
     assert variable in [variable] and len({variable, create("x:a", Constant(1.0))}) == 2
     with pytest.raises(TypeError, match="compare its elements"):
         variable != 0  # noqa: B015
+
+
+@pytest.mark.parametrize("rules", ["", "x:a", "x:a;z:b"])
+def test_named_and_whole_values_are_assigned(rules):
+    array = np.arange(SHAPE.size, dtype=np.float32).reshape(SHAPE.sizes)
+    lowering = PlacementLowering(MESH, LayoutRules.from_text(rules), DEVICES)
+    named = ops.import_tensor(lowering, array, SHAPE)
+    for value, want in ((named, array), (named * 2.0, 2 * array), (array + 1, array + 1)):
+        variable = create(rules, Constant(0.0))
+        assert variable.assign(value) is None
+        np.testing.assert_array_equal(variable.value(), want)
+        for i, part in enumerate(variable.variables):
+            np.testing.assert_array_equal(part, want[variable.layout.slice_ranges(i)])
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        variable = create(rules, Constant(0.0))
+        done = variable.assign(variable.tensor(lowering) + 3.0)
+        session.run(tf.compat.v1.global_variables_initializer())
+        session.run(done)
+        np.testing.assert_array_equal(session.run(variable.value()), np.full(SHAPE.sizes, 3.0))
+
+
+def test_slices_of_another_process_are_not_assigned():
+    layout = LayoutRules().tensor_layout(SHAPE, MESH)
+    half = Variable.create("w", layout, DEVICES[:4], Constant(0.0), first_processor=4)
+    lowering = PlacementLowering(MESH, LayoutRules(), DEVICES)
+    with pytest.raises(DeviceError, match="has 8; a core returns its slice"):
+        half.assign(ops.import_tensor(lowering, np.zeros(SHAPE.sizes, np.float32), SHAPE))

@@ -9,7 +9,7 @@ import tensorflow as tf
 from lingvo.core import base_layer, py_utils, tshape
 
 from pipemesh.backend.sliced_variables import Slice, mark_owner, mark_slice
-from pipemesh.errors import LayoutError, ShapeError
+from pipemesh.errors import LayoutError, PipelineError, ShapeError
 from pipemesh.layers.named.block_init import BlockInit, initializer_of
 from pipemesh.layers.named.replica_cut import current_replica_cut
 from pipemesh.layers.named.scope import current_lowering
@@ -54,6 +54,9 @@ class NamedLayer(base_layer.BaseLayer):
     """
 
     def __init__(self, params: Any) -> None:
+        if not params.name:
+            kind = type(self).__name__
+            raise PipelineError(f"a {kind} has no name; write {kind}.Params().Set(name='...', ...)")
         super().__init__(params)
         # By name, the shape of each whole weight, and for each variable what part of one it is.
         self._named_shapes: dict[str, Shape] = {}
@@ -354,17 +357,36 @@ class NamedLayer(base_layer.BaseLayer):
                     f"layer {self.params.name!r} takes dims '{';'.join(names)}', but was given "
                     f"'{x.shape}'; ops.rename or ops.reshape it"
                 )
+            self._CheckWidths(x.shape)
             return self._Cast(ops.transpose(x, names), dtype)
         x = tf.convert_to_tensor(x)
-        if x.shape.rank != len(names) or not x.shape.is_fully_defined():
+        form = f"layer {self.params.name!r} takes dims '{';'.join(names)}'"
+        if x.shape.rank is not None and x.shape.rank != len(names):
             raise ShapeError(
-                f"layer {self.params.name!r} takes dims '{';'.join(names)}' of sizes that are "
-                f"known before the step runs, but was given a tensor of sizes {x.shape}"
+                f"{form}, but was given a tensor of {x.shape.rank} dims, of sizes {x.shape}; "
+                "tf.reshape it"
+            )
+        if not x.shape.is_fully_defined():
+            raise ShapeError(
+                f"{form} of sizes that are known before the step runs, but was given a tensor of "
+                f"sizes {x.shape}"
             )
         shape = Shape.of(**dict(zip(names, x.shape.as_list(), strict=True)))
+        self._CheckWidths(shape)
         return self._Cast(
             Tensor(lowering, from_whole(lowering, x, lowering.tensor_layout(shape)), shape), dtype
         )
+
+    def _CheckWidths(self, shape: Shape) -> None:
+        """Checks that the dims of an input have the sizes that they have in the weights."""
+        for name, weight in self._named_shapes.items():
+            for dim in weight:
+                if dim.name in shape.names and shape[dim.name] != dim:
+                    raise ShapeError(
+                        f"layer {self.params.name!r} was given '{shape}', but its weight {name!r} "
+                        f"is '{weight}'; set the size of {dim.name!r} in the layer's params "
+                        f"(input_dim) to {shape[dim.name].size}, or give an input of {dim.size}"
+                    )
 
     def _Cast(self, x: Tensor, dtype: tf.DType | None = None) -> Tensor:
         wanted: tf.DType = dtype or py_utils.FPropDtype(self.params)

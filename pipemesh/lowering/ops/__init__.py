@@ -13,6 +13,9 @@ Example:
     [4.0, 4.0, 4.0, 4.0, 4.0]
 """
 
+from typing import TYPE_CHECKING
+
+from pipemesh.lowering.op_list import OPS
 from pipemesh.lowering.ops.convolution import conv1d as conv1d
 from pipemesh.lowering.ops.convolution import conv2d as conv2d
 from pipemesh.lowering.ops.convolution import conv3d as conv3d
@@ -43,3 +46,13 @@ from pipemesh.lowering.ops.softmax import log_softmax as log_softmax
 from pipemesh.lowering.ops.softmax import softmax as softmax
 from pipemesh.lowering.ops.transfer import export_tensor as export_tensor
 from pipemesh.lowering.ops.transfer import import_tensor as import_tensor
+from pipemesh.text import did_you_mean
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        """Names the nearest operation."""
+        raise AttributeError(
+            f"ops has no {name!r}; {did_you_mean(name, OPS, 0.8)}pipemesh/lowering/README.md lists "
+            "all operations"
+        )

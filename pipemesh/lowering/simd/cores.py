@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from pipemesh.backend import collectives
 from pipemesh.backend.devices import check_devices_exist
 from pipemesh.backend.handle_data import stand_for_alike
-from pipemesh.errors import DeviceError, LayoutError, ShapeError
-from pipemesh.lowering.given import check_mesh, check_rules
+from pipemesh.errors import DeviceError, ShapeError
+from pipemesh.lowering.given import check_rules
+from pipemesh.lowering.simd.core_program import (
+    check_args,
+    check_program,
+    check_specs,
+    run_program,
+)
 from pipemesh.lowering.simd.partners import Agreement, Partners
 from pipemesh.lowering.simd.simd_lowering import SimdLowering
 from pipemesh.lowering.simd.tf_collectives import GroupKeys, TfCollectives, eager_instance_keys
-from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.mesh.checks import whole_number
+from pipemesh.mesh.mesh import check_mesh
 
 # An error of another core than the first is seen after so long.
 _POLL_SECONDS = 0.1
@@ -131,8 +136,7 @@ class Cores:
             LayoutError: a rule names an unknown axis, or the program splits what does not divide.
             DeviceError: another process builds another program, or does not come in time.
         """
-        if not callable(program):
-            raise LayoutError(f"program is {program!r}, which is no function")
+        check_program(program)
         check_rules(rules)
         for spec in tf.nest.flatten(specs):
             if not isinstance(spec, tf.TypeSpec):
@@ -159,11 +163,12 @@ class Cores:
 
         Raises:
             LayoutError: a rule names an unknown axis, or the program splits what does not divide.
-            ValueError: there are arguments for more or fewer cores.
+            ShapeError: there are arguments for more or fewer cores.
             DeviceError: see `on_all`.
             Exception: what the first core raised that failed; see `CoreFunction`.
         """
-        self.check_args(args)
+        check_program(program)
+        check_args(args, self.devices)
         instance_keys = eager_instance_keys()
 
         def run(i: int) -> Any:
@@ -172,17 +177,9 @@ class Cores:
                 self.mesh, core, self.tokens[i].handle, self.keys, iter(instance_keys)
             )
             lowering = SimdLowering(self.mesh, rules, collectives, core)
-            return _run(program, lowering, args[i], warns=not i)
+            return run_program(program, lowering, args[i], warns=not i)
 
         return self.on_all(run)
-
-    def check_args(self, args: Sequence[Any]) -> None:
-        """Raises a ValueError unless there is one element for each core of this process."""
-        if len(args) != len(self.devices):
-            raise ValueError(
-                f"arguments for {len(args)} cores were given; this process has "
-                f"{len(self.devices)}: {', '.join(self.devices)}"
-            )
 
     def on_all(self, run: Callable[[int], Any]) -> list[Any]:
         """Calls a function for each core of this process, in threads, under the core's device.
@@ -278,29 +275,6 @@ class Cores:
         )
 
 
-def _run(
-    program: Callable[..., Any], lowering: SimdLowering, args: Sequence[Any], warns: bool = True
-) -> Any:
-    """Calls the program of a core.
-
-    Raises:
-        ShapeError: it returns tensors with named dims, whose lowering ends with the program.
-    """
-    result = program(lowering, *args)
-    if warns:
-        lowering.warn_of_misspelt_rules()
-    todo = [result]
-    for part in todo:
-        if isinstance(part, Tensor):
-            raise ShapeError(
-                f"the program of a core returns {part!r}; return the whole, ops.export_tensor(x), "
-                "or the core's slice, x.slices[0]"
-            )
-        if isinstance(part, list | tuple | Mapping):
-            todo += part.values() if isinstance(part, Mapping) else part
-    return result
-
-
 def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
@@ -347,7 +321,7 @@ class CoreFunction:
             stand_for_alike(token, cores.tokens[0])
             collectives = TfCollectives(cores.mesh, core, token, cores.keys, calls=steps)
             self.lowering = SimdLowering(cores.mesh, rules, collectives, core)
-            return _run(program, self.lowering, args)
+            return run_program(program, self.lowering, args)
 
         failed: Exception | None = None
         try:
@@ -377,43 +351,17 @@ class CoreFunction:
             For each core of this process what the program returned.
 
         Raises:
-            ValueError: there are arguments for more or fewer cores.
-            ShapeError: an argument does not fit its spec.
+            ShapeError: there are arguments for more or fewer cores, or one does not fit its spec.
             DeviceError: see `Cores.on_all`.
             Exception: what the first core raised that failed. After an error in a collective,
                 TensorFlow fails all later collectives of the process.
         """
         cores = self._cores
-        cores.check_args(args)
+        check_args(args, cores.devices)
         for core, given in enumerate(args, cores.first_core):
-            self._check_specs(core, given)
+            check_specs(core, given, self._specs)
 
         def run(i: int) -> Any:
             return self.concrete(cores.numbers[i], cores.tokens[i].handle, *args[i])
 
         return cores.on_all(run)
-
-    def _check_specs(self, core: int, given: Sequence[tf.Tensor]) -> None:
-        """Raises unless the arguments of a core are those that the program was traced for.
-
-        The program was built for slices of these sizes: of others it would take a part.
-        """
-        try:
-            tf.nest.assert_same_structure(tuple(given), self._specs)
-        except (TypeError, ValueError) as error:
-            raise ShapeError(
-                f"core {core} was given {len(given)} arguments; the program was built for "
-                f"{len(self._specs)}: {', '.join(map(str, self._specs))}"
-            ) from error
-        flat = zip(tf.nest.flatten(tuple(given)), tf.nest.flatten(self._specs), strict=True)
-        for position, (tensor, spec) in enumerate(flat):
-            if not isinstance(spec, tf.TensorSpec):
-                continue
-            sizes = tensor.shape if isinstance(tensor, tf.Tensor) else np.shape(tensor)
-            dtype = tensor.dtype if isinstance(tensor, tf.Tensor) else spec.dtype
-            if dtype != spec.dtype or not spec.shape.is_compatible_with(sizes):
-                raise ShapeError(
-                    f"argument {position} of core {core} is {dtype.name} of sizes "
-                    f"{sizes}, but the program was built for {spec.dtype.name} of sizes "
-                    f"{spec.shape}; give it slices of these sizes, or build a function for others"
-                )

@@ -14,12 +14,11 @@ from pipemesh.backend.tapes import is_recorded, unrecorded
 from pipemesh.errors import GradientError, LayoutError, PipelineError
 from pipemesh.lowering.arguments import as_shape, as_tensor, described
 from pipemesh.lowering.captures import lost_in_layer
-from pipemesh.lowering.given import check_mesh
 from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.lowering.tensor import Tensor, union_axes
 from pipemesh.mesh import Dim, Mesh, Shape
 from pipemesh.mesh.checks import whole_number
-from pipemesh.mesh.mesh import LAYERS_AXIS
+from pipemesh.mesh.mesh import LAYERS_AXIS, check_mesh
 from pipemesh.recurrent.circular.named_stage import (
     Activations,
     LayerFunction,

@@ -6,8 +6,14 @@ import tensorflow as tf
 from lingvo.core import py_utils
 
 from pipemesh.errors import LayoutError, PipelineError, ShapeError
-from pipemesh.layers.named import FeedForward, NamedLayer, lowering_scope
-from pipemesh.lowering import Cores, ops
+from pipemesh.layers.named import (
+    Attention,
+    FeedForward,
+    NamedLayer,
+    TransformerBlock,
+    lowering_scope,
+)
+from pipemesh.lowering import Cores, PlacementLowering, ops
 from pipemesh.mesh import LayoutRules, Mesh
 from tests.layers.harness import cluster
 from tests.layers.named.harness import join, make_lowering, run, value_of, weights_of
@@ -199,9 +205,46 @@ def test_inputs_of_another_lowering_or_with_other_dims_are_errors():
     with lowering_scope(lowering):
         with pytest.raises(ShapeError, match="takes dims 'batch;io', but was given 'batch:4;embed"):
             layer.Named(x, "batch;io")
-        with pytest.raises(ShapeError, match="known before the step"):
+        with pytest.raises(ShapeError, match=r"a tensor of 1 dims, of sizes \(4,\); tf.reshape it"):
             layer.Named(tf.ones([4]), "batch;embed")
         assert layer.Named(x, "embed;batch").shape.names == ("embed", "batch")
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda: tf.ones([2, 3, 6]), r"'batch:2;length:3;embed:6', but its weight .* is 'embed:8"),
+        (lambda: tf.ones([2, 3, 1]), r"input_dim\) to 1, or give an input of 8"),
+        (lambda: tf.ones([3, 8]), "a tensor of 2 dims, of sizes"),
+        (lambda: tf.ones([2, 3, 8, 1]), "a tensor of 4 dims, of sizes"),
+    ],
+)
+@pytest.mark.parametrize("rules", [{}, {"d_ff": "model"}, {"embed": "model"}], ids=str)
+def test_an_input_of_another_width_or_rank_is_refused(use, message, rules):
+    """A width of 6 was TensorFlow's error, and one of 1 an error about a slice."""
+    rules = LayoutRules(tuple(rules.items()))
+    lowering = PlacementLowering(Mesh.from_text("model:1"), rules, ["CPU:0"])
+    params = TransformerBlock.Params().Set(name="b", input_dim=8, num_heads=2, hidden_dim=4)
+    layer = make(params, lowering)
+    with lowering_scope(lowering), pytest.raises(ShapeError, match=message) as found:
+        layer.FPropDefaultTheta(use())
+    assert "\n" not in str(found.value)
+
+
+def test_a_layer_without_name_is_refused():
+    with pytest.raises(PipelineError, match=r"a FeedForward has no name; .*Set\(name='\.\.\.'"):
+        FeedForward.Params().Set(input_dim=2, hidden_dim=2).Instantiate()
+
+
+def test_a_rule_for_a_dim_that_no_layer_has_is_warned_of():
+    """The rule `attention_heads:model` split nothing, and nothing was said."""
+    rules = LayoutRules.from_text("attention_heads:model")
+    lowering = PlacementLowering(Mesh.from_text("model:2"), rules, ["CPU:0", "CPU:1"])
+    layer = make(Attention.Params().Set(name="a", input_dim=4, num_heads=2), lowering)
+    with lowering_scope(lowering):
+        y = layer.FPropDefaultTheta(tf.ones([1, 2, 4]))
+    with pytest.warns(UserWarning, match=r"no tensor .* has had; .*mean 'heads:model'"):
+        y.numpy()
 
 
 def test_an_unknown_weight_is_an_error_with_the_nearest_name():
