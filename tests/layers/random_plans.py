@@ -1,0 +1,184 @@
+"""Random plans of a small stack: training equals the plain stack's, or one line says why not.
+
+A plan has a random mesh, layout, cut, schedule, number of microbatches, remat, lowering and
+precision. The loss, all gradients and the weights after two steps are compared with those of the
+same layers without a pipeline. Run many with
+
+    python -m tests.layers.random_plans --plans=50 --seed=0
+
+A seed that fails prints its plan; `--plans=1 --seed=<seed>` runs it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+# First: it starts the devices.
+from tests import conftest as conftest  # isort: skip
+
+import numpy as np
+import tensorflow as tf
+
+from pipemesh.errors import PipemeshError
+from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, SeqLayer
+from pipemesh.schedule_names import NAMES
+from tests.layers import test_precision as dense
+from tests.layers.blocks import blocks
+from tests.layers.harness import Result, run_tf2
+from tests.layers.pipeline import test_simd_stack as named
+
+STEPS = 2
+SCHEDULES = [name for name, known in NAMES.items() if known.trains]
+CLOSE = {"rtol": 5e-4, "atol": 5e-5}
+# Of the greatest gradient, where stages compute in bfloat16.
+BFLOAT16 = 0.1
+_plain: dict[Any, Result] = {}
+
+
+class Plan:
+    """A random plan of a random stack.
+
+    Args:
+        seed: of all choices.
+    """
+
+    def __init__(self, seed: int) -> None:
+        draw = random.Random(seed)
+        self.seed = seed
+        self.is_named = draw.random() < 0.7
+        places = draw.choice((1, 2, 2, 2, 3, 4))
+        axes = [("layers", places), ("data", draw.choice((1, 1, 2)))]
+        if self.is_named:
+            axes.append(("model", draw.choice((1, 2))))
+        axes = [(name, size) for name, size in axes if name == "layers" or size > 1]
+        while np.prod([size for _, size in axes]) > conftest.NUM_DEVICES:
+            axes.pop()
+        draw.shuffle(axes)
+        rules = {}
+        if self.is_named:
+            names = [name for name, _ in axes if name != "layers"]
+            for dim in ("vocab", "d_ff", "embed"):
+                axis = draw.choice([None, *names])
+                if axis is not None and (dim != "embed" or axis == "data"):
+                    rules[dim] = axis
+        mesh = ";".join(f"{name}:{size}" for name, size in axes)
+        self.mesh = f"{mesh} {';'.join(f'{dim}:{axis}' for dim, axis in rules.items())}".strip()
+        name = draw.choice(SCHEDULES)
+        stages = places * NAMES[name].stages_a_device
+        self.num_blocks = draw.randint(max(2, stages - 2), stages + 2)
+        number = self.num_blocks + 2 if self.is_named else self.num_blocks
+        cuts = draw.sample(range(1, number), min(stages, number) - 1)
+        self.bounds = [0, *sorted(cuts), number]
+        self.tied = self.is_named and draw.random() < 0.3
+        self.options: dict[str, Any] = {
+            "schedule": name,
+            "num_micro_batches": draw.choice((1, 2, 4, 4, 8)),
+            "remat": draw.choice(("full", "none", "except_last", "twice")),
+            "rolled": draw.choice((None, None, True, False)),
+            "lowering": draw.choice(("placement", "placement", "simd")),
+            "loss_inside": True,
+        }
+        if draw.random() < 0.2:
+            self.options["fprop_dtype"] = tf.bfloat16
+
+    def __str__(self) -> str:
+        kind = "named" if self.is_named else "dense"
+        options = ", ".join(f"{name}={value}" for name, value in self.options.items())
+        tied = ", tied weights" if self.tied else ""
+        return (
+            f"seed {self.seed}: {kind}, mesh '{self.mesh}', bounds {self.bounds}, {options}{tied}"
+        )
+
+    def _stack(self, cls: Any, bounds: Sequence[int], **options: Any) -> Any:
+        if self.is_named:
+            layers = named.layers_of(self.num_blocks)
+            tied = named.TIED if self.tied else {}
+            return named.stack(bounds, cls, layers, tied, **options)
+        layers = [*blocks(self.num_blocks - 1), dense.Head.Params().Set(name="head")]
+        cells = [
+            FeatureExtractionLayer.Params().Set(name=f"s{i}", sub=layers[a:b])
+            for i, (a, b) in enumerate(itertools.pairwise(bounds))
+        ]
+        return cls.Params().Set(name="stack", cell_tpl=cells, **options)
+
+    def _run(self, params: Any, mesh: Any) -> Result:
+        if self.is_named:
+            inputs, loss = named.INPUTS, named.first
+        else:
+            inputs, loss = [dense.X, dense.X], dense.mean
+        return run_tf2(params, inputs, steps=STEPS, num_devices=mesh, loss=loss)
+
+    def plain(self) -> Result:
+        """Results of the stack without a pipeline."""
+        key = self.is_named, self.num_blocks, self.tied
+        if key not in _plain:
+            _plain[key] = self._run(self._stack(SeqLayer, [0, self.bounds[-1]]), 1)
+        return _plain[key]
+
+    def planned(self) -> Result:
+        """Results under the plan."""
+        params = self._stack(PipeliningLayer, self.bounds, **self.options)
+        return self._run(params, self.mesh)
+
+
+def check(seed: int) -> tuple[str | None, str | None]:
+    """Runs the plan of a seed.
+
+    Returns:
+        The problem, or None; and the line of the refusal, or None.
+    """
+    plan = Plan(seed)
+    try:
+        found = plan.planned()
+    except PipemeshError as error:
+        line = str(error)
+        wrong = "\n" in line or len(line) > 600
+        return (f"{plan}\nno single line: {line}" if wrong else None), line
+    except Exception as error:
+        return "\n".join([str(plan), *traceback.format_exception(error, limit=-8)]), None
+    try:
+        if "fprop_dtype" in plan.options:
+            _assert_near(found, plan.plain())
+        else:
+            found.assert_close(plan.plain(), **CLOSE)
+    except AssertionError as error:
+        return f"{plan}\n{error}", None
+    return None, None
+
+
+def _assert_near(found: Result, plain: Result) -> None:
+    np.testing.assert_allclose(found.outputs[0], plain.outputs[0], rtol=BFLOAT16)
+    for name, wanted in plain.grads.items():
+        if name in found.grads:
+            close = BFLOAT16 * np.abs(wanted).max()
+            np.testing.assert_allclose(found.grads[name], wanted, rtol=0, atol=close, err_msg=name)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs plans; returns the number of those that fail."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--plans", type=int, default=20, help="number of plans")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first plan")
+    given = parser.parse_args(args)
+    failed = refused = 0
+    for seed in range(given.seed, given.seed + given.plans):
+        wrong, refusal = check(seed)
+        if wrong is not None:
+            failed += 1
+            print(wrong, flush=True)
+        elif refusal is not None:
+            refused += 1
+            print(f"{Plan(seed)}\n  refused: {refusal}", flush=True)
+    agree = given.plans - failed - refused
+    print(f"{agree} plans of {given.plans} equal the plain stack, {refused} are refused in a line")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main() > 0)
