@@ -92,7 +92,8 @@ class Program:
     def _fill(self) -> None:
         draw = self.draw
         numbers = np.random.default_rng(self.seed)
-        dtypes = [self.float, self.float, draw.choice((self.float, tf.int32, tf.int64, tf.bool))]
+        odd = draw.choice((self.float, tf.int32, tf.int64, tf.int16, tf.int8, tf.uint8, tf.bool))
+        dtypes = [self.float, self.float, odd]
         while len(self.inputs) < len(dtypes):
             names = draw.sample(NAMES, draw.choice((0, 1, 2, 2, 3, 3)))
             shape = Shape(tuple(Dim(name, self.sizes[name]) for name in names))

@@ -343,6 +343,8 @@ WRONG = [
     ("RULES.tensor_layout(MESH, x.shape)", "rules.tensor_layout(shape, mesh)"),
     ("LOW.tensor_layout('batch:4')", "Shape.from_text"),
     ("RULES.check('data:2')", "Mesh.from_text"),
+    ("ops.gradients(bare, x)", "the loss is a float32 tensor of TensorFlow"),
+    ("ops.gradients(x, i)", "int32 tensor of TensorFlow of sizes (2, 6) has no gradient"),
     # Programs of cores.
     ("RUN(bare)", "[[x0], [x1]]"),
     ("RUN([bare, bare])", "[[x0], [x1]]"),

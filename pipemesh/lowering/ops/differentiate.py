@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.errors import GradientError
+from pipemesh.lowering.arguments import described
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.lowering.variable import Variable
 
@@ -50,15 +51,16 @@ def gradients(loss: Tensor, sources: Any, tape: tf.GradientTape | None = None) -
     """
     if not isinstance(loss, Tensor) or not loss.dtype.is_floating:
         raise GradientError(
-            f"the loss is {loss!r}; it is a floating tensor with named dims, or with none, such as "
-            "ops.reduce_mean(x)"
+            f"the loss is {described(loss)}; it is a floating tensor with named dims, or with "
+            "none, such as ops.reduce_mean(x)"
         )
     flat = tf.nest.flatten(sources)
     parts = [list(part.variables) if isinstance(part, Variable) else [part] for part in flat]
     for part in (part for group in parts for part in group):
         if not hasattr(part, "dtype") or not tf.as_dtype(part.dtype).is_floating:
             raise GradientError(
-                f"{part!r} has no gradient; sources are tensors and variables of a floating dtype"
+                f"{described(part)} has no gradient; sources are tensors and variables of a "
+                "floating dtype"
             )
     found = _differentiate(loss.slices, parts, tape)
     loss.lowering.warn_of_misspelt_rules()
