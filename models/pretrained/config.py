@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -95,7 +96,7 @@ def read(path: str) -> Config:
         WeightsError: it cannot be read, or is of a model that is not known here, or has an option
             that layers here have not.
     """
-    return of_values(_object(path), path)
+    return of_values(json_object(path), path)
 
 
 def of_folder(folder: str) -> Config:
@@ -117,8 +118,10 @@ def of_folder(folder: str) -> Config:
     return read(path)
 
 
-def ends_of(folder: str, config: Config) -> frozenset[int]:
-    """The tokens that end a text: those of a `generation_config.json`, or else the model's.
+def ends_of(folder: str, config: Config) -> tuple[frozenset[int], tuple[str, ...]]:
+    """Returns the tokens that end a text, and notes about those that the model lacks.
+
+    A `generation_config.json` comes before the model's `config.json`.
 
     Args:
         folder: that it may lie in.
@@ -129,12 +132,21 @@ def ends_of(folder: str, config: Config) -> frozenset[int]:
     """
     path = os.path.join(folder, GENERATION)
     if not os.path.exists(path):
-        return frozenset(config.eos)
-    given = _Given(_object(path), path)
-    return frozenset(given.tokens("eos_token_id") or config.eos)
+        return frozenset(config.eos), ()
+    given = _Given(json_object(path), path)
+    ends = given.tokens("eos_token_id", config.vocab_size) or config.eos
+    return frozenset(ends), tuple(given.notes)
 
 
-def _object(path: str) -> dict[str, Any]:
+def json_object(path: str) -> dict[str, Any]:
+    """Reads an object of JSON that lies beside weights.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        WeightsError: it cannot be read, or holds something else.
+    """
     try:
         with open(path, encoding="utf-8") as file:
             values = json.load(file)
@@ -142,6 +154,8 @@ def _object(path: str) -> dict[str, Any]:
         raise WeightsError(
             f"{path!r} cannot be read ({error.strerror}); give the one that came with the weights"
         ) from error
+    except RecursionError as error:
+        raise WeightsError(f"{path!r} is no JSON of a model (nested too deeply)") from error
     except ValueError as error:
         raise WeightsError(f"{path!r} is no JSON ({error})") from error
     if not isinstance(values, dict):
@@ -169,20 +183,27 @@ def of_values(values: Mapping[str, Any], path: str = FILE) -> Config:
 default, linear, llama3
     """
     model_type = values.get("model_type")
-    if model_type not in MODEL_TYPES:
+    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         near = nearest_text(str(model_type), MODEL_TYPES)
         raise WeightsError(f"{path}: model_type is {model_type!r}{near}")
     given = _Given(values, path)
     for name in ("quantization_config", "auto_map"):
         given.only(name, [None], "weights are numbers, and the model is what its type says")
-    return MODEL_TYPES[str(model_type)](given)
+    return MODEL_TYPES[model_type](given)
 
 
 class _Given:
-    """The values of a file, each checked when it is asked for."""
+    """The values of a file, each checked when it is asked for.
+
+    Attributes:
+        values: by name.
+        path: of the file, for errors.
+        notes: lines about values that play no part.
+    """
 
     def __init__(self, values: Mapping[str, Any], path: str) -> None:
         self.values, self.path = values, path
+        self.notes: list[str] = []
 
     def whole(self, name: str, default: int | None) -> int:
         value = self._of(name, default)
@@ -202,6 +223,8 @@ class _Given:
             raise self._error(name, value, "it is a number")
         if not (value > 0 or (zero and value == 0)):
             raise self._error(name, value, "it is above 0")
+        if value > sys.float_info.max:
+            raise self._error(name, value, "it is finite")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -212,7 +235,7 @@ class _Given:
 
     def choice(self, name: str, default: str, known: Mapping[str, str]) -> str:
         value = self._of(name, default)
-        if value not in known:
+        if not isinstance(value, str) or value not in known:
             raise self._error(name, value, f"there are {', '.join(sorted(known))}")
         return known[value]
 
@@ -222,12 +245,19 @@ class _Given:
             told = " or ".join(json.dumps(each) for each in allowed)
             raise self._error(name, value, f"{why}: it may be {told}")
 
-    def tokens(self, name: str) -> tuple[int, ...]:
+    def tokens(self, name: str, vocab_size: int) -> tuple[int, ...]:
+        """Returns the tokens of the vocabulary, and notes the others: nothing can produce them."""
         value = self.values.get(name)
         found = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(each, int) and each >= 0 for each in found):
+        if not all(type(each) is int and each >= 0 for each in found):
             raise self._error(name, value, "it is the number of a token, or a list of them")
-        return tuple(found)
+        beyond = [str(each) for each in found if each >= vocab_size]
+        if beyond:
+            self.notes.append(
+                f"{self.path}: {name} {', '.join(beyond)} plays no part: the model has "
+                f"{vocab_size:,} tokens, the first is 0"
+            )
+        return tuple(each for each in found if each < vocab_size)
 
     def _of(self, name: str, default: Any) -> Any:
         value = self.values.get(name)
@@ -247,10 +277,11 @@ def _gpt2(given: _Given) -> Config:
     for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         given.only(name, [False, None], why)
     model_dim, num_heads = given.whole("n_embd", 768), given.whole("n_head", 12)
-    bos, eos = given.tokens("bos_token_id"), given.tokens("eos_token_id")
+    vocab_size = given.whole("vocab_size", 50257)
+    bos, eos = _marks(given, vocab_size)
     return Config(
         model_type="gpt2",
-        vocab_size=given.whole("vocab_size", 50257),
+        vocab_size=vocab_size,
         num_layers=given.whole("n_layer", 12),
         model_dim=model_dim,
         hidden_dim=given.whole("n_inner", 4 * model_dim),
@@ -266,9 +297,9 @@ def _gpt2(given: _Given) -> Config:
         tied=given.flag("tie_word_embeddings", True),
         embedding_dropout=_rate(given, "embd_pdrop", 0.1),
         residual_dropout=_rate(given, "resid_pdrop", 0.1),
-        bos=bos[0] if bos else None,
+        bos=bos,
         eos=eos,
-        notes=_without_dropout(_rate(given, "attn_pdrop", 0.1), "attn_pdrop"),
+        notes=_notes(given, "attn_pdrop", 0.1),
     )
 
 
@@ -293,11 +324,12 @@ def _llama(given: _Given) -> Config:
         raise WeightsError(
             f"{given.path}: heads have {head_dim} elements, but pairs of them are rotated"
         )
-    bos, eos = given.tokens("bos_token_id"), given.tokens("eos_token_id")
+    vocab_size = given.whole("vocab_size", 32000)
+    bos, eos = _marks(given, vocab_size)
     base, scaling = _rotations(given)
     return Config(
         model_type="llama",
-        vocab_size=given.whole("vocab_size", 32000),
+        vocab_size=vocab_size,
         num_layers=given.whole("num_hidden_layers", 32),
         model_dim=model_dim,
         hidden_dim=given.whole("intermediate_size", 11008),
@@ -312,9 +344,9 @@ def _llama(given: _Given) -> Config:
         attention_bias=given.flag("attention_bias", False),
         feed_forward_bias=given.flag("mlp_bias", False),
         tied=given.flag("tie_word_embeddings", False),
-        bos=bos[0] if bos else None,
+        bos=bos,
         eos=eos,
-        notes=_without_dropout(_rate(given, "attention_dropout", 0.0), "attention_dropout"),
+        notes=_notes(given, "attention_dropout", 0.0),
     )
 
 
@@ -334,7 +366,7 @@ def _rotations(given: _Given) -> tuple[float, Mapping[str, Any] | None]:
         part = _Given(found, f"{given.path}: {name}")
         part.only("partial_rotary_factor", [None, 1, 1.0], "whole heads are rotated")
         kind = found.get("rope_type", found.get("type", "default"))
-        if kind not in _SCALINGS:
+        if not isinstance(kind, str) or kind not in _SCALINGS:
             raise WeightsError(
                 f"{given.path}: rope_type is {kind!r}; supported are {', '.join(_SCALINGS)}"
             )
@@ -383,7 +415,14 @@ def _rate(given: _Given, name: str, default: float) -> float:
     return rate
 
 
-def _without_dropout(rate: float, name: str) -> tuple[str, ...]:
-    if not rate:
-        return ()
-    return (f"in training no weight of attention is dropped, where {name} is {rate}",)
+def _marks(given: _Given, vocab_size: int) -> tuple[int | None, tuple[int, ...]]:
+    """Returns the token that begins a text, and those that end one."""
+    bos = given.tokens("bos_token_id", vocab_size)
+    return bos[0] if bos else None, given.tokens("eos_token_id", vocab_size)
+
+
+def _notes(given: _Given, name: str, default: float) -> tuple[str, ...]:
+    """Lists what differs here: `name` is the rate of attention's dropout."""
+    if rate := _rate(given, name, default):
+        given.notes.append(f"in training no weight of attention is dropped, where {name} is {rate}")
+    return tuple(given.notes)

@@ -41,7 +41,7 @@ class _Model(NamedTuple):
         return Tokens(
             self.encode,
             self.decode,
-            configs.ends_of(self.folder, self.config),
+            configs.ends_of(self.folder, self.config)[0],
             min(self.config.max_length, length),
             self.config.vocab_size,
         )

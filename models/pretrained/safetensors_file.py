@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from models.pretrained.config import WeightsError
+from models.pretrained.config import WeightsError, json_object
 from pipemesh.checkpoint.whole_file import write_whole
 from pipemesh.errors import SaveError, install
 
@@ -36,12 +36,20 @@ DTYPES: Mapping[str, Any] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+# How files of `torch.save` begin, and how their names end.
+_ZIP, _OF_PICKLES = b"PK\x03\x04", (".bin", ".pt", ".pth")
+_CONVERT = (
+    "pickles may run code when they are read, so they are not; convert them with torch and "
+    "transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
+)
 # A model with more is written as several files.
 _BYTES_A_FILE = 4 << 30
 
 
 def find(path: str) -> str:
-    """Path of a file of tensors or of an index.
+    """Returns the path of a file of tensors or of an index.
+
+    Of a folder with both it is the file, as with `transformers`.
 
     Args:
         path: the same, or a folder that has one under its usual name.
@@ -49,15 +57,24 @@ def find(path: str) -> str:
     Raises:
         WeightsError: there is none.
     """
+    if not os.path.exists(path):
+        raise WeightsError(
+            f"--from={path!r} does not exist; give a file of safetensors, or the folder of one"
+        )
     if not os.path.isdir(path):
         return path
-    for name in (INDEX, ONE):
+    for name in (ONE, INDEX):
         found = os.path.join(path, name)
         if os.path.exists(found):
             return found
+    pickles = sorted(name for name in os.listdir(path) if name.endswith(_OF_PICKLES))
     raise WeightsError(
-        f"the folder {path!r} has neither {ONE} nor {INDEX}; give the path of the weights, a file "
-        "of safetensors"
+        f"the folder {path!r} has neither {ONE} nor {INDEX}; "
+        + (
+            f"it has {pickles[0]}: {_CONVERT}"
+            if pickles
+            else "give the path of the weights, a file of safetensors"
+        )
     )
 
 
@@ -153,6 +170,9 @@ class TensorFiles:
         except OSError as error:
             raise WeightsError(f"{path!r} cannot be read ({error.strerror or error})") from error
         except SafetensorError as error:
+            with open(path, "rb") as file:
+                if file.read(len(_ZIP)) == _ZIP or path.endswith(_OF_PICKLES):
+                    raise WeightsError(f"{path!r} is a file of torch: {_CONVERT}") from error
             told = str(error).removeprefix("Error while deserializing header: ")
             raise WeightsError(
                 f"{path!r} ({size:,} bytes) is no whole file of safetensors ({told}): it was cut "
@@ -160,17 +180,20 @@ class TensorFiles:
             ) from error
 
     def _open_all(self, path: str) -> None:
-        try:
-            with open(path, encoding="utf-8") as file:
-                places = json.load(file)["weight_map"]
-            wanted = {str(name): str(place) for name, place in places.items()}
-        except OSError as error:
-            raise WeightsError(f"{path!r} cannot be read ({error.strerror})") from error
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        places = json_object(path).get("weight_map")
+        if not isinstance(places, dict):
             raise WeightsError(
                 f"{path!r} is no index of safetensors, which names the file of each tensor in "
                 "'weight_map'"
-            ) from error
+            )
+        wanted = {str(name): str(place) for name, place in places.items()}
+        for place in wanted.values():
+            # Whoever wrote the index may not be who may read the files elsewhere.
+            if os.path.isabs(place) or ".." in place.replace("\\", "/").split("/"):
+                raise WeightsError(
+                    f"{path!r} names the file {place!r}, which is outside of its folder; put all "
+                    "files beside the index, and name them without folders"
+                )
         folder = os.path.dirname(path)
         opened = {place: self._open(os.path.join(folder, place)) for place in set(wanted.values())}
         there = {place: set(file.keys()) for place, file in opened.items()}
@@ -199,7 +222,7 @@ def write(
         The paths of the files.
 
     Raises:
-        SaveError: one cannot be written.
+        SaveError: one cannot be written; nothing is left of the others.
     """
     groups: list[list[tuple[str, Callable[[], np.ndarray]]]] = [[]]
     total = size = 0
@@ -211,8 +234,11 @@ def write(
         size, total = size + number, total + number
     names = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
     paths = [os.path.join(folder, name) for name in (names if len(groups) > 1 else [ONE])]
-    for path, group in zip(paths, groups, strict=True):
-        _write_file(path, {name: np.ascontiguousarray(get()) for name, get in group})
+    with contextlib.ExitStack() as undo:
+        for path, group in zip(paths, groups, strict=True):
+            _write_file(path, {name: np.ascontiguousarray(get()) for name, get in group})
+            undo.callback(os.unlink, path)
+        undo.pop_all()
     if len(groups) > 1:
         places = {
             name: place for place, group in zip(names, groups, strict=True) for name, _ in group

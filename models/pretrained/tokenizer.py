@@ -5,13 +5,23 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from models.pretrained.config import Config, WeightsError
+from models.pretrained.config import Config, WeightsError, json_object
 from pipemesh.errors import install
 
 JSON, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
+# Options, and tokens that were added to those of the tokenizer.
+OPTIONS, ADDED = "tokenizer_config.json", "added_tokens.json"
+# Special tokens in the options, in the order in which those without an id get one; then lists.
+_NAMED = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+_LISTS = ("additional_special_tokens", "extra_special_tokens")
+_OF_TOKENS = ("content", "special", "lstrip", "rstrip", "single_word", "normalized")
+# `normalizer_spec { add_dummy_prefix: false }` of a SentencePiece model, which overrides that of
+# the model in front of it.
+_NO_PREFIX = b"\x1a\x02\x18\x00"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,11 +32,13 @@ class Tokenizer:
         path: of the file that says it.
         encode: the ids of a text, with what begins one.
         decode: the text of ids, without what begins or ends one.
+        notes: lines about tokens that the model lacks.
     """
 
     path: str
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
+    notes: tuple[str, ...] = ()
 
 
 def load(folder: str, config: Config) -> Tokenizer | None:
@@ -42,11 +54,101 @@ def load(folder: str, config: Config) -> Tokenizer | None:
     for name, of in ((JSON, _of_json), (SENTENCEPIECE, _of_sentencepiece)):
         path = os.path.join(folder, name)
         if os.path.exists(path):
-            return of(path, config)
+            found, size = of(path, _Options(folder), config)
+            return _within(found, size, config.vocab_size)
     return None
 
 
-def _of_json(path: str, config: Config) -> Tokenizer:
+def _within(found: Tokenizer, size: int, vocab_size: int) -> Tokenizer:
+    """Returns a tokenizer that refuses ids that the model lacks; its own are below `size`."""
+
+    def encode(text: str) -> list[int]:
+        ids = found.encode(text)
+        most = max(ids, default=0)
+        if most >= vocab_size:
+            raise WeightsError(
+                f"a text has the token {most} ({found.decode([most])!r}), but the model has "
+                f"{vocab_size:,} tokens, the first is 0; leave it out, or give the tokenizer that "
+                f"belongs to the model in place of {found.path!r}"
+            )
+        return ids
+
+    if size <= vocab_size:
+        return found
+    note = (
+        f"{found.path} has {size:,} tokens, but the model has {vocab_size:,}: texts that have one "
+        "of the others are refused"
+    )
+    return dataclasses.replace(found, encode=encode, notes=(note,))
+
+
+class _Options:
+    """Files beside a tokenizer that change the ids of texts.
+
+    Args:
+        folder: that they lie in, if there are any.
+
+    Attributes:
+        path: of the options, for errors.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.path, added = (os.path.join(folder, name) for name in (OPTIONS, ADDED))
+        self._values = json_object(self.path) if os.path.exists(self.path) else {}
+        self._added = json_object(added) if os.path.exists(added) else {}
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Returns a flag; null is the default."""
+        value = self._values.get(name)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise WeightsError(f"{self.path}: {name} is {value!r}; it is true or false")
+        return value
+
+    def tokens(self) -> Iterator[tuple[Mapping[str, Any], int | None]]:
+        """Yields arguments of an `AddedToken` and its id, or None for an id that is free."""
+        values = [self._values.get(name) for name in _NAMED]
+        for name in _LISTS:
+            values += self._values.get(name) or ()
+        try:
+            special = [
+                _arguments(each if isinstance(each, dict) else {"content": each})
+                for each in values
+                if each is not None
+            ]
+            texts = [each["content"] for each in special]
+            added = self._values.get("added_tokens_decoder")
+            if added is None:
+                added = {
+                    number: {
+                        "content": text,
+                        "special": text in texts,
+                        "normalized": text not in texts,
+                    }
+                    for text, number in self._added.items()
+                }
+            for number, token in sorted((int(number), token) for number, token in added.items()):
+                yield _arguments(token), number
+        except (AttributeError, TypeError, ValueError) as error:
+            raise WeightsError(f"{self.path}: a token is malformed ({error})") from error
+        yield from (({**each, "special": True}, None) for each in special)
+
+    def wrong(self, text: str, number: int | None, why: str) -> WeightsError:
+        """Returns the error of a token that cannot have the id that is given."""
+        return WeightsError(
+            f"{self.path}: the token {text!r}, id {number}, {why}; save the tokenizer again with "
+            f"transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        )
+
+
+def _arguments(token: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of an `AddedToken`."""
+    if not isinstance(token.get("content"), str):
+        raise ValueError(f"{token!r} has no content")
+    return {name: token[name] for name in _OF_TOKENS if name in token}
+
+
+def _of_json(path: str, options: _Options, config: Config) -> tuple[Tokenizer, int]:
     del config
     tokenizers = _package("tokenizers", path)
     try:
@@ -56,18 +158,35 @@ def _of_json(path: str, config: Config) -> Tokenizer:
         raise WeightsError(
             f"{path!r} is no tokenizer of the package tokenizers ({error})"
         ) from error
-    return Tokenizer(
+    # The file keeps those of whatever was trained with it; `transformers` switches them off, too.
+    found.no_truncation()
+    found.no_padding()
+    known = {token.content for token in found.get_added_tokens_decoder().values()}
+    for token, number in options.tokens():
+        text = token["content"]
+        if text not in known:
+            found.add_tokens([tokenizers.AddedToken(**token)])
+            known.add(text)
+        if number is not None and found.token_to_id(text) != number:
+            raise options.wrong(text, number, f"has the id {found.token_to_id(text)} in {path}")
+    spelling = Tokenizer(
         path,
         lambda text: found.encode(text).ids,
         lambda ids: found.decode(list(ids), skip_special_tokens=True),
     )
+    return spelling, max(found.get_vocab().values(), default=-1) + 1
 
 
-def _of_sentencepiece(path: str, config: Config) -> Tokenizer:
+def _of_sentencepiece(path: str, options: _Options, config: Config) -> tuple[Tokenizer, int]:
+    """Control tokens are found in texts first, then each part between them is cut into pieces."""
     sentencepiece = _package("sentencepiece", path)
     try:
         with open(path, "rb") as file:
-            found = sentencepiece.SentencePieceProcessor(model_proto=file.read())
+            proto = file.read()
+        found, bare = (
+            sentencepiece.SentencePieceProcessor(model_proto=each)
+            for each in (proto, proto + _NO_PREFIX)
+        )
     except OSError as error:
         raise WeightsError(f"{path!r} cannot be read ({error.strerror})") from error
     except RuntimeError as error:
@@ -75,14 +194,65 @@ def _of_sentencepiece(path: str, config: Config) -> Tokenizer:
             f"{path!r} is no SentencePiece model ({error}); if a {JSON} came with it, put that "
             "beside the weights"
         ) from error
-    begin = [] if config.bos is None else [config.bos]
     size = found.get_piece_size()
-    # A table may have more rows than there are pieces.
-    return Tokenizer(
-        path,
-        lambda text: [*begin, *found.encode(text)],
-        lambda ids: found.decode([int(each) for each in ids if each < size]),
-    )
+    numbers, shown = _special(found, options, path)
+    pattern = re.compile(f"({'|'.join(map(re.escape, sorted(numbers, key=len, reverse=True)))})")
+    has_bos = options.flag("add_bos_token", True)
+    begin = [] if config.bos is None or not has_bos else [config.bos]
+    end = [found.eos_id()] if options.flag("add_eos_token", False) else []
+    first = found if options.flag("add_prefix_space", True) else bare
+    # As `transformers` had it first; later models put a space in front of the whole text alone.
+    later = first if options.flag("legacy", True) else bare
+
+    def encode(text: str) -> list[int]:
+        ids, parts = [*begin], pattern.split(text)
+        for index, part in enumerate(parts):
+            if index % 2:
+                ids.append(numbers[part])
+            elif part:
+                ids += (later if index else first).encode(part)
+        return [*ids, *end]
+
+    def decode(ids: Sequence[int]) -> str:
+        parts: list[list[int]] = [[]]
+        texts: list[str] = [""]
+        for each in map(int, ids):
+            if each in shown:
+                texts.append(shown[each])
+                parts.append([])
+            elif each < size:
+                # A table may have more rows than there are pieces.
+                parts[-1].append(each)
+        spelled = ((later if index else first).decode(part) for index, part in enumerate(parts))
+        return "".join(text + part for text, part in zip(texts, spelled, strict=True))
+
+    return Tokenizer(path, encode, decode), max(size, *(number + 1 for number in numbers.values()))
+
+
+def _special(found: Any, options: _Options, path: str) -> tuple[dict[str, int], dict[int, str]]:
+    """Returns ids by the text of control and added tokens, and the texts of added ordinary ones."""
+    size = found.get_piece_size()
+    is_special = (found.is_control, found.is_unknown)
+    numbers = {
+        found.id_to_piece(i): i for i in range(size) if any(check(i) for check in is_special)
+    }
+    shown = {}
+    for token, number in options.tokens():
+        text = token["content"]
+        at: int = found.piece_to_id(text)
+        if found.id_to_piece(at) != text:
+            free = max(size, *(each + 1 for each in numbers.values()))
+            at = numbers.get(text, free) if number is None else number
+            if at < size:
+                raise options.wrong(text, number, f"is {found.id_to_piece(at)!r} in {path}")
+        elif number not in (None, at):
+            raise options.wrong(text, number, f"has the id {at} in {path}")
+        if any(token.get(name) for name in ("lstrip", "rstrip", "single_word")):
+            raise options.wrong(text, number, f"takes spaces beside it, which {path} does not do")
+        numbers[text] = at
+        if at >= size and not token.get("special"):
+            shown[at] = text
+    return numbers, shown
 
 
 def _package(name: str, path: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import filecmp
 import json
 import os
 import shutil
@@ -25,10 +27,12 @@ from pipemesh.errors import CheckpointError, SaveError
 _BESIDE = (
     tokenizer.JSON,
     tokenizer.SENTENCEPIECE,
-    "tokenizer_config.json",
+    tokenizer.OPTIONS,
+    tokenizer.ADDED,
     "special_tokens_map.json",
     "vocab.json",
     "merges.txt",
+    "chat_template.jinja",
     configs.GENERATION,
 )
 # What a file calls the dtype of its weights.
@@ -65,21 +69,27 @@ def import_weights(
     beside = os.path.dirname(source)
     config_path = config_path or os.path.join(beside, configs.FILE)
     config = configs.read(config_path)
+    _, notes = configs.ends_of(beside, config)
     weights = names.weights_of(config)
     with TensorFiles(source) as files:
         weights = _as_in(files, weights, config)
         found = tokenizer.load(beside, config)
-        with Folder(logdir):
+        note = _note_of(logdir, config, model)
+        with _cleared(logdir), Folder(logdir), contextlib.ExitStack() as undo:
             if there := newest(logdir):
                 raise CheckpointError(
                     f"{logdir!r} has a checkpoint, {there}; give another --logdir"
                 )
-            _copy(config_path, os.path.join(logdir, configs.FILE))
-            for name in _BESIDE:
-                if os.path.exists(os.path.join(beside, name)):
-                    _copy(os.path.join(beside, name), os.path.join(logdir, name))
+            paths = {name: os.path.join(beside, name) for name in _BESIDE}
+            for name, path in {configs.FILE: config_path, **paths}.items():
+                to = os.path.join(logdir, name)
+                _check_leftover(path, to)
+                if os.path.exists(path) and not os.path.exists(to):
+                    undo.callback(_remove, to)
+                    _copy(path, to)
             path = path_of(logdir, 0)
-            _write(path, files, weights, _note_of(logdir, config, model), dtype)
+            _write(path, files, weights, note, dtype)
+            undo.pop_all()
     numbers = sum(int(np.prod(weight.shape)) for weight in weights)
     told = f"{path}: {len(weights)} weights of {source} ({config.model_type}), {numbers:,} numbers"
     spelled = (
@@ -90,7 +100,7 @@ def import_weights(
             f"{tokenizer.SENTENCEPIECE}, so `pipemesh decode` takes --ids alone"
         )
     )
-    return [told, spelled, *config.notes]
+    return [told, spelled, *(found.notes if found else ()), *config.notes, *notes]
 
 
 def export_weights(path: str, to: str, dtype: str = "float32") -> list[str]:
@@ -129,7 +139,7 @@ def export_weights(path: str, to: str, dtype: str = "float32") -> list[str]:
                 f"{path} is of another model than {config_path}, which says that {weight.name!r} "
                 f"has shape {list(weight.shape)}: it {has}"
             )
-    for name in (safetensors_file.ONE, safetensors_file.INDEX, configs.FILE):
+    for name in (safetensors_file.ONE, safetensors_file.INDEX, configs.FILE, *_BESIDE):
         if os.path.lexists(os.path.join(to, name)):
             raise SaveError(f"{os.path.join(to, name)} exists; give another folder")
     wanted = DTYPES[_OF_DTYPE[dtype]]
@@ -147,13 +157,16 @@ def export_weights(path: str, to: str, dtype: str = "float32") -> list[str]:
             size = int(np.prod(parts[0].there)) * wanted.itemsize
             yield theirs, size, lambda parts=parts: joined(parts)
 
-    os.makedirs(to, exist_ok=True)
-    written = safetensors_file.write(to, tensors())
+    with _cleared(to):
+        try:
+            os.makedirs(to, exist_ok=True)
+        except OSError as error:
+            raise SaveError(f"{to} cannot be made a folder ({error.strerror})") from error
+        written = safetensors_file.write(to, tensors())
     for name in _BESIDE:
         if os.path.exists(os.path.join(folder, name)):
             _copy(os.path.join(folder, name), os.path.join(to, name))
-    with open(config_path, encoding="utf-8") as file:
-        values = json.load(file)
+    values = configs.json_object(config_path)
     values |= {key: dtype for key in _DTYPE_KEYS if key in values}
     written.append(os.path.join(to, configs.FILE))
     write_whole(written[-1], (json.dumps(values, indent=2) + "\n").encode())
@@ -180,11 +193,18 @@ def _as_in(files: TensorFiles, weights: Sequence[Weight], config: Config) -> lis
 
 
 def _cast(value: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    wrong = value.size - np.count_nonzero(np.isfinite(value))
+    if wrong:
+        raise WeightsError(
+            f"tensor {name!r} has {wrong:,} of {value.size:,} numbers that are not finite (NaN or "
+            "infinity), with which no logit is a number; take weights that are whole"
+        )
     with np.errstate(over="ignore"):
         found = value.astype(dtype)
-    if not np.array_equal(np.isfinite(found), np.isfinite(value)):
+    if not np.isfinite(found).all():
+        wider = "give --dtype=float32" if dtype.itemsize < 4 else "no --dtype is wider"
         raise WeightsError(
-            f"tensor {name!r} has numbers that are too large for {dtype.name}; give another --dtype"
+            f"tensor {name!r} has numbers that are too large for {dtype.name}; {wider}"
         )
     return found
 
@@ -228,12 +248,55 @@ def _note_of(logdir: str, config: Config, model: str | None) -> dict[str, Any]:
         )
     params = found()
     params.LOGDIR = logdir
+    if params.CONFIG is None:
+        # The folder has no file yet.
+        params.CONFIG = config
     return {**RegisteredModel(params, name).note(), "flags": {"model": name}, WEIGHTS_ONLY: True}
+
+
+@contextlib.contextmanager
+def _cleared(folder: str) -> Iterator[None]:
+    """Removes a folder that is made in the meantime, if an error leaves it empty."""
+    is_new = not os.path.lexists(folder)
+    try:
+        yield
+    except BaseException:
+        if is_new:
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
+        raise
+
+
+def _check_leftover(path: str, to: str) -> None:
+    """Checks that a folder has no file of another model, which would be taken for this one's.
+
+    Args:
+        path: of a file beside the weights, if there is one.
+        to: where it is copied to.
+
+    Raises:
+        CheckpointError: another file is there.
+    """
+    if not os.path.lexists(to):
+        return
+    if not os.path.exists(path):
+        raise CheckpointError(
+            f"{to} is there, but there is no {path}; remove it, give another --logdir, or put it "
+            "beside the weights if it belongs to them"
+        )
+    if not os.path.isfile(to) or not filecmp.cmp(path, to, shallow=False):
+        raise CheckpointError(
+            f"{to} is there, and is not the same as {path}; remove it, or give another --logdir"
+        )
 
 
 def _copy(path: str, to: str) -> None:
     try:
-        if not (os.path.exists(to) and os.path.samefile(path, to)):
-            shutil.copyfile(path, to)
+        shutil.copyfile(path, to)
     except OSError as error:
         raise SaveError(f"{path} cannot be copied to {to} ({error.strerror})") from error
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)

@@ -59,20 +59,38 @@ def test_tokens_that_end_a_text_may_be_several():
 
 def test_what_ends_a_text_is_said_by_the_file_beside_it_first(tmp_path):
     config = of_values(LLAMA | {"eos_token_id": 2})
-    assert ends_of(str(tmp_path), config) == {2}
+    assert ends_of(str(tmp_path), config) == ({2}, ())
     beside = tmp_path / "generation_config.json"
     for content, ends in (("{}", {2}), ('{"eos_token_id": [2, 9]}', {2, 9})):
         beside.write_text(content)
-        assert ends_of(str(tmp_path), config) == ends
+        assert ends_of(str(tmp_path), config) == (ends, ())
     beside.write_text('{"eos_token_id": "end"}')
     with pytest.raises(WeightsError, match=r"generation_config\.json: eos_token_id is 'end'"):
         ends_of(str(tmp_path), config)
+
+
+def test_tokens_beyond_the_vocabulary_play_no_part(tmp_path):
+    """Every text was refused where one ends texts, as in files of small models of a large one."""
+    config = of_values(LLAMA | {"vocab_size": 9, "bos_token_id": 9, "eos_token_id": [2, 99]})
+    assert (config.bos, config.eos) == (None, (2,))
+    told = "config.json: {} plays no part: the model has 9 tokens, the first is 0"
+    assert config.notes == (told.format("bos_token_id 9"), told.format("eos_token_id 99"))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 99]}')
+    ends, (note,) = ends_of(str(tmp_path), config)
+    assert ends == {3} and note.startswith(str(tmp_path)) and "eos_token_id 99 plays no" in note
 
 
 @pytest.mark.parametrize(
     ("values", "told"),
     [
         ({}, "model_type is None"),
+        ({"model_type": ["llama"]}, r"model_type is \['llama'\]"),
+        (GPT2 | {"activation_function": []}, r"activation_function is \[\]; there are gelu, "),
+        (GPT2 | {"eos_token_id": True}, "eos_token_id is True; it is the number of a token"),
+        (GPT2 | {"layer_norm_epsilon": float("inf")}, "layer_norm_epsilon is inf; it is finite"),
+        (LLAMA | {"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; it is above 0"),
+        (LLAMA | {"rms_norm_eps": 10**400}, "rms_norm_eps is 1000.*; it is finite"),
+        (LLAMA | {"rope_scaling": {"rope_type": []}}, r"rope_type is \[\]; supported are default"),
         ({"model_type": "lama"}, "model_type is 'lama'.*llama"),
         ({"model_type": "bert"}, "model_type is 'bert'.*gpt2.*llama"),
         (GPT2 | {"n_layer": 0}, "n_layer is 0; it is a whole number from 1 on"),
@@ -110,7 +128,12 @@ def test_what_cannot_be_had_is_said_with_what_can(tmp_path, values, told):
 
 @pytest.mark.parametrize(
     ("content", "told"),
-    [(None, "cannot be read"), ("{", "is no JSON"), ("[]", "holds no object of JSON")],
+    [
+        (None, "cannot be read"),
+        ("{", "is no JSON"),
+        ("[]", "holds no object of JSON"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
 )
 def test_a_file_that_is_none_is_told(tmp_path, content, told):
     path = tmp_path / "config.json"

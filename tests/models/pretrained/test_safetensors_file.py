@@ -46,14 +46,33 @@ def test_a_file_that_was_cut_short_is_told_so(path, left):
 def test_what_is_no_such_file_is_told(tmp_path, path):
     with pytest.raises(WeightsError, match="gone' cannot be read"):
         TensorFiles(str(tmp_path / "gone"))
-    (tmp_path / "torch.bin").write_bytes(b"PK\x03\x04" * 99)
-    with pytest.raises(WeightsError, match="is no whole file of safetensors"):
-        TensorFiles(str(tmp_path / "torch.bin"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(WeightsError, match=f"has neither {ONE} nor {INDEX}"):
+    with pytest.raises(WeightsError, match=f"has neither {ONE} nor {INDEX}; give the path"):
         find(str(tmp_path / "empty"))
+    with pytest.raises(WeightsError, match="--from='/nonexist' does not exist; give a file of"):
+        find("/nonexist")
     with pytest.raises(WeightsError, match="is a folder; give the path of a file"):
         TensorFiles(str(tmp_path / "empty"))
+
+
+def test_pickles_are_named_with_how_to_convert_them(tmp_path):
+    """They were said to be cut short."""
+    path = tmp_path / "pytorch_model.bin"
+    for content in (b"PK\x03\x04" * 99, b"\x80\x02}q\x00."):
+        path.write_bytes(content)
+        with pytest.raises(
+            WeightsError, match=r"is a file of torch: pickles may run code .*conver"
+        ):
+            TensorFiles(str(path))
+    with pytest.raises(WeightsError, match=r"it has pytorch_model\.bin: pickles .*save_pretr"):
+        find(str(tmp_path))
+
+
+def test_of_a_folder_with_both_the_single_file_counts(tmp_path):
+    """As with `transformers`: the index may be of an older model."""
+    written(tmp_path, 1)
+    save_file({"a": NUMBERS}, tmp_path / ONE)
+    assert find(str(tmp_path)) == str(tmp_path / ONE)
 
 
 def written(folder, most):
@@ -94,11 +113,29 @@ def test_an_index_without_what_it_names_is_told(tmp_path):
     path.write_text(json.dumps(good))
     (tmp_path / "model-00003-of-00005.safetensors").unlink()
     refused("model-00003-of-00005.safetensors' cannot be read")
-    for content in ("{}", "[]", "no json", '{"weight_map": 3}'):
+    for content in ("{}", '{"weight_map": 3}'):
         path.write_text(content)
         refused("is no index of safetensors")
+    for content in ("[]", "no json", "[" * 100_000):
+        path.write_text(content)
+        refused(f"{INDEX}' .* JSON")
     path.unlink()
     refused("cannot be read")
+
+
+def test_an_index_opens_no_file_outside_of_its_folder(tmp_path, path):
+    other = tmp_path / "in" / "deep"
+    other.mkdir(parents=True)
+    places = ("../../" + ONE, f"deep/../../../{ONE}", "..\\\\" + ONE, str(path))
+    for place in places:
+        (other / INDEX).write_text(json.dumps({"weight_map": {"a": place}}))
+        with pytest.raises(WeightsError, match="which is outside of its folder; put all files"):
+            TensorFiles(str(other / INDEX))
+    # Folders of downloads have links, which those who downloaded have made.
+    (other / "part.safetensors").symlink_to(path)
+    (other / INDEX).write_text(json.dumps({"weight_map": {"a": "part.safetensors"}}))
+    with TensorFiles(str(other / INDEX)) as files:
+        np.testing.assert_array_equal(files.read("a"), NUMBERS)
 
 
 def test_what_cannot_be_written_leaves_nothing(tmp_path):
@@ -106,3 +143,12 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path):
     with pytest.raises(SaveError, match="cannot be written"):
         written(tmp_path, 10_000)
     assert [each.name for each in tmp_path.iterdir()] == [ONE]
+
+    def broken():
+        raise SaveError("the last one cannot be written")
+
+    (tmp_path / "out").mkdir()
+    tensors = [("a", 48, lambda: NUMBERS), ("b", 48, broken)]
+    with pytest.raises(SaveError, match="the last one"):
+        write(str(tmp_path / "out"), tensors, 1)
+    assert not list((tmp_path / "out").iterdir())

@@ -1,10 +1,12 @@
 """The tokenizer beside weights."""
 
 import io
+import json
 import sys
 
 import pytest
 import sentencepiece
+import tokenizers
 
 from models.pretrained import config, tokenizer
 from models.pretrained.config import WeightsError
@@ -25,7 +27,71 @@ def test_a_tokenizer_of_json(tmp_path):
     assert found.decode([1, 2, 3]) == "the cat"
 
 
-def test_a_model_of_sentencepiece(tmp_path):
+@pytest.mark.parametrize("setting", ["truncation", "padding"])
+def test_settings_of_an_earlier_training_change_no_ids(tmp_path, setting):
+    """A text of 7,142 tokens became one of 8, and generation went on behind the padding."""
+    small.write_tokenizer(tmp_path)
+    path = str(tmp_path / tokenizer.JSON)
+    words = tokenizers.Tokenizer.from_file(path)
+    if setting == "truncation":
+        words.enable_truncation(3)
+    else:
+        words.enable_padding(length=32)
+    words.save(path)
+    assert tokenizer.load(str(tmp_path), MODEL).encode("the cat sat on") == [1, 2, 3, 4, 5]
+
+
+def test_tokens_that_were_added_have_the_ids_of_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    small.write_tokenizer(tmp_path)
+    number = len(small.WORDS)
+    options, added = tmp_path / tokenizer.OPTIONS, tmp_path / tokenizer.ADDED
+    text = "the <|im|> cat[PAD] sat </s>on"
+    for values, more in (
+        ({}, {}),
+        ({"added_tokens_decoder": {str(number): {"content": "<|im|>", "special": True}}}, {}),
+        (
+            {
+                "pad_token": "[PAD]",
+                "eos_token": {"__type": "AddedToken", "content": "</s>", "lstrip": True},
+            },
+            {},
+        ),
+        ({"pad_token": "[PAD]"}, {"<|im|>": number}),
+        ({"additional_special_tokens": ["<|im|>"]}, {}),
+    ):
+        options.write_text(json.dumps(values | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+        added.write_text(json.dumps(more))
+        theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+        ours = tokenizer.load(str(tmp_path), MODEL)
+        ids = ours.encode(text)
+        assert ids == theirs(text)["input_ids"], values
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True), values
+    added.write_text(json.dumps({"<|im|>": 20}))
+    with pytest.raises(
+        WeightsError, match=r"token '<\|im\|>', id 20, has the id 8 in .*save the to"
+    ):
+        tokenizer.load(str(tmp_path), MODEL)
+    options.write_text('{"added_tokens_decoder": {"x": 3}}')
+    with pytest.raises(WeightsError, match=r"tokenizer_config\.json: a token is malformed"):
+        tokenizer.load(str(tmp_path), MODEL)
+
+
+def test_a_token_that_the_model_lacks_is_named(tmp_path):
+    """Somebody who gave text was told of an id."""
+    small.write_tokenizer(tmp_path)
+    found = tokenizer.load(str(tmp_path), config.of_values(small.GPT2 | {"vocab_size": 4}))
+    (note,) = found.notes
+    assert "has 8 tokens, but the model has 4: texts that have one of the others are ref" in note
+    assert found.encode("the cat") == [1, 2, 3]
+    with pytest.raises(
+        WeightsError, match=r"a text has the token 6 \('mat'\), but the model has 4"
+    ):
+        found.encode("the mat")
+    assert tokenizer.load(str(tmp_path), MODEL).notes == ()
+
+
+def write_sentencepiece(folder):
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["the cat sat", "a cat sat on the mat"] * 20),
@@ -34,7 +100,40 @@ def test_a_model_of_sentencepiece(tmp_path):
         hard_vocab_limit=False,
         minloglevel=2,
     )
-    (tmp_path / tokenizer.SENTENCEPIECE).write_bytes(model.getvalue())
+    (folder / tokenizer.SENTENCEPIECE).write_bytes(model.getvalue())
+    return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+
+
+def test_control_tokens_in_texts_of_sentencepiece(tmp_path):
+    """They were spelled letter by letter; options that change ids were not read."""
+    pieces = write_sentencepiece(tmp_path)
+    cat, size = pieces.encode("cat"), pieces.get_piece_size()
+    bare = cat[1:] if pieces.id_to_piece(cat[0]) == "\u2581" else None
+    assert bare is not None, "a piece of its own for the space in front"
+
+    def encoded(text, **options):
+        (tmp_path / tokenizer.OPTIONS).write_text(json.dumps(options))
+        return tokenizer.load(str(tmp_path), MODEL).encode(text)
+
+    text = "<s>cat</s>"
+    assert encoded(text) == encoded(text, legacy=True) == [1, 1, *cat, 2]
+    assert encoded(text, legacy=False) == [1, 1, *bare, 2]
+    assert encoded("cat", legacy=False) == [1, *cat]
+    assert encoded("cat", add_prefix_space=False) == [1, *bare]
+    assert encoded("cat", add_bos_token=False, add_eos_token=True) == [*cat, 2]
+    added = {str(size): {"content": "<|im|>", "special": False}}
+    assert encoded("cat<|im|>", added_tokens_decoder=added) == [1, *cat, size]
+    found = tokenizer.load(str(tmp_path), MODEL)
+    assert found.decode([1, *cat, size, *cat, 2]) == "cat<|im|>cat" and not found.notes
+    (tmp_path / tokenizer.ADDED).write_text(json.dumps({"<|im|>": 5}))
+    with pytest.raises(WeightsError, match=r"id 5, is .* in .*tokenizer\.model; save the tok"):
+        encoded("cat")
+    with pytest.raises(WeightsError, match="add_bos_token is 1; it is true or false"):
+        encoded("cat", add_bos_token=1, added_tokens_decoder={})
+
+
+def test_a_model_of_sentencepiece(tmp_path):
+    write_sentencepiece(tmp_path)
     found = tokenizer.load(str(tmp_path), MODEL)
     ids = found.encode("the cat sat on a mat")
     assert ids[0] == 1 and len(ids) > 4

@@ -44,7 +44,9 @@ def test_what_comes_in_goes_out_as_it_was(tmp_path, capsys, kind, dtype):
     kinds = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
     tensors = small.tensors_of(values, kinds[dtype])
     small.write(tmp_path / "in", values, tensors)
-    (tmp_path / "in" / "generation_config.json").write_text("{}")
+    beside = ["generation_config.json", "chat_template.jinja", "added_tokens.json"]
+    for name in beside:
+        (tmp_path / "in" / name).write_text("{}")
     run, out = tmp_path / "run", tmp_path / "out"
     enter = ["import", "--from", str(tmp_path / "in" / "model.safetensors"), "--logdir", str(run)]
     assert cli.main(["checkpoint", *enter]) == 0
@@ -58,7 +60,7 @@ def test_what_comes_in_goes_out_as_it_was(tmp_path, capsys, kind, dtype):
     assert cli.main(["checkpoint", "export", str(run), str(out), f"--dtype={dtype}"]) == 0
     assert_same(tensors_in(out), tensors)
     assert json.loads((out / "config.json").read_text()) == values | {"dtype": dtype}
-    assert (out / "generation_config.json").read_text() == "{}"
+    assert [(out / name).read_text() for name in beside] == ["{}"] * len(beside)
     # Once more is not over what is there.
     assert "model.safetensors exists; give another folder" in refused(capsys, "export", run, out)
 
@@ -127,7 +129,7 @@ def test_what_cannot_be_taken_in_is_one_line(tmp_path, capsys, given):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-5])
     assert "cut short" in refused(capsys, *enter)
-    assert not list(run.glob("ckpt-*"))
+    assert not run.exists()
     # All is well in the end, but once.
     change()
     assert cli.main(["checkpoint", *map(str, enter)]) == 0
@@ -139,11 +141,74 @@ def test_numbers_that_a_dtype_has_not_are_an_error(tmp_path, capsys, given):
     name = "model.norm.weight"
     change(**{name: tensors[name] * 1e9})
     enter = "import", "--from", folder, "--logdir", tmp_path / "run"
-    told = f"tensor '{name}' has numbers that are too large for float16; give another --dtype"
+    told = f"tensor '{name}' has numbers that are too large for float16; give --dtype=float32"
     assert told in refused(capsys, *enter, "--dtype=float16")
     assert cli.main(["checkpoint", *map(str, enter), "--dtype=bfloat16"]) == 0
     assert told in refused(capsys, "export", tmp_path / "run", tmp_path / "out", "--dtype=float16")
-    assert not list((tmp_path / "out").glob("*.safetensors*"))
+    assert not (tmp_path / "out").exists()
+    change(**{name: tensors[name].astype(np.float64) * 1e300})
+    enter = "import", "--from", folder, "--logdir", tmp_path / "more"
+    assert "too large for float32; no --dtype is wider" in refused(capsys, *enter)
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, capsys, given, number):
+    """All was well until token 0 was said for ever."""
+    folder, tensors, change = given
+    name = "model.layers.1.self_attn.k_proj.weight"
+    broken = tensors[name].copy()
+    broken[3, 2] = number
+    change(**{name: broken})
+    told = refused(capsys, "import", "--from", folder, "--logdir", tmp_path / "run")
+    assert f"tensor '{name}' has 1 of 128 numbers that are not finite (NaN or infinity)" in told
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_lies_beside_weights_is_checked_at_import(tmp_path, capsys, given):
+    folder, _, _ = given
+    enter = "import", "--from", folder, "--logdir", tmp_path / "run"
+    (folder / "generation_config.json").write_text("{")
+    assert "generation_config.json' is no JSON" in refused(capsys, *enter)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 999]}')
+    small.write_tokenizer(folder)
+    values = small.LLAMA | {"vocab_size": 4, "eos_token_id": 99}
+    small.write(folder, values, small.tensors_of(values))
+    told = transfer.import_weights(str(folder), str(tmp_path / "run"))
+    assert told[2].endswith(
+        "tokens, but the model has 4: texts that have one of the others are refused"
+    )
+    assert [line.partition(": ")[2].split(" plays")[0] for line in told[3:]] == [
+        "eos_token_id 99",
+        "eos_token_id 999",
+    ]
+
+
+def test_no_import_uses_files_of_another(tmp_path, capsys, given):
+    """The tokenizer of an import that was refused was used with the weights of the next one."""
+    folder, tensors, _ = given
+    other, run = tmp_path / "other", tmp_path / "run"
+    small.write(other, small.LLAMA, tensors)
+    small.write_tokenizer(other)
+    told = refused(
+        capsys, "import", "--from", other, "--logdir", run, "--model=models.pretrained.params.Gpt2"
+    )
+    assert "model_type" in told and not run.exists()
+    # As a process that was killed left it.
+    run.mkdir()
+    shutil.copy(other / "tokenizer.json", run)
+    enter = "import", "--from", folder, "--logdir", run
+    assert f"{run}/tokenizer.json is there, but there is no " in refused(capsys, *enter)
+    (run / "tokenizer.json").unlink()
+    (run / "config.json").write_text("{}")
+    assert f"{run}/config.json is there, and is not the same as " in refused(capsys, *enter)
+    assert [each.name for each in run.iterdir()] == ["config.json"]
+    shutil.copy(folder / "config.json", run)
+    assert cli.main(["checkpoint", *map(str, enter)]) == 0
+    # A folder to export to has none of them either.
+    (tmp_path / "out").mkdir()
+    shutil.copy(other / "tokenizer.json", tmp_path / "out")
+    told = refused(capsys, "export", run, tmp_path / "out")
+    assert "tokenizer.json exists; give another folder" in told
 
 
 def test_what_cannot_go_out_is_one_line(tmp_path, capsys, given):
