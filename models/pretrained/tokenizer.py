@@ -231,21 +231,21 @@ def _of_sentencepiece(path: str, options: _Options, config: Config) -> tuple[Tok
 
 def _special(found: Any, options: _Options, path: str) -> tuple[dict[str, int], dict[int, str]]:
     """Returns ids by the text of control and added tokens, and the texts of added ordinary ones."""
-    size = found.get_piece_size()
+    size: int = found.get_piece_size()
     is_special = (found.is_control, found.is_unknown)
-    numbers = {
+    numbers: dict[str, int] = {
         found.id_to_piece(i): i for i in range(size) if any(check(i) for check in is_special)
     }
-    shown = {}
+    shown: dict[int, str] = {}
     for token, number in options.tokens():
-        text = token["content"]
+        text = str(token["content"])
         at: int = found.piece_to_id(text)
         if found.id_to_piece(at) != text:
             free = max(size, *(each + 1 for each in numbers.values()))
             at = numbers.get(text, free) if number is None else number
             if at < size:
                 raise options.wrong(text, number, f"is {found.id_to_piece(at)!r} in {path}")
-        elif number not in (None, at):
+        elif number is not None and number != at:
             raise options.wrong(text, number, f"has the id {at} in {path}")
         if any(token.get(name) for name in ("lstrip", "rstrip", "single_word")):
             raise options.wrong(text, number, f"takes spaces beside it, which {path} does not do")

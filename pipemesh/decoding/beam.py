@@ -92,6 +92,9 @@ class BeamSearch:
         totals = scores[:, None] + tf.nn.log_softmax(logits)
         totals = tf.reshape(totals, [prompts, kept * vocab])
         best, at = tf.math.top_k(totals, self._looked_at(stop))
+        # One of them may be hidden behind those of other beams.
+        wrong = tf.reduce_any(tf.math.is_nan(totals), -1, keepdims=True)
+        best = tf.where(wrong, float("nan"), best)
         tokens, parents = at % vocab, at // vocab
         ends = tf.zeros_like(tokens)
         for each in sorted(stop):

@@ -6,7 +6,10 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import tensorflow as tf
+
+from pipemesh.errors import DecodingError
 
 
 class Choice(NamedTuple):
@@ -101,3 +104,19 @@ class Chooser(Protocol):
     def choose(self, logits: tf.Tensor, state: tf.Tensor, stop: Collection[int]) -> Choice:
         """The next tokens: of `[rows, vocab]`, for as many."""
         ...
+
+
+def check_numbers(log_probs: Any) -> None:
+    """Checks log probabilities, which are NaN if any logit of their row was NaN or infinite.
+
+    Args:
+        log_probs: any shape.
+
+    Raises:
+        DecodingError: one is NaN. Minus infinity is a number: an impossible token has it.
+    """
+    if np.isnan(log_probs).any():
+        raise DecodingError(
+            "logits are not numbers (NaN): weights are damaged, or too large for the dtype; take "
+            "another checkpoint, or --compute_dtype=float32"
+        )

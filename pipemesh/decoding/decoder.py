@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pipemesh.decoding.choice import Continuation, Row
+from pipemesh.decoding.choice import Continuation, Row, check_numbers
 from pipemesh.decoding.generator import Generator
 from pipemesh.decoding.group import Group
 from pipemesh.decoding.simd_generator import SimdGenerator
@@ -103,7 +103,7 @@ class Decoder:
             max_tokens: how many tokens to add to each at most.
 
         Raises:
-            DecodingError: one cannot be continued; those before it are.
+            DecodingError: one cannot be continued; those before it are. Or logits are not numbers.
         """
         # What another call has left, if nobody waited for its end.
         self._clear()
@@ -197,6 +197,7 @@ class Decoder:
             if row is None or (rows is not None and place not in rows):
                 continue
             for step in zip(*(each[:, place] for each in told), strict=True):
+                check_numbers(step[-1])
                 if self._watch is not None:
                     self._watch(row.number, int(step[0]))
                 found = row.take(*step)

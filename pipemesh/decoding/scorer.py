@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from pipemesh.decoding.choice import check_numbers
 from pipemesh.errors import DecodingError
 
 
@@ -109,7 +110,8 @@ class Scorer:
             texts: ids of each, of which the first is given and not scored.
 
         Raises:
-            DecodingError: one cannot be scored; those before it may be.
+            DecodingError: one cannot be scored, or logits are not numbers; those before it may be
+                scored.
         """
         batch = _Batch(self._shape)
         for number, text in enumerate(texts):
@@ -125,6 +127,7 @@ class Scorer:
         losses = np.asarray(self._compute(batch.arrays))
         for number, row, begin, text in batch.texts:
             found = -losses[row, begin : begin + len(text) - 1]
+            check_numbers(found)
             yield ScoredText(number, tuple(text[1:]), tuple(map(float, found)))
 
 

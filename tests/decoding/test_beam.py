@@ -95,6 +95,12 @@ def test_one_beam_is_greedy(seed):
     assert list(found.tokens) == row[1:] and not found.others
 
 
+def test_no_beam_hides_that_another_is_not_a_number():
+    logits = tf.constant([[0.0, 9.0, 8.0], [0.0, float("nan"), 0.0]])
+    told = BeamSearch(2).choose(logits, tf.constant([0.0, -1.0]), ()).told
+    assert np.isnan(told[-1]).all()
+
+
 def test_any_penalty_is_a_number():
     (found,) = searched(BeamSearch(2, 1000.0), chain(), [0], 4, (2,))
     # No score differs from 0 any more.

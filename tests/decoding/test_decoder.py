@@ -4,6 +4,7 @@ import functools
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from pipemesh.decoding import BeamSearch, Sampler
 from pipemesh.errors import DecodingError
@@ -187,6 +188,20 @@ def test_a_prompt_that_cannot_be_continued_is_one_line(eagerly, prompt, number, 
     made = decoder(trained(PLAIN, PIPELINED=False), 1, 1)
     with pytest.raises(DecodingError, match=message):
         list(made.generate([[1], prompt], number))
+
+
+def test_logits_that_are_not_numbers_end_decoding(eagerly):
+    """Token 0 was said for ever, or nothing at all, and all seemed well."""
+    task = trained(PLAIN, PIPELINED=False)
+    (weight, *_) = (each for each in task.task.vars.Flatten() if len(each.shape) == 2)
+    weight.assign(tf.fill(weight.shape, float("nan")))
+    watched = []
+    for name in ("greedy", "warm", "beams"):
+        options = {} if name == "beams" else {"watch": lambda *told: watched.append(told)}
+        made = decoder(task, 1, 1, CHOOSERS[name], **options)
+        with pytest.raises(DecodingError, match="logits are not numbers"):
+            list(made.generate(PROMPTS[:1], 2))
+    assert not watched
 
 
 def test_prompts_before_one_that_cannot_be_continued_are(eagerly):
