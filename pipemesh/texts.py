@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pathlib
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -49,7 +51,7 @@ class TextScore:
         text: that was given.
         log_prob: of the whole text, a natural logarithm.
         perplexity: of a token; infinite if a token is impossible.
-        tokens: ids, the one that ends the text among them.
+        tokens: ids, the one that ends the text among them unless `end_token=False` is given.
         log_probs: of each of them.
     """
 
@@ -115,7 +117,8 @@ def score(
         texts: of one line each.
         logdir: folder of a training, whose newest checkpoint is taken.
         checkpoint: path of one, in place of the folder.
-        **flags: of `pipemesh score`, such as `mesh_shape="layers:2"` or `plain=True`.
+        **flags: of `pipemesh score`, such as `mesh_shape="layers:2"`, `plain=True` or
+            `end_token=False`.
 
     Returns:
         What the model thinks of each, in their order.
@@ -158,19 +161,20 @@ def _lines(command: str, texts: Iterable[str], **flags: Any) -> Sequence[dict[st
         if name in flags:
             raise DecodingError(f"{name} is for the command alone; leave it out")
     words = [_flag(name, value) for name, value in flags.items() if value is not None]
-    done = subprocess.run(
-        [sys.executable, "-m", "pipemesh.cli", command, "--file=-", "--format=json", *words],
-        input="".join(f"{line}\n" for line in lines).encode(),
-        capture_output=True,
-        # What can be imported here can be imported there.
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "PYTHONUTF8": "1",
-            "PYTHONIOENCODING": "utf-8",
-        },
-        check=False,
-    )
+    # What can be imported here can be imported there.
+    paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with tempfile.TemporaryDirectory() as folder:
+        # As JSON, which keeps every character of a text.
+        file = pathlib.Path(folder, "texts.jsonl")
+        file.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="ascii")
+        words = [command, f"--file={file}", "--format=json", *words]
+        done = subprocess.run(
+            [sys.executable, "-m", "pipemesh.cli", *words],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            env={**os.environ, **paths, "PYTHONUTF8": "1", "PYTHONIOENCODING": "utf-8"},
+            check=False,
+        )
     told = done.stderr.decode(errors="replace").strip()
     if done.returncode == _REFUSED and told:
         raise DecodingError(told.splitlines()[-1].removeprefix("error: "))

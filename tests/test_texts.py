@@ -12,8 +12,8 @@ from tests.warm import warm
 
 SMALL = ["--steps=2", "--vocab_size=400", "--sequence_length=32", "--batch_size=4"]
 SMALL += ["--num_microbatches=2", "--eval_batches=1"]
-# The second one has characters that end lines elsewhere.
-TEXTS = ["The module", "An\u2028ex\x0bpression\r"]
+# The second one has characters that begin files and end lines elsewhere.
+TEXTS = ["The module", "\ufeffAn\u2028ex\x0bpression\r"]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_texts_are_continued_and_scored(logdir):
         (["a"], {"help": True}, "help is for the command alone; leave it out"),
         (["a"], {"prompt": "b"}, "prompt is for the command alone; leave it out"),
         (["a"], {}, "which training. give the --logdir of one, or a --checkpoint"),
-        (["a"], {"logdir": "/no/such"}, "the --logdir has no checkpoint; train first"),
+        (["a"], {"logdir": "/no/such"}, "--logdir='/no/such' has no checkpoint; train first"),
     ],
 )
 @pytest.mark.parametrize("call", [pipemesh.decode, pipemesh.score])

@@ -6,7 +6,8 @@ import copy
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from absl import flags
@@ -94,18 +95,24 @@ _OF_SETTINGS = {
 }
 
 
-def parse(argv: list[str], about: str | None, refused: Collection[str] = ()) -> None:
+def parse(
+    argv: list[str],
+    about: str | None,
+    taken: Collection[str] | None = None,
+    why: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Parses the command line, as `pipemesh.training.command.flags.parse`.
 
     Args:
         argv: the program and its arguments.
         about: what help begins with; None for what the docstring here says.
-        refused: flags that the program does not use.
+        taken: names of the flags that the program uses; None for all.
+        why: by name, why others are refused.
 
     Raises:
         FlagError: a flag is unknown or malformed, or an argument is none.
     """
-    parse_flags(argv, sys.modules[__name__], about, refused)
+    parse_flags(argv, sys.modules[__name__], about, taken, why)
 
 
 def take_up(

@@ -9,19 +9,23 @@ Standard output has the texts and nothing else. Neither plan nor text need be th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from pipemesh.training.command import program
 from pipemesh.training.command.together import leave
 
+# Flags of the model that play a part when texts are continued or scored.
+_OF_MODEL = ("layers", "vocab_size", "sequence_length")
+
 
 def main(argv: list[str]) -> int:
     """Decodes as the flags say; returns the exit code."""
-    from pipemesh.training.command import decode
+    from pipemesh.training.command import decode, given_texts
 
-    _parse(argv, __doc__, decode.define, decode.OF_TRAINING)
-    texts = decode.prompts()
+    _parse(argv, __doc__, decode.define, given_texts.TAKEN)
+    texts = decode.asked()
     request, path, there = _model(decode.OWN)
     # What is chosen is how a batch is cut, and there is none.
     settings = request.settings
@@ -34,11 +38,11 @@ def main(argv: list[str]) -> int:
 
 def score(argv: list[str]) -> int:
     """Scores as the flags say; returns the exit code."""
-    from pipemesh.training.command import decode, score
+    from pipemesh.training.command import given_texts, score
 
-    _parse(argv, score.__doc__, score.define, score.OF_TRAINING)
-    texts = decode.prompts("scored")
-    request, path, there = _model(score.OF_TRAINING)
+    _parse(argv, score.__doc__, score.define, (*score.TAKEN, "batch_size"))
+    texts = given_texts.read("scored")
+    request, path, there = _model()
     subject, tokens = _subject(request, path, there)
     score.score(subject, path, tokens, request.settings.BATCH_SIZE, texts)
     leave()
@@ -49,47 +53,43 @@ def export(argv: list[str]) -> int:
     """Exports as the flags say; returns the exit code."""
     from pipemesh.training.command import export
 
-    _parse(argv, export.__doc__, export.define, export.OF_TRAINING)
-    export.folder()
-    export.on_one_device()
-    request, path, there = _model(export.OF_TRAINING)
+    _parse(argv, export.__doc__, export.define, export.TAKEN, export.WHY)
+    export.asked()
+    request, path, there = _model()
     subject, tokens = _subject(request, path, there)
     export.export(subject, path, tokens)
     return 0
 
 
 def _parse(
-    argv: list[str], about: str | None, define: Callable[[], None], refused: Collection[str]
+    argv: list[str],
+    about: str | None,
+    define: Callable[[], None],
+    taken: Collection[str],
+    why: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     from pipemesh.training.command.evaluate import check_flags, define_checkpoint
+    from pipemesh.training.command.flags import define_for
 
     from . import command_line
 
-    flags = command_line.FLAGS
-    before = set(flags)
-    define()
-    define_checkpoint()
-    for name in {*flags} - before:
-        # Told with the others by --help.
-        flags.register_key_flag_for_module(command_line.__name__, flags[name])
-    command_line.parse(argv, about, refused)
+    own = define_for(command_line, define, define_checkpoint)
+    command_line.parse(argv, about, {*own, *taken, *_OF_MODEL}, why)
     check_flags()
 
 
-def _model(own: Collection[str]) -> tuple[Any, str, Any]:
+def _model(own: Collection[str] = ()) -> tuple[Any, str, Any]:
     """What the flags ask for, the checkpoint, and what is noted in it.
 
     Flags that are `own` are not taken from the training.
     """
+    from models.one_billion_word import about, command_line
+    from models.one_billion_word.train import start_together
     from pipemesh.checkpoint import Manifest
     from pipemesh.training.command.evaluate import checkpoint_of
     from pipemesh.training.command.together import of_chief
 
-    from . import about, command_line
-    from .train import start_together
-
-    flags = command_line.FLAGS
-    command_line.take_up(flags.checkpoint, own, tells=False)
+    command_line.take_up(command_line.FLAGS.checkpoint, own, tells=False)
     request = command_line.request()
     start_together(request)
     path = of_chief(checkpoint_of(request.logdir))
@@ -100,10 +100,9 @@ def _model(own: Collection[str]) -> tuple[Any, str, Any]:
 
 def _subject(request: Any, path: str, there: Any) -> tuple[Any, Any]:
     """The model, and how it spells text."""
+    from models.one_billion_word.train import Text, make_subject
+    from models.one_billion_word.vocabulary import Vocabulary
     from pipemesh.training.command.decode import Tokens
-
-    from .train import Text, make_subject
-    from .vocabulary import Vocabulary
 
     words = Vocabulary(there.vocabulary)
     # Experts have room for all tokens, so that no text depends on what comes with it.

@@ -14,20 +14,22 @@ from pipemesh.training.command import program
 def main(argv: list[str]) -> int:
     """Evaluates as the flags say; returns the exit code."""
     from pipemesh.checkpoint import Manifest
+    from pipemesh.training.command.config import names
     from pipemesh.training.command.evaluate import (
         check_flags,
         checkpoint_of,
         define_checkpoint,
         judge,
     )
+    from pipemesh.training.command.flags import define_for
     from pipemesh.training.command.together import leave, of_chief
     from pipemesh.training.command.training_flags import OF_TRAINING
 
     from . import command_line
     from .train import make_subject, read_text, start_together
 
-    define_checkpoint()
-    command_line.parse(argv, __doc__, OF_TRAINING)
+    define_for(command_line, define_checkpoint)
+    command_line.parse(argv, __doc__, set(names(command_line)).difference(OF_TRAINING))
     check_flags()
     command_line.take_up(command_line.FLAGS.checkpoint, OF_TRAINING)
     request = command_line.request()

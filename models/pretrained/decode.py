@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from pipemesh.training.command import program
@@ -55,10 +55,10 @@ def main(argv: list[str]) -> int:
     """Decodes as the flags say; returns the exit code."""
     from absl import flags
 
-    from pipemesh.training.command import decode, model_flags
+    from pipemesh.training.command import decode, given_texts, model_flags
 
-    _parse(argv, __doc__, decode.define, decode.OF_TRAINING)
-    texts = decode.prompts()
+    _parse(argv, __doc__, given_texts.TAKEN, {}, decode.define, _define_ids)
+    texts = decode.asked()
     model = _model(decode.OWN)
     tokens = model.tokens(model.longest(texts) + flags.FLAGS.max_tokens)
     decode.decode(model_flags.subject(), model.path, tokens, texts)
@@ -67,11 +67,11 @@ def main(argv: list[str]) -> int:
 
 def score(argv: list[str]) -> int:
     """Scores as the flags say; returns the exit code."""
-    from pipemesh.training.command import decode, model_flags, score
+    from pipemesh.training.command import given_texts, model_flags, score
 
-    _parse(argv, score.__doc__, score.define, score.OF_TRAINING)
-    texts = decode.prompts("scored")
-    model = _model(score.OF_TRAINING)
+    _parse(argv, score.__doc__, score.TAKEN, {}, score.define, _define_ids)
+    texts = given_texts.read("scored")
+    model = _model()
     subject = model_flags.subject()
     tokens = model.tokens(model.longest(texts))
     score.score(subject, model.path, tokens, _params().BATCH_SIZE, texts)
@@ -82,37 +82,42 @@ def export(argv: list[str]) -> int:
     """Exports as the flags say; returns the exit code."""
     from pipemesh.training.command import export, model_flags
 
-    _parse(argv, export.__doc__, export.define, export.OF_TRAINING)
-    export.folder()
-    export.on_one_device()
-    model = _model(export.OF_TRAINING)
-    export.export(model_flags.subject(), model.path, model.tokens(_params().SEQUENCE_LENGTH))
+    _parse(argv, export.__doc__, export.TAKEN, export.WHY, export.define)
+    export.asked()
+    model = _model()
+    export.export(model_flags.subject(), model.path, model.tokens(model.config.max_length))
     return 0
 
 
-def _parse(
-    argv: list[str], about: str | None, define: Callable[[], None], refused: Collection[str]
-) -> None:
+def _define_ids() -> None:
     from absl import flags
 
+    from pipemesh.training.command.flags import TEXTS, group
+
+    with group(TEXTS):
+        flags.DEFINE_bool("ids", False, "Texts are ids of tokens, 12 7 30, and so is what is said.")
+
+
+def _parse(
+    argv: list[str],
+    about: str | None,
+    taken: Collection[str],
+    why: Mapping[str, str],
+    *defines: Callable[[], None],
+) -> None:
     from pipemesh.training.command import model_flags, training_flags
     from pipemesh.training.command.evaluate import check_flags, define_checkpoint
-    from pipemesh.training.command.flags import parse
+    from pipemesh.training.command.flags import define_for, parse
 
-    model_flags.define()
-    training_flags.define()
-    define_checkpoint()
-    define()
-    flags.DEFINE_bool("ids", False, "Texts are ids of tokens, 12 7 30, and so is what is said.")
-    parse(argv, sys.modules[__name__], about, refused)
+    program = sys.modules[__name__]
+    define_for(program, model_flags.define, training_flags.define)
+    own = define_for(program, *defines, define_checkpoint)
+    parse(argv, program, about, {*own, *taken}, why)
     check_flags()
 
 
-def _model(own: Collection[str]) -> _Model:
-    """The model that flags name.
-
-    Flags that are `own` are not taken from the training.
-    """
+def _model(own: Collection[str] = ()) -> _Model:
+    """The model that flags name; those that are `own` are not taken from the training."""
     from absl import flags
 
     from models.pretrained import config as configs
@@ -126,7 +131,8 @@ def _model(own: Collection[str]) -> _Model:
     path = checkpoint_of(folder)
     model_flags.check_note(Manifest.read(path).note, folder)
     config = configs.of_folder(folder)
-    encode, told = _spelling(values.ids, folder, config)
+    # An export has ids alone.
+    encode, told = _spelling("ids" not in values or values.ids, folder, config)
     # Each text once.
     return _Model(folder, path, config, functools.cache(encode), told)
 

@@ -35,7 +35,7 @@ def rows_of(path: str, folder: str, length: int) -> dict[str, np.ndarray]:
             f"{tokenizer.SENTENCEPIECE}; put the one there that came with the weights"
         )
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             ids = np.array(found.encode(file.read()), np.int32)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error

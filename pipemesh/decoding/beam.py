@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.decoding.choice import Choice, Continuation
+from pipemesh.decoding_limits import check_beams
 from pipemesh.errors import DecodingError
 
 
@@ -41,10 +42,7 @@ class BeamSearch:
     length_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.beams < 1:
-            raise DecodingError(f"beams is {self.beams}; give 1 or more")
-        if not 0 <= self.length_penalty < float("inf"):
-            raise DecodingError(f"length_penalty is {self.length_penalty}; give 0 or more")
+        check_beams(self.beams, self.length_penalty)
 
     @property
     def width(self) -> int:

@@ -10,10 +10,7 @@ import tensorflow as tf
 
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.decoding.choice import Choice, Continuation
-from pipemesh.errors import DecodingError
-
-# Logits that are divided by less might be more than float32 has.
-_COLDEST = 1e-6
+from pipemesh.decoding_limits import check_sampling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,19 +38,7 @@ class Sampler:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (self.temperature == 0 or _COLDEST <= self.temperature < float("inf")):
-            raise DecodingError(
-                f"temperature is {self.temperature}; give 0 (greedy), or {_COLDEST} or more"
-            )
-        if self.top_k < 0:
-            raise DecodingError(f"top_k is {self.top_k}; give a number of tokens, or 0 for all")
-        if not 0 < self.top_p <= 1:
-            raise DecodingError(f"top_p is {self.top_p}; give a probability above 0, at most 1")
-        if not self.temperature and (self.top_k or self.top_p < 1):
-            raise DecodingError(
-                f"top_k {self.top_k} and top_p {self.top_p} are for drawing; give a temperature "
-                "above 0, or leave them out"
-            )
+        check_sampling(self.temperature, self.top_k, self.top_p)
 
     @property
     def width(self) -> int:

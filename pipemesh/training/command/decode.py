@@ -19,11 +19,16 @@ from typing import Any
 
 from absl import flags
 
+from pipemesh.decoding_limits import check_beams, check_sampling
 from pipemesh.errors import CheckpointError, DecodingError
-from pipemesh.training.command import model_flags, quiet, training_flags
-from pipemesh.training.command.evaluate import define_checkpoint, note_of, program_called
+from pipemesh.training.command import given_texts, model_flags, quiet, training_flags
+from pipemesh.training.command.evaluate import (
+    define_checkpoint,
+    named,
+    note_of,
+    program_called,
+)
 from pipemesh.training.command.flags import TEXTS, FlagError, group, is_help, show_help
-from pipemesh.training.command.host_flags import processes
 from pipemesh.training.run import console
 
 FLAGS = flags.FLAGS
@@ -31,17 +36,12 @@ FLAGS = flags.FLAGS
 # Flags that are defined here belong to the program that asks for them.
 flags.disclaim_key_flags()
 
-# Flags of a training that decoding does not depend on.
-OF_TRAINING = (
-    *training_flags.OF_TRAINING,
-    "num_microbatches",
-    "remat",
-    "schedule",
-    "strict_devices",
+# What decoding takes from its own flags alone, not from those that the training was begun with:
+# other stages are cut elsewhere, and what was trained as one program is decoded stage by stage.
+OWN = (
+    *("num_microbatches", "remat", "schedule", "strict_devices", "trace_schedule"),
+    *("find_learning_rate", "boundaries", "lowering"),
 )
-# What decoding takes from its own flags alone: other stages than those of the training are cut
-# elsewhere, and what was trained as one program is decoded stage by stage as well.
-OWN = (*OF_TRAINING, "boundaries", "lowering")
 # Prompts a group, at most, where nobody says how many.
 _MOST_ROWS = 16
 
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
         PipemeshError: what is asked for cannot be had.
     """
     quiet.install()
-    if helped(argv, __doc__, define, OF_TRAINING):
+    if helped(argv, __doc__, define, given_texts.TAKEN):
         return 0
     return program_of(argv).main(argv)
 
@@ -76,8 +76,10 @@ def program_of(argv: list[str]) -> ModuleType:
     """
     note = note_of(argv)
     if not note:
-        if any(word.lstrip("-").startswith("logdir") for word in argv[1:]):
-            raise CheckpointError("the --logdir has no checkpoint; train first, or give another")
+        if "logdir" in (given := named(argv)):
+            raise CheckpointError(
+                f"--logdir={given['logdir']!r} has no checkpoint; train first, or give another"
+            )
         raise FlagError("which training? give the --logdir of one, or a --checkpoint")
     program = note.get("decoded_by")
     if program is None:
@@ -90,15 +92,15 @@ def program_of(argv: list[str]) -> ModuleType:
 
 
 def helped(
-    argv: list[str], about: str | None, define: Callable[[], None], refused: Collection[str]
+    argv: list[str], about: str | None, define: Callable[[], None], taken: Collection[str]
 ) -> bool:
     """Prints help if it is asked for and no checkpoint says which program answers it.
 
     Args:
         argv: the program and its arguments.
         about: what help begins with.
-        define: defines the flags of the command; those that all models share are added.
-        refused: of these, flags that the command does not use.
+        define: defines the flags of the command.
+        taken: flags that it takes besides, of those that all models share.
 
     Returns:
         Whether it was printed.
@@ -106,11 +108,11 @@ def helped(
     if not is_help(argv) or note_of(argv):
         return False
     before = set(FLAGS)
-    model_flags.define()
-    training_flags.define()
-    define_checkpoint()
     define()
-    show_help(str(about), set(FLAGS) - before - set(refused), required=["logdir"])
+    own = set(FLAGS) - before
+    for each in (model_flags.define, training_flags.define, define_checkpoint):
+        each()
+    show_help(str(about), own.union(taken).intersection(FLAGS), required=["logdir"])
     return True
 
 
@@ -121,7 +123,8 @@ def define() -> None:
     flags.DEFINE_string(
         "file",
         None,
-        "A file of texts to continue, one a line; - for the input.",
+        "A file of texts to continue, one a line, or FILE.jsonl with a string of JSON a line; "
+        "blank lines are left out; - for the input.",
     )
     flags.DEFINE_integer("max_tokens", 24, "Add so many tokens to a text at most.", lower_bound=1)
     flags.DEFINE_float(
@@ -197,48 +200,15 @@ class Tokens:
         return self.decode([*prompt, *said])
 
 
-def prompts(what: str = "continued") -> list[str]:
-    """The texts that are given.
-
-    Args:
-        what: is to be done with them, for errors.
+def asked() -> list[str]:
+    """Checks the values of flags without TensorFlow, and returns the texts.
 
     Raises:
-        FlagError: there is none, or both flags are given.
-        OSError: the file cannot be read.
+        PipemeshError: a value is out of its range, or there is no text.
     """
-    if (FLAGS.prompt is None) == (FLAGS.file is None):
-        raise FlagError(f"what is to be {what}? give either --prompt or --file")
-    if FLAGS.prompt is not None:
-        if not FLAGS.prompt.strip():
-            raise FlagError(f"--prompt={FLAGS.prompt!r} is empty; give some text")
-        try:
-            FLAGS.prompt.encode()
-        except UnicodeEncodeError as error:
-            raise FlagError(f"--prompt={FLAGS.prompt!r} is not UTF-8; give text that is") from error
-        return [FLAGS.prompt]
-    if FLAGS.file == "-" and processes() is not None:
-        raise FlagError(
-            "--file=-: several processes run this command, and each of them reads the texts; give "
-            "a file that all of them have"
-        )
-    try:
-        if FLAGS.file == "-":
-            # As it is: text streams take other characters for ends of lines as well.
-            lines = sys.stdin.buffer.read().decode("utf-8").split("\n")
-        else:
-            with open(FLAGS.file, encoding="utf-8-sig", newline="\n") as file:
-                lines = file.read().replace("\r\n", "\n").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise FlagError(f"--file={FLAGS.file!r} cannot be read ({reason})") from error
-    lines = lines[:-1] if lines[-1] == "" else lines
-    if not lines:
-        raise FlagError(f"--file={FLAGS.file!r} is empty; give a text a line")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            raise FlagError(f"--file={FLAGS.file!r}: line {number} is empty; give some text")
-    return lines
+    _settings(check_sampling, check_beams)
+    _streams()
+    return given_texts.read("continued")
 
 
 def decode(subject: Any, path: str, tokens: Tokens, texts: Sequence[str]) -> None:
@@ -253,12 +223,12 @@ def decode(subject: Any, path: str, tokens: Tokens, texts: Sequence[str]) -> Non
     Raises:
         PipemeshError: a text cannot be continued, or the checkpoint is another model's.
     """
-    from pipemesh.decoding import Decoder, generator_of
+    from pipemesh.decoding import BeamSearch, Decoder, Sampler, generator_of
     from pipemesh.training.command.streaming import Stream
     from pipemesh.training.evaluation import restored
 
     console.output_matters()
-    chooser, streams = _chooser(), _streams()
+    chooser, streams = _settings(Sampler, BeamSearch), _streams()
     ids = [tokens.encode(text) for text in texts]
     with console.waiting("making the model"):
         trained = restored(subject, path)
@@ -351,25 +321,27 @@ def line_of(values: Any) -> str:
     return json.dumps(values, ensure_ascii=not console.has_unicode())
 
 
-def _chooser() -> Any:
-    """How tokens are chosen.
+def _settings(drawn: Callable[..., Any], searched: Callable[..., Any]) -> Any:
+    """Calls a function with the settings of how tokens are chosen.
+
+    Args:
+        drawn: called with temperature, top_k and top_p.
+        searched: called with beams and length penalty, if there are beams.
 
     Raises:
-        DecodingError: a value cannot be had.
+        DecodingError: a value is out of its range.
         FlagError: flags do not go together.
     """
-    from pipemesh.decoding import BeamSearch, Sampler
-
     drawing = [name for name in ("temperature", "top_k", "top_p") if FLAGS[name].present]
     if FLAGS.beams is None:
         if FLAGS["length_penalty"].present:
             raise FlagError("--length_penalty is for a search; give --beams, or leave it out")
-        return Sampler(FLAGS.temperature, FLAGS.top_k, FLAGS.top_p)
+        return drawn(FLAGS.temperature, FLAGS.top_k, FLAGS.top_p)
     if drawing:
         raise FlagError(
             f"--beams searches and --{drawing[0]} is for drawing; leave one of them out"
         )
-    return BeamSearch(FLAGS.beams, FLAGS.length_penalty)
+    return searched(FLAGS.beams, FLAGS.length_penalty)
 
 
 def _streams() -> bool:

@@ -24,7 +24,7 @@ from pipemesh.errors import CheckpointError
 from pipemesh.example_models import import_model_module
 from pipemesh.text import is_missing
 from pipemesh.training.command import config, model_flags, quiet, training_flags
-from pipemesh.training.command.flags import FILES, FlagError, group, parse
+from pipemesh.training.command.flags import FILES, FlagError, define_for, group, parse
 from pipemesh.training.command.training_flags import newest_note
 
 FLAGS = flags.FLAGS
@@ -66,14 +66,8 @@ def asked(
     Raises:
         PipemeshError: they cannot be had.
     """
-    before = set(FLAGS)
-    model_flags.define()
-    training_flags.define()
-    define_checkpoint()
-    for name in {*FLAGS} - before:
-        # They were defined by this module, whoever asks for them.
-        FLAGS.register_key_flag_for_module(program.__name__, FLAGS[name])
-    parse(argv, program, about, training_flags.OF_TRAINING)
+    names = define_for(program, model_flags.define, training_flags.define, define_checkpoint)
+    parse(argv, program, about, names.difference(training_flags.OF_TRAINING))
     check_flags()
     model_flags.check_alone()
     folder = model_flags.logdir()
@@ -146,6 +140,18 @@ def note_of(argv: list[str]) -> Mapping[str, Any]:
     Args:
         argv: the program and its arguments.
     """
+    given = named(argv)
+    if path := given.get("checkpoint"):
+        return Manifest.read(str(path)).note
+    return newest_note(str(given["logdir"]))[1] if "logdir" in given else {}
+
+
+def named(argv: list[str]) -> dict[str, Any]:
+    """Returns the flags of a command line by name, before they are defined.
+
+    Args:
+        argv: the program and its arguments.
+    """
     given: dict[str, Any] = {}
     for word, after in itertools.zip_longest(argv[1:], argv[2:], fillvalue=""):
         name, separator, value = word.lstrip("-").partition("=")
@@ -155,9 +161,7 @@ def note_of(argv: list[str]) -> Mapping[str, Any]:
         # What is wrong with it is said when the flags are parsed.
         with contextlib.suppress(config.ConfigError):
             given = {**config.read(given["config"]), **given}
-    if path := given.get("checkpoint"):
-        return Manifest.read(str(path)).note
-    return newest_note(str(given["logdir"]))[1] if "logdir" in given else {}
+    return given
 
 
 def program_called(name: str) -> ModuleType:

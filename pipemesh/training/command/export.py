@@ -14,17 +14,19 @@ from typing import Any
 from absl import flags
 
 from pipemesh.checkpoint.paths import is_pattern
-from pipemesh.training.command import quiet
+from pipemesh.training.command import given_texts, quiet
 from pipemesh.training.command.decode import Tokens, helped, program_of
 from pipemesh.training.command.flags import FILES, FlagError, group
 from pipemesh.training.command.host_flags import NAMES
 from pipemesh.training.command.plan_flags import OF_PIPELINES
-from pipemesh.training.command.training_flags import OF_TRAINING
 
 FLAGS = flags.FLAGS
 
-# Flags that play no part: the model is exported for one device.
-_OF_PLANS = ("mesh_shape", "layout", *OF_PIPELINES, "strict_devices", *NAMES)
+_OF_PLANS = ("mesh_shape", "layout", "allow_idle", "plain", *OF_PIPELINES)
+_OF_PLANS += ("strict_devices", "trace_schedule", *NAMES)
+# What it takes besides its own flags, and why not those of a plan.
+TAKEN = frozenset(given_texts.TAKEN).difference(_OF_PLANS, ["ids"])
+WHY = dict.fromkeys(_OF_PLANS, "plays no part, since a model is exported for one device")
 
 # Flags that are defined here belong to the program that asks for them.
 flags.disclaim_key_flags()
@@ -43,7 +45,7 @@ def main(argv: list[str]) -> int:
         PipemeshError: what is asked for cannot be had.
     """
     quiet.install()
-    if helped(argv, __doc__, define, {*OF_TRAINING, *_OF_PLANS}):
+    if helped(argv, __doc__, define, TAKEN):
         return 0
     return program_of(argv).export(argv)
 
@@ -52,10 +54,29 @@ def main(argv: list[str]) -> int:
 def define() -> None:
     """Defines the flags of an export."""
     flags.DEFINE_string("to", None, "The folder to write to, new or empty.")
+    flags.DEFINE_integer(
+        "length",
+        None,
+        "Tokens of a row, prompt and continuation together; default: as many as the model has. "
+        "Each row is computed at this length, so a shorter one is quicker and takes less memory.",
+        lower_bound=2,
+    )
 
 
-def folder() -> str:
-    """The folder to write to.
+def asked() -> None:
+    """Checks the folder, and asks for the model without a pipeline.
+
+    Raises:
+        FlagError: the folder cannot be written to.
+    """
+    _check_folder()
+    FLAGS.plain, FLAGS["plain"].present = True, 1
+    # Workers in TF_CONFIG are for what is computed.
+    FLAGS.cluster = "none"
+
+
+def _check_folder() -> None:
+    """Checks that the folder can be made; it is made when there is something to write.
 
     Raises:
         FlagError: there is none, something is in it, or TensorFlow could not load it from there.
@@ -66,27 +87,16 @@ def folder() -> str:
         raise FlagError(f"--to={FLAGS.to!r}: TensorFlow loads no model from a path with [ or \\")
     if os.path.exists(FLAGS.to) and (not os.path.isdir(FLAGS.to) or os.listdir(FLAGS.to)):
         raise FlagError(f"--to={FLAGS.to!r} is there already; give a new or an empty folder")
+    made, path = [], os.path.abspath(FLAGS.to)
+    while not os.path.lexists(path):
+        made.append(path)
+        path = os.path.dirname(path)
     try:
         os.makedirs(FLAGS.to, exist_ok=True)
+        for path in made:
+            os.rmdir(path)
     except OSError as error:
         raise _unwritable(error) from error
-    return FLAGS.to
-
-
-def on_one_device() -> None:
-    """Asks for the model as it is without a pipeline, whatever it was trained on.
-
-    Raises:
-        FlagError: a flag asks for another plan.
-    """
-    given = [name for name in _OF_PLANS if FLAGS[name].present]
-    if given:
-        raise FlagError(
-            f"--{given[0]} plays no part, since a model is exported for one device; leave it out"
-        )
-    FLAGS.plain, FLAGS["plain"].present = True, 1
-    # Workers in TF_CONFIG are for what is computed.
-    FLAGS.cluster = "none"
 
 
 def export(subject: Any, path: str, tokens: Tokens) -> None:
@@ -99,7 +109,7 @@ def export(subject: Any, path: str, tokens: Tokens) -> None:
 
     Raises:
         CheckpointError: the checkpoint is another model's, or damaged.
-        FlagError: the folder cannot be written to.
+        FlagError: the folder cannot be written to, or the model has fewer tokens a row.
     """
     import tensorflow as tf
 
@@ -107,7 +117,9 @@ def export(subject: Any, path: str, tokens: Tokens) -> None:
     from pipemesh.training.evaluation import restored
     from pipemesh.training.run import console
 
-    to = folder()
+    to, length = FLAGS.to, FLAGS.length or tokens.length
+    if length > tokens.length:
+        raise FlagError(f"--length={length}: the model has {tokens.length} at most; give fewer")
     with console.waiting("making the model"):
         trained = restored(subject, path)
 
@@ -119,17 +131,17 @@ def export(subject: Any, path: str, tokens: Tokens) -> None:
         trained.task,
         trained.pipelines[0],
         lambda: trained.cluster(do_eval=True),
-        tokens.length,
+        length,
         Sampler(),
         tokens.stop,
     )
     with console.waiting("writing"):
-        made = ExportedModel(compute, generator, length=tokens.length, vocab_size=tokens.vocab_size)
+        made = ExportedModel(compute, generator, length=length, vocab_size=tokens.vocab_size)
         try:
             made.save(to)
         except (OSError, tf.errors.OpError) as error:
             raise _unwritable(error) from error
-    print(f"{path} is exported to {to}: signatures score and decode, {tokens.length} tokens a row")
+    print(f"{path} is exported to {to}: signatures score and decode, {length} tokens a row")
 
 
 def _unwritable(error: Exception) -> FlagError:

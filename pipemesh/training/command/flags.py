@@ -6,8 +6,8 @@ import functools
 import math
 import sys
 import textwrap
-from collections.abc import Callable, Collection
-from types import ModuleType
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from absl import flags
@@ -105,7 +105,8 @@ def parse(
     argv: list[str],
     program: ModuleType,
     about: str | None = None,
-    refused: Collection[str] = (),
+    taken: Collection[str] | None = None,
+    why: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Parses the command line; shows help and ends the program where that is asked for.
 
@@ -113,15 +114,17 @@ def parse(
         argv: the program and its arguments.
         program: the module that defines the flags.
         about: what help begins with; None for what its docstring says.
-        refused: flags that the program does not use. A TOML file may have them, as one that a
-            training wrote does.
+        taken: names of the flags that the program uses; None for all of the module. Others are
+            refused. A TOML file may have them, as one that a training wrote does.
+        why: by name, why a flag is refused; the others are for training.
 
     Raises:
         FlagError: a flag is unknown, malformed or refused, or an argument is no flag.
     """
+    names = set(config.names(program))
+    refused = names.difference(names if taken is None else taken)
     if is_help(argv):
-        names = set(config.names(program)).difference(refused)
-        show_help(about or program.__doc__ or "", names)
+        show_help(about or program.__doc__ or "", names - refused)
         sys.exit(0)
     end = argv.index("--") if "--" in argv else len(argv)
     try:
@@ -132,7 +135,7 @@ def parse(
         raise FlagError(f"{rest[1]!r} is no flag; flags begin with --")
     for name in sorted(refused):
         if FLAGS[name].present:
-            raise FlagError(f"--{name} is for training; leave it out")
+            raise FlagError(f"--{name} {why.get(name, 'is for training')}; leave it out")
     path = FLAGS.config if "config" in FLAGS else None
     if path is not None:
         values = config.read(path)
@@ -141,6 +144,25 @@ def parse(
     for name, value in config.given(program).items():
         if isinstance(value, str) and "\0" in value:
             raise FlagError(f"--{name}={value!r} has a NUL character; leave it out")
+
+
+def define_for(program: ModuleType, *defines: Callable[[], None]) -> set[str]:
+    """Defines flags that belong to a program, whichever module calls this.
+
+    Args:
+        program: its module.
+        *defines: functions that define flags.
+
+    Returns:
+        Their names.
+    """
+    before = set(FLAGS)
+    for define in defines:
+        define()
+    names = set(FLAGS) - before
+    for name in names:
+        FLAGS.register_key_flag_for_module(program.__name__, FLAGS[name])
+    return names
 
 
 def is_help(argv: list[str]) -> bool:

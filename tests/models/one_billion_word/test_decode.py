@@ -230,6 +230,7 @@ def test_tensorflow_alone_serves_what_is_exported(tmp_path, logdir):
         ([], "where to? give --to=FOLDER"),
         (["--to=/proc"], "--to='/proc' is there already; give a new or an empty folder"),
         (["--to=x", "--mesh_shape=layers:2"], "--mesh_shape plays no part, since a model is"),
+        (["--to=x", "--length=33"], "--length=33: the model has 32 at most; give fewer"),
     ],
 )
 def test_what_cannot_be_exported_is_one_line(logdir, flags, told):
@@ -268,6 +269,7 @@ def test_what_cannot_be_scored_is_one_line(logdir, flags, told):
         (["--prompt=a", "--beams=900"], "900 beams look at 1800 tokens, but there are 400"),
         (["--prompt=a", "--top_k=4"], "are for drawing; give a temperature above 0"),
         (["--prompt=a", "--schedule=gpipe"], "--schedule is for training; leave it out"),
+        (["--prompt=a", "--learning_rate=1"], "--learning_rate is for training; leave it out"),
         (
             "--prompt=a --lowering=simd --mesh_shape=data:2 --layout=batch:data --rows=3".split(),
             "--rows=3: as one program for all devices it is split 2 ways; give a multiple of 2",

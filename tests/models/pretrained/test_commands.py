@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -83,12 +85,64 @@ def test_what_was_found_is_scored_and_exported(run, tmp_path):
         assert scored["tokens"][2:7] == found["tokens"]
         wanted = found["log_probs"]
         np.testing.assert_allclose(scored["log_probs"][2:7], wanted, rtol=0, atol=1e-4)
-    program.done("export", f"--logdir={run}", f"--to={tmp_path}/out")
-    decode = tf.saved_model.load(f"{tmp_path}/out").signatures["decode"]
-    values = json.loads((run / "config.json").read_text())
+
+
+def test_a_model_is_exported_at_its_length_without_a_tokenizer(tmp_path):
+    """Rows had 512 places at most, and a tokenizer was wanted that no SavedModel has."""
+    values = small.GPT2 | {"n_positions": 520}
+    small.write(tmp_path / "in", values, small.tensors_of(values))
+    run = tmp_path / "run"
+    transfer.import_weights(str(tmp_path / "in"), str(run))
+    out = program.done("export", f"--logdir={run}", f"--to={tmp_path}/made/out")
+    assert out.rstrip().endswith("signatures score and decode, 520 tokens a row")
+    decode = tf.saved_model.load(f"{tmp_path}/made/out").signatures["decode"]
     tokens, _ = reference.greedy(values, small.tensors_of(values), [1, 2, 3], 5)
     got = decode(ids=tf.constant([[1, 2, 3]]), lengths=tf.constant([3]), max_tokens=tf.constant(5))
     assert got["tokens"].numpy().tolist() == [tokens]
+
+
+# Where TensorFlow cannot be loaded.
+LIGHT = "import sys; sys.modules['tensorflow'] = None; from pipemesh import cli; cli.main()"
+
+
+def test_flags_that_play_no_part_are_refused_before_all_else(run, tmp_path):
+    """Flags of training were taken silently; ranges were checked when TensorFlow was loaded."""
+    prompt, to = "--prompt=the cat", f"--to={tmp_path}/new/out"
+    drawn = [prompt, "--temperature=1"]
+    training = "{} is for training; leave it out"
+    alone = "--mesh_shape plays no part, since a model is exported for one device; leave it out"
+    for words, told in (
+        (["decode", prompt, "--steps=3"], training.format("--steps")),
+        (["decode", prompt, "--seed=3"], training.format("--seed")),
+        (["decode", prompt, "--device_memory=1GiB"], training.format("--device_memory")),
+        (["decode", prompt, "--elastic"], training.format("--elastic")),
+        (["decode", *drawn, "--top_p=0"], "top_p is 0.0; give a probability above 0, at most 1"),
+        (["decode", *drawn, "--top_k=-1"], "top_k is -1; give a number of tokens, or 0 for all"),
+        (["decode", prompt, "--temperature=nan"], "temperature is nan; give 0 (greedy), or"),
+        (["decode", prompt, "--length_penalty=inf", "--beams=2"], "length_penalty is inf; give"),
+        (["score", prompt, "--remat=none"], training.format("--remat")),
+        (["score", prompt, "--dataset=Test"], training.format("--dataset")),
+        (["export", to, "--mesh_shape=layers:2"], alone),
+        (["export", to, "--max_to_keep=2"], training.format("--max_to_keep")),
+        (["export", to, "--ids"], "Unknown command line flag 'ids'"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", LIGHT, *words, f"--logdir={run}"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 2 and done.stderr.startswith(f"error: {told}"), done.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_config_of_a_training_serves_to_decode(run, tmp_path):
+    """Its flags of training keep their defaults."""
+    (tmp_path / "config.toml").write_text('steps = 3\nnum_microbatches = 3\nremat = "full"\n')
+    where = [f"--logdir={run}", f"--config={tmp_path}/config.toml"]
+    said = program.done("decode", *where, *PROMPT)
+    assert said == program.done("decode", where[0], *PROMPT)
 
 
 def test_tokens_of_llama_are_those_of_its_formulas(tmp_path):
