@@ -10,7 +10,7 @@ be another than that of the training.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from absl import flags
