@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pipemesh.errors import LayoutError, MeshError, PlanError
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.mesh.mesh import LAYERS_AXIS
+from pipemesh.text import did_you_mean
 
 # The dim of a layout that every stack has: the rows of its inputs.
 BATCH = "batch"
@@ -169,10 +170,12 @@ def check_no_idle_axis(mesh: Mesh, layout: LayoutRules) -> None:
     unused = unused_axes(mesh, layout)
     if not unused:
         return
+    has_layers = LAYERS_AXIS in mesh.axis_names
+    hint = "" if has_layers else did_you_mean(unused[0], [LAYERS_AXIS])
     rule = f"add a rule such as 'batch:{unused[0]}' to the layout, "
     if layout.axis(BATCH) is not None or not isinstance(dict(mesh.axes)[unused[0]], int):
         rule = ""
     raise PlanError(
         f"nothing is split over the axis {unused[0]!r} of mesh '{mesh}', so its devices would idle "
-        f"or compute the same; {rule}leave the axis out, or set allow_idle"
+        f"or compute the same; {hint}{rule}leave the axis out, or set allow_idle"
     )

@@ -197,6 +197,8 @@ replicas; num_microbatches may be 1, 2, 5, 10
             PlanError: the batch does not divide.
         """
         number, replicas = self.num_microbatches, self.num_replicas
+        if (rows := whole_number(size)) is None or rows < 1:
+            raise PlanError(f"batch is {size!r}; it must be a whole number of rows from 1 on")
         if size % replicas:
             raise PlanError(
                 f"a batch of {size} does not divide among the {replicas} replicas along the axis "

@@ -75,9 +75,12 @@ class Stages:
         )
         return dataclasses.replace(self.table, rows=rows)
 
-    def computes_twice(self, stage: int) -> bool:
-        """Whether each `W` of a stage computes its forward pass once more."""
-        return self.modes[stage, 0] == TWICE
+    @functools.cached_property
+    def twice(self) -> frozenset[int]:
+        """Stages whose `W` computes the forward pass once more."""
+        known = self.table.recomputed()
+        twice = (pair for pair, mode in self.modes.items() if mode == TWICE)
+        return frozenset(stage for stage, m in twice if (stage, m) not in known)
 
     def shared(self, layer: LayerFigures) -> int:
         """Among how many devices of a replica a layer is split."""
@@ -314,7 +317,7 @@ def _takes(
     """
     layers, rows = stages.layers[stage], stages.rows
     layer = layers[number]
-    is_twice = kind == "W" and stages.computes_twice(stage)
+    is_twice = kind == "W" and stage in stages.twice
     seconds = of(layer, kind, rows, False) if kind != "R" else 0.0
     if kind == "R" or is_twice:
         again = max(0.0, of(layer, "B", rows, True) - of(layer, "B", rows, False))
@@ -347,7 +350,7 @@ def _sum(
 ) -> tuple[float, float]:
     """What an action takes because a layer is shared, and what each device computes for that."""
     shared = stages.shared(layer)
-    has_none = kind == "W" and not stages.computes_twice(stage)
+    has_none = kind == "W" and stage not in stages.twice
     if shared == 1 or layer.summed is None or has_none:
         return 0.0, 0.0
     size = layer.summed.at(stages.rows) / layer.sums

@@ -37,8 +37,9 @@ def parts_of(measured: Timeline) -> list[Part]:
         measured: when actions ran; its costs are the usual durations on each stage.
 
     Returns:
-        The parts: work, filling and draining, imbalance, variation, overhead, transfers. Up to
-        imbalance they are the makespan that is predicted from the costs.
+        The parts: work, filling and draining, imbalance, variation, overhead, transfers, and, if
+        there is some, overlap. Up to imbalance they are the makespan that follows from the costs.
+        Overhead and transfers are never below 0, overlap is never above.
 
     Example:
         >>> from pipemesh.schedule import gpipe
@@ -60,9 +61,10 @@ def parts_of(measured: Timeline) -> list[Part]:
         for row in zip(measured.starts, measured.ends, strict=True)
     ]
     delays, is_own = _delays(table, measured)
+    late = [[max(0.0, delay) for delay in row] for row in delays]
     own = [
         [delay if mine else 0.0 for delay, mine in zip(row, theirs, strict=True)]
-        for row, theirs in zip(delays, is_own, strict=True)
+        for row, theirs in zip(late, is_own, strict=True)
     ]
     nothing = [[0.0] * len(row) for row in durations]
     makespans = [
@@ -71,6 +73,7 @@ def parts_of(measured: Timeline) -> list[Part]:
         predicted.makespan,
         _replay(table, durations, nothing),
         _replay(table, durations, own),
+        _replay(table, durations, late),
         _replay(table, durations, delays),
     ]
     names = (
@@ -80,11 +83,13 @@ def parts_of(measured: Timeline) -> list[Part]:
         ("variation", "actions that took longer, or shorter, than those of their stage usually do"),
         ("overhead", "time between two actions of a device that had all it needed there"),
         ("transfers", "time from the end of an action until its result was used elsewhere"),
+        ("overlap", "actions that began with the first results of another, before it had ended"),
     )
     before = [0.0, *makespans]
     return [
         Part(name, now - then, about)
         for (name, about), now, then in zip(names, makespans, before, strict=False)
+        if name != "overlap" or now != then
     ]
 
 

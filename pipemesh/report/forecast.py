@@ -118,6 +118,7 @@ def _in_seconds(run: Run, predicted: Mapping[str, Any]) -> list[Compared]:
             None,
             "sums of devices that share layers; in the measured work",
         ),
+        Compared("overlap", None, found.get("overlap"), "actions that began with first results"),
         Compared("variation", None, found.get("variation"), "actions that are not as usual"),
         Compared(
             "optimizer and the rest",
@@ -127,8 +128,8 @@ def _in_seconds(run: Run, predicted: Mapping[str, Any]) -> list[Compared]:
             f"{1e3 * parts['optimizer']:.4g}, fixed {1e3 * parts['fixed']:.4g}",
         ),
     ]
-    if not parts["sums"]:
-        rows = [row for row in rows if row.name != "collectives"]
+    absent = {"overlap"} - found.keys() | (set[str]() if parts["sums"] else {"collectives"})
+    rows = [row for row in rows if row.name not in absent]
     rows.append(Compared("in all, the step that was timed", predicted["seconds"], seconds))
     usual = _usual(run)
     about = "those of training, which no clock slows down"

@@ -22,7 +22,7 @@ _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 
 
 def schedule(run: Run) -> Iterator[str]:
-    """The schedule as predicted and measured, on one scale, and where the difference came from.
+    """The schedule as simulated and measured, on one scale, and where the difference came from.
 
     Args:
         run: what was recorded.
@@ -38,8 +38,8 @@ def schedule(run: Run) -> Iterator[str]:
             "--trace_schedule."
         )
         return
-    predicted = simulate(measured.schedule, measured.costs)
-    shown = {"predicted": predicted, "measured": measured}
+    # What was predicted before the step is another thing.
+    shown = {"simulated": simulate(measured.schedule, measured.costs), "measured": measured}
     yield _drawn(shown, "milliseconds")
     yield table(
         ["milliseconds", *shown],
@@ -51,7 +51,7 @@ def schedule(run: Run) -> Iterator[str]:
         ],
     )
     yield note(
-        "Predicted from what actions of each stage usually took in the measured step, which timed "
+        "Simulated with what actions of each stage usually took in the measured step, which timed "
         "each of them. Activations are counted in pairs of a stage and a microbatch."
     )
     parts = parts_of(measured)
@@ -63,7 +63,7 @@ def schedule(run: Run) -> Iterator[str]:
     picture = bars(
         "Where the time of a measured step went",
         rows,
-        ["predicted", "on top of it"],
+        ["simulated", "on top of it"],
         text=lambda value: f"{value:.4g} ms",
         falling=True,
     )

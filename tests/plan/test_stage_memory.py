@@ -1,5 +1,7 @@
 """What devices hold follows their actions, one after the other."""
 
+import dataclasses
+
 from pipemesh.plan import Plan
 from pipemesh.plan.figures import Figures
 from pipemesh.plan.layer_figures import Curve, LayerFigures
@@ -54,6 +56,46 @@ def test_an_update_may_need_more_than_all_actions():
     plan = Plan(num_microbatches=4, remat="none")
     assert memory(plan, layer(10, 1.0)) == 30 + 10 + 1
     assert memory(plan, layer(10, 1.0), update_memory=1.5) == 30 + 15
+
+
+def test_each_stage_keeps_what_its_own_policy_needs():
+    layers = [layer(10, 8.0)] * 2
+    for remat, held in (("full,none", (10 + 8, 10 + 8)), ("none,full", (10 + 16, 10 + 8))):
+        plan = Plan("layers:2", num_microbatches=4, remat=remat)
+        assert tuple(memory(plan, *layers, place=p) - 30 for p in (0, 1)) == held
+
+
+def test_a_w_that_computes_again_was_left_gradients_alone():
+    """Half of what is pending, and what the stage was given, a byte."""
+    table = Schedule.from_text("0F0 0F1 0I0 0I1 0W0 0W1\n1F0 1I0 1F1 1I1 1W0 1W1")
+    layers = [layer(0, 8.0)] * 2
+    full, twice = (
+        memory(
+            Plan("layers:2", schedule=table, num_microbatches=2, remat=remat),
+            *layers,
+            batch=2,
+            place=1,
+        )
+        for remat in ("full", "twice")
+    )
+    assert full == 2 * 8
+    # The first one is pending while the second one's stage is computed again.
+    assert twice == (1 + 8 / 2) + 8
+
+
+def test_an_r_of_the_table_holds_all_from_there_on():
+    table = Schedule.from_text("0F0 0F1 0R0 0R1 0B0 0B1")
+    plan = Plan(schedule=table, num_microbatches=2, remat="none")
+    assert memory(plan, layer(0, 8.0), batch=2) == 2 * 8
+
+
+def test_narrow_values_take_fewer_bytes_and_weights_a_copy():
+    plan = Plan("layers:1", schedule="gpipe", num_microbatches=4, remat="none")
+    wide, narrow = (
+        memory(dataclasses.replace(plan, compute_dtype=dtype), layer(10, 8.0))
+        for dtype in (None, "bfloat16")
+    )
+    assert wide == 30 + 10 + 4 * 8 and narrow == 30 + 10 + 4 * 4 + 5
 
 
 def test_what_is_computed_again_has_what_it_was_given_in_it():

@@ -4,9 +4,13 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.errors import PipelineError
+from pipemesh.partition import LayerCost
+from pipemesh.plan import Figures, Plan
+from pipemesh.plan.layer_figures import figures_of_costs
+from pipemesh.plan.stage_costs import stages_of
 from pipemesh.recurrent import REMAT_POLICIES, ByStage, RematPolicy, Selective
 from pipemesh.recurrent.remat import FULL, NONE, modes_of, policy_of
-from pipemesh.schedule import forward_only, gpipe, one_f_one_b, recompute, zb_h1
+from pipemesh.schedule import Schedule, forward_only, gpipe, one_f_one_b, recompute, zb_h1
 from tests.recurrent.passes.traced import traced_stage, two_layers
 
 
@@ -121,3 +125,29 @@ def test_what_the_schedule_recomputes_is_done_there_whatever_the_others_do(remat
     assert {m.name for m in found.values() if not m.is_apart} == {
         remat if isinstance(remat, str) else "selective"
     }
+
+
+@pytest.mark.parametrize(
+    "remat", [*REMAT_POLICIES, "full,full", "full,none", "none,twice", "except_last,full"]
+)
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        gpipe(2, 3),
+        one_f_one_b(2, 4),
+        zb_h1(2, 4),
+        Schedule.from_text("0F0 0F1 0R0 0B0 0B1\n1F0 1B0 1F1 1B1"),
+    ],
+    ids=["gpipe", "1f1b", "zb_h1", "with R"],
+)
+def test_forecasts_compute_again_what_the_executor_does(schedule, remat):
+    """The same stages and microbatches, and in the same `W`."""
+    costs = [LayerCost(forward=1.0)] * 2
+    figures = Figures(tuple(figures_of_costs(costs, 1)))
+    number = schedule.num_microbatches
+    plan = Plan("layers:2", schedule=schedule, num_microbatches=number, remat=remat)
+    stages = stages_of(plan, figures, number)
+    modes = modes_of(remat, schedule)
+    again = {pair for pair, mode in modes.items() if mode.recomputed is not NONE.recomputed}
+    assert stages.run.recomputed() == again
+    assert stages.twice == {stage for (stage, _), mode in modes.items() if mode.is_twice}

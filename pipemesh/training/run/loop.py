@@ -229,16 +229,25 @@ class Loop:
             told = f"{self._rate:,.0f} {unit}/s"
             if self._flops:
                 share = self._mfu(self._seconds / number)
-                told += f", MFU {share:.1%} of {self._peak / 1e9:,.0f} GFLOP/s"
-                values |= {"mfu": share, "flops_per_second": self._peak}
+                peak = f"{self._peak / 1e9:,.0f} GFLOP/s"
+                values["flops_per_second"] = self._peak
+                if share is None:
+                    told += f", MFU not known: more than the {peak} that were measured at the start"
+                else:
+                    told += f", MFU {share:.1%} of {peak}"
+                    values["mfu"] = share
             values["peak_memory"] = peak_memory(self._trainer.trained.all_devices())
             told += f", {bytes_text(values['peak_memory'])}"
             told = f"measured over {number} step{plural}: {told}"
             self._tell("measured", told, step=self._trainer.step, **values)
 
-    def _mfu(self, seconds: float) -> float:
-        """The share of what the devices can do that the model's products make up."""
-        return ratio(self._flops, seconds * self._peak)
+    def _mfu(self, seconds: float) -> float | None:
+        """The share of what the devices can do that the model's products make up.
+
+        None if that is more than all: other programs ran when the peak was measured.
+        """
+        share = ratio(self._flops, seconds * self._peak)
+        return share if share <= 1 else None
 
     def _save(self, act: Callable[[], object]) -> None:
         try:
@@ -318,8 +327,8 @@ class Loop:
         else:
             now, took = ratio(score.amount, seconds), {"seconds": seconds}
             values[f"{unit}_per_second"] = now
-            if self._flops:
-                values["mfu"] = self._mfu(seconds)
+            if self._flops and (share := self._mfu(seconds)) is not None:
+                values["mfu"] = share
             self._rate = 0.9 * self._rate + 0.1 * now if self._rate else now
             shown += f", {self._rate:,.0f} {unit}/s"
             self._measured(seconds)

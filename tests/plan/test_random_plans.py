@@ -1,0 +1,154 @@
+"""Forecast, scale and search of random stacks, held against each other and against all plans.
+
+python -m pytest tests/plan/test_random_plans.py --cases=all
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import random
+
+import pytest
+
+from pipemesh.errors import PipemeshError
+from pipemesh.partition import LayerCost
+from pipemesh.plan import Asked, Figures, Plan, predict, search
+from pipemesh.plan.candidates import candidates
+from pipemesh.plan.layer_figures import Curve, figures_of_costs
+from pipemesh.plan.network import Link, Network
+from pipemesh.scale import Job, Split, forecast_step
+
+FEW = 4
+SEEDS = [
+    *range(FEW),
+    *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(FEW, 60)),
+]
+SCHEDULES = ("1f1b", "gpipe", "zb_h1", "zb_h2", "interleaved:2", "zb_v")
+POLICIES = ("none", "full", "except_last", "twice")
+
+
+def stack(draw, layers=None, **more):
+    """Layers whose times rise unevenly with the rows, some measured as falling."""
+    costs = [
+        LayerCost(
+            forward=draw.choice((1e-3, 1e-3, 2e-3, 5e-3)),
+            parameter_bytes=draw.choice((0, 1e6, 4e6, 1e7)),
+            activation_bytes=draw.choice((1e6, 4e6, 8e6)),
+            boundary_bytes=draw.choice((1e5, 2e5)),
+        )
+        for _ in range(layers or draw.randint(2, 4))
+    ]
+    found = []
+    for layer in figures_of_costs(costs, 1, split=2, summed=[1e5] * len(costs)):
+        times = {}
+        for kind, curve in layer.seconds.items():
+            points = ((rows, curve.at(rows) * draw.uniform(0.8, 1.2)) for rows in (1, 2, 4, 8))
+            times[kind] = Curve((*points, (16, curve.at(16) * draw.uniform(0.2, 1.0))))
+        found.append(dataclasses.replace(layer, seconds=times))
+    link = Link(1e-5, draw.choice((1e8, 1e10)))
+    action = draw.choice((0.0, 1e-4))
+    return Figures(tuple(found), action=action, transfer=link, rules="d:model", **more)
+
+
+def random_plan(draw, layers, batch):
+    """A plan that can be had, of all that there are."""
+    while True:
+        with contextlib.suppress(PipemeshError):
+            places, data, model = draw.choice((1, 2, 3, 4)), *draw.choices((1, 2), k=2)
+            schedule = draw.choice(SCHEDULES) if places > 1 else "1f1b"
+            plan = Plan(
+                f"layers:{places};data:{data};model:{model}",
+                "batch:data;d:model",
+                schedule,
+                draw.choice((1, 2, 4, 8)),
+            )
+            plan.check_batch(batch)
+            plan.check_layers(layers)
+            policies = [draw.choice(POLICIES) for _ in range(plan.num_stages)]
+            return dataclasses.replace(plan, remat=draw.choice((*POLICIES, ",".join(policies))))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_laws_of_forecasts(seed):
+    """Parts add up; more rows, and more that is computed again, take no less."""
+    draw = random.Random(seed)
+    for _ in range(10):
+        found = stack(draw, layers=8, cores=draw.choice((None, 2.0)))
+        plan = random_plan(draw, 8, 16)
+        told = predict(plan, found, 16)
+        assert min(told.parts.values()) >= 0 and 0 <= told.bubble <= 1
+        assert sum(told.parts.values()) == pytest.approx(told.seconds)
+        if found.cores is not None:
+            continue
+        for batch in (32, 64, 512):
+            more = predict(plan, found, batch, parts=False)
+            assert more.seconds >= told.seconds * (1 - 1e-9)
+        every = [dataclasses.replace(plan, remat=remat) for remat in ("none", plan.remat, "twice")]
+        seconds = [predict(each, found, 16, parts=False).seconds for each in every]
+        assert seconds == sorted(seconds)
+        # A policy for each stage is that policy.
+        for remat in POLICIES:
+            by_stage = ",".join([remat] * plan.num_stages)
+            one, each = (
+                predict(dataclasses.replace(plan, remat=name), found, 16)
+                for name in (remat, by_stage)
+            )
+            assert (one.parts, one.memory) == (each.parts, each.memory)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_scale_says_what_predict_says(seed):
+    """Of any split; of many microbatches it simulates fewer, and goes on from there."""
+    draw = random.Random(seed)
+    network = Network(4, Link(1e-5, 1e9), Link(1e-4, 1e8))
+    for number in (1, 4, 16, 128):
+        found = stack(draw, layers=8)
+        places, schedule = draw.choice((1, 2, 4)), draw.choice(SCHEDULES)
+        if places == 1 or number % places:
+            schedule = "1f1b"
+        split = Split(places, 2, draw.choice((1, 2)), schedule, number, draw.random() < 0.5)
+        plan = Plan(
+            f"layers:{places};data:2;model:{split.model}",
+            "batch:data;d:model",
+            schedule,
+            number,
+            remat="full" if split.again else "none",
+        )
+        told = predict(plan, found, 256, network=network)
+        job = Job(found.layers, network, 256, action=found.action)
+        step = forecast_step(job, split)
+        assert step.seconds == pytest.approx(told.seconds, rel=2e-3)
+        assert step.memory == pytest.approx(told.memory, rel=1e-9)
+        assert step.bubble == pytest.approx(told.bubble, abs=2e-3)
+        if number <= 16:
+            assert step.parts == pytest.approx(told.parts)
+
+
+def every(found, asked):
+    """Forecasts of all plans, with all cuts."""
+    count = len(found.layers)
+    for candidate in candidates(found, asked):
+        with contextlib.suppress(PipemeshError):
+            plan = candidate.plan(found, asked)
+            plan.check_layers(count)
+            for cuts in itertools.combinations(range(1, count), plan.num_stages - 1):
+                cut = dataclasses.replace(plan, boundaries=(0, *cuts, count))
+                yield predict(cut, found, asked.batch, parts=False)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_search_finds_what_all_plans_have(seed):
+    """A plan wherever one fits, and within 5% of the best; with more memory it is no slower."""
+    draw = random.Random(seed)
+    found, asked = stack(draw), Asked(draw.choice((2, 3)), 4, schedules=("1f1b", "zb_h2", "zb_v"))
+    forecasts = list(every(found, asked))
+    needed = sorted(max(each.memory) for each in forecasts)
+    last = float("inf")
+    for limit in (needed[0], needed[len(needed) // 5], None):
+        limited = dataclasses.replace(asked, memory=limit)
+        best = min(e.seconds for e in forecasts if limit is None or max(e.memory) <= limit)
+        chosen = search(found, limited, seconds=30, count=3)[0]
+        assert limit is None or max(chosen.memory) <= limit
+        assert best * (1 - 1e-9) <= chosen.seconds <= 1.05 * best
+        assert chosen.seconds <= last * (1 + 1e-9)
+        last = chosen.seconds
