@@ -62,13 +62,16 @@ def search(
     for candidate in rated(figures, asked):
         if found and time.monotonic() > end - _FOR_CUTS * seconds:
             break
+        plan: Plan | None = None
         try:
             # Other cuts are hardly faster than those of equal seconds, so few need to be found.
             until = sorted(_SLACK * each.seconds for each in found)[count - 1 : count]
-            each = _fitting(candidate.plan(figures, asked), figures, asked, *until)
+            plan = candidate.plan(figures, asked)
+            each = _fitting(plan, figures, asked, *until)
         except PipemeshError as error:
-            # Such as of a table for other numbers of microbatches.
-            refused = refused or error
+            # Such as of a table for other numbers of microbatches. Of a plan that can be made the
+            # reason says more.
+            refused = error if refused is None or plan is not None else refused
             continue
         (found if fits(each, asked) else tight).append(each)
     found, tight = _different(found), _different(tight)

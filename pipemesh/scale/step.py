@@ -18,7 +18,7 @@ class Step(StepForecast):
     """What is forecast of a step, and how devices share it.
 
     Attributes:
-        split: how devices share it; see `pipemesh.plan.StepForecast` for the rest.
+        split: how devices share it; see `pipemesh.plan.predict.StepForecast` for the rest.
     """
 
     split: Split = dataclasses.field(kw_only=True)
