@@ -20,8 +20,6 @@ TRIALS = 4
 _FOR_CUTS = 0.3
 # How many of them.
 _MOVED = 10
-# For each plan that may be made to fit.
-_LEAST_SECONDS = 1.0
 # How many times as long a plan with stages of equal seconds takes at most as with its best cuts.
 _SLACK = 1.5
 
@@ -78,7 +76,9 @@ def search(
     if "boundaries" not in asked.fixed:
         for number, each in enumerate(found[:_MOVED]):
             found[number] = with_better_cuts(each, figures, asked, end)
-        found += _made_to_fit(found, tight, figures, asked, end)
+        # To find any plan is worth as much time again.
+        last = end if found else max(end, time.monotonic() + seconds)
+        found += _made_to_fit(found, tight, figures, asked, last)
     if not found:
         leanest = min(tight, key=lambda each: max(each.memory), default=None)
         raise _nothing(figures, asked, leanest, refused)
@@ -99,16 +99,16 @@ def _made_to_fit(
         tight: what does not, shortest step first.
         figures: of the model's layers.
         asked: batch and memory.
-        end: when to stop, by `time.monotonic`, if something fits.
+        end: when to stop, by `time.monotonic`.
     """
     best = min((each.seconds for each in found), default=math.inf)
     made: list[Prediction] = []
     if not found:
         tight = sorted(tight, key=lambda each: max(each.memory))
     for each in tight:
-        if best < math.inf and (each.seconds >= _SLACK * best or time.monotonic() > end):
+        if each.seconds >= _SLACK * best or time.monotonic() > end:
             break
-        moved = with_better_cuts(each, figures, asked, max(end, time.monotonic() + _LEAST_SECONDS))
+        moved = with_better_cuts(each, figures, asked, end)
         if fits(moved, asked):
             made.append(moved)
             best = min(best, moved.seconds)
