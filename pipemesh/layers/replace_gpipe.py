@@ -44,9 +44,10 @@ def replace_gpipe() -> None:
 
     Example:
         >>> from pipemesh.layers import PipeliningLayer, replace_gpipe
-        >>> replace_gpipe()
-        >>> from lingvo.core import layers_with_gpipe
-        >>> issubclass(layers_with_gpipe.GPipeBatchMajorTransformerStack, PipeliningLayer)
+        >>> replace_gpipe()  # doctest: +SKIP
+        >>> from lingvo.core import layers_with_gpipe  # doctest: +SKIP
+        >>> stack = layers_with_gpipe.GPipeBatchMajorTransformerStack  # doctest: +SKIP
+        >>> issubclass(stack, PipeliningLayer)  # doctest: +SKIP
         True
     """
     replace_module("lingvo.core.gpipe", "pipemesh.layers")

@@ -78,7 +78,7 @@ def warn_of_places(cluster: Any, places: Sequence[int], p: Any) -> None:
             f"into {there} stages or use 'layers:{needed}'",
             stacklevel=5,
         )
-    if needed > there > 1:
+    if needed > there > 1 and getattr(p, "pipelined", False):
         warnings.warn(
             f"{p.name}: mesh '{mesh}' has {there} places along the axis 'layers', but the schedule "
             f"has {needed} devices: each place takes {needed // there} in turn; use a schedule "

@@ -77,8 +77,9 @@ def alike_pipeline(
     for stage in stages:
         if stage.carry:
             raise PipelineError(
-                f"stage {stage.name!r} hands something from microbatch to microbatch (its "
-                "accumulators), which a loop over ticks does not; use lowering='placement'"
+                f"stage {stage.name!r} hands something from microbatch to microbatch "
+                "(accumulators, or averages of batch normalization), which a loop over ticks does "
+                "not; use lowering='placement'"
             )
         if len(stage.devices) > 1:
             raise PipelineError(

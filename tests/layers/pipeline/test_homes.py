@@ -6,7 +6,7 @@ import pytest
 
 from pipemesh.errors import LayoutError, MeshError, PipelineError, PlanError
 from pipemesh.layers import mesh_cluster
-from pipemesh.layers.pipeline.homes import mesh_of, stage_homes
+from pipemesh.layers.pipeline.homes import mesh_of, stage_homes, warn_of_places
 from pipemesh.mesh import LayoutRules, Mesh
 
 
@@ -58,7 +58,8 @@ def test_a_multiple_of_the_places_shares_them():
 
 def test_places_that_no_stage_uses_are_a_warning():
     with pytest.warns(UserWarning, match=r"^stack: mesh 'layers:4' has 4 places .* lie on 2: the"):
-        assert devices(Split(4), range(2), mesh_shape="layers:4") == [("D0",), ("D1",)]
+        warn_of_places(Split(4), range(2), params("layers:4"))
+    assert devices(Split(4), range(2), mesh_shape="layers:4") == [("D0",), ("D1",)]
 
 
 def test_a_split_with_too_few_devices_is_an_error():

@@ -48,7 +48,10 @@ def test_without_a_mesh_each_device_of_the_schedule_is_a_place(eagerly):
 
 
 def test_places_of_unequal_shape_start_again_where_the_schedule_has_more(eagerly):
-    with pytest.warns(UserWarning, match=r"split along model: .* Use the mesh 'layers:2;data:2'"):
+    with (
+        pytest.warns(UserWarning, match=r"split along model: .* Use the mesh 'layers:2;data:2'"),
+        pytest.warns(UserWarning, match="each place takes 2 in turn"),
+    ):
         plan = plan_on("layers:2;data:2;model:2,1", "batch:data", stack(4, num_micro_batches=4))
     assert str(plan.mesh) == "layers:4;data:2;model:2,1,2,1"
 

@@ -230,6 +230,7 @@ class Unnamed(base_layer.BaseLayer):
         (stack([0, 3, 6], num_micro_batches=3), 2, "cannot be cut into 3 equal microbatches"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*each place takes 2 in turn")
 def test_what_cannot_be_one_program_is_an_error_before_the_first_step(params, mesh, words):
     with pytest.raises(PipelineError, match=words):
         run_tf2(params, INPUTS, loss=first, num_devices=mesh)
