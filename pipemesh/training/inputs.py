@@ -51,15 +51,23 @@ def heldout_batches(params: Any) -> Iterable[Any]:
     dataset = _dataset(params)
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         samples = params.num_samples if "num_samples" in params else 0
-        size = params.batch_size if "batch_size" in params else 0
+        size = _batch_size(params)
         if not (samples and size):
             raise DataError(
-                f"input {params.name!r} ({params.cls.__name__}) gives batches without end, so "
-                "nobody knows when all were seen; let it end, set its num_samples and batch_size, "
-                "or judge by nothing with --dataset=none"
+                f"{_called(params)} gives batches without end, so nobody knows when all were seen; "
+                "let it end, set its num_samples and batch_size (or a bucket_batch_limit of one "
+                "number), or judge by nothing with --dataset=none"
             )
         return dataset.take(-(-samples // size))
     return dataset
+
+
+def _batch_size(params: Any) -> int:
+    """The rows of each batch; 0 if that is not known."""
+    limits = set(params.bucket_batch_limit) if "bucket_batch_limit" in params else set()
+    if "batch_size" not in params and len(limits) == 1:
+        return limits.pop()
+    return params.batch_size if "batch_size" in params else 0
 
 
 def _dataset(params: Any, filters: list[str] | None = None) -> tf.data.Dataset:
@@ -76,13 +84,24 @@ def _dataset(params: Any, filters: list[str] | None = None) -> tf.data.Dataset:
         return dataset.with_options(options)
 
     def batch(_: tf.Tensor) -> Any:
-        found = generator.GetPreprocessedInputBatch()
+        step = tf.zeros([], tf.int64)
+        with py_utils.GlobalStepContext(step):
+            found = generator.GetPreprocessedInputBatch()
+        if step.consumers():
+            goes_by_step.append(True)
         if filters is None or not any(generator.GetBpropVariableFilters()):
             return found
         filters[:] = generator.GetBpropVariableFilters()
         return py_utils.NestedMap({**found, SOURCE: generator.GetInputSourceOneHot()})
 
-    return tf.data.Dataset.from_tensors(0).repeat().map(batch)
+    goes_by_step: list[bool] = []
+    dataset = tf.data.Dataset.from_tensors(0).repeat().map(batch)
+    if goes_by_step:
+        raise DataError(
+            f"{_called(params)} goes by the global step, as a CurriculumDataSource does, but data "
+            "is read ahead of the steps; train with each part of its data in a run of its own"
+        )
+    return dataset
 
 
 def _has_own_ways(generator: Any, source: Any) -> bool:
@@ -94,21 +113,15 @@ def _has_own_ways(generator: Any, source: Any) -> bool:
 
 
 def _made(params: Any) -> Any:
-    what = f"input {params.name!r} ({params.cls.__name__})"
     try:
-        made = params.Instantiate()
+        return params.Instantiate()
     except PipemeshError:
         raise
     except Exception as error:
-        raise DataError(f"{what} cannot be made: {type(error).__name__}: {error}") from error
-    if _has_curriculum(made):
         raise DataError(
-            f"{what} has a CurriculumDataSource, which goes by the global step, but data is read "
-            "ahead of the steps; train with each of its sources in a run of its own"
-        )
-    return made
+            f"{_called(params)} cannot be made: {type(error).__name__}: {error}"
+        ) from error
 
 
-def _has_curriculum(layer: Any) -> bool:
-    children = layer.children.Flatten()
-    return isinstance(layer, datasource.CurriculumDataSource) or any(map(_has_curriculum, children))
+def _called(params: Any) -> str:
+    return f"input {params.name!r} ({params.cls.__name__})"

@@ -17,6 +17,7 @@ from lingvo.core import (
     base_layer,
     base_model,
     datasource,
+    distillation_task,
     learner,
     optimizer,
     schedule,
@@ -32,6 +33,14 @@ _WRAPPING = (
     optimizer.DynamicAccumulator,
 )
 
+# What lingvo's own trainers call of a task, and is not called here.
+_NOT_CALLED = (
+    *("BProp", "_BPropForVariables", "_BPropGenTrainOps"),
+    *("FProp", "FPropDefaultTheta", "_FPropSplitInputBatch"),
+)
+# Where they do nothing that is not done here: UniTransformer tells of metrics, and what a
+# DistillationTask trains is known (`trained_variables`).
+_KNOWN = (base_model.__name__, "lingvo.core.gshard_builder", distillation_task.__name__)
 # A longer value is not shown.
 _LONGEST = 60
 
@@ -248,6 +257,12 @@ def check_params(task: Any, learns: bool = True) -> None:
     """
     if task.train is None:
         raise TrainingError(f"{task.name}: p.train is None; give it a learner")
+    for name in _NOT_CALLED:
+        if (found := getattr(task.cls, name)).__module__ not in _KNOWN:
+            raise TrainingError(
+                f"{task.name}: its {found.__qualname__} is not called here, but FPropTower and the "
+                "learner are; override ComputePredictions, ComputeLoss or AdjustGradients instead"
+            )
     owners = {"task": task, "train": task.train, "learner": _learner_of(task)}
     for rule in RULES:
         for path in rule.names.split():
@@ -261,6 +276,12 @@ def check_params(task: Any, learns: bool = True) -> None:
                 shown = name if owner == "learner" else f"p.{path.removeprefix('task.')}"
                 given = _text(holder.Get(name))
                 raise TrainingError(f"{task.name}: {whose}{shown}{given}: {rule.advice}")
+
+
+def trained_variables(task: Any) -> Any:
+    """The variables of a task, nested, that its learner may update."""
+    is_distilled = isinstance(task, distillation_task.DistillationTask)
+    return task.student.vars if is_distilled and not task.params.train_teacher else task.vars
 
 
 def _text(value: Any) -> str:

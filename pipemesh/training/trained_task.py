@@ -19,7 +19,7 @@ from pipemesh.layers import PipeliningLayer, mesh_cluster
 from pipemesh.layers.named import by_logical_name
 from pipemesh.layers.step_seed import whole_batch_randomness
 from pipemesh.plan import Plan
-from pipemesh.training.lingvo_params import check_params
+from pipemesh.training.lingvo_params import check_params, trained_variables
 from pipemesh.training.optimizer import prepare_optimizer
 from pipemesh.training.subject import SOURCE
 from pipemesh.training.whole_updates import OVERFLOWED, all_or_none
@@ -76,7 +76,7 @@ class TrainedTask:
         self._scales = [s.loss_scale for s in self.pipelines if s.loss_scale is not None]
         self._learns = learns
         if learns:
-            variables = self.learner.GetTrainableVariables(self.task.vars).Flatten()
+            variables = self.learner.GetTrainableVariables(trained_variables(self.task)).Flatten()
             prepare_optimizer(self.learner, variables, self.step)
             self._others = [v for v in self.task.vars.Flatten() if not v.trainable]
             self._before = [tf.Variable(v, trainable=False) for v in self._others]
@@ -176,7 +176,7 @@ class TrainedTask:
             self.task._graphs_applied_ema.clear()
             losses, update, stats = self.learner.Apply(
                 metrics,
-                self.task.vars,
+                trained_variables(self.task),
                 gradient_mask=mask,
                 gradient_adjuster=adjusted,
             )

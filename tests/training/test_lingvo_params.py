@@ -11,6 +11,7 @@ from lingvo.core import (
     base_model,
     base_model_params,
     datasource,
+    distillation_task,
     optimizer,
     py_utils,
     schedule,
@@ -24,7 +25,7 @@ from pipemesh.training.lingvo_params import RULES, check_params, lingvo_names, t
 from pipemesh.training.prediction import Predictor
 from pipemesh.training.registered import RegisteredModel
 from pipemesh.training.subject import SOURCE
-from tests.training import small_models
+from tests.training import lingvo_sweep, small_models
 from tests.training.command.program import done
 
 
@@ -142,7 +143,7 @@ def test_a_curriculum_of_data_is_refused(eagerly, tmp_path):
             sub=[Points.Params().Set(name=name) for name in "ab"], boundaries=[4]
         )
 
-    with pytest.raises(DataError, match="has a CurriculumDataSource, which goes by the global"):
+    with pytest.raises(DataError, match="goes by the global step, as a CurriculumDataSource"):
         trainer(Curriculum(), tmp_path)
 
 
@@ -192,6 +193,24 @@ def test_methods_that_would_change_the_task_are_refused():
     for kind, told in ((Model, r"its Model\(\) is not called"), (Other, r"Task_Test\(\) is not")):
         with pytest.raises(TrainingError, match=told):
             RegisteredModel(kind(), "Points")
+
+
+def test_a_distillation_trains_the_student_alone(eagerly, tmp_path):
+    case = lingvo_sweep.CASES["distillation_task.DistillationTask"]
+    made = trainer(lingvo_sweep.model_of(distillation_task.DistillationTask, case), tmp_path)
+    names = {v.name: v.numpy() for v in made.trained.task.vars.Flatten()}
+    made.train_step()
+    moved = {v.name for v in made.trained.task.vars.Flatten() if v.numpy() != names[v.name]}
+    assert moved == {"task/student/b/var:0", "task/student/m/var:0"}
+
+
+def test_a_backward_pass_of_its_own_is_refused():
+    class Own(small_models.Classifier):
+        def BProp(self):
+            raise AssertionError
+
+    with pytest.raises(TrainingError, match=r"Own\.BProp is not called here, but FPropTower and"):
+        check_params(small_models.trained(Own.Params().Set(name="points")))
 
 
 @pytest.mark.slow
