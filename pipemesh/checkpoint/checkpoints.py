@@ -202,16 +202,16 @@ class Checkpoints:
         folders.remove(path)
         files = folders.publish(temporary, path)
         self._known = path
-        older = folders.to_let_go(self.folder, self._keep, self._keep_best)
-        # One that is being read goes later.
-        gone = [old for old in older if not is_held(old)]
+        gone = list(folders.to_let_go(self.folder, self._keep, self._keep_best))
         if gone:
             # A machine that loses power now must find what replaces them.
             for file in files:
                 _write_through(file)
             _write_through(self.folder)
         for old in gone:
-            folders.remove(old)
+            # One that is being read goes later.
+            if not is_held(old):
+                folders.remove(old)
         steps = folders.steps_of(self.folder)
         folders.list_for_tensorflow(self.folder, [f"ckpt-{step}" for step in steps])
 

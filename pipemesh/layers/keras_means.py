@@ -53,8 +53,15 @@ class WeightedMean:
             The mean, 0 if all weights are 0; and the sum of weights.
 
         Raises:
-            PipelineError: there is no value for each example, or the weights do not fit the values.
+            PipelineError: there is no value for each example, the weights do not fit the values, or
+                a function of Keras itself, which is of one output, gets several.
         """
+        if isinstance(outputs, (Mapping, list, tuple)) and _is_of_keras(self._function):
+            # It would stack them, and take outputs for examples.
+            raise PipelineError(
+                f"{self.name} is of one output, but the model has {len(outputs)}; give a function "
+                "of all labels and outputs that returns a value for each example"
+            )
         if isinstance(labels, tf.Tensor) and isinstance(outputs, tf.Tensor):
             # Another tensor would not have the mask of the outputs, so labels give way.
             labels, function = _fitted(labels, outputs, self._function)
@@ -163,6 +170,12 @@ def metric_mean(owner: str, metric: Any) -> tuple[str, WeightedMean]:
             f"{owner}: a metric cannot be named {name!r}; give a function with a name of its own"
         )
     return name, WeightedMean(f"{owner}: metric {name!r}", function)
+
+
+def _is_of_keras(function: Any) -> bool:
+    """Returns whether a function, or the loss whose method it is, is one of the library."""
+    owner = type(function.__self__) if inspect.ismethod(function) else function
+    return owner is _accuracy or str(getattr(owner, "__module__", "")).startswith("keras.")
 
 
 def _accuracy(labels: Any, outputs: Any) -> Any:

@@ -15,8 +15,9 @@ import lingvo.compat as tf
 from lingvo.core import py_utils
 
 from pipemesh.checkpoint.conversion import convert
+from pipemesh.checkpoint.paths import is_pattern
 from pipemesh.checkpoint.tensors import names_of
-from pipemesh.errors import PipelineError
+from pipemesh.errors import CheckpointError, PipelineError
 from pipemesh.layers.feature_extraction import FeatureExtractionLayer
 from pipemesh.layers.lingvo_stages import boundaries_in, with_stages, without_stages
 
@@ -118,6 +119,7 @@ def lingvo_checkpoint_rules(checkpoint: str, stages: Iterable[Any] | None = None
 
     Raises:
         PipelineError: no variable of the checkpoint lies in a stage, or two lie in one place.
+        CheckpointError: lingvo cannot read it.
 
     Example:
         >>> import tempfile
@@ -127,6 +129,10 @@ def lingvo_checkpoint_rules(checkpoint: str, stages: Iterable[Any] | None = None
         >>> lingvo_checkpoint_rules(path)[path]
         ([('lm/cell_003/w/var(?::0)?$', 'lm/d1/cell_003/w/var')], [])
     """
+    if is_pattern(checkpoint):
+        raise CheckpointError(
+            f"{checkpoint!r}: lingvo reads no checkpoint below a path with [ or \\; move it"
+        )
     names = without_stages((name for name, _ in tf.train.list_variables(checkpoint)), stages)
     rules = [
         (f"{re.escape(ours)}(?::0)?$", name.replace("%", "%%"))

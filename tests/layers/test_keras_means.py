@@ -118,6 +118,15 @@ def test_a_function_of_the_users_is_called_whatever_its_name():
     assert name == "accuracy" and mean(ONE_HOT, LOGITS, None)[0] == 0.75
 
 
+def test_a_function_of_the_users_gets_all_outputs():
+    def both(y_true, y_pred):
+        return tf.abs(y_true[0] - y_pred[0])[:, 0] + tf.abs(y_true[1] - y_pred[1])[:, 0]
+
+    labels = [PROBABILITY, PROBABILITY]
+    mean, total = loss_mean("task", both)(labels, [PROBABILITY + 1, PROBABILITY - 2], None)
+    np.testing.assert_allclose([mean, total], [3, 6], rtol=1e-6)
+
+
 def area(y_true, y_pred):
     """Of the whole batch."""
     return tf.reduce_mean(y_pred)
@@ -134,6 +143,18 @@ def area(y_true, y_pred):
         (lambda: loss_mean("task", {"a": "mse"}), "loss is a dict, .*; give one function of all"),
         (lambda: loss_mean("task", ["mse", "mae"]), "loss is a list, .*; give one function of all"),
         (lambda: metric_means("task", [accuracy, "accuracy"]), "two metrics are named 'accuracy'"),
+        (
+            lambda: loss_mean("task", "mse")([BITS, BITS], [PROBABILITY] * 2, None),
+            "loss 'mse' is of one output, but the model has 2; give a function of all",
+        ),
+        (
+            lambda: loss_mean("task", keras.losses.Huber())([BITS], {"a": PROBABILITY}, None),
+            "is of one output, but the model has 1; give a function of all",
+        ),
+        (
+            lambda: metric_mean("task", "acc")[1]([BITS, BITS], [PROBABILITY] * 2, None),
+            "metric 'acc' is of one output, but the model has 2",
+        ),
         (lambda: metric_mean("task", lambda a, b: a), "cannot be named '<lambda>'"),
         (lambda: loss_mean("task", area)(ONE_HOT, LOGITS, None), "a scalar for the whole batch"),
         (
