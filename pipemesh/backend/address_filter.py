@@ -20,7 +20,7 @@ import socket
 import struct
 from collections.abc import Iterator, Sequence
 
-from pipemesh.backend.addresses import (
+from pipemesh.addresses import (
     LOOPBACK_INTERFACE,
     interfaces_by_address,
     is_loopback,

@@ -10,8 +10,7 @@ from tensorflow.core.protobuf import tensorflow_server_pb2
 # Most of it is not public; TensorFlow's version is pinned.
 from tensorflow.python.eager import context
 
-from pipemesh.backend.address_filter import keep_to
-from pipemesh.backend.addresses import (
+from pipemesh.addresses import (
     check_addresses,
     check_free,
     host_and_port,
@@ -19,6 +18,7 @@ from pipemesh.backend.addresses import (
     own_address,
     use_no_proxy,
 )
+from pipemesh.backend.address_filter import keep_to
 from pipemesh.backend.eager_context import CLIENT, eager_context, is_client
 from pipemesh.errors import DeviceError
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipemesh.backend.addresses import check_addresses
+from pipemesh.addresses import check_addresses
 from pipemesh.errors import DeviceError
 
 TF_CONFIG, SLURM, KUBERNETES = "tf_config", "slurm", "kubernetes"

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Sequence
 
-from pipemesh.backend.addresses import check_free, host_and_port, ips_of, is_loopback, own_ip
+from pipemesh.addresses import (
+    check_free,
+    host_and_port,
+    ips_of,
+    is_loopback,
+    own_address,
+    own_ip,
+)
 from pipemesh.errors import DeviceError
 from pipemesh.hosts import client, watch
 from pipemesh.hosts.cluster import EVERYWHERE, LOOPBACK, Cluster
@@ -68,6 +76,7 @@ def join(wish: Wish, folder: str) -> Joined | None:
         PipemeshError: see `RollCall.agree`.
     """
     port = check_listens(wish.every[wish.index], wish.listen)
+    _say_sources(wish.every, wish.index, wish.listen)
     rosters = Rosters(folder)
     call = RollCall(wish, rosters, client.say)
     try:
@@ -134,6 +143,8 @@ def connect(
         named = joined.roster.cluster
         visitors = [*named.workers, *named.spares]
         joined.call.close()
+    else:
+        _say_sources(addresses, process, listen)
     port = check_listens(own, listen)
     connect_processes(addresses, process, kind)
     _keep(port, visitors, listen)
@@ -221,6 +232,23 @@ def check_listens(own: str, listen: str | None) -> int:
         own_ip(listen, f"--listen={listen}")
     check_free(port, own, "give this process another port")
     return port
+
+
+def _say_sources(addresses: Sequence[str], process: int, listen: str | None) -> None:
+    """Says of which others this process comes from an address that they may not let in."""
+    if listen is None or listen in EVERYWHERE:
+        return
+    own = addresses[process]
+    known = ips_of([own])
+    for number, other in enumerate(addresses):
+        with contextlib.suppress(DeviceError):
+            source = host_and_port(own_address(other))[0]
+            if number != process and source not in known and not is_loopback(source):
+                client.say(
+                    f"process {process} ({own}) comes to process {number} ({other}) from {source}, "
+                    "which is let in there only with --listen=0.0.0.0; if it does not answer, "
+                    f"name this process by {source} in --cluster"
+                )
 
 
 def _keep(port: int, addresses: Sequence[str], listen: str | None) -> None:

@@ -31,7 +31,7 @@ _REMEMBERED = 50
 # TensorFlow's codes, and gRPC's, of a worker that another one lost: of its own part of a step, and
 # of the parts that ended with it.
 _CANCELLED, _UNAVAILABLE = 1, 14
-_IN_TEXT = re.compile(rf"grpc_status:({_CANCELLED}|{_UNAVAILABLE})\b")
+_IN_TEXT = f"grpc_status:{_UNAVAILABLE}"
 # In the same texts: which of them was asked for a tensor, or for its part of a step.
 _ASKED = re.compile(
     r"remote target /job:(\w+)/replica:0/task:(\d+)\S* while calling /tensorflow\.(\S*?)Service/"
@@ -263,7 +263,7 @@ class Watch:
         while error is not None:
             text, code = str(error), getattr(error, "error_code", None)
             # Between workers the code is gRPC's, and stands in the text alone.
-            if code in (_CANCELLED, _UNAVAILABLE) or _IN_TEXT.search(text):
+            if code in (_CANCELLED, _UNAVAILABLE) or _IN_TEXT in text:
                 names: dict[str, str] = {}
                 for job, task, service in _ASKED.findall(text):
                     is_named = job == "worker" and int(task) < len(self._names)
@@ -274,7 +274,7 @@ class Watch:
                 reason = reasons[0].rpartition("last error: ")[2]
                 reason = re.sub(r"^(\(\d+\) )?[A-Z_]+: +", "", reason)[:200]
                 asking, asked = names.get("eager.Eager"), names.get("Worker")
-                whom = f" of {asked}" if asked else ""
+                whom = f" from {asked}" if asked else ""
                 return f"{asking or 'one'} got no answer{whom}: {reason}" if names else reason
             error = error.__cause__
         return ""

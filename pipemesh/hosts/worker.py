@@ -20,7 +20,7 @@ import sys
 import time
 from typing import Any, NoReturn
 
-from pipemesh.backend.addresses import (
+from pipemesh.addresses import (
     check_free,
     interfaces_by_address,
     is_loopback,

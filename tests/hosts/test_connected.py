@@ -1,17 +1,15 @@
 """Connecting with workers that are hard to reach, or that are no workers."""
 
-import concurrent.futures
 import contextlib
 import struct
 import subprocess
 import threading
 
-import grpc
 import pytest
 
 from pipemesh.hosts.health import QUESTION
 from tests.hosts.namespaces import network, why_not
-from tests.hosts.workers import address_of, start
+from tests.hosts.workers import address_of, serving, start
 from tests.warm import warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -81,34 +79,18 @@ def test_a_worker_that_comes_from_another_address_is_named(hosts):
     assert f"which lets in {there.address(1)}, {there.address(2)} and this machine" in told
 
 
-@contextlib.contextmanager
-def half_a_worker():
-    """A server that says that it is well, as one of TensorFlow, and answers nothing else."""
+def test_connecting_has_a_limit_and_names_who_does_not_answer():
+    """The server says that it is well, as one of TensorFlow, and answers nothing else."""
     name = b"/job:worker/replica:0/task:0/device:CPU:0"
     device = bytes([10, len(name)]) + name + bytes([0x31]) + struct.pack("<Q", 7)
     ended = threading.Event()
 
-    class Handler(grpc.GenericRpcHandler):
-        def service(self, details):
-            def answer(request, context):
-                if details.method != QUESTION:
-                    ended.wait(60)
-                return bytes([10, len(device)]) + device
+    def answer(method):
+        if method == QUESTION:
+            return lambda: bytes([10, len(device)]) + device
+        return lambda: b"" * ended.wait(60)
 
-            return grpc.unary_unary_rpc_method_handler(answer)
-
-    server = grpc.server(concurrent.futures.ThreadPoolExecutor(4), handlers=[Handler()])
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    server.start()
-    try:
-        yield address
-    finally:
-        ended.set()
-        server.stop(0).wait()
-
-
-def test_connecting_has_a_limit_and_names_who_does_not_answer():
-    with half_a_worker() as address:
+    with serving(answer) as address:
         done = subprocess.run(
             warm("-m", MODULE, address, "1"),
             capture_output=True,
@@ -116,6 +98,7 @@ def test_connecting_has_a_limit_and_names_who_does_not_answer():
             timeout=60,
             check=False,
         )
+        ended.set()
     assert done.returncode == 3, done.stderr[-3000:]
     told = f"connecting with worker 0 ({address})"
     assert f"pipemesh: {told} has lasted for 1 s\n" in done.stderr

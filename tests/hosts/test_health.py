@@ -1,7 +1,5 @@
 """The question whether a worker is there, and its answers."""
 
-import concurrent.futures
-import contextlib
 import random
 
 import grpc
@@ -9,6 +7,7 @@ import pytest
 
 from pipemesh.hosts import health
 from pipemesh.hosts.health import Health, answer_of_waiting, ask, check_distinct
+from tests.hosts.workers import serving
 
 FOREIGN = "is no worker: a server of another kind answers there"
 
@@ -32,26 +31,10 @@ def test_no_answer_is_so_strange_that_it_is_an_error():
         assert found.trouble or (found.devices and found.start)
 
 
-@contextlib.contextmanager
-def server_of_another_kind(method, answer):
-    class Handler(grpc.GenericRpcHandler):
-        def service(self, details):
-            if details.method != method:
-                return None
-            return grpc.unary_unary_rpc_method_handler(lambda request, context: answer)
-
-    server = grpc.server(concurrent.futures.ThreadPoolExecutor(1), handlers=[Handler()])
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    server.start()
-    try:
-        yield address
-    finally:
-        server.stop(0).wait()
-
-
 @pytest.mark.parametrize("method", [health.QUESTION, "/another/one"])
 def test_a_server_of_another_kind_is_no_worker(method):
-    with server_of_another_kind(method, b"\x0a\xff") as address:
+    answers = {method: lambda: b"\x0a\xff"}
+    with serving(answers.get) as address:
         assert ask([address], 10.0) == [Health(trouble=FOREIGN)]
 
 

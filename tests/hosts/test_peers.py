@@ -18,6 +18,20 @@ def test_others_are_let_in_only_if_it_is_said():
         peers.connect(Cluster(("192.0.2.1:2222",)), 0)
 
 
+def test_a_process_that_comes_from_another_address_says_so(monkeypatch, capfd):
+    """The others drop its packets without an answer."""
+    sources = {"10.0.0.2:1": "10.0.0.1:5", "10.0.0.3:1": "10.0.0.9:5", "127.0.0.1:1": "127.0.0.1:5"}
+    monkeypatch.setattr(peers, "own_address", sources.get)
+    addresses = ["10.0.0.1:1", *sources]
+    peers._say_sources(addresses, 0, None)
+    peers._say_sources(addresses, 0, "0.0.0.0")
+    assert not capfd.readouterr().err
+    peers._say_sources(addresses, 0, "10.0.0.1")
+    told = capfd.readouterr().err
+    assert told.count("\n") == 1
+    assert "process 0 (10.0.0.1:1) comes to process 2 (10.0.0.3:1) from 10.0.0.9" in told
+
+
 def test_there_is_an_address_for_each():
     with pytest.raises(DeviceError, match="this is process 2, but there are 2 addresses"):
         peers.connect(Cluster(("127.0.0.1:2222", "127.0.0.1:2223")), 2)

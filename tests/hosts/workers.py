@@ -1,10 +1,13 @@
 """Workers in processes of their own, to be tested with."""
 
+import concurrent.futures
 import contextlib
 import re
 import subprocess
 import sys
 import threading
+
+import grpc
 
 COMMAND = [sys.executable, "-m", "pipemesh.cli", "worker"]
 SECONDS = 120
@@ -33,6 +36,24 @@ def address_of(worker):
     finally:
         late.cancel()
     raise AssertionError(f"it does not listen: {said}")
+
+
+@contextlib.contextmanager
+def serving(answer):
+    """A server of another kind, and its address; None is no answer to a method of this name."""
+
+    class Handler(grpc.GenericRpcHandler):
+        def service(self, details):
+            content = answer(details.method)
+            return content and grpc.unary_unary_rpc_method_handler(lambda *_: content())
+
+    server = grpc.server(concurrent.futures.ThreadPoolExecutor(4), handlers=[Handler()])
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        yield address
+    finally:
+        server.stop(0).wait()
 
 
 @contextlib.contextmanager

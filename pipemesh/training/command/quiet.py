@@ -35,7 +35,9 @@ def _quiet_native_code() -> Iterator[None]:
             yield
         except BaseException:
             held.seek(0)
-            os.write(stderr, held.read())
+            # The error counts, not whether it can be written.
+            with contextlib.suppress(OSError):
+                os.write(stderr, held.read())
             raise
         finally:
             os.dup2(stderr, 2)

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from pipemesh.backend.addresses import (
+from pipemesh.addresses import (
     check_addresses,
     check_free,
     host_and_port,

@@ -8,6 +8,7 @@ import ipaddress
 import os
 import re
 import socket
+import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -192,35 +193,27 @@ def interfaces_by_address() -> dict[str, int]:
     return found
 
 
-class _Interface(ctypes.Structure):
-    """An element of the list of `getifaddrs`."""
-
-
-_Interface._fields_ = [
-    ("next", ctypes.POINTER(_Interface)),
-    ("name", ctypes.c_char_p),
-    ("flags", ctypes.c_uint),
-    ("address", ctypes.c_void_p),
-]
+# The beginning of C's `struct ifaddrs`: the next element, name, flags and address.
+_ELEMENT = struct.Struct("PPIP")
 # By family, where its bytes begin in C's structure of an address, and how many they are.
 _BYTES = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}
 
 
 def _interfaces() -> Iterator[tuple[str, str]]:
     """Each address of this machine, with the name of its interface."""
-    libc, first = ctypes.CDLL(None, use_errno=True), ctypes.POINTER(_Interface)()
+    libc, first = ctypes.CDLL(None, use_errno=True), ctypes.c_void_p()
     if libc.getifaddrs(ctypes.byref(first)):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     try:
-        element = first
+        element = first.value
         while element:
-            if start := element.contents.address:
-                family = ctypes.c_ushort.from_address(start).value
-                if family in _BYTES:
-                    offset, size = _BYTES[socket.AddressFamily(family)]
-                    content = ctypes.string_at(start + offset, size)
-                    yield socket.inet_ntop(family, content), element.contents.name.decode()
-            element = element.contents.next
+            content = ctypes.string_at(element, _ELEMENT.size)
+            element, name, _, address = _ELEMENT.unpack(content)
+            family = ctypes.c_ushort.from_address(address).value if address else None
+            for known, (offset, size) in _BYTES.items():
+                if family == known:
+                    ip = socket.inet_ntop(known, ctypes.string_at(address + offset, size))
+                    yield ip, ctypes.string_at(name).decode()
     finally:
         libc.freeifaddrs(first)
 
