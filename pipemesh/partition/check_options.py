@@ -8,9 +8,9 @@ from typing import Any, cast
 
 from pipemesh.errors import PartitionError
 from pipemesh.partition.check_schedule import check_schedule
-from pipemesh.partition.costs import Stack, is_sequence
+from pipemesh.partition.costs import Stack, is_sequence, whole
 from pipemesh.partition.memory import REMAT_POLICIES
-from pipemesh.partition.options import Options, choice, positive, whole
+from pipemesh.partition.options import Options, choice, positive
 
 
 def check_options(stack: Stack, num_stages: object, asked: Mapping[str, Any]) -> Options:
@@ -36,6 +36,10 @@ def check_options(stack: Stack, num_stages: object, asked: Mapping[str, Any]) ->
         )
     placed = check_schedule(stages, asked)
     policy = choice("remat", asked["remat"], REMAT_POLICIES)
+    if asked["overlap_transfers"] not in (True, False):
+        raise PartitionError(
+            f"overlap_transfers is {asked['overlap_transfers']!r}, but must be True or False"
+        )
     memory_limit, bandwidth = asked["memory_limit"], asked["bandwidth"]
     if memory_limit is not None:
         memory_limit = positive("memory_limit", memory_limit)
@@ -130,6 +134,10 @@ def _check_counts(layers: int, stages: int, least: int, most: int | None) -> Non
 
 def _groups(same_stage: Sequence[Collection[int]], layers: int) -> tuple[tuple[int, ...], ...]:
     groups: list[tuple[int, ...]] = []
+    if not is_sequence(same_stage):
+        raise PartitionError(
+            f"same_stage is {same_stage!r}, but must be a sequence of groups such as [[0, 3]]"
+        )
     for index, group in enumerate(same_stage):
         name = f"same_stage[{index}]"
         if not isinstance(group, Collection) or isinstance(group, str):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -151,8 +159,9 @@ def _fixed(
 ) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
     if isinstance(fixed, Mapping):
         pinned: list[tuple[int, int]] = []
-        for stage, layer in sorted(cast("Mapping[int, int]", fixed).items()):
-            stage = whole("a stage in fixed", stage, 1)
+        first_layers = cast("Mapping[int, int]", fixed)
+        for stage in sorted(whole("a stage in fixed", stage, 1) for stage in first_layers):
+            layer = first_layers[stage]
             layer = whole(f"the first layer of stage {stage} in fixed", layer, 1)
             if stage >= stages or layer >= layers:
                 raise PartitionError(
@@ -173,6 +182,10 @@ def _fixed(
                 f"{stages - pinned[-1][0]} stages; every stage needs a layer of its own"
             )
         return (), tuple(pinned)
+    if not isinstance(fixed, Collection) or isinstance(fixed, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise PartitionError(
+            f"fixed is {fixed!r}, but must be layers such as [4, 8], or a mapping such as {{1: 4}}"
+        )
     places = sorted({whole("a layer in fixed", layer, 1) for layer in fixed})
     if places and places[-1] >= layers:
         raise PartitionError(

@@ -8,10 +8,10 @@ from fractions import Fraction
 from typing import Any, cast
 
 from pipemesh.errors import PartitionError, ScheduleError
-from pipemesh.partition.costs import is_sequence
+from pipemesh.partition.costs import is_sequence, whole
 from pipemesh.partition.flights import SCHEDULES, in_flight
 from pipemesh.partition.integers import decimal
-from pipemesh.partition.options import Options, positive, round_robin, whole
+from pipemesh.partition.options import Options, positive, round_robin
 from pipemesh.schedule_names import agreed_stages, parse
 
 _FROM_TABLE = ("in_flight", "stage_devices", "at_once")

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from decimal import Decimal
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -125,6 +125,28 @@ def number_problem(value: object) -> str:
     if isinstance(value, Integral) and int(number) != int(value):
         return f"which a float rounds to {number:.0f}; give the costs in a larger unit"
     return ""
+
+
+def whole(name: str, value: object, least: int) -> int:
+    """Checks a whole number.
+
+    Args:
+        name: of the option.
+        value: what was given.
+        least: the smallest number allowed.
+
+    Returns:
+        The number.
+
+    Raises:
+        PartitionError: it is no whole number or too small.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise PartitionError(f"{name} is {value!r}, but must be a whole number, {least} or more")
+    number = int(cast("int", value))
+    if number < least:
+        raise PartitionError(f"{name} is {number}, but must be {least} or more")
+    return number
 
 
 def is_sequence(value: object) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from pipemesh.errors import PartitionError
+from pipemesh.partition.costs import whole
 
 SCHEDULES = (
     "gpipe",
@@ -45,13 +46,16 @@ def in_flight(
         For each stage, the number of microbatches.
 
     Raises:
-        PartitionError: the schedule is not known or does not fit the number of virtual stages.
+        PartitionError: a number is none or below 1, or the schedule is not known or does not fit
+            the number of virtual stages.
 
     Example:
         >>> in_flight("one_f_one_b", num_microbatches=3, num_stages=4)
         (3, 3, 2, 1)
     """
-    stages, microbatches = num_stages, num_microbatches
+    stages = whole("num_stages", num_stages, 1)
+    microbatches = whole("num_microbatches", num_microbatches, 1)
+    whole("num_virtual_stages", num_virtual_stages, 1)
     if schedule not in SCHEDULES:
         raise PartitionError(f"schedule {schedule!r} is not one of {', '.join(SCHEDULES)}")
     if num_virtual_stages > 1 and schedule in ("one_f_one_b", "zb_h1"):

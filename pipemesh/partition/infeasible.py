@@ -141,13 +141,18 @@ def _explain_memory(
                 "limit with virtual stages grew too large; use a larger limit, fewer virtual "
                 "stages, or keep layers together with same_stage"
             )
-    # Virtual stages take a search for each step.
-    for _ in range(_LIMIT_STEPS if options.num_virtual_stages == 1 else _FEW_STEPS):
+    # Until both are the same in a message; what a cut holds is a limit that works, too.
+    for _ in range(_LIMIT_STEPS):
+        if bytes_text(low, up=True) == bytes_text(high, up=True):
+            break
         middle = (low + high) / 2
-        if works(dataclasses.replace(options, memory_limit=middle)):
-            high = middle
-        else:
+        enough = dataclasses.replace(options, memory_limit=middle)
+        if not works(enough):
             low = middle
+            continue
+        held = max(_held(stack, enough, solve)[0])
+        # Long digits are rounded, which may make it too small.
+        high = held if works(dataclasses.replace(options, memory_limit=held)) else middle
     start = _tightest(stack, dataclasses.replace(options, memory_limit=high), solve, limit)
     hints: list[str] = []
     stages = _nearest_stages(stack, options, works, downwards=False)
@@ -162,18 +167,23 @@ def _explain_memory(
     return f"{start}; feasible {', or '.join(hints)}"
 
 
-def _tightest(stack: Stack, enough: Options, solve: Solver, limit: float) -> str:
+def _held(stack: Stack, enough: Options, solve: Solver) -> tuple[list[float], list[int]]:
+    """Bytes that each device holds in the cut found under a limit that allows one, and the cut."""
     problem = build_problem(stack, enough)
     found = solve(problem)
     memory = build_memory(stack, enough, np.arange(stack.num_layers + 1), exact=False)
     assert found is not None and memory is not None
     cut = [int(problem.positions[place]) for place in found[0]]
-    devices = enough.num_devices
-    held = [0.0] * devices
+    held = [0.0] * enough.num_devices
     for stage, (begin, end) in enumerate(itertools.pairwise(cut)):
         units = memory.units(stage, np.asarray(begin), np.asarray(end))
         held[enough.stage_devices[stage]] += float(int(units) * memory.unit)
-    worst = max(range(devices), key=lambda device: held[device])
+    return held, cut
+
+
+def _tightest(stack: Stack, enough: Options, solve: Solver, limit: float) -> str:
+    held, cut = _held(stack, enough, solve)
+    worst = max(range(len(held)), key=lambda device: held[device])
     if enough.num_virtual_stages > 1:
         who = f"device {worst}"
     else:

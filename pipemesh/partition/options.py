@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, cast
-
-import numpy as np
+from typing import Any
 
 from pipemesh.errors import PartitionError
 from pipemesh.partition.costs import number_problem
@@ -139,28 +137,6 @@ def choice(name: str, value: object, known: Sequence[str]) -> str:
     near = nearest(str(value), known)
     hint = f"; did you mean {near!r}?" if near else ""
     raise PartitionError(f"{name} is {value!r}, but must be one of {', '.join(known)}{hint}")
-
-
-def whole(name: str, value: object, least: int) -> int:
-    """Checks a whole number.
-
-    Args:
-        name: of the option.
-        value: what was given.
-        least: the smallest number allowed.
-
-    Returns:
-        The number.
-
-    Raises:
-        PartitionError: it is no whole number or too small.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise PartitionError(f"{name} is {value!r}, but must be a whole number, {least} or more")
-    number = int(cast("int", value))
-    if number < least:
-        raise PartitionError(f"{name} is {number}, but must be {least} or more")
-    return number
 
 
 def positive(name: str, value: object, zero: bool = False) -> float:

@@ -18,7 +18,8 @@ def read_costs(text: str, source: str) -> list[float] | list[LayerCost]:
     """Reads costs from the text of a CSV or JSON file.
 
     JSON is a list of numbers or of objects with `cost` or the fields of `LayerCost`. CSV is one
-    number a line, or has a header with these names, in any order; `name` may come with either. Empty lines and lines that begin with `#` are skipped.
+    number a line, or has a header with these names, in any order; `name` may come with either.
+    Empty lines and lines that begin with `#` are skipped.
 
     Args:
         text: the contents.
@@ -34,6 +35,8 @@ def read_costs(text: str, source: str) -> list[float] | list[LayerCost]:
         >>> read_costs("name,cost\\na,1.5\\nb,2\\n", "costs.csv")
         [1.5, 2.0]
     """
+    if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise PartitionError(f"the text of {source} is {type(text).__name__}, but must be str")
     stripped = text.lstrip("\ufeff").strip()
     if not stripped:
         raise PartitionError(f"{source} is empty; give one cost a line, or a JSON list")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 _BAR_WIDTH = 30
 # Of more stages than this, some are left out of tables.
@@ -22,7 +23,9 @@ def bytes_text(number: float, up: bool = False) -> str:
     for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if number >= 2**power:
             scaled = number / 2**power
-            return f"{math.ceil(scaled * 10 - 1e-6) / 10 if up else scaled:.1f} {unit}"
+            # As a decimal, so that 1.1 is not rounded up to 1.2.
+            rounded = math.ceil(Fraction(repr(float(scaled))) * 10) / 10 if up else scaled
+            return f"{rounded:.1f} {unit}"
     return f"{math.ceil(number) if up else number:g} B"
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import re
 
 from pipemesh.errors import ScheduleError
+from pipemesh.schedule.checks import check_type
 
 KINDS = "FBIWR"
 # Nine digits are plenty, and keep hostile text from making huge numbers.
@@ -40,14 +42,18 @@ class Action:
     slice: int | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS or len(self.kind) != 1:
+        if not isinstance(self.kind, str) or self.kind not in KINDS or len(self.kind) != 1:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ScheduleError(f"action kind is {self.kind!r}; allowed are {', '.join(KINDS)}")
-        if self.stage < 0 or self.microbatch < 0:
+        try:
+            least = min(map(operator.index, (self.stage, self.microbatch, self.slice or 0)))
+        except TypeError:
+            least = -1
+        if least < 0:
+            slice_ = "" if self.slice is None else f", slice {self.slice!r}"
             raise ScheduleError(
-                f"stage {self.stage} and microbatch {self.microbatch} must not be negative"
+                f"stage {self.stage!r}, microbatch {self.microbatch!r}{slice_} must be whole "
+                "numbers from 0 on"
             )
-        if self.slice is not None and self.slice < 0:
-            raise ScheduleError(f"slice {self.slice} must not be negative")
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.piece_text}"
@@ -90,7 +96,7 @@ class Action:
             >>> Action.from_text("1W3")
             Action(stage=1, kind='W', microbatch=3, slice=None)
         """
-        match = _TEXT.fullmatch(text)
+        match = _TEXT.fullmatch(check_type("an action's text", text, str))
         if match is None:
             raise ScheduleError(
                 f"column {misfit(text) + 1}: {text!r} is no action; write stage, kind "

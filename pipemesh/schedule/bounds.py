@@ -54,6 +54,7 @@ import dataclasses
 import heapq
 from collections.abc import Sequence
 
+from pipemesh.schedule.checks import check_counts, check_indices, check_type
 from pipemesh.schedule.costs import Costs, StageCosts
 
 
@@ -82,16 +83,29 @@ def lower_bound(
     Returns:
         The bound, in the unit of the costs; the module says how it is proved.
 
+    Raises:
+        ScheduleError: an argument has another type, length or range.
+
     Example:
         >>> lower_bound(Costs(), (0, 1, 2, 3), 8)
         27.0
         >>> lower_bound(Costs(), (0, 1, 2, 3), 8, memory_limits=[2, 2, 2, 2])
         37.0
     """
-    ways = _Ways.of(costs.per_stage(len(stage_devices)), stage_devices, num_slices)
-    again = list(recomputed or [0] * len(stage_devices))
+    num_microbatches, num_slices = check_counts(
+        num_microbatches=num_microbatches, num_slices=num_slices
+    )
+    stage_devices = check_indices("stage_devices", stage_devices)
+    stage_costs = check_type("costs", costs, Costs).per_stage(len(stage_devices))
+    num_devices = max(stage_devices) + 1
+    if memory_limits is not None:
+        memory_limits = check_indices("memory_limits", memory_limits, num_devices)
+    if recomputed is None:
+        recomputed = [0] * len(stage_devices)
+    again = check_indices("recomputed", recomputed, len(stage_devices), "stage")
+    ways = _Ways.of(stage_costs, stage_devices, num_slices)
     num_pieces = num_microbatches * num_slices
-    devices = range(max(stage_devices) + 1)
+    devices = range(num_devices)
     stages = [[s for s, home in enumerate(stage_devices) if home == device] for device in devices]
     if forward_only:
         return max(

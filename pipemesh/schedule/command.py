@@ -7,8 +7,8 @@ value a stage the costs are taken as they are.
   pipemesh schedule --name zb_h1 --devices 4 --microbatches 8
   pipemesh schedule --compare --devices 4 --microbatches 8 --costs forward=1,backward=2
   pipemesh schedule --name list_schedule --devices 4 --microbatches 8 \\
-      --costs forward=1:1:1:2 --memory-limit 4 --html schedule.html
-  pipemesh schedule --read schedule.csv --svg schedule.svg
+      --costs forward=1:1:1:2 --memory-limit 4 --text schedule.txt
+  pipemesh schedule --read schedule.txt --svg schedule.svg
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pipemesh.schedule.cost_text import costs_from_text
 from pipemesh.schedule.costs import Costs
 from pipemesh.schedule.csv_forms import CSV_FORMS, write_csv
 from pipemesh.schedule.list_schedule import list_schedule
-from pipemesh.schedule.read import read_schedule
+from pipemesh.schedule.read import read_table, text_with_costs
 from pipemesh.schedule.render import memory_to_svg, to_html, to_svg, to_terminal, to_trace
 from pipemesh.schedule.render.axis import number
 from pipemesh.schedule.schedule import Schedule
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--html", "a page with tooltips, summary and memory plot"),
         ("--trace", "a trace for chrome://tracing or ui.perfetto.dev"),
         ("--csv", "the table that torch.distributed.pipelining loads, or see --csv-form"),
-        ("--text", "the table as text that --read and Schedule.from_text read"),
+        ("--text", "the table as text, with its costs, that --read and Schedule.from_text read"),
         ("--memory", "a plot of activations held over time"),
     ):
         out.add_argument(option, metavar="FILE", help=text)
@@ -106,14 +106,23 @@ def run(arguments: argparse.Namespace) -> int:
     parsed = parse(arguments.name) if arguments.name else None
     if parsed is not None and parsed.name == FILE:
         arguments.read = parsed.rest
-    costs = costs_from_text(arguments.costs) if arguments.costs else Costs()
+    given = costs_from_text(arguments.costs) if arguments.costs else None
+    costs = given or Costs()
     if arguments.compare:
         _compare(arguments, costs)
         return 0
     if arguments.read:
-        schedule = _read(arguments)
+        schedule, kept = _read(arguments)
         title = Path(arguments.read).name
-        fitted = fit_costs(costs, schedule.num_devices, schedule.num_stages, schedule.num_slices)
+        if kept is None and not given:
+            print(
+                f"pipemesh: note: {title} does not say the costs that it was made for; every "
+                "forward takes 1 here. Give --costs, or write the table by --text, which keeps "
+                "them",
+                file=sys.stderr,
+            )
+        sizes = schedule.num_devices, schedule.num_stages, schedule.num_slices
+        fitted = kept if kept and not given else fit_costs(costs, *sizes)
     else:
         schedule, fitted = _build(arguments, costs)
         title = arguments.name
@@ -179,13 +188,13 @@ def _build(arguments: argparse.Namespace, costs: Costs) -> tuple[Schedule, Costs
     return schedule, fitted
 
 
-def _read(arguments: argparse.Namespace) -> Schedule:
+def _read(arguments: argparse.Namespace) -> tuple[Schedule, Costs | None]:
     for option in ("devices", "microbatches", "virtual_stages", "memory_limit"):
         if _given(arguments, option):
             raise ScheduleError(
                 f"--{option.replace('_', '-')} does not go with --read; the file says it all"
             )
-    return read_schedule(arguments.read)
+    return read_table(arguments.read)
 
 
 def _report(title: str, timeline: Timeline, color: str) -> str:
@@ -234,7 +243,7 @@ def _write_files(arguments: argparse.Namespace, title: str, timeline: Timeline) 
         ("html", lambda: to_html(timeline, title=title)),
         ("trace", lambda: to_trace(timeline)),
         ("csv", lambda: write_csv(schedule, arguments.csv_form)),
-        ("text", lambda: schedule.to_text() + "\n"),
+        ("text", lambda: text_with_costs(schedule, timeline.costs)),
         ("memory", lambda: memory_to_svg(timeline)),
     ):
         target = getattr(arguments, option)

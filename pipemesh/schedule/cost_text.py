@@ -57,6 +57,21 @@ def costs_from_text(text: str) -> Costs:
     return Costs(**given)
 
 
+def costs_to_text(costs: Costs) -> str:
+    """Writes costs as `costs_from_text` parses them, without loss.
+
+    Example:
+        >>> costs_to_text(Costs(forward=[1, 2.5], backward=2))[:31]
+        'forward=1:2.5,backward=2,input_'
+    """
+    return ",".join(f"{name}={_joined(getattr(costs, name))}" for name in FIELDS)
+
+
+def _joined(value: float | tuple[float, ...]) -> str:
+    values = value if isinstance(value, tuple) else (value,)
+    return ":".join(repr(item).removesuffix(".0") for item in values)
+
+
 def _values(text: str, where: str) -> float | tuple[float, ...]:
     values: list[float] = []
     for item in text.split(":"):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, cast
 
 from pipemesh.errors import ScheduleError
+from pipemesh.schedule.checks import check_counts, short
 
 Cost = float | Sequence[float]
 """One number for every stage, or one number a stage."""
@@ -111,6 +112,7 @@ class Costs:
             >>> Costs(forward=[1, 2], transfer=0.5).per_stage(2).transfer
             (0.5, 0.5)
         """
+        (num_stages,) = check_counts(num_stages=num_stages)
         spread: list[tuple[float, ...]] = []
         for field in dataclasses.fields(self):
             value: Any = getattr(self, field.name)
@@ -145,6 +147,8 @@ class Costs:
             >>> Costs(forward=[2, 4], transfer=1).refined(2).forward
             (1.0, 1.0, 2.0, 2.0)
         """
+
+        pieces, num_slices = check_counts(pieces=pieces, num_slices=num_slices)
 
         def cut(value: Any, divisor: int) -> Any:
             if isinstance(value, tuple):
@@ -185,8 +189,10 @@ class StageCosts:
 
 
 def _checked(name: str, value: Any) -> float | tuple[float, ...]:
-    if isinstance(value, str):
-        raise ScheduleError(f"cost {name} is {value!r}; give a number or one number a stage")
+    if isinstance(value, str | bool | Mapping | Set):
+        raise ScheduleError(
+            f"cost {name} is {short(cast(object, value))}; give a number or one number a stage"
+        )
     try:
         if hasattr(value, "__len__"):
             items = tuple(float(item) for item in value)
@@ -196,11 +202,11 @@ def _checked(name: str, value: Any) -> float | tuple[float, ...]:
         else:
             checked = float(value)
             items = (checked,)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         if isinstance(error, ScheduleError):
             raise
         raise ScheduleError(
-            f"cost {name} is {value!r}; give a number or one number a stage"
+            f"cost {name} is {short(value)}; give a number or one number a stage"
         ) from None
     for index, item in enumerate(items):
         if not (math.isfinite(item) and item >= 0):

@@ -25,12 +25,13 @@ from collections.abc import Iterator, Sequence
 
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule.action import Action
+from pipemesh.schedule.checks import check_type
 from pipemesh.schedule.communication import Receive, Send, Step, insert_transfers
-from pipemesh.schedule.csv_format import LEGS, check_cells, leg_stages, rows_to_csv
+from pipemesh.schedule.csv_format import LEGS, check_cells, leg_stages
 from pipemesh.schedule.lockstep import lockstep
 from pipemesh.schedule.names import check_name
 from pipemesh.schedule.placement import loop, vee
-from pipemesh.schedule.schedule import Schedule
+from pipemesh.schedule.schedule import Schedule, to_csv
 
 CSV_FORMS = ("compute_only", "compute_comms", "zero_bubble")
 """The names of the forms."""
@@ -62,8 +63,8 @@ def write_csv(schedule: Schedule, form: str = "compute_only") -> str:
     """
     check_name("form of CSV", form, CSV_FORMS)
     if form == "compute_only":
-        return rows_to_csv(schedule.rows)
-    check_cells(schedule.rows, form)
+        return to_csv(schedule)
+    check_cells(check_type("schedule", schedule, Schedule).rows, form)
     if form == "compute_comms":
         return "".join(",".join(_with_sums(row)) + "\n" for row in insert_transfers(schedule))
     return _zero_bubble(schedule)

@@ -9,8 +9,8 @@ from pipemesh.errors import ScheduleError
 from pipemesh.schedule.action import Action
 from pipemesh.schedule.blocks import even_blocks
 from pipemesh.schedule.builders import BUILDERS, build
+from pipemesh.schedule.checks import check_counts, check_number
 from pipemesh.schedule.costs import Costs
-from pipemesh.schedule.counts import check_counts
 from pipemesh.schedule.greedy import Policy, greedy
 from pipemesh.schedule.improve import improve
 from pipemesh.schedule.problem import MemoryLimit, limits_of, placements_of
@@ -95,7 +95,7 @@ def list_schedule(
         if best is None or _score(timeline) < _score(best):
             best = timeline
     assert best is not None, "one microbatch at a time always fits"
-    trials = min(effort, _BUDGET // sum(map(len, best.schedule.rows)))
+    trials = min(int(check_number("effort", effort)), _BUDGET // sum(map(len, best.schedule.rows)))
     return validate(improve(best.schedule, costs, limits, trials))
 
 

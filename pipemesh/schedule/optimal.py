@@ -20,8 +20,8 @@ from fractions import Fraction
 
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule.bounds import lower_bound
+from pipemesh.schedule.checks import check_counts, check_number
 from pipemesh.schedule.costs import Costs, StageCosts
-from pipemesh.schedule.counts import check_counts
 from pipemesh.schedule.exact_process import answer, check_installed
 from pipemesh.schedule.list_schedule import list_schedule
 from pipemesh.schedule.problem import MemoryLimit, limits_of, placements_of
@@ -102,8 +102,7 @@ def optimal_schedule(
     num_devices, num_microbatches, workers = check_counts(
         num_devices=num_devices, num_microbatches=num_microbatches, workers=workers
     )
-    if not time_limit > 0:
-        raise ScheduleError(f"time_limit is {time_limit}; it must be a number of seconds above 0")
+    time_limit = check_number("time_limit", time_limit, above=True)
     placements = placements_of(costs, num_devices, num_virtual_stages, stage_devices)
     limits = limits_of(memory_limit, placements[0], num_devices, num_microbatches)
     _check_durations(costs.per_stage(len(placements[0])))

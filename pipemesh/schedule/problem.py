@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import cast
 
 from pipemesh.errors import ScheduleError
+from pipemesh.schedule.checks import check_counts, check_indices, check_type, short
 from pipemesh.schedule.costs import Costs
-from pipemesh.schedule.counts import check_counts
 from pipemesh.schedule.placement import loop, vee
 
 MemoryLimit = int | Sequence[int] | None
@@ -38,8 +39,9 @@ def placements_of(
         >>> placements_of(Costs(), 2, 2, None)
         [(0, 1, 0, 1), (0, 1, 1, 0)]
     """
+    check_type("costs", costs, Costs)
     if stage_devices is not None:
-        devices = tuple(operator.index(device) for device in stage_devices)
+        devices = check_indices("stage_devices", stage_devices)
         if sorted(set(devices)) != list(range(num_devices)):
             raise ScheduleError(
                 f"stage_devices is {devices}; every device from 0 to {num_devices - 1} "
@@ -88,25 +90,19 @@ def limits_of(
     stages = [list(stage_devices).count(device) for device in range(num_devices)]
     if memory_limit is None:
         return tuple(count * num_microbatches for count in stages)
-    try:
-        limits = (
-            [operator.index(limit) for limit in memory_limit]
-            if isinstance(memory_limit, Sequence)
-            else [operator.index(memory_limit)] * num_devices
-        )
-    except TypeError:
-        raise ScheduleError(
-            f"memory_limit is {memory_limit!r}; give an integer or one a device"
-        ) from None
-    if len(limits) != num_devices:
-        raise ScheduleError(
-            f"memory_limit has {len(limits)} values for {num_devices} devices; "
-            "give one number, or one a device"
-        )
+    if hasattr(memory_limit, "__len__"):
+        limits = check_indices("memory_limit", memory_limit, num_devices)
+    else:
+        try:
+            limits = (operator.index(cast(int, memory_limit)),) * num_devices
+        except TypeError:
+            raise ScheduleError(
+                f"memory_limit is {short(memory_limit)}; give an integer or one a device"
+            ) from None
     for device, (limit, count) in enumerate(zip(limits, stages, strict=True)):
         if limit < count:
             raise ScheduleError(
                 f"memory_limit of device {device} is {limit}, but it has {count} stages and must "
                 f"hold one microbatch of each; it must be at least {count}"
             )
-    return tuple(limits)
+    return limits

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
 
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule.action import Action
+from pipemesh.schedule.checks import check_indices
 from pipemesh.schedule.costs import Costs
 from pipemesh.schedule.schedule import Schedule
 from pipemesh.schedule.simulate import simulate
@@ -60,7 +61,10 @@ def recompute(
         raise ScheduleError("the schedule has no backward actions; there is nothing to recompute")
     if schedule.recomputed():
         raise ScheduleError("the schedule has recomputations already; give it without any R")
-    chosen = set(range(schedule.num_stages)) if stages is None else set(stages)
+    every = range(schedule.num_stages)
+    if stages is not None:
+        every = check_indices("stages", list(stages) if isinstance(stages, Set) else stages)
+    chosen = set(every)
     for stage in sorted(chosen):
         if not 0 <= stage < schedule.num_stages:
             raise ScheduleError(
@@ -69,11 +73,9 @@ def recompute(
     rows = tuple(tuple(_with_recomputation(row, chosen)) for row in schedule.rows)
     late = simulate(dataclasses.replace(schedule, rows=rows), costs)
     least = late.peak_activations
-    limits = least if memory_limits is None else tuple(memory_limits)
-    if len(limits) != len(least):
-        raise ScheduleError(
-            f"memory_limits has {len(limits)} values, but there are {len(least)} devices"
-        )
+    limits = least
+    if memory_limits is not None:
+        limits = check_indices("memory_limits", memory_limits, len(least))
     for device, (limit, need) in enumerate(zip(limits, least, strict=True)):
         if limit < need:
             raise ScheduleError(

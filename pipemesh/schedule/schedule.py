@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule.action import Action, parse_cell
+from pipemesh.schedule.checks import check_counts, check_indices, check_type
 from pipemesh.schedule.csv_format import rows_from_csv, rows_to_csv
 
 _LABEL = re.compile(r"\s*(\d{1,9}):", re.ASCII)
@@ -43,8 +44,21 @@ class Schedule:
 
     def __post_init__(self) -> None:
         # Lists are welcome; tuples keep the value hashable.
-        object.__setattr__(self, "rows", tuple(tuple(row) for row in self.rows))
-        object.__setattr__(self, "stage_devices", tuple(self.stage_devices))
+        try:
+            rows = tuple(tuple(row) for row in self.rows)
+        except TypeError:
+            rows = ((self.rows,),)
+        for row in rows:
+            for strange in set(map(type, row)) - {Action}:
+                raise ScheduleError(
+                    f"rows hold a {strange.__name__}; they must hold, for each device, its actions "
+                    "(Schedule.from_text reads them from text)"
+                )
+        object.__setattr__(self, "rows", rows)
+        devices = check_indices("stage_devices", self.stage_devices)
+        object.__setattr__(self, "stage_devices", devices)
+        for name in ("num_microbatches", "num_slices"):
+            object.__setattr__(self, name, *check_counts(**{name: getattr(self, name)}))
         for stage, device in enumerate(self.stage_devices):
             if not 0 <= device < len(self.rows):
                 raise ScheduleError(
@@ -191,7 +205,8 @@ class Schedule:
             2
         """
         rows: list[tuple[Action, ...]] = []
-        for number, line in enumerate(text.splitlines(), start=1):
+        lines = check_type("the text of a schedule", text, str).splitlines()
+        for number, line in enumerate(lines, start=1):
             if line.strip() and not line.lstrip().startswith("#"):
                 rows.append(_parse_row(line, number, len(rows)))
         return from_rows(rows)
@@ -287,7 +302,7 @@ def to_csv(schedule: Schedule) -> str:
         0F0,0B0
         1F0,1B0
     """
-    return rows_to_csv(schedule.rows)
+    return rows_to_csv(check_type("schedule", schedule, Schedule).rows)
 
 
 def from_csv(text: str) -> Schedule:
@@ -311,7 +326,7 @@ def from_csv(text: str) -> Schedule:
         0: 0F0 0B0
         1: 1F0 1B0
     """
-    return from_rows(rows_from_csv(text))
+    return from_rows(rows_from_csv(check_type("the CSV of a schedule", text, str)))
 
 
 def _parse_row(line: str, number: int, device: int) -> tuple[Action, ...]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule.action import KINDS
+from pipemesh.schedule.checks import check_number, check_type
 from pipemesh.schedule.costs import Costs
+from pipemesh.schedule.names import check_name
 from pipemesh.schedule.schedule import Schedule
 from pipemesh.schedule.table import NOTHING, compile_table, deadlock_error
 from pipemesh.schedule.timeline import Timeline
@@ -58,17 +61,15 @@ def simulate_sharing(
         >>> [simulate_sharing(gpipe(2, 4), costs, cores=n).makespan for n in (2, 1.5, 1)]
         [15.0, 18.0, 24.0]
     """
-    if not (cores > 0 and math.isfinite(cores)):
-        raise ScheduleError(f"cores is {cores}; it must be a number above 0")
-    if not 0 <= crowding <= 1:
-        raise ScheduleError(f"crowding is {crowding}; it must be a number from 0 to 1")
-    costs = costs or Costs()
+    cores = check_number("cores", cores, above=True)
+    crowding = check_number("crowding", crowding, most=1)
+    table = compile_table(schedule)
+    costs = Costs() if costs is None else check_type("costs", costs, Costs)
     stages, number = schedule.num_stages, schedule.num_pieces
     stage_costs = costs.per_stage(stages)
     durations = stage_costs.durations()
     work = [value for kind in KINDS for value in durations[kind]]
     load = [value for kind in KINDS for value in _loads_of(loads, kind, stages)]
-    table = compile_table(schedule)
     forward_lag = list(stage_costs.transfer)
     lag = forward_lag + ([0.0, *forward_lag[:-1]] * (len(KINDS) - 1))
 
@@ -147,13 +148,18 @@ def _busy(wanted: float, cores: float, crowding: float) -> float:
 
 def _loads_of(loads: Loads, kind: str, stages: int) -> Sequence[float]:
     """One load a stage for a kind of action."""
-    value = loads.get(kind, 1.0) if isinstance(loads, Mapping) else loads
-    found = [float(value)] * stages if isinstance(value, int | float) else list(value)
+    value: Any = loads
+    if isinstance(loads, Mapping):
+        for name in loads:
+            check_name("kind of action in loads", name, KINDS)
+        value = loads.get(kind, 1.0)
+    name = f"the load of {kind}"
+    if not hasattr(value, "__len__") or isinstance(value, str):
+        return [check_number(name, value)] * stages
+    found = [check_number(name, item) for item in value]
     if len(found) != stages:
         raise ScheduleError(
-            f"the load of {kind} has {len(found)} values, but the schedule has {stages} stages; "
+            f"{name} has {len(found)} values, but the schedule has {stages} stages; "
             "give one number, or one value a stage"
         )
-    if not all(math.isfinite(number) and number >= 0 for number in found):
-        raise ScheduleError(f"the load of {kind} is {found}; loads are numbers of cores from 0 on")
     return found

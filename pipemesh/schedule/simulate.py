@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import random
 
-from pipemesh.errors import ScheduleError
 from pipemesh.schedule.action import KINDS
+from pipemesh.schedule.checks import check_number, check_type
 from pipemesh.schedule.costs import Costs
 from pipemesh.schedule.schedule import Schedule
 from pipemesh.schedule.table import NOTHING, compile_table, deadlock_error
@@ -42,11 +41,10 @@ def simulate(
         >>> simulate(one_f_one_b(4, 8), Costs(forward=1, backward=2)).makespan
         33.0
     """
-    if not (math.isfinite(jitter) and 0 <= jitter <= 1):
-        raise ScheduleError(f"jitter is {jitter}; it must be from 0 to 1")
-    costs = costs or Costs()
-    stage_costs = costs.per_stage(schedule.num_stages)
+    jitter = check_number("jitter", jitter, most=1)
     table = compile_table(schedule)
+    costs = Costs() if costs is None else check_type("costs", costs, Costs)
+    stage_costs = costs.per_stage(schedule.num_stages)
     # Indexed by code // num_pieces, which is kind * num_stages + stage.
     durations = stage_costs.durations()
     duration = [value for kind in KINDS for value in durations[kind]]
@@ -55,7 +53,7 @@ def simulate(
     # A result of stage s crosses the boundary above s going forward, the one below going back.
     forward_lag = list(stage_costs.transfer)
     lag = forward_lag + ([0.0, *forward_lag[:-1]] * (len(KINDS) - 1))
-    factor = random.Random(seed).uniform
+    factor = random.Random(check_type("seed", seed, int)).uniform
 
     unknown = -1.0
     end = [unknown] * table.num_codes

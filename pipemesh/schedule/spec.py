@@ -6,6 +6,7 @@ import dataclasses
 
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule.builders.registry import BUILDERS, SLICED, build
+from pipemesh.schedule.checks import check_indices
 from pipemesh.schedule.read import read_schedule
 from pipemesh.schedule.schedule import Schedule
 from pipemesh.schedule_names import FILE, SEARCHED, parse
@@ -88,6 +89,7 @@ class ScheduleSpec:
             >>> ScheduleSpec.from_text("zb_v").for_stages(4, 4).num_devices
             2
         """
+        (num_stages,) = check_indices("num_stages", [num_stages])
         if self.table is not None and self.table.num_stages == num_stages:
             return self.build(self.table.num_devices, num_microbatches)
         num_devices, rest = divmod(num_stages, self.stages_a_device)

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule.action import KINDS, Action
+from pipemesh.schedule.checks import check_type
 from pipemesh.schedule.excerpt import excerpt
 from pipemesh.schedule.schedule import Schedule
 
@@ -59,13 +60,7 @@ def compile_table(schedule: Schedule) -> Table:
     Raises:
         ScheduleError: names device, tick and action, and shows the rows around it.
     """
-    if schedule.num_microbatches < 1:
-        raise ScheduleError(
-            f"num_microbatches is {schedule.num_microbatches}; it must be at least 1"
-        )
-    if schedule.num_slices < 1:
-        raise ScheduleError(f"num_slices is {schedule.num_slices}; it must be at least 1")
-    if not schedule.stage_devices:
+    if not check_type("schedule", schedule, Schedule).stage_devices:
         raise ScheduleError("the schedule has no stages; it must have at least 1")
     _check_size(schedule)
     ticks, codes = _place(schedule)

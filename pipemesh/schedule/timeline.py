@@ -11,6 +11,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
+from pipemesh.errors import ScheduleError
 from pipemesh.schedule.action import Action
 from pipemesh.schedule.bounds import lower_bound
 from pipemesh.schedule.costs import Costs
@@ -75,7 +76,7 @@ class Timeline:
     @cached_property
     def bubble(self) -> tuple[float, ...]:
         """For each device its idle time within the makespan, before, between and after actions."""
-        return tuple(max(0.0, self.makespan - busy) for busy in self.busy)
+        return tuple(self._idle(self.makespan - busy) for busy in self.busy)
 
     @cached_property
     def own_span_bubble(self) -> tuple[float, ...]:
@@ -85,10 +86,13 @@ class Timeline:
         can start while a late one still works, and only this bubble costs time.
         """
         return tuple(
-            # Round-off is no time.
-            max(0.0, (ends[-1] - starts[0] if ends else 0.0) - busy)
+            self._idle((ends[-1] - starts[0] if ends else 0.0) - busy)
             for starts, ends, busy in zip(self.starts, self.ends, self.busy, strict=True)
         )
+
+    def _idle(self, time: float) -> float:
+        """An idle time, of which round-off is none."""
+        return time if time > 1e-12 * self.makespan else 0.0
 
     @property
     def total_bubble(self) -> float:
@@ -242,6 +246,9 @@ class Timeline:
             (time, pairs held from then on) at every change, in order of time. A peak that lasts no
             time has an entry of its own, before the one of the same time that lasts.
 
+        Raises:
+            ScheduleError: there is no such device.
+
         Example:
             >>> from pipemesh.schedule import gpipe, simulate
             >>> simulate(gpipe(1, 2)).activations(0)
@@ -249,6 +256,10 @@ class Timeline:
         """
         changes: list[tuple[float, int]] = []
         forward_only = self.schedule.is_forward_only
+        if device not in range(self.schedule.num_devices):
+            raise ScheduleError(
+                f"device is {device!r}; it must be from 0 to {self.schedule.num_devices - 1}"
+            )
         row = self.schedule.rows[device]
         again = recomputed_of_row(row)
         times = zip(self.starts[device], self.ends[device], strict=True)

@@ -1,12 +1,14 @@
 """Costs: what is left out, and what is none."""
 
 import math
+from decimal import Decimal
+from fractions import Fraction
 
 import numpy as np
 import pytest
 
 from pipemesh.errors import PartitionError
-from pipemesh.partition import LayerCost
+from pipemesh.partition import LayerCost, partition
 from pipemesh.partition.costs import as_stack
 
 
@@ -64,3 +66,15 @@ def test_wrong_numbers_are_named(fields, message):
 def test_costs_that_are_none_are_named(costs, message):
     with pytest.raises(PartitionError, match=message):
         as_stack(costs)
+
+
+def test_any_kind_of_number_is_a_cost():
+    kinds = [Fraction(1, 2), Decimal("1.5"), np.float32(2.5), np.int64(3)]
+    assert as_stack(kinds).forward.tolist() == [0.5, 1.5, 2.5, 3.0]
+    layer = LayerCost(Decimal("0.5"), None, Fraction(5), Decimal(4), np.int64(3), Fraction(1))
+    assert (layer.total, as_stack([layer] * 2).shared_bytes.tolist()) == (1.5, [0.0, 1.0])
+    options = {"memory_limit": Decimal(1000), "num_microbatches": np.int32(4), "remat": "full"}
+    plan = partition(
+        [layer] * 4, 2, speeds=[Fraction(1, 2), 2], bandwidth=Fraction(3, 2), **options
+    )
+    assert plan == partition([layer] * 4, 2, speeds=[0.5, 2], bandwidth=1.5, **options)

@@ -37,6 +37,16 @@ def test_memory_names_the_stage_what_it_needs_and_the_nearest_settings():
     partition(LAYERS, 4, remat="full", **options)
 
 
+@pytest.mark.parametrize("options", [{}, {"num_virtual_stages": 2}, {"remat": "full"}])
+def test_the_limit_that_is_named_is_the_least_that_works(options):
+    layers = [LayerCost(1.0, parameter_bytes=10, activation_bytes=5, boundary_bytes=1)] * 8
+    stages = 2 * options.get("num_virtual_stages", 1)
+    text = message_of(layers, stages, num_microbatches=8, memory_limit=30, **options)
+    limit = int(re.search(r"memory_limit of (\d+) B", text)[1])
+    partition(layers, stages, num_microbatches=8, memory_limit=limit, **options)
+    message_of(layers, stages, num_microbatches=8, memory_limit=limit - 1, **options)
+
+
 def test_more_microbatches_of_the_same_batch_help_1f1b():
     options = {"memory_limit": 8 * GIB}
     text = message_of(LAYERS, 4, num_microbatches=4, **options)

@@ -8,6 +8,7 @@ import pytest
 
 from pipemesh.errors import PartitionError
 from pipemesh.partition import in_flight
+from pipemesh.partition.costs import whole
 from pipemesh.partition.flights import at_once
 from pipemesh.partition.options import (
     CONSTRAINTS,
@@ -15,7 +16,6 @@ from pipemesh.partition.options import (
     choice,
     positive,
     round_robin,
-    whole,
 )
 
 GIVEN = {

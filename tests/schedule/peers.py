@@ -91,7 +91,7 @@ def stage(index, num_stages):
 
 
 def differences(folder, rank, table, text, form):
-    """The greatest difference of a gradient here, and of the loss, from those of the plain model."""
+    """How far the loss, and the gradients of this process, are from those of the plain model."""
     torch.manual_seed(99)
     inputs, target = torch.randn(2, 2 * table.num_microbatches, WIDTH)
     plain = torch.nn.Sequential(*map(layer, range(table.num_stages)))

@@ -147,6 +147,44 @@ def test_a_small_screen_shows_all_of_a_page_in_light_and_in_the_dark(tmp_path, d
         )
 
 
+def test_a_long_page_scrolls_beside_the_names_and_has_all_numbers(tmp_path):
+    """Of 100 microbatches and more each cell has its number, if only from below upwards."""
+    table = simulate(zb_v(4, 128))
+    page = tmp_path / "page.html"
+    page.write_text(to_html(table).replace("</body>", SCROLLED + "</body>"), encoding="utf-8")
+    dom = chromium(tmp_path / "profile", "--window-size=1280,900", "--dump-dom", page.as_uri())
+    found = json.loads(re.search(r'<pre id="probe">(.*?)</pre>', dom, re.DOTALL)[1])
+    assert found["numbers"] == found["cells"] == 4 * 6 * 128
+    assert not found["wide"] and found["box"][0] > 1280 and found["box"][1] < 900
+    assert found["moved"] == ["translate(500 0)"] * 2
+    assert not found["outside"]
+
+
+SCROLLED = """
+<script>
+requestAnimationFrame(() => {
+const box = document.querySelector('.scroll');
+box.scrollLeft = 500;
+box.dispatchEvent(new Event('scroll'));
+const cells = [...document.querySelectorAll('rect.cell')];
+const numbers = cells.map(cell => cell.parentNode.querySelector('text')).filter(text => text);
+const outside = numbers.filter(text => {
+  const [a, b] = [text, text.parentNode.querySelector('rect')].map(e => e.getBoundingClientRect());
+  return a.left < b.left - 1 || a.right > b.right + 1 || a.top < b.top - 1 ||
+    a.bottom > b.bottom + 1;
+});
+const out = document.createElement('pre');
+out.id = 'probe';
+out.textContent = JSON.stringify({cells: cells.length, numbers: numbers.length,
+  wide: document.documentElement.scrollWidth > innerWidth,
+  box: [box.scrollWidth, box.clientHeight], outside: outside.length,
+  moved: [...box.querySelectorAll('g.names')].map(g => g.getAttribute('transform'))});
+document.body.append(out);
+});
+</script>
+"""
+
+
 def test_a_screenshot_shows_the_colours(tmp_path):
     picture, shot = tmp_path / "picture.svg", tmp_path / "shot.png"
     picture.write_text(to_svg(timeline()))

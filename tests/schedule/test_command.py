@@ -144,3 +144,31 @@ def test_a_broken_file_is_named_with_line_and_column(tmp_path, capsys):
     file.write_bytes(b"\xff\xfe")
     assert run("--read", str(file)) == 2
     assert "it is not UTF-8 text" in capsys.readouterr().err
+
+
+def test_text_keeps_the_costs_and_csv_says_that_it_has_none(tmp_path, capsys):
+    text, table = str(tmp_path / "a.txt"), str(tmp_path / "a.csv")
+    words = ["--costs", "f=1:1:1:2,t=0.1", "--memory-limit", "4", "--text", text, "--csv", table]
+    assert run("--name", "list_schedule", *SIZE, *words) == 0
+    searched = capsys.readouterr().out
+    first = next(line for line in searched.splitlines() if line.startswith("makespan"))
+    for words in (["--read", text], ["--read", table, "--costs", "f=1:1:1:2,t=0.1"]):
+        assert run(*words) == 0
+        found = capsys.readouterr()
+        assert first in found.out and not found.err
+    assert run("--read", table) == 0
+    found = capsys.readouterr()
+    assert first not in found.out
+    assert "note: a.csv does not say the costs" in found.err
+    # What is given counts more than what is kept.
+    assert run("--read", text, "--costs", "f=1") == 0
+    assert "costs a stage: F 1, B 2" in capsys.readouterr().out
+    (tmp_path / "a.txt").write_text("# costs of an action: forward=x\n0: 0F0 0B0\n")
+    assert run("--read", text) == 2
+    assert "a.txt: costs, column 1: 'x' is no number" in capsys.readouterr().err
+
+
+def test_round_off_is_no_bubble(capsys):
+    words = ("--devices", "1", "--microbatches", "8", "--costs", "f=0.1,b=0.3")
+    assert run("--name", "1f1b", *words) == 0
+    assert "bubble 0 (0.0%), largest own-span bubble 0," in capsys.readouterr().out

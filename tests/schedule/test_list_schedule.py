@@ -134,7 +134,7 @@ def test_stages_follow_from_costs_or_placement():
         ((Costs([1, 2]), 2, 4), {"num_virtual_stages": 2}, "has 2 values, .* 4 stages"),
         ((Costs(), 2, 4, 0), {}, "memory_limit of device 0 is 0, .* at least 1"),
         ((Costs(), 2, 4, [2, 1]), {"num_virtual_stages": 2}, "device 1 is 1, .* at least 2"),
-        ((Costs(), 2, 4, [1, 2, 3]), {}, "memory_limit has 3 values for 2 devices"),
+        ((Costs(), 2, 4, [1, 2, 3]), {}, "memory_limit has 3 values, but there are 2 devices"),
         ((Costs(), 2, 4, 1.5), {}, "memory_limit is 1.5; give an integer"),
         ((Costs(), 2, 4), {"stage_devices": [0, 0]}, "every device from 0 to 1"),
         ((Costs(), 2, 4), {"stage_devices": [0, 1, 2]}, "every device from 0 to 1"),

@@ -94,7 +94,7 @@ def test_without_the_solver_the_error_says_how_to_get_it():
     [
         ((Costs(), 0, 1), {}, "num_devices is 0"),
         ((Costs(), 2, 2), {"workers": 0}, "workers is 0"),
-        ((Costs(), 2, 2), {"time_limit": 0}, "time_limit is 0; it must be a number of seconds"),
+        ((Costs(), 2, 2), {"time_limit": 0}, "time_limit is 0; it must be a number above 0"),
         ((Costs(), 2, 2), {"time_limit": float("nan")}, "time_limit is nan"),
         ((Costs(1, 1), 2, 2, 0), {}, "memory_limit of device 0 is 0"),
         ((Costs([1, 0]), 2, 2), {}, "cost forward of stage 1 is 0.0; .* above 0, at least 4e-08"),

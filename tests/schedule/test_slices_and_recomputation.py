@@ -172,7 +172,7 @@ def test_a_slice_as_text():
     for text, column in (("2F0.", 5), ("2F0.x", 5), ("2F0,1", 4), ("2F.1", 3)):
         with pytest.raises(ScheduleError, match=f"column {column}:"):
             Action.from_text(text)
-    with pytest.raises(ScheduleError, match="slice -1 must not be negative"):
+    with pytest.raises(ScheduleError, match="slice -1 must be whole numbers from 0 on"):
         Action(0, "F", 0, -1)
 
 

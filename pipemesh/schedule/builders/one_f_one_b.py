@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule.action import Action
-from pipemesh.schedule.counts import check_counts
+from pipemesh.schedule.checks import check_counts
 from pipemesh.schedule.placement import loop
 from pipemesh.schedule.schedule import Schedule
 from pipemesh.schedule.validate import validate

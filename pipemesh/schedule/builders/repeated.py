@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipemesh.schedule.counts import check_counts
+from pipemesh.schedule.checks import check_counts
 from pipemesh.schedule.placement import vee
 from pipemesh.schedule.repeat import repeated
 from pipemesh.schedule.schedule import Schedule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipemesh.schedule.action import Action
 from pipemesh.schedule.builders.one_f_one_b import one_f_one_b
-from pipemesh.schedule.counts import check_counts
+from pipemesh.schedule.checks import check_counts
 from pipemesh.schedule.placement import loop
 from pipemesh.schedule.schedule import Schedule
 from pipemesh.schedule.validate import validate

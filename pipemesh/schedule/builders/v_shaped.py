@@ -6,7 +6,7 @@ from collections import deque
 
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule.action import Action
-from pipemesh.schedule.counts import check_counts
+from pipemesh.schedule.checks import check_counts
 from pipemesh.schedule.placement import vee
 from pipemesh.schedule.schedule import Schedule
 from pipemesh.schedule.validate import validate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pipemesh.schedule.action import Action
-from pipemesh.schedule.counts import check_counts
+from pipemesh.schedule.checks import check_counts
 from pipemesh.schedule.placement import loop
 from pipemesh.schedule.schedule import Schedule
 from pipemesh.schedule.validate import validate

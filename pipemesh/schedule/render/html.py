@@ -34,6 +34,8 @@ body { font-family: 'DejaVu Sans', Verdana, Arial, sans-serif; font-size: 14px; 
 h1 { font-size: 20px; }
 h2 { font-size: 16px; margin-top: 28px; }
 .scroll { overflow-x: auto; }
+/* The scroll bar of what is wider than a screen stays in view. */
+@media screen { .long { overflow: auto; max-height: calc(100vh - 48px); } }
 table { border-collapse: collapse; }
 svg { display: block; }
 p { overflow-wrap: anywhere; }
@@ -54,6 +56,13 @@ for (const shape of document.querySelectorAll('svg rect.cell, svg path')) {
   shape.dataset.tip = title.textContent;
   shape.setAttribute('aria-label', title.textContent);
   title.remove();
+}
+// The names of the rows stay in view.
+for (const box of document.querySelectorAll('.scroll')) {
+  const names = box.querySelectorAll('g.names');
+  box.addEventListener('scroll', () => {
+    for (const group of names) group.setAttribute('transform', `translate(${box.scrollLeft} 0)`);
+  });
 }
 document.addEventListener('pointermove', event => {
   const text = event.target.dataset && event.target.dataset.tip;
@@ -118,7 +127,7 @@ def to_html(
 <body>
 <h1>{escape(title)}</h1>
 {_summary(shown)}
-<div class="scroll">
+<div class="scroll{" long" if until * scale > _WIDTH else ""}">
 {timelines}
 <h2>Memory{", predicted" if measured else ""}</h2>
 {memory_to_svg(timeline, scale=scale, until=until)}</div>

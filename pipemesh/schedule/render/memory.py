@@ -5,9 +5,9 @@ from __future__ import annotations
 from pipemesh.schedule.render.palette import AXIS_LINE, EDGE, GRID, INK_TEXT
 from pipemesh.schedule.render.svg import (
     LEFT,
-    device_label,
     fitting_scale,
     header,
+    names,
     time_axis,
 )
 from pipemesh.schedule.timeline import Timeline
@@ -55,7 +55,6 @@ def memory_to_svg(
         peak = timeline.peak_activations[device]
         y_peak = floor - peak / top * _PANEL
         parts += [
-            device_label(device, floor - _PANEL / 2),
             f"<line class='grid' x1='{LEFT}' y1='{floor}' x2='{LEFT + plot:.1f}' y2='{floor}' "
             f"stroke='{GRID}'/>",
             f"<path class='held' d='{_curve(timeline, device, scale, floor, _PANEL / top)}' "
@@ -66,6 +65,8 @@ def memory_to_svg(
             f"<text {INK_TEXT} x='{LEFT + plot + 8:.1f}' y='{y_peak:.1f}' "
             f"dominant-baseline='central'>peak {peak}</text>",
         ]
+    middles = [_TOP + d * (_PANEL + _GAP) + _PANEL / 2 for d in range(num_devices)]
+    parts += names(middles, _PANEL + _GAP)
     parts += time_axis(timeline, scale, _TOP + num_devices * (_PANEL + _GAP), end)
     return "\n".join([*parts, "</svg>\n"])
 

@@ -34,6 +34,8 @@ _CHARACTER = 6.6
 
 _NARROWEST = 24.0
 """Pixels of a cell that is not in need of more."""
+_UPRIGHT = 13.0
+"""Pixels of a cell whose text is turned by a quarter, so that it runs upwards."""
 _HAIR = 1.0
 """Pixels that a brief action is widened to where nothing follows it closely."""
 
@@ -86,6 +88,9 @@ def to_svg(
         f"<text {MUTED_TEXT} x='{LEFT + plot + 96:.1f}' y='{TOP - 8}'>held at most</text>",
         *_rows(timeline, scale, plot),
         *_cells(timeline, scale),
+        *names(
+            [TOP + device * (ROW + GAP) + ROW / 2 for device in range(schedule.num_devices)], ROW
+        ),
         *time_axis(timeline, scale, TOP + schedule.num_devices * (ROW + GAP), end),
         "</svg>\n",
     ]
@@ -113,7 +118,7 @@ def fitting_scale(
 
     full = scale_for((max(_width(label_of(s)) + 6, _NARROWEST), s.end - s.start) for s in spans)
     numbers = scale_for(
-        ((_width(s.action.piece_text) + 2, s.end - s.start) for s in spans), negligible=0.25
+        ((_number_room(s.action.piece_text), s.end - s.start) for s in spans), negligible=0.25
     )
     return min(full or 1.0, max(numbers, width / end), widest / end)
 
@@ -126,6 +131,16 @@ def label_of(span: Span) -> str:
 def _width(label: str) -> float:
     """Pixels that a label takes."""
     return sum(11.0 if character == "W" else 7.0 for character in label)
+
+
+def _number_room(number: str) -> float:
+    """Pixels of a cell that shows a number: a long one is turned."""
+    across = _width(number) + 2
+    return across if across <= _UPRIGHT + 3 or not _fits_upright(number) else _UPRIGHT
+
+
+def _fits_upright(label: str) -> bool:
+    return _width(label) <= ROW - 2
 
 
 def describe(span: Span) -> str:
@@ -174,12 +189,25 @@ def time_axis(timeline: Timeline, scale: float, y: float, end: float) -> list[st
     return parts
 
 
-def device_label(device: int, y: float) -> str:
-    """The name of a row, left of the plot, centred on height `y`."""
-    return (
+def names(heights: Sequence[float], row: float) -> list[str]:
+    """The names of the devices, left of the plot, in a group that a page can keep in view.
+
+    Args:
+        heights: for each device that of the middle of its row.
+        row: how high rows are.
+    """
+    labels = [
         f"<text {INK_TEXT} x='{LEFT - 8}' y='{y:.1f}' text-anchor='end' "
         f"dominant-baseline='central'>device {device}</text>"
+        for device, y in enumerate(heights)
+    ]
+    top = min(heights) - row / 2
+    height = max(heights) + row / 2 - top
+    paper = (
+        f"<rect class='paper' x='0' y='{top:.1f}' width='{LEFT - 2}' height='{height:.1f}' "
+        f"fill='{PAPER}'/>"
     )
+    return ["<g class='names'>", paper, *labels, "</g>"]
 
 
 def _legend_width(kind: str) -> float:
@@ -208,7 +236,6 @@ def _rows(timeline: Timeline, scale: float, plot: float) -> list[str]:
         share = bubble / timeline.makespan if timeline.makespan else 0.0
         # The band behind a row makes idle time visible as such.
         parts += [
-            device_label(device, y + ROW / 2),
             f"<rect class='band' x='{LEFT}' y='{y}' width='{timeline.makespan * scale:.1f}' "
             f"height='{ROW}' fill='{BAND}'/>",
             f"<text {INK_TEXT} x='{LEFT + plot + 12:.1f}' y='{y + ROW / 2}' "
@@ -237,14 +264,17 @@ def _cells(timeline: Timeline, scale: float) -> list[str]:
         label = label_of(span)
         if _width(label) > width - 2:
             label = action.piece_text
+        is_turned = _width(label) > width - 2
         parts.append(
             f"<g><rect class='cell' x='{x:.2f}' y='{y}' width='{width:.2f}' height='{ROW}' "
             f"fill='{background}' stroke='{PAPER}' stroke-width='{min(1.0, width / 8):.2f}'>"
             f"<title>{describe(span)}</title></rect>"
         )
-        if _width(label) <= width - 2:
+        if not is_turned or (width >= _UPRIGHT and _fits_upright(label)):
+            middle = f"{x + width / 2:.2f}", f"{y + ROW / 2}"
+            turn = f"transform='rotate(-90 {' '.join(middle)})' " if is_turned else ""
             parts.append(
-                f"<text x='{x + width / 2:.2f}' y='{y + ROW / 2}' text-anchor='middle' "
+                f"<text x='{middle[0]}' y='{middle[1]}' {turn}text-anchor='middle' "
                 f"dominant-baseline='central' fill='{front}' pointer-events='none'>{label}</text>"
             )
         parts.append("</g>")

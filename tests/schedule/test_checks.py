@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipemesh.errors import ScheduleError
-from pipemesh.schedule.counts import check_counts
+from pipemesh.schedule.checks import check_counts
 
 NUMPY = st.sampled_from([int, np.int8, np.int32, np.uint64])
 
