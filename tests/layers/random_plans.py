@@ -74,12 +74,19 @@ class Plan:
         is_simd = self.is_named and draw.random() < 0.25
         name = draw.choice(("gpipe", "looped_bfs") if is_simd else SCHEDULES)
         least = {"interleaved_one_f_one_b": places, "dual_pipe_v": 2 * places}.get(name, 1)
-        microbatches = [n for n in (1, 2, 4, 8) if not n % least] or [1, 8]
+        most = 8 // dict(axes).get("data", 1)
+        microbatches = [n for n in (1, 2, 4, 8) if n <= most and not n % least] or [1, 8]
         stages = places * NAMES[name].stages_a_device
-        self.num_blocks = draw.randint(max(2, stages - 2), stages + 2)
-        number = self.num_blocks + 2 if self.is_named else self.num_blocks
-        cuts = draw.sample(range(1, number), min(stages, number) - 1)
-        self.bounds = [0, *sorted(cuts), number]
+        # The embedding and the head of a named stack are layers besides its blocks.
+        more = 2 if self.is_named else 0
+        self.num_blocks = draw.randint(max(2, stages - more), stages + 2)
+        if is_simd:
+            self.num_blocks = stages * draw.randint(1, 2)
+        number = self.num_blocks + more
+        cuts = sorted(draw.sample(range(1, number), stages - 1))
+        if is_simd:
+            cuts = [1 + i * self.num_blocks // stages for i in range(1, stages)]
+        self.bounds = [0, *cuts, number]
         self.tied = self.is_named and draw.random() < 0.3
         self.options: dict[str, Any] = {
             "schedule": name,
@@ -121,9 +128,16 @@ class Plan:
 
     def plain(self) -> Result:
         """Results of the stack without a pipeline."""
-        key = self.is_named, self.num_blocks, self.tied
+        dtype, whole = self.options.get("fprop_dtype"), [0, self.bounds[-1]]
+        key = self.is_named, self.num_blocks, self.tied, dtype
         if key not in _plain:
-            _plain[key] = self._run(self._stack(SeqLayer, [0, self.bounds[-1]]), 1)
+            params = self._stack(SeqLayer, whole)
+            if dtype is not None:
+                # Random numbers of plain TensorFlow depend on the dtype.
+                options = {"loss_inside": True, "lowering": "placement", "pipelined": False}
+                options |= {"fprop_dtype": dtype, "num_micro_batches": 1}
+                params = self._stack(PipeliningLayer, whole, **options)
+            _plain[key] = self._run(params, 1)
         return _plain[key]
 
     def planned(self) -> Result:
