@@ -255,7 +255,7 @@ class _Given:
         if beyond:
             self.notes.append(
                 f"{self.path}: {name} {', '.join(beyond)} plays no part: the model has "
-                f"{vocab_size:,} tokens, the first is 0"
+                f"the ids 0 to {vocab_size - 1}"
             )
         return tuple(each for each in found if each < vocab_size)
 

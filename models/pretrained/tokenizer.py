@@ -13,8 +13,9 @@ from models.pretrained.config import Config, WeightsError, json_object
 from pipemesh.errors import install
 
 JSON, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
-# Options, and tokens that were added to those of the tokenizer.
+# Options, and older files for two of them: tokens that were added, and special ones by name.
 OPTIONS, ADDED = "tokenizer_config.json", "added_tokens.json"
+SPECIAL = "special_tokens_map.json"
 # Special tokens in the options, in the order in which those without an id get one; then lists.
 _NAMED = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
@@ -67,9 +68,9 @@ def _within(found: Tokenizer, size: int, vocab_size: int) -> Tokenizer:
         most = max(ids, default=0)
         if most >= vocab_size:
             raise WeightsError(
-                f"a text has the token {most} ({found.decode([most])!r}), but the model has "
-                f"{vocab_size:,} tokens, the first is 0; leave it out, or give the tokenizer that "
-                f"belongs to the model in place of {found.path!r}"
+                f"a text has the token {most} ({found.decode([most])!r}), but the model has the "
+                f"ids 0 to {vocab_size - 1}; leave it out, or give the tokenizer that belongs to "
+                f"the model in place of {found.path!r}"
             )
         return ids
 
@@ -93,9 +94,13 @@ class _Options:
     """
 
     def __init__(self, folder: str) -> None:
-        self.path, added = (os.path.join(folder, name) for name in (OPTIONS, ADDED))
-        self._values = json_object(self.path) if os.path.exists(self.path) else {}
-        self._added = json_object(added) if os.path.exists(added) else {}
+        paths = [os.path.join(folder, name) for name in (OPTIONS, ADDED, SPECIAL)]
+        self.path = paths[0]
+        self._values, self._added, special = (
+            json_object(path) if os.path.exists(path) else {} for path in paths
+        )
+        if "added_tokens_decoder" not in self._values:
+            self._values |= special
 
     def flag(self, name: str, default: bool) -> bool:
         """Returns a flag; null is the default."""
@@ -108,9 +113,10 @@ class _Options:
     def tokens(self) -> Iterator[tuple[Mapping[str, Any], int | None]]:
         """Yields arguments of an `AddedToken` and its id, or None for an id that is free."""
         values = [self._values.get(name) for name in _NAMED]
-        for name in _LISTS:
-            values += self._values.get(name) or ()
         try:
+            for name in _LISTS:
+                more = self._values.get(name) or ()
+                values += more.values() if isinstance(more, dict) else more
             special = [
                 _arguments(each if isinstance(each, dict) else {"content": each})
                 for each in values

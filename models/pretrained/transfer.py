@@ -29,7 +29,7 @@ _BESIDE = (
     tokenizer.SENTENCEPIECE,
     tokenizer.OPTIONS,
     tokenizer.ADDED,
-    "special_tokens_map.json",
+    tokenizer.SPECIAL,
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",

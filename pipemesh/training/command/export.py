@@ -22,7 +22,7 @@ from pipemesh.training.command.plan_flags import OF_PIPELINES
 
 FLAGS = flags.FLAGS
 
-_OF_PLANS = ("mesh_shape", "layout", "allow_idle", "plain", *OF_PIPELINES)
+_OF_PLANS = ("mesh_shape", "layout", "allow_idle", *OF_PIPELINES)
 _OF_PLANS += ("strict_devices", "trace_schedule", *NAMES)
 # What it takes besides its own flags, and why not those of a plan.
 TAKEN = frozenset(given_texts.TAKEN).difference(_OF_PLANS, ["ids"])

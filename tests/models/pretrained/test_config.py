@@ -73,7 +73,7 @@ def test_tokens_beyond_the_vocabulary_play_no_part(tmp_path):
     """Every text was refused where one ends texts, as in files of small models of a large one."""
     config = of_values(LLAMA | {"vocab_size": 9, "bos_token_id": 9, "eos_token_id": [2, 99]})
     assert (config.bos, config.eos) == (None, (2,))
-    told = "config.json: {} plays no part: the model has 9 tokens, the first is 0"
+    told = "config.json: {} plays no part: the model has the ids 0 to 8"
     assert config.notes == (told.format("bos_token_id 9"), told.format("eos_token_id 99"))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 99]}')
     ends, (note,) = ends_of(str(tmp_path), config)

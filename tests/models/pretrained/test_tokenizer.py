@@ -59,6 +59,7 @@ def test_tokens_that_were_added_have_the_ids_of_transformers(tmp_path):
         ),
         ({"pad_token": "[PAD]"}, {"<|im|>": number}),
         ({"additional_special_tokens": ["<|im|>"]}, {}),
+        ({"extra_special_tokens": {"image_token": "<|im|>"}}, {}),
     ):
         options.write_text(json.dumps(values | {"tokenizer_class": "PreTrainedTokenizerFast"}))
         added.write_text(json.dumps(more))
@@ -67,6 +68,10 @@ def test_tokens_that_were_added_have_the_ids_of_transformers(tmp_path):
         ids = ours.encode(text)
         assert ids == theirs(text)["input_ids"], values
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True), values
+    (tmp_path / tokenizer.SPECIAL).write_text('{"sep_token": "<|im|>"}')
+    options.write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert tokenizer.load(str(tmp_path), MODEL).encode(text) == theirs(text)["input_ids"]
     added.write_text(json.dumps({"<|im|>": 20}))
     with pytest.raises(
         WeightsError, match=r"token '<\|im\|>', id 20, has the id 8 in .*save the to"
@@ -85,7 +90,7 @@ def test_a_token_that_the_model_lacks_is_named(tmp_path):
     assert "has 8 tokens, but the model has 4: texts that have one of the others are ref" in note
     assert found.encode("the cat") == [1, 2, 3]
     with pytest.raises(
-        WeightsError, match=r"a text has the token 6 \('mat'\), but the model has 4"
+        WeightsError, match=r"a text has the token 6 \('mat'\), but the model has the ids 0 to 3"
     ):
         found.encode("the mat")
     assert tokenizer.load(str(tmp_path), MODEL).notes == ()
