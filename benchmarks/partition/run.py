@@ -91,10 +91,10 @@ def speed(repeats):
     layers = [
         LayerCost(
             float(random.random()),
-            None,
-            float(random.integers(1, 100)) * 1e6,
-            float(random.integers(1, 100)) * 1e5,
-            float(random.random()) * 1e7,
+            backward=None,
+            parameter_bytes=float(random.integers(1, 100)) * 1e6,
+            activation_bytes=float(random.integers(1, 100)) * 1e5,
+            boundary_bytes=float(random.random()) * 1e7,
         )
         for _ in range(10_000)
     ]

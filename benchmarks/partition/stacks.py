@@ -124,7 +124,12 @@ def resnet152():
             stack.append(block(f"group{group}_block{index}", parts, size, 4 * inner))
             before = 4 * inner
     classes = LayerCost(
-        2 * 2048 * 1000, None, BYTES * 2048 * 1000, BYTES * 3048, BYTES * 1000, name="classes"
+        2 * 2048 * 1000,
+        backward=None,
+        parameter_bytes=BYTES * 2048 * 1000,
+        activation_bytes=BYTES * 3048,
+        boundary_bytes=BYTES * 1000,
+        name="classes",
     )
     return [*stack, classes]
 
@@ -144,10 +149,10 @@ def unet():
         stack.append(
             LayerCost(
                 part.forward,
-                None,
-                part.parameter_bytes,
-                part.activation_bytes,
-                part.boundary_bytes + skips,
+                backward=None,
+                parameter_bytes=part.parameter_bytes,
+                activation_bytes=part.activation_bytes,
+                boundary_bytes=part.boundary_bytes + skips,
                 name=name,
             )
         )
@@ -195,7 +200,14 @@ def amoebanet():
         outputs = filters * 4
         stack.append(block(f"cell{index}", parts, size, outputs))
         before = outputs
-    classes = LayerCost(2 * before * 1000, None, BYTES * before * 1000, 0, 2000, name="classes")
+    classes = LayerCost(
+        2 * before * 1000,
+        backward=None,
+        parameter_bytes=BYTES * before * 1000,
+        activation_bytes=0,
+        boundary_bytes=2000,
+        name="classes",
+    )
     return [*stack, classes]
 
 

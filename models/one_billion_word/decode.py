@@ -83,11 +83,12 @@ def _model(own: Collection[str] = ()) -> tuple[Any, str, Any]:
 
     Flags that are `own` are not taken from the training.
     """
-    from models.one_billion_word import about, command_line
-    from models.one_billion_word.train import start_together
     from pipemesh.checkpoint import Manifest
     from pipemesh.training.command.evaluate import checkpoint_of
     from pipemesh.training.command.together import of_chief
+
+    from . import about, command_line
+    from .train import start_together
 
     command_line.take_up(command_line.FLAGS.checkpoint, own, tells=False)
     request = command_line.request()
@@ -100,9 +101,10 @@ def _model(own: Collection[str] = ()) -> tuple[Any, str, Any]:
 
 def _subject(request: Any, path: str, there: Any) -> tuple[Any, Any]:
     """The model, and how it spells text."""
-    from models.one_billion_word.train import Text, make_subject
-    from models.one_billion_word.vocabulary import Vocabulary
     from pipemesh.training.command.decode import Tokens
+
+    from .train import Text, make_subject
+    from .vocabulary import Vocabulary
 
     words = Vocabulary(there.vocabulary)
     # Experts have room for all tokens, so that no text depends on what comes with it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from models.pretrained import transfer
+from . import transfer
 
 
 def run(arguments: argparse.Namespace) -> int:

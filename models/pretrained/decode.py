@@ -35,8 +35,9 @@ class _Model(NamedTuple):
 
     def tokens(self, length: int) -> Any:
         """How texts are spelled that have so many tokens, or fewer if the model has no more."""
-        from models.pretrained import config as configs
         from pipemesh.training.command.decode import Tokens
+
+        from . import config as configs
 
         return Tokens(
             self.encode,
@@ -120,10 +121,11 @@ def _model(own: Collection[str] = ()) -> _Model:
     """The model that flags name; those that are `own` are not taken from the training."""
     from absl import flags
 
-    from models.pretrained import config as configs
     from pipemesh.checkpoint import Manifest
     from pipemesh.training.command import model_flags, training_flags
     from pipemesh.training.command.evaluate import checkpoint_of
+
+    from . import config as configs
 
     values = flags.FLAGS
     folder = model_flags.logdir()
@@ -148,8 +150,9 @@ def _params() -> Any:
 
 def _spelling(ids: bool, folder: str, config: Any) -> tuple[Callable[[str], Any], Any]:
     """How texts become tokens, and how tokens become texts."""
-    from models.pretrained import tokenizer
     from pipemesh.training.command.flags import FlagError
+
+    from . import tokenizer
 
     if ids:
         return _ids_of, lambda found: " ".join(map(str, found))

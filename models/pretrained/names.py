@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from models.pretrained.config import Config, WeightsError
 from pipemesh.text import nearest
+
+from .config import Config, WeightsError
 
 # What the task is called, whose weights are named after it.
 TASK = "language_model"

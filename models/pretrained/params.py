@@ -8,17 +8,18 @@ from typing import Any
 from lingvo import model_registry
 from lingvo.core import base_model_params, learner, schedule
 
-from models.one_billion_word.named_transformer import NamedBlock, NamedEmbedding, NamedSoftmax
-from models.one_billion_word.params import cut, optimizer_of, stack_of
-from models.one_billion_word.task import LanguageModel
-from models.pretrained import config as configs
-from models.pretrained import names
-from models.pretrained.config import Config, WeightsError
-from models.pretrained.text import heldout_dataset, train_dataset
 from pipemesh.errors import DataError, PlanError
 from pipemesh.layers import DatasetInput, named
 from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
+
+from ..one_billion_word.named_transformer import NamedBlock, NamedEmbedding, NamedSoftmax
+from ..one_billion_word.params import cut, optimizer_of, stack_of
+from ..one_billion_word.task import LanguageModel
+from . import config as configs
+from . import names
+from .config import Config, WeightsError
+from .text import heldout_dataset, train_dataset
 
 
 class PretrainedParams(base_model_params.SingleTaskModelParams):
@@ -36,7 +37,7 @@ class PretrainedParams(base_model_params.SingleTaskModelParams):
     # What the file says, if there is none.
     CONFIG: Config | None = None
     # The program that continues texts.
-    DECODED_BY = "models.pretrained.decode"
+    DECODED_BY = f"{__package__}.decode"
     PLAN = Plan(Mesh.from_text("layers:2"), num_microbatches=4)
     PIPELINED = True
     STRICT_DEVICES = False
@@ -220,6 +221,6 @@ class Llama(PretrainedParams):
 
 # By the type that a file says, the name of the class.
 MODELS = {
-    "gpt2": "models.pretrained.params.Gpt2",
-    "llama": "models.pretrained.params.Llama",
+    "gpt2": f"{__name__}.Gpt2",
+    "llama": f"{__name__}.Llama",
 }

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from models.pretrained.config import WeightsError, json_object
 from pipemesh.checkpoint.whole_file import write_whole
 from pipemesh.errors import SaveError, install
+
+from .config import WeightsError, json_object
 
 try:
     # Before the files are opened: by it NumPy knows bfloat16.

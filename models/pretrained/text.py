@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from models.pretrained import config as configs
-from models.pretrained import tokenizer
 from pipemesh.errors import DataError
+
+from . import config as configs
+from . import tokenizer
 
 
 def rows_of(path: str, folder: str, length: int) -> dict[str, np.ndarray]:

@@ -9,8 +9,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from models.pretrained.config import Config, WeightsError, json_object
 from pipemesh.errors import install
+
+from .config import Config, WeightsError, json_object
 
 JSON, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
 # Options, and older files for two of them: tokens that were added, and special ones by name.

@@ -13,15 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from models.pretrained import config as configs
-from models.pretrained import names, safetensors_file, tokenizer
-from models.pretrained.config import Config, WeightsError
-from models.pretrained.names import Weight
-from models.pretrained.safetensors_file import DTYPES, TensorFiles
 from pipemesh.checkpoint import Folder, Manifest, newest
 from pipemesh.checkpoint.folder import list_for_tensorflow, path_of
 from pipemesh.checkpoint.whole_file import write_whole
 from pipemesh.errors import CheckpointError, SaveError
+
+from . import config as configs
+from . import names, safetensors_file, tokenizer
+from .config import Config, WeightsError
+from .names import Weight
+from .safetensors_file import DTYPES, TensorFiles
 
 # What may lie beside weights, and goes with them.
 _BESIDE = (
@@ -232,9 +233,10 @@ def _note_of(logdir: str, config: Config, model: str | None) -> dict[str, Any]:
     """What the manifest notes: the model, as a training of it would, and that there is no more."""
     # First: on some systems lingvo cannot be loaded without it.
     import pipemesh.layers  # noqa: F401  # isort: skip
-    from models.pretrained.params import MODELS, PretrainedParams
     from pipemesh.training.registered import RegisteredModel, find_model
     from pipemesh.training.saving import WEIGHTS_ONLY
+
+    from .params import MODELS, PretrainedParams
 
     name = model or MODELS[config.model_type]
     if "" not in sys.path and os.getcwd() not in sys.path:

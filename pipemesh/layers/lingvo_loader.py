@@ -172,8 +172,9 @@ def close_variable_stores() -> None:
             with opened(default_store) as store:
                 yield store
         except BaseException:
-            for name in set(surrounding or ()) - known:
-                del surrounding[name]
+            if surrounding is not None:
+                for name in set(surrounding) - known:
+                    del surrounding[name]
             raise
         finally:
             graph.lingvo_variable_store = surrounding

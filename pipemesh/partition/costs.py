@@ -52,6 +52,7 @@ class LayerCost:
     """
 
     forward: float
+    _: dataclasses.KW_ONLY
     backward: float | None = None
     parameter_bytes: float = 0
     activation_bytes: float = 0

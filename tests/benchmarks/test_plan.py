@@ -16,7 +16,17 @@ BATCH, LAYERS = 32, 7
 @pytest.mark.slow
 def test_a_model_is_built_and_timed_with_figures_that_are_there(tmp_path):
     """No plan is measured; the model under the plain plan is."""
-    costs = [LayerCost(0.001, 0.002, 1e6, 1e5, 1e4, name=f"l{n}") for n in range(LAYERS)]
+    costs = [
+        LayerCost(
+            0.001,
+            backward=0.002,
+            parameter_bytes=1e6,
+            activation_bytes=1e5,
+            boundary_bytes=1e4,
+            name=f"l{n}",
+        )
+        for n in range(LAYERS)
+    ]
     figures = Figures(tuple(figures_of_costs(costs, BATCH)), cores=2.0, batch=BATCH)
     path = tmp_path / "figures.json"
     path.write_text(figures.to_json(), encoding="utf-8")
@@ -29,7 +39,17 @@ def test_a_model_is_built_and_timed_with_figures_that_are_there(tmp_path):
 
 def test_plans_are_drawn_by_their_seed_without_those_that_are_fitted(modules_of):
     (run,) = modules_of("plan", "run")
-    costs = [LayerCost(0.001, 0.002, 1e6, 1e5, 1e4, name=f"l{n}") for n in range(LAYERS)]
+    costs = [
+        LayerCost(
+            0.001,
+            backward=0.002,
+            parameter_bytes=1e6,
+            activation_bytes=1e5,
+            boundary_bytes=1e4,
+            name=f"l{n}",
+        )
+        for n in range(LAYERS)
+    ]
     figures = Figures(tuple(figures_of_costs(costs, BATCH)), cores=2.0, batch=BATCH)
     first, second = run.plans_of(figures, 1), run.plans_of(figures, 2)
     assert first != second and sorted(map(str, first)) == sorted(map(str, second))

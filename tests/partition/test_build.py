@@ -24,7 +24,16 @@ def test_a_boundary_is_allowed_where_it_cuts_no_group(layers, groups):
         assert (place in allowed) == (not any(g[0] < place <= g[-1] for g in groups))
 
 
-LAYERS = [LayerCost(n / 10, n + 0.2, 8.0, 4.0, 3 * n / 10) for n in range(7)]
+LAYERS = [
+    LayerCost(
+        n / 10,
+        backward=n + 0.2,
+        parameter_bytes=8.0,
+        activation_bytes=4.0,
+        boundary_bytes=3 * n / 10,
+    )
+    for n in range(7)
+]
 
 
 def test_times_are_those_of_the_layers_at_the_speed_and_share_of_each_stage():

@@ -57,7 +57,7 @@ def test_a_wrong_option_says_what_is_allowed(num_layers, num_stages, options, me
         partition([1.0] * num_layers, num_stages, **options)
 
 
-LAYERS = [LayerCost(1, 2, 3, 4, 5)] * 4
+LAYERS = [LayerCost(1, backward=2, parameter_bytes=3, activation_bytes=4, boundary_bytes=5)] * 4
 V = {"in_flight": (4, 3, 2, 1), "stage_devices": (0, 1, 1, 0)}
 
 

@@ -28,7 +28,7 @@ def test_a_schedule_that_does_not_fit_says_what_would(num_layers, num_stages, op
         partition([1.0] * num_layers, num_stages, **options)
 
 
-LAYERS = [LayerCost(1, 2, 3, 4, 5)] * 6
+LAYERS = [LayerCost(1, backward=2, parameter_bytes=3, activation_bytes=4, boundary_bytes=5)] * 6
 V = {"in_flight": (4, 3, 2, 1), "stage_devices": (0, 1, 1, 0)}
 
 

@@ -14,7 +14,7 @@ from pipemesh.partition.costs import as_stack
 
 def test_backward_is_twice_forward_unless_given():
     assert LayerCost(2.0).total == 6.0
-    assert LayerCost(2.0, 0.0).total == 2.0
+    assert LayerCost(2.0, backward=0.0).total == 2.0
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,14 @@ def test_costs_that_are_none_are_named(costs, message):
 def test_any_kind_of_number_is_a_cost():
     kinds = [Fraction(1, 2), Decimal("1.5"), np.float32(2.5), np.int64(3)]
     assert as_stack(kinds).forward.tolist() == [0.5, 1.5, 2.5, 3.0]
-    layer = LayerCost(Decimal("0.5"), None, Fraction(5), Decimal(4), np.int64(3), Fraction(1))
+    layer = LayerCost(
+        Decimal("0.5"),
+        backward=None,
+        parameter_bytes=Fraction(5),
+        activation_bytes=Decimal(4),
+        boundary_bytes=np.int64(3),
+        shared_bytes=Fraction(1),
+    )
     assert (layer.total, as_stack([layer] * 2).shared_bytes.tolist()) == (1.5, [0.0, 1.0])
     options = {"memory_limit": Decimal(1000), "num_microbatches": np.int32(4), "remat": "full"}
     plan = partition(

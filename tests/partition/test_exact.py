@@ -48,7 +48,9 @@ def stacks(draw, most=10):
     )
     layers = draw(st.lists(layer, min_size=1, max_size=most))
     if sum(layer.total for layer in layers) == 0:
-        layers[0] = LayerCost(1, 1, 1, 1, 1)
+        layers[0] = LayerCost(
+            1, backward=1, parameter_bytes=1, activation_bytes=1, boundary_bytes=1
+        )
     return layers
 
 
@@ -227,7 +229,10 @@ def test_what_any_table_says_with_any_combination_of_options(data):
 @pytest.mark.parametrize("name", ["zb_v", "interleaved"])
 def test_a_memory_limit_moves_layers_between_the_stages_of_a_v_and_of_a_loop(name):
     # Layers that keep much come first: in both tables the first stage holds them longest.
-    layers = [LayerCost(1, 2, 1, 8 - index, 1) for index in range(8)]
+    layers = [
+        LayerCost(1, backward=2, parameter_bytes=1, activation_bytes=8 - index, boundary_bytes=1)
+        for index in range(8)
+    ]
     facts = simulate(build(name, 2, 4)).for_partition()
     free = partition(layers, 4, **facts)
     assert free.device_costs == (12.0, 12.0)
@@ -245,10 +250,10 @@ def _stack_of(random, count):
     return [
         LayerCost(
             float(time),
-            None,
-            float(random.integers(1, 9)),
-            float(random.integers(1, 9)),
-            float(random.integers(0, 4)),
+            backward=None,
+            parameter_bytes=float(random.integers(1, 9)),
+            activation_bytes=float(random.integers(1, 9)),
+            boundary_bytes=float(random.integers(0, 4)),
         )
         for time in times
     ]

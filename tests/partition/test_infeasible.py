@@ -111,5 +111,10 @@ def test_what_is_too_large_for_a_table_names_the_device_and_a_limit_that_works()
     with pytest.raises(
         PartitionError, match=r"device \d needs .* from a memory_limit of"
     ) as caught:
-        partition([LayerCost(1, 2, 3, 4, 5)] * 6, 4, memory_limit=20, **facts)
+        partition(
+            [LayerCost(1, backward=2, parameter_bytes=3, activation_bytes=4, boundary_bytes=5)] * 6,
+            4,
+            memory_limit=20,
+            **facts,
+        )
     assert "stages," not in str(caught.value) and "microbatches" not in str(caught.value)

@@ -35,7 +35,16 @@ def layers_of(seed, digits):
         numbers = random.random(4) * 9
         numbers = numbers / 700 if digits is None else numbers.round(digits)
         parameters, kept, output, shared = numbers.tolist()
-        layers.append(LayerCost(1, 1, parameters, max(kept, shared), output, shared))
+        layers.append(
+            LayerCost(
+                1,
+                backward=1,
+                parameter_bytes=parameters,
+                activation_bytes=max(kept, shared),
+                boundary_bytes=output,
+                shared_bytes=shared,
+            )
+        )
     return layers
 
 

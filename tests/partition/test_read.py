@@ -17,7 +17,10 @@ from pipemesh.partition.read import read_costs
         ("Forward, name\n1, 'a'\n", [LayerCost(1.0, name="'a'")]),
         (
             "name,forward,backward,parameter_bytes\na,1,,8\nb,2,3,\n",
-            [LayerCost(1, None, 8, name="a"), LayerCost(2, 3, name="b")],
+            [
+                LayerCost(1, backward=None, parameter_bytes=8, name="a"),
+                LayerCost(2, backward=3, name="b"),
+            ],
         ),
         ("1\r2\r", [1, 2]),
         ('[{"cost": 1, "name": "a"}, {"cost": 2}]', [1, 2]),

@@ -63,7 +63,7 @@ def test_cheap_boundaries_are_preferred_over_even_compute():
 
 
 def test_recomputation_costs_a_forward_pass_except_where_the_policy_spares_it():
-    layers = [LayerCost(1, 2)] * 2
+    layers = [LayerCost(1, backward=2)] * 2
     assert partition(layers, 2, remat="full").stage_costs == (4.0, 4.0)
     assert partition(layers, 2, remat="except_last").stage_costs == (4.0, 3.0)
     late = partition(layers, 2, remat="except_last", schedule="gpipe", num_microbatches=4)
@@ -191,7 +191,10 @@ def test_virtual_stages_with_numbers_beyond_floats():
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("remat", ["none", "full", "except_last"])
 def test_a_name_and_its_table_give_the_same_partition(name, remat):
-    layers = [LayerCost(1, 2, 3, number % 3, 1) for number in range(10)]
+    layers = [
+        LayerCost(1, backward=2, parameter_bytes=3, activation_bytes=number % 3, boundary_bytes=1)
+        for number in range(10)
+    ]
     table = build(name, 2, 4)
     options = {"remat": remat, "memory_limit": 90}
     by_name = partition(layers, table.num_stages, schedule=name, num_microbatches=4, **options)
@@ -200,7 +203,7 @@ def test_a_name_and_its_table_give_the_same_partition(name, remat):
 
 
 def test_nothing_crosses_where_a_v_turns():
-    layers = [LayerCost(1, 2, boundary_bytes=3)] * 4
+    layers = [LayerCost(1, backward=2, boundary_bytes=3)] * 4
     plan = partition(layers, 4, bandwidth=3, stage_devices=(0, 1, 1, 0))
     assert plan.stage_costs == (4.0, 4.0, 4.0, 4.0)
     assert partition(layers, 4, bandwidth=3, num_virtual_stages=2).stage_costs == (4, 5, 5, 4)

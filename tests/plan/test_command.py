@@ -20,7 +20,11 @@ from pipemesh.plan.layer_figures import figures_of_costs
 
 @pytest.fixture
 def figures(tmp_path):
-    costs = [LayerCost(1e-3, 2e-3, 8e6, 4e6, 2e6)] * 8
+    costs = [
+        LayerCost(
+            1e-3, backward=2e-3, parameter_bytes=8e6, activation_bytes=4e6, boundary_bytes=2e6
+        )
+    ] * 8
     found = Figures(tuple(figures_of_costs(costs, 1)), action=1e-5, batch=16, about="a test")
     path = tmp_path / "figures.json"
     path.write_text(found.to_json())

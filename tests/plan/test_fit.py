@@ -13,7 +13,17 @@ from pipemesh.plan.layer_figures import Curve, LayerFigures, figures_of_costs
 from pipemesh.plan.network import Link
 from pipemesh.plan.predict import predict
 
-LAYERS = tuple(figures_of_costs([LayerCost(1.0, 2.0, 8.0, 4.0, 2.0)] * 4, 1))
+LAYERS = tuple(
+    figures_of_costs(
+        [
+            LayerCost(
+                1.0, backward=2.0, parameter_bytes=8.0, activation_bytes=4.0, boundary_bytes=2.0
+            )
+        ]
+        * 4,
+        1,
+    )
+)
 PLANS = [
     Plan("layers:1", num_microbatches=1, remat="none"),
     Plan("layers:1", num_microbatches=8, remat="none"),

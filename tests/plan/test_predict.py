@@ -14,7 +14,9 @@ from pipemesh.schedule import Schedule
 
 
 def figures(layers=4, split=1, **more):
-    costs = [LayerCost(1.0, 2.0, 8.0, 4.0, 2.0)] * layers
+    costs = [
+        LayerCost(1.0, backward=2.0, parameter_bytes=8.0, activation_bytes=4.0, boundary_bytes=2.0)
+    ] * layers
     summed = [6.0] * layers if split > 1 else []
     return Figures(tuple(figures_of_costs(costs, 1, split=split, summed=summed)), **more)
 

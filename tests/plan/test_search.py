@@ -18,7 +18,10 @@ from pipemesh.plan.search import nearest_that_fits, search
 
 
 def figures(layers=4, seconds=None, **more):
-    costs = [LayerCost(s, 2 * s, 8.0, 4.0, 2.0) for s in (seconds or [1.0] * layers)]
+    costs = [
+        LayerCost(s, backward=2 * s, parameter_bytes=8.0, activation_bytes=4.0, boundary_bytes=2.0)
+        for s in (seconds or [1.0] * layers)
+    ]
     more = {"action": 0.05, "transfer": Link(0.01, 100.0)} | more
     return Figures(tuple(figures_of_costs(costs, 1)), **more)
 

@@ -22,7 +22,17 @@ from pipemesh.plan.stage_costs import (
 
 
 def figures(seconds=(1.0, 1.0, 1.0, 3.0), split=1, **more):
-    costs = [LayerCost(s, 2 * s, 8.0, 4.0, 2.0, name=f"l{n}") for n, s in enumerate(seconds)]
+    costs = [
+        LayerCost(
+            s,
+            backward=2 * s,
+            parameter_bytes=8.0,
+            activation_bytes=4.0,
+            boundary_bytes=2.0,
+            name=f"l{n}",
+        )
+        for n, s in enumerate(seconds)
+    ]
     summed = [6.0] * len(costs) if split > 1 else []
     return Figures(tuple(figures_of_costs(costs, 1, split=split, summed=summed)), **more)
 

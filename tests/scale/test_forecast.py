@@ -14,7 +14,11 @@ NETWORK = Network(4, Link(1e-6, 1e11), Link(1e-5, 1e9))
 
 
 def job(batch=64, layers=8, memory=None):
-    costs = [LayerCost(1e-3, 2e-3, 4e7, 1e7, 1e6)] * layers
+    costs = [
+        LayerCost(
+            1e-3, backward=2e-3, parameter_bytes=4e7, activation_bytes=1e7, boundary_bytes=1e6
+        )
+    ] * layers
     figures = figures_of_costs(costs, 1, split=4, summed=[2e6] * layers)
     return Job(tuple(figures), NETWORK, batch, memory, action=1e-4)
 

@@ -15,7 +15,16 @@ FREE = Network(8, Link(0.0, 1e30), Link(0.0, 1e30))
 
 
 def job(layers=8, network=FREE, batch=32, split=8, **more):
-    costs = [LayerCost(1.0, 2.0, 1e6, 1e6, 1e6, name="a")] * layers
+    costs = [
+        LayerCost(
+            1.0,
+            backward=2.0,
+            parameter_bytes=1e6,
+            activation_bytes=1e6,
+            boundary_bytes=1e6,
+            name="a",
+        )
+    ] * layers
     figures = figures_of_costs(costs, 1, split=split, summed=[1e6] * layers)
     return Job(tuple(figures), network, batch, **more)
 

@@ -80,7 +80,8 @@ def take_out(
                 loss = _accumulated(p, tf.reshape(loss, [_num_parts(p, home), -1])[:, 0])
             if p.loss_inside:
                 loss = _without_gradient(p.name, outputs[0], loss)
-        py_utils.AuxLossContext.Current().AddLoss(loss)
+        context: Any = py_utils.AuxLossContext.Current()
+        context.AddLoss(loss)
     return outputs
 
 

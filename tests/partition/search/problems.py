@@ -29,7 +29,7 @@ def stack_of(random, fewest=1, most=8):
     """Layers and one more, so that something costs something."""
     count = random.randint(fewest, most)
     layers = [LayerCost(*(random.randint(0, 6) for _ in range(5))) for _ in range(count)]
-    return [*layers, LayerCost(1, 1)]
+    return [*layers, LayerCost(1, backward=1)]
 
 
 def limits(random, num_layers, num_stages):

@@ -15,7 +15,10 @@ BATCH = 16
 
 
 def figures(seconds=(1.0,) * 6, **more):
-    costs = [LayerCost(s, 2 * s, 8.0, 4.0, 2.0) for s in seconds]
+    costs = [
+        LayerCost(s, backward=2 * s, parameter_bytes=8.0, activation_bytes=4.0, boundary_bytes=2.0)
+        for s in seconds
+    ]
     return Figures(tuple(figures_of_costs(costs, 1)), **{"action": 0.01} | more)
 
 

@@ -17,7 +17,9 @@ BATCH = 16
 
 def flops(count=6, rows=4, **more):
     """Layers whose seconds are flops, as a record has them."""
-    layers = figures_of_costs([LayerCost(1e9 * (1 + n), 2e9 * (1 + n)) for n in range(count)], rows)
+    layers = figures_of_costs(
+        [LayerCost(1e9 * (1 + n), backward=2e9 * (1 + n)) for n in range(count)], rows
+    )
     layers = [LayerFigures(e.name, e.seconds, 8, e.kept, Curve(((rows, 1.0),))) for e in layers]
     return Figures(tuple(layers), **more)
 
@@ -49,7 +51,15 @@ def truth(seed=0, cores=None):
     costs = []
     for _ in range(6):
         forward = draw.uniform(0.01, 0.02)
-        costs.append(LayerCost(forward, draw.uniform(1.5, 2.5) * forward, 8.0, 4.0, 1.0))
+        costs.append(
+            LayerCost(
+                forward,
+                backward=draw.uniform(1.5, 2.5) * forward,
+                parameter_bytes=8.0,
+                activation_bytes=4.0,
+                boundary_bytes=1.0,
+            )
+        )
     link = Link(2e-3, 1e9)
     return Figures(tuple(figures_of_costs(costs, 4)), fixed=0.05, transfer=link, cores=cores)
 

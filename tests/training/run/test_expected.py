@@ -19,7 +19,11 @@ PLANNED = "--model=tests.training.small_models.PlannedPoints"
 
 
 def figures(layers=5):
-    costs = [LayerCost(1e-3, 2e-3, 100.0, 10.0, 1.0)] * layers
+    costs = [
+        LayerCost(
+            1e-3, backward=2e-3, parameter_bytes=100.0, activation_bytes=10.0, boundary_bytes=1.0
+        )
+    ] * layers
     return Figures(tuple(figures_of_costs(costs, 4)), action=1e-4, batch=8, about="five layers")
 
 
