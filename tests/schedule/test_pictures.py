@@ -1,11 +1,10 @@
-"""The pictures in the repository are what the command draws, and the README shows them all."""
+"""The pictures in the repository are what the command draws, and READMEs show them all."""
 
 import re
 from pathlib import Path
 
 from pipemesh.schedule.pictures import IMAGES, main, pictures
 
-README = Path("pipemesh/schedule/README.md")
 ROOT = Path(__file__).parents[2]
 
 
@@ -17,6 +16,8 @@ def test_pictures_are_up_to_date(tmp_path, capsys):
     assert drawn == kept, "run python -m pipemesh.schedule.pictures"
 
 
-def test_the_readme_shows_every_picture():
-    shown = re.findall(r"!\[[^\]]+\]\(images/([^)]+)\)", (ROOT / README).read_text())
+def test_readmes_show_every_picture():
+    pages = [ROOT / "README.md", IMAGES.parent / "README.md"]
+    text = "".join(page.read_text() for page in pages)
+    shown = re.findall(r"!\[[^\]]+\]\([\w/]*\bimages/([^)]+)\)", text)
     assert sorted(shown) == sorted(pictures())
