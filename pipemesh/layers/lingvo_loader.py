@@ -166,7 +166,7 @@ def close_variable_stores() -> None:
         graph: Any = tf.compat.v1.get_default_graph()
         while getattr(graph, "outer_graph", None):
             graph = graph.outer_graph
-        surrounding = getattr(graph, "lingvo_variable_store", None)
+        surrounding: Any = getattr(graph, "lingvo_variable_store", None)
         known = set(surrounding or ())
         try:
             with opened(default_store) as store:

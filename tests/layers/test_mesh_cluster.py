@@ -96,6 +96,7 @@ def test_fewer_stages_than_places_are_a_warning(eagerly):
             stack(PipeliningLayer, 2).Instantiate()
 
 
+@pytest.mark.filterwarnings("ignore:.*each place takes 2 in turn")
 @pytest.mark.parametrize(("text", "wanted"), [("layers:1", "0000"), ("layers:2", "0101")])
 def test_a_multiple_of_the_places_shares_them(eagerly, text, wanted):
     with mesh_cluster(Mesh.from_text(text)):

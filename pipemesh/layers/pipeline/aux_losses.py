@@ -74,14 +74,14 @@ def take_out(
     """
     split = len(outputs) - len(structure.aux_losses)
     outputs, losses = list(outputs[:split]), outputs[split:]
+    around: Any = py_utils.AuxLossContext.Current()
     for is_scalar, loss in zip(structure.aux_losses, losses, strict=True):
         with tf.device(loss.device):
             if is_scalar:
                 loss = _accumulated(p, tf.reshape(loss, [_num_parts(p, home), -1])[:, 0])
             if p.loss_inside:
                 loss = _without_gradient(p.name, outputs[0], loss)
-        context: Any = py_utils.AuxLossContext.Current()
-        context.AddLoss(loss)
+        around.AddLoss(loss)
     return outputs
 
 
