@@ -22,9 +22,11 @@ class FunctionParams(hyperparams.InstantiableParams):
 
     def Copy(self) -> FunctionParams:
         """Copies all but the function."""
-        copied = type(self)(self.cls)
-        copied._params = copy.deepcopy(self._params, {id(self.function): self.function})
-        copied._immutable = self._immutable
+        copied: Any = self.cls.Params()
+        for name, value in self.IterParams():
+            if name not in copied:
+                copied.Define(name, None, "")
+            copied.Set(**{name: value if name == "function" else copy.deepcopy(value)})
         return copied
 
 
@@ -52,7 +54,9 @@ class FunctionLayer(base_layer.BaseLayer):
     @classmethod
     def Params(cls) -> Any:
         """Defines `function` and `flops`."""
-        p = super().Params()._CopyTo(FunctionParams(cls))
+        p: Any = super().Params()
+        # Params take any other attribute for a param.
+        object.__setattr__(p, "__class__", FunctionParams)
         p.Define("function", None, "Takes tensors or None, returns one or several.")
         p.Define(
             "flops",
