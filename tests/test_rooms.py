@@ -24,8 +24,10 @@ PURE = [
     "pipemesh.text",
 ]
 
-# Parts of `Recurrent` and `StackedRecurrent`, whose tests in the same folder hold them.
+# Parts of `Recurrent` and `StackedRecurrent`, whose tests in the same folder hold them; of `search`,
+# `command` and `predict`, likewise.
 TESTED_ELSEWHERE = {
+    "plan": {"test_cuts.py", "test_output_file.py", "test_remat.py"},
     "recurrent": {
         f"time/test_{part}.py"
         for part in (
@@ -38,7 +40,7 @@ TESTED_ELSEWHERE = {
             "time_loop",
             "traced_function",
         )
-    }
+    },
 }
 
 
