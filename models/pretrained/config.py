@@ -121,10 +121,8 @@ def of_folder(folder: str) -> Config:
 def ends_of(folder: str, config: Config) -> tuple[frozenset[int], tuple[str, ...]]:
     """Returns the tokens that end a text, and notes about those that the model lacks.
 
-    A `generation_config.json` comes before the model's `config.json`.
-
     Args:
-        folder: that it may lie in.
+        folder: that may have a `generation_config.json`, which comes before the model's file.
         config: of the model.
 
     Raises:
@@ -193,13 +191,7 @@ default, linear, llama3
 
 
 class _Given:
-    """The values of a file, each checked when it is asked for.
-
-    Attributes:
-        values: by name.
-        path: of the file, for errors.
-        notes: lines about values that play no part.
-    """
+    """The values of a file, each checked when it is asked for; notes of those without effect."""
 
     def __init__(self, values: Mapping[str, Any], path: str) -> None:
         self.values, self.path = values, path

@@ -20,6 +20,8 @@ SPECIAL = "special_tokens_map.json"
 # Special tokens in the options, in the order in which those without an id get one; then lists.
 _NAMED = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
+# How to get a file that is read.
+SAVE = "save it with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
 _OF_TOKENS = ("content", "special", "lstrip", "rstrip", "single_word", "normalized")
 # `normalizer_spec { add_dummy_prefix: false }` of a SentencePiece model, which overrides that of
 # the model in front of it.
@@ -142,10 +144,7 @@ class _Options:
 
     def wrong(self, text: str, number: int | None, why: str) -> WeightsError:
         """Returns the error of a token that cannot have the id that is given."""
-        return WeightsError(
-            f"{self.path}: the token {text!r}, id {number}, {why}; save the tokenizer again with "
-            f"transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-        )
+        return WeightsError(f"{self.path}: the token {text!r}, id {number}, {why}; {SAVE}")
 
 
 def _arguments(token: Mapping[str, Any]) -> dict[str, Any]:

@@ -98,7 +98,8 @@ def import_weights(
         if found
         else (
             f"no tokenizer: beside the weights is neither {tokenizer.JSON} nor "
-            f"{tokenizer.SENTENCEPIECE}, so `pipemesh decode` takes --ids alone"
+            f"{tokenizer.SENTENCEPIECE}, so `pipemesh decode` takes --ids alone; if there are "
+            f"other files of one, {tokenizer.SAVE}"
         )
     )
     return [told, spelled, *(found.notes if found else ()), *config.notes, *notes]

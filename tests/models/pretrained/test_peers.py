@@ -97,7 +97,8 @@ def case(request, tmp_path_factory):
     # What the package wrote says what it was asked for.
     wanted = configs.of_values(values)
     there = configs.read(str(folder / "run" / "config.json"))
-    assert dataclasses.replace(there, bos=None, eos=()) == dataclasses.replace(wanted, eos=())
+    rest = {"eos": (), "notes": ()}
+    assert dataclasses.replace(there, bos=None, **rest) == dataclasses.replace(wanted, **rest)
     subject = RegisteredModel(config, "Model", PLANS[request.param])
     return types.SimpleNamespace(
         torch=torch, package=package, model=model, folder=folder, subject=subject

@@ -74,7 +74,7 @@ def test_tokens_that_were_added_have_the_ids_of_transformers(tmp_path):
     assert tokenizer.load(str(tmp_path), MODEL).encode(text) == theirs(text)["input_ids"]
     added.write_text(json.dumps({"<|im|>": 20}))
     with pytest.raises(
-        WeightsError, match=r"token '<\|im\|>', id 20, has the id 8 in .*save the to"
+        WeightsError, match=r"token '<\|im\|>', id 20, has the id 8 in .*save it with"
     ):
         tokenizer.load(str(tmp_path), MODEL)
     options.write_text('{"added_tokens_decoder": {"x": 3}}')
@@ -131,7 +131,7 @@ def test_control_tokens_in_texts_of_sentencepiece(tmp_path):
     found = tokenizer.load(str(tmp_path), MODEL)
     assert found.decode([1, *cat, size, *cat, 2]) == "cat<|im|>cat" and not found.notes
     (tmp_path / tokenizer.ADDED).write_text(json.dumps({"<|im|>": 5}))
-    with pytest.raises(WeightsError, match=r"id 5, is .* in .*tokenizer\.model; save the tok"):
+    with pytest.raises(WeightsError, match=r"id 5, is .* in .*tokenizer\.model; save it"):
         encoded("cat")
     with pytest.raises(WeightsError, match="add_bos_token is 1; it is true or false"):
         encoded("cat", add_bos_token=1, added_tokens_decoder={})
