@@ -231,21 +231,16 @@ class Loop:
                 share = self._mfu(self._seconds / number)
                 peak = f"{self._peak / 1e9:,.0f} GFLOP/s"
                 values["flops_per_second"] = self._peak
-                if share is None:
-                    told += f", MFU not known: more than the {peak} that were measured at the start"
-                else:
-                    told += f", MFU {share:.1%} of {peak}"
-                    values["mfu"] = share
+                unknown = f"not known: more than the {peak} that were measured at the start"
+                told += f", MFU {unknown if share is None else f'{share:.1%} of {peak}'}"
+                values |= {} if share is None else {"mfu": share}
             values["peak_memory"] = peak_memory(self._trainer.trained.all_devices())
             told += f", {bytes_text(values['peak_memory'])}"
             told = f"measured over {number} step{plural}: {told}"
             self._tell("measured", told, step=self._trainer.step, **values)
 
     def _mfu(self, seconds: float) -> float | None:
-        """The share of what the devices can do that the model's products make up.
-
-        None if that is more than all: other programs ran when the peak was measured.
-        """
+        """The model's products as a share of the measured peak; None above 1, which cannot be."""
         share = ratio(self._flops, seconds * self._peak)
         return share if share <= 1 else None
 
