@@ -14,5 +14,5 @@ def test_a_check_leaves_files_as_they_are(tmp_path):
     check_output("--json", str(path))
     assert path.read_text() == "text"
     for bad in (str(tmp_path), str(tmp_path / "none" / "x"), "a\0b"):
-        with pytest.raises(PlanError, match="--json=.* cannot be written"):
+        with pytest.raises(PlanError, match=r"--json=.* cannot be written"):
             check_output("--json", bad)

@@ -230,10 +230,10 @@ class Loop:
             if self._flops:
                 share = self._mfu(self._seconds / number)
                 peak = f"{self._peak / 1e9:,.0f} GFLOP/s"
-                values["flops_per_second"] = self._peak
                 unknown = f"not known: more than the {peak} that were measured at the start"
                 told += f", MFU {unknown if share is None else f'{share:.1%} of {peak}'}"
-                values |= {} if share is None else {"mfu": share}
+                known = {} if share is None else {"mfu": share}
+                values |= known | {"flops_per_second": self._peak}
             values["peak_memory"] = peak_memory(self._trainer.trained.all_devices())
             told += f", {bytes_text(values['peak_memory'])}"
             told = f"measured over {number} step{plural}: {told}"
@@ -241,8 +241,7 @@ class Loop:
 
     def _mfu(self, seconds: float) -> float | None:
         """The model's products as a share of the measured peak; None above 1, which cannot be."""
-        share = ratio(self._flops, seconds * self._peak)
-        return share if share <= 1 else None
+        return share if (share := ratio(self._flops, seconds * self._peak)) <= 1 else None
 
     def _save(self, act: Callable[[], object]) -> None:
         try:
