@@ -24,10 +24,8 @@ PURE = [
     "pipemesh.text",
 ]
 
-# Parts of `Recurrent` and `StackedRecurrent`, of `search`, `command` and `predict`, whose tests in
-# the same folder hold them.
+# Parts of `Recurrent` and `StackedRecurrent`, whose tests in the same folder hold them.
 TESTED_ELSEWHERE = {
-    "plan": {"test_cuts.py", "test_output_file.py", "test_remat.py"},
     "recurrent": {
         f"time/test_{part}.py"
         for part in (
