@@ -28,7 +28,8 @@ def problem_of(layers, num_stages, **options):
 def stack_of(random, fewest=1, most=8):
     """Layers and one more, so that something costs something."""
     count = random.randint(fewest, most)
-    layers = [LayerCost(*(random.randint(0, 6) for _ in range(5))) for _ in range(count)]
+    fields = ("forward", "backward", "parameter_bytes", "activation_bytes", "boundary_bytes")
+    layers = [LayerCost(**{f: random.randint(0, 6) for f in fields}) for _ in range(count)]
     return [*layers, LayerCost(1, backward=1)]
 
 
