@@ -51,7 +51,7 @@ def candidates(
     shares = weights / tf.reduce_sum(weights)
     tries = tf.constant(num_sampled, tf.float64)
     if unique:
-        (size,) = shares.shape.as_list()
+        size: Any = shares.shape[0]
         numbers = uniform([size + num_sampled])
         times = -tf.math.log1p(-numbers[:size]) / shares
         times = tf.where(shares > 0, times, np.inf)
