@@ -149,7 +149,7 @@ def _run_command(words: list[str]) -> int:
         # Only the command that is called is imported: the others may need TensorFlow.
         command = commands.add_parser(name, prog=f"pipemesh {name}", allow_abbrev=False)
         module: Any = importlib.import_module(COMMANDS[name])
-        command.description = str(module.__doc__).strip()
+        command.description = (module.__doc__ or "").strip()
         command.formatter_class = argparse.RawDescriptionHelpFormatter
         module.add_arguments(command)
         command.set_defaults(
