@@ -16,7 +16,7 @@ from pipemesh.backend.processes import current_processes
 from pipemesh.checkpoint import folder as folders
 from pipemesh.checkpoint.entries import Snapshot, entries_of
 from pipemesh.checkpoint.joined import JoinedFiles
-from pipemesh.checkpoint.lock import check_held, is_held
+from pipemesh.checkpoint.lock import check_held, held_by_none
 from pipemesh.checkpoint.manifest import Manifest
 from pipemesh.checkpoint.parts import join_parts, write_part
 from pipemesh.checkpoint.reader import reason, restore
@@ -210,8 +210,9 @@ class Checkpoints:
             _write_through(self.folder)
         for old in gone:
             # One that is being read goes later.
-            if not is_held(old):
-                folders.remove(old)
+            with held_by_none(old) as is_free:
+                if is_free:
+                    folders.remove(old)
         steps = folders.steps_of(self.folder)
         folders.list_for_tensorflow(self.folder, [f"ckpt-{step}" for step in steps])
 

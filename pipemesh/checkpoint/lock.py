@@ -7,6 +7,7 @@ import fcntl
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from types import TracebackType
 
 from pipemesh.checkpoint.folder import newest, remove_leftovers
@@ -143,9 +144,10 @@ def hold_newest(folder: str) -> str | None:
     Args:
         folder: where to look.
     """
-    while (path := newest(folder)) and not hold(path):
-        # Let go of in between, so there is a newer one.
-        continue
+    before = None
+    # Where one was let go of in between there is a newer one.
+    while (path := newest(folder)) and not hold(path) and path != before:
+        before = path
     return path
 
 
@@ -168,8 +170,9 @@ def hold(path: str) -> bool:
     return os.fstat(fd).st_nlink > 0
 
 
-def is_held(path: str) -> bool:
-    """Returns whether a process holds a checkpoint.
+@contextlib.contextmanager
+def held_by_none(path: str) -> Iterator[bool]:
+    """Says whether no process holds a checkpoint; who wants to waits until the end of this.
 
     Args:
         path: of the checkpoint, without any ending.
@@ -177,13 +180,17 @@ def is_held(path: str) -> bool:
     try:
         fd = os.open(path + INDEX, os.O_RDWR)
     except OSError:
-        return False
+        yield True
+        return
+    is_free = True
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return True
+        is_free = False
     except OSError:
-        return False
+        # A file system without locks.
+        pass
+    try:
+        yield is_free
     finally:
         os.close(fd)
-    return False

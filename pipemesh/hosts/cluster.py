@@ -165,10 +165,10 @@ def _read(text: str) -> tuple[dict[str, list[Any]], str, int]:
         for name, addresses in jobs.items():
             if not isinstance(addresses, list):
                 raise ValueError(f"{name!r} is no list of addresses")
-        kind, index = task.get("type"), task.get("index", 0)
+        kind, index = task.get("type"), task.get("index")
         if kind in (_WORKER, _SPARE) and (isinstance(index, bool) or not str(index).isdecimal()):
             raise ValueError(f"'index' is {index!r}, and must be a number")
-        return jobs, str(kind), int(index) if kind in (_WORKER, _SPARE) else 0
+        return jobs, str(kind), int(str(index)) if kind in (_WORKER, _SPARE) else 0
     except (ValueError, RecursionError) as error:
         shown = text if len(text) < _SHOWN else f"{text[:_SHOWN]}..."
         raise DeviceError(

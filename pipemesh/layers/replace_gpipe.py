@@ -72,7 +72,9 @@ def replace_module(name: str, source: str) -> None:
     module = StandIn(name, source)
     places = {id(replaced): module} | {id(getattr(replaced, n)): getattr(module, n) for n in names}
     for other in list(sys.modules.values()):
-        if other is replaced or getattr(other, "__name__", "").startswith("pipemesh"):
+        if not isinstance(other, types.ModuleType) or other is replaced:
+            continue
+        if other.__name__.startswith("pipemesh"):
             continue
         for attribute, value in list(vars(other).items()):
             if id(value) in places:

@@ -178,18 +178,21 @@ class Tensor:
         )
 
     def __int__(self) -> int:
-        return int(float(self))
+        return int(self._number())
 
     def __format__(self, spec: str) -> str:
-        return format(float(self), spec) if spec else repr(self)
+        return format(self._number(), spec) if spec else repr(self)
 
     def __float__(self) -> float:
+        return float(self._number())
+
+    def _number(self) -> Any:
         if len(self.shape):
             raise TypeError(
                 f"{self!r} has named dims, so it is no number; reduce it to one (ops.reduce_sum, "
                 "ops.reduce_mean), or read all of it with x.numpy()"
             )
-        return float(self.numpy())
+        return self.numpy().item()
 
     # An operator that compares elements would take the place of this one.
     __hash__ = object.__hash__

@@ -13,7 +13,7 @@ from pipemesh.mesh.checks import whole_number
 from pipemesh.plan.figures import Figures
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.stage_costs import layer_seconds
-from pipemesh.schedule_names import parse
+from pipemesh.schedule_names import FILE, SEARCHED, parse
 from pipemesh.text import bytes_of
 
 SCHEDULES = (
@@ -147,7 +147,9 @@ def candidates(figures: Figures, asked: Asked) -> Iterator[Candidate]:
     fixed_number = fixed.get("num_microbatches", "")
     for places, replicas, group in _meshes(figures, asked):
         rest = asked.batch // replicas
-        numbers = [int(fixed_number)] if fixed_number.isdecimal() else divisors(rest)
+        # `Plan` says what is wrong with others.
+        is_number = fixed_number.isdecimal() and int(fixed_number) > 0
+        numbers = [int(fixed_number)] if is_number else divisors(rest)
         schedules = asked.schedules if places > 1 else ("1f1b",)
         if "schedule" in fixed:
             schedules = (fixed["schedule"],)
@@ -161,9 +163,10 @@ def candidates(figures: Figures, asked: Asked) -> Iterator[Candidate]:
 
 
 def _stages_a_device(schedule: str) -> int:
-    if schedule.startswith(("file:", "table:")):
+    if schedule.startswith("table:"):
         return 1
-    return parse(schedule).stages()
+    found = parse(schedule)
+    return 1 if found.name in (FILE, SEARCHED) else found.stages()
 
 
 def _meshes(figures: Figures, asked: Asked) -> Iterator[tuple[int, int, int]]:

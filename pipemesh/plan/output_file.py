@@ -25,7 +25,8 @@ def check_output(flag: str, path: str | None) -> None:
         with file.open("a", encoding="utf-8"):
             pass
         if is_new:
-            file.unlink()
+            # What a link leads to, not the link.
+            file.resolve().unlink()
     except (OSError, ValueError) as error:
         raise _refused(flag, path, error) from error
 

@@ -16,6 +16,7 @@ from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.plan import places, text_form
 from pipemesh.plan.remat import CUSTOM, NAMES
 from pipemesh.schedule import Schedule, ScheduleSpec
+from pipemesh.schedule_names import FILE, parse
 from pipemesh.text import nearest_text
 
 REMAT = (*NAMES, CUSTOM)
@@ -159,7 +160,7 @@ replicas; num_microbatches may be 1, 2, 5, 10
         homes, number = self.mesh.num_stages, self.num_microbatches
         if isinstance(self.schedule, str):
             # A file may have changed.
-            is_file = self.schedule.startswith("file:")
+            is_file = parse(self.schedule).name == FILE
             return (_built if is_file else built)(self.schedule, homes, number)
         found = self.schedule.num_devices, self.schedule.num_microbatches
         if found != (homes, number):

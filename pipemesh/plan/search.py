@@ -18,6 +18,8 @@ TRIALS = 4
 
 # What of the time is left to move the cuts of the best plans.
 _FOR_CUTS = 0.3
+# Seconds to look for the nearest plan that fits.
+_FOR_NEAREST = 20.0
 # How many of them.
 _MOVED = 10
 # How many times as long a plan with stages of equal seconds takes at most as with its best cuts.
@@ -29,8 +31,9 @@ def search(
 ) -> list[Prediction]:
     """The shortest steps that fit, of mesh, layout, partition, schedule, microbatches and remat.
 
-    All combinations are rated by a formula and simulated in that order, until the time is over or
-    all are done. Then layers are moved over the cuts of the best ones, as long as that helps.
+    All combinations are rated by a formula and simulated in that order, until the time is over
+    (twice as much while none fits) or all are done. Then layers are moved over the cuts of the best
+    ones, as long as that helps.
 
     Args:
         figures: of the model's layers on the machine.
@@ -58,7 +61,8 @@ def search(
     tight: list[Prediction] = []
     refused: PipemeshError | None = None
     for candidate in rated(figures, asked):
-        if found and time.monotonic() > end - _FOR_CUTS * seconds:
+        # To find any plan is worth as much time again.
+        if time.monotonic() > (end - _FOR_CUTS * seconds if found else end + seconds):
             break
         plan: Plan | None = None
         try:
@@ -76,7 +80,6 @@ def search(
     if "boundaries" not in asked.fixed:
         for number, each in enumerate(found[:_MOVED]):
             found[number] = with_better_cuts(each, figures, asked, end)
-        # To find any plan is worth as much time again.
         last = end if found else max(end, time.monotonic() + seconds)
         found += _made_to_fit(found, tight, figures, asked, last)
     if not found:
@@ -163,7 +166,10 @@ def nearest_that_fits(plan: Plan, figures: Figures, asked: Asked) -> Prediction:
     chosen: Prediction | None = None
     leanest: Prediction | None = None
     refused: PipemeshError | None = None
+    end = time.monotonic() + _FOR_NEAREST
     for candidate in rated(figures, asked):
+        if time.monotonic() > end:
+            break
         try:
             other = candidate.plan(figures, asked)
             theirs = other.to_values()
@@ -190,9 +196,9 @@ def _nothing(
 ) -> PlanError:
     if leanest is not None:
         return PlanError(
-            f"no plan fits into {asked.memory:,.0f} bytes a device; the one that was found to need "
-            f"least, {max(leanest.memory):,.0f}, is '{leanest.plan}'; use more devices or memory, "
-            "a smaller batch, or fix less of the plan"
+            f"no plan fits into {asked.memory:,.0f} bytes a device, of those that were tried; the "
+            f"one that needs least, {max(leanest.memory):,.0f}, is '{leanest.plan}'; use more "
+            "devices or memory, a smaller batch, or fix less of the plan"
         )
     fixed = " ".join(f"{name}={text}" for name, text in asked.fixed.items())
     return PlanError(

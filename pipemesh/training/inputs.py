@@ -72,7 +72,7 @@ def _batch_size(params: Any) -> int:
 
 def _dataset(params: Any, filters: list[str] | None = None) -> tf.data.Dataset:
     """The batches of an input generator; `filters` gets those of its sources."""
-    generator = _made(params)
+    generator = made(params)
     source = generator.children.get("datasource", None)
     if isinstance(source, datasource.TFDatasetSource) and not _has_own_ways(generator, source):
         with py_utils.GlobalStepContext(None):
@@ -112,7 +112,12 @@ def _has_own_ways(generator: Any, source: Any) -> bool:
     )
 
 
-def _made(params: Any) -> Any:
+def made(params: Any) -> Any:
+    """Makes an input generator.
+
+    Raises:
+        DataError: it cannot be made.
+    """
     try:
         return params.Instantiate()
     except PipemeshError:

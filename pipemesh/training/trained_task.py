@@ -19,6 +19,7 @@ from pipemesh.layers import PipeliningLayer, mesh_cluster
 from pipemesh.layers.named import by_logical_name
 from pipemesh.layers.step_seed import whole_batch_randomness
 from pipemesh.plan import Plan
+from pipemesh.training.inputs import made
 from pipemesh.training.lingvo_params import check_params, trained_variables
 from pipemesh.training.optimizer import prepare_optimizer
 from pipemesh.training.subject import SOURCE
@@ -60,7 +61,13 @@ class TrainedTask:
             self.step.assign(0)
             self.skipped = tf.Variable(tf.zeros([], tf.int64), trainable=False)
             # Of the task's moving averages lingvo knows by way of the model around it.
-            self._model = base_model.SingleTaskModel.Params(params).Instantiate()
+            try:
+                self._model = base_model.SingleTaskModel.Params(params).Instantiate()
+            except Exception:
+                if params.input is not None:
+                    # It is made along with the task; an error of its own names it.
+                    made(params.input)
+                raise
             self.task: Any = self._model.GetTask()
             self.pipelines = pipelines_of(self.task)
             # A task without a pipeline is on the first device.

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from pipemesh.checkpoint import Folder, Manifest, lock
-from pipemesh.checkpoint.lock import check_held, hold_newest, is_held
+from pipemesh.checkpoint.lock import check_held, held_by_none, hold_newest
 from pipemesh.errors import CheckpointError, SaveError
 
 HOLD = """
@@ -120,4 +120,12 @@ def test_the_newest_is_held_where_others_are_removed_meanwhile(tmp_path, monkeyp
 
     monkeypatch.setattr(lock, "newest", newest)
     assert hold_newest(str(tmp_path)) == paths[0]
-    assert is_held(paths[0]) and not is_held(make(tmp_path, 9))
+    for path, wanted in ((paths[0], False), (make(tmp_path, 9), True)):
+        with held_by_none(path) as is_free:
+            assert is_free == wanted
+
+
+def test_a_newest_that_cannot_be_opened_is_returned(tmp_path):
+    """A link to nothing was looked for without end."""
+    os.symlink(tmp_path / "gone", tmp_path / "ckpt-5.index")
+    assert hold_newest(str(tmp_path)) in (None, str(tmp_path / "ckpt-5"))

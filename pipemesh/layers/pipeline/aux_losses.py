@@ -106,7 +106,27 @@ class _Context(py_utils.AuxLossContext):
                 f"{self._num_parts} parts of the batch. Set aux_loss_microbatch_accumulation of "
                 "the pipeline: 'mean' if the loss is a mean over examples, 'sum' if it is a sum"
             )
+        if scalar and p.loss_inside and p.aux_loss_microbatch_accumulation == "mean":
+            # A head adds it to its own loss, which is summed over the parts.
+            loss = exported(loss) / self._num_parts
         super().AddLoss(loss)
+
+
+def check_none_before(p: Any) -> None:
+    """Checks that no layer before the stages has added a loss that a head would look for.
+
+    The plain head would find it in the context, the head of a stage would not.
+
+    Raises:
+        PipelineError: one has.
+    """
+    context: Any = py_utils.AuxLossContext.Current()
+    if p.loss_inside and context is not None and context.aux_losses:
+        raise PipelineError(
+            f"{p.name}: {len(context.aux_losses)} losses were added to AuxLossContext before the "
+            "stages, whose head would not find them; with loss_inside let stages alone add losses, "
+            "or enter an AuxLossContext for the stack alone"
+        )
 
 
 def refused(p: Any) -> contextlib.AbstractContextManager[Any]:
@@ -138,7 +158,8 @@ def _by_example(loss: tf.Tensor, size: int | None, p: Any, where: str) -> tf.Ten
 
 def _accumulated(p: Any, parts: tf.Tensor) -> tf.Tensor:
     """The loss of the whole batch, given one for each part."""
-    reduce = tf.reduce_sum if p.aux_loss_microbatch_accumulation == "sum" else tf.reduce_mean
+    is_sum = p.loss_inside or p.aux_loss_microbatch_accumulation == "sum"
+    reduce = tf.reduce_sum if is_sum else tf.reduce_mean
     wide = tf.cast(parts, tf.float32) if parts.dtype.size < 4 else parts
     return tf.cast(reduce(wide), parts.dtype)
 

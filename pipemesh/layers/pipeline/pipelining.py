@@ -16,7 +16,13 @@ from pipemesh.layers.feature_extraction import to_tuple
 from pipemesh.layers.named.values import exported
 from pipemesh.layers.pipeline.accumulators import carried, finish_carries, first_carry
 from pipemesh.layers.pipeline.alike_stages import check_predictable, pipeline_of
-from pipemesh.layers.pipeline.aux_losses import carrying, has_context, refused, take_out
+from pipemesh.layers.pipeline.aux_losses import (
+    carrying,
+    check_none_before,
+    has_context,
+    refused,
+    take_out,
+)
 from pipemesh.layers.pipeline.head import check_head, with_total_weight
 from pipemesh.layers.pipeline.pipelining_params import define_pipelining
 from pipemesh.layers.pipeline.plan_of import plan_of
@@ -205,6 +211,7 @@ class PipeliningLayer(SeqLayer):
         step = step_of_call(self)
         with tf.device(homes[0].first), whole_batch_randomness(step):
             args = to_tuple(self._fprop_before(theta, *args))
+        check_none_before(p)
         eagerly = tf.executing_eagerly()
         structure, inputs, weights, carries = self._flat(theta, args, homes)
 

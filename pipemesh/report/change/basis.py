@@ -11,6 +11,7 @@ from pipemesh.errors import PipemeshError
 from pipemesh.plan import Figures, Plan
 from pipemesh.plan.layer_figures import Curve, LayerFigures
 from pipemesh.plan.places import home_of
+from pipemesh.plan.stage_costs import bytes_of
 from pipemesh.report.change.changes import Change, changes
 from pipemesh.report.change.corrected import corrected
 from pipemesh.report.run import Run
@@ -154,6 +155,8 @@ def _of_flops(
     held = forecast.get("devices") or ()
     weights = sum(float(each["weights"]) for each in held)
     states = sum(float(each["optimizer"]) for each in held)
+    # Bytes of layers are counted in the plan's dtype; those of figures are of float32.
+    wide = bytes_of(None) / bytes_of(plan.compute_dtype)
 
     def line(value: Any) -> Curve:
         return Curve(((rows, float(value)),))
@@ -164,9 +167,9 @@ def _of_flops(
                 name=str(layer.get("name", number)),
                 seconds={"F": line(layer["flops"]), "B": line(2 * layer["flops"])},
                 parameter_bytes=int((layer.get("parameter_bytes") or 0) / group),
-                kept=line((layer.get("activation_bytes") or 0) / group),
+                kept=line(wide * (layer.get("activation_bytes") or 0) / group),
                 # A byte, so that something is sent.
-                outputs=line(layer.get("output_bytes") or 1),
+                outputs=line(wide * (layer.get("output_bytes") or 1)),
             )
             for number, layer in enumerate(layers)
         ),

@@ -160,7 +160,9 @@ def check_memory(plan: Plan, logdir: str) -> None:
         return
     told = f"{asked}: '{plan}' needs {bytes_text(held)} a device by forecast; "
     try:
-        near = nearest_that_fits(plan, figures, Asked(devices, batch, memory))
+        # The only value that changes results.
+        fixed = {n: v for n, v in plan.to_values().items() if n == "compute_dtype" and v}
+        near = nearest_that_fits(plan, figures, Asked(devices, batch, memory, fixed))
     except PlanError as error:
         raise FlagError(f"{told}{error}") from error
     raise FlagError(
@@ -211,7 +213,9 @@ def _devices(asked: str) -> int:
             raise FlagError(f"{asked} must be auto, or auto:N for N devices, such as auto:8")
         return int(text)
     if device_type(0) == "GPU":
-        raise FlagError(f"{asked}: say how many GPUs there are, such as --mesh_shape=auto:8")
+        import tensorflow as tf
+
+        return max(1, len(tf.config.list_physical_devices("GPU")))
     return os.cpu_count() or 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import sys
@@ -12,8 +13,8 @@ from typing import Any
 
 from absl import flags
 
-from pipemesh.errors import PipemeshError
-from pipemesh.hosts import silence, watch
+from pipemesh.errors import DeviceError, PipemeshError
+from pipemesh.hosts import Cluster, silence, watch
 from pipemesh.mesh import Mesh
 from pipemesh.training.command import config
 
@@ -205,10 +206,11 @@ def _help_of(name: str) -> str:
 
 
 def _with_underscores(word: str) -> str:
-    """A word of a command line, with the name of a flag as it is defined."""
+    """A word of a command line, with the name of a flag as it is defined; values stay."""
     name, equals, value = word.partition("=")
-    other = f"--{name[2:].replace('-', '_')}"
-    return f"{other}{equals}{value}" if name.startswith("--") else word
+    other = name[2:].replace("-", "_")
+    is_flag = other in FLAGS or other.removeprefix("no") in FLAGS
+    return f"--{other}{equals}{value}" if name.startswith("--") and is_flag else word
 
 
 def exit_code(program: Callable[[], int]) -> int:
@@ -243,6 +245,10 @@ def device_type(num_devices: int) -> str:
         import tensorflow as tf
 
         has_workers = "cluster" in FLAGS and FLAGS.cluster not in (None, "none")
+        if "cluster" in FLAGS and FLAGS.cluster is None:
+            # What is wrong with it is said when workers are connected.
+            with contextlib.suppress(DeviceError):
+                has_workers = Cluster.from_environment(together=True) is not None
         gpus = 0 if has_workers else len(tf.config.list_physical_devices("GPU"))
         FLAGS.device_type = "GPU" if gpus and gpus >= num_devices else "CPU"
         if 0 < gpus < num_devices:

@@ -100,9 +100,11 @@ def subject() -> Any:
     with console.waiting("loading TensorFlow"):
         from pipemesh.training.registered import RegisteredModel, find_model, mesh_before
 
-        config = find_model(FLAGS.model)()
-        if hasattr(config, _LOGDIR):
-            setattr(config, _LOGDIR, logdir())
+        def new() -> Any:
+            config = find_model(FLAGS.model)()
+            if hasattr(config, _LOGDIR):
+                setattr(config, _LOGDIR, logdir())
+            return config
 
         def made(config: Any, values: Mapping[str, str]) -> RegisteredModel:
             return RegisteredModel(
@@ -117,6 +119,7 @@ def subject() -> Any:
                 dataset=FLAGS.dataset,
             )
 
+        config = new()
         try:
             mesh = mesh_before(config, values)
             if mesh is not None:
@@ -133,7 +136,7 @@ def subject() -> Any:
             try:
                 _start(model.plan.mesh)
                 if FLAGS.device_type != model.device_type:
-                    model = made(find_model(FLAGS.model)(), values)
+                    model = made(new(), values)
             except DeviceError as error:
                 raise FlagError(
                     f"--model={FLAGS.model!r}: its Task() starts TensorFlow before it is known how "
@@ -143,11 +146,8 @@ def subject() -> Any:
         other: dict[str, Any] = {}
 
         def check(plan: Plan) -> None:
-            new = find_model(FLAGS.model)()
-            if hasattr(new, _LOGDIR):
-                setattr(new, _LOGDIR, logdir())
             changed = {name: text for name, (_, text) in model.plan.changes(plan).items()}
-            other["model"] = made(new, values | changed)
+            other["model"] = made(new(), values | changed)
 
         if host_flags.fitting(model.plan, model.device_type, check) != model.plan:
             model = other["model"]

@@ -109,10 +109,14 @@ def test_aux_losses_equal_those_of_the_plain_stack(mode, kind, devices, kwargs):
 
 @pytest.mark.parametrize(
     ("mode", "schedule", "kind"),
-    [("tf1", "zb_h1", "sum"), ("function", "1f1b", "rows"), ("eager", "gpipe", "sum")],
+    [
+        *(("tf1", "zb_h1", "sum"), ("function", "1f1b", "rows"), ("eager", "gpipe", "sum")),
+        *(("tf1", "1f1b", "mean"), ("function", "gpipe", "mean")),
+    ],
 )
 def test_a_head_adds_the_losses_of_all_layers_before(mode, schedule, kind):
-    kwargs = {"aux_loss_microbatch_accumulation": kind if kind == "sum" else None, "head": True}
+    """A mean was counted once for each microbatch."""
+    kwargs = {"aux_loss_microbatch_accumulation": kind if kind != "rows" else None, "head": True}
 
     def loss(outputs):
         return outputs[0]
@@ -120,7 +124,7 @@ def test_a_head_adds_the_losses_of_all_layers_before(mode, schedule, kind):
     wanted = model(kind, pipelined=False, **kwargs)
     params = model(kind, schedule=schedule, **kwargs)
     for p in (wanted, params):
-        # Of a loss before the stack no stage knows.
+        # Of a loss before the stages none of them knows: it is refused.
         p.stack.before_tpl[0].kind = None
     run = MODES[mode]
     wanted = run(wanted, [X], num_devices=3, loss=loss)
@@ -142,8 +146,12 @@ def test_what_cannot_be_carried_is_refused_by_name(run):
     ):
         with pytest.raises(PipelineError, match=message):
             run(params, [X], num_devices=3)
+    with pytest.raises(PipelineError, match="1 losses were added to AuxLossContext before the"):
+        run(model("sum", **inside), [X], num_devices=3)
+    alone = model("sum", **inside)
+    alone.stack.before_tpl[0].kind = None
     with pytest.raises(PipelineError, match=r"with loss_inside a loss .* has no gradient outside"):
-        run(model("sum", **inside), [X], num_devices=3, loss=lambda y: y[0] + y[-1])
+        run(alone, [X], num_devices=3, loss=lambda y: y[0] + y[-1])
 
 
 def test_without_a_context_nothing_is_added_nor_refused(run):
