@@ -231,7 +231,7 @@ class Trainer:
             if (rescaled := self.trained.take_back(error)) is not None:
                 raise RescaledError(rescaled) from error
             explained = self.trained.explain(error)
-            if LOSS_NOT_FINITE in error.message:
+            if explained is None and LOSS_NOT_FINITE in error.message:
                 # Made outside of pipelines, which look at what is theirs.
                 raise NotFiniteError(LOSS_NOT_FINITE) from error
             if is_not_finite(str(explained)) or is_not_finite(error.message):

@@ -152,7 +152,9 @@ def test_a_long_page_scrolls_beside_the_names_and_has_all_numbers(tmp_path):
     table = simulate(zb_v(4, 128))
     page = tmp_path / "page.html"
     page.write_text(to_html(table).replace("</body>", SCROLLED + "</body>"), encoding="utf-8")
-    dom = chromium(tmp_path / "profile", "--window-size=1280,900", "--dump-dom", page.as_uri())
+    dom = chromium(
+        tmp_path / "profile", "--window-size=1280,900", *SLOWLY, "--dump-dom", page.as_uri()
+    )
     found = json.loads(re.search(r'<pre id="probe">(.*?)</pre>', dom, re.DOTALL)[1])
     assert found["numbers"] == found["cells"] == 4 * 6 * 128
     assert not found["wide"] and found["box"][0] > 1280 and found["box"][1] < 900
@@ -160,6 +162,8 @@ def test_a_long_page_scrolls_beside_the_names_and_has_all_numbers(tmp_path):
     assert not found["outside"]
 
 
+# Frames are drawn before the page is dumped.
+SLOWLY = ["--virtual-time-budget=10000"]
 SCROLLED = """
 <script>
 requestAnimationFrame(() => {

@@ -127,7 +127,7 @@ def test_what_cannot_be_read_now_is_neither_damaged_nor_passed_over(undisturbed,
         path.rename(tmp_path / "kept")
         path.symlink_to(path.name)
         why = "Too many levels of symbolic links"
-        assert refused(logdir, cold=True) == f"{path} cannot be read ({why})"
+        assert refused(logdir, cold=True).startswith(f"{path} cannot be read ({why})")
         (tmp_path / "kept").replace(path)
     assert_kept(logdir, 3, undisturbed)
     assert not list(logdir.glob("damaged-*"))

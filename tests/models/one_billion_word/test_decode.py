@@ -310,19 +310,6 @@ def test_a_model_that_continues_no_text_is_told_so(tmp_path):
     assert "of models.digits.params.DigitsPlain, which says nothing of decoding" in line
 
 
-# Ends the process that loads TensorFlow, which is found.
-_NO_TENSORFLOW = """
-import sys
-from importlib.machinery import ModuleSpec
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        return ModuleSpec(name, self) if name == "tensorflow" else None
-    def create_module(self, spec):
-        sys.exit("TensorFlow is loaded")
-sys.meta_path.insert(0, Finder())
-from pipemesh import cli
-cli.main(sys.argv[1:])
-"""
 _OF_TRAINING = ("--steps", "--early_stop", "--keep_best", "--find_learning_rate")
 
 
@@ -339,7 +326,7 @@ _OF_TRAINING = ("--steps", "--early_stop", "--keep_best", "--find_learning_rate"
 )
 def test_help_lists_what_a_command_takes(command, has, lacks):
     done = subprocess.run(
-        [sys.executable, "-c", _NO_TENSORFLOW, command, "--help"],
+        [sys.executable, "-c", program.WITHOUT_TENSORFLOW, command, "--help"],
         **{"capture_output": True, "text": True, "timeout": 60, "check": False},
     )
     assert done.returncode == 0, done.stderr

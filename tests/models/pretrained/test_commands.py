@@ -101,10 +101,6 @@ def test_a_model_is_exported_at_its_length_without_a_tokenizer(tmp_path):
     assert got["tokens"].numpy().tolist() == [tokens]
 
 
-# Where TensorFlow cannot be loaded.
-LIGHT = "import sys; sys.modules['tensorflow'] = None; from pipemesh import cli; cli.main()"
-
-
 def test_flags_that_play_no_part_are_refused_before_all_else(run, tmp_path):
     """Flags of training were taken silently; ranges were checked when TensorFlow was loaded."""
     prompt, to = "--prompt=the cat", f"--to={tmp_path}/new/out"
@@ -127,7 +123,7 @@ def test_flags_that_play_no_part_are_refused_before_all_else(run, tmp_path):
         (["export", to, "--ids"], "Unknown command line flag 'ids'"),
     ):
         done = subprocess.run(
-            [sys.executable, "-c", LIGHT, *words, f"--logdir={run}"],
+            [sys.executable, "-c", program.WITHOUT_TENSORFLOW, *words, f"--logdir={run}"],
             capture_output=True,
             text=True,
             timeout=60,

@@ -9,6 +9,20 @@ from pipemesh import cli
 cli.main(sys.argv[1:])
 """
 
+# Ends the process that loads TensorFlow, which is found.
+WITHOUT_TENSORFLOW = """
+import sys
+from importlib.machinery import ModuleSpec
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        return ModuleSpec(name, self) if name == "tensorflow" else None
+    def create_module(self, spec):
+        sys.exit("TensorFlow is loaded")
+sys.meta_path.insert(0, Finder())
+from pipemesh import cli
+cli.main(sys.argv[1:])
+"""
+
 
 def run(*words):
     """The exit code, and what was written to stdout and stderr."""
