@@ -73,6 +73,8 @@ def test_a_tensor_is_read_as_a_whole_array_or_number():
     np.testing.assert_array_equal(x.numpy(), np.arange(8.0).reshape(4, 2))
     total = ops.reduce_sum(x)
     assert (float(total), int(total), f"{total:.1f}") == (28, 28, "28.0")
+    whole = ops.import_tensor(x.lowering, np.int64(2**53 + 1), "")
+    assert (int(whole), f"{whole:d}") == (2**53 + 1, str(2**53 + 1))
     with tf.Graph().as_default():
         for read in (lambda: zeros("x:4").numpy(), lambda: float(ops.reduce_sum(zeros("x:4")))):
             with pytest.raises(TypeError, match="no value while a graph is built"):

@@ -85,6 +85,7 @@ def test_nothing_that_fits_is_an_error_that_names_the_leanest():
     [
         ({"remat": "fulll"}, "'fulll' is no policy; did you mean 'full'?"),
         ({"num_microbatches": "x"}, "'x' is no whole number"),
+        ({"num_microbatches": "0"}, "num_microbatches is 0; it must be a whole number from 1 on"),
         ({"num_microbatches": "3"}, "does not divide into 3 microbatches"),
         ({"mesh": "layers:2", "boundaries": "0,2,9"}, "boundaries end at 9, but there are 4"),
         ({"lowering": "simd"}, "lowering=simd has no actions"),
@@ -96,6 +97,14 @@ def test_nothing_that_fits_is_an_error_that_names_the_leanest():
 def test_a_fixed_value_is_refused_with_its_own_reason(fixed, told):
     with pytest.raises(PlanError, match=re.escape(told)):
         search(figures(), Asked(7, 8, fixed=fixed))
+
+
+def test_a_search_in_which_nothing_fits_ends():
+    """It went on until all combinations were tried, however little time there was."""
+    with pytest.raises(PlanError, match="no plan fits into 10 bytes a device, of those that were"):
+        begin = time.monotonic()
+        search(figures(24), Asked(24, 64, memory=10), seconds=0.5)
+    assert time.monotonic() - begin < 30
 
 
 def test_one_table_is_one_plan_by_whatever_name():

@@ -209,6 +209,8 @@ def _with_underscores(word: str) -> str:
     """A word of a command line, with the name of a flag as it is defined; values stay."""
     name, equals, value = word.partition("=")
     other = name[2:].replace("-", "_")
+    if other.startswith("no_") and other[3:] in FLAGS:
+        other = f"no{other[3:]}"
     is_flag = other in FLAGS or other.removeprefix("no") in FLAGS
     return f"--{other}{equals}{value}" if name.startswith("--") and is_flag else word
 
