@@ -1,7 +1,7 @@
 """What a large language model would take on 64 to 4,096 devices, from costs measured here.
 
-python benchmarks/scale/run.py            # tables, from figures.json beside this file
 python benchmarks/scale/run.py --measure  # measures this machine first, and writes figures.json
+python benchmarks/scale/run.py            # tables, from figures.json beside this file
 """
 
 from __future__ import annotations
@@ -85,6 +85,11 @@ def main() -> None:
         from measure import measure
 
         path.write_text(measure(MODEL).to_json(), encoding="utf-8")
+    if not path.exists():
+        parser.error(
+            f"there is no {path}: give --measure, which measures {MODEL} on this machine in some "
+            "minutes, or --figures=benchmarks/plan/dense.json for a small model"
+        )
     figures = Figures.from_json(path.read_text(encoding="utf-8"), str(path))
     print(f"figures: {figures.about}")
     for layer in (figures.layers[0], figures.layers[1], figures.layers[-1]):

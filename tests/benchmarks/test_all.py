@@ -28,7 +28,7 @@ SMALLEST = {
     "partition": ["--repeats=1", "--limit=1"],
     "plan": ["--report"],
     "real_text": None,  # a folder of packages
-    "scale": [],
+    "scale": ["--figures", str(BENCHMARKS / "plan" / "dense.json")],
     "schedule": [],
     "two_checkouts": [str(BENCHMARKS.parent), "--parts", "memory", "--rounds=1"],
     "vs_lingvo": ["--rounds=1"],
