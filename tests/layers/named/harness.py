@@ -115,7 +115,7 @@ def run(
         step: the global step.
         calls: a lowering to call the layer with; by default the one that it was made with.
         values: whole weights by path, in place of those of the names.
-        loss: of the outputs; what is differentiated.
+        loss: of the outputs; what is differentiated. None: nothing is.
     """
     call = call or (lambda layer, theta, *args: layer.FProp(theta, *args))
     lowering = make_lowering(mesh_text, rules)
@@ -144,14 +144,14 @@ def run(
                 # Tensors, as a pipeline passes them.
                 theta = layer.theta.Transform(tf.convert_to_tensor)
                 outputs = exported(call(layer, theta, *filled))
-                total = loss(outputs)
-            return outputs, tape.gradient(total, variables)
+                total = loss(outputs) if loss else None
+            return outputs, tape.gradient(total, variables) if loss else {}
 
         outputs, grads = compute(*(tf.constant(x) for x in inputs if x is not None))
         grads = {
             path: join(layout, [tf.convert_to_tensor(grads[name]).numpy() for name in names])
             for path, (layout, names) in weights.items()
-            if grads[names[0]] is not None
+            if grads.get(names[0]) is not None
         }
         return Result([y.numpy() for y in outputs], grads, calls or lowering)
     finally:
