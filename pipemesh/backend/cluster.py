@@ -19,7 +19,7 @@ from pipemesh.addresses import (
     use_no_proxy,
 )
 from pipemesh.backend.address_filter import keep_to
-from pipemesh.backend.eager_context import CLIENT, eager_context, is_client
+from pipemesh.backend.devices import CLIENT, eager_context, is_client
 from pipemesh.errors import DeviceError
 
 WORKER = "worker"

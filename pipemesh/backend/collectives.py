@@ -1,17 +1,22 @@
-"""TensorFlow's collective operations, of one process or many, and who can be reached by them."""
+"""Collective operations: TensorFlow's own, NCCL's between GPUs of one host, and those of TPUs."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 # Of collectives with groups and orders of one's own nothing is public, nor of the servers of other
 # processes; the version is pinned to 2.21.
-from tensorflow.python.ops import gen_collective_ops
+from tensorflow.python.ops import gen_collective_ops, nccl_ops
 
-from pipemesh.backend.eager_context import eager_context
+# Public ones are for whole tensors of a `tf.distribute` strategy alone; the version is pinned.
+from tensorflow.python.tpu.ops import tpu_ops
+
+from pipemesh.backend.devices import eager_context
+from pipemesh.backend.operation_kinds import COLLECTIVES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,3 +106,108 @@ def answers(task: str, seconds: float) -> bool:
     except tf.errors.OpError:
         return False
     return True
+
+
+_NCCL_REDUCE: dict[str, Callable[[list[tf.Tensor]], list[tf.Tensor] | None]] = {
+    "sum": nccl_ops.all_sum,
+    "max": nccl_ops.all_max,
+    "min": nccl_ops.all_min,
+}
+_NCCL_DTYPES = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+
+
+def can_use_nccl(tensors: Sequence[tf.Tensor], devices: Sequence[str]) -> bool:
+    """Whether NCCL applies: different GPUs of one task, and a dtype that it knows."""
+    specs = [tf.DeviceSpec.from_string(device) for device in devices]
+    return (
+        all((spec.device_type or "").upper() == "GPU" for spec in specs)
+        and len({(spec.job, spec.replica, spec.task) for spec in specs}) == 1
+        and len({spec.device_index for spec in specs}) == len(specs)
+        and tensors[0].dtype in _NCCL_DTYPES
+    )
+
+
+def nccl_all_reduce(
+    tensors: Sequence[tf.Tensor], devices: Sequence[str], op: str
+) -> list[tf.Tensor]:
+    """Reduces tensors that lie on GPUs; each gets the result.
+
+    Args:
+        tensors: one for each device, of one shape and dtype.
+        devices: their devices.
+        op: `"sum"`, `"max"` or `"min"`.
+    """
+    placed: list[tf.Tensor] = []
+    for tensor, device in zip(tensors, devices, strict=True):
+        # NCCL's operations are placed where their inputs say that they lie.
+        with tf.device(device):
+            placed.append(tf.identity(tensor))
+    reduced = _NCCL_REDUCE[op](placed)
+    assert reduced is not None
+    return list(reduced)
+
+
+def nccl_groups(nodes: Iterable[tf.compat.v1.NodeDef]) -> dict[str, list[str]]:
+    """The collective operations among nodes, each with those of its group, itself included.
+
+    Args:
+        nodes: `NodeDef`s.
+    """
+    found: dict[bytes, list[str]] = {}
+    of_node: dict[str, list[str]] = {}
+    for node in nodes:
+        if node.op in COLLECTIVES:
+            of_node[node.name] = found.setdefault(node.attr["shared_name"].s, [])
+            of_node[node.name].append(node.name)
+    return of_node
+
+
+def rename_nccl_groups(nodes: Iterable[tf.compat.v1.NodeDef]) -> None:
+    """Gives each group of collective operations among nodes a name that no other group has.
+
+    Args:
+        nodes: `NodeDef`s, changed in place.
+    """
+    names: dict[bytes, bytes] = {}
+    for node in nodes:
+        if node.op in COLLECTIVES:
+            old = node.attr["shared_name"].s
+            if old not in names:
+                # TensorFlow's own names are numbered, too.
+                names[old] = b"%s/%s" % (old, nccl_ops._get_shared_name().encode())
+            node.attr["shared_name"].s = names[old]
+
+
+Groups = list[list[int]]
+
+
+def tpu_all_sum(x: tf.Tensor, groups: Groups) -> tf.Tensor:
+    """Is one `CrossReplicaSum`.
+
+    Args:
+        x: floating, or int32 or uint32.
+        groups: the numbers of the replicas that are summed up.
+    """
+    return tpu_ops.cross_replica_sum(x, groups)
+
+
+def tpu_all_to_all(x: tf.Tensor, concat_dim: int, split_dim: int, groups: Groups) -> tf.Tensor:
+    """Is one `AllToAll`.
+
+    Args:
+        x: is cut along `split_dim`, a part for each member of the group.
+        concat_dim: that the parts which come in are joined in.
+        split_dim: a multiple of the size of the groups.
+        groups: the numbers of the replicas, all groups of one size.
+    """
+    return tpu_ops.all_to_all(x, concat_dim, split_dim, len(groups[0]), groups)
+
+
+def tpu_permute(x: tf.Tensor, ends: Sequence[Sequence[int]]) -> tf.Tensor:
+    """Is one `CollectivePermute`.
+
+    Args:
+        x: what is sent.
+        ends: pairs of replicas, the source and the target; who is no target gets zeros.
+    """
+    return tpu_ops.collective_permute(x, tf.constant(ends, tf.int32, shape=[len(ends), 2]))

@@ -10,7 +10,7 @@ from tensorflow.core.protobuf import tensorflow_server_pb2
 
 from pipemesh.addresses import check_addresses, use_no_proxy
 from pipemesh.backend import collectives
-from pipemesh.backend.eager_context import eager_context
+from pipemesh.backend.devices import eager_context
 from pipemesh.errors import DeviceError
 from pipemesh.mesh.checks import whole_number
 

@@ -1,4 +1,4 @@
-"""Shapes that are known before anything runs."""
+"""Shapes and dtypes that are known before anything runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+
+# Shape and dtype of what a handle stands for are not public; the TensorFlow version is pinned.
+from tensorflow.python.ops import handle_data_util
 
 
 def static_sizes(value: tf.Tensor | tf.TensorSpec) -> list[int]:
@@ -35,3 +38,19 @@ def num_bytes(values: Iterable[tf.Tensor | tf.TensorSpec | tf.Variable]) -> int:
         32
     """
     return sum(value.shape.num_elements() * value.dtype.size for value in values)
+
+
+def dtype_behind(handle: tf.Tensor) -> tf.DType | None:
+    """The dtype of the variable that a handle stands for; None if it is not known."""
+    data = handle_data_util.get_resource_handle_data(handle)
+    if data is None or not data.is_set or not data.shape_and_type:
+        return None
+    return tf.as_dtype(data.shape_and_type[0].dtype)
+
+
+def stand_for_alike(handle: tf.Tensor, variable: tf.Variable) -> None:
+    """Notes on a symbolic handle that it stands for such a variable.
+
+    Without the note a function that takes the handle cannot be differentiated twice.
+    """
+    handle_data_util.copy_handle_data(variable.handle, handle)

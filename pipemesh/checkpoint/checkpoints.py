@@ -15,12 +15,11 @@ import tensorflow as tf
 from pipemesh.backend.processes import current_processes
 from pipemesh.checkpoint import folder as folders
 from pipemesh.checkpoint.entries import Snapshot, entries_of
-from pipemesh.checkpoint.joined import JoinedFiles
 from pipemesh.checkpoint.lock import check_held, held_by_none
 from pipemesh.checkpoint.manifest import Manifest
 from pipemesh.checkpoint.parts import join_parts, write_part
 from pipemesh.checkpoint.reader import reason, restore
-from pipemesh.checkpoint.shared_folder import writers
+from pipemesh.checkpoint.workers import JoinedFiles, writers
 from pipemesh.errors import SaveError
 from pipemesh.lowering.simd.process_talk import from_chief
 

@@ -1,20 +1,21 @@
-"""A checkpoint written anew: under other names, in another dtype, or to be like another one."""
+"""Checkpoints written tensor by tensor: under other names, in another dtype, or like another."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from pipemesh.checkpoint.folder import LIST, list_for_tensorflow
+from pipemesh.checkpoint.files import check_name, step_in
+from pipemesh.checkpoint.folder import LIST, list_for_tensorflow, publish
 from pipemesh.checkpoint.manifest import SUFFIX, Manifest
-from pipemesh.checkpoint.paths import step_in
-from pipemesh.checkpoint.reader import contents
+from pipemesh.checkpoint.reader import contents, reason
 from pipemesh.checkpoint.tensors import DATA, names_of, read_one
-from pipemesh.checkpoint.writer import write
-from pipemesh.errors import CheckpointError
+from pipemesh.errors import CheckpointError, SaveError
 from pipemesh.text import nearest
 
 # What TensorFlow and lingvo call it as well.
@@ -160,3 +161,74 @@ def _list_first(path: str) -> None:
 
 def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+# Held at once.
+_BYTES_AT_ONCE = 1 << 28
+
+
+def write(
+    path: str,
+    tensors: Iterable[tuple[str, Callable[[], tf.Tensor]]],
+    step: int,
+    note: Mapping[str, Any],
+) -> None:
+    """Writes a checkpoint, whole or not at all.
+
+    Args:
+        path: of the checkpoint, without any ending; its folder is made if need be.
+        tensors: names, and what gives the tensor of that name when its turn comes.
+        step: for the manifest.
+        note: for the manifest.
+
+    Raises:
+        CheckpointError: TensorFlow could not read it under that path.
+        SaveError: it cannot be written; nothing is left of it.
+
+    Example:
+        >>> import tempfile
+        >>> path = os.path.join(tempfile.mkdtemp(), "made", "ckpt")
+        >>> write(path, [("w", lambda: tf.constant([1.0, 2.0]))], step=3, note={})
+        >>> tf.train.load_checkpoint(path).get_tensor("w").tolist()
+        [1.0, 2.0]
+    """
+    check_name(path)
+    folder, name = os.path.split(path)
+    temporary = None
+    try:
+        os.makedirs(folder or ".", exist_ok=True)
+        temporary = tempfile.mkdtemp(prefix=f".{name}_temp", dir=folder or ".")
+        merged = os.path.join(temporary, name)
+        parts: list[str] = []
+        held: dict[str, tf.Tensor] = {}
+
+        def flush() -> None:
+            parts.append(os.path.join(temporary, f"part-{len(parts)}"))
+            with tf.device("CPU:0"):
+                tf.raw_ops.SaveV2(
+                    prefix=parts[-1],
+                    tensor_names=list(held),
+                    shape_and_slices=[""] * len(held),
+                    tensors=list(held.values()),
+                )
+            held.clear()
+
+        bytes_held = 0
+        for called, get in tensors:
+            held[called] = get()
+            bytes_held += held[called].dtype.size * (held[called].shape.num_elements() or 0)
+            if bytes_held >= _BYTES_AT_ONCE:
+                flush()
+                bytes_held = 0
+        if held or not parts:
+            flush()
+        tf.raw_ops.MergeV2Checkpoints(
+            checkpoint_prefixes=parts, destination_prefix=merged, delete_old_dirs=False
+        )
+        Manifest.of(merged, step=step, note=note).write(merged)
+        publish(merged, path)
+    except (OSError, tf.errors.OpError) as error:
+        raise SaveError(f"{path} cannot be written ({reason(error)})") from error
+    finally:
+        if temporary:
+            shutil.rmtree(temporary, ignore_errors=True)

@@ -10,9 +10,14 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.backend.cluster import host_of, own_host
-from pipemesh.backend.iterators import is_iterator, iterator_state, set_iterator_state
 from pipemesh.backend.processes import current_processes
-from pipemesh.backend.sliced_variables import SlicedVariable, owner_of
+from pipemesh.backend.saved_state import (
+    SlicedVariable,
+    is_iterator,
+    iterator_state,
+    owner_of,
+    set_iterator_state,
+)
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import CheckpointError
 

@@ -15,8 +15,8 @@ import shutil
 import sys
 from collections.abc import Iterable, Sequence
 
+from pipemesh.checkpoint.files import write_whole
 from pipemesh.checkpoint.manifest import INDEX, SUFFIX, Manifest
-from pipemesh.checkpoint.whole_file import write_whole
 from pipemesh.errors import CheckpointError, DamagedError
 
 _INDEX = re.compile(r"ckpt-(\d+)\.index", re.ASCII)

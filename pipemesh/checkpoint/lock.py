@@ -10,9 +10,9 @@ import tempfile
 from collections.abc import Iterator
 from types import TracebackType
 
+from pipemesh.checkpoint.files import check_path
 from pipemesh.checkpoint.folder import newest, remove_leftovers
 from pipemesh.checkpoint.manifest import INDEX
-from pipemesh.checkpoint.paths import check_path
 from pipemesh.errors import CheckpointError, SaveError
 
 # The checkpoints that this process reads.

@@ -14,8 +14,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pipemesh.checkpoint.paths import check_name, step_in
-from pipemesh.checkpoint.whole_file import write_whole
+from pipemesh.checkpoint.files import check_name, step_in, write_whole
 from pipemesh.errors import CheckpointError, DamagedError
 
 SUFFIX = ".manifest"

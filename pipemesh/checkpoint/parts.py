@@ -17,9 +17,9 @@ import tensorflow as tf
 
 from pipemesh.backend.processes import Processes
 from pipemesh.checkpoint.entries import Snapshot
-from pipemesh.checkpoint.joined import join_files, write_tensors
+from pipemesh.checkpoint.files import write_whole
 from pipemesh.checkpoint.reader import contents, reason
-from pipemesh.checkpoint.whole_file import write_whole
+from pipemesh.checkpoint.workers import join_files, write_tensors
 from pipemesh.errors import CheckpointError, SaveError
 
 _DONE, _FAILED = ".done", ".failed"

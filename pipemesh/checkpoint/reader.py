@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from pipemesh.backend.cluster import own_host
 from pipemesh.checkpoint.entries import Entry, Part, chunks, entries_of
-from pipemesh.checkpoint.paths import literal
-from pipemesh.checkpoint.shared_folder import absolute, readers, say_once
+from pipemesh.checkpoint.files import literal
+from pipemesh.checkpoint.workers import absolute, readers, say_once
 from pipemesh.errors import CheckpointError, DamagedError
 from pipemesh.text import nearest
 

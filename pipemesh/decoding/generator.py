@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.backend.attach_gradient import no_gradients
+from pipemesh.backend.gradients import no_gradients
 from pipemesh.decoding.choice import Choice, Chooser
 from pipemesh.decoding.group import Group, rows_of
 from pipemesh.decoding.simd_generator import SimdGenerator

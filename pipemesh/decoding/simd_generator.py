@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.backend.attach_gradient import no_gradients
+from pipemesh.backend.gradients import no_gradients
 from pipemesh.decoding.choice import Chooser
 from pipemesh.decoding.group import Group, rows_of
 from pipemesh.errors import DecodingError

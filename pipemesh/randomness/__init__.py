@@ -33,11 +33,11 @@ from pipemesh.randomness.draws import (
     slice_of_draw,
 )
 from pipemesh.randomness.patch import install
-from pipemesh.randomness.replay import Replay
 from pipemesh.randomness.scope import (
     LayerSpan,
     NeedWholeDraws,
     Position,
+    Replay,
     Scope,
     WholeDraw,
     WholeDraws,

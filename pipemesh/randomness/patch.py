@@ -22,8 +22,7 @@ from pipemesh.randomness.candidates import (
     unigram_weights,
 )
 from pipemesh.randomness.draws import PHILOX, draw
-from pipemesh.randomness.eager_loops import install_eager_loops
-from pipemesh.randomness.retracing import install_retracing
+from pipemesh.randomness.retracing import install_eager_loops, install_retracing
 from pipemesh.randomness.scope import draw_seed, refuse_slicewise, scopes
 
 # What TensorFlow calls the algorithm that it chooses itself.

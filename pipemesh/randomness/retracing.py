@@ -1,8 +1,11 @@
-"""A `tf.function` draws as if its Python code stood where it is called.
+"""Functions and eager loops that draw as if their Python code stood where it is called.
 
-TensorFlow traces a function once and calls the trace ever after, whatever scope of random numbers
-it is called in. Inside of a scope it is therefore traced anew: for each call while a graph is
-built, in eager mode for each place that its draws can have among those of their layers.
+TensorFlow traces a `tf.function` once and reuses the trace in any scope of random numbers. Inside a
+scope a function is therefore traced anew: for each call while a graph is built, in eager mode for each
+position that its draws can have among those of their layers.
+
+A graph traces the functions of a `tf.while_loop` once, and the iteration is part of each key. In eager
+mode they run repeatedly: each run begins with the same numbers and adds the iteration.
 """
 
 from __future__ import annotations
@@ -13,7 +16,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.backend.patches import extend_trace_keys, wrap_functions, wrap_trace_lookup
+from pipemesh.backend.patches import (
+    extend_trace_keys,
+    wrap_functions,
+    wrap_loops,
+    wrap_trace_lookup,
+)
 from pipemesh.randomness.scope import Numbers, Scope, scopes
 
 _NUMBERS_AFTER = "_pipemesh_numbers_after"
@@ -41,7 +49,7 @@ class _Call:
 def install_retracing() -> None:
     """Puts the scopes into the keys of traces; without a scope nothing changes."""
     wrap_functions(lambda call: _in_scope(call, _call), lambda trace: _in_scope(trace, _new_trace))
-    wrap_trace_lookup(_counted)
+    wrap_trace_lookup(_find_trace)
     extend_trace_keys(lambda: (scopes.calls[-1].key,) if scopes.calls else ())
 
 
@@ -81,7 +89,7 @@ def _call(function: Any) -> _Call:
     return dataclasses.replace(new, key=(*names, *state), is_found_again=True)
 
 
-def _counted(find: Callable[[], Any], is_of: Callable[[Any], bool]) -> Any:
+def _find_trace(find: Callable[[], Any], is_of: Callable[[Any], bool]) -> Any:
     """Finds or makes a trace: each begins with the numbers from before the call.
 
     A trace that is found has drawn as often as when it was made.
@@ -101,3 +109,46 @@ def _counted(find: Callable[[], Any], is_of: Callable[[Any], bool]) -> Any:
     else:
         call.scope.numbers = after.copied()
     return trace
+
+
+def install_eager_loops() -> None:
+    """Puts the iterations of eager loops into the scope; without a scope nothing changes."""
+    wrap_loops(_loop_in_scope)
+
+
+def _loop_in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(cond: Any, body: Any, loop_vars: Any, *args: Any, **kwargs: Any) -> Any:
+        if not scopes.stack or not tf.executing_eagerly():
+            return original(cond, body, loop_vars, *args, **kwargs)
+        scope = scopes.stack[-1]
+        scope.turns = (*scope.turns, 0)
+        try:
+            once = _Once(scope, cond), _Once(scope, body, counts=True)
+            return original(*once, loop_vars, *args, **kwargs)
+        finally:
+            scope.turns = scope.turns[:-1]
+
+    call.__name__, call.__doc__ = original.__name__, original.__doc__
+    return call
+
+
+class _Once:
+    """A function of a loop, which takes its numbers once, however often it is called."""
+
+    def __init__(self, scope: Scope, function: Callable[..., Any], counts: bool = False) -> None:
+        self._scope, self._function, self._counts = scope, function, counts
+        self._before: Numbers | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        scope = self._scope
+        if self._before is None:
+            self._before = scope.numbers.copied()
+            result = self._function(*args)
+        else:
+            after = scope.numbers
+            scope.numbers = self._before.copied()
+            result = self._function(*args)
+            scope.numbers = after
+        if self._counts:
+            scope.turns = (*scope.turns[:-1], scope.turns[-1] + 1)
+        return result

@@ -1,4 +1,4 @@
-"""The scopes that say what random numbers belong to: step, layer, loop, and part of the batch."""
+"""The scopes that key random numbers: step, layer, loop, and part of the batch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from pipemesh.backend.functions import surrounding_graphs
+from pipemesh.backend.graphs import is_in_old_loop, loop_counter, surrounding_graphs
 from pipemesh.backend.labels import label_scope
-from pipemesh.backend.tracing import is_in_old_loop, loop_counter
 from pipemesh.errors import LayoutError, PipelineError
 
 
@@ -412,3 +411,56 @@ def _count(numbers: dict[str, int], key: str) -> int:
 def _hash(text: str) -> int:
     """63 bits that are the same in every process."""
     return int(hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()[:16], 16) >> 1
+
+
+class Replay:
+    """Remembers the scope of now, if there is one, and which numbers come next in it.
+
+    What is computed inside of `enter`, once for a result and once more for its gradient, draws the
+    same numbers each time.
+
+    Attributes:
+        tensors: what draws depend on; a function that may capture nothing takes them as arguments.
+    """
+
+    def __init__(self) -> None:
+        self._scope = scopes.stack[-1] if scopes.stack else None
+        self.tensors: list[tf.Tensor] = []
+        if self._scope is not None:
+            self._state = dataclasses.replace(
+                self._scope, numbers=self._scope.numbers.copied(), is_gradient=False
+            )
+            self.tensors = tensors_of(self._state)
+
+    @contextlib.contextmanager
+    def enter(self, tensors: Sequence[tf.Tensor]) -> Iterator[None]:
+        """Enters the scope in its remembered state.
+
+        Args:
+            tensors: takes the place of the attribute.
+        """
+        scope = self._scope
+        if scope is None:
+            yield
+            return
+        again = _with_tensors(self._state, tensors)
+        again.numbers = self._state.numbers.copied()
+        scopes.stack.append(again)
+        try:
+            yield
+        finally:
+            scopes.stack.pop()
+            for mine, theirs in zip(scope.numbers, again.numbers, strict=True):
+                mine.update({key: max(n, mine.get(key, 0)) for key, n in theirs.items()})
+
+
+def _with_tensors(scope: Scope, tensors: Sequence[tf.Tensor]) -> Scope:
+    """The same scope with others in the place of `tensors_of`."""
+    given = iter(tensors)
+    step = None if scope.step is None else next(given)
+    position = scope.position
+    if position is not None:
+        position = dataclasses.replace(position, microbatch=next(given))
+        if position.slice is not None:
+            position = dataclasses.replace(position, slice=next(given))
+    return dataclasses.replace(scope, step=step, position=position, iterations=tuple(given))

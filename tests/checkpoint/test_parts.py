@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.backend.processes import Processes
-from pipemesh.backend.sliced_variables import Slice, SlicedVariable
+from pipemesh.backend.saved_state import Slice, SlicedVariable
 from pipemesh.checkpoint import contents, parts
 from pipemesh.checkpoint.entries import Snapshot, entries_of
 from pipemesh.errors import SaveError

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.backend.sliced_variables import Slice, SlicedVariable
+from pipemesh.backend.saved_state import Slice, SlicedVariable
 from pipemesh.checkpoint import Checkpoints, contents, reader, restore
 from pipemesh.errors import CheckpointError, DamagedError
 

@@ -23,7 +23,7 @@ from pipemesh.randomness import (
     share_of_draw,
     slice_of_draw,
 )
-from pipemesh.randomness.philox import RawDraw, draw_block
+from pipemesh.randomness.draws import RawDraw, draw_block
 from pipemesh.randomness.scope import scopes
 
 

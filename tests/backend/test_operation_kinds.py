@@ -1,11 +1,11 @@
-"""What a function that is computed again may contain."""
+"""Kinds of operations, and functions without side effects."""
 
 import pytest
 import tensorflow as tf
 
 from pipemesh.backend import operation_kinds as kinds
-from pipemesh.backend.functions import Bodies
-from pipemesh.backend.purity import check_pure, has_effect, has_effects, is_stateful
+from pipemesh.backend.graphs import Bodies
+from pipemesh.backend.operation_kinds import check_pure, has_effect, has_effects, is_stateful
 from pipemesh.errors import PipelineError
 
 WHY = "it is computed twice"

@@ -1,4 +1,4 @@
-"""A tensor that lies in several variables, kept in checkpoints as one."""
+"""State that checkpoints keep: slices of variables, optimizer slots, positions of iterators."""
 
 from __future__ import annotations
 
@@ -112,3 +112,58 @@ class SlicedVariable(Trackable):
             ]
 
         return {VARIABLE_VALUE_KEY: saveables}
+
+
+def create_slots(optimizer: Any, variables: Sequence[tf.Variable]) -> None:
+    """Makes an optimizer's own variables now, not when gradients are applied for the first time.
+
+    Their names do not depend on how many models this process has made before.
+
+    Args:
+        optimizer: a `tf.compat.v1.train.Optimizer`.
+        variables: that it will update.
+    """
+    for root in sorted({variable.name.split(":")[0].split("/")[0] for variable in variables}):
+        # Whoever leaves a scope forgets which names are taken below it.
+        with tf.compat.v1.variable_scope(root) as scope:
+            assert scope.name == root
+    optimizer._create_slots(variables)
+
+
+# An operation with state outside of the iterator cannot be saved.
+_FAIL_ON_EXTERNAL_STATE = 2
+
+
+def iterator_state(iterator: Any) -> tf.Tensor:
+    """Where an iterator is, for a checkpoint.
+
+    Args:
+        iterator: made eagerly by `iter(dataset)`.
+
+    Returns:
+        A vector of variants, which `SaveV2` writes.
+
+    Raises:
+        tf.errors.OpError: the dataset has state that cannot be saved.
+    """
+    return tf.raw_ops.SerializeIterator(
+        resource_handle=iterator._iterator_resource, external_state_policy=_FAIL_ON_EXTERNAL_STATE
+    )
+
+
+def set_iterator_state(iterator: Any, state: tf.Tensor) -> None:
+    """Puts an iterator where another one over an equal dataset was.
+
+    Args:
+        iterator: made eagerly by `iter(dataset)`.
+        state: as `iterator_state` returns it.
+
+    Raises:
+        tf.errors.OpError: the state is that of another dataset.
+    """
+    tf.raw_ops.DeserializeIterator(resource_handle=iterator._iterator_resource, serialized=state)
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether a value is such an iterator."""
+    return hasattr(value, "_iterator_resource")

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from pipemesh.backend.static_shape import static_sizes
-from pipemesh.randomness.examples.labels import (
+from pipemesh.randomness.example_labels import (
     NOBODY,
     NOBODYS,
     Label,

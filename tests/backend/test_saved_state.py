@@ -1,4 +1,4 @@
-"""A tensor is one in a checkpoint, whatever it was cut into."""
+"""Slices of variables and slots of optimizers in checkpoints."""
 
 import contextlib
 import gc
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.backend.sliced_variables import Slice, SlicedVariable, mark_slice, slice_of
+from pipemesh.backend.saved_state import Slice, SlicedVariable, create_slots, mark_slice, slice_of
 
 VALUE = np.arange(24, dtype=np.float32).reshape(4, 6)
 CUTS = {
@@ -67,3 +67,21 @@ def test_a_variable_keeps_which_slice_it_is_and_nothing_keeps_the_variable(eager
     del part
     gc.collect()
     assert not eager or gone() is None
+
+
+def test_an_optimizers_variables_are_there_before_the_first_gradient():
+    train = tf.compat.v1.train
+    with tf.Graph().as_default():
+        variables = [tf.Variable([1.0, 2.0], name=name) for name in "ab"]
+        optimizer = train.MomentumOptimizer(0.1, 0.9)
+        create_slots(optimizer, variables[:1])
+        (slot,) = optimizer.variables()
+        assert optimizer.get_slot(variables[0], "momentum") is slot
+        assert slot in tf.compat.v1.global_variables()
+        step = optimizer.apply_gradients([(tf.constant([1.0, 1.0]), variables[0])])
+        assert optimizer.variables() == [slot], "applying makes no second one"
+        with tf.compat.v1.Session() as session:
+            session.run(tf.compat.v1.global_variables_initializer())
+            np.testing.assert_array_equal(session.run(slot), [0, 0])
+            session.run(step)
+            np.testing.assert_array_equal(session.run(slot), [1, 1])

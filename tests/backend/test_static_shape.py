@@ -1,9 +1,9 @@
-"""What the handle of a variable stands for."""
+"""Dtypes of variables behind their handles."""
 
 import pytest
 import tensorflow as tf
 
-from pipemesh.backend.handle_data import dtype_behind
+from pipemesh.backend.static_shape import dtype_behind
 
 
 @pytest.mark.parametrize("dtype", [tf.float32, tf.bfloat16, tf.int64])

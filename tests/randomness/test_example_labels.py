@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from pipemesh.randomness.examples import labels
-from pipemesh.randomness.examples.labels import NOBODY, NOBODYS, SEVERAL, UnknownLabelError, along
+from pipemesh.randomness import example_labels as labels
+from pipemesh.randomness.example_labels import NOBODY, NOBODYS, SEVERAL, UnknownLabelError, along
 
 THREE = np.arange(3)
 
