@@ -15,8 +15,7 @@ from typing import Any, TypeVar, cast
 
 import tensorflow as tf
 
-# TensorFlow lets nobody else record; the version is pinned to 2.21.
-# TensorFlow does not tell which tapes record; the version is pinned to 2.21.
+# TensorFlow has no public way to record or to list the active tapes; the version is pinned to 2.21.
 from tensorflow.python.eager import backprop, record
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import cond_v2, gen_functional_ops, gradients_util
@@ -25,19 +24,18 @@ from pipemesh.backend.structure import is_differentiable
 
 
 def unrecorded() -> contextlib.AbstractContextManager[Any]:
-    """Inside, no tape of the outside records."""
+    """Stops all outer tapes from recording inside."""
     return record.stop_recording()
 
 
 def is_recorded(tensors: Sequence[tf.Tensor]) -> bool:
-    """Whether a tape records what is computed of any of the tensors."""
+    """Returns whether a tape records computations with any of the tensors."""
     return record.should_record_backprop(list(tensors))
 
 
 def is_recorded_twice(tensors: Sequence[tf.Tensor]) -> bool:
-    """Whether gradients of gradients may be asked for.
-
-    Several tapes watch the tensors, or one that may be asked more than once.
+    """Returns whether gradients of gradients are possible: several tapes, or one
+    persistent tape.
     """
     kinds = gradients_util.PossibleTapeGradientTypes(list(tensors))
     return kinds == gradients_util.POSSIBLE_GRADIENT_TYPES_HIGHER_ORDER
@@ -48,27 +46,19 @@ def record_call(
     inputs: Sequence[tf.Tensor],
     backward: Callable[..., list[Any]],
 ) -> None:
-    """Has all tapes that watch the inputs record how the outputs were computed of them.
-
-    Args:
-        outputs: what was computed, unrecorded.
-        inputs: of what.
-        backward: takes one gradient for each output; returns one or None for each input.
+    """Records on all tapes that watch the inputs how to compute their gradients from those of the
+    outputs.
     """
     record.record_operation("pipemesh", list(outputs), list(inputs), backward)
 
 
 def variables_read() -> Any:
-    """Inside, trainable variables that are read are noted.
-
-    Returns:
-        A context of an object with the method `watched_variables`.
-    """
+    """Notes the trainable variables read inside, in an object with `watched_variables()`."""
     return record.VariableWatcher()
 
 
 class _Tapes(threading.local):
-    """The tapes that record in a thread, the outermost first."""
+    """The active tapes of a thread, the outermost first."""
 
     def __init__(self) -> None:
         self.active: list[tf.GradientTape] = []
@@ -78,7 +68,7 @@ _tapes = _Tapes()
 
 
 def outermost_tape() -> tf.GradientTape | None:
-    """The `tf.GradientTape` of this thread that has recorded longest; None if none records."""
+    """Returns the outermost active `tf.GradientTape` of this thread, None without any."""
     return _tapes.active[0] if _tapes.active else None
 
 
@@ -102,27 +92,26 @@ backprop.GradientTape._push_tape, backprop.GradientTape._pop_tape = _noting(
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-# Where a graph keeps its gradients, by name.
+# The attribute of a graph that holds its gradients, by name.
 _STORE = "_pipemesh_gradients"
-# Operations that check what goes through them, and its gradient, too.
+# Operations that check a tensor and its gradient.
 _CHECKING = ("CheckNumerics", "CheckNumericsV2")
 _local = threading.local()
 
 
 def _register(name: str, gradient: Callable[..., Any], graph: tf.Graph) -> None:
-    """Registers a gradient for operations of a graph, and of copies of it, while the graph lives.
-
-    Args:
-        name: by which operations ask for it.
-        gradient: of an operation and the gradients of its results.
-        graph: that keeps it.
+    """Registers a gradient for operations of a graph and its copies, for as long as the graph
+    lives.
     """
     ops.RegisterGradient(name)(gradient)
     _hand_over([name], graph)
 
 
 def custom_gradient(function: _F) -> _F:
-    """As `tf.custom_gradient`, but nothing outlives the graph that it was called in."""
+    """Decorates a function as `tf.custom_gradient` does, but frees everything with its graph."""
+    # TensorFlow keeps what `tf.custom_gradient` registers in a graph for the life of the process,
+    # and with it everything that the gradient uses: the whole graph, once for each trace of a
+    # function.
     decorated = tf.custom_gradient(function)
 
     @functools.wraps(function)
@@ -140,19 +129,17 @@ def custom_gradient(function: _F) -> _F:
 
 @contextlib.contextmanager
 def unchecked_gradients() -> Iterator[None]:
-    """Gradients made inside pass `tf.debugging.check_numerics` whatever they are.
-
-    What overflows because a loss is scaled is looked for behind all of them.
-    """
+    """Makes `tf.debugging.check_numerics` ignore gradients computed inside."""
+    # A scaled loss may overflow; the pipeline then checks all gradients together.
     for name in _CHECKING:
         entry = _registry()[name]
         if not hasattr(entry["type"], "__wrapped__"):
             entry["type"] = _unless_unchecked(entry["type"])
-    before, _local.is_unchecked = getattr(_local, "is_unchecked", False), True
+    previous, _local.is_unchecked = getattr(_local, "is_unchecked", False), True
     try:
         yield
     finally:
-        _local.is_unchecked = before
+        _local.is_unchecked = previous
 
 
 def _unless_unchecked(gradient: Callable[..., Any]) -> Callable[..., Any]:
@@ -170,7 +157,7 @@ def _registry() -> dict[str, Any]:
 
 
 def _hand_over(names: list[str], graph: tf.Graph) -> None:
-    """Lets a graph keep what was registered under some names."""
+    """Moves registered gradients into a graph."""
     registry = _registry()
     kept: dict[str, Any] = getattr(graph, _STORE, {})
     setattr(graph, _STORE, kept)
@@ -196,16 +183,12 @@ Grads = list[tf.Tensor | None]
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
-    """Tensors on one device that gradients flow to.
+    """Tensors on one device that gradients flow to."""
 
-    Attributes:
-        tensors: of any dtype; only the floating and complex ones get a gradient.
-        device: where they lie.
-        checked: called with their gradients when somebody asks for them; returns what to hand on.
-    """
-
+    # Of any dtype; only floating and complex ones get a gradient.
     tensors: Sequence[tf.Tensor]
     device: str
+    # Takes their gradients when they are asked for, and returns those to pass on.
     checked: Callable[[Grads], Grads] | None = None
 
 
@@ -217,19 +200,18 @@ def with_gradient(
 ) -> list[tf.Tensor]:
     """Returns `outputs`, through which gradients flow to all `sources` at once.
 
-    `tf.custom_gradient` passes everything that it differentiates through one operation, which
-    would copy the weights of all stages to one device. Here each group of sources has an
-    operation of its own, on its device, that hands a scalar on; only these scalars meet. When
-    the gradient arrives at the outputs, `backward` computes all gradients, and each group picks
-    up its own when autodiff reaches its scalar.
-
     Args:
-        outputs: tensors that do not carry a gradient themselves (`tf.stop_gradient`).
-        device: where the outputs lie.
+        outputs: tensors without a gradient (`tf.stop_gradient`).
+        device: the device of the outputs.
         sources: the groups of tensors that get gradients.
-        backward: called once a gradient is asked for, with the gradient of each output (None for
-            those that have none); returns for each group the gradient of each tensor.
+        backward: takes the gradient of each output (None if it has none) and returns for each group
+            the gradient of each tensor; called when a gradient is asked for.
     """
+    # `tf.custom_gradient` passes everything that it differentiates through one operation, which
+    # would copy the weights of all stages to one device. Here each group of sources has an
+    # operation on its device that passes a scalar on; only these scalars meet. When the gradient
+    # arrives at the outputs, `backward` computes all gradients, and each group takes its own when
+    # autodiff reaches its scalar.
     computed: dict[int, Grads] = {}
     anchors = [_anchor(number, group, computed) for number, group in enumerate(sources)]
     floating = [i for i, t in enumerate(outputs) if is_differentiable(t)]
@@ -258,15 +240,13 @@ def with_gradient(
 
 
 def without_colocation() -> contextlib.AbstractContextManager[Any]:
-    """Inside, operations lie where `tf.device` says.
-
-    Autodiff may ask for all operations to lie with the one that is differentiated.
-    """
+    """Lets `tf.device` alone place operations inside."""
+    # Autodiff may ask for all operations to be colocated with the differentiated one.
     return tf.compat.v1.get_default_graph().colocate_with(None, ignore_existing=True)
 
 
 def _anchor(number: int, group: Sources, computed: dict[int, Grads]) -> tf.Tensor:
-    """A scalar whose gradient is that of all floating tensors of the group."""
+    """Returns a scalar whose gradient is that of all floating tensors of the group."""
     floating = [i for i, t in enumerate(group.tensors) if is_differentiable(t)]
 
     @custom_gradient
@@ -287,7 +267,7 @@ def _anchor(number: int, group: Sources, computed: dict[int, Grads]) -> tf.Tenso
 
 
 _numbers = itertools.count()
-# In the names that TensorFlow gives the function's graphs.
+# Part of the names that TensorFlow gives the function's graphs.
 _PASS_ON_NAME = "__pipemesh_passes_on_"
 _GRADIENT = "PipemeshGradient"
 _unneeded = contextvars.ContextVar("pipemesh_no_gradients", default=False)
@@ -295,17 +275,8 @@ _unneeded = contextvars.ContextVar("pipemesh_no_gradients", default=False)
 
 @contextlib.contextmanager
 def no_gradients() -> Iterator[None]:
-    """Nothing is attached inside: what is computed there is not differentiated.
-
-    Each gradient of one's own takes an operation that does nothing but carry it.
-
-    Example:
-        >>> x = tf.constant([3.0])
-        >>> with no_gradients():
-        ...     (y,) = attach_gradient([2 * x], [x], lambda grads: grads, False)
-        >>> float(y[0])
-        6.0
-    """
+    """Attaches no gradients inside, for results that are never differentiated."""
+    # Each custom gradient takes an operation that does nothing but carry it.
     token = _unneeded.set(True)
     try:
         yield
@@ -319,21 +290,14 @@ def _pipemesh_passes_on(*tensors: tf.Tensor) -> list[tf.Tensor]:
 
 
 def passes_on(node: Any) -> bool:
-    """Whether a node of a graph hands each of its inputs on, so that it had a gradient of its own.
-
-    Once the graph is differentiated, whoever takes its outputs may as well take its inputs.
-
-    Args:
-        node: a `NodeDef`.
-    """
+    """Returns whether a `NodeDef` passes its inputs on because it had a custom gradient."""
+    # Once the graph is differentiated, users of its outputs may use its inputs instead.
     return node.op == "PartitionedCall" and _PASS_ON_NAME in node.attr["f"].func.name
 
 
 def had_gradient(node: Any) -> bool:
-    """Whether a node of a graph, on one device, hands its inputs on and had a gradient of its own.
-
-    Args:
-        node: a `NodeDef`.
+    """Returns whether a `NodeDef` on one device passes its inputs on because it had a custom
+    gradient.
     """
     gradient = node.attr["_gradient_op_type"].s if "_gradient_op_type" in node.attr else b""
     return node.op == "IdentityN" and gradient.startswith(_GRADIENT.encode())
@@ -347,27 +311,26 @@ def attach_gradient(
 ) -> list[tf.Tensor]:
     """Returns `outputs`, through which gradients flow to `inputs` only as `backward` says.
 
-    `tf.custom_gradient` passes all that it differentiates through one `IdentityN`, which would
-    copy the tensors of all devices to one. A call of a function does not: it is inlined before
-    operations are placed, and each tensor stays where it is.
-
     Args:
         outputs: floating tensors.
         inputs: floating tensors.
-        backward: takes one gradient for each output; returns one or None for each input. It is
-            called outside of any colocation; across devices it has to enter device scopes itself,
-            otherwise it is called in that of the first output.
+        backward: takes one gradient for each output and returns one or None for each input. It is
+            called outside any colocation, in the device scope of the first output; across devices
+            it must enter device scopes itself.
         across_devices: whether the tensors lie on different devices.
     """
+    # `tf.custom_gradient` passes all that it differentiates through one `IdentityN`, which would
+    # copy the tensors of all devices to one. A function call does not: it is inlined before
+    # operations are placed, and each tensor stays on its device.
     if _unneeded.get():
         return list(outputs)
     number = len(outputs)
     tensors = [*outputs, *inputs]
 
     def input_grads(*grads: tf.Tensor | tf.IndexedSlices) -> list[tf.Tensor | None]:
-        # Autodiff is in no scope, or in that of another device.
-        beside = contextlib.nullcontext() if across_devices else tf.device(outputs[0].device)
-        with without_colocation(), beside:
+        # Autodiff runs in no device scope, or in that of another device.
+        scope = contextlib.nullcontext() if across_devices else tf.device(outputs[0].device)
+        with without_colocation(), scope:
             # Gradients of lookups are sparse; communication is dense.
             return list(backward([tf.convert_to_tensor(grad) for grad in grads[:number]]))
 
@@ -400,7 +363,7 @@ def _identity_in_place(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _call_pass_on(graph: tf.Graph, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    # A shape may be None, whatever is declared.
+    # A shape may be None, against the declared type.
     specs = [
         tf.TensorSpec(None, tensor.dtype)  # pyright: ignore[reportArgumentType]
         for tensor in tensors
@@ -421,19 +384,17 @@ _resolve_grad_inputs = cond_v2._resolve_grad_inputs
 
 
 def _resolve(branch: Any, gradient: Any) -> list[Any]:
-    """Finds what the gradient of a branch takes.
-
-    TensorFlow's function raises an `AssertionError` for a tensor of a graph further out, such as
-    an argument of the program of a core. It is captured here; all others are left to TensorFlow.
-    """
-    outer, found = gradient.outer_graph, []
+    """Returns the inputs of the gradient of a branch of a `tf.cond`."""
+    # TensorFlow's function raises an `AssertionError` for a tensor of a graph further out, such as
+    # an argument of the program of a core. It is captured here; TensorFlow handles all others.
+    outer, inputs = gradient.outer_graph, []
     for tensor in gradient.external_captures:
         if tensor.graph is not branch and _is_further_out(tensor.graph, outer):
-            found.append(outer.capture(tensor))
+            inputs.append(outer.capture(tensor))
         else:
-            one = types.SimpleNamespace(external_captures=[tensor], outer_graph=outer)
-            found += _resolve_grad_inputs(branch, one)
-    return found
+            single = types.SimpleNamespace(external_captures=[tensor], outer_graph=outer)
+            inputs += _resolve_grad_inputs(branch, single)
+    return inputs
 
 
 def _is_further_out(graph: Any, inner: Any) -> bool:
@@ -442,5 +403,5 @@ def _is_further_out(graph: Any, inner: Any) -> bool:
 
 
 def install_branch_gradients() -> None:
-    """Makes second gradients of branches possible; nothing else changes."""
+    """Makes second gradients of `tf.cond` possible if branches use tensors of outer graphs."""
     cond_v2._resolve_grad_inputs = _resolve

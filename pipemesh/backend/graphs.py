@@ -9,11 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
-# The only place that knows which attributes of operations are functions.
-# The registry of kernels is not public; TensorFlow's version is pinned.
+# Only these private modules know function attributes of operations, loops and kernels; the version
+# is pinned to 2.21.
 from tensorflow.python.framework import kernels, op_def_registry
-
-# What TensorFlow traces the functions of a `tf.while_loop` into; the version is pinned to 2.21.
 from tensorflow.python.ops.control_flow_v2_func_graphs import (
     WhileBodyFuncGraph,
     WhileCondFuncGraph,
@@ -24,7 +22,7 @@ from pipemesh.backend.devices import eager_context
 
 @functools.cache
 def _attributes(kind: str) -> tuple[tuple[str, bool], ...]:
-    """Which attributes of an operation are functions, and whether they are lists of them."""
+    """Returns the function attributes of an operation, and whether each is a list of functions."""
     definition = op_def_registry.get(kind)
     if definition is None:
         return ()
@@ -36,31 +34,22 @@ def _attributes(kind: str) -> tuple[tuple[str, bool], ...]:
 
 
 def called_functions(graph: tf.Graph, operation: tf.Operation) -> Iterator[tf.Graph]:
-    """The graphs of the functions that an operation calls, in the order of its attributes.
-
-    Args:
-        graph: that the operation is in.
-        operation: any; most call none.
+    """Yields the graphs of the functions that an operation calls, in the order of its
+    attributes.
     """
     for attribute, several in _attributes(operation.type):
         value = operation.get_attr(attribute)
         for function in value if several else [value]:
-            found = graph._get_function(function.name)
-            if found is not None and getattr(found, "graph", None) is not None:
-                yield found.graph
+            definition = graph._get_function(function.name)
+            if definition is not None and getattr(definition, "graph", None) is not None:
+                yield definition.graph
 
 
 def operations_within(
     graph: tf.Graph, inside: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], tf.Operation]]:
-    """The operations of a graph and of the functions that it calls.
-
-    Args:
-        graph: the graph.
-        inside: names of the functions around it, the outermost first.
-
-    Yields:
-        Each operation behind the names of the functions that it is in.
+    """Yields the operations of a graph and of its functions, each after the names of the functions
+    around it.
     """
     seen: set[int] = set()
     for operation in graph.get_operations():
@@ -72,11 +61,7 @@ def operations_within(
 
 
 class Bodies:
-    """The functions of a graph that is written down, which go with it as lists of nodes.
-
-    Args:
-        graph_def: the graph.
-    """
+    """The functions of a serialized graph, as lists of nodes."""
 
     def __init__(self, graph_def: tf.compat.v1.GraphDef) -> None:
         self._functions: Mapping[str, Sequence[tf.compat.v1.NodeDef]] = {
@@ -84,7 +69,7 @@ class Bodies:
         }
 
     def called(self, node: tf.compat.v1.NodeDef) -> list[str]:
-        """Names of the functions that a node calls."""
+        """Returns the names of the functions that a node calls."""
         names = [
             function.name
             for attribute, several in _attributes(node.op)
@@ -92,11 +77,11 @@ class Bodies:
                 node.attr[attribute].list.func if several else [node.attr[attribute].func]
             )
         ]
-        # A node may also be the call of a function of its own name.
+        # A node may also call a function named as its type.
         return [name for name in [*names, node.op] if name in self._functions]
 
     def within(self, nodes: Sequence[tf.compat.v1.NodeDef]) -> Iterator[tf.compat.v1.NodeDef]:
-        """The nodes, and those of all functions that they call, each function once."""
+        """Yields the nodes, and those of all functions that they call, each function once."""
         seen: set[str] = set()
         todo: list[Sequence[tf.compat.v1.NodeDef]] = [nodes]
         while todo:
@@ -109,7 +94,7 @@ class Bodies:
 
 
 def surrounding_graphs(graph: tf.Graph) -> Iterator[tf.Graph]:
-    """The graph, the graph around it, and so on up to the outermost."""
+    """Yields the graph, the graph around it, and so on up to the outermost."""
     current: tf.Graph | None = graph
     while current is not None:
         yield current
@@ -117,29 +102,23 @@ def surrounding_graphs(graph: tf.Graph) -> Iterator[tf.Graph]:
 
 
 def keep_alive(thing: object) -> None:
-    """Holds an object with the function that is traced, and so the functions that it calls.
-
-    A function of TF2 goes with its last Python reference; a TF1 graph has copies of its own.
-
-    Args:
-        thing: that knows functions which the graph calls.
-    """
+    """Keeps an object, and the functions that it holds, alive with the function being traced."""
+    # A function of TF2 is deleted with its last Python reference; a TF1 graph has copies of its
+    # own.
     if tf.executing_eagerly() or not tf.compat.v1.executing_eagerly_outside_functions():
         return
     for graph in surrounding_graphs(tf.compat.v1.get_default_graph()):
-        # Around all functions is a graph that lives as long as the process.
+        # The outermost graph lives as long as the process.
         if getattr(graph, "building_function", False):
             graph.add_to_collection("pipemesh_functions", thing)
 
 
 @contextlib.contextmanager
 def results_beside_sources() -> Iterator[None]:
-    """Functions that are traced inside return each result from where it was made.
-
-    TensorFlow gives each result of a function an identity, without a device; in a function that
-    spans several, they would all lie where it is called, and results go there and back. To be
-    entered while a graph is built.
-    """
+    """Makes functions traced inside return each result on the device that computed it."""
+    # TensorFlow gives each result of a function an identity without a device. In a function that
+    # spans several devices, all results would lie on the caller's device and travel there and back.
+    # Enter it while a graph is built.
 
     def beside(operation: tf.Operation) -> str:
         if operation.device or operation.type != "Identity":
@@ -152,11 +131,9 @@ def results_beside_sources() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_automatic_order() -> Iterator[None]:
-    """Loops built inside have no order but the one that is given.
-
-    In functions of TF2 a `Merge` would wait for all operations with state and all merges before it,
-    on whatever devices, and results of a loop's body would get identities without a device.
-    """
+    """Builds loops inside without the automatic order of operations."""
+    # In functions of TF2 a `Merge` would wait for all stateful operations and all merges before it,
+    # on any device, and results of a loop's body would get identities without a device.
     graph: Any = tf.compat.v1.get_default_graph()
     before = getattr(graph, "_add_control_dependencies", None)
     if not before:
@@ -170,15 +147,15 @@ def without_automatic_order() -> Iterator[None]:
 
 
 def loop_counter(graph: tf.Graph) -> tf.Tensor | None:
-    """How often a `tf.while_loop` has turned, if a graph is that of one of its functions."""
+    """Returns the iteration of a `tf.while_loop` if a graph is one of its functions, else None."""
     if isinstance(graph, (WhileBodyFuncGraph, WhileCondFuncGraph)):
-        # TensorFlow counts the iterations in the first argument of both functions.
+        # The first argument of both functions counts the iterations.
         return graph.get_operations()[0].outputs[0]
     return None
 
 
 def is_in_old_loop() -> bool:
-    """Whether operations are added to a loop of TF1's old kind."""
+    """Returns whether operations are being added to a TF1 loop of the old kind."""
     graph: Any = tf.compat.v1.get_default_graph()
     context = graph._get_control_flow_context()
     return context is not None and context.IsWhileContext()
@@ -186,24 +163,19 @@ def is_in_old_loop() -> bool:
 
 @contextlib.contextmanager
 def reads_replaced(replace: Callable[[Any, tf.DType], tf.Tensor]) -> Iterator[None]:
-    """Inside, variables of the outside are not read in the graph being traced.
-
-    In the graph itself: a branch or a loop inside of it has a graph of its own.
-
-    Args:
-        replace: takes the handle outside, and the dtype; returns the tensor of the outside that is
-            used instead.
-    """
-    # The method through which all operations are added has no public name.
+    """Replaces reads of outside variables in the graph being traced."""
+    # `replace` takes the outside handle and the dtype and returns the outside tensor to use
+    # instead. Only the graph itself is affected: a branch or a loop inside it has a graph of its
+    # own. All operations are added through this method, which is private.
     graph: Any = tf.compat.v1.get_default_graph()
     create = graph._create_op_internal
 
     def create_or_capture(kind: str, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if kind == "ReadVariableOp":
-            # Handles of eager variables have been captured by now, those of graphs have not.
+            # Handles of eager variables are captured at this point, those of graphs are not.
             outer = next((o for o, inner in graph.captures if inner is inputs[0]), inputs[0])
             if getattr(outer, "graph", None) is not graph:
-                # A placeholder, which is the operation that has the value as its output.
+                # A placeholder: its operation has the value as output.
                 value = replace(outer, tf.as_dtype(kwargs["attrs"]["dtype"].type))
                 return graph.capture(value).op
         return create(kind, inputs, *args, **kwargs)
@@ -216,12 +188,7 @@ def reads_replaced(replace: Callable[[Any, tf.DType], tf.Tensor]) -> Iterator[No
 
 
 def drop_unused_captures(graph: tf.Graph, ids: Container[int]) -> None:
-    """Lets a graph forget captures that nothing uses.
-
-    Args:
-        graph: that is being traced.
-        ids: the `id` of the tensors outside that may be forgotten.
-    """
+    """Removes unused captures from a graph being traced, among outside tensors of these `id`s."""
     for outer, inner in list(graph.captures):
         if id(outer) in ids and not inner.consumers():
             graph._function_captures.pop(id(outer))
@@ -229,16 +196,12 @@ def drop_unused_captures(graph: tf.Graph, ids: Container[int]) -> None:
 
 @contextlib.contextmanager
 def collected_graphs() -> Iterator[Any]:
-    """Collects the graphs of TF2 functions that run for the first time inside.
-
-    Yields:
-        A `RunMetadata`, which is filled when the context ends.
-    """
+    """Yields a `RunMetadata` that gets the graphs of TF2 functions that first run inside."""
     metadata = tf.compat.v1.RunMetadata()
     eager = eager_context()
     eager.ensure_initialized()
     eager.enable_graph_collection()
-    # What was collected before is none of ours.
+    # Discard graphs collected earlier.
     eager.export_run_metadata()
     try:
         yield metadata
@@ -249,5 +212,5 @@ def collected_graphs() -> Iterator[Any]:
 
 @functools.cache
 def registered_kernels(kind: str) -> Sequence[Any]:
-    """The `KernelDef` of each kernel of a kind of operations."""
+    """Returns the `KernelDef` of each kernel of an operation type."""
     return list(kernels.get_registered_kernels_for_op(kind).kernel)

@@ -1,4 +1,8 @@
-"""Labels of stages, replicas and layers in node names, prints and summaries."""
+"""Labels of stages, replicas and layers in node names, prints and summaries.
+
+TensorFlow's errors show the names of nodes. A node's name allows few characters; each other
+character becomes its hexadecimal code point between two hyphens.
+"""
 
 from __future__ import annotations
 
@@ -19,36 +23,21 @@ KINDS = ("stage", "replica", "layer")
 
 
 def label(kind: str, name: str) -> str:
-    """The component of a node's name that says which stage, replica or layer it belongs to.
-
-    Example:
-        >>> label("layer", "block#1")
-        'layer.block-23-1'
-    """
-    return f"{kind}." + re.sub(r"[^A-Za-z0-9_]", lambda found: f"-{ord(found[0]):x}-", name)
+    """Returns the component of a node's name for a stage, replica or layer: `layer.block-23-1`."""
+    return f"{kind}." + re.sub(r"[^A-Za-z0-9_]", lambda match: f"-{ord(match[0]):x}-", name)
 
 
 def labelled(kind: str, node: str) -> str | None:
-    """The innermost stage, replica or layer that a node belongs to; None if it says none.
-
-    Example:
-        >>> labelled("layer", "stage.first/layer.block-23-1/MatMul")
-        'block#1'
-    """
-    found = re.findall(rf"(?:^|/){kind}\.([A-Za-z0-9_-]*)(?=/)", node)
-    if not found:
+    """Returns the innermost stage, replica or layer in a node's name; None if it has none."""
+    labels = re.findall(rf"(?:^|/){kind}\.([A-Za-z0-9_-]*)(?=/)", node)
+    if not labels:
         return None
-    return re.sub(r"-([0-9a-f]+)-", lambda code: chr(int(code[1], 16)), found[-1])
+    return re.sub(r"-([0-9a-f]+)-", lambda code: chr(int(code[1], 16)), labels[-1])
 
 
 @contextlib.contextmanager
 def label_scope(kind: str, name: str) -> Iterator[None]:
-    """Nodes made inside bear the label, without a number if it is entered twice.
-
-    Args:
-        kind: one of `KINDS`.
-        name: of the stage, replica or layer, any text.
-    """
+    """Puts the label into the names of nodes made inside, without a number if entered twice."""
     if tf.executing_eagerly():
         yield
         return
@@ -72,26 +61,17 @@ _installed = False
 def tagged(
     stage: str, microbatch: tf.Tensor, replica: int | None = None, part: tf.Tensor | None = None
 ) -> Iterator[None]:
-    """Inside, what is printed begins with stage and microbatch, and tags of summaries end in it.
-
-    Args:
-        stage: name of the stage.
-        microbatch: int64 scalar, the index of the microbatch.
-        replica: the number of the replica, where a stage has several.
-        part: int64 scalar, the index of the slice, where sequences are cut.
-
-    Example:
-        >>> import sys
-        >>> with tagged("s0", tf.constant(3, tf.int64)):
-        ...     tf.print("seen", output_stream="file:///dev/stdout")
-    """
+    """Prefixes prints inside with stage and microbatch, and appends these to tags of summaries."""
+    # `microbatch` and `part` (the sequence slice) are int64 scalars.
     _install()
-    said: list[tuple[str, Any]] = [
+    numbers: list[tuple[str, Any]] = [
         ("microbatch", microbatch),
         ("slice", part),
         ("replica", replica),
     ]
-    _scopes.stack.append((stage, [(what, number) for what, number in said if number is not None]))
+    _scopes.stack.append(
+        (stage, [(kind, number) for kind, number in numbers if number is not None])
+    )
     try:
         yield
     finally:
@@ -99,9 +79,9 @@ def tagged(
 
 
 def _prefix() -> tf.Tensor:
-    stage, said = _scopes.stack[-1]
-    numbers = [t for what, number in said for t in (f", {what} ", _text(number))]
-    return tf.strings.join([f"stage {stage!r}", *numbers, ": "])
+    stage, numbers = _scopes.stack[-1]
+    parts = [t for kind, number in numbers for t in (f", {kind} ", _text(number))]
+    return tf.strings.join([f"stage {stage!r}", *parts, ": "])
 
 
 def _text(number: Any) -> Any:
@@ -133,10 +113,10 @@ def _summary(original: Callable[..., Any], name: str, position: int) -> Callable
     def dispatch(*args: Any, **kwargs: Any) -> Any:
         if not _scopes.stack:
             return original(*args, **kwargs)
-        _, said = _scopes.stack[-1]
+        _, numbers = _scopes.stack[-1]
 
         def with_microbatch(tag: Any) -> tf.Tensor:
-            parts = [t for what, number in said for t in (f"/{what}_", _text(number))]
+            parts = [t for kind, number in numbers for t in (f"/{kind}_", _text(number))]
             return tf.strings.join([tag, *parts])
 
         if name in kwargs:
@@ -150,7 +130,7 @@ def _summary(original: Callable[..., Any], name: str, position: int) -> Callable
     return dispatch
 
 
-# The name and the position of the argument that is the tag.
+# Name and position of the argument that holds the tag.
 _TAGS = {
     gen_logging_ops: {
         "audio_summary_v2": ("tag", 0),
@@ -170,7 +150,7 @@ _TAGS = {
 
 
 def _install() -> None:
-    """Puts the dispatchers in place, once; without a scope they change nothing."""
+    """Installs the dispatchers once; they change nothing outside a scope."""
     global _installed
     with _install_lock:
         if _installed:

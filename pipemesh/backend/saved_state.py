@@ -18,88 +18,57 @@ from pipemesh.backend.static_shape import static_sizes
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """Which part of a whole tensor a variable has.
-
-    Attributes:
-        whole: sizes of the whole tensor.
-        begin: for each dim where the part begins.
+    """The part of a whole tensor that a variable holds: sizes of the whole, and where the part
+    begins.
     """
 
     whole: tuple[int, ...]
     begin: tuple[int, ...]
 
     def spec(self, sizes: Sequence[int]) -> str:
-        """As TensorFlow's checkpoints spell it, for a part of these sizes.
-
-        Example:
-            >>> Slice((4, 6), (0, 3)).spec([4, 3])
-            '4 6 0,4:3,3'
-        """
+        """Returns the slice as TensorFlow's checkpoints spell it, such as `4 6 0,4:3,3`."""
         parts = ":".join(f"{b},{s}" for b, s in zip(self.begin, sizes, strict=True))
         return f"{' '.join(map(str, self.whole))} {parts}"
 
 
-# Where a variable keeps which slice it is, and which of several processes speaks for it.
+# Attributes of a variable: its slice, and the process that reports and saves it.
 _MARK, _OWNER = "_pipemesh_slice", "_pipemesh_owner"
 
 
 def mark_slice(variable: tf.Variable, name: str, part: Slice) -> None:
-    """Notes on a variable that it is a slice.
-
-    Args:
-        variable: the slice.
-        name: that the whole tensor would have as a single variable, without `:0`.
-        part: which part of it the variable has.
-    """
+    """Notes on a variable that it holds a slice of the tensor `name` (without `:0`)."""
     setattr(variable, _MARK, (name, part))
 
 
 def slice_of(variable: Any) -> tuple[str, Slice] | None:
-    """What was noted on a variable: the name of the whole tensor, and which part it is.
-
-    Returns:
-        None for a variable that is no slice.
+    """Returns the whole tensor's name and the slice that a variable holds; None if it holds no
+    slice.
     """
     return getattr(variable, _MARK, None)
 
 
 def mark_owner(variable: tf.Variable, process: int) -> None:
-    """Notes on a variable which of the processes that have it speaks for it."""
+    """Notes on a variable which of the processes that hold it reports and saves it."""
     setattr(variable, _OWNER, process)
 
 
 def owner_of(variable: Any) -> int:
-    """The process that speaks for a variable: the first one for what nobody has marked."""
+    """Returns the process that reports and saves a variable: the first one by default."""
     return getattr(variable, _OWNER, 0)
 
 
 class SlicedVariable(Trackable):
-    """Variables that have the parts of one tensor, to be tracked by a `tf.train.Checkpoint`.
+    """Variables that hold the parts of one tensor, tracked by a `tf.train.Checkpoint`."""
 
-    In a checkpoint they are one tensor, as if it were a single variable: each part is written from
-    where it lies, and restored from whatever the tensor was cut into when it was written.
-
-    Args:
-        parts: each variable with the part that it has; together they make up the whole.
-
-    Example:
-        >>> import os, tempfile
-        >>> halves = [tf.Variable([1.0, 2.0]), tf.Variable([3.0, 4.0])]
-        >>> sliced = SlicedVariable([(v, Slice((4,), (2 * i,))) for i, v in enumerate(halves)])
-        >>> path = os.path.join(tempfile.mkdtemp(), "ckpt")
-        >>> path = tf.train.Checkpoint(x=sliced).write(path)
-        >>> whole = tf.Variable(tf.zeros([4]))
-        >>> _ = tf.train.Checkpoint(x=whole).read(path).assert_consumed()
-        >>> whole.numpy().tolist()
-        [1.0, 2.0, 3.0, 4.0]
-    """
+    # In a checkpoint they are one tensor, as of a single variable: each part is written from its
+    # device, and restored however the tensor was cut when it was written.
 
     def __init__(self, parts: Sequence[tuple[tf.Variable, Slice]]) -> None:
         self._parts = list(parts)
 
     @property
     def parts(self) -> list[tuple[tf.Variable, Slice]]:
-        """Each variable with the part that it has."""
+        """Each variable with the part that it holds."""
         return list(self._parts)
 
     def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
@@ -115,55 +84,35 @@ class SlicedVariable(Trackable):
 
 
 def create_slots(optimizer: Any, variables: Sequence[tf.Variable]) -> None:
-    """Makes an optimizer's own variables now, not when gradients are applied for the first time.
-
-    Their names do not depend on how many models this process has made before.
-
-    Args:
-        optimizer: a `tf.compat.v1.train.Optimizer`.
-        variables: that it will update.
-    """
+    """Creates the slot variables of a TF1 optimizer now instead of at the first update."""
+    # Their names then do not depend on the number of models that this process has made before.
     for root in sorted({variable.name.split(":")[0].split("/")[0] for variable in variables}):
-        # Whoever leaves a scope forgets which names are taken below it.
+        # Leaving a scope resets the names that are taken below it.
         with tf.compat.v1.variable_scope(root) as scope:
             assert scope.name == root
     optimizer._create_slots(variables)
 
 
-# An operation with state outside of the iterator cannot be saved.
+# State outside the iterator cannot be saved.
 _FAIL_ON_EXTERNAL_STATE = 2
 
 
 def iterator_state(iterator: Any) -> tf.Tensor:
-    """Where an iterator is, for a checkpoint.
-
-    Args:
-        iterator: made eagerly by `iter(dataset)`.
-
-    Returns:
-        A vector of variants, which `SaveV2` writes.
-
-    Raises:
-        tf.errors.OpError: the dataset has state that cannot be saved.
+    """Returns the position of an eager iterator over a dataset, as variants that
+    `SaveV2` writes.
     """
+    # Raises a `tf.errors.OpError` if the dataset has state that cannot be saved.
     return tf.raw_ops.SerializeIterator(
         resource_handle=iterator._iterator_resource, external_state_policy=_FAIL_ON_EXTERNAL_STATE
     )
 
 
 def set_iterator_state(iterator: Any, state: tf.Tensor) -> None:
-    """Puts an iterator where another one over an equal dataset was.
-
-    Args:
-        iterator: made eagerly by `iter(dataset)`.
-        state: as `iterator_state` returns it.
-
-    Raises:
-        tf.errors.OpError: the state is that of another dataset.
-    """
+    """Moves an iterator to a position that `iterator_state` returned for an equal dataset."""
+    # Raises a `tf.errors.OpError` if the position is that of another dataset.
     tf.raw_ops.DeserializeIterator(resource_handle=iterator._iterator_resource, serialized=state)
 
 
 def is_iterator(value: Any) -> bool:
-    """Whether a value is such an iterator."""
+    """Returns whether a value is an iterator over a dataset."""
     return hasattr(value, "_iterator_resource")

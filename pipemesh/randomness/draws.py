@@ -22,50 +22,36 @@ from pipemesh.randomness.scope import (
     scopes,
 )
 
-# TensorFlow's number for the generator, and the 32-bit values that one step of its counter yields.
+# TensorFlow's number of the generator, and the number of 32-bit values per step of its counter.
 PHILOX = 1
 _GROUP = 4
-# Says of an operation in a graph that the numbers it draws are those of the plan.
+# The attribute of operations in a graph whose draws do not depend on the plan.
 KEYED = "_pipemesh_keyed"
 
 
 class Share(NamedTuple):
-    """Which part of the whole batch's draw a microbatch gets.
+    """The part of the whole batch's draw that a microbatch gets."""
 
-    The microbatch's numbers, viewed as `[left, mine, right]`, are those of the whole batch, viewed
-    as `[left, num_microbatches * mine, right]`, from `mine * microbatch` on in the middle.
-
-    Attributes:
-        whole: the sizes of the whole batch's draw.
-        left: product of the sizes before the batch, those folded into its dim included.
-        mine: the examples of the microbatch.
-        right: product of the sizes behind.
-        position: of the microbatch.
-    """
-
+    # The microbatch's numbers, viewed as `[left, examples, right]`, are those of the whole batch,
+    # viewed as `[left, num_microbatches * examples, right]`, from `examples * microbatch` on in the
+    # middle.
     whole: tuple[int, ...]
+    # The product of the sizes before the batch, including those folded into its dim.
     left: int
-    mine: int
+    examples: int
     right: int
     position: Position
 
 
 def note_draw(sizes: tuple[int, ...]) -> str:
-    """Notes a draw in the scope; to be called once for each.
-
-    Args:
-        sizes: of the tensor that is drawn.
-
-    Returns:
-        Its name.
-    """
+    """Notes a draw in the scope and returns its name; call it once for each draw."""
     scope = scopes.stack[-1]
     if scope.is_gradient and sizes:
         raise PipelineError(
-            f"random numbers of shape {sizes} are drawn while gradients are computed. If a layer "
-            "computes its activations again (tf.recompute_grad), leave that to the pipeline "
-            "(remat): what is drawn again would not be what was drawn before. If its gradient is "
-            "random itself, draw the numbers before and pass them in"
+            f"random numbers of shape {sizes} are drawn while gradients are computed, and would "
+            "differ from those of the forward pass. If a layer recomputes its activations "
+            "(tf.recompute_grad), leave that to the pipeline (remat). If its gradient is random, "
+            "draw the numbers in the forward pass and pass them in"
         )
     name = next_draw(scope)
     scope.drawn[name] = WholeDraw(sizes)
@@ -74,12 +60,8 @@ def note_draw(sizes: tuple[int, ...]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class SliceOfDraw:
-    """Which part of the whole sequences' draw a slice of the sequences gets.
-
-    Attributes:
-        dim: along which it lies.
-        sizes: those of the draw for whole sequences.
-        begin: int64 scalar, where it begins along `dim`.
+    """The part of the whole sequences' draw that a slice of them gets: its dim, the whole sizes,
+    its begin.
     """
 
     dim: int
@@ -88,19 +70,10 @@ class SliceOfDraw:
 
 
 def slice_of_draw(name: str, sizes: tuple[int, ...]) -> SliceOfDraw | None:
-    """Finds the part of the whole sequences' draw that a draw is.
-
-    Args:
-        name: from `note_draw`.
-        sizes: of the draw.
-
-    Returns:
-        None if it is the same for all slices, or sequences are whole.
-
-    Raises:
-        NeedWholeDraws: it is not known yet what is drawn for whole sequences.
-        PipelineError: the draw cannot be cut into slices.
+    """Returns the part of the whole sequences' draw that a draw is, None if it is equal for all
+    slices.
     """
+    # Raises `NeedWholeDraws` while the draws of whole sequences are unknown.
     scope = scopes.stack[-1]
     position = scope.position
     if position is None or position.slice is None or not sizes:
@@ -130,51 +103,40 @@ def slice_of_draw(name: str, sizes: tuple[int, ...]) -> SliceOfDraw | None:
 
 
 def share_of_draw(
-    name: str, sizes: tuple[int, ...], mine: SliceOfDraw | None = None
+    name: str, sizes: tuple[int, ...], sequence_slice: SliceOfDraw | None = None
 ) -> Share | None:
-    """Finds the part of the whole batch's draw that a draw is.
-
-    Args:
-        name: from `note_draw`.
-        sizes: of the draw.
-        mine: which part of the whole sequences' draw it is. Then the share is that of the
-            microbatch's whole sequences.
-
-    Returns:
-        None if the draw is that of the whole batch.
-
-    Raises:
-        NeedWholeDraws: it is not known yet what the whole batch draws.
-        PipelineError: the draw cannot be cut into microbatches.
-    """
+    """Returns the part of the whole batch's draw that a draw is, None if it is all of it."""
+    # With a `sequence_slice` the share is that of the microbatch's whole sequences. Raises
+    # `NeedWholeDraws` while the draws of the whole batch are unknown.
     scope = scopes.stack[-1]
     position = scope.position
     if position is None or position.num_microbatches == 1 or not sizes:
         return None
     if position.whole is None:
         raise NeedWholeDraws
-    if name not in position.whole.of:
+    if name not in position.whole.by_name:
         raise PipelineError(
             f"layer {scope.layer!r} draws more random tensors for a microbatch than for the whole "
             "batch; the number of draws must not depend on the batch size"
         )
-    whole = position.whole.of[name].sizes
+    whole = position.whole.by_name[name].sizes
     if whole == sizes:
         return None
     dim = _batch_dim(sizes, whole, position, scope.layer)
-    if mine is not None:
-        if mine.dim == dim:
+    if sequence_slice is not None:
+        if sequence_slice.dim == dim:
             raise PipelineError(
                 f"layer {scope.layer!r} draws a random tensor of shape {sizes}, in whose dim {dim} "
                 "examples and positions of sequences are folded into one; draw in a shape where "
                 "each is a dim of its own, or give a schedule without slices"
             )
-        whole = (*whole[: mine.dim], mine.sizes[mine.dim], *whole[mine.dim + 1 :])
-        sizes = mine.sizes
+        cut = sequence_slice.dim
+        whole = (*whole[:cut], sequence_slice.sizes[cut], *whole[cut + 1 :])
+        sizes = sequence_slice.sizes
     size, examples = sizes[dim], position.microbatch_size
     left, right = math.prod(sizes[:dim]), math.prod(sizes[dim + 1 :])
     if examples % size == 0:
-        # An element for each example, or for several neighbours.
+        # An element for each example, or for several adjacent ones.
         return Share(whole, left, size, right, position)
     if size % examples:
         raise _cannot_cut(sizes, whole, position, scope.layer)
@@ -210,22 +172,13 @@ def _cannot_cut(
 def draw(
     shape: Any, key: Any, counter: Any, grouped: bool, call: Callable[[Any, Any, Any], Any]
 ) -> tf.Tensor:
-    """Draws the slice of the whole batch's numbers that belongs to the scope.
-
-    Args:
-        shape: of the draw.
-        key: of the generator.
-        counter: of the generator, where the whole batch's draw begins.
-        grouped: whether each number takes one of the 32-bit values that the generator counts.
-        call: draws; it takes shape, key and counter.
-
-    Raises:
-        PipelineError: the draw cannot be cut into microbatches.
-    """
+    """Draws the slice of the whole batch's numbers that belongs to the scope."""
+    # `counter` is where the whole batch's draw begins; `grouped` says whether each number takes one
+    # of the 32-bit values that the generator counts; `call` draws from shape, key and counter.
     scope = scopes.stack[-1]
     if scope.position is None:
-        # The whole batch: exactly what TensorFlow draws, dynamic shapes included. Static ones
-        # are noted for the microbatches to look up.
+        # The whole batch: exactly TensorFlow's draw, dynamic shapes included. Static shapes are
+        # noted for the microbatches.
         value = static_vector(shape)
         sizes = () if value is None else tuple(int(size) for size in value)
         name = note_draw(sizes)
@@ -235,14 +188,16 @@ def draw(
         return numbers
     micro = _static_shape(shape)
     name = note_draw(micro)
-    mine = slice_of_draw(name, micro)
-    share = share_of_draw(name, micro, mine)
-    if mine is None:
+    sequence_slice = slice_of_draw(name, micro)
+    share = share_of_draw(name, micro, sequence_slice)
+    if sequence_slice is None:
         if share is None:
             return keyed(call(shape, key, counter))
         return _drawn(share, micro, key, counter, grouped, call)
-    numbers = _drawn(share, mine.sizes, key, counter, grouped, call)
-    begin = tf.one_hot(mine.dim, len(micro), mine.begin, tf.constant(0, tf.int64))
+    numbers = _drawn(share, sequence_slice.sizes, key, counter, grouped, call)
+    begin = tf.one_hot(
+        sequence_slice.dim, len(micro), sequence_slice.begin, tf.constant(0, tf.int64)
+    )
     return tf.slice(numbers, begin, tf.constant(micro, tf.int64))
 
 
@@ -254,11 +209,11 @@ def _drawn(
     grouped: bool,
     call: Callable[[Any, Any, Any], Any],
 ) -> tf.Tensor:
-    """A microbatch's numbers, of sizes `micro`."""
+    """Draws a microbatch's numbers, of sizes `micro`."""
     if share is None:
         return keyed(call(tf.constant(micro), key, counter))
-    whole, left, mine, right, position = share
-    block = mine * right
+    whole, left, examples, right, position = share
+    block = examples * right
     if left == 1 and grouped:
         start = position.microbatch * block
         counter = advance_counter(counter, start // _GROUP)
@@ -266,14 +221,14 @@ def _drawn(
             return keyed(call(tf.constant(micro), key, counter))
         numbers = keyed(call(tf.constant([block + _GROUP - 1]), key, counter))
         return tf.reshape(tf.slice(numbers, [tf.math.floormod(start, _GROUP)], [block]), micro)
-    # The slice is not one run of elements: draw the whole batch's numbers and take it out.
+    # The slice is not contiguous: draw the whole batch's numbers and cut it out.
     numbers = keyed(call(tf.constant(whole), key, counter))
     rows = tf.reshape(numbers, [left, position.num_microbatches, block])
     return tf.reshape(tf.gather(rows, position.microbatch, axis=1), micro)
 
 
 def keyed(numbers: tf.Tensor) -> tf.Tensor:
-    """Marks the operation that draws as one whose numbers are those of the plan."""
+    """Marks the drawing operation as one whose numbers do not depend on the plan."""
     if tf.is_symbolic_tensor(numbers):
         mark(numbers.op, KEYED)
     return numbers
@@ -286,18 +241,13 @@ def _static_shape(shape: Any) -> tuple[int, ...]:
         raise PipelineError(
             f"layer {scopes.stack[-1].layer!r} draws random numbers of a shape that is not known "
             f"before the step runs ({partial}). Give the pipeline's inputs static shapes; if they "
-            "have, set the shape that the layer loses (set_shape)"
+            "have them, set the shape that the layer loses (set_shape)"
         )
     return tuple(int(size) for size in value)
 
 
 def advance_counter(counter: Any, steps: Any) -> tf.Tensor:
-    """A counter of Philox further on.
-
-    Args:
-        counter: the 128 bits, as two of 64.
-        steps: int64 scalar, not negative.
-    """
+    """Returns a Philox counter, two 64-bit halves, advanced by an int64 number of steps."""
     low, high = counter[0], counter[1]
     moved = low + tf.cast(steps, tf.uint64)
     carry = tf.cast(moved < low, tf.uint64)
@@ -316,23 +266,10 @@ def draw_block(
     seed: tf.Tensor,
     dtype: tf.DType,
 ) -> tf.Tensor:
-    """Draws a block of a tensor of random numbers.
-
-    Where only leading dims are cut, no other numbers are computed: Philox counts groups of numbers,
-    so a draw can start anywhere (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3",
-    2011). Of the dims behind, all numbers are drawn and the block is cut out.
-
-    Args:
-        raw: draws with keywords shape, key, counter, alg and dtype.
-        sizes: of the whole tensor.
-        begin: where the block begins: for each dim a number, or an int32 scalar.
-        block: the sizes of the block.
-        seed: two integers.
-        dtype: of the numbers.
-
-    Returns:
-        The block of exactly the tensor that would be drawn as a whole.
-    """
+    """Draws a block of the random tensor that `raw` would draw as a whole."""
+    # If only leading dims are cut, no other numbers are computed: Philox counts groups of numbers,
+    # so a draw can start anywhere (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3",
+    # 2011). Of the dims behind, all numbers are drawn and the block is cut out.
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
 
     def draw(shape: Sequence[int], first: tf.Tensor) -> tf.Tensor:
@@ -350,15 +287,15 @@ def draw_block(
         return tf.zeros(block, dtype)
     if list(sizes) == list(block):
         return draw(sizes, counter)
-    # Leading dims: those up to the first of which the block has more than one element.
+    # Leading dims: up to the first in which the block has more than one element.
     lead = next((i for i, size in enumerate(block) if size > 1), len(block) - 1) + 1
-    # A count gives 128 bits, and no number takes fewer than 32 of them.
+    # A count yields 128 bits, and a number takes at least 32 of them.
     group = 16 // max(4, dtype.size)
     begin = [_known(at) for at in begin]
     strides = [math.prod(sizes[i + 1 :]) for i in range(lead)]
     drawn = [*block[:lead], *sizes[lead:]]
     if all(isinstance(at, int) or s % group == 0 for at, s in zip(begin, strides, strict=False)):
-        # Where the block begins within a group is known before it is drawn; mostly at its start.
+        # The offset of the block in a group is known statically, and mostly 0.
         fixed = sum(at * s for at, s in zip(begin, strides, strict=False) if isinstance(at, int))
         moved = [
             tf.cast(at, tf.int64) * (s // group)
@@ -384,44 +321,35 @@ def draw_block(
 
 
 def _known(at: tf.Tensor | int) -> tf.Tensor | int:
-    """A number that is known before anything runs as one of Python."""
+    """Returns a static number as a Python int, any other one unchanged."""
     value = at if isinstance(at, int) else tf.get_static_value(at)
     return at if value is None else int(value)
 
 
 def check_no_draw_escaped(graph: tf.Graph, stage: str, num_microbatches: int) -> None:
-    """Checks that all random numbers in a traced stage are those of the plan.
-
-    Others come from functions that were traced before, outside of the scope, and cannot be traced
-    again: a `ConcreteFunction`, a function out of a SavedModel; or from `tf.raw_ops`.
-
-    Args:
-        graph: of the stage.
-        stage: its name.
-        num_microbatches: into how many the batch is cut.
-
-    Raises:
-        PipelineError: a draw has state, so that to compute it again would give other numbers; or
-            it would give the same numbers to every microbatch.
-    """
-    wanted = DRAWS_WITH_STATE | DRAWS_WITHOUT_STATE if num_microbatches > 1 else DRAWS_WITH_STATE
+    """Raises an error if a traced stage draws random numbers that depend on the plan."""
+    # Such draws are in functions traced outside the scope that cannot be traced again (a
+    # `ConcreteFunction`, a function of a SavedModel), or come from `tf.raw_ops`.
+    uncontrolled = (
+        DRAWS_WITH_STATE | DRAWS_WITHOUT_STATE if num_microbatches > 1 else DRAWS_WITH_STATE
+    )
     for inside, operation in operations_within(graph):
-        if operation.type not in wanted or is_marked(operation, KEYED):
+        if operation.type not in uncontrolled or is_marked(operation, KEYED):
             continue
         if not inside:
-            where, advice = "", "call the function of tf.random instead of tf.raw_ops"
+            place, advice = "", "call the function of tf.random instead of tf.raw_ops"
         else:
-            where = f" in the function {inside[-1]!r}, which was traced outside of the pipeline,"
+            place = f" in the function {inside[-1]!r}, which was traced outside the pipeline,"
             advice = (
                 "call the tf.function itself instead of a ConcreteFunction of it or of a SavedModel"
             )
-        trouble = (
-            "would be others when the stage is computed again"
+        consequence = (
+            "would differ when the stage is recomputed"
             if operation.type in DRAWS_WITH_STATE
             else "would be the same for every microbatch"
         )
         raise PipelineError(
             f"stage {stage!r} draws random numbers by {operation.name!r}, a {operation.type} "
-            f"operation{where} of which the pipeline does not know: they {trouble}; {advice}, or "
-            "pass the numbers in as an input"
+            f"operation{place} that the pipeline does not control: they {consequence}; {advice}, "
+            "or pass the numbers in as an input"
         )

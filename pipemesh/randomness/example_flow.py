@@ -33,7 +33,7 @@ from pipemesh.randomness.example_rules import apply_rule
 from pipemesh.randomness.scope import WholeDraw, WholeDraws
 
 _KNOWN = CALLS | BRANCHES | LOOPS
-# How often a loop's body is followed until its state has a label that stays.
+# The most passes through a loop's body until the labels of its state stay the same.
 _TURNS = 5
 
 
@@ -50,35 +50,30 @@ class _Flow:
 
 
 class _Node(NamedTuple):
-    """An operation as Python objects, which take longer to make than to look at.
-
-    Attributes:
-        operation: the operation.
-        inputs: names of its inputs.
-        outputs: its outputs.
-        functions: the graphs of the functions that it calls, if it is known how.
-        graphs: the identities of these and of all that are called from there.
-    """
+    """An operation as Python objects, which take longer to create than to read."""
 
     operation: tf.Operation
+    # Names.
     inputs: tuple[str, ...]
     outputs: list[tf.Tensor]
+    # The graphs of the functions that it calls, if they can be followed.
     functions: list[tf.Graph]
+    # The identities of these graphs and of all that they call.
     graphs: frozenset[int]
 
 
 class _Nodes:
-    """The operations of graphs but their inputs, made once."""
+    """The operations of graphs without their inputs, created once."""
 
     def __init__(self) -> None:
-        self._of: dict[int, list[_Node]] = {}
+        self._by_graph: dict[int, list[_Node]] = {}
 
     def __call__(self, graph: tf.Graph) -> list[_Node]:
-        if id(graph) not in self._of:
-            given = {tensor.op.name for tensor in graph.inputs}
-            operations = [op for op in graph.get_operations() if op.name not in given]
-            self._of[id(graph)] = [self._node(graph, operation) for operation in operations]
-        return self._of[id(graph)]
+        if id(graph) not in self._by_graph:
+            inputs = {tensor.op.name for tensor in graph.inputs}
+            operations = [op for op in graph.get_operations() if op.name not in inputs]
+            self._by_graph[id(graph)] = [self._node(graph, operation) for operation in operations]
+        return self._by_graph[id(graph)]
 
     def _node(self, graph: tf.Graph, operation: tf.Operation) -> _Node:
         known = operation.type in _KNOWN
@@ -92,12 +87,7 @@ class _Nodes:
 
 
 class ExampleFlow:
-    """Whose the tensors of a graph are, if its inputs belong to known examples.
-
-    Args:
-        graph: of a function.
-        inputs: a label for each of its inputs; None if that is unknown.
-    """
+    """The labels of all tensors of a graph, from labels of its inputs (None if unknown)."""
 
     def __init__(self, graph: tf.Graph, inputs: Sequence[Label | None]) -> None:
         self._graph = graph
@@ -107,75 +97,66 @@ class ExampleFlow:
         _Follow([], self._nodes).run(graph, self._inputs, self._flow, None)
 
     def label(self, tensor: tf.Tensor) -> Label | None:
-        """The label of a tensor of the graph."""
+        """Returns the label of a tensor of the graph."""
         return self._flow.labels[tensor.name]
 
-    def obstacle(self, given: Sequence[tuple[tf.Tensor, Label]]) -> str | None:
-        """Of which kind the first operation is behind some tensors whose result is unknown."""
-        follow = _Follow(given, self._nodes)
+    def obstacle(self, supposed: Sequence[tuple[tf.Tensor, Label]]) -> str | None:
+        """Returns the type of the first operation behind these tensors whose result is unknown."""
+        follow = _Follow(supposed, self._nodes)
         try:
             follow.run(self._graph, self._inputs, _Flow(), self._flow)
         except ConflictError:
             return None
         return follow.unknown
 
-    def fits(self, given: Sequence[tuple[tf.Tensor, Label]]) -> bool:
-        """Whether all that some tensors meet belongs to the same examples.
-
-        Args:
-            given: the tensors, in the graph or in functions that it calls, and whose their elements
-                are, supposedly.
+    def fits(self, supposed: Sequence[tuple[tf.Tensor, Label]]) -> bool:
+        """Returns whether these tensors, with the supposed labels, only meet elements of equal
+        examples.
         """
         try:
-            _Follow(given, self._nodes).run(self._graph, self._inputs, _Flow(), self._flow)
+            _Follow(supposed, self._nodes).run(self._graph, self._inputs, _Flow(), self._flow)
         except ConflictError:
             return False
         return True
 
 
 class _Follow:
-    """Goes through a graph, operation by operation.
+    """One pass through a graph, operation by operation, with supposed labels of some tensors."""
 
-    Args:
-        given: tensors whose labels are given.
-        nodes: gives the operations of a graph.
-    """
-
-    def __init__(self, given: Sequence[tuple[tf.Tensor, Label]], nodes: _Nodes) -> None:
+    def __init__(self, supposed: Sequence[tuple[tf.Tensor, Label]], nodes: _Nodes) -> None:
         self._nodes = nodes
-        self._given: dict[int, dict[str, Label]] = {}
-        for tensor, label in given:
-            self._given.setdefault(id(tensor.graph), {})[tensor.name] = label
+        self._supposed: dict[int, dict[str, Label]] = {}
+        for tensor, label in supposed:
+            self._supposed.setdefault(id(tensor.graph), {})[tensor.name] = label
         self.unknown: str | None = None
 
     def run(
         self, graph: tf.Graph, inputs: Sequence[Label | None], flow: _Flow, base: _Flow | None
     ) -> list[Label | None]:
-        """Fills `flow` with the labels that differ from `base`; returns those of the outputs.
-
-        Raises:
-            ConflictError: what belongs to one example in `base` belongs to others as well.
+        """Fills `flow` with the labels that differ from `base`, and returns those of
+        the outputs.
         """
+        # Raises a `ConflictError` if an element of one example in `base` belongs to others as well.
         for tensor, label in zip(graph.inputs, inputs, strict=True):
             self._note(tensor, label, flow, base)
-        own = self._given.get(id(graph), {})
+        supposed = self._supposed.get(id(graph), {})
         for node in self._nodes(graph):
-            if own and node.outputs and node.outputs[0].name in own:
-                flow.labels[node.outputs[0].name] = own[node.outputs[0].name]
+            if supposed and node.outputs and node.outputs[0].name in supposed:
+                flow.labels[node.outputs[0].name] = supposed[node.outputs[0].name]
                 continue
             changed = base is None or any(name in flow.labels for name in node.inputs)
-            if not changed and self._given.keys().isdisjoint(node.graphs):
+            if not changed and self._supposed.keys().isdisjoint(node.graphs):
                 continue
-            given = [_of(name, flow, base) for name in node.inputs]
+            labels = [_label(name, flow, base) for name in node.inputs]
             if node.functions:
-                results = self._call(node, given, flow, base)
+                results = self._call(node, labels, flow, base)
             else:
-                results = apply_rule(node.operation, given)
+                results = apply_rule(node.operation, labels)
                 if self.unknown is None and base is not None and any(r is None for r in results):
                     self.unknown = node.operation.type
             for tensor, label in zip(node.outputs, results, strict=True):
                 self._note(tensor, label, flow, base)
-        return [_of(tensor.name, flow, base) for tensor in graph.outputs]
+        return [_label(tensor.name, flow, base) for tensor in graph.outputs]
 
     def _note(
         self, tensor: tf.Tensor, label: Label | None, flow: _Flow, base: _Flow | None
@@ -198,20 +179,20 @@ class _Follow:
             flow.labels[tensor.name] = label
 
     def _call(
-        self, node: _Node, given: list[Label | None], flow: _Flow, base: _Flow | None
+        self, node: _Node, labels: list[Label | None], flow: _Flow, base: _Flow | None
     ) -> list[Label | None]:
         """Goes through the functions that an operation calls."""
         name, kind = node.operation.name, node.operation.type
         bases = [None] * len(node.functions) if base is None else base.inner[name]
         flows = flow.inner[name] = [_Flow() for _ in node.functions]
         if kind in LOOPS:
-            return self._loop(node.functions, given, flows, bases)
-        arguments = given[1:] if kind in BRANCHES else given
-        each = [
-            self.run(function, arguments, own, old)
-            for function, own, old in zip(node.functions, flows, bases, strict=True)
+            return self._loop(node.functions, labels, flows, bases)
+        arguments = labels[1:] if kind in BRANCHES else labels
+        results = [
+            self.run(function, arguments, inner, old)
+            for function, inner, old in zip(node.functions, flows, bases, strict=True)
         ]
-        return [_merged(labels) for labels in zip(*each, strict=True)]
+        return [_merged(pair) for pair in zip(*results, strict=True)]
 
     def _loop(
         self,
@@ -220,7 +201,9 @@ class _Follow:
         flows: list[_Flow],
         bases: Sequence[_Flow | None],
     ) -> list[Label | None]:
-        """Follows the body until what goes round has labels that stay; unknown if they do not."""
+        """Follows the body until the labels of the state stay the same; unknown if they
+        never do.
+        """
         for _ in range(_TURNS):
             for number, function in enumerate(functions):
                 flows[number].labels.clear()
@@ -234,14 +217,14 @@ class _Follow:
         return [None] * len(state)
 
 
-def _of(name: str, flow: _Flow, base: _Flow | None) -> Label | None:
+def _label(name: str, flow: _Flow, base: _Flow | None) -> Label | None:
     if name in flow.labels or base is None:
         return flow.labels[name]
     return base.labels[name]
 
 
 def _merged(labels: Sequence[Label | None]) -> Label | None:
-    """The label of a tensor that is one or another."""
+    """Returns the label of a tensor that has one of these labels."""
     known = [label for label in labels if label is not None]
     if len(known) < len(labels):
         return None
@@ -261,19 +244,15 @@ def _same(a: Label | None, b: Label | None) -> bool:
 
 
 def labels_of_batch(tensors: Sequence[tf.TensorSpec], dim: int) -> list[Label]:
-    """Whose the elements of a pipeline's inputs are, which are cut along `dim`."""
+    """Returns the labels of a pipeline's inputs, which are cut along `dim`."""
     return [along(dim, t.shape.rank, np.arange(static_sizes(t)[dim])) for t in tensors]
 
 
 class DrawsOfStage:
-    """What a stage draws for the whole batch, and where in it the examples are.
+    """The draws of a stage for the whole batch, and the positions of examples in them."""
 
-    Args:
-        graph: of the stage, traced with the whole batch.
-        drawn: what was drawn, by name.
-        inputs: gives labels of the graph's inputs, by name; the others are nobody's.
-        examples: how many the batch has.
-    """
+    # `graph` is the stage traced with the whole batch; `inputs` gives labels of its inputs by name,
+    # the others belong to no example; `examples` is the size of the batch.
 
     def __init__(
         self,
@@ -287,47 +266,47 @@ class DrawsOfStage:
         self.whole = WholeDraws(drawn, self._before)
 
     def labels(self, tensors: Sequence[tf.Tensor]) -> list[Label | None]:
-        """Whose the elements of tensors of the graph are."""
+        """Returns the labels of tensors of the graph."""
         return [self._followed().label(tensor) for tensor in tensors]
 
     def _followed(self) -> ExampleFlow:
         if self._flow is None:
             known = self._inputs()
-            given = [known.get(tensor.name, NOBODYS) for tensor in self._graph.inputs]
-            self._flow = ExampleFlow(self._graph, given)
+            labels = [known.get(tensor.name, NOBODYS) for tensor in self._graph.inputs]
+            self._flow = ExampleFlow(self._graph, labels)
         return self._flow
 
     def _before(self, name: str, dim: int, folded: int) -> int:
         if folded == 1:
             return 1
-        draw = self.whole.of[name]
+        draw = self.whole.by_name[name]
         orders = [n for n in range(1, folded + 1) if folded % n == 0]
-        given = {n: self._supposed(draw, dim, n) for n in orders}
+        supposed = {n: self._supposed(draw, dim, n) for n in orders}
         reason = "each processor draws a slice of its own"
         if draw.parts:
             flow = self._followed()
-            fitting = [n for n in orders if flow.fits(given[n])]
+            fitting = [n for n in orders if flow.fits(supposed[n])]
             if len(fitting) == 1:
                 return fitting[0]
             if fitting:
-                kind = flow.obstacle(given[fitting[0]])
+                kind = flow.obstacle(supposed[fitting[0]])
                 reason = (
-                    f"what a {kind} operation does with them is not known"
+                    f"no rule says what a {kind} operation does with them"
                     if kind
-                    else "they meet nothing that is known to belong to an example"
+                    else "they meet no element that is known to belong to an example"
                 )
             else:
-                reason = "in no order do they meet activations of the same example only"
+                reason = "in each order they meet activations of another example"
         raise PipelineError(
             f"layer {name.rpartition(':')[0]!r} draws random numbers of shape {draw.sizes} for the "
-            f"whole batch; other dims, of {folded} elements, are folded into dim {dim} with the "
-            f"{self._examples} examples, and whether they come before or behind these cannot be "
-            f"found out: {reason}. Draw the numbers in a shape where the batch is a dim of its own "
-            "(before that dim is reshaped), or use a single microbatch"
+            f"whole batch. Other dims, of {folded} elements, are folded into dim {dim} with the "
+            f"{self._examples} examples, and their order cannot be found: {reason}. Draw the "
+            "numbers in a shape where the batch is a separate dim (before that dim is reshaped), "
+            "or use a single microbatch"
         )
 
     def _supposed(self, draw: WholeDraw, dim: int, before: int) -> list[tuple[tf.Tensor, Label]]:
-        """The parts of a draw, and whose their elements would be in an order."""
+        """Returns the parts of a draw, with their labels if `before` elements precede the batch."""
         size, rank = draw.sizes[dim], len(draw.sizes)
         behind = size // (before * self._examples)
         examples = np.arange(size) // behind % self._examples

@@ -1,7 +1,8 @@
-"""Which example of the batch each element of a tensor belongs to, as an array.
+"""Labels: arrays that say to which example of the batch each element of a tensor belongs.
 
-A label has the rank of its tensor; along dims on which it does not depend it has size 1. Nobody's
-elements (weights, constants) fit to everybody's; what meets of two examples belongs to several.
+A label has the rank of its tensor, and size 1 along dims that it does not depend on. Elements of no
+example (weights, constants) fit those of any; an element computed from two examples belongs to
+several.
 """
 
 from __future__ import annotations
@@ -15,35 +16,35 @@ Label = np.ndarray[Any, Any]
 
 NOBODY = -1
 SEVERAL = -2
-# Of a tensor of any rank.
+# Fits a tensor of any rank.
 NOBODYS = np.full((), NOBODY, np.int32)
-# Labels of more elements are not looked at.
+# Larger labels are treated as unknown.
 _MOST = 1 << 24
 
 
 class UnknownLabelError(Exception):
-    """It is not known whose the elements of a tensor are."""
+    """The label of a tensor is unknown."""
 
 
 def along(dim: int, rank: int, numbers: Label) -> Label:
-    """The label of a tensor whose elements depend on their place in one dim alone."""
+    """Returns the label of a tensor whose elements depend on their index in one dim alone."""
     return numbers.astype(np.int32).reshape([-1 if i == dim else 1 for i in range(rank)])
 
 
 def is_nobodys(label: Label) -> bool:
-    """Whether no element belongs to any example."""
+    """Returns whether no element belongs to an example."""
     return bool((label == NOBODY).all())
 
 
 def of_rank(label: Label, rank: int) -> Label:
-    """The label with dims in front, as TensorFlow broadcasts."""
+    """Returns the label with additional dims in front, as TensorFlow broadcasts."""
     if label.ndim > rank:
         raise UnknownLabelError
     return label.reshape([1] * (rank - label.ndim) + list(label.shape))
 
 
 def whole(label: Label, sizes: Sequence[int]) -> Label:
-    """The label in the sizes of its tensor, without copies of it."""
+    """Returns the label in the sizes of its tensor, as a view."""
     try:
         return np.broadcast_to(of_rank(label, len(sizes)), sizes)
     except ValueError as error:
@@ -51,7 +52,7 @@ def whole(label: Label, sizes: Sequence[int]) -> Label:
 
 
 def compressed(label: Label) -> Label:
-    """The same label, of size 1 along all dims on which it does not depend."""
+    """Returns the same label, of size 1 along all dims that it does not depend on."""
     for dim, (size, stride) in enumerate(zip(label.shape, label.strides, strict=True)):
         if size == 0:
             raise UnknownLabelError
@@ -68,7 +69,7 @@ def compressed(label: Label) -> Label:
 
 
 def joined(labels: Sequence[Label]) -> Label:
-    """The label of what is computed from broadcast elements."""
+    """Returns the label of a result computed from broadcast elements."""
     result = labels[0]
     for label in labels[1:]:
         rank = max(result.ndim, label.ndim)
@@ -84,10 +85,8 @@ def joined(labels: Sequence[Label]) -> Label:
 
 
 def reduced(label: Label, dims: Sequence[int]) -> Label:
-    """The label of sums over dims, which stay with size 1.
-
-    A sum over several examples is a statistic of the batch, which is nobody's.
-    """
+    """Returns the label of sums over dims, which stay with size 1."""
+    # A sum over several examples is a statistic of the batch and belongs to none.
     for dim in dims:
         if label.shape[dim] == 1:
             continue
@@ -100,7 +99,7 @@ def reduced(label: Label, dims: Sequence[int]) -> Label:
 
 
 def reshaped(label: Label, old: Sequence[int], new: Sequence[int]) -> Label:
-    """The label of a reshaped tensor; only dims that are cut or joined are looked at."""
+    """Returns the label of a reshaped tensor, expanded only along dims that are split or merged."""
     label = of_rank(label, len(old))
     sizes, target = list(label.shape), list(new)
     i = j = 0
@@ -125,11 +124,11 @@ def reshaped(label: Label, old: Sequence[int], new: Sequence[int]) -> Label:
 
 
 def concatenated(labels: Sequence[Label], sizes: Sequence[Sequence[int]], dim: int) -> Label:
-    """The label of tensors of these sizes, joined along a dim."""
+    """Returns the label of tensors of these sizes, concatenated along a dim."""
     rank = len(sizes[0])
     labels = [of_rank(label, rank) for label in labels]
     others = [max(label.shape[i] for label in labels) for i in range(rank)]
     parts: list[Label] = []
-    for label, own in zip(labels, sizes, strict=True):
-        parts.append(whole(label, [own[i] if i == dim else others[i] for i in range(rank)]))
+    for label, shape in zip(labels, sizes, strict=True):
+        parts.append(whole(label, [shape[i] if i == dim else others[i] for i in range(rank)]))
     return np.concatenate(parts, dim)

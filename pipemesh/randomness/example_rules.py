@@ -1,6 +1,6 @@
-"""What each kind of operation does with the labels of `example_labels`.
+"""Rules: the effect of each kind of operation on the labels of `example_labels`.
 
-An operation that is not here makes unknown what it computes from anybody's elements.
+An operation without a rule has an unknown result, unless all its inputs belong to no example.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _NEW = "Fill OnesLike Range Rank Shape ShapeN Size ZerosLike TensorListReserve E
 
 
 def sizes_of(tensor: tf.Tensor) -> list[int]:
-    """The static sizes of a tensor."""
+    """Returns the static sizes of a tensor."""
     if not tensor.shape.is_fully_defined():
         raise UnknownLabelError
     return static_sizes(tensor)
@@ -75,7 +75,7 @@ def _elementwise(operation: tf.Operation, labels: Sequence[Label]) -> list[Label
         operation.type == "Select"
         and operation.inputs[0].shape.rank != operation.inputs[1].shape.rank
     ):
-        # The condition is a vector, of one element for each row.
+        # The condition is a vector with an element for each row.
         rest = [1] * (operation.inputs[1].shape.rank - operation.inputs[0].shape.rank)
         labels = [labels[0].reshape([*labels[0].shape, *rest]), *labels[1:]]
     return [joined(labels)]
@@ -135,7 +135,7 @@ def _slice(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     label, sizes = _full(operation, labels[0]), sizes_of(operation.outputs[0])
     begin = tf.get_static_value(operation.inputs[1])
     if begin is None:
-        # Rows that are chosen when the step runs: right if all rows have one label.
+        # Rows chosen at run time: correct if all rows have the same label.
         begin = [0] * label.ndim
         small = of_rank(labels[0], label.ndim)
         if any(a > 1 and b < c for a, b, c in zip(small.shape, sizes, label.shape, strict=True)):
@@ -181,7 +181,7 @@ def _broadcast(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
 def _pad(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     pads = _constant(operation.inputs[1])
     label = of_rank(labels[0], len(pads))
-    # Where labels do not differ, what is added may bear them too.
+    # Along dims with equal labels, the padding may have that label, too.
     widths = [pad if size > 1 else (0, 0) for pad, size in zip(pads, label.shape, strict=True)]
     if operation.type == "MirrorPad":
         if operation.get_attr("mode") == b"REFLECT":
@@ -214,7 +214,7 @@ def _gather(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
             ).take(indices, dim)
         ]
     if label.shape[dim] > 1:
-        # Whose the elements are depends on the indices.
+        # The label depends on the indices.
         raise UnknownLabelError
     inner = rows.shape.rank - batch
     label = label.reshape([*label.shape[:dim], *[1] * inner, *label.shape[dim + 1 :]])
@@ -224,7 +224,7 @@ def _gather(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
 
 
 def _rows(operation: tf.Operation, label: Label) -> Label:
-    """The label of rows of a table of nobody's, looked up by indices."""
+    """Returns the label of rows looked up in a table that belongs to no example."""
     rank = len(sizes_of(operation.outputs[0]))
     label = of_rank(label, operation.inputs[1].shape.rank)
     return label.reshape([*label.shape, *[1] * (rank - label.ndim)])
@@ -237,7 +237,9 @@ def _one_hot(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
 
 
 def _contract(operands: Sequence[str], result: str, labels: Sequence[Label]) -> Label:
-    """Sums products over the dims that the result lacks; a letter names a dim."""
+    """Returns the label of products summed over the dims that the result lacks; a letter names a
+    dim.
+    """
     letters = result + "".join(sorted({*"".join(operands)} - {*result}))
     placed: list[Label] = []
     for dims, label in zip(operands, labels, strict=True):
@@ -258,23 +260,23 @@ def _matmul(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     flip_a, flip_b = (operation.get_attr(name) for name in kind.split())
     ranks = [tensor.shape.rank for tensor in operation.inputs]
     outer = "abcdefgh"[: max(ranks) - 2]
-    of_a, of_b = (outer[len(outer) - rank + 2 :] for rank in ranks)
-    a = of_a + ("kx" if flip_a else "xk")
-    b = of_b + ("yk" if flip_b else "ky")
+    outer_a, outer_b = (outer[len(outer) - rank + 2 :] for rank in ranks)
+    a = outer_a + ("kx" if flip_a else "xk")
+    b = outer_b + ("yk" if flip_b else "ky")
     return [_contract([a, b], outer + "xy", labels)]
 
 
 def _einsum(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
-    given, result = operation.get_attr("equation").decode().replace(" ", "").split("->")
-    operands = given.split(",")
-    free = [c for c in string.ascii_letters if c not in given]
+    terms, result = operation.get_attr("equation").decode().replace(" ", "").split("->")
+    operands = terms.split(",")
+    free = [c for c in string.ascii_letters if c not in terms]
     rank = max(
         (t.shape.rank - len(term) + 3 if "..." in term else 0)
         for t, term in zip(operation.inputs, operands, strict=True)
     )
     for number, (tensor, term) in enumerate(zip(operation.inputs, operands, strict=True)):
-        own = tensor.shape.rank - len(term) + 3
-        operands[number] = term.replace("...", "".join(free[rank - own : rank]))
+        count = tensor.shape.rank - len(term) + 3
+        operands[number] = term.replace("...", "".join(free[rank - count : rank]))
     return [_contract(operands, result.replace("...", "".join(free[:rank])), labels)]
 
 
@@ -306,14 +308,16 @@ def _cross_entropy(operation: tf.Operation, labels: Sequence[Label]) -> list[Lab
 
 
 def _first(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
-    """What changes no places: the label of the first input, if the others are nobody's."""
+    """Returns the label of the first input, for operations that move no elements; others belong to
+    no example.
+    """
     if not all(is_nobodys(label) for label in labels[1:]):
         raise UnknownLabelError
     return [labels[0], *[NOBODYS] * (len(operation.outputs) - 1)]
 
 
 def _by_rows(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
-    """Convolutions and pooling: only the first dim stays apart."""
+    """Returns the label of convolutions and pooling, which keep only the first dim apart."""
     if not all(is_nobodys(label) for label in labels[1:]):
         raise UnknownLabelError
     label = of_rank(labels[0], operation.inputs[0].shape.rank)
@@ -326,7 +330,7 @@ def _top(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
 
 
 def _list_of(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
-    """A list of tensors has the label that all of them have."""
+    """Returns the label of a list of tensors: that of all its elements."""
     label = of_rank(labels[0], len(sizes_of(operation.inputs[0])))
     if label.shape[0] > 1:
         raise UnknownLabelError
@@ -378,7 +382,7 @@ RULES: dict[str, Rule] = {
 
 
 def apply_rule(operation: tf.Operation, labels: Sequence[Label | None]) -> list[Label | None]:
-    """The labels of what an operation computes; None for what is unknown."""
+    """Returns the labels of an operation's results, None if unknown."""
     count = len(operation.outputs)
     if operation.type in ("ZerosLike", "OnesLike", "Shape", "Size", "Rank"):
         return [NOBODYS] * count

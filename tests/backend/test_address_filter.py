@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from pipemesh.backend.address_filter import is_allowed, keep_to, networks, program
+from pipemesh.backend.address_filter import interfaces_of, is_allowed, keep_to, networks, program
 from pipemesh.errors import DeviceError
 from tests.hosts.namespaces import network, why_not
 
@@ -150,3 +150,9 @@ def test_the_filter_lets_through_what_is_allowed(address, peers):
     for interface, wanted in ((1, True), (3, False), (4, True)):
         let_through = bool(run(by_interface, packet(*ends), interface))
         assert let_through == (wanted and is_allowed(address, allowed))
+
+
+def test_a_loopback_stands_for_all_loopback_addresses():
+    allowed = networks(["10.0.0.5", "127.0.0.1"])
+    assert list(map(str, allowed)) == ["10.0.0.5/32", "127.0.0.0/8", "::1/128"]
+    assert interfaces_of(["127.0.0.1"]) == (1,)

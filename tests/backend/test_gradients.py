@@ -10,6 +10,7 @@ from pipemesh.backend.gradients import (
     attach_gradient,
     is_recorded,
     is_recorded_twice,
+    no_gradients,
     outermost_tape,
     record_call,
     unrecorded,
@@ -241,3 +242,10 @@ def test_a_gradient_of_one_device_is_computed_there(mode):
     lie = {op.type: op.device for op in graph.get_operations()}
     assert lie["Cos"] == lie["IdentityN"] == lie["Sin"] == there
     assert run(tf.constant(0.0)).numpy() == 1
+
+
+def test_inside_no_gradients_nothing_is_attached():
+    x = tf.constant([3.0])
+    with no_gradients():
+        (y,) = attach_gradient([2 * x], [x], lambda grads: 1 / 0, False)
+    assert float(y[0]) == 6

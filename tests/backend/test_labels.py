@@ -107,3 +107,7 @@ def test_a_failing_stage_leaves_no_tag_behind(tmp_path):
         for value in tf.compat.v1.Event.FromString(record).summary.value
     }
     assert tags == {"in/microbatch_3", "out"}
+
+
+def test_a_label_is_hexadecimal_between_hyphens():
+    assert label("layer", "block#1") == "layer.block-23-1"

@@ -3,7 +3,7 @@
 import pytest
 import tensorflow as tf
 
-from pipemesh.backend.static_shape import dtype_behind
+from pipemesh.backend.static_shape import dtype_behind, num_bytes
 
 
 @pytest.mark.parametrize("dtype", [tf.float32, tf.bfloat16, tf.int64])
@@ -25,3 +25,7 @@ def test_what_stands_for_no_variable_has_none():
     with tf.Graph().as_default():
         assert dtype_behind(tf.constant(1.0)) is None
         assert dtype_behind(tf.compat.v1.placeholder(tf.resource)) is None
+
+
+def test_bytes_are_those_of_shapes_and_dtypes():
+    assert num_bytes([tf.TensorSpec([2, 3]), tf.TensorSpec([], tf.int64)]) == 32

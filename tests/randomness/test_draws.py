@@ -7,18 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipemesh.errors import PipelineError
-from pipemesh.randomness import (
+from pipemesh.randomness import layer_scope, plan_free_randomness
+from pipemesh.randomness.draws import advance_counter, check_no_draw_escaped, draw_block, note_draw
+from pipemesh.randomness.scope import (
     NeedWholeDraws,
     Position,
     WholeDraw,
     WholeDraws,
-    advance_counter,
     gradient_scope,
-    layer_scope,
-    note_draw,
-    plan_free_randomness,
 )
-from pipemesh.randomness.draws import check_no_draw_escaped, draw_block
 from tests.randomness.microbatches import STEP, position, whole_and_parts
 
 
@@ -331,7 +328,7 @@ def test_draws_that_a_scope_sees_are_those_of_the_plan(function):
 
 def test_a_raw_draw_is_an_error_that_says_what_to_call():
     with pytest.raises(
-        PipelineError, match=r"^stage 's0' .* RandomStandardNormal .* would be others .*tf\.raw_ops"
+        PipelineError, match=r"^stage 's0' .* RandomStandardNormal .* would differ .*tf\.raw_ops"
     ):
         check(stateful, num_microbatches=1)
     with pytest.raises(

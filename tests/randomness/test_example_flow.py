@@ -161,7 +161,7 @@ def noise(x):
 
 def before(stage):
     draws, _ = draws_of(stage)
-    (name,) = draws.whole.of
+    (name,) = draws.whole.by_name
     return draws.whole.before(name, 0, HEADS)
 
 
@@ -177,29 +177,31 @@ def test_examples_may_come_first_or_last():
 
 def test_where_nothing_is_folded_nothing_is_asked():
     draws, _ = draws_of(lambda x: x * tf.random.uniform([BATCH, 1]))
-    (name,) = draws.whole.of
+    (name,) = draws.whole.by_name
     assert draws.whole.before(name, 0, 1) == 1
 
 
 @pytest.mark.parametrize(
     ("stage", "reason"),
     [
-        (lambda x: noise(tf.ones([BATCH * HEADS])), "nothing that is known to belong"),
+        (lambda x: noise(tf.ones([BATCH * HEADS])), "no element that is known to belong"),
         (
             lambda x: tf.roll(tf.random.uniform([BATCH * HEADS]), 1, 0) * tf.reshape(x, [-1]),
-            "what a Roll operation does with them is not known",
+            "no rule says what a Roll operation does with them",
         ),
         (
             lambda x: (lambda n: n * tf.reshape(x, [-1]) + n * tf.reshape(tf.transpose(x), [-1]))(
                 tf.random.uniform([BATCH * HEADS])
             ),
-            "in no order do they meet",
+            "in each order they meet",
         ),
     ],
     ids=["nobody", "roll", "both"],
 )
 def test_what_cannot_be_found_out_is_an_error_that_says_why(stage, reason):
-    with pytest.raises(PipelineError, match=rf"^layer 'layer' draws .*\(12,\).*{reason}.*dim of"):
+    with pytest.raises(
+        PipelineError, match=rf"^layer 'layer' draws .*\(12,\).*{reason}.*separate dim"
+    ):
         before(stage)
 
 

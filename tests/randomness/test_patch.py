@@ -6,8 +6,9 @@ import tensorflow as tf
 
 from pipemesh.backend.patches import operation
 from pipemesh.errors import LayoutError, PipelineError
-from pipemesh.randomness import layer_scope, plan_free_randomness, slicewise
+from pipemesh.randomness import layer_scope, plan_free_randomness
 from pipemesh.randomness.patch import install
+from pipemesh.randomness.scope import slicewise
 from tests.randomness.microbatches import STEP, position, whole_and_parts
 
 SEED = [5, 6]

@@ -7,17 +7,13 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.errors import PipelineError
-from pipemesh.randomness import (
+from pipemesh.randomness import draw_seed, is_active, layer_scope, loop_scope, plan_free_randomness
+from pipemesh.randomness.scope import (
     Replay,
     alike_layers_scope,
-    draw_seed,
     gradient_scope,
-    is_active,
     layer_aliases,
-    layer_scope,
     layer_spans,
-    loop_scope,
-    plan_free_randomness,
 )
 from tests.randomness.microbatches import STEP, position
 

@@ -295,20 +295,20 @@ def test_the_order_of_folded_dims_is_found_where_the_batch_is_the_second_dim(fun
     [
         (
             lambda x: x + tf.reduce_sum(tf.random.normal([HEADS * x.shape[0]])),
-            "they meet nothing that is known to belong to an example",
+            "they meet no element that is known to belong to an example",
         ),
         (
             lambda x: (
                 x + tf.reshape(tf.roll(tf.random.normal([TIME * x.shape[0]]), 0, 0), [-1, TIME, 1])
             ),
-            "what a Roll operation does with them is not known",
+            "no rule says what a Roll operation does with them",
         ),
         (
             lambda x: (
                 x
                 * tf.reverse(tf.reshape(tf.random.normal([TIME * x.shape[0]]), [-1, TIME, 1]), [0])
             ),
-            "in no order do they meet activations of the same example only",
+            "in each order they meet activations of another example",
         ),
     ],
 )

@@ -10,8 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.randomness import LayerSpan, NeedWholeDraws, Position, WholeDraws
 from pipemesh.randomness.draws import check_no_draw_escaped
+from pipemesh.randomness.scope import LayerSpan, NeedWholeDraws, Position, WholeDraws
 from pipemesh.recurrent.passes.apart import check_apart
 from pipemesh.recurrent.passes.captures import (
     Captured,
