@@ -31,7 +31,7 @@ class Processes:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is the first process, which reports and writes for all."""
+        """True for the first process, which reports and writes for all."""
         return not self.index
 
     def __len__(self) -> int:
@@ -64,27 +64,26 @@ def current_processes() -> Processes | None:
 def connect_processes(addresses: Sequence[str], process: int, kind: str = "CPU") -> list[str]:
     """Starts this process's server, and lets collectives reach the other processes.
 
-        Each process calls it with the same addresses before TensorFlow starts (but after
-        `start_cpu_devices`), and builds the same programs in the same order. This call does not
-        wait: the first collective waits until all processes are connected.
+    Each process calls it with the same addresses before TensorFlow starts (but after
+    `start_cpu_devices`), and builds the same programs in the same order. This call does not
+    wait: the first collective waits until all processes are connected.
 
-        Args:
-            addresses: `host:port` of each process; the first one leads the groups.
-            process: the index of this process.
-            kind: the kind of devices to use, `"CPU"` or `"GPU"`.
+    Args:
+        addresses: `host:port` of each process; the first one leads the groups.
+        process: the index of this process.
+        kind: the kind of devices to use, `"CPU"` or `"GPU"`.
 
-        Returns:
-            The devices of this process, for `Cores`.
+    Returns:
+        The devices of this process, for `Cores`.
 
-        Raises:
-            DeviceError: `addresses` is empty, `process` is not an index of it, TensorFlow has
-                already started, or this process has no device of this kind.
+    Raises:
+        DeviceError: `addresses` is empty, `process` is not an index of it, TensorFlow has
+            already started, or this process has no device of this kind.
 
-        Example:
-            >>> connect_processes(["localhost:2222"], 1)
-            Traceback (most recent call last):
-            pipemesh.errors.DeviceError: process 1 was asked for, but 1 addresses were given: \
-    localhost:2222
+    Example:
+        >>> connect_processes(["localhost:2222"], 1)
+        Traceback (most recent call last):
+        pipemesh.errors.DeviceError: process 1 is no index of ['localhost:2222']; give 0
     """
     if isinstance(addresses, str) or not isinstance(addresses, Sequence):
         raise DeviceError(
@@ -95,8 +94,8 @@ def connect_processes(addresses: Sequence[str], process: int, kind: str = "CPU")
     index = whole_number(process)
     if index is None or not 0 <= index < len(addresses):
         raise DeviceError(
-            f"process {process!r} was asked for, but {len(addresses)} addresses were given: "
-            f"{', '.join(addresses)}"
+            f"process {process!r} is no index of {list(addresses)}; give "
+            + ("0" if len(addresses) == 1 else f"0 to {len(addresses) - 1}")
         )
     use_no_proxy()
     eager = eager_context()

@@ -1,4 +1,4 @@
-"""Slices of a checkpoint that workers write and read themselves, if they see its folder."""
+"""Slices of a checkpoint that workers write and read themselves, if they share its folder."""
 
 from __future__ import annotations
 
@@ -18,33 +18,16 @@ from pipemesh.errors import CheckpointError
 
 
 class JoinedFiles:
-    """Writes values where they are, and joins what was written.
+    """Writes values on the hosts that hold them, and joins the files."""
 
-    The graph that does it is kept from time to time, as long as names and places are the same.
-
-    Example:
-        >>> import os, tempfile
-        >>> from pipemesh.checkpoint.entries import entries_of
-        >>> path = os.path.join(tempfile.mkdtemp(), "ckpt")
-        >>> JoinedFiles().write(Snapshot.of(entries_of({"w": tf.Variable([1.0, 2.0])})), path)
-        >>> tf.train.load_checkpoint(path).get_tensor("w").tolist()
-        [1.0, 2.0]
-    """
+    # The graph is kept from checkpoint to checkpoint while names and hosts stay the same.
 
     def __init__(self) -> None:
         self._layout: object = None
         self._write: Callable[..., object] | None = None
 
     def write(self, snapshot: Snapshot, path: str) -> None:
-        """Writes the data and the index of a checkpoint.
-
-        Args:
-            snapshot: the values, on hosts that see the folder.
-            path: of the checkpoint, without any ending, in a folder that is nobody else's.
-
-        Raises:
-            tf.errors.OpError: it cannot be written; some of it may be left.
-        """
+        """Writes data and index of a checkpoint into a private folder, on hosts that see it."""
         hosts = list(dict.fromkeys(snapshot.hosts))
         if hosts == [own_host()]:
             write_tensors(hosts[0], path, snapshot.names, snapshot.specs, snapshot.tensors)
@@ -52,7 +35,7 @@ class JoinedFiles:
         layout = snapshot.names, snapshot.specs, snapshot.hosts
         if self._write is None or layout != self._layout:
             self._layout, self._write = layout, _writer(hosts, *layout)
-        # Of a training that was killed a worker may be writing still, under the same path.
+        # A worker of a killed run may still be writing, under the same path.
         mark = secrets.token_hex(8)
         parts = [f"{path}-{mark}-{number}" for number in range(len(hosts))]
         prefixes = [absolute(part, host) for part, host in zip(parts, hosts, strict=True)]
@@ -63,21 +46,19 @@ class JoinedFiles:
 def _writer(
     hosts: Sequence[str], names: Sequence[str], specs: Sequence[str], places: Sequence[str]
 ) -> Callable[..., object]:
-    """A graph in which each host writes what lies on it, all at the same time.
-
-    One by one, a worker would answer a step of training only after it has written.
-    """
-    of_hosts = {host: [i for i, place in enumerate(places) if place == host] for host in hosts}
+    """Returns a function in which all hosts write their values at the same time."""
+    # One after the other, a worker would answer a training step only after it has written.
+    indices = {host: [i for i, place in enumerate(places) if place == host] for host in hosts}
 
     @tf.function(autograph=False)
     def write(prefixes: Sequence[tf.Tensor], tensors: Sequence[tf.Tensor]) -> None:
-        for (host, own), prefix in zip(of_hosts.items(), prefixes, strict=True):
+        for (host, chosen), prefix in zip(indices.items(), prefixes, strict=True):
             write_tensors(
                 host,
                 prefix,
-                [names[i] for i in own],
-                [specs[i] for i in own],
-                [tensors[i] for i in own],
+                [names[i] for i in chosen],
+                [specs[i] for i in chosen],
+                [tensors[i] for i in chosen],
             )
 
     return write
@@ -90,17 +71,8 @@ def write_tensors(
     specs: Sequence[str],
     tensors: Sequence[tf.Tensor],
 ) -> None:
-    """Writes tensors into files of their own, with an index.
-
-    Args:
-        host: that writes, and has them.
-        prefix: what the names of the files begin with.
-        names: of the tensors.
-        specs: which slice of a tensor of that name each is, "" for all of it.
-        tensors: the values.
-
-    Raises:
-        tf.errors.OpError: they cannot be written.
+    """Writes tensors, or slices of tensors, on a host, as files with a common prefix
+    and an index.
     """
     with tf.device(host):
         tf.raw_ops.SaveV2(
@@ -109,39 +81,21 @@ def write_tensors(
 
 
 def join_files(host: str, parts: Sequence[str], path: str) -> None:
-    """Makes one checkpoint of several; of what they have only the indices are read.
-
-    Args:
-        host: that does it.
-        parts: what the names of their files begin with.
-        path: what those of the whole are to begin with.
-
-    Raises:
-        tf.errors.OpError: it cannot be done.
-    """
+    """Makes one checkpoint of several on a host, which reads only their indices."""
     with tf.device(host):
         tf.raw_ops.MergeV2Checkpoints(
             checkpoint_prefixes=parts, destination_prefix=path, delete_old_dirs=False
         )
 
 
-# Hosts that were told of, each with the folder: once is enough.
-_told: set[tuple[str, str, str]] = set()
+# Reported messages: action, folder and host.
+_reported: set[tuple[str, str, str]] = set()
 
 
 def writers(folder: str, hosts: Iterable[str]) -> list[str]:
-    """The workers among some hosts that can write into a folder of this process.
-
-    Each is to read what is written there now, and to write what is read then. Of those that cannot
-    it is said, once, on standard error.
-
-    Args:
-        folder: it exists.
-        hosts: CPUs of processes, as `host_of` names them.
-
-    Raises:
-        OSError: this process cannot write there.
-    """
+    """Returns the workers among some hosts that can write into a folder of this process."""
+    # Each must read a file that this process writes now, and write one that this process can read.
+    # For each worker that cannot, a message appears once on standard error.
     hosts = _workers(hosts)
     if not hosts:
         return []
@@ -149,64 +103,53 @@ def writers(folder: str, hosts: Iterable[str]) -> list[str]:
     try:
         with open(mark, "w") as file:
             file.write(mark)
-        found = [host for host in hosts if _writes(folder, host, mark)]
+        able = [host for host in hosts if _writes(folder, host, mark)]
     finally:
-        for left in glob.glob(f"{glob.escape(mark)}*"):
+        for file in glob.glob(f"{glob.escape(mark)}*"):
             with contextlib.suppress(OSError):
-                os.unlink(left)
-    return found
+                os.unlink(file)
+    return able
 
 
 def readers(path: str, hosts: Iterable[str]) -> list[str]:
-    """The workers among some hosts that have a checkpoint under the path that it has here.
-
-    Of the others it is said, once, on standard error.
-
-    Args:
-        path: of the checkpoint, without any ending.
-        hosts: CPUs of processes, as `host_of` names them.
+    """Returns the workers among some hosts that see a checkpoint under the path that it
+    has here.
     """
+    # For each worker that does not, a message appears once on standard error.
     hosts = _workers(hosts)
     if not hosts:
         return []
     path = os.path.abspath(path)
     if is_pattern(path):
         for host in hosts:
-            say_once("reads", path, host, "reads no path with [ or \\")
+            say_once("reads", path, host, "cannot read a path with [ or \\")
         return []
     try:
-        here = _contents(path, own_host())
+        identity = _contents(path, own_host())
     except tf.errors.NotFoundError:
-        # Of the format before this one, which has no index. Who reads will tell.
+        # An old format without an index: the reader reports it.
         return hosts
-    return [host for host in hosts if _reads(path, host, here)]
+    return [host for host in hosts if _reads(path, host, identity)]
 
 
 def absolute(prefix: str, host: str) -> str:
-    """A path as another process is to be told it; its working directory may be another."""
+    """Returns a path for another process, whose working directory may differ."""
     return prefix if host == own_host() else os.path.abspath(prefix)
 
 
-def told_by(host: str) -> str:
-    """What a host is called in messages."""
+def host_name(host: str) -> str:
+    """Returns the name of a host for messages."""
     task = task_of(host)
     return "this process" if task is None else f"worker {task}"
 
 
 def say_once(doing: str, folder: str, host: str, why: str) -> None:
-    """Says, once, that this process does something for a worker.
-
-    Args:
-        doing: `reads` or `writes`.
-        folder: where.
-        host: the worker.
-        why: what it cannot.
-    """
-    if (doing, folder, host) not in _told:
-        _told.add((doing, folder, host))
+    """Reports once that this process reads or writes for a worker, and why."""
+    if (doing, folder, host) not in _reported:
+        _reported.add((doing, folder, host))
         print(
-            f"{folder}: {told_by(host)} {why}; this process {doing} for it. A folder that all "
-            "hosts share under one path saves the way",
+            f"{folder}: {host_name(host)} {why}; this process {doing} for it. Put the folder on "
+            "a file system that all hosts share under one path to avoid this",
             file=sys.stderr,
         )
 
@@ -219,29 +162,29 @@ def _writes(folder: str, host: str, mark: str) -> bool:
     answer = f"{mark}-{task_of(host)}"
     try:
         with tf.device(host):
-            # First: where it does not see the folder, it would make it.
+            # Read first: writing would create a missing folder.
             if tf.io.read_file(mark).numpy().decode() != mark:
                 raise CheckpointError("sees another folder there")
             tf.io.write_file(answer, mark)
-            # Nobody waits for what gives nothing.
+            # Reading waits for the write, which has no result.
             tf.io.read_file(answer).numpy()
         with open(answer) as file:
             if file.read() == mark:
                 return True
-        why = "writes what is not to be read here"
+        why = "writes a file that this process reads otherwise"
     except CheckpointError as error:
         why = str(error)
     except tf.errors.OpError as error:
         why = _why(error)
     except OSError as error:
-        why = f"writes what is not to be seen here ({error.strerror})"
+        why = f"writes a file that this process does not see ({error.strerror})"
     say_once("writes", folder, host, why)
     return False
 
 
-def _reads(path: str, host: str, here: object) -> bool:
+def _reads(path: str, host: str, identity: object) -> bool:
     try:
-        if _contents(path, host) == here:
+        if _contents(path, host) == identity:
             return True
         why = "sees another checkpoint, or a part of it, under that name"
     except tf.errors.OpError as error:
@@ -251,7 +194,9 @@ def _reads(path: str, host: str, here: object) -> bool:
 
 
 def _contents(path: str, host: str) -> tuple[bytes, list[bytes]]:
-    """What tells checkpoints apart, as a host sees it: a digest of the index, names of files."""
+    """Returns a checkpoint's identity as a host sees it: a digest of the index, names of data
+    files.
+    """
     with tf.device(host):
         index = tf.io.read_file(f"{path}.index")
         digest = tf.raw_ops.Fingerprint(data=index[None], method="farmhash64")

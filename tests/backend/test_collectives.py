@@ -17,7 +17,7 @@ from pipemesh.backend.collectives import Meeting
         ("CollectiveAllToAllV2", collectives.all_to_all),
     ],
 )
-def test_every_operation_says_who_meets_and_has_the_token_of_its_core(kind, call):
+def test_collectives_take_keys_and_the_token_of_their_core(kind, call):
     @tf.function
     def run(x, token):
         return call(x, meeting=Meeting(2, tf.constant(5), 7, token))
@@ -29,7 +29,7 @@ def test_every_operation_says_who_meets_and_has_the_token_of_its_core(kind, call
     assert found.inputs[4] is graph.inputs[1]
 
 
-def test_a_process_that_nobody_connected_has_no_server():
+def test_an_unconnected_process_has_no_server():
     assert collectives.server() is None
 
 
@@ -41,7 +41,7 @@ def test_a_process_that_nobody_connected_has_no_server():
         (["/job:w/task:1/device:GPU:0", "/job:w/task:1/device:GPU:1"], tf.float16),
     ],
 )
-def test_different_gpus_of_one_task_use_nccl(devices, dtype):
+def test_different_gpus_of_a_task_use_nccl(devices, dtype):
     assert collectives.can_use_nccl([tf.ones([2], dtype)] * 2, devices)
 
 

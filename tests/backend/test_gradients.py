@@ -33,7 +33,7 @@ def test_a_recorded_call_has_the_gradient_that_it_says(in_graph):
     assert (tf.function(run) if in_graph else run)(tf.constant(3.0)).numpy() == 10
 
 
-def test_what_is_computed_unrecorded_has_no_gradient():
+def test_unrecorded_results_have_no_gradient():
     x = tf.constant(3.0)
     with tf.GradientTape() as tape:
         tape.watch(x)
@@ -64,7 +64,7 @@ def test_trainable_variables_that_are_read_are_noted():
     assert [variable.ref() for variable in reads.watched_variables()] == [trainable.ref()]
 
 
-def test_the_outermost_tape_is_the_one_that_began_first():
+def test_the_outermost_tape_began_first():
     assert outermost_tape() is None
     with tf.GradientTape() as first:
         with tf.GradientTape():
@@ -93,7 +93,7 @@ def test_each_thread_has_tapes_of_its_own():
 
 
 @pytest.mark.parametrize("in_graph", [False, True])
-def test_all_gradients_are_computed_at_once_and_each_group_picks_up_its_own(in_graph):
+def test_gradients_of_all_groups_are_computed_at_once(in_graph):
     calls = []
 
     def run(a, b, whole):
@@ -156,7 +156,7 @@ def test_without_floating_outputs_they_come_back_as_they_are():
     assert found is number and tape.gradient(tf.cast(found, tf.float32), x) is None
 
 
-def test_what_is_computed_only_for_a_value_asks_for_no_gradient():
+def test_a_value_without_gradient_does_not_call_backward():
     x = tf.constant(3.0)
     with tf.GradientTape() as tape:
         tape.watch(x)
@@ -167,7 +167,7 @@ def test_what_is_computed_only_for_a_value_asks_for_no_gradient():
     assert y.numpy() == 6 and tape.gradient(z, x).numpy() == 1
 
 
-def test_without_colocation_operations_lie_where_they_are_told_to():
+def test_without_colocation_device_scopes_place_operations():
     with tf.Graph().as_default():
         with tf.device("CPU:0"):
             x = tf.zeros([])
@@ -224,7 +224,7 @@ def test_in_a_graph_each_tensor_stays_on_its_device():
 
 
 @pytest.mark.parametrize("mode", ["tape", "tf.gradients"])
-def test_a_gradient_of_one_device_is_computed_there(mode):
+def test_a_gradient_of_one_device_is_computed_on_it(mode):
     """Norms and attention said nothing, so the device of the whole gradient had all slices'."""
     here, there = [d.name for d in tf.config.list_logical_devices("CPU")][:2]
 

@@ -46,7 +46,7 @@ def test_a_branch_calls_two_functions_and_a_sum_none(graph):
     assert not [found for op in others for found in called_functions(graph, op)]
 
 
-def test_operations_are_found_behind_the_names_of_their_functions(graph):
+def test_operations_come_with_the_names_of_their_functions(graph):
     found = [inside for inside, op in operations_within(graph) if op.type == "Sin"]
     assert len(found) == 2 and all(inside[-1] == "inner" and len(inside) == 2 for inside in found)
 
@@ -69,7 +69,7 @@ def test_a_node_may_be_the_call_of_a_function_of_its_own_name():
     assert [found.name for found in Bodies(definition).within([node])] == ["call", "inside"]
 
 
-def test_a_graph_is_surrounded_by_those_that_it_is_traced_in():
+def test_surrounding_graphs_are_found_up_to_the_outermost():
     seen = []
 
     @tf.function
@@ -80,7 +80,7 @@ def test_a_graph_is_surrounded_by_those_that_it_is_traced_in():
     assert list(surrounding_graphs(seen[0]))[:2] == [seen[0], found.graph]
 
 
-def test_what_is_kept_lives_as_long_as_the_outermost_function_and_no_longer():
+def test_kept_objects_live_as_long_as_the_outermost_function():
     class Thing:
         pass
 
@@ -108,7 +108,7 @@ def test_what_is_kept_lives_as_long_as_the_outermost_function_and_no_longer():
     assert refs[0]() is None
 
 
-def test_nothing_is_kept_where_there_is_no_function():
+def test_outside_functions_nothing_is_kept():
     thing = weakref.WeakSet()
     keep_alive(thing)
     ref = weakref.ref(thing)
@@ -137,7 +137,7 @@ def test_a_loop_counts_its_turns():
 
 
 @pytest.mark.parametrize("old", [True, False])
-def test_loops_of_tf1s_old_kind_are_told_from_new_ones(old):
+def test_old_loops_of_tf1_are_distinguished_from_new_ones(old):
     seen = []
 
     def body(i):
@@ -158,7 +158,7 @@ def test_loops_of_tf1s_old_kind_are_told_from_new_ones(old):
     assert seen == [old, False, False]
 
 
-def test_reads_of_outer_variables_are_replaced_and_their_handles_forgotten():
+def test_reads_are_replaced_and_unused_handles_dropped():
     variable, kept = tf.Variable(2.0), tf.Variable(5.0)
     other, asked = tf.constant(7.0), []
 
@@ -182,7 +182,7 @@ def test_reads_of_outer_variables_are_replaced_and_their_handles_forgotten():
     assert asked == [(True, tf.float32)]
 
 
-def test_reads_are_replaced_only_inside_and_only_in_the_graph_itself():
+def test_reads_are_replaced_only_inside_and_in_this_graph():
     variable = tf.Variable(2.0)
 
     @tf.function
@@ -197,7 +197,7 @@ def test_reads_are_replaced_only_inside_and_only_in_the_graph_itself():
     assert [value.numpy() for value in run(tf.constant(True))] == [2, 20]
 
 
-def test_captures_that_nobody_named_or_that_are_used_stay():
+def test_unnamed_and_used_captures_stay():
     used, unused, unnamed = (tf.constant([value]) for value in (1.0, 2.0, 3.0))
 
     @tf.function
@@ -227,7 +227,7 @@ def kinds(metadata):
     }
 
 
-def test_functions_that_run_for_the_first_time_inside_are_collected():
+def test_graphs_of_functions_that_first_run_inside_are_collected():
     before, inside = tf.function(tf.tan), tf.function(tf.atan)
     x = tf.random.stateless_uniform([2], [1, 2])
     before(x)
@@ -238,7 +238,7 @@ def test_functions_that_run_for_the_first_time_inside_are_collected():
     assert "Atan" in kinds(metadata) and "Tan" not in kinds(metadata)
 
 
-def test_what_was_collected_before_is_not_told_again():
+def test_graphs_collected_earlier_are_not_repeated():
     x = tf.random.stateless_uniform([2], [1, 2])
     context.context().enable_graph_collection()
     tf.function(tf.cosh)(x)
@@ -255,7 +255,7 @@ def test_nothing_is_collected_after_an_error():
     assert not kinds(context.context().export_run_metadata())
 
 
-def test_kernels_are_told_with_their_devices():
+def test_registered_kernels_have_devices():
     assert "CPU" in {kernel.device_type for kernel in registered_kernels("MatMul")}
     assert {kernel.op for kernel in registered_kernels("MatMul")} == {"MatMul"}
     assert registered_kernels("NoSuchOperation") == []

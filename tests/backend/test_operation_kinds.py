@@ -36,7 +36,7 @@ def told_in_a_branch(x):
         - {"AssertShapeMatch", "AssertSameDim0", "PartitionedCall"}
     ),
 )
-def test_every_kind_that_a_list_excuses_or_refuses_exists_and_has_state(kind):
+def test_listed_kinds_exist_and_are_stateful(kind):
     assert is_stateful(kind), "it needs no place in a list"
 
 
@@ -73,7 +73,7 @@ def test_checks_are_pure_and_prints_only_where_they_are_allowed():
     ],
     ids=["draw", "other draw", "python", "clock"],
 )
-def test_state_is_an_error_that_says_what_to_do_instead(function, advice):
+def test_state_is_an_error_with_advice(function, advice):
     with pytest.raises(PipelineError, match=advice):
         check_pure(graph_def(function), "the cell", WHY)
 

@@ -23,7 +23,7 @@ from pipemesh.recurrent.watch.placement import record_placement
 from pipemesh.schedule import one_f_one_b, zb_h1
 
 
-def test_what_is_pinned_has_its_values_shapes_and_an_operation_of_its_own():
+def test_a_pin_keeps_values_and_shapes_in_its_own_operation():
     @tf.function
     def run(x):
         two = tf.constant([1, 2])
@@ -169,7 +169,7 @@ FIRST, SECOND, THIRD = 1e8, -1e8, 1.0
 
 
 def value(sum_of, *given):
-    """What a graph finds whose last addend alone is nobody else's, and may be overwritten."""
+    """Sums in a graph where only the memory of the last addend may be reused."""
 
     @tf.function
     def added(first, second, third):
@@ -178,7 +178,7 @@ def value(sum_of, *given):
     return float(added(*map(tf.constant, given)))
 
 
-def test_tensorflows_own_sum_depends_on_whose_memory_is_free():
+def test_add_n_of_tensorflow_depends_on_free_memory():
     """If this fails, TensorFlow adds in order, and `sum_in_order` may go."""
     assert value(tf.add_n, FIRST, SECOND, THIRD) == 0
 

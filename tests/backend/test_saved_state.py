@@ -57,7 +57,7 @@ def test_a_tensor_of_another_size_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("eager", [True, False])
-def test_a_variable_keeps_which_slice_it_is_and_nothing_keeps_the_variable(eager):
+def test_a_slice_mark_does_not_keep_its_variable_alive(eager):
     with contextlib.nullcontext() if eager else tf.Graph().as_default():
         part, other = tf.Variable([1.0, 2.0]), tf.Variable([1.0])
         mark_slice(part, "w", Slice((4,), (2,)))
@@ -69,7 +69,7 @@ def test_a_variable_keeps_which_slice_it_is_and_nothing_keeps_the_variable(eager
     assert not eager or gone() is None
 
 
-def test_an_optimizers_variables_are_there_before_the_first_gradient():
+def test_slots_exist_before_the_first_gradient():
     train = tf.compat.v1.train
     with tf.Graph().as_default():
         variables = [tf.Variable([1.0, 2.0], name=name) for name in "ab"]

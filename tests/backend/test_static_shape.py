@@ -21,11 +21,11 @@ def test_the_dtype_of_a_variable_is_known_by_its_handle(dtype):
         assert dtype_behind(tf.Variable(tf.zeros([2], dtype)).handle) == dtype
 
 
-def test_what_stands_for_no_variable_has_none():
+def test_other_handles_have_no_dtype():
     with tf.Graph().as_default():
         assert dtype_behind(tf.constant(1.0)) is None
         assert dtype_behind(tf.compat.v1.placeholder(tf.resource)) is None
 
 
-def test_bytes_are_those_of_shapes_and_dtypes():
+def test_bytes_follow_from_shapes_and_dtypes():
     assert num_bytes([tf.TensorSpec([2, 3]), tf.TensorSpec([], tf.int64)]) == 32

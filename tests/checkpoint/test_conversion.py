@@ -36,7 +36,7 @@ def converted(path, like=None):
     return to, convert(path, to, {name: name for name in names_of(path)}, like=like)
 
 
-def test_what_another_program_wrote_becomes_like_a_checkpoint_of_a_training(tmp_path):
+def test_another_programs_checkpoint_becomes_like_a_runs(tmp_path):
     path, like = theirs(tmp_path), mine(tmp_path)
     to, told = converted(path, like)
     assert told == (
@@ -62,8 +62,16 @@ def test_the_step_of_another_programs_checkpoint_is_noted(tmp_path):
 @pytest.mark.parametrize(
     ("state", "more", "told"),
     [
-        ({"w": None, "v": [1.0, 2.0]}, {}, "only .*ckpt-1 has 'w', and .* is the nearest"),
-        ({"w/Adam": [1.0, 2.0]}, {}, "only .*theirs has 'w/Adam', and 'w' is the nearest"),
+        (
+            {"w": None, "v": [1.0, 2.0]},
+            {},
+            "only .*ckpt-1 has 'w'; the nearest name in the other is ",
+        ),
+        (
+            {"w/Adam": [1.0, 2.0]},
+            {},
+            "only .*theirs has 'w/Adam'; the nearest name in the other is 'w'",
+        ),
         ({"w": [1.0]}, {}, r"'w' of .*theirs is float32\[1\], but 'w' of .* is bfloat16\[2\]"),
         ({"w": [1, 2]}, {}, r"'w' of .*theirs is int32\[2\], but 'w' of .* is bfloat16\[2\]"),
         ({}, {"v": tf.Variable([1.0])}, "only .*ckpt-1 has 'v'"),
@@ -94,7 +102,7 @@ def test_the_name_of_a_new_one_says_its_step(tmp_path):
         convert(path, str(tmp_path / "ckpt-5"), {name: name for name in names_of(path)})
 
 
-def test_it_is_written_in_parts_and_is_one(tmp_path, monkeypatch):
+def test_a_checkpoint_written_in_parts_is_one(tmp_path, monkeypatch):
     monkeypatch.setattr(conversion, "_BYTES_AT_ONCE", 100)
     held = []
 
@@ -117,7 +125,7 @@ def test_it_is_written_in_parts_and_is_one(tmp_path, monkeypatch):
     assert [v.numpy()[3] for v in variables.values()] == list(range(7))
 
 
-def test_what_cannot_be_written_leaves_nothing(tmp_path):
+def test_a_failed_conversion_leaves_nothing(tmp_path):
     def fails():
         raise OSError(28, "No space left on device")
 
@@ -127,7 +135,7 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path):
     assert not os.listdir(tmp_path)
 
 
-def test_a_folder_of_such_a_name_is_somebody_elses(tmp_path):
+def test_a_temporary_folder_of_another_program_stays(tmp_path):
     (tmp_path / "ckpt-8_temp").mkdir()
     (tmp_path / "ckpt-8_temp" / "mine").touch()
     conversion.write(str(tmp_path / "ckpt-8"), [("a", lambda: tf.zeros([2]))], step=8, note={})

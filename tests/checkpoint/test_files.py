@@ -11,7 +11,7 @@ from pipemesh.checkpoint.files import remove_unfinished, write_whole
 from pipemesh.errors import CheckpointError, DamagedError
 
 
-def test_what_cannot_be_renamed_leaves_nothing(tmp_path, monkeypatch):
+def test_a_failed_rename_leaves_nothing(tmp_path, monkeypatch):
     def full(*_):
         raise OSError("No space left on device")
 
@@ -22,7 +22,7 @@ def test_what_cannot_be_renamed_leaves_nothing(tmp_path, monkeypatch):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"note": b"old"}
 
 
-def test_what_a_kill_has_left_goes_and_files_of_others_stay(tmp_path):
+def test_leftovers_of_a_kill_are_removed_other_files_stay(tmp_path):
     stays = ["vocab-1.model", ".vocab-1.model.txt", ".other.4711", "vocab-2.model.4711"]
     for name in [*stays, ".vocab-1.model.4711"]:
         (tmp_path / name).touch()
@@ -64,7 +64,7 @@ def test_any_log_directory_is_read_as_it_was_written(tmp_path, monkeypatch, name
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        (os.fsdecode(b"by\xffte"), "is not UTF-8, and TensorFlow opens no other paths"),
+        (os.fsdecode(b"by\xffte"), "is not UTF-8, and TensorFlow opens only UTF-8 paths"),
         ("nul\0", "has a NUL character"),
     ],
 )

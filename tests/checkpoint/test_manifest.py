@@ -1,4 +1,4 @@
-"""What lies beside a checkpoint: whole, and read without TensorFlow."""
+"""The manifest: written whole, and read without TensorFlow."""
 
 import hashlib
 import os
@@ -58,7 +58,7 @@ def in_its_place(path):
 
 
 @pytest.mark.parametrize("end", [DATA, ".index", ".manifest"])
-def test_what_cannot_be_read_now_is_not_damaged(path, end):
+def test_an_unreadable_file_is_not_damaged(path, end):
     os.unlink(path + end)
     os.symlink(f"ckpt-3{end}", path + end)
     with pytest.raises(
@@ -72,7 +72,7 @@ OTHER_STEP = b'{"step": "3", "index": "", "sizes": {}, "note": {}}'
 
 
 @pytest.mark.parametrize("content", [b"{}", b"[1]", b"{", b'{"more": 1}', OTHER_STEP])
-def test_that_of_another_version_is_told_in_a_line(path, content):
+def test_a_manifest_of_another_version_is_one_line(path, content):
     digest = hashlib.sha256(content).hexdigest().encode()
     with open(f"{path}.manifest", "wb") as file:
         file.write(digest + b"\n" + content)
@@ -100,7 +100,7 @@ def test_files_that_are_not_whole_are_named(path, harm, told):
     assert caught.value.what.endswith(told)
 
 
-def test_a_folder_is_asked_without_tensorflow(path):
+def test_a_folder_is_read_without_tensorflow(path):
     code = (
         "import sys; from pipemesh.checkpoint import Folder, Manifest, newest_whole\n"
         "assert newest_whole(sys.argv[1])[1].step == 3\n"

@@ -145,7 +145,7 @@ def test_draws_that_cannot_be_cut_into_slices_are_errors(sizes, of_batch, of_seq
             uniform(sizes)
 
 
-def test_what_is_drawn_for_whole_sequences_is_asked_for():
+def test_slices_need_the_draws_of_whole_sequences():
     zero = tf.constant(0, tf.int64)
     where = Position(zero, 1, 2, None, 2, 3, zero)
     with plan_free_randomness(STEP, where), pytest.raises(NeedWholeDraws):
@@ -162,7 +162,7 @@ def test_the_counter_is_one_number_of_128_bits(counter, steps):
     assert (high << 64) + low == (counter + steps) % 2**128
 
 
-def test_a_microbatch_asks_for_what_the_whole_batch_draws_first():
+def test_a_microbatch_needs_the_draws_of_the_whole_batch():
     with pytest.raises(NeedWholeDraws), plan_free_randomness(STEP, position(None)):
         tf.random.uniform([2])
 
@@ -194,7 +194,7 @@ def test_shapes_known_only_at_run_time_are_errors():
         run(tf.constant(2))
 
 
-def test_what_is_drawn_for_a_gradient_is_an_error_unless_it_is_a_single_number():
+def test_gradients_draw_nothing_but_single_numbers():
     with plan_free_randomness(STEP), gradient_scope():
         assert note_draw(()) == ":0"
         with pytest.raises(PipelineError, match=r"of shape \(2, 3\) are drawn while gradients"):
@@ -249,7 +249,7 @@ def test_a_block_is_a_part_of_the_whole(raw, dtype, begin, block):
     np.testing.assert_array_equal(found, whole[part])
 
 
-def test_the_whole_is_what_tensorflow_draws():
+def test_the_whole_block_equals_tensorflows_draw():
     want = tf.random.stateless_normal([3, 5], SEED, alg="philox")
     np.testing.assert_array_equal(block_of(NORMAL, (3, 5), (0, 0), (3, 5)), want)
 
@@ -266,7 +266,7 @@ def test_of_leading_dims_no_other_numbers_are_drawn():
 
 
 @pytest.mark.parametrize("begin", [500, tf.constant(500)])
-def test_what_begins_with_a_group_is_drawn_by_itself(begin):
+def test_a_block_at_a_group_draws_nothing_else(begin):
     drawn = []
 
     def raw(shape, **kwargs):
@@ -279,7 +279,7 @@ def test_what_begins_with_a_group_is_drawn_by_itself(begin):
 
 
 @pytest.mark.parametrize("sizes", [(6, 5, 7), (6, 4, 8)])
-def test_where_a_block_begins_may_be_known_only_when_it_is_drawn(sizes):
+def test_a_block_may_begin_at_a_dynamic_index(sizes):
     run = tf.function(
         lambda at: draw_block(UNIFORM, sizes, [at, 1, 0], (1, 2, sizes[2]), SEED, tf.float32)
     )
@@ -322,11 +322,11 @@ def drawing():
         lambda: tf.sin(1.0),
     ],
 )
-def test_draws_that_a_scope_sees_are_those_of_the_plan(function):
+def test_draws_inside_a_scope_are_accepted(function):
     check(function)
 
 
-def test_a_raw_draw_is_an_error_that_says_what_to_call():
+def test_a_raw_draw_is_an_error_with_advice():
     with pytest.raises(
         PipelineError, match=r"^stage 's0' .* RandomStandardNormal .* would differ .*tf\.raw_ops"
     ):

@@ -98,7 +98,7 @@ KEEPS = {
 
 
 @pytest.mark.parametrize("name", KEEPS)
-def test_what_is_computed_from_one_example_is_its_own(name):
+def test_results_of_one_example_belong_to_it(name):
     function, sizes, dim = KEEPS[name]
     found = label_of(function)
     assert sizes is None or list(found.shape) == sizes
@@ -106,7 +106,7 @@ def test_what_is_computed_from_one_example_is_its_own(name):
     np.testing.assert_array_equal(found, np.broadcast_to(want, found.shape))
 
 
-def test_what_meets_of_two_examples_belongs_to_several():
+def test_results_of_two_examples_belong_to_several():
     pairs = label_of(lambda x: x[0, :, None, 0] * x[0, None, :, 0])
     np.testing.assert_array_equal(pairs, np.where(np.eye(BATCH) > 0, BY_EXAMPLE, SEVERAL))
 
@@ -126,7 +126,7 @@ def test_sums_over_the_batch_and_constants_are_nobodys():
         lambda x: tf.while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, y[:, ::-1]), (0, x))[1],
     ],
 )
-def test_what_is_not_known_is_said_to_be_unknown(function):
+def test_operations_without_a_rule_are_unknown(function):
     assert label_of(function) is None
 
 
@@ -139,7 +139,7 @@ BATCH, HEADS = 4, 3
 
 
 def draws_of(stage):
-    """What a stage draws, given a tensor [BATCH, HEADS]."""
+    """Returns the draws of a stage with an input [BATCH, HEADS]."""
     drawn = {}
 
     def run(x):
@@ -175,7 +175,7 @@ def test_examples_may_come_first_or_last():
     assert before(lambda x: noise(tf.reshape(tf.transpose(x), [-1]))) == HEADS
 
 
-def test_where_nothing_is_folded_nothing_is_asked():
+def test_without_folded_dims_the_graph_is_not_followed():
     draws, _ = draws_of(lambda x: x * tf.random.uniform([BATCH, 1]))
     (name,) = draws.whole.by_name
     assert draws.whole.before(name, 0, 1) == 1
@@ -198,7 +198,7 @@ def test_where_nothing_is_folded_nothing_is_asked():
     ],
     ids=["nobody", "roll", "both"],
 )
-def test_what_cannot_be_found_out_is_an_error_that_says_why(stage, reason):
+def test_an_order_that_cannot_be_found_is_an_error(stage, reason):
     with pytest.raises(
         PipelineError, match=rf"^layer 'layer' draws .*\(12,\).*{reason}.*separate dim"
     ):

@@ -24,7 +24,7 @@ def test_labels_get_dims_in_front():
         labels.whole(along(0, 1, THREE), [2, 4])
 
 
-def test_what_a_label_does_not_depend_on_has_size_1():
+def test_independent_dims_of_a_label_have_size_1():
     same = np.repeat(along(0, 2, THREE), 4, axis=1)
     assert labels.compressed(same).tolist() == [[0], [1], [2]]
     assert labels.compressed(np.broadcast_to(along(1, 2, THREE), [5, 3])).shape == (1, 3)
@@ -47,7 +47,7 @@ def test_what_a_label_does_not_depend_on_has_size_1():
         (SEVERAL, 1, SEVERAL),
     ],
 )
-def test_who_meets_whom(one, other, both):
+def test_joined_labels(one, other, both):
     for pair in [(one, other), (other, one)]:
         assert labels.joined([np.array([number]) for number in pair]).tolist() == [both]
 

@@ -8,7 +8,7 @@ from pipemesh.randomness import layer_scope, plan_free_randomness
 
 
 def draws(function, step=3, layer="layer", calls=2, whole=False):
-    """What some calls in a scope draw, with a draw behind them; `whole`, in a graph."""
+    """Returns draws of calls in a scope and of one draw after them; `whole` in a graph."""
 
     def run(number):
         with plan_free_randomness(number), layer_scope(layer):
@@ -28,14 +28,14 @@ def make(traces):
 
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("kwargs", [{}, {"step": 4}, {"layer": "other"}, {"calls": 3}])
-def test_a_function_draws_what_its_code_draws(whole, kwargs):
+def test_a_function_draws_the_numbers_of_its_code(whole, kwargs):
     plain, function = make([])
     found = draws(function, whole=whole, **kwargs)
     assert found == draws(plain, whole=whole, **kwargs)
     assert len(np.unique(found, axis=0)) == len(found)
 
 
-def test_a_trace_is_found_again_at_the_same_place_and_draws_by_the_step():
+def test_a_trace_is_reused_at_equal_positions_with_a_new_step():
     traces = []
     plain, function = make(traces)
     first = draws(function)
@@ -54,7 +54,7 @@ def test_outside_of_a_scope_a_function_is_traced_once_for_all():
     assert len(traces) == 1
 
 
-def test_a_concrete_function_that_is_asked_for_inside_is_new():
+def test_a_concrete_function_requested_inside_is_new():
     traces = []
     _, function = make(traces)
     with plan_free_randomness(tf.constant(3, tf.int64)):
@@ -86,7 +86,7 @@ def around():
 
 
 @pytest.mark.parametrize("draw", [looped, nested, around])
-def test_eager_loops_draw_what_those_of_graphs_draw(draw):
+def test_eager_loops_draw_the_numbers_of_graph_loops(draw):
     def run():
         with plan_free_randomness(STEP), layer_scope("layer"):
             return draw()

@@ -25,7 +25,7 @@ def draw_in(step=3, layer="layer", seed=None, skip=0):
         return tf.random.uniform([8], seed=seed).numpy().tolist()
 
 
-def test_stateful_draws_depend_on_step_layer_number_and_seed_alone():
+def test_stateful_draws_depend_on_step_layer_number_and_seed():
     draws = [
         draw_in(),
         draw_in(step=4),
@@ -39,7 +39,7 @@ def test_stateful_draws_depend_on_step_layer_number_and_seed_alone():
     assert draw_in() == draws[0]
 
 
-def test_draws_of_one_layer_do_not_depend_on_other_layers():
+def test_draws_of_a_layer_do_not_depend_on_others():
     with plan_free_randomness(STEP):
         with layer_scope("a"):
             tf.random.uniform([2])
@@ -58,7 +58,7 @@ def test_aliases_rename_the_outermost_layer():
     assert behind == draw_in(layer="b")
 
 
-def test_seeds_of_one_layer_differ_from_draw_to_draw():
+def test_seeds_differ_from_draw_to_draw():
     with plan_free_randomness(STEP), layer_scope("a"):
         first, second = draw_seed().numpy().tolist(), draw_seed().numpy().tolist()
     assert first[0] == second[0] == 3
@@ -70,7 +70,7 @@ def test_a_keyed_draw_needs_a_step():
         tf.random.uniform([2])
 
 
-def test_draws_in_loops_differ_by_iteration_by_loop_and_by_nesting():
+def test_draws_differ_by_iteration_loop_and_nesting():
     def draw(first, second):
         with loop_scope(tf.constant(first, tf.int64)):
             outer = tf.random.uniform([4])
@@ -100,7 +100,7 @@ def test_a_loop_tells_which_tensors_its_draws_depend_on():
         assert nothing == []
 
 
-def test_several_layers_at_once_have_a_row_each_of_what_each_would_have():
+def test_alike_layers_have_a_row_of_seeds_each():
     def seeds(scope):
         with plan_free_randomness(STEP), layer_aliases({"b": "c"}, "stack"), scope:
             first = draw_seed()
@@ -113,7 +113,7 @@ def test_several_layers_at_once_have_a_row_each_of_what_each_would_have():
     assert each[0] != each[1]
 
 
-def test_the_name_of_a_stack_tells_layers_of_one_name_apart():
+def test_equal_layer_names_in_two_stacks_differ():
     drawn = []
     for stack in ("", "left", "right"):
         with plan_free_randomness(STEP), layer_aliases({}, stack), layer_scope("layer"):
@@ -179,7 +179,7 @@ def test_each_time_the_numbers_that_came_next():
     assert behind == plain[3:]
 
 
-def test_a_function_that_captures_nothing_takes_what_draws_depend_on_as_arguments():
+def test_a_replay_takes_its_tensors_as_arguments():
     iteration = tf.constant(2, tf.int64)
     with plan_free_randomness(STEP), loop_scope(iteration):
         replay = Replay()
@@ -198,7 +198,7 @@ def test_a_function_that_captures_nothing_takes_what_draws_depend_on_as_argument
             assert not np.array_equal(drawn(*other), expected)
 
 
-def test_outside_of_a_scope_there_is_nothing_to_remember():
+def test_a_replay_outside_a_scope_is_empty():
     replay = Replay()
     assert replay.tensors == []
     tf.random.set_seed(1)

@@ -143,7 +143,7 @@ DAMAGES = [
     Damage("the newest removed", _each(os.unlink, *ENDS), ""),
     Damage("the list removed", lambda folder: (folder / "checkpoint").unlink(), "", 4),
     Damage("one left unfinished", _leave_unfinished, "", 4),
-    Damage("all of them", _harm_all, r"has no whole checkpoint, only what is damaged", None),
+    Damage("all of them", _harm_all, r"has no whole checkpoint, only damaged ones", None),
 ]
 
 

@@ -109,7 +109,7 @@ def test_where_none_is_whole_nobody_begins_anew_until_a_copy_is_put_there(
         code, _, err = finish(begin(logdir))
         assert code == 2
         assert err.splitlines()[-1] == (
-            f"error: {logdir} has no whole checkpoint, only what is damaged (damaged-ckpt-3); put "
+            f"error: {logdir} has no whole checkpoint, only damaged ones (damaged-ckpt-3); put "
             "a copy of one there, remove damaged-* to begin anew, or give another folder"
         )
     for path in undisturbed.glob("ckpt-3.*"):
