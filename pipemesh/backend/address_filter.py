@@ -82,9 +82,7 @@ def keep_to(port: int, addresses: Sequence[str], peers: bool = False) -> None:
 def networks(
     addresses: Sequence[str],
 ) -> list[ipaddress.IPv4Network | ipaddress.IPv6Network]:
-    """Returns the network of each address: all loopback addresses for a loopback, else itself
-    alone.
-    """
+    """Returns the network of each address; a loopback stands for all loopback addresses."""
     texts: list[str] = []
     for address in addresses:
         mapped = plain_ip(address)
@@ -114,9 +112,7 @@ def program(
     peers: bool,
     interfaces: Sequence[int] = (),
 ) -> bytes:
-    """Returns the filter's code for the kernel: it checks sources (`peers`) or destinations of
-    packets.
-    """
+    """Returns the filter's code, which checks sources (`peers`) or destinations of packets."""
     four = [_match(n, _NET + (12 if peers else 16), interfaces) for n in allowed if n.version == 4]
     six = [_match(n, _NET + (8 if peers else 24), interfaces) for n in allowed if n.version == 6]
     refused = [(_RETURN, 0, 0, _NOTHING)]

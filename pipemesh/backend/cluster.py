@@ -107,9 +107,7 @@ def check_way_back(task: int) -> None:
 
 
 def worker_devices(kind: str) -> list[list[str]]:
-    """Returns the devices of each worker, of one kind (`CPU`, `GPU`) or all (`""`); empty without
-    workers.
-    """
+    """Returns the devices of each worker, of one kind or all (`""`); empty without workers."""
     if not is_client():
         return []
     definition = eager_context().get_server_def()
@@ -124,9 +122,7 @@ def worker_devices(kind: str) -> list[list[str]]:
 
 
 def task_of(device: str) -> int | None:
-    """Returns the number of the worker that a device belongs to, None if it belongs to this
-    process.
-    """
+    """Returns the number of the worker that a device belongs to, None for this process."""
     if not is_client():
         return None
     spec = tf.DeviceSpec.from_string(device)
@@ -139,9 +135,7 @@ def own_host() -> str:
 
 
 def host_of(device: str) -> str:
-    """Returns the CPU of the process that a device belongs to, next to that process's memory and
-    files.
-    """
+    """Returns the CPU of the process that a device belongs to."""
     if task_of(device) is None:
         return own_host()
     spec = tf.DeviceSpec.from_string(device)

@@ -62,9 +62,7 @@ def send(x: tf.Tensor, meeting: Meeting) -> tf.Operation:
 
 
 def receive(like: tf.Tensor, meeting: Meeting) -> tf.Tensor:
-    """Returns the tensor that the other core of a group of two sends, of the dtype and sizes of
-    `like`.
-    """
+    """Returns the tensor that the other core of a group of two sends, shaped like `like`."""
     size, group, instance, _ = meeting.arguments()
     received = gen_collective_ops.collective_bcast_recv_v2(
         size, group, instance, tf.shape(like), T=like.dtype
@@ -83,9 +81,7 @@ def server() -> Any:
 
 
 def answers(task: str, seconds: float) -> bool:
-    """Returns whether another process, such as `/job:worker/replica:0/task:1`, answers within
-    seconds.
-    """
+    """Returns whether a process, such as `/job:worker/replica:0/task:1`, answers in time."""
     try:
         eager_context().check_collective_ops_peer_health(task, round(1000 * seconds))
     except tf.errors.OpError:
@@ -160,9 +156,7 @@ def tpu_all_sum(x: tf.Tensor, groups: Groups) -> tf.Tensor:
 
 
 def tpu_all_to_all(x: tf.Tensor, concat_dim: int, split_dim: int, groups: Groups) -> tf.Tensor:
-    """Splits a tensor along one dim, exchanges the parts in equal groups and joins them along
-    another.
-    """
+    """Exchanges parts along one dim in equal groups, and joins them along another."""
     return tpu_ops.all_to_all(x, concat_dim, split_dim, len(groups[0]), groups)
 
 

@@ -159,9 +159,7 @@ def _fits(requested: tf.DeviceSpec, spec: tf.DeviceSpec) -> bool:
 
 
 def is_device(pinned: str, device: str) -> bool:
-    """Returns whether an operation pinned to `pinned` runs on `device`; an empty pin fits no
-    device.
-    """
+    """Returns whether an operation pinned to `pinned` runs on `device`; an empty pin never does."""
     pin, spec = tf.DeviceSpec.from_string(pinned), tf.DeviceSpec.from_string(device)
     return pin.device_type is not None and agree(pin, spec)
 

@@ -34,9 +34,7 @@ def is_recorded(tensors: Sequence[tf.Tensor]) -> bool:
 
 
 def is_recorded_twice(tensors: Sequence[tf.Tensor]) -> bool:
-    """Returns whether gradients of gradients are possible: several tapes, or one
-    persistent tape.
-    """
+    """Returns whether several tapes, or one persistent tape, may differentiate twice."""
     kinds = gradients_util.PossibleTapeGradientTypes(list(tensors))
     return kinds == gradients_util.POSSIBLE_GRADIENT_TYPES_HIGHER_ORDER
 
@@ -46,9 +44,7 @@ def record_call(
     inputs: Sequence[tf.Tensor],
     backward: Callable[..., list[Any]],
 ) -> None:
-    """Records on all tapes that watch the inputs how to compute their gradients from those of the
-    outputs.
-    """
+    """Records `backward` on all tapes that watch the inputs."""
     record.record_operation("pipemesh", list(outputs), list(inputs), backward)
 
 
@@ -100,9 +96,7 @@ _local = threading.local()
 
 
 def _register(name: str, gradient: Callable[..., Any], graph: tf.Graph) -> None:
-    """Registers a gradient for operations of a graph and its copies, for as long as the graph
-    lives.
-    """
+    """Registers a gradient for operations of a graph and its copies while the graph lives."""
     ops.RegisterGradient(name)(gradient)
     _hand_over([name], graph)
 
@@ -296,9 +290,7 @@ def passes_on(node: Any) -> bool:
 
 
 def had_gradient(node: Any) -> bool:
-    """Returns whether a `NodeDef` on one device passes its inputs on because it had a custom
-    gradient.
-    """
+    """Returns whether a `NodeDef` on one device carried a custom gradient."""
     gradient = node.attr["_gradient_op_type"].s if "_gradient_op_type" in node.attr else b""
     return node.op == "IdentityN" and gradient.startswith(_GRADIENT.encode())
 

@@ -34,9 +34,7 @@ def _attributes(kind: str) -> tuple[tuple[str, bool], ...]:
 
 
 def called_functions(graph: tf.Graph, operation: tf.Operation) -> Iterator[tf.Graph]:
-    """Yields the graphs of the functions that an operation calls, in the order of its
-    attributes.
-    """
+    """Yields the graphs of the functions that an operation calls, in attribute order."""
     for attribute, several in _attributes(operation.type):
         value = operation.get_attr(attribute)
         for function in value if several else [value]:
@@ -48,9 +46,7 @@ def called_functions(graph: tf.Graph, operation: tf.Operation) -> Iterator[tf.Gr
 def operations_within(
     graph: tf.Graph, inside: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], tf.Operation]]:
-    """Yields the operations of a graph and of its functions, each after the names of the functions
-    around it.
-    """
+    """Yields all operations of a graph and its functions, each with the names of these."""
     seen: set[int] = set()
     for operation in graph.get_operations():
         yield inside, operation

@@ -116,9 +116,8 @@ def _advice(op: str) -> str:
         return "For Python functions there is tf.numpy_function(..., stateful=False)"
     if op.startswith(WRITES):
         return (
-            "What layers count or average belongs into accumulators "
-            "(base_layer.Accumulator, as in lingvo's BatchNormLayerNoPadding), and the variable "
-            "is updated after the step"
+            "Keep counts and averages in accumulators (base_layer.Accumulator, as in lingvo's "
+            "BatchNormLayerNoPadding), and update the variable after the step"
         )
     if "Random" in op or op in DRAWS_WITH_STATE:
         return (

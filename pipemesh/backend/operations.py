@@ -72,9 +72,7 @@ def anchor(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def switch(tensor: tf.Tensor, predicate: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns the outputs of a `Switch`, alive on the side where the predicate is
-    false, and true.
-    """
+    """Returns the outputs of a `Switch`: alive if the predicate is false, and if it is true."""
     attributes = {"T": _attribute(type=tensor.dtype.as_datatype_enum)}
     other, taken = _make("Switch", [tensor, predicate], [tensor.dtype] * 2, attributes)
     return other, taken

@@ -44,9 +44,7 @@ def _home(name: str) -> Any:
 
 
 def operation(name: str) -> Callable[..., Any]:
-    """Returns the function that makes an operation, such as `stateless_random_uniform_v2`, wrapped
-    or not.
-    """
+    """Returns the function that makes an operation, wrapped or not."""
     return getattr(_home(name), name)
 
 

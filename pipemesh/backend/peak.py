@@ -76,9 +76,7 @@ class TensorMemory:
 
 
 def peak_memory(devices: Sequence[str]) -> int:
-    """Returns the most bytes in use so far: of the GPUs' allocators together, or of this process
-    on CPUs.
-    """
+    """Returns the most bytes in use so far, of all GPUs together or of this process on CPUs."""
     gpus = [device for device in dict.fromkeys(devices) if "GPU" in device]
     if gpus:
         return sum(tf.config.experimental.get_memory_info(device)["peak"] for device in gpus)

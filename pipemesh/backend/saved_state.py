@@ -18,9 +18,7 @@ from pipemesh.backend.static_shape import static_sizes
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """The part of a whole tensor that a variable holds: sizes of the whole, and where the part
-    begins.
-    """
+    """The part of a whole tensor that a variable holds: sizes of the whole, and its begin."""
 
     whole: tuple[int, ...]
     begin: tuple[int, ...]
@@ -41,9 +39,7 @@ def mark_slice(variable: tf.Variable, name: str, part: Slice) -> None:
 
 
 def slice_of(variable: Any) -> tuple[str, Slice] | None:
-    """Returns the whole tensor's name and the slice that a variable holds; None if it holds no
-    slice.
-    """
+    """Returns the whole tensor's name and the slice of it that a variable holds, or None."""
     return getattr(variable, _MARK, None)
 
 
@@ -98,9 +94,7 @@ _FAIL_ON_EXTERNAL_STATE = 2
 
 
 def iterator_state(iterator: Any) -> tf.Tensor:
-    """Returns the position of an eager iterator over a dataset, as variants that
-    `SaveV2` writes.
-    """
+    """Returns the position of an eager iterator, as variants that `SaveV2` writes."""
     # Raises a `tf.errors.OpError` if the dataset has state that cannot be saved.
     return tf.raw_ops.SerializeIterator(
         resource_handle=iterator._iterator_resource, external_state_policy=_FAIL_ON_EXTERNAL_STATE

@@ -19,8 +19,8 @@ Gradient = tf.Tensor | tf.IndexedSlices | None
 
 
 class Structure:
-    """The nesting of a value of tensors and None, and a name for each tensor, such as
-    `state0.c`.
+    """The nesting of tensors and None in a value, with a name such as `state0.c` for
+    each tensor.
     """
 
     def __init__(self, value: Any, name: str) -> None:
@@ -30,9 +30,7 @@ class Structure:
         self.leaf_names = [path for path, present in paths if present]
 
     def flatten(self, value: Any, name: str | None = None) -> list[Any]:
-        """Returns the leaves that are not None in this structure; a value nested otherwise is an
-        error.
-        """
+        """Returns the leaves that are tensors here; another nesting is an error."""
         name = name or self._name
         leaves = []
         for path, present, leaf in self._leaves(value, name):
@@ -44,9 +42,7 @@ class Structure:
         return leaves
 
     def _leaves(self, value: Any, name: str) -> list[tuple[str, bool, Any]]:
-        """Returns for each leaf its name, whether it is a tensor in this structure, and
-        the leaf.
-        """
+        """Returns for each leaf its name, whether it is a tensor here, and the leaf."""
         paths = _paths(value, name)
         present = tf.nest.flatten(self._present)
         if paths != _paths(self._present, name):
@@ -61,9 +57,7 @@ class Structure:
         return [tf.convert_to_tensor(leaf) for leaf in self.flatten(value)]
 
     def tensors_like(self, specs: Sequence[Spec], value: Any, name: str) -> list[tf.Tensor]:
-        """Returns the leaves as tensors of the dtypes and shapes of `specs`; others are
-        an error.
-        """
+        """Returns the leaves as tensors, with dtypes and shapes of `specs` or an error."""
         leaves = self.flatten(value, name)
         result = []
         for leaf, spec, path in zip(leaves, specs, self.leaf_names, strict=True):
@@ -78,9 +72,7 @@ class Structure:
         return result
 
     def gradients(self, specs: Sequence[Spec], value: Any, name: str) -> list[Gradient]:
-        """Returns the gradient of each leaf from a value nested alike, in which more
-        may be None.
-        """
+        """Returns the gradients of leaves from a value nested alike, with more None."""
         result: list[Gradient] = []
         for path, present, grad in self._leaves(value, name):
             if not present:

@@ -76,9 +76,7 @@ class Checkpoints:
 
     @property
     def newest(self) -> str | None:
-        """The path of the newest complete checkpoint; the last known one while the folder is
-        unreadable.
-        """
+        """The newest complete checkpoint; the last known one if the folder is unreadable."""
         with contextlib.suppress(OSError):
             self._known = folders.newest(self.folder)
         return self._known

@@ -107,9 +107,7 @@ def _renamed(path: str, names: Mapping[str, str], dtype: str | None) -> dict[str
 
 
 def _as_in(like: str, renamed: Mapping[str, _Source], dtype: str | None) -> dict[str, _Source]:
-    """Returns the tensors of a checkpoint like another one: the copied ones, and missing ones from
-    there.
-    """
+    """Returns the tensors of a checkpoint like another one, with missing ones from there."""
     shapes, dtypes = contents(like)
     sources: dict[str, _Source] = {}
     for called in names_of(like):
@@ -135,9 +133,7 @@ def _as_in(like: str, renamed: Mapping[str, _Source], dtype: str | None) -> dict
 def _check_is_no_weight(
     called: str, shape: Sequence[int], path: str, others: Iterable[str]
 ) -> None:
-    """Raises an error if a value of only one checkpoint is more than a number or a position in
-    data.
-    """
+    """Raises an error for a weight that only one of two checkpoints has."""
     if shape and not called.startswith(DATA):
         near = nearest(called, others, cutoff=0.0)
         raise CheckpointError(
@@ -157,9 +153,7 @@ def _about(
 
 
 def _list_first(path: str) -> None:
-    """Lets `tf.train.latest_checkpoint` find the checkpoint, unless the folder already
-    has a list.
-    """
+    """Lets TensorFlow find the checkpoint, unless the folder already has a list."""
     folder, name = os.path.split(path)
     if not os.path.exists(os.path.join(folder, LIST)):
         list_for_tensorflow(folder, [name])

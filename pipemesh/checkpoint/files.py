@@ -32,9 +32,7 @@ def write_whole(path: str, content: bytes) -> None:
 
 
 def remove_unfinished(folder: str, pattern: str) -> None:
-    """Removes temporary files that killed `write_whole` calls left, of names such as
-    `vocab-*.model`.
-    """
+    """Removes temporary files of killed `write_whole` calls, such as `vocab-*.model`."""
     for path in glob.glob(f".{pattern}.*", root_dir=folder):
         if path.rpartition(".")[2].isdigit():
             with contextlib.suppress(OSError):
@@ -48,9 +46,7 @@ _NUMBERED = re.compile(r"ckpt-(\d+)", re.ASCII)
 
 
 def step_in(path: str) -> int | None:
-    """Returns the step in the name of a checkpoint, such as 300 in `ckpt-00000300`; None without
-    one.
-    """
+    """Returns the step in a checkpoint's name, 300 in `ckpt-00000300`; None without one."""
     match = _NUMBERED.fullmatch(os.path.basename(path))
     return int(match[1]) if match else None
 

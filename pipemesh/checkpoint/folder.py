@@ -144,9 +144,7 @@ def set_aside(path: str) -> str:
 
 
 def publish(temporary: str, path: str) -> list[str]:
-    """Renames the files of a written checkpoint, whole or not at all, and returns their
-    new paths.
-    """
+    """Renames the files of a written checkpoint, all or none, and returns their new paths."""
     folder, name = os.path.split(temporary)
     # The index last: without it the rest is no checkpoint.
     files = sorted(_files(folder, name), key=lambda file: file.endswith(INDEX))
@@ -199,9 +197,7 @@ def remove_leftovers(folder: str) -> None:
 
 
 def list_for_tensorflow(folder: str, names: Sequence[str]) -> None:
-    """Writes the list that `tf.train.latest_checkpoint` reads, the newest last; nothing here
-    depends on it.
-    """
+    """Writes the list that `tf.train.latest_checkpoint` reads, the newest last."""
     lines = [f'model_checkpoint_path: "{names[-1] if names else ""}"']
     lines += [f'all_model_checkpoint_paths: "{name}"' for name in names or [""]]
     with contextlib.suppress(OSError):
@@ -209,9 +205,7 @@ def list_for_tensorflow(folder: str, names: Sequence[str]) -> None:
 
 
 def to_let_go(folder: str, keep: int, keep_best: int) -> Iterable[str]:
-    """Returns the paths of checkpoints that are neither among the newest nor among the best
-    scores.
-    """
+    """Returns the checkpoints that are neither among the newest nor among the best."""
     steps = steps_of(folder)
     older = steps[:-keep]
     best: set[int] = set()

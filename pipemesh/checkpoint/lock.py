@@ -158,9 +158,7 @@ def hold(path: str) -> bool:
 
 @contextlib.contextmanager
 def held_by_none(path: str) -> Iterator[bool]:
-    """Yields whether no process holds a checkpoint; a process that wants to hold it waits for the
-    end.
-    """
+    """Yields whether no process holds a checkpoint; other processes wait for the end."""
     try:
         fd = os.open(path + INDEX, os.O_RDWR)
     except OSError:

@@ -98,7 +98,7 @@ class Manifest:
                     "another folder"
                 ) from error
         if _digest(content).encode() != digest:
-            raise DamagedError(path, f"{path}{SUFFIX} is not what was written")
+            raise DamagedError(path, f"{path}{SUFFIX} has changed since it was written")
         try:
             manifest = cls(**json.loads(content))
             if type(manifest.step) is not int:
@@ -106,7 +106,7 @@ class Manifest:
             return manifest
         except (TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{path}{SUFFIX} is that of another version ({error}); give another folder"
+                f"{path}{SUFFIX} has another version ({error}); give another folder"
             ) from error
 
     def write(self, path: str) -> None:
@@ -145,7 +145,7 @@ class Manifest:
         with _reading(path, INDEX):
             index = _content(path + INDEX)
         if _digest(index) != self.index:
-            raise DamagedError(path, f"{path}{INDEX} is not what was written")
+            raise DamagedError(path, f"{path}{INDEX} has changed since it was written")
 
 
 @contextlib.contextmanager

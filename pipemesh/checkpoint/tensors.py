@@ -41,7 +41,7 @@ def verify(path: str) -> str:
     _, dtypes = contents(path)
     for name in dtypes:
         read_one(path, name, dtypes[name])
-    return f"all {len(dtypes)} tensors are what was written"
+    return f"all {len(dtypes)} tensors are intact"
 
 
 def diff(path: str, other: str, wanted: Callable[[str], bool]) -> tuple[list[str], bool]:
@@ -79,9 +79,7 @@ def names_of(
     state: bool = True,
     places: bool = True,
 ) -> list[str]:
-    """Returns the names of a checkpoint's tensors, with or without optimizer state and positions
-    in data.
-    """
+    """Returns names of tensors, with or without optimizer state and positions in data."""
     shapes, _ = contents(path)
     return [
         name

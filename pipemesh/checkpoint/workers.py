@@ -71,9 +71,7 @@ def write_tensors(
     specs: Sequence[str],
     tensors: Sequence[tf.Tensor],
 ) -> None:
-    """Writes tensors, or slices of tensors, on a host, as files with a common prefix
-    and an index.
-    """
+    """Writes tensors or slices on a host, as files with a common prefix."""
     with tf.device(host):
         tf.raw_ops.SaveV2(
             prefix=prefix, tensor_names=names, shape_and_slices=specs, tensors=tensors
@@ -112,9 +110,7 @@ def writers(folder: str, hosts: Iterable[str]) -> list[str]:
 
 
 def readers(path: str, hosts: Iterable[str]) -> list[str]:
-    """Returns the workers among some hosts that see a checkpoint under the path that it
-    has here.
-    """
+    """Returns the workers among some hosts that see a checkpoint under its path here."""
     # For each worker that does not, a message appears once on standard error.
     hosts = _workers(hosts)
     if not hosts:
@@ -194,9 +190,7 @@ def _reads(path: str, host: str, identity: object) -> bool:
 
 
 def _contents(path: str, host: str) -> tuple[bytes, list[bytes]]:
-    """Returns a checkpoint's identity as a host sees it: a digest of the index, names of data
-    files.
-    """
+    """Returns what identifies a checkpoint on a host: a digest of the index, data files."""
     with tf.device(host):
         index = tf.io.read_file(f"{path}.index")
         digest = tf.raw_ops.Fingerprint(data=index[None], method="farmhash64")

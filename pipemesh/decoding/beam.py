@@ -72,9 +72,7 @@ class BeamSearch:
         return self._choose(logits, tf.zeros([static_sizes(logits)[0]]), 1, stop)
 
     def choose(self, logits: tf.Tensor, state: tf.Tensor, stop: Collection[int]) -> Choice:
-        """Chooses the most likely tokens after the beams of each prompt, whose scores
-        are `state`.
-        """
+        """Chooses the most likely tokens after the beams, whose scores are `state`."""
         return self._choose(logits, state, self.beams, stop)
 
     def _looked_at(self, stop: Collection[int]) -> int:
@@ -137,8 +135,8 @@ class Beams:
         return self._most - len(self._going[0].tokens)
 
     def take(self, *results: Any) -> Continuation | None:
-        """Takes the most likely tokens, their beams and scores, best first; returns the
-        continuation if complete.
+        """Takes tokens, their beams and scores, best first; returns the continuation if
+        complete.
         """
         tokens, parents, totals = results
         beams, going = self._search.beams, []

@@ -195,9 +195,7 @@ class Decoder:
     def _take(
         self, number: int, results: Sequence[Any], rows: Collection[int] | None = None
     ) -> Iterator[Continuation]:
-        """Passes the results of a group, steps and prompts in front, to its rows; yields complete
-        ones.
-        """
+        """Passes the results of a group to its rows; yields complete continuations."""
         slots = self._slots[number]
         for place, row in enumerate(slots):
             if row is None or (rows is not None and place not in rows):

@@ -24,8 +24,6 @@ class Group(NamedTuple):
 
 
 def rows_of(chosen: tf.Tensor, new: tf.Tensor, old: tf.Tensor) -> tf.Tensor:
-    """Returns the rows of `new` where `chosen` is true and those of `old` elsewhere, on the device
-    of `new`.
-    """
+    """Returns the rows of `new` where `chosen` is true, else those of `old`."""
     with tf.device(new.device):
         return tf.where(tf.reshape(chosen, [-1] + [1] * (new.shape.rank - 1)), new, old)

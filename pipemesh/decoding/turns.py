@@ -22,9 +22,7 @@ class Turns:
 
     @classmethod
     def free(cls, devices: Sequence[str]) -> Turns:
-        """Returns turns in which no group occupies any of the devices (the first of each replica
-        of each stage).
-        """
+        """Returns turns in which all devices, one for each replica of each stage, are free."""
         gates = []
         for device in devices:
             with tf.device(device):

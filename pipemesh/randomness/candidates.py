@@ -19,9 +19,7 @@ from pipemesh.errors import PipelineError
 
 
 class Candidates(NamedTuple):
-    """The results of TensorFlow's samplers: classes, and expected counts of true and sampled
-    classes.
-    """
+    """The results of TensorFlow's samplers: classes, and expected counts."""
 
     # int64 `[num_sampled]`.
     sampled_candidates: tf.Tensor

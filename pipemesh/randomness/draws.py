@@ -60,9 +60,7 @@ def note_draw(sizes: tuple[int, ...]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class SliceOfDraw:
-    """The part of the whole sequences' draw that a slice of them gets: its dim, the whole sizes,
-    its begin.
-    """
+    """The part of the whole sequences' draw for a slice: its dim, the whole sizes, its begin."""
 
     dim: int
     sizes: tuple[int, ...]
@@ -96,8 +94,8 @@ def slice_of_draw(name: str, sizes: tuple[int, ...]) -> SliceOfDraw | None:
             f"layer {scope.layer!r} draws a random tensor of shape {sizes} for a slice of the "
             f"sequences and {whole} for whole ones; one dim may differ, and is the {size} "
             f"positions of a slice, of which there are {count}. Draw in a shape where the "
-            "sequence is a dim of its own (before that dim is reshaped), or give a schedule "
-            "without slices"
+            "sequence is a separate dim (before that dim is reshaped), or give a schedule without "
+            "slices"
         )
     return SliceOfDraw(dims[0], whole, position.slice * size)
 
@@ -128,7 +126,7 @@ def share_of_draw(
             raise PipelineError(
                 f"layer {scope.layer!r} draws a random tensor of shape {sizes}, in whose dim {dim} "
                 "examples and positions of sequences are folded into one; draw in a shape where "
-                "each is a dim of its own, or give a schedule without slices"
+                "each is a separate dim, or give a schedule without slices"
             )
         cut = sequence_slice.dim
         whole = (*whole[:cut], sequence_slice.sizes[cut], *whole[cut + 1 :])
@@ -164,8 +162,8 @@ def _cannot_cut(
     return PipelineError(
         f"layer {layer!r} draws a random tensor of shape {sizes} for a microbatch and {whole} for "
         f"the whole batch; one dim may differ, by the factor {position.num_microbatches} (the "
-        f"number of microbatches), and is a multiple of the {position.microbatch_size} examples of "
-        "a microbatch or divides them"
+        f"number of microbatches), and must be a multiple or a divisor of the "
+        f"{position.microbatch_size} examples of a microbatch. Draw in a shape with a batch dim"
     )
 
 

@@ -110,9 +110,7 @@ class ExampleFlow:
         return follow.unknown
 
     def fits(self, supposed: Sequence[tuple[tf.Tensor, Label]]) -> bool:
-        """Returns whether these tensors, with the supposed labels, only meet elements of equal
-        examples.
-        """
+        """Returns whether these tensors, supposedly labelled so, meet no other example."""
         try:
             _Follow(supposed, self._nodes).run(self._graph, self._inputs, _Flow(), self._flow)
         except ConflictError:
@@ -201,9 +199,7 @@ class _Follow:
         flows: list[_Flow],
         bases: Sequence[_Flow | None],
     ) -> list[Label | None]:
-        """Follows the body until the labels of the state stay the same; unknown if they
-        never do.
-        """
+        """Follows the body until the labels of the state stay the same, else unknown."""
         for _ in range(_TURNS):
             for number, function in enumerate(functions):
                 flows[number].labels.clear()
@@ -282,7 +278,7 @@ class DrawsOfStage:
         draw = self.whole.by_name[name]
         orders = [n for n in range(1, folded + 1) if folded % n == 0]
         supposed = {n: self._supposed(draw, dim, n) for n in orders}
-        reason = "each processor draws a slice of its own"
+        reason = "each processor draws its own slice"
         if draw.parts:
             flow = self._followed()
             fitting = [n for n in orders if flow.fits(supposed[n])]

@@ -237,9 +237,7 @@ def _one_hot(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
 
 
 def _contract(operands: Sequence[str], result: str, labels: Sequence[Label]) -> Label:
-    """Returns the label of products summed over the dims that the result lacks; a letter names a
-    dim.
-    """
+    """Returns the label of products, summed over the dims (letters) that the result lacks."""
     letters = result + "".join(sorted({*"".join(operands)} - {*result}))
     placed: list[Label] = []
     for dims, label in zip(operands, labels, strict=True):
@@ -308,9 +306,7 @@ def _cross_entropy(operation: tf.Operation, labels: Sequence[Label]) -> list[Lab
 
 
 def _first(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
-    """Returns the label of the first input, for operations that move no elements; others belong to
-    no example.
-    """
+    """Returns the label of the first input, for operations that move no elements."""
     if not all(is_nobodys(label) for label in labels[1:]):
         raise UnknownLabelError
     return [labels[0], *[NOBODYS] * (len(operation.outputs) - 1)]

@@ -22,8 +22,8 @@ class NeedWholeDraws(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class WholeDraw:
-    """A draw of the whole batch: its sizes, and the tensors that form it, each with its first
-    element's index.
+    """A draw of the whole batch: its sizes, and its tensors with the index of their
+    first element.
     """
 
     sizes: tuple[int, ...]
@@ -72,9 +72,7 @@ class LayerSpan:
 
 
 class Numbers(NamedTuple):
-    """The number of keys and draws of each layer: all that tracing a function changes
-    in a scope.
-    """
+    """The number of keys and draws of each layer, which tracing a function changes."""
 
     keys: dict[str, int]
     draws: dict[str, int]

@@ -48,7 +48,7 @@ def test_inspect(saved, capsys):
     folder = saved[0].rpartition("/")[0]
     lines = said(capsys, "inspect", folder, "--match=^lm/b", "--verify").splitlines()
     assert lines[:2] == [f"{saved[1]}: step 4", "score: 2.5"]
-    assert lines[-2:] == ["1 tensors, 1 numbers, 4 B", "all 6 tensors are what was written"]
+    assert lines[-2:] == ["1 tensors, 1 numbers, 4 B", "all 6 tensors are intact"]
 
 
 def test_inspect_names_damaged_files(saved, capsys):

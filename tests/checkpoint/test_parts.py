@@ -58,7 +58,8 @@ def test_missing_tensors_and_slices_are_errors(folder):
         mark = str(number)
         parts.write_part(folder, first, 0, mark)
         parts.write_part(folder, Snapshot(*pruned, elements=second.elements), 1, mark)
-        with pytest.raises(SaveError, match=rf"1 of 3 tensors were not completely written .* as {told}"):
+        missing = rf"1 of 3 tensors were not completely written .* as {told}"
+        with pytest.raises(SaveError, match=missing):
             join(folder, mark)
 
 

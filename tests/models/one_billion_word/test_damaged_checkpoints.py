@@ -53,12 +53,12 @@ HARMS = [
     (DATA, cut, "bytes of "),
     (DATA, lose, "is missing"),
     (DATA, put_a_folder, "is a folder"),
-    (MANIFEST, cut, "is not what was written"),
-    (MANIFEST, write_noise, "is not what was written"),
-    (MANIFEST, empty, "is not what was written"),
+    (MANIFEST, cut, "has changed since it was written"),
+    (MANIFEST, write_noise, "has changed since it was written"),
+    (MANIFEST, empty, "has changed since it was written"),
     (MANIFEST, lose, "is missing"),
     (MANIFEST, put_a_folder, "is a folder"),
-    (INDEX, cut, "is not what was written"),
+    (INDEX, cut, "has changed since it was written"),
     (DATA, flip, "cannot be read ("),
 ]
 
