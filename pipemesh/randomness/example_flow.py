@@ -20,7 +20,7 @@ from pipemesh.backend.operation_kinds import BRANCHES, CALLS, LOOPS
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import PipelineError
 from pipemesh.randomness.example_labels import (
-    NOBODYS,
+    NO_EXAMPLES,
     SEVERAL,
     Label,
     UnknownLabelError,
@@ -268,7 +268,7 @@ class DrawsOfStage:
     def _followed(self) -> ExampleFlow:
         if self._flow is None:
             known = self._inputs()
-            labels = [known.get(tensor.name, NOBODYS) for tensor in self._graph.inputs]
+            labels = [known.get(tensor.name, NO_EXAMPLES) for tensor in self._graph.inputs]
             self._flow = ExampleFlow(self._graph, labels)
         return self._flow
 

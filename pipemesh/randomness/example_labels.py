@@ -14,10 +14,10 @@ import numpy as np
 
 Label = np.ndarray[Any, Any]
 
-NOBODY = -1
+NO_EXAMPLE = -1
 SEVERAL = -2
 # Fits a tensor of any rank.
-NOBODYS = np.full((), NOBODY, np.int32)
+NO_EXAMPLES = np.full((), NO_EXAMPLE, np.int32)
 # Larger labels are treated as unknown.
 _MOST = 1 << 24
 
@@ -31,9 +31,9 @@ def along(dim: int, rank: int, numbers: Label) -> Label:
     return numbers.astype(np.int32).reshape([-1 if i == dim else 1 for i in range(rank)])
 
 
-def is_nobodys(label: Label) -> bool:
+def has_no_example(label: Label) -> bool:
     """Returns whether no element belongs to an example."""
-    return bool((label == NOBODY).all())
+    return bool((label == NO_EXAMPLE).all())
 
 
 def of_rank(label: Label, rank: int) -> Label:
@@ -80,7 +80,7 @@ def joined(labels: Sequence[Label]) -> Label:
         except ValueError as error:
             raise UnknownLabelError from error
         same = np.where(a == b, a, SEVERAL)
-        result = np.where(a == NOBODY, b, np.where(b == NOBODY, a, same)).astype(np.int32)
+        result = np.where(a == NO_EXAMPLE, b, np.where(b == NO_EXAMPLE, a, same)).astype(np.int32)
     return result
 
 
@@ -93,8 +93,10 @@ def reduced(label: Label, dims: Sequence[int]) -> Label:
         highest = label.max(dim, keepdims=True)
         lowest = np.where(label >= 0, label, np.iinfo(np.int32).max).min(dim, keepdims=True)
         several = (label == SEVERAL).any(dim, keepdims=True)
-        alone = np.where(lowest == highest, highest, NOBODY)
-        label = np.where(several, SEVERAL, np.where(highest < 0, NOBODY, alone)).astype(np.int32)
+        alone = np.where(lowest == highest, highest, NO_EXAMPLE)
+        label = np.where(several, SEVERAL, np.where(highest < 0, NO_EXAMPLE, alone)).astype(
+            np.int32
+        )
     return label
 
 

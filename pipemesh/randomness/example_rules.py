@@ -14,13 +14,13 @@ import tensorflow as tf
 
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.randomness.example_labels import (
-    NOBODY,
-    NOBODYS,
+    NO_EXAMPLE,
+    NO_EXAMPLES,
     Label,
     UnknownLabelError,
     compressed,
     concatenated,
-    is_nobodys,
+    has_no_example,
     joined,
     of_rank,
     reduced,
@@ -88,7 +88,7 @@ def _each(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
 def _new(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     if operation.type == "Fill":
         return [labels[1]]
-    return [NOBODYS] * len(operation.outputs)
+    return [NO_EXAMPLES] * len(operation.outputs)
 
 
 def _reshape(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
@@ -187,7 +187,7 @@ def _pad(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
         if operation.get_attr("mode") == b"REFLECT":
             return [np.pad(label, widths, "reflect")]
         return [np.pad(label, widths, "symmetric")]
-    return [np.pad(label, widths, constant_values=NOBODY)]
+    return [np.pad(label, widths, constant_values=NO_EXAMPLE)]
 
 
 def _reverse(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
@@ -307,14 +307,14 @@ def _cross_entropy(operation: tf.Operation, labels: Sequence[Label]) -> list[Lab
 
 def _first(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     """Returns the label of the first input, for operations that move no elements."""
-    if not all(is_nobodys(label) for label in labels[1:]):
+    if not all(has_no_example(label) for label in labels[1:]):
         raise UnknownLabelError
-    return [labels[0], *[NOBODYS] * (len(operation.outputs) - 1)]
+    return [labels[0], *[NO_EXAMPLES] * (len(operation.outputs) - 1)]
 
 
 def _by_rows(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     """Returns the label of convolutions and pooling, which keep only the first dim apart."""
-    if not all(is_nobodys(label) for label in labels[1:]):
+    if not all(has_no_example(label) for label in labels[1:]):
         raise UnknownLabelError
     label = of_rank(labels[0], operation.inputs[0].shape.rank)
     return [reduced(label, range(1, label.ndim))]
@@ -381,12 +381,12 @@ def apply_rule(operation: tf.Operation, labels: Sequence[Label | None]) -> list[
     """Returns the labels of an operation's results, None if unknown."""
     count = len(operation.outputs)
     if operation.type in ("ZerosLike", "OnesLike", "Shape", "Size", "Rank"):
-        return [NOBODYS] * count
+        return [NO_EXAMPLES] * count
     known = [label for label in labels if label is not None]
     if len(known) < len(labels):
         return [None] * count
-    if all(is_nobodys(label) for label in known):
-        return [NOBODYS] * count
+    if all(has_no_example(label) for label in known):
+        return [NO_EXAMPLES] * count
     rule = RULES.get(operation.type)
     try:
         if rule is None:

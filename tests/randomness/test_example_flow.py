@@ -7,7 +7,7 @@ import tensorflow as tf
 from pipemesh.errors import PipelineError
 from pipemesh.randomness import layer_scope, plan_free_randomness
 from pipemesh.randomness.example_flow import DrawsOfStage, ExampleFlow, labels_of_batch
-from pipemesh.randomness.example_labels import NOBODY, NOBODYS, SEVERAL, along
+from pipemesh.randomness.example_labels import NO_EXAMPLE, NO_EXAMPLES, SEVERAL, along
 
 BATCH, TIME, WIDTH = 4, 3, 6
 # Those along the second dim, of [TIME, BATCH, WIDTH].
@@ -21,7 +21,7 @@ def label_of(function, label=LABEL, sizes=(TIME, BATCH, WIDTH), dtype=tf.float32
         tf.TensorSpec(sizes, dtype)
     )
     graph = traced.graph
-    labels = [label] + [NOBODYS] * (len(graph.inputs) - 1)
+    labels = [label] + [NO_EXAMPLES] * (len(graph.inputs) - 1)
     found = ExampleFlow(graph, labels).label(graph.outputs[0])
     return None if found is None else np.broadcast_to(found, graph.outputs[0].shape)
 
@@ -46,7 +46,7 @@ MOVES = {
     "last": lambda x: x[..., -1, :],
     "tile": lambda x: tf.tile(x, [1, 2, 1]),
     "broadcast": lambda x: tf.broadcast_to(x, [2, TIME, BATCH, WIDTH]),
-    "pad": lambda x: tf.pad(x, [[0, 0], [1, 2], [0, 0]], constant_values=NOBODY),
+    "pad": lambda x: tf.pad(x, [[0, 0], [1, 2], [0, 0]], constant_values=NO_EXAMPLE),
     "mirror pad": lambda x: tf.pad(x, [[0, 0], [2, 1], [0, 0]], "REFLECT"),
     "reverse": lambda x: tf.reverse(x, [1]),
     "gather": lambda x: tf.gather(x, [3, 0, 0], axis=1),
@@ -111,10 +111,10 @@ def test_results_of_two_examples_belong_to_several():
     np.testing.assert_array_equal(pairs, np.where(np.eye(BATCH) > 0, BY_EXAMPLE, SEVERAL))
 
 
-def test_sums_over_the_batch_and_constants_are_nobodys():
-    assert (label_of(lambda x: tf.reduce_mean(x, 1)) == NOBODY).all()
-    assert (label_of(lambda x: tf.zeros_like(x)) == NOBODY).all()
-    assert (label_of(lambda x: tf.sort(weights(3))) == NOBODY).all()
+def test_sums_over_the_batch_and_constants_belong_to_none():
+    assert (label_of(lambda x: tf.reduce_mean(x, 1)) == NO_EXAMPLE).all()
+    assert (label_of(lambda x: tf.zeros_like(x)) == NO_EXAMPLE).all()
+    assert (label_of(lambda x: tf.sort(weights(3))) == NO_EXAMPLE).all()
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_without_folded_dims_the_graph_is_not_followed():
             "in each order they meet",
         ),
     ],
-    ids=["nobody", "roll", "both"],
+    ids=["no example", "roll", "both"],
 )
 def test_an_order_that_cannot_be_found_is_an_error(stage, reason):
     with pytest.raises(

@@ -4,15 +4,21 @@ import numpy as np
 import pytest
 
 from pipemesh.randomness import example_labels as labels
-from pipemesh.randomness.example_labels import NOBODY, NOBODYS, SEVERAL, UnknownLabelError, along
+from pipemesh.randomness.example_labels import (
+    NO_EXAMPLE,
+    NO_EXAMPLES,
+    SEVERAL,
+    UnknownLabelError,
+    along,
+)
 
 THREE = np.arange(3)
 
 
 def test_a_label_depends_on_one_dim_alone():
     assert along(1, 3, THREE).tolist() == [[[0], [1], [2]]]
-    assert labels.is_nobodys(NOBODYS) and not labels.is_nobodys(along(0, 1, THREE))
-    assert not labels.is_nobodys(np.array([NOBODY, SEVERAL]))
+    assert labels.has_no_example(NO_EXAMPLES) and not labels.has_no_example(along(0, 1, THREE))
+    assert not labels.has_no_example(np.array([NO_EXAMPLE, SEVERAL]))
 
 
 def test_labels_get_dims_in_front():
@@ -41,9 +47,9 @@ def test_independent_dims_of_a_label_have_size_1():
     [
         (2, 2, 2),
         (2, 1, SEVERAL),
-        (2, NOBODY, 2),
-        (NOBODY, NOBODY, NOBODY),
-        (SEVERAL, NOBODY, SEVERAL),
+        (2, NO_EXAMPLE, 2),
+        (NO_EXAMPLE, NO_EXAMPLE, NO_EXAMPLE),
+        (SEVERAL, NO_EXAMPLE, SEVERAL),
         (SEVERAL, 1, SEVERAL),
     ],
 )
@@ -63,13 +69,13 @@ def test_labels_meet_as_tensors_are_broadcast():
     ("row", "reduced"),
     [
         ([1, 1, 1], 1),
-        ([0, 1, 2], NOBODY),
-        ([NOBODY, 2, NOBODY], 2),
-        ([NOBODY, NOBODY], NOBODY),
+        ([0, 1, 2], NO_EXAMPLE),
+        ([NO_EXAMPLE, 2, NO_EXAMPLE], 2),
+        ([NO_EXAMPLE, NO_EXAMPLE], NO_EXAMPLE),
         ([1, SEVERAL, 1], SEVERAL),
     ],
 )
-def test_sums_over_several_examples_are_nobodys(row, reduced):
+def test_sums_over_several_examples_belong_to_none(row, reduced):
     assert labels.reduced(np.array([row, row]), [1]).tolist() == [[reduced]] * 2
     assert labels.reduced(np.array([row]), [0]).tolist() == [row]
 
@@ -89,7 +95,7 @@ def test_dims_that_are_neither_cut_nor_joined_stay_small():
 
 
 def test_labels_are_joined_along_a_dim():
-    found = labels.concatenated([along(1, 2, THREE), NOBODYS], [[2, 3], [2, 1]], 1)
-    assert found.tolist() == [[0, 1, 2, NOBODY]]
-    found = labels.concatenated([along(1, 2, THREE), NOBODYS], [[1, 3], [2, 3]], 0)
-    assert found.tolist() == [[0, 1, 2], [NOBODY] * 3, [NOBODY] * 3]
+    found = labels.concatenated([along(1, 2, THREE), NO_EXAMPLES], [[2, 3], [2, 1]], 1)
+    assert found.tolist() == [[0, 1, 2, NO_EXAMPLE]]
+    found = labels.concatenated([along(1, 2, THREE), NO_EXAMPLES], [[1, 3], [2, 3]], 0)
+    assert found.tolist() == [[0, 1, 2], [NO_EXAMPLE] * 3, [NO_EXAMPLE] * 3]
