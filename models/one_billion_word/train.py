@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
 
 def run(request: Any) -> int:
     """Trains as it is asked for; returns the exit code."""
-    from pipemesh.checkpoint.whole_file import remove_unfinished
+    from pipemesh.checkpoint.files import remove_unfinished
     from pipemesh.training.command import together
     from pipemesh.training.command.train import carry_out
 

@@ -25,7 +25,7 @@ import numpy as np
 import sentencepiece
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from pipemesh.checkpoint.whole_file import write_whole
+from pipemesh.checkpoint.files import write_whole
 from pipemesh.errors import PipemeshError
 
 from .corpus import SPACE_MARK, Corpus, Sentences, TextFiles

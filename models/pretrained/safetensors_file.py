@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from pipemesh.checkpoint.whole_file import write_whole
+from pipemesh.checkpoint.files import write_whole
 from pipemesh.errors import SaveError, install
 
 from .config import WeightsError, json_object

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from pipemesh.checkpoint import Folder, Manifest, newest
+from pipemesh.checkpoint.files import write_whole
 from pipemesh.checkpoint.folder import list_for_tensorflow, path_of
-from pipemesh.checkpoint.whole_file import write_whole
 from pipemesh.errors import CheckpointError, SaveError
 
 from . import config as configs
@@ -215,7 +215,7 @@ def _write(path: str, files: TensorFiles, weights: Sequence[Weight], note: Any, 
     """Writes the checkpoint, tensor by tensor."""
     import tensorflow as tf
 
-    from pipemesh.checkpoint.writer import write
+    from pipemesh.checkpoint.conversion import write
 
     wanted = DTYPES[_OF_DTYPE[dtype]]
 

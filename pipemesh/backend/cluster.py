@@ -1,4 +1,4 @@
-"""One client that drives workers: TensorFlow's distributed runtime, as this process sees it."""
+"""A client that drives workers through TensorFlow's distributed runtime."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 from tensorflow.core.protobuf import tensorflow_server_pb2
 
-# Most of it is not public; TensorFlow's version is pinned.
+# The context is mostly private; TensorFlow's version is pinned to 2.21.
 from tensorflow.python.eager import context
 
 from pipemesh.addresses import (
@@ -19,34 +19,33 @@ from pipemesh.addresses import (
     use_no_proxy,
 )
 from pipemesh.backend.address_filter import keep_to
-from pipemesh.backend.eager_context import CLIENT, eager_context, is_client
+from pipemesh.backend.devices import CLIENT, eager_context, is_client
 from pipemesh.errors import DeviceError
 
 WORKER = "worker"
 OWN_HOST = f"/job:{CLIENT}/replica:0/task:0/device:CPU:0"
-# After so many seconds without a client a worker lets go of what it holds for it.
+# A worker frees a client's resources after so many seconds without contact.
 _KEEP_ALIVE_SECONDS = 60
 
 
 def connect_workers(workers: Sequence[str], client: str | None = None) -> list[str]:
     """Makes the devices of other processes devices of this one.
 
-    To be called before TensorFlow starts; workers are `tf.distribute.Server`s. Workers send each
-    other tensors, and ask this process for those that it has, so each must reach the addresses of
-    all others, and that of this process, as they are given here. What is not sent by a worker is
-    refused by this process.
+    Call it before TensorFlow starts. Workers are `tf.distribute.Server`s. They send tensors to each
+    other and fetch tensors from this process, so each must reach all addresses given here. This
+    process refuses connections from any other address.
 
     Args:
-        workers: `host:port` of each; their numbers are those of tasks.
-        client: `host:port` of this process, as workers reach it; by default the address from which
-            it reaches the first of them, with a free port.
+        workers: `host:port` of each, in the order of their task numbers.
+        client: `host:port` by which workers reach this process; by default the address from which
+            this process reaches the first worker, with a free port.
 
     Returns:
         The names of the workers' devices.
 
     Raises:
-        DeviceError: TensorFlow has started already, addresses are none or occur twice, or the port
-            of this process is in use.
+        DeviceError: TensorFlow has already started, an address is invalid or occurs twice, or the
+            port of this process is in use.
 
     Example:
         >>> connect_workers(["a"])
@@ -57,8 +56,8 @@ def connect_workers(workers: Sequence[str], client: str | None = None) -> list[s
     if client:
         remedy = "give this process another port, or none"
         check_free(host_and_port(client)[1], f"client address {client!r}", remedy)
-    here = eager_context()
-    if here._initialized:
+    eager = eager_context()
+    if eager._initialized:
         raise DeviceError(
             "TensorFlow has already started; connect workers before the first operation"
         )
@@ -66,79 +65,64 @@ def connect_workers(workers: Sequence[str], client: str | None = None) -> list[s
     use_no_proxy()
     cluster = tf.train.ClusterSpec({WORKER: list(workers), CLIENT: [client]})
     context._KEEP_ALIVE_SECS = _KEEP_ALIVE_SECONDS
-    here.set_server_def(
+    eager.set_server_def(
         tensorflow_server_pb2.ServerDef(
             cluster=cluster.as_cluster_def(),
             job_name=CLIENT,
             task_index=0,
             protocol="grpc",
-            default_session_config=here.config,
+            default_session_config=eager.config,
         )
     )
-    here.ensure_initialized()
+    eager.ensure_initialized()
     keep_to(host_and_port(client)[1], [*ips_of(workers), "127.0.0.1"], peers=True)
-    return [device for of_worker in worker_devices("") for device in of_worker]
+    return [device for devices in worker_devices("") for device in devices]
 
 
 def check_way_back(task: int) -> None:
-    """Lets a worker ask this process for a tensor, as it does in each step.
-
-    Args:
-        task: of the worker.
-
-    Raises:
-        DeviceError: the worker does not reach this process.
-    """
+    """Checks that a worker can fetch a tensor from this process, as it does in each step."""
     definition = eager_context().get_server_def()
     assert definition is not None
     jobs = {job.name: job.tasks for job in definition.cluster.job}
-    own, worker = jobs[CLIENT][0], f"worker {task} ({jobs[WORKER][task]})"
+    client, worker = jobs[CLIENT][0], f"worker {task} ({jobs[WORKER][task]})"
 
-    def ask(x: tf.Tensor) -> tf.Tensor:
+    def fetch(x: tf.Tensor) -> tf.Tensor:
         with tf.device(f"/job:{WORKER}/replica:0/task:{task}/device:CPU:0"):
             return x + 1.0
 
     try:
         with context.eager_mode(), tf.device(OWN_HOST):
-            tf.function(ask, autograph=False)(tf.constant(1.0)).numpy()
+            tf.function(fetch, autograph=False)(tf.constant(1.0)).numpy()
     except tf.errors.UnavailableError as error:
         if f"target /job:{CLIENT}/" not in error.message:
             raise
-        known = ", ".join(ips_of(list(jobs[WORKER].values())))
-        # Without its cause, which looks like a connection that broke, and could be made again.
+        allowed = ", ".join(ips_of(list(jobs[WORKER].values())))
+        # Without the cause, which looks like a broken connection that a retry could restore.
         raise DeviceError(
-            f"{worker} does not reach this process at {own}, which lets in {known} and "
+            f"{worker} does not reach this process at {client}, which lets in {allowed} and "
             "this machine; the worker may come from another of its addresses, which `ip route get "
-            f"{host_and_port(own)[0]}` prints on its host as `src`: name it by that one in "
+            f"{host_and_port(client)[0]}` prints on its host as `src`: name it by that one in "
             "--cluster, or set --client_address"
         ) from None
 
 
 def worker_devices(kind: str) -> list[list[str]]:
-    """The devices of each worker; none if this process drives no workers.
-
-    Args:
-        kind: `CPU` or `GPU`; "" for all.
-    """
+    """Returns the devices of each worker, of one kind or all (`""`); empty without workers."""
     if not is_client():
         return []
     definition = eager_context().get_server_def()
     assert definition is not None
     tasks = next(len(job.tasks) for job in definition.cluster.job if job.name == WORKER)
-    found: list[list[str]] = [[] for _ in range(tasks)]
+    devices: list[list[str]] = [[] for _ in range(tasks)]
     for device in tf.config.list_logical_devices(kind or None):
         spec = tf.DeviceSpec.from_string(device.name)
         if spec.job == WORKER and spec.task is not None:
-            found[spec.task].append(device.name)
-    return found
+            devices[spec.task].append(device.name)
+    return devices
 
 
 def task_of(device: str) -> int | None:
-    """The number of the worker that a device belongs to; None if it is this process's own.
-
-    Example:
-        >>> task_of("/job:worker/replica:0/task:1/device:CPU:0")
-    """
+    """Returns the number of the worker that a device belongs to, None for this process."""
     if not is_client():
         return None
     spec = tf.DeviceSpec.from_string(device)
@@ -146,17 +130,12 @@ def task_of(device: str) -> int | None:
 
 
 def own_host() -> str:
-    """The CPU of this process, by the name that it has where there are workers, too."""
+    """Returns this process's CPU, by a name that is also valid if there are workers."""
     return OWN_HOST if is_client() else "CPU:0"
 
 
 def host_of(device: str) -> str:
-    """The CPU of the process that a device belongs to, which has memory and files beside it.
-
-    Example:
-        >>> host_of("GPU:1")
-        'CPU:0'
-    """
+    """Returns the CPU of the process that a device belongs to."""
     if task_of(device) is None:
         return own_host()
     spec = tf.DeviceSpec.from_string(device)

@@ -8,27 +8,47 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from pipemesh.backend.eager_context import eager_context, is_client
+# The context is mostly private; TensorFlow's version is pinned to 2.21.
+from tensorflow.python.eager import context
+
 from pipemesh.errors import DeviceError
+
+
+def eager_context() -> context.Context:
+    """Returns TensorFlow's eager context of this process and creates it if necessary."""
+    current = context.context()
+    assert current is not None
+    return current
+
+
+# The job of a process that drives workers, and of a process without workers.
+CLIENT = "localhost"
+
+
+def is_client() -> bool:
+    """Returns whether this process drives workers; see `pipemesh.backend.cluster`."""
+    definition = eager_context().get_server_def()
+    return definition is not None and definition.job_name == CLIENT
+
 
 MORE_DEVICES = (
     "Use a smaller mesh, or get more CPU devices: call "
     "pipemesh.backend.devices.start_cpu_devices(number) before TensorFlow starts"
 )
-"""What to do about too few devices."""
+"""Advice for errors about too few devices."""
 
 
 def start_cpu_devices(num_devices: int) -> None:
     """Splits this machine's CPU into logical devices that compute at the same time.
 
-    Each operation has its own share of the cores, and there are threads enough for all devices:
-    with fewer inter-op threads than devices, stages would wait for each other.
+    Each operation uses its device's share of the cores. There are at least as many inter-op threads
+    as devices: with fewer, stages would wait for each other.
 
     Args:
         num_devices: at least 1.
 
     Raises:
-        DeviceError: TensorFlow has started already, or `num_devices` is below 1.
+        DeviceError: TensorFlow has already started, or `num_devices` is below 1.
 
     Example:
         >>> start_cpu_devices(0)
@@ -46,31 +66,31 @@ def start_cpu_devices(num_devices: int) -> None:
         tf.config.threading.set_inter_op_parallelism_threads(max(num_devices, cores))
         tf.config.threading.set_intra_op_parallelism_threads(max(1, cores // num_devices))
     except RuntimeError as error:
-        found = len(tf.config.list_logical_devices("CPU"))
+        existing = len(tf.config.list_logical_devices("CPU"))
         raise DeviceError(
-            f"{num_devices} CPU devices were asked for, but TensorFlow has already started with "
-            f"{found}; set devices up before the first operation"
+            f"num_devices is {num_devices}, but TensorFlow has already started with {existing} CPU "
+            "devices; set devices up before the first operation"
         ) from error
 
 
 def prepare_graphs_quickly() -> None:
-    """Lets TensorFlow's graph optimizer go over each graph once, where it would do so twice.
+    """Lets TensorFlow's graph optimizer pass over each graph once instead of twice.
 
-    The graphs of a pipeline hold little that a second look would find, and the optimizer is most
-    of what TensorFlow does before a graph runs for the first time. On CPUs it leaves memory
-    alone, too: in what order a pipeline computes is its schedule's; and the layout of images,
-    which it would go through to change nothing. Sessions of TF1 have a configuration of their own.
+    A second pass finds little in the graphs of a pipeline, and the optimizer takes most of the time
+    before a graph runs first. On CPUs the optimizer also leaves memory alone, because the schedule
+    fixes the order of computations, and the layout of images, which it would not change. Sessions
+    of TF1 have a configuration of their own.
 
     Raises:
-        DeviceError: TensorFlow has started already.
+        DeviceError: TensorFlow has already started.
 
     Example::
 
         prepare_graphs_quickly()
         start_cpu_devices(2)
     """
-    started = eager_context()
-    if started._initialized:
+    eager = eager_context()
+    if eager._initialized:
         raise DeviceError(
             "TensorFlow has already started; set its graph optimizer up before the first operation"
         )
@@ -80,57 +100,35 @@ def prepare_graphs_quickly() -> None:
     if not tf.config.list_physical_devices("GPU"):
         rewrites.memory_optimization = rewrites.NO_MEM_OPT
         rewrites.layout_optimizer = rewrites.OFF
-    started._config = config
+    eager._config = config
 
 
 def check_devices_exist(devices: Sequence[str]) -> tuple[str, ...]:
-    """Finds devices by name: without them TensorFlow would put operations elsewhere, silently.
-
-    Nothing is known of the devices of a TF1 session.
-
-    Args:
-        devices: names, whole ones such as `tensor.device` and lingvo's or short ones such as
-            `CPU:1`.
-
-    Returns:
-        The name that TensorFlow lists for each, so that two spellings of one device are one;
-        in TF1 the given names.
-
-    Raises:
-        DeviceError: a device does not exist, or what was given are no names.
-
-    Example:
-        >>> check_devices_exist(["CPU:0", "CPU:99"])
-        Traceback (most recent call last):
-        pipemesh.errors.DeviceError: device 'CPU:99' does not exist; there are ...
-    """
+    """Returns TensorFlow's names of devices, or raises an error if one is missing."""
+    # TensorFlow would silently put the operations of a missing device elsewhere. The devices of a
+    # TF1 session are not known here.
     if isinstance(devices, str) or not isinstance(devices, Sequence):
         raise DeviceError(
             f"devices are {devices!r}; give a list of names, for example ['CPU:0', 'CPU:1']"
         )
-    wanted = [_parse(device) for device in devices]
+    specs = [_parse(device) for device in devices]
     if not tf.compat.v1.executing_eagerly_outside_functions():
         return tuple(devices)
     known = [device.name for device in tf.config.list_logical_devices()]
-    found: list[str] = []
-    for device, spec in zip(devices, wanted, strict=True):
-        fitting = [name for name in known if _fits(spec, tf.DeviceSpec.from_string(name))]
-        if not fitting:
+    names: list[str] = []
+    for device, spec in zip(devices, specs, strict=True):
+        matching = [name for name in known if _fits(spec, tf.DeviceSpec.from_string(name))]
+        if not matching:
             raise DeviceError(
                 f"device {device!r} does not exist; there are {', '.join(known)}. {MORE_DEVICES}"
             )
         # A name such as `GPU` leaves the choice to TensorFlow.
-        found.append(device if spec.device_index is None else fitting[0])
-    return tuple(found)
+        names.append(device if spec.device_index is None else matching[0])
+    return tuple(names)
 
 
 def processor_beside(device: str) -> str:
-    """The CPU that does for a device what it cannot do itself; of a CPU that is itself.
-
-    Example:
-        >>> processor_beside("GPU:1"), processor_beside("CPU:3")
-        ('/device:CPU:0', 'CPU:3')
-    """
+    """Returns the CPU on the same host that does what a device cannot; a CPU is its own."""
     spec = tf.DeviceSpec.from_string(device)
     if spec.device_type == "CPU":
         return device
@@ -138,61 +136,43 @@ def processor_beside(device: str) -> str:
 
 
 def _parse(device: object) -> tf.DeviceSpec:
-    why: Exception | None = None
+    cause: Exception | None = None
     if isinstance(device, str):
         try:
             return tf.DeviceSpec.from_string(device)
         except ValueError as error:
-            why = error
+            cause = error
     raise DeviceError(
-        f"{device!r} is no name of a device; write for example 'CPU:0' or 'GPU:1'"
-    ) from why
+        f"{device!r} is not the name of a device; write for example 'CPU:0' or 'GPU:1'"
+    ) from cause
 
 
-def _fits(wanted: tf.DeviceSpec, spec: tf.DeviceSpec) -> bool:
+def _fits(requested: tf.DeviceSpec, spec: tf.DeviceSpec) -> bool:
     if spec.job is None:
-        # TensorFlow lists the devices of a process that is alone without its names for them.
+        # Without workers, TensorFlow lists devices without job, replica and task.
         spec = spec.replace(job="localhost", replica=0, task=0)
-    elif wanted.job is None and is_client():
-        # Where there are workers, what names none is this process's own.
+    elif requested.job is None and is_client():
+        # With workers, a name without a job means this process.
         return False
     parts = ("job", "replica", "task", "device_type", "device_index")
-    return all(getattr(wanted, part) in (None, getattr(spec, part)) for part in parts)
+    return all(getattr(requested, part) in (None, getattr(spec, part)) for part in parts)
 
 
 def is_device(pinned: str, device: str) -> bool:
-    """Whether an operation that is pinned so runs on a device.
-
-    Args:
-        pinned: as operations of a graph have it; with a name for nothing it may run anywhere.
-        device: with type and number.
-
-    Example:
-        >>> is_device("/job:localhost/replica:0/task:0/device:CPU:1", "CPU:1")
-        True
-        >>> is_device("/device:CPU:1", "CPU:0"), is_device("", "CPU:0")
-        (False, False)
-    """
-    found, wanted = tf.DeviceSpec.from_string(pinned), tf.DeviceSpec.from_string(device)
-    return found.device_type is not None and agree(found, wanted)
+    """Returns whether an operation pinned to `pinned` runs on `device`; an empty pin never does."""
+    pin, spec = tf.DeviceSpec.from_string(pinned), tf.DeviceSpec.from_string(device)
+    return pin.device_type is not None and agree(pin, spec)
 
 
 def agree(one: tf.DeviceSpec, other: tf.DeviceSpec) -> bool:
-    """Whether two names may be those of one device: no part that both have differs."""
+    """Returns whether two names can denote one device: no part that both have differs."""
     parts = ("job", "replica", "task", "device_type", "device_index")
     pairs = [(getattr(one, part), getattr(other, part)) for part in parts]
     return all(a == b or None in (a, b) for a, b in pairs)
 
 
 def short_name(device: str) -> str:
-    """A device as it is shown: by type and number, one of several tasks with that of its task.
-
-    Example:
-        >>> short_name("/job:localhost/replica:0/task:0/device:CPU:1")
-        'CPU:1'
-        >>> short_name("/job:worker/replica:0/task:0/device:CPU:1")
-        '/task:0/CPU:1'
-    """
+    """Returns type and number of a device, with the task if the device is a worker's."""
     spec = tf.DeviceSpec.from_string(device)
     alone = not spec.task and spec.job in (None, "localhost")
     task = "" if alone else f"/task:{spec.task or 0}/"
@@ -200,24 +180,13 @@ def short_name(device: str) -> str:
 
 
 def device_of_scope() -> str:
-    """The device of the scopes that code runs in eagerly, '' outside of all.
-
-    Example:
-        >>> with tf.device("CPU:0"):
-        ...     device_of_scope()[-5:]
-        'CPU:0'
-    """
+    """Returns the device of the innermost eager `tf.device` scope, '' outside all scopes."""
     return eager_context().device_name or ""
 
 
 def check_threads(num_devices: int) -> None:
-    """Warns if too few inter-op threads are set for so many devices to compute at one time.
-
-    Nothing is known of the threads of a TF1 session, which are set when it is made.
-
-    Args:
-        num_devices: how many devices one step uses.
-    """
+    """Warns if so many devices share too few inter-op threads to compute at one time."""
+    # The threads of a TF1 session are unknown here: they are set when the session is made.
     threads = tf.config.threading.get_inter_op_parallelism_threads()
     if tf.compat.v1.executing_eagerly_outside_functions() and 0 < threads < num_devices:
         warnings.warn(

@@ -1,8 +1,8 @@
-"""Operations that every action has, made with as little work in Python as possible.
+"""Operations that every action needs, built with as little Python work as possible.
 
 TensorFlow's wrappers convert, check and look up what is known here: they take two to three times as
 long as the operation itself, and a schedule has thousands of them. None of these has a gradient;
-the pipeline's is attached to its results as a whole.
+the pipeline attaches one to its results as a whole.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 Tensors = list[tf.Tensor]
-# Of lists in which None may stand, or may not.
+# For lists with or without None.
 MaybeTensor = TypeVar("MaybeTensor", bound=tf.Tensor | None)
 _NO_GRADIENT = "PipemeshNoGradient"
 
@@ -25,18 +25,10 @@ def _no_gradient(op: tf.Operation, *_: tf.Tensor) -> list[None]:
 
 
 def pin(tensors: Tensors) -> Tensors:
-    """The tensors, by one operation that control dependencies can be hung on.
-
-    A dependency on a function call is lost when the call is inlined. An identity would do, but
-    the graph optimizer moves identities across splits and concats together with their control
-    dependencies, which builds cycles; it leaves these operations alone.
-
-    Args:
-        tensors: of one graph or of graphs outside of it.
-
-    Returns:
-        The same values, with static shapes as far as they are known.
-    """
+    """Returns the tensors through one operation that can carry control dependencies."""
+    # A dependency on a function call is lost when the call is inlined. An identity would do, but
+    # the graph optimizer moves identities across splits and concats together with their control
+    # dependencies, which builds cycles; it leaves these operations alone.
     if not tensors:
         return []
     dtypes = [t.dtype for t in tensors]
@@ -50,17 +42,17 @@ def pin(tensors: Tensors) -> Tensors:
 
 
 def pin_present(tensors: Sequence[MaybeTensor]) -> list[MaybeTensor]:
-    """Pins those that are not None."""
+    """Pins the tensors that are not None."""
     pinned = iter(pin([t for t in tensors if t is not None]))
     return cast("list[MaybeTensor]", [None if t is None else next(pinned) for t in tensors])
 
 
 def pin_each(tensors: list[MaybeTensor], devices: str | Sequence[str]) -> list[MaybeTensor]:
-    """Pins those that are not None, each on its device, or all on one."""
-    each = [devices] * len(tensors) if isinstance(devices, str) else devices
+    """Pins the tensors that are not None, each on its device, or all on one."""
+    placements = [devices] * len(tensors) if isinstance(devices, str) else devices
     result = list(tensors)
-    for device in dict.fromkeys(each):
-        chosen = [i for i, own in enumerate(each) if own == device]
+    for device in dict.fromkeys(placements):
+        chosen = [i for i, place in enumerate(placements) if place == device]
         with tf.device(device):
             pinned = pin_present([tensors[i] for i in chosen])
         for i, tensor in zip(chosen, pinned, strict=True):
@@ -69,11 +61,9 @@ def pin_each(tensors: list[MaybeTensor], devices: str | Sequence[str]) -> list[M
 
 
 def anchor(tensor: tf.Tensor) -> tf.Tensor:
-    """A tensor, by an operation that stays on its device.
-
-    The graph optimizer passes by one that hands on to a single user, pins too. This one could be
-    given another value, so it does not.
-    """
+    """Returns a tensor through an operation that stays on its device."""
+    # The graph optimizer removes an identity or a pin that has a single user. This operation could
+    # be fed another value, so the optimizer keeps it.
     attributes = {
         "dtype": _attribute(type=tensor.dtype.as_datatype_enum),
         "shape": _attribute(shape=tensor.shape.as_proto()),
@@ -82,15 +72,15 @@ def anchor(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def switch(tensor: tf.Tensor, predicate: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """A tensor that is there on one of two sides alone: where the predicate is false, and true."""
+    """Returns the outputs of a `Switch`: alive if the predicate is false, and if it is true."""
     attributes = {"T": _attribute(type=tensor.dtype.as_datatype_enum)}
     other, taken = _make("Switch", [tensor, predicate], [tensor.dtype] * 2, attributes)
     return other, taken
 
 
 def switch_to(tensor: tf.Tensor, number: tf.Tensor, count: int) -> Tensors:
-    """A tensor that is there on one of some sides alone: on that of a number, an int32 scalar."""
-    # What TensorFlow makes of `tf.switch_case`.
+    """Returns `count` outputs, of which only the one with an int32 number is alive."""
+    # The lowered form of `tf.switch_case`.
     attributes = {
         "T": _attribute(type=tensor.dtype.as_datatype_enum),
         "num_outs": _attribute(i=count),
@@ -99,7 +89,7 @@ def switch_to(tensor: tf.Tensor, number: tf.Tensor, count: int) -> Tensors:
 
 
 def merge(tensors: Tensors) -> tf.Tensor:
-    """That one of some tensors of a dtype which is there when the graph runs."""
+    """Returns whichever of the tensors is alive when the graph runs."""
     dtype = tensors[0].dtype
     attributes = {
         "T": _attribute(type=dtype.as_datatype_enum),
@@ -109,11 +99,8 @@ def merge(tensors: Tensors) -> tf.Tensor:
 
 
 def table(rows: np.ndarray) -> tf.Tensor:
-    """A constant; TensorFlow's own wrapper takes booleans one by one.
-
-    Args:
-        rows: of any shape, of a dtype that TensorFlow has.
-    """
+    """Returns a constant of any shape and dtype."""
+    # TensorFlow's own wrapper converts booleans one by one.
     dtype, value = tf.as_dtype(rows.dtype), _attribute()
     value.tensor.dtype = dtype.as_datatype_enum
     value.tensor.tensor_shape.CopyFrom(tf.TensorShape(rows.shape).as_proto())
@@ -123,32 +110,22 @@ def table(rows: np.ndarray) -> tf.Tensor:
 
 
 def list_get(handle: tf.Tensor, index: tf.Tensor, shape: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """An element of one of TensorFlow's list values.
-
-    Args:
-        handle: the list.
-        index: int32 scalar.
-        shape: of the element, int32.
-        dtype: of the element.
-    """
+    """Returns an element of one of TensorFlow's list values, at an int32 index."""
     attributes = {"element_dtype": _attribute(type=dtype.as_datatype_enum)}
     return _make("TensorListGetItem", [handle, index, shape], [dtype], attributes)[0]
 
 
 def list_set(handle: tf.Tensor, index: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
-    """The list that has another element in a place; arguments as those of `list_get`."""
+    """Returns TensorFlow's list value with another element at an index."""
     attributes = {"element_dtype": _attribute(type=value.dtype.as_datatype_enum)}
     return _make("TensorListSetItem", [handle, index, value], [tf.variant], attributes)[0]
 
 
 class Call:
-    """Calls a concrete function that has no gradient.
+    """A call of a concrete function that has no gradient."""
 
-    Args:
-        function: the function.
-        taken: the positions of those that it takes among the tensors that it is called with.
-        has_effects: whether it checks or tells something.
-    """
+    # `taken` are the positions of the function's arguments among the tensors that the call gets;
+    # `has_effects` says whether the function checks or prints.
 
     def __init__(self, function: Any, taken: Sequence[int], has_effects: bool = False) -> None:
         self._function = function
@@ -161,13 +138,13 @@ class Call:
             "Tin": _types([t.dtype for t in function.inputs]),
             "Tout": _types(self._dtypes),
             "f": _attribute(func=tf.compat.v1.NameAttrList(name=function.name)),
-            # A persistent tape asks for it where an eager call has recorded the pipeline.
+            # A persistent tape asks for it if an eager call has recorded the pipeline.
             "_gradient_op_type": _attribute(s=_NO_GRADIENT.encode()),
         }
         self._known_to: tf.Graph | None = None
 
     def __call__(self, arguments: Tensors) -> Tensors:
-        """The results for the arguments that it takes; the function's captures are added."""
+        """Returns the results for the arguments; the function's captures are added."""
         if not self._dtypes:
             return []
         graph = tf.compat.v1.get_default_graph()
@@ -175,8 +152,8 @@ class Call:
             self._function.add_to_graph(graph)
             self._known_to = graph
         tensors = [*(arguments[i] for i in self._taken), *self._captures]
-        # A TF1 session computes beforehand what depends on constants alone and has no state. In
-        # functions of TF2 what has state would wait for all others with state, across devices.
+        # A TF1 session folds stateless operations on constants before it runs. In functions of TF2
+        # a stateful operation would wait for all others, across devices.
         orders_state = getattr(graph, "_add_control_dependencies", False)
         has_state = self._has_effects and not orders_state
         kind = "StatefulPartitionedCall" if has_state else "PartitionedCall"
@@ -185,9 +162,10 @@ class Call:
             tensor.set_shape(shape)
         if not self._has_effects:
             return results
-        # A TF1 session inlines no call that has effects and nothing waits for; and errors inside of
-        # a call that is not inlined are lost among those of the devices that wait.
-        # TensorFlow drops an order between two operations that also hand on data; hence a third.
+        # A TF1 session does not inline a call with effects that nothing waits for. Errors inside a
+        # call that is not inlined are lost among those of waiting devices.
+        # TensorFlow drops a control edge between two operations that also have a data edge; hence a
+        # third operation.
         with tf.control_dependencies([results[0].op]):
             done = tf.no_op()
         with tf.control_dependencies([done]):
@@ -195,17 +173,12 @@ class Call:
 
 
 def mark(operation: tf.Operation, name: str) -> None:
-    """Gives an operation an attribute of ours, which is in its graph's definition too.
-
-    Args:
-        operation: in a graph.
-        name: of the attribute, which begins with an underscore.
-    """
+    """Sets an attribute of this library, `_...`, on an operation and in its graph's definition."""
     operation._set_attr(name, _attribute(b=True))
 
 
 def is_marked(operation: tf.Operation, name: str) -> bool:
-    """Whether `mark` gave an operation an attribute."""
+    """Returns whether `mark` set an attribute on an operation."""
     try:
         return operation.get_attr(name)
     except ValueError:
@@ -213,24 +186,24 @@ def is_marked(operation: tf.Operation, name: str) -> bool:
 
 
 def wait_for(operation: tf.Operation, other: tf.Operation) -> None:
-    """Has an operation that is there already wait for another one of its graph."""
+    """Makes an existing operation wait for another one of its graph."""
     operation._add_control_input(other)
 
 
 def operation_number(operation: tf.Operation) -> int:
-    """The number of an operation in its graph, in the order of their making."""
+    """Returns the number of an operation in its graph, in order of creation."""
     return operation._id
 
 
 def next_operation_number(graph: tf.Graph) -> int:
-    """The number of the next operation; two nodes of a graph, its source and sink, have none."""
+    """Returns the number of the next operation; the graph's source and sink have none."""
     return graph.version + 2
 
 
 def _make(kind: str, tensors: Tensors, dtypes: list[tf.DType], attributes: Any) -> Tensors:
-    # The public `create_op` does the same after checks of its own, and says that it is deprecated.
+    # The public `create_op` does the same after additional checks, and warns that it is deprecated.
     graph: Any = tf.compat.v1.get_default_graph()
-    # No name begins with an underscore, with which TensorFlow's inner operations do.
+    # Names of nodes may not begin with an underscore, as types of internal operations do.
     name = kind.lstrip("_")
     return graph._create_op_internal(kind, tensors, dtypes, None, name, attributes).outputs
 
@@ -242,3 +215,21 @@ def _types(dtypes: list[tf.DType]) -> Any:
 
 def _attribute(**value: Any) -> Any:
     return tf.compat.v1.AttrValue(**value)
+
+
+# The attribute of sums that the graph optimizer has merged; it does not merge them again.
+MERGED = "_grappler_ArithmeticOptimizer_AddOpsRewriteStage"
+
+
+def sum_in_order(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Adds tensors from the first to the last, two at a time, with equal rounding everywhere."""
+    # `tf.add_n` of three or more begins with any tensor whose memory it may reuse, so the last bit
+    # would depend on which tensors were received, and from where. The graph optimizer merges
+    # successive additions of a device into one such operation, except marked ones. Of two addends
+    # the sum is the same in either order.
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total = tf.add_n([total, tensor])
+        if tf.is_symbolic_tensor(total):
+            mark(total.op, MERGED)
+    return total

@@ -1,4 +1,4 @@
-"""What devices can compute, measured."""
+"""Measured peaks of devices: compute in matrix products, and memory."""
 
 from __future__ import annotations
 
@@ -9,67 +9,43 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-# Large enough that neither memory nor the start of an operation counts.
+# Large enough to make memory and the start of an operation negligible.
 _SIZE = 1024
 _ROUNDS = 5
 
 
 def peak_flops(devices: Sequence[str], dtype: tf.DType = tf.float32) -> float:
-    """Flops a second of all devices together, in products of matrices alone.
-
-    Each device multiplies two matrices of 1024 rows, all at the same time; the best of five rounds
-    counts. On CPUs it takes a fraction of a second.
-
-    Args:
-        devices: names; one that occurs twice counts once.
-        dtype: of the matrices.
-
-    Example:
-        >>> peak_flops(["CPU:0"]) > 1e8
-        True
-    """
+    """Returns the flops per second of all devices together in matrix products alone."""
+    # Each device multiplies two square matrices, all at the same time; the best round counts.
     devices = list(dict.fromkeys(devices))
 
-    def multiply(*matrices: tf.Tensor) -> list[tf.Tensor]:
+    def multiply(*inputs: tf.Tensor) -> list[tf.Tensor]:
         results: list[tf.Tensor] = []
-        for device, matrix in zip(devices, matrices, strict=True):
+        for device, matrix in zip(devices, inputs, strict=True):
             with tf.device(device):
-                # One number: what is brought back to the caller is no part of it.
+                # A single number, so that the transfer to the caller takes no time.
                 results.append(tf.linalg.matmul(matrix, matrix)[0, 0])
         return results
 
-    given: list[tf.Tensor] = []
+    matrices: list[tf.Tensor] = []
     for device in devices:
         with tf.device(device):
-            given.append(tf.fill([_SIZE, _SIZE], tf.cast(1e-3, dtype)))
+            matrices.append(tf.fill([_SIZE, _SIZE], tf.cast(1e-3, dtype)))
     run = tf.function(multiply, autograph=False)
     best = float("inf")
     for _ in range(1 + _ROUNDS):
         begin = time.perf_counter()
-        for result in run(*given):
+        for result in run(*matrices):
             result.numpy()
         best = min(best, time.perf_counter() - begin)
     return 2 * _SIZE**3 * len(devices) / best
 
 
 class TensorMemory:
-    """What the tensors of a process take, as TensorFlow's allocator counts it.
+    """The memory of this process's tensors on a device, as TensorFlow's allocator counts it."""
 
-    All logical CPU devices have one allocator, and each GPU has its own. On CPUs it is counted
-    where TensorFlow was built with oneDNN for x86, and of tensors above 256 KiB alone.
-
-    Args:
-        device: whose.
-
-    Attributes:
-        is_counted: whether anything is known of that device.
-
-    Example:
-        >>> memory = TensorMemory("CPU:0")
-        >>> memory.forget_peak()
-        >>> memory.current <= memory.peak
-        True
-    """
+    # All logical CPU devices share one allocator; each GPU has its own. On CPUs TensorFlow counts
+    # only if it was built with oneDNN for x86, and only tensors above 256 KiB.
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -85,31 +61,22 @@ class TensorMemory:
 
     @property
     def current(self) -> int:
-        """Bytes that are taken now; 0 where nothing is known."""
+        """Bytes in use now; 0 if TensorFlow does not count them."""
         return self._info()["current"] if self.is_counted else 0
 
     @property
     def peak(self) -> int:
-        """The most bytes since `forget_peak`; 0 where nothing is known."""
+        """The most bytes in use since `forget_peak`; 0 if TensorFlow does not count them."""
         return self._info()["peak"] if self.is_counted else 0
 
     def forget_peak(self) -> None:
-        """Lets the peak be what is taken now."""
+        """Resets the peak to the memory in use now."""
         if self.is_counted:
             tf.config.experimental.reset_memory_stats(self._device)
 
 
 def peak_memory(devices: Sequence[str]) -> int:
-    """The most bytes that were in use at once so far.
-
-    Args:
-        devices: names. Of GPUs it is what TensorFlow has given out on them, all together; logical
-            CPU devices share the memory of the process.
-
-    Example:
-        >>> peak_memory(["CPU:0"]) > 1e6
-        True
-    """
+    """Returns the most bytes in use so far, of all GPUs together or of this process on CPUs."""
     gpus = [device for device in dict.fromkeys(devices) if "GPU" in device]
     if gpus:
         return sum(tf.config.experimental.get_memory_info(device)["peak"] for device in gpus)

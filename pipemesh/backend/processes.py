@@ -1,4 +1,4 @@
-"""Several processes, on one host or many, whose cores talk to each other."""
+"""Several processes, on one host or many, that run one program and exchange tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tensorflow.core.protobuf import tensorflow_server_pb2
 
 from pipemesh.addresses import check_addresses, use_no_proxy
 from pipemesh.backend import collectives
-from pipemesh.backend.eager_context import eager_context
+from pipemesh.backend.devices import eager_context
 from pipemesh.errors import DeviceError
 from pipemesh.mesh.checks import whole_number
 
@@ -22,8 +22,8 @@ class Processes:
     """The processes that run one program together, as one of them sees them.
 
     Attributes:
-        addresses: `host:port` of each.
-        index: the number of this one.
+        addresses: `host:port` of each process.
+        index: the number of this process.
     """
 
     addresses: tuple[str, ...]
@@ -31,14 +31,14 @@ class Processes:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is the first one, which speaks and writes for all."""
+        """True for the first process, which reports and writes for all."""
         return not self.index
 
     def __len__(self) -> int:
         return len(self.addresses)
 
     def device(self, process: int, kind: str, number: int) -> str:
-        """The name that all processes have for a device of one of them.
+        """Returns the name by which all processes know a device of one of them.
 
         Example:
             >>> Processes(("a:1", "b:1"), 0).device(1, "CPU", 3)
@@ -47,13 +47,13 @@ class Processes:
         return f"/job:{_JOB}/replica:0/task:{process}/device:{kind}:{number}"
 
     def owner(self, device: str) -> int:
-        """The number of the process that a device belongs to."""
+        """Returns the number of the process that a device belongs to."""
         spec = tf.DeviceSpec.from_string(device)
         return spec.task if spec.job == _JOB and spec.task is not None else self.index
 
 
 def current_processes() -> Processes | None:
-    """Those that this process was connected with; None if it runs its program alone."""
+    """Returns the processes that this one is connected with, None if it runs alone."""
     server = collectives.server()
     if server is None:
         return None
@@ -64,27 +64,26 @@ def current_processes() -> Processes | None:
 def connect_processes(addresses: Sequence[str], process: int, kind: str = "CPU") -> list[str]:
     """Starts this process's server, and lets collectives reach the other processes.
 
-    Every process calls it with the same addresses before TensorFlow starts (but after
-    `start_cpu_devices`), and builds the same programs in the same order. Collectives wait until
-    all processes have come; nobody waits here.
+    Each process calls it with the same addresses before TensorFlow starts (but after
+    `start_cpu_devices`), and builds the same programs in the same order. This call does not
+    wait: the first collective waits until all processes are connected.
 
     Args:
         addresses: `host:port` of each process; the first one leads the groups.
-        process: the index of this one.
-        kind: of the devices that are cores, `"CPU"` or `"GPU"`.
+        process: the index of this process.
+        kind: the kind of devices to use, `"CPU"` or `"GPU"`.
 
     Returns:
         The devices of this process, for `Cores`.
 
     Raises:
-        DeviceError: `addresses` are none, `process` is no index of them, TensorFlow has started
-            already, or there is no device of this kind.
+        DeviceError: `addresses` is empty, `process` is not an index of it, TensorFlow has
+            already started, or this process has no device of this kind.
 
     Example:
         >>> connect_processes(["localhost:2222"], 1)
         Traceback (most recent call last):
-        pipemesh.errors.DeviceError: process 1 was asked for, but 1 addresses were given: \
-localhost:2222
+        pipemesh.errors.DeviceError: process 1 is no index of ['localhost:2222']; give 0
     """
     if isinstance(addresses, str) or not isinstance(addresses, Sequence):
         raise DeviceError(
@@ -95,26 +94,26 @@ localhost:2222
     index = whole_number(process)
     if index is None or not 0 <= index < len(addresses):
         raise DeviceError(
-            f"process {process!r} was asked for, but {len(addresses)} addresses were given: "
-            f"{', '.join(addresses)}"
+            f"process {process!r} is no index of {list(addresses)}; give "
+            + ("0" if len(addresses) == 1 else f"0 to {len(addresses) - 1}")
         )
     use_no_proxy()
-    here = eager_context()
+    eager = eager_context()
     try:
-        here.configure_collective_ops(collective_leader=f"/job:{_JOB}/replica:0/task:0")
+        eager.configure_collective_ops(collective_leader=f"/job:{_JOB}/replica:0/task:0")
     except (RuntimeError, ValueError) as error:
         raise DeviceError(
-            "processes were to be connected, but TensorFlow has already started; connect them "
-            "before the first operation, and once"
+            "TensorFlow has already started, so processes cannot be connected; connect them once, "
+            "before the first operation"
         ) from error
     cluster = tf.train.ClusterSpec({_JOB: list(addresses)})
-    here.enable_collective_ops(
+    eager.enable_collective_ops(
         tensorflow_server_pb2.ServerDef(
             cluster=cluster.as_cluster_def(),
             job_name=_JOB,
             task_index=process,
             protocol="grpc",
-            default_session_config=here.config,
+            default_session_config=eager.config,
         )
     )
     devices = [device.name for device in tf.config.list_logical_devices(kind)]

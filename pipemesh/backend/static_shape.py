@@ -1,4 +1,4 @@
-"""Shapes that are known before anything runs."""
+"""Shapes and dtypes that are known before anything runs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+# The shape and dtype behind a handle are not public; the TensorFlow version is pinned to 2.21.
+from tensorflow.python.ops import handle_data_util
+
 
 def static_sizes(value: tf.Tensor | tf.TensorSpec) -> list[int]:
-    """The size of each dim of something whose shape is known whole."""
+    """Returns the size of each dim of a tensor whose shape is fully known."""
     sizes = value.shape.as_list()
     known = [size for size in sizes if size is not None]
     assert len(known) == len(sizes), f"a static shape is needed, not {value.shape}"
@@ -18,7 +21,7 @@ def static_sizes(value: tf.Tensor | tf.TensorSpec) -> list[int]:
 
 
 def static_vector(shape: Any) -> Any:
-    """The values of a shape vector, also of one put together from others; None if unknown."""
+    """Returns the values of a shape vector, even one concatenated from others; None if unknown."""
     value = tf.get_static_value(shape)
     if value is None:
         # TensorFlow infers shapes from more operations than it looks values up in.
@@ -28,10 +31,19 @@ def static_vector(shape: Any) -> Any:
 
 
 def num_bytes(values: Iterable[tf.Tensor | tf.TensorSpec | tf.Variable]) -> int:
-    """How much memory things of these shapes and dtypes take.
-
-    Example:
-        >>> num_bytes([tf.TensorSpec([2, 3]), tf.TensorSpec([], tf.int64)])
-        32
-    """
+    """Returns the memory that values of these shapes and dtypes take."""
     return sum(value.shape.num_elements() * value.dtype.size for value in values)
+
+
+def dtype_behind(handle: tf.Tensor) -> tf.DType | None:
+    """Returns the dtype of the variable behind a handle, None if unknown."""
+    data = handle_data_util.get_resource_handle_data(handle)
+    if data is None or not data.is_set or not data.shape_and_type:
+        return None
+    return tf.as_dtype(data.shape_and_type[0].dtype)
+
+
+def stand_for_alike(handle: tf.Tensor, variable: tf.Variable) -> None:
+    """Notes on a symbolic handle that it stands for a variable like this one."""
+    # Without the note a function that takes the handle cannot be differentiated twice.
+    handle_data_util.copy_handle_data(variable.handle, handle)

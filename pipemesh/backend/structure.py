@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.core.function.trace_type import custom_nest_trace_type, trace_type_builder
+from tensorflow.python.autograph.operators import control_flow
 
 from pipemesh.errors import PipelineError
 
-# Something with a shape and a dtype.
+# Anything with a shape and a dtype.
 Spec = tf.Tensor | tf.TensorSpec
-# One of rows alone is sparse; None where there is none.
+# `IndexedSlices` if sparse, None if absent.
 Gradient = tf.Tensor | tf.IndexedSlices | None
 
 
 class Structure:
-    """The nesting of a value: what is a dict, a list, a lingvo NestedMap, and where None stands.
-
-    Args:
-        value: tensors, or what converts to them, and None in nested containers.
-        name: names the value in errors.
-
-    Attributes:
-        leaf_names: a name for each tensor, as `state0.c`.
-
-    Example:
-        >>> structure = Structure({"b": 1.0, "a": None, "c": [2.0]}, "theta")
-        >>> structure.leaf_names
-        ['theta.b', 'theta.c.0']
-        >>> structure.pack([3, 4])
-        {'b': 3, 'a': None, 'c': [4]}
+    """The nesting of tensors and None in a value, with a name such as `state0.c` for
+    each tensor.
     """
 
     def __init__(self, value: Any, name: str) -> None:
@@ -40,31 +30,22 @@ class Structure:
         self.leaf_names = [path for path, present in paths if present]
 
     def flatten(self, value: Any, name: str | None = None) -> list[Any]:
-        """The leaves of a value of this structure that are not None here.
-
-        Args:
-            value: nested as this structure; dicts may be of another type.
-            name: names the value in errors.
-
-        Raises:
-            PipelineError: it is nested otherwise, or has None where this structure has none.
-        """
+        """Returns the leaves that are tensors here; another nesting is an error."""
         name = name or self._name
         leaves = []
         for path, present, leaf in self._leaves(value, name):
             if present != (leaf is not None):
-                given = "None" if leaf is None else "a tensor"
-                raise PipelineError(f"{path} is {given}, unlike in {self._name}")
+                kind = "None" if leaf is None else "a tensor"
+                raise PipelineError(f"{path} is {kind}, unlike in {self._name}")
             if present:
                 leaves.append(leaf)
         return leaves
 
     def _leaves(self, value: Any, name: str) -> list[tuple[str, bool, Any]]:
-        """For each leaf its name, whether this structure has a tensor there, and the leaf."""
+        """Returns for each leaf its name, whether it is a tensor here, and the leaf."""
         paths = _paths(value, name)
         present = tf.nest.flatten(self._present)
-        own = _paths(self._present, name)
-        if paths != own:
+        if paths != _paths(self._present, name):
             raise PipelineError(
                 f"{name} must be nested as {self._name}, which has {_listed(self.leaf_names)}; "
                 f"it has {_listed(paths)}"
@@ -72,20 +53,11 @@ class Structure:
         return list(zip(paths, present, tf.nest.flatten(value), strict=True))
 
     def tensors(self, value: Any) -> list[tf.Tensor]:
-        """The leaves of a value of this structure, as tensors."""
+        """Returns the leaves of a value of this structure as tensors."""
         return [tf.convert_to_tensor(leaf) for leaf in self.flatten(value)]
 
     def tensors_like(self, specs: Sequence[Spec], value: Any, name: str) -> list[tf.Tensor]:
-        """The leaves of a value, as tensors that agree with given ones.
-
-        Args:
-            specs: for each leaf something with the dtype and the shape it must have.
-            value: nested as this structure.
-            name: names the value in errors.
-
-        Raises:
-            PipelineError: the nesting, a dtype or a shape differs.
-        """
+        """Returns the leaves as tensors, with dtypes and shapes of `specs` or an error."""
         leaves = self.flatten(value, name)
         result = []
         for leaf, spec, path in zip(leaves, specs, self.leaf_names, strict=True):
@@ -100,11 +72,7 @@ class Structure:
         return result
 
     def gradients(self, specs: Sequence[Spec], value: Any, name: str) -> list[Gradient]:
-        """The gradient of each leaf from a value nested likewise, in which more may be None.
-
-        Raises:
-            PipelineError: the nesting or a dtype differs.
-        """
+        """Returns the gradients of leaves from a value nested alike, with more None."""
         result: list[Gradient] = []
         for path, present, grad in self._leaves(value, name):
             if not present:
@@ -124,7 +92,7 @@ class Structure:
         return result
 
     def pack(self, leaves: Sequence[Any]) -> Any:
-        """A new value of this structure with these leaves."""
+        """Returns a new value of this structure with these leaves."""
         values = iter(leaves)
         return tf.nest.map_structure(
             lambda present: next(values) if present else None, self._present
@@ -132,12 +100,12 @@ class Structure:
 
 
 def is_differentiable(tensor: Spec) -> bool:
-    """Whether gradients flow through a tensor of this dtype."""
+    """Returns whether gradients flow through tensors of this dtype."""
     return tensor.dtype.is_floating or tensor.dtype.is_complex
 
 
 def _paths(value: Any, name: str) -> list[str]:
-    """A name for each leaf, None included, in the order of `tf.nest.flatten`."""
+    """Returns a name for each leaf, None included, in the order of `tf.nest.flatten`."""
     if isinstance(value, Mapping):
         items = [(str(key), value[key]) for key in sorted(value)]
     elif isinstance(value, (list, tuple)):
@@ -151,3 +119,35 @@ def _paths(value: Any, name: str) -> list[str]:
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names) or "nothing in it"
+
+
+_in_loop_check = contextvars.ContextVar("pipemesh_in_loop_check", default=False)
+
+
+def nested_type(value: Any, context: Any) -> Any:
+    """Returns the type by which a `tf.function` distinguishes such arguments."""
+    # TensorFlow chooses it itself unless the object also looks like an array, and offers no public
+    # way to ask for it. The object has `__tf_flatten__` and `__tf_unflatten__`; `context` is the
+    # argument of its `__tf_tracing_type__`.
+    metadata, components = value.__tf_flatten__()
+    kinds: Any = tuple(trace_type_builder.from_value(part, context) for part in components)
+    return custom_nest_trace_type.CustomNestTraceType(type(value), metadata, kinds)
+
+
+def in_loop_check() -> bool:
+    """Returns whether autograph is comparing the structures of a loop's variables."""
+    # Autograph packs None for each tensor and expects the object. A tape packs None for a missing
+    # gradient, and its caller expects None.
+    return _in_loop_check.get()
+
+
+def _verify(*args: Any, **kwargs: Any) -> Any:
+    token = _in_loop_check.set(True)
+    try:
+        return _verify_tf_loop_vars(*args, **kwargs)
+    finally:
+        _in_loop_check.reset(token)
+
+
+_verify_tf_loop_vars = control_flow.verify_tf_loop_vars
+control_flow.verify_tf_loop_vars = _verify

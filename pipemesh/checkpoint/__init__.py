@@ -1,6 +1,7 @@
-"""Saved training: tensors by logical name, in slices or whole, that outlive plans.
+"""Saved runs: tensors by logical name, in slices or whole, independent of plans.
 
-What a folder holds can be asked without TensorFlow; `Checkpoints` and `restore` load it.
+Reading the contents of a folder needs no TensorFlow; `Checkpoints`, `contents`, `convert` and
+`restore` load it.
 
 Example:
     >>> import tempfile

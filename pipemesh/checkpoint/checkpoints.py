@@ -1,4 +1,4 @@
-"""Checkpoints of a training: written beside it, whole or not at all."""
+"""Saving: checkpoints written while training continues, whole or not at all."""
 
 from __future__ import annotations
 
@@ -15,37 +15,36 @@ import tensorflow as tf
 from pipemesh.backend.processes import current_processes
 from pipemesh.checkpoint import folder as folders
 from pipemesh.checkpoint.entries import Snapshot, entries_of
-from pipemesh.checkpoint.joined import JoinedFiles
 from pipemesh.checkpoint.lock import check_held, held_by_none
 from pipemesh.checkpoint.manifest import Manifest
 from pipemesh.checkpoint.parts import join_parts, write_part
 from pipemesh.checkpoint.reader import reason, restore
-from pipemesh.checkpoint.shared_folder import writers
+from pipemesh.checkpoint.workers import JoinedFiles, writers
 from pipemesh.errors import SaveError
 from pipemesh.lowering.simd.process_talk import from_chief
 
 
 class Checkpoints:
-    """Saves and restores what is tracked, in a folder, in TensorFlow's own format.
+    """Saves and restores tracked values in a folder, in TensorFlow's own format.
 
-    A checkpoint is keyed by logical names and says nothing of stages, slices or devices. Values are
-    those of the instant at which `begin` or `save` was called, while training goes on: a thread
-    writes them into files of other names. It is complete, and renamed, only after `confirm`, so
-    that weights of which the next step shows that they are no good replace nothing. A process that
-    is killed at any instant leaves the last complete one in place.
+    A checkpoint is keyed by logical names and contains no stages, slices or devices. `begin` and
+    `save` take the current values; a thread writes them into temporary files while training
+    continues. Only `confirm` completes and renames the checkpoint, so weights that the next step
+    shows to be bad replace nothing. A process that is killed at any instant leaves the last
+    complete checkpoint.
 
-    What lies on workers they write themselves, if they see the folder; what they write is joined.
-    Where several processes run one program, each writes what it has, and the first one joins it:
-    all of them begin and confirm the same checkpoints in the same order.
+    Workers that see the folder write their own values, and their files are joined. If several
+    processes run one program, each writes its values and the first one joins them: all of them
+    begin and confirm the same checkpoints in the same order.
 
     Args:
-        folder: it exists; see `Folder`.
+        folder: an existing folder; see `Folder`.
         tracked: by name a `tf.Variable`, a `SlicedVariable`, or an iterator over a dataset.
-        keep: how many of the newest to keep.
-        keep_best: how many of those with the lowest scores to keep besides.
+        keep: the number of newest checkpoints to keep.
+        keep_best: the number of checkpoints with the lowest scores to keep in addition.
 
     Raises:
-        CheckpointError: something else is tracked.
+        CheckpointError: a tracked value is of another type.
 
     Example:
         >>> import tempfile
@@ -70,28 +69,36 @@ class Checkpoints:
         self._keep, self._keep_best = keep, keep_best
         self._entries = entries_of(tracked)
         self._files = JoinedFiles()
-        # Of the hosts that were asked, whether they can write.
+        # Whether each host that was asked can write.
         self._writers: dict[str, bool] = {}
         self._writing: _Writing | None = None
         self._known: str | None = None
 
     @property
     def newest(self) -> str | None:
-        """Path of the newest complete checkpoint; the last known while the folder is unreadable."""
+        """The newest complete checkpoint; the last known one if the folder is unreadable."""
         with contextlib.suppress(OSError):
             self._known = folders.newest(self.folder)
         return self._known
 
     def track(self, **tracked: Any) -> None:
-        """Saves these too from now on, or instead of those of the same names."""
+        """Saves these values, too, from now on, or instead of those of the same names.
+
+        Args:
+            **tracked: values by name, as in the constructor.
+        """
         self._tracked |= tracked
         self._entries = entries_of(self._tracked)
 
     def restore(self, path: str, *names: str) -> list[str]:
-        """Restores what is tracked, or what is tracked under some names.
+        """Restores all tracked values, or those of some names.
+
+        Args:
+            path: the checkpoint, without any file ending.
+            *names: names to restore; all by default.
 
         Returns:
-            The names of what the checkpoint has besides.
+            The names of the checkpoint's other values.
 
         Raises:
             CheckpointError: see `pipemesh.checkpoint.restore`.
@@ -99,23 +106,23 @@ class Checkpoints:
         return restore(path, {name: self._tracked[name] for name in names or self._tracked})
 
     def begin(self, step: int, note: Mapping[str, Any], score: float | None = None) -> str:
-        """Takes the values of now, and begins to write them.
+        """Takes the current values, and begins to write them.
 
-        The one before is waited for, if it is still being written.
+        Waits for the previous checkpoint, if it is still being written.
 
         Args:
             step: the number of finished steps.
-            note: what to know when it is read; JSON.
-            score: what the model was judged by, less is better; None if it was not.
+            note: free-form JSON from the caller.
+            score: the result of an evaluation, lower is better; None without one.
 
         Returns:
-            The path that it will have when it is confirmed.
+            The path of the checkpoint after it is confirmed.
 
         Raises:
-            SaveError: the one before could not be written; this one was not begun.
+            SaveError: the previous checkpoint could not be written; this one was not begun.
         """
         self.wait()
-        # What the first one wrote before in a folder of this name is out of the way now.
+        # The first process has removed its earlier files in a folder of this name.
         mark = from_chief(secrets.token_hex(8)) or ""
         snapshot = Snapshot.of(self._entries, self._hosts_that_write())
         path = folders.path_of(self.folder, step)
@@ -123,42 +130,42 @@ class Checkpoints:
         return path
 
     def confirm(self) -> None:
-        """Lets what is being written be a checkpoint."""
+        """Completes the checkpoint that is being written."""
         if self._writing:
             self._writing.decide(good=True)
 
     def abandon(self) -> None:
-        """Lets what is being written be none, unless it was confirmed."""
+        """Discards the checkpoint that is being written, unless it was confirmed."""
         if self._writing:
             self._writing.decide(good=False)
 
     @property
     def is_undecided(self) -> bool:
-        """Whether something waits for `confirm` or `abandon`."""
+        """True while a checkpoint waits for `confirm` or `abandon`."""
         return self._writing is not None and self._writing.is_undecided
 
     @property
     def is_writing(self) -> bool:
-        """Whether something is being written, or waits for a decision."""
+        """True while a checkpoint is being written, or waits for a decision."""
         return self._writing is not None and not self._writing.is_done
 
     def poll(self) -> None:
-        """Tells whether what was written in the meantime could be.
+        """Raises the error of a checkpoint that has failed in the meantime.
 
         Raises:
-            SaveError: it could not; nothing is left of it, and older ones stay.
+            SaveError: it could not be written; nothing is left of it, and older ones stay.
         """
         if self._writing and self._writing.is_done:
             self.wait()
 
     def wait(self) -> str | None:
-        """Waits until nothing is being written; what is undecided is abandoned.
+        """Waits until nothing is being written; an undecided checkpoint is abandoned.
 
         Returns:
-            Path of the newest complete checkpoint; None if there is none.
+            The path of the newest complete checkpoint, None without one.
 
         Raises:
-            SaveError: as `poll`.
+            SaveError: see `poll`.
         """
         writing, self._writing = self._writing, None
         if writing:
@@ -167,7 +174,7 @@ class Checkpoints:
         return self.newest
 
     def save(self, step: int, note: Mapping[str, Any], score: float | None = None) -> str:
-        """Saves everything, and waits for it.
+        """Saves everything, and waits until it is written.
 
         Args:
             step: see `begin`.
@@ -175,10 +182,10 @@ class Checkpoints:
             score: see `begin`.
 
         Returns:
-            Path of the checkpoint.
+            The path of the checkpoint.
 
         Raises:
-            SaveError: as `poll`.
+            SaveError: see `poll`.
         """
         path = self.begin(step, note, score)
         self.confirm()
@@ -186,30 +193,30 @@ class Checkpoints:
         return path
 
     def _hosts_that_write(self) -> list[str]:
-        """The workers that write what lies on them; each is asked once."""
+        """Returns the workers that write their own values; each is asked once."""
         hosts = {part.host for entry in self._entries for part in entry.parts}
         if new := sorted(hosts - self._writers.keys()):
-            found: list[str] = []
+            able: list[str] = []
             with contextlib.suppress(OSError):
-                # Whoever writes the checkpoint will be told.
-                found = writers(self.folder, new)
-            self._writers |= {host: host in found for host in new}
+                # Writing the checkpoint will raise the error.
+                able = writers(self.folder, new)
+            self._writers |= {host: host in able for host in new}
         return [host for host in hosts if self._writers[host]]
 
     def _finish(self, temporary: str, path: str) -> None:
-        """Renames what was written, and lets go of what is not to be kept any more."""
-        # One of the same step, if there is one, must not be there in part.
+        """Renames the written files, and removes checkpoints that are not to be kept."""
+        # An earlier checkpoint of the same step must not remain in part.
         folders.remove(path)
         files = folders.publish(temporary, path)
         self._known = path
         gone = list(folders.to_let_go(self.folder, self._keep, self._keep_best))
         if gone:
-            # A machine that loses power now must find what replaces them.
+            # After a power failure the new one must exist before these are gone.
             for file in files:
                 _write_through(file)
             _write_through(self.folder)
         for old in gone:
-            # One that is being read goes later.
+            # A checkpoint that is being read is removed later.
             with held_by_none(old) as is_free:
                 if is_free:
                     folders.remove(old)
@@ -233,9 +240,9 @@ class _Writing:
         self._owner, self._path = owner, path
         self._error: BaseException | None = None
         self._decided, self._good = threading.Event(), False
-        # A kill may end it at any instant; the end of the program must not wait for a decision.
+        # A daemon: the end of the program must not wait for a decision.
         self._thread = threading.Thread(
-            # A list that is emptied: a thread keeps its arguments until it ends.
+            # In a list that the thread empties: it keeps its arguments until it ends.
             target=self._run,
             args=([snapshot], mark, step, note, score),
             name="checkpoint",
@@ -277,7 +284,7 @@ class _Writing:
         temporary = os.path.join(folder, os.path.basename(self._path))
         try:
             check_held(self._owner.folder)
-            # Not the folder above it: who took that away is to be told.
+            # Not the folder above it: if that was removed, it is an error.
             with contextlib.suppress(FileExistsError):
                 os.mkdir(folder)
             processes = current_processes()
@@ -293,8 +300,8 @@ class _Writing:
             if self._good:
                 self._owner._finish(temporary, self._path)
         except BaseException as error:
-            # Any: the thread that asks for it has to learn of it. Of other processes the first one
-            # does, which gives up for all.
+            # Any error: the thread that joins raises it. In several processes the first one does,
+            # which gives up for all.
             self._error = error if _writes_for_all() else None
         finally:
             if _writes_for_all():
@@ -302,7 +309,7 @@ class _Writing:
 
 
 def _writes_for_all() -> bool:
-    """Whether this process is alone, or the first one."""
+    """Returns whether this process is alone, or the first one."""
     processes = current_processes()
     return processes is None or processes.is_chief
 

@@ -1,4 +1,4 @@
-"""What a checkpoint has under a name: a variable, a tensor in slices, or a place in a dataset."""
+"""Entries of a checkpoint: a variable, a tensor in slices, or a position in a dataset, by name."""
 
 from __future__ import annotations
 
@@ -10,98 +10,75 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.backend.cluster import host_of, own_host
-from pipemesh.backend.iterators import is_iterator, iterator_state, set_iterator_state
 from pipemesh.backend.processes import current_processes
-from pipemesh.backend.sliced_variables import SlicedVariable, owner_of
+from pipemesh.backend.saved_state import (
+    SlicedVariable,
+    is_iterator,
+    iterator_state,
+    owner_of,
+    set_iterator_state,
+)
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import CheckpointError
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A variable that has all of a tensor, or a slice of it.
+    """A variable that holds a tensor or a slice of it."""
 
-    Attributes:
-        spec: which slice, as TensorFlow's checkpoints spell it; "" for all.
-        size: bytes.
-        host: the CPU of the process that has it.
-        read: gives its value now, on a host.
-        assign: gives it another value.
-        owner: of several processes that have it the one that saves it.
-    """
-
+    # The slice as TensorFlow's checkpoints spell it, "" for the whole tensor.
     spec: str
+    # In bytes.
     size: int
+    # The CPU of the process that holds it.
     host: str
+    # Returns the current value, on a host.
     read: Callable[[str], tf.Tensor]
     assign: Callable[[tf.Tensor], object]
+    # Of several processes that hold it, the one that saves it.
     owner: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What is saved under a name.
-
-    Attributes:
-        name: in the checkpoint; it says nothing of devices or slices.
-        dtype: of the tensor.
-        shape: of the whole tensor; None if it may differ from checkpoint to checkpoint.
-        parts: of which it is made.
-    """
+    """A named value of a checkpoint, and the variables that hold its parts."""
 
     name: str
     dtype: tf.DType
+    # Of the whole tensor; None if it may differ from checkpoint to checkpoint.
     shape: tuple[int, ...] | None
     parts: Sequence[Part]
 
 
 def entries_of(tracked: Mapping[str, Any]) -> list[Entry]:
-    """What is saved.
-
-    Args:
-        tracked: by name a `tf.Variable`, a `SlicedVariable`, or an iterator over a
-            `tf.data.Dataset`.
-
-    Raises:
-        CheckpointError: something else is to be saved.
-    """
+    """Returns the entries of tracked values."""
+    # A value is a `tf.Variable`, a `SlicedVariable` or an iterator over a `tf.data.Dataset`.
     return [_entry(name, value) for name, value in tracked.items()]
 
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """Values at one instant, whatever becomes of the variables.
+    """Values at one instant, independent of later updates of the variables."""
 
-    Attributes:
-        names: one for each part.
-        specs: which slice each part is; "" for all of a tensor.
-        hosts: which host each lies on.
-        tensors: the values.
-        elements: of each whole tensor, whichever process saves it; None if that may differ.
-    """
-
+    # One of each for each part.
     names: list[str]
     specs: list[str]
     hosts: list[str]
     tensors: list[tf.Tensor]
+    # The size of each whole tensor, whichever process saves it; None if it may differ.
     elements: dict[str, int | None]
 
     @classmethod
     def of(cls, entries: Sequence[Entry], left_there: Collection[str] = ()) -> Snapshot:
-        """The values now; of several processes each takes what it is the one to save.
-
-        On a host nothing is copied: a variable that is changed while somebody else holds its value
-        gets memory of its own then. From other devices values are copied.
-
-        Args:
-            entries: of these.
-            left_there: hosts whose values stay with them; others are brought to this process.
-        """
-        every = [(entry.name, part) for entry in entries for part in entry.parts]
+        """Returns the current values; of several processes each takes those that it saves."""
+        # On a host nothing is copied: a variable that is updated while its value is held gets new
+        # memory. From other devices values are copied. Hosts in `left_there` keep their values;
+        # values of other hosts are fetched to this process.
+        all_parts = [(entry.name, part) for entry in entries for part in entry.parts]
         processes = current_processes()
         parts = [
             (name, part)
-            for name, part in every
+            for name, part in all_parts
             if processes is None or part.owner == processes.index
         ]
         hosts = [part.host if part.host in left_there else own_host() for _, part in parts]
@@ -116,9 +93,9 @@ class Snapshot:
 
 def _entry(name: str, value: Any) -> Entry:
     if isinstance(value, SlicedVariable):
-        first, of = value.parts[0]
-        parts = [_part(variable, s.spec(static_sizes(variable))) for variable, s in value.parts]
-        return Entry(name, first.dtype, of.whole, parts)
+        variable, piece = value.parts[0]
+        parts = [_part(v, s.spec(static_sizes(v))) for v, s in value.parts]
+        return Entry(name, variable.dtype, piece.whole, parts)
     if is_iterator(value):
 
         def read(_: str) -> tf.Tensor:
@@ -136,7 +113,7 @@ def _entry(name: str, value: Any) -> Entry:
 
 def _part(variable: tf.Variable, spec: str) -> Part:
     def read(host: str) -> tf.Tensor:
-        # Where it is read it lies on: that of a worker comes here, or stays.
+        # The host that reads it gets the value: it stays on the worker, or comes here.
         with tf.device(host):
             return variable.read_value()
 
@@ -145,12 +122,7 @@ def _part(variable: tf.Variable, spec: str) -> Part:
 
 
 def chunks(parts: Iterable[tuple[Entry, Part]], most: int) -> Iterator[list[tuple[Entry, Part]]]:
-    """Parts in groups of so many bytes at most, or of one part that has more.
-
-    Args:
-        parts: and of what they are parts.
-        most: bytes.
-    """
+    """Yields parts in groups of at most `most` bytes, or of one larger part."""
     group: list[tuple[Entry, Part]] = []
     held = 0
     for entry, part in parts:

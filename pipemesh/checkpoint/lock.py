@@ -1,4 +1,6 @@
-"""Locks: one training at a time writes to a folder, and keeps a checkpoint while it is read."""
+"""Locks: one run at a time writes to a folder, and no run removes a checkpoint that is
+being read.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +12,30 @@ import tempfile
 from collections.abc import Iterator
 from types import TracebackType
 
+from pipemesh.checkpoint.files import check_path
 from pipemesh.checkpoint.folder import newest, remove_leftovers
 from pipemesh.checkpoint.manifest import INDEX
-from pipemesh.checkpoint.paths import check_path
 from pipemesh.errors import CheckpointError, SaveError
 
-# The checkpoints that this process reads.
+# Open index files of checkpoints that this process reads.
 _read: list[int] = []
 
 
 class Folder:
-    """Holds a folder, as a context manager: made if need be, writable, and nobody else's.
+    """A lock on a folder, as a context manager: the folder is created, writable and held by this
+    run alone.
 
-    What a training that was killed has left unfinished is removed. The kernel frees the folder when
-    the process ends, however it ends.
+    Entering removes unfinished files of a killed run. The kernel releases the lock when the process
+    ends for any reason.
 
     Args:
         path: the folder.
-        shared: whether others that share it may hold it, too: several processes say among each
-            other which of them writes, and one that was stopped still holds what it held.
+        shared: allow other processes that share it to hold it, too. Such processes agree which of
+            them writes, and a stopped one still holds its lock.
 
     Raises:
-        CheckpointError: it is no folder, cannot be written to, another training holds it, or its
-            path is not UTF-8.
+        CheckpointError: the path is not a folder, is not writable, is not UTF-8, or another run
+            holds it.
 
     Example:
         >>> import tempfile
@@ -45,13 +48,13 @@ class Folder:
         self.path, self._shared = path, shared
         check_path(path)
         if os.path.lexists(path) and not os.path.isdir(path):
-            what = "a file" if os.path.exists(path) else "a link to nothing"
-            raise CheckpointError(f"logdir={path!r} is {what}; give a folder")
+            kind = "a file" if os.path.exists(path) else "a link to nothing"
+            raise CheckpointError(f"logdir={path!r} is {kind}; give a folder")
         try:
             os.makedirs(path, exist_ok=True)
             with tempfile.TemporaryFile(dir=path):
                 pass
-            # The folder itself: a file to lock would lie about.
+            # Lock the folder itself, to leave no lock file behind.
             self._fd = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise CheckpointError(
@@ -64,14 +67,14 @@ class Folder:
         except BlockingIOError:
             os.close(self._fd)
             raise CheckpointError(
-                f"logdir={self.path!r} is in use: another training writes to it; wait for it, "
+                f"logdir={self.path!r} is in use: another run writes to it; wait for it, "
                 "stop it, or give another folder"
             ) from None
         except OSError as error:
-            # Some network file systems know no locks.
+            # Some network file systems have no locks.
             print(
-                f"logdir={self.path!r} cannot be locked ({error.strerror}); see to it that no "
-                "other training writes to it",
+                f"logdir={self.path!r} cannot be locked ({error.strerror}); make sure that no "
+                "other run writes to it",
                 file=sys.stderr,
             )
         _held.append(self)
@@ -83,13 +86,13 @@ class Folder:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
 
     def check(self) -> None:
-        """Checks that its path still leads to the folder that was locked.
+        """Checks that the path still leads to the locked folder.
 
-        A new folder in its place is locked, if no other training holds it.
+        A new folder in its place is locked, if no other run holds it.
 
         Raises:
-            OSError: it was removed.
-            SaveError: another training holds what is in its place.
+            OSError: the folder was removed.
+            SaveError: another run holds the folder in its place.
         """
         if os.path.samestat(os.fstat(self._fd), os.stat(self.path)):
             return
@@ -99,10 +102,10 @@ class Folder:
         except BlockingIOError:
             os.close(fd)
             raise SaveError(
-                "the folder was removed, and another training writes to a new one of its name"
+                "the folder was removed, and another run writes to a new one of its name"
             ) from None
         except OSError:
-            # That there are no locks was said before.
+            # Without locks, as `__enter__` has reported.
             pass
         os.close(self._fd)
         self._fd = fd
@@ -122,47 +125,30 @@ _held: list[Folder] = []
 
 
 def check_held(path: str) -> None:
-    """Checks a folder as `Folder.check` does, if this process holds it.
-
-    Args:
-        path: the folder.
-
-    Raises:
-        OSError: it was removed.
-        SaveError: another training holds what is in its place.
-    """
+    """Checks a folder as `Folder.check` does, if this process holds it."""
     for folder in _held:
         if folder.path == path:
             folder.check()
 
 
 def hold_newest(folder: str) -> str | None:
-    """Returns the path of the newest checkpoint of a folder, as `newest`, and holds it.
-
-    A training in the same folder lets go of it only after this process has ended.
-
-    Args:
-        folder: where to look.
-    """
-    before = None
-    # Where one was let go of in between there is a newer one.
-    while (path := newest(folder)) and not hold(path) and path != before:
-        before = path
+    """Holds the newest checkpoint of a folder and returns its path, as `newest`."""
+    # A run in the same folder removes it only after this process has ended.
+    previous = None
+    # If a run removes the newest in between, there is a newer one.
+    while (path := newest(folder)) and not hold(path) and path != previous:
+        previous = path
     return path
 
 
 def hold(path: str) -> bool:
-    """Holds a checkpoint until this process ends; returns whether it is there.
-
-    Args:
-        path: of the checkpoint, without any ending.
-    """
+    """Holds a checkpoint until this process ends; returns whether it exists."""
     try:
         fd = os.open(path + INDEX, os.O_RDONLY)
     except FileNotFoundError:
         return False
     except OSError:
-        # Reading it says what is wrong.
+        # Reading it will raise the error.
         return True
     _read.append(fd)
     with contextlib.suppress(OSError):
@@ -172,11 +158,7 @@ def hold(path: str) -> bool:
 
 @contextlib.contextmanager
 def held_by_none(path: str) -> Iterator[bool]:
-    """Says whether no process holds a checkpoint; who wants to waits until the end of this.
-
-    Args:
-        path: of the checkpoint, without any ending.
-    """
+    """Yields whether no process holds a checkpoint; other processes wait for the end."""
     try:
         fd = os.open(path + INDEX, os.O_RDWR)
     except OSError:

@@ -1,7 +1,7 @@
-"""The manifest: what lies beside a checkpoint, and says whether its files are whole.
+"""The manifest: a file beside a checkpoint that tells whether the checkpoint's files are whole.
 
 It is written before the checkpoint gets its name, and is read without TensorFlow. Tensors have
-checksums of their own inside of TensorFlow's files, which are checked when they are read.
+checksums in TensorFlow's files, which are checked when they are read.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pipemesh.checkpoint.paths import check_name, step_in
-from pipemesh.checkpoint.whole_file import write_whole
+from pipemesh.checkpoint.files import check_name, step_in, write_whole
 from pipemesh.errors import CheckpointError, DamagedError
 
 SUFFIX = ".manifest"
@@ -24,14 +23,22 @@ INDEX = ".index"
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is made of.
+    """The files of a checkpoint, its step and its note.
 
     Attributes:
         step: the number of finished steps.
         index: SHA-256 of the index, which has the names, shapes and checksums of all tensors.
-        sizes: by what a file's name ends with, `.data-00000-of-00001`, how many bytes it has.
-        note: whatever whoever saves it wants to know when it is read; JSON.
-        score: what the model was judged by, less is better; None if it was not.
+        sizes: the bytes of each data file, by file ending: `.data-00000-of-00001`.
+        note: free-form JSON from the caller.
+        score: the result of an evaluation, lower is better; None without one.
+
+    Example:
+        >>> import tempfile
+        >>> path = os.path.join(tempfile.mkdtemp(), "ckpt-3")
+        >>> Manifest(3, index="", sizes={}, note={"by": "me"}).write(path)
+        >>> open(path + ".index", "w").close()
+        >>> Manifest.read(path).note
+        {'by': 'me'}
     """
 
     step: int
@@ -49,16 +56,16 @@ class Manifest:
         note: Mapping[str, Any],
         score: float | None = None,
     ) -> Manifest:
-        """That of files that were just written.
+        """Returns the manifest of files that were just written.
 
         Args:
-            path: what the names of the files begin with.
+            path: the common prefix of the files' names.
             step: see the class.
             note: see the class.
             score: see the class.
         """
         folder, name = os.path.split(path)
-        ends = [found.removeprefix(name) for found in os.listdir(folder) if found.startswith(name)]
+        ends = [file.removeprefix(name) for file in os.listdir(folder) if file.startswith(name)]
         sizes = {
             end: os.path.getsize(path + end) for end in sorted(ends) if end.startswith(".data")
         }
@@ -66,15 +73,15 @@ class Manifest:
 
     @classmethod
     def read(cls, path: str) -> Manifest:
-        """Reads what lies beside a checkpoint.
+        """Reads the manifest of a checkpoint.
 
         Args:
-            path: the checkpoint, without any ending.
+            path: the checkpoint, without any file ending.
 
         Raises:
-            CheckpointError: there is no such checkpoint, or nothing lies beside it, or that cannot
-                be read now, or is another version's; or TensorFlow reads no such path.
-            DamagedError: it is not what was written.
+            CheckpointError: the checkpoint or its manifest is missing, cannot be read now or has
+                another version, or TensorFlow cannot read such a path.
+            DamagedError: the manifest has changed since it was written.
         """
         check_name(path)
         with _reading(path, SUFFIX):
@@ -91,7 +98,7 @@ class Manifest:
                     "another folder"
                 ) from error
         if _digest(content).encode() != digest:
-            raise DamagedError(path, f"{path}{SUFFIX} is not what was written")
+            raise DamagedError(path, f"{path}{SUFFIX} has changed since it was written")
         try:
             manifest = cls(**json.loads(content))
             if type(manifest.step) is not int:
@@ -99,11 +106,14 @@ class Manifest:
             return manifest
         except (TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{path}{SUFFIX} is that of another version ({error}); give another folder"
+                f"{path}{SUFFIX} has another version ({error}); give another folder"
             ) from error
 
     def write(self, path: str) -> None:
-        """Writes it beside a checkpoint.
+        """Writes the manifest beside a checkpoint.
+
+        Args:
+            path: the checkpoint, without any file ending.
 
         Raises:
             OSError: it cannot be written.
@@ -112,15 +122,16 @@ class Manifest:
         write_whole(path + SUFFIX, _digest(content).encode() + b"\n" + content)
 
     def check(self, path: str) -> None:
-        """Checks that the files are there, of their sizes, with the index that was written.
+        """Checks that all files exist with their sizes and the index that was written.
 
-        A name that says a step says the one that was written.
+        A step in the checkpoint's name must be the step of the manifest. Tensors are not read.
 
-        Tensors are not read.
+        Args:
+            path: the checkpoint, without any file ending.
 
         Raises:
-            DamagedError: one is not.
-            CheckpointError: one cannot be read now.
+            DamagedError: a file is missing or has changed.
+            CheckpointError: a file cannot be read now.
         """
         if step_in(path) not in (None, self.step):
             raise DamagedError(
@@ -128,18 +139,18 @@ class Manifest:
             )
         for end, size in self.sizes.items():
             with _reading(path, end), open(path + end, "rb") as file:
-                found = os.fstat(file.fileno()).st_size
-            if found != size:
-                raise DamagedError(path, f"{path}{end} has {found:,} bytes of {size:,}")
+                actual = os.fstat(file.fileno()).st_size
+            if actual != size:
+                raise DamagedError(path, f"{path}{end} has {actual:,} bytes of {size:,}")
         with _reading(path, INDEX):
             index = _content(path + INDEX)
         if _digest(index) != self.index:
-            raise DamagedError(path, f"{path}{INDEX} is not what was written")
+            raise DamagedError(path, f"{path}{INDEX} has changed since it was written")
 
 
 @contextlib.contextmanager
 def _reading(path: str, end: str) -> Iterator[None]:
-    """Tells what is damaged from what cannot be read now, while a file of a checkpoint is read."""
+    """Distinguishes damage from errors of the file system while a file of a checkpoint is read."""
     try:
         yield
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""A checkpoint of which each of several processes writes a part, and the first one joins them.
+"""A checkpoint of which each of several processes writes a part; the first process joins the parts.
 
-They meet in one folder, on a file system that all of them have. Names have the mark of the attempt:
-what a process writes for an earlier one is not taken for a part of this one.
+They share a folder on a common file system. File names contain the mark of the attempt, so a part
+of an earlier attempt is not taken for a part of this one.
 """
 
 from __future__ import annotations
@@ -17,29 +17,20 @@ import tensorflow as tf
 
 from pipemesh.backend.processes import Processes
 from pipemesh.checkpoint.entries import Snapshot
-from pipemesh.checkpoint.joined import join_files, write_tensors
+from pipemesh.checkpoint.files import write_whole
 from pipemesh.checkpoint.reader import contents, reason
-from pipemesh.checkpoint.whole_file import write_whole
+from pipemesh.checkpoint.workers import join_files, write_tensors
 from pipemesh.errors import CheckpointError, SaveError
 
 _DONE, _FAILED = ".done", ".failed"
 _PAUSE = 0.05
-# To write a part after the first process has written its own.
+# The time limit for other parts, after the first process has written its own.
 _SECONDS = 600.0
 
 
 def write_part(folder: str, snapshot: Snapshot, process: int, mark: str) -> None:
-    """Writes what one process saves, and then that it has.
-
-    Args:
-        folder: of the checkpoint while it is written.
-        snapshot: of the process.
-        process: its number.
-        mark: of the attempt, the same for all processes and for no other attempt.
-
-    Raises:
-        OSError, tf.errors.OpError: it cannot be written; the first process is told so.
-    """
+    """Writes the part of one process, and then a file that says so."""
+    # If it fails, it reports that to the first process and raises the error.
     part = _part(folder, process, mark)
     try:
         if snapshot.names:
@@ -52,18 +43,8 @@ def write_part(folder: str, snapshot: Snapshot, process: int, mark: str) -> None
 
 
 def join_parts(folder: str, temporary: str, processes: Processes, mark: str) -> None:
-    """Waits for the parts of all processes, and makes one checkpoint of them.
-
-    Args:
-        folder: of the checkpoint while it is written.
-        temporary: what the names of its files are to begin with.
-        processes: all of them.
-        mark: see `write_part`.
-
-    Raises:
-        SaveError: a process could not write its part, or has not, or all parts together are not
-            what is to be saved.
-    """
+    """Waits for the parts of all processes, and makes one checkpoint of them."""
+    # Raises a SaveError if a process fails or is late, or if the parts together are incomplete.
     until, parts = time.monotonic() + _SECONDS, []
     written: Counter[str] = Counter()
     whole: dict[str, int | None] = {}
@@ -72,7 +53,7 @@ def join_parts(folder: str, temporary: str, processes: Processes, mark: str) -> 
         while not os.path.exists(part + _DONE):
             if os.path.exists(part + _FAILED):
                 with open(part + _FAILED, encoding="utf-8") as file:
-                    why = file.read() or "it cannot write why: the disk is probably full"
+                    why = file.read() or "it cannot write the cause: the disk is probably full"
                 raise SaveError(f"process {process} ({address}): {why}")
             if time.monotonic() > until:
                 raise SaveError(
@@ -97,7 +78,7 @@ def join_parts(folder: str, temporary: str, processes: Processes, mark: str) -> 
 
 
 def _check_whole(whole: Mapping[str, int | None], written: Mapping[str, int]) -> None:
-    """Checks that each tensor was written, with all of its slices."""
+    """Checks that each tensor was written with all of its slices."""
     missing = [
         name
         for name, number in whole.items()
@@ -105,23 +86,23 @@ def _check_whole(whole: Mapping[str, int | None], written: Mapping[str, int]) ->
     ]
     if missing:
         raise SaveError(
-            f"{len(missing)} of {len(whole)} tensors were not written in whole by the processes, "
+            f"{len(missing)} of {len(whole)} tensors were not completely written by the processes, "
             f"such as {missing[0]!r}"
         )
 
 
 def _tell_failure(part: str, why: str) -> None:
-    """Tells the first process that a part could not be written, even on a full disk."""
+    """Reports to the first process that a part could not be written, even on a full disk."""
     folder, name = os.path.split(part)
-    # What was written of it may be what fills the disk.
-    for found in os.listdir(folder) if os.path.isdir(folder) else []:
-        if found.startswith((f"{name}.", f".{name}.")):
+    # The unfinished part itself may fill the disk.
+    for file in os.listdir(folder) if os.path.isdir(folder) else []:
+        if file.startswith((f"{name}.", f".{name}.")):
             with contextlib.suppress(OSError):
-                os.unlink(os.path.join(folder, found))
+                os.unlink(os.path.join(folder, file))
     try:
         write_whole(part + _FAILED, why.encode())
     except OSError:
-        # A name alone needs no room for content.
+        # An empty file needs no space for content.
         with contextlib.suppress(OSError), open(part + _FAILED, "xb"):
             pass
 

@@ -1,4 +1,4 @@
-"""Variables get what a checkpoint has under their names, whatever it was cut into."""
+"""Restoring: variables get the values of their names, however these were cut."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import tensorflow as tf
 
 from pipemesh.backend.cluster import own_host
 from pipemesh.checkpoint.entries import Entry, Part, chunks, entries_of
-from pipemesh.checkpoint.paths import literal
-from pipemesh.checkpoint.shared_folder import absolute, readers, say_once
+from pipemesh.checkpoint.files import literal
+from pipemesh.checkpoint.workers import absolute, readers, say_once
 from pipemesh.errors import CheckpointError, DamagedError
 from pipemesh.text import nearest
 
-# Read at once: enough for all threads, and far below what a model has.
+# Enough for all threads, and far smaller than a model.
 _BYTES_AT_ONCE = 1 << 28
-# What says nothing of the files.
+# Errors that are no sign of damaged files.
 _NO_DAMAGE = (
     tf.errors.AbortedError,
     tf.errors.CancelledError,
@@ -28,32 +28,32 @@ _NO_DAMAGE = (
     tf.errors.ResourceExhaustedError,
     tf.errors.UnavailableError,
 )
-# What tf.data puts before the error of a function of ours.
-_OF_A_FUNCTION = re.compile(
+# The prefix of tf.data for an error of a user-defined function.
+_FUNCTION_PREFIX = re.compile(
     r"^Error in user-defined function passed to \S+ transformation with iterator: \S+ (\w+Error: )?"
 )
-# What TensorFlow puts before the error of a graph, and behind that of another process.
-_OF_A_GRAPH = re.compile(r"Graph execution error|Detected at node|  File |\d+ root error|\s*$")
-_OF_A_WORKER = re.compile(r"from remote target /job:worker/replica:0/task:(\d+)/")
+# TensorFlow's prefix for an error of a graph, and its suffix for one of another process.
+_GRAPH_LINE = re.compile(r"Graph execution error|Detected at node|  File |\d+ root error|\s*$")
+_WORKER = re.compile(r"from remote target /job:worker/replica:0/task:(\d+)/")
 
 
 def restore(path: str, tracked: Mapping[str, Any]) -> list[str]:
-    """Restores variables, slices of variables and iterators, each from where its slice lies.
+    """Restores variables, slices of variables and iterators, each on its host.
 
-    Floating values get the dtype of the variable. Nothing is assigned unless all names are there,
-    with the right shapes.
+    Floating values get the dtype of the variable. Nothing is assigned unless all names exist with
+    the right shapes.
 
     Args:
-        path: of the checkpoint, without any ending: of this library, of TensorFlow's own `Saver`,
+        path: the checkpoint, without any file ending: of this library, of TensorFlow's own `Saver`,
             or of lingvo.
-        tracked: by name what gets a value; as `entries_of`.
+        tracked: by name a `tf.Variable`, a `SlicedVariable` or an iterator over a dataset.
 
     Returns:
-        The names of what the checkpoint has besides.
+        The names of the checkpoint's other values.
 
     Raises:
         CheckpointError: a name is missing, or has another shape or kind of number.
-        DamagedError: the checkpoint is not what was written; variables may have got some of it.
+        DamagedError: the checkpoint is damaged; some variables may already have new values.
 
     Example:
         >>> import os, tempfile
@@ -70,18 +70,18 @@ def restore(path: str, tracked: Mapping[str, Any]) -> list[str]:
     for entry in entries:
         _check(path, entry, shapes, dtypes)
     parts = [(entry, part) for entry in entries for part in entry.parts]
-    there = readers(path, [part.host for _, part in parts])
+    able = readers(path, [part.host for _, part in parts])
     by_host: dict[str, list[tuple[Entry, Part]]] = {}
     for entry, part in parts:
-        host = part.host if part.host in there else own_host()
+        host = part.host if part.host in able else own_host()
         by_host.setdefault(host, []).append((entry, part))
-    own = by_host.pop(own_host(), [])
-    # Hosts read at the same time, each what lies on it.
+    local = by_host.pop(own_host(), [])
+    # Hosts read at the same time, each its own parts.
     with ThreadPoolExecutor(len(by_host) or None) as pool:
-        begun = [pool.submit(_restore, path, *of_host, dtypes) for of_host in by_host.items()]
-        _restore(path, own_host(), own, dtypes)
-        for each in begun:
-            each.result()
+        futures = [pool.submit(_restore, path, *item, dtypes) for item in by_host.items()]
+        _restore(path, own_host(), local, dtypes)
+        for future in futures:
+            future.result()
     return sorted(set(shapes) - {entry.name for entry in entries})
 
 
@@ -91,20 +91,20 @@ def _restore(
     parts: Sequence[tuple[Entry, Part]],
     dtypes: Mapping[str, tf.DType],
 ) -> None:
-    """A host reads what parts are to have, and they get it."""
+    """Reads the values of some parts on a host and assigns them."""
     for group in chunks(parts, _BYTES_AT_ONCE):
-        wanted = (
+        request = (
             [entry.name for entry, _ in group],
             [part.spec for _, part in group],
             [dtypes[entry.name] for entry, _ in group],
         )
         try:
-            values = read_tensors(path, *wanted, host=host)
+            values = read_tensors(path, *request, host=host)
         except DamagedError as error:
             if host == own_host():
                 raise
-            # It is damaged if this process says so, too.
-            values = read_tensors(path, *wanted)
+            # It is only damaged if this process cannot read it, either.
+            values = read_tensors(path, *request)
             say_once("reads", path, host, f"cannot read it ({error})")
         for (entry, part), value in zip(group, values, strict=True):
             _assign(path, entry, part, value)
@@ -119,9 +119,9 @@ def _assign(path: str, entry: Entry, part: Part, value: tf.Tensor) -> None:
     except tf.errors.OpError as error:
         if entry.dtype != tf.variant:
             raise
-        # The value is whole, so it is the iterator that cannot be set.
+        # The value was read, so the iterator cannot be set.
         raise CheckpointError(
-            f"{path}: {entry.name!r} is a place in another dataset ({reason(error)})"
+            f"{path}: {entry.name!r} is a position in another dataset ({reason(error)})"
         ) from error
 
 
@@ -132,42 +132,42 @@ def read_tensors(
     dtypes: Sequence[tf.DType],
     host: str | None = None,
 ) -> list[tf.Tensor]:
-    """Reads tensors, or slices of them, which checks their checksums.
-
-    Args:
-        path: of the checkpoint.
-        names: of the tensors.
-        specs: which slices, as TensorFlow's checkpoints spell them; "" for all.
-        dtypes: that they have there.
-        host: which process reads, as `host_of` names it, and has them then; by default this one.
-
-    Raises:
-        DamagedError: one is not what was written.
-        CheckpointError: it cannot be read now.
-    """
+    """Reads tensors, or slices of them, on a host, which checks their checksums."""
+    # The values stay on the host, by default this process. Raises a DamagedError for changed files,
+    # a CheckpointError if they cannot be read now.
     host = host or own_host()
     with literal(path) if host == own_host() else contextlib.nullcontext(path) as prefix:
         try:
             with tf.device(host):
-                found = tf.raw_ops.RestoreV2(
+                tensors = tf.raw_ops.RestoreV2(
                     prefix=absolute(prefix, host),
                     tensor_names=names,
                     shape_and_slices=specs,
                     dtypes=dtypes,
                 )
-            for tensor in found:
-                # Asking for something waits for another process, and raises its error.
+            for tensor in tensors:
+                # The shape waits for another process, and raises its error.
                 _ = tensor.shape
-            return found
+            return tensors
         except tf.errors.OpError as error:
             raise unreadable(path, error, prefix) from error
 
 
 def contents(path: str) -> tuple[dict[str, list[int]], dict[str, tf.DType]]:
-    """The shapes and dtypes of a checkpoint's tensors, by name.
+    """Returns the shapes and dtypes of a checkpoint's tensors, by name.
+
+    Args:
+        path: the checkpoint, without any file ending.
 
     Raises:
         DamagedError: its index cannot be read.
+
+    Example:
+        >>> import tempfile
+        >>> from pipemesh.checkpoint import Checkpoints
+        >>> path = Checkpoints(tempfile.mkdtemp(), {"w": tf.Variable([1.0, 2.0])}).save(1, {})
+        >>> contents(path)[0]
+        {'w': [2]}
     """
     with literal(path) as prefix:
         try:
@@ -185,48 +185,41 @@ def _check(
 ) -> None:
     if entry.name not in shapes:
         near = nearest(entry.name, shapes)
-        hint = f"; the nearest that it has is {near!r}" if near else ""
+        hint = f"; the nearest name that it has is {near!r}" if near else ""
         raise CheckpointError(f"{path} has no {entry.name!r}{hint}")
-    found = tuple(shapes[entry.name])
-    if entry.shape is not None and found != entry.shape:
+    shape = tuple(shapes[entry.name])
+    if entry.shape is not None and shape != entry.shape:
         raise CheckpointError(
-            f"{path}: {entry.name!r} has shape {list(found)} there, {list(entry.shape)} here"
+            f"{path}: {entry.name!r} has shape {list(shape)} in the checkpoint, but the model "
+            f"needs {list(entry.shape)}; restore it into a model of the same sizes"
         )
-    there, here = dtypes[entry.name], entry.dtype
-    if there != here and not (there.is_floating and here.is_floating):
+    saved, needed = dtypes[entry.name], entry.dtype
+    if saved != needed and not (saved.is_floating and needed.is_floating):
         raise CheckpointError(
-            f"{path}: {entry.name!r} is {there.name} there, {here.name} here; only floating "
-            "numbers become others"
+            f"{path}: {entry.name!r} is {saved.name} in the checkpoint, but the model needs "
+            f"{needed.name}; only floating dtypes are converted"
         )
 
 
 def unreadable(path: str, error: Exception, prefix: str = "") -> CheckpointError:
-    """What an error says that came while a checkpoint was read.
-
-    Args:
-        path: of the checkpoint.
-        error: of TensorFlow.
-        prefix: the path that TensorFlow was given, if it was another.
-
-    Returns:
-        A `DamagedError` if the files are not what was written; not where memory, a file system or a
-        permission was missing, which may be there the next time.
-    """
-    what = reason(error).replace(prefix or path, path)
+    """Converts an error of reading a checkpoint to a DamagedError or a CheckpointError."""
+    # It is no damage if memory, a file system or a permission was missing, which may exist the next
+    # time. `prefix` is the path that TensorFlow got instead of `path`.
+    cause = reason(error).replace(prefix or path, path)
     if isinstance(error, _NO_DAMAGE):
-        return CheckpointError(f"{path} cannot be read ({what})")
-    shard = re.search(r"shard (\d+)", what)
+        return CheckpointError(f"{path} cannot be read ({cause})")
+    shard = re.search(r"shard (\d+)", cause)
     files = f"{path}.data-{int(shard[1]):05d}-*" if shard else f"{path}.*"
-    return DamagedError(path, f"{files} cannot be read ({what})")
+    return DamagedError(path, f"{files} cannot be read ({cause})")
 
 
 def reason(error: BaseException) -> str:
-    """What happened, in one line, without what TensorFlow was doing."""
+    """Returns the cause of an error in one line, without TensorFlow's context."""
     text = str(error)
     if isinstance(error, tf.errors.OpError):
         text = error.message  # pyright: ignore[reportAttributeAccessIssue]
-    lines = (line for line in text.splitlines() if not _OF_A_GRAPH.match(line))
+    lines = (line for line in text.splitlines() if not _GRAPH_LINE.match(line))
     first = next(lines, type(error).__name__).strip()
-    told = _OF_A_FUNCTION.sub("", first.split("}} ")[-1].split(" [Op:")[0])
-    worker = _OF_A_WORKER.search(text)
-    return f"worker {worker[1]}: {told}" if worker else told
+    message = _FUNCTION_PREFIX.sub("", first.split("}} ")[-1].split(" [Op:")[0])
+    worker = _WORKER.search(text)
+    return f"worker {worker[1]}: {message}" if worker else message

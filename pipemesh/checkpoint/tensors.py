@@ -13,23 +13,14 @@ from pipemesh.errors import CheckpointError
 from pipemesh.partition.text import bytes_text
 from pipemesh.text import columns, nearest
 
-# Numbers of an optimizer that belong to no weight.
+# An optimizer's numbers that belong to no weight.
 _POWERS = re.compile(r"beta[12]_power")
 DATA = "data/"
 _MARK = "_CHECKPOINTABLE_OBJECT_GRAPH"
 
 
 def listing(path: str, wanted: Callable[[str], bool]) -> list[str]:
-    """Lines of a table of names, shapes, dtypes and bytes, and their sums.
-
-    Args:
-        path: of the checkpoint.
-        wanted: which names to list.
-
-    Raises:
-        CheckpointError: no name is wanted.
-        DamagedError: the index cannot be read.
-    """
+    """Returns lines of a table of names, shapes, dtypes and bytes, and their totals."""
     shapes, dtypes = contents(path)
     rows = [("name", "shape", "dtype", "bytes")]
     numbers = bytes_in_all = 0
@@ -46,32 +37,15 @@ def listing(path: str, wanted: Callable[[str], bool]) -> list[str]:
 
 
 def verify(path: str) -> str:
-    """Reads all tensors, which checks their checksums; says how many there are.
-
-    Raises:
-        DamagedError: one is not what was written.
-    """
+    """Reads all tensors, which checks their checksums, and returns a line with their number."""
     _, dtypes = contents(path)
     for name in dtypes:
         read_one(path, name, dtypes[name])
-    return f"all {len(dtypes)} tensors are what was written"
+    return f"all {len(dtypes)} tensors are intact"
 
 
 def diff(path: str, other: str, wanted: Callable[[str], bool]) -> tuple[list[str], bool]:
-    """What two checkpoints have otherwise.
-
-    Args:
-        path: of the one.
-        other: of the other.
-        wanted: which names to compare.
-
-    Returns:
-        Lines to show, and whether anything differs.
-
-    Raises:
-        CheckpointError: no name is wanted.
-        DamagedError: one cannot be read.
-    """
+    """Returns lines with the differences of two checkpoints, and whether there are any."""
     (shapes, dtypes), (other_shapes, other_dtypes) = contents(path), contents(other)
     names = _names(path, {**shapes, **other_shapes}, wanted)
     rows: list[tuple[str, ...]] = []
@@ -79,16 +53,16 @@ def diff(path: str, other: str, wanted: Callable[[str], bool]) -> tuple[list[str
         if name not in shapes or name not in other_shapes:
             rows.append((name, "", "", f"only in {path if name in shapes else other}"))
             continue
-        here, there = dtypes[name], other_dtypes[name]
+        dtype, other_dtype = dtypes[name], other_dtypes[name]
+        both_floating = dtype.is_floating and other_dtype.is_floating
         if shapes[name] != other_shapes[name] or (
-            not here.is_compatible_with(there) and not (here.is_floating and there.is_floating)
+            not dtype.is_compatible_with(other_dtype) and not both_floating
         ):
-            what = f"{here.name}{shapes[name]} and {there.name}{other_shapes[name]}"
-            rows.append((name, "", "", what))
-        elif here == tf.variant:
-            continue
-        else:
-            rows += _differing(name, read_one(path, name, here), read_one(other, name, there))
+            types = f"{dtype.name}{shapes[name]} and {other_dtype.name}{other_shapes[name]}"
+            rows.append((name, "", "", types))
+        elif dtype != tf.variant:
+            one = read_one(path, name, dtype)
+            rows += _differing(name, one, read_one(other, name, other_dtype))
     if not rows:
         return [f"the same: {len(names)} tensors"], False
     head = ("name", "greatest difference", "of the norm", "")
@@ -105,18 +79,7 @@ def names_of(
     state: bool = True,
     places: bool = True,
 ) -> list[str]:
-    """The names of a checkpoint's tensors, sorted.
-
-    Args:
-        path: of the checkpoint.
-        wanted: which of them.
-        state: with the optimizer's state.
-        places: with places in data.
-
-    Raises:
-        CheckpointError: none is wanted.
-        DamagedError: the index cannot be read.
-    """
+    """Returns names of tensors, with or without optimizer state and positions in data."""
     shapes, _ = contents(path)
     return [
         name
@@ -140,12 +103,12 @@ def _differing(name: str, one: tf.Tensor, two: tf.Tensor) -> Iterator[tuple[str,
 
 
 def _is_state(name: str, shapes: dict[str, list[int]]) -> bool:
-    """Whether it is an optimizer's: its name stands behind that of a weight."""
+    """Returns whether a name is an optimizer's: its prefix is the name of a weight."""
     return name.rpartition("/")[0] in shapes or _POWERS.fullmatch(name) is not None
 
 
 def _names(path: str, shapes: dict[str, list[int]], wanted: Callable[[str], bool]) -> list[str]:
-    # TensorFlow's graph of Python objects is a tensor, too, but nobody's value.
+    # TensorFlow's graph of Python objects is a tensor, too, but not a value.
     names = sorted(name for name in shapes if name != _MARK and wanted(name))
     if not names:
         raise CheckpointError(
@@ -156,15 +119,6 @@ def _names(path: str, shapes: dict[str, list[int]], wanted: Callable[[str], bool
 
 
 def read_one(path: str, name: str, dtype: tf.DType) -> tf.Tensor:
-    """Reads a tensor, whatever slices it was written in.
-
-    Args:
-        path: of the checkpoint.
-        name: of the tensor.
-        dtype: that it has there.
-
-    Raises:
-        DamagedError: it is not what was written.
-    """
+    """Reads a whole tensor, however it was sliced when it was written."""
     (value,) = read_tensors(path, [name], [""], [dtype])
     return value

@@ -1,7 +1,7 @@
 """Decoding: a model of named layers continues prompts, group by group through its stages.
 
-The same tokens under every plan, with a cache of keys and values, as many prompts at a time as
-there is room for. `pipemesh decode` does it from the command line.
+Every plan gives the same tokens. Keys and values are cached, and free rows take waiting prompts.
+`pipemesh decode` is the command line.
 
 Example:
     >>> import tensorflow as tf

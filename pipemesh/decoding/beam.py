@@ -1,4 +1,4 @@
-"""Beam search: the likeliest continuations as a whole, not token by token."""
+"""Beam search: the most likely continuations as a whole, not token by token."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from pipemesh.errors import DecodingError
 
 @dataclasses.dataclass(frozen=True)
 class BeamSearch:
-    """Keeps the likeliest beginnings of continuations, and takes the best that is found.
+    """Keeps the most likely prefixes of continuations, and returns the best continuation.
 
-    With one beam the tokens are those of greedy decoding. What ends with a stop token counts if it
-    is among the likeliest `beams` when it ends; the search is over when nothing that is under way
-    can become better than the worst of so many, or when all tokens that were asked for are there.
+    With one beam the tokens are those of greedy decoding. A continuation that ends with a stop
+    token counts if it is among the most likely `beams` when it ends. The search ends when no prefix
+    can become better than the worst of the `beams` best continuations, or when all requested tokens
+    exist.
 
     Attributes:
-        beams: how many beginnings are kept, at least 1.
+        beams: the number of prefixes to keep, at least 1.
         length_penalty: a continuation of `n` tokens has the sum of its log probabilities divided by
-            `n ** length_penalty`; 0 takes the likeliest, more prefers longer ones.
+            `n ** length_penalty`; 0 takes the most likely one, more prefers longer ones.
 
     Raises:
-        DecodingError: a value cannot be had.
+        DecodingError: a value is invalid.
 
     Example:
         >>> search = BeamSearch(beams=2)
@@ -46,20 +47,16 @@ class BeamSearch:
 
     @property
     def width(self) -> int:
-        """Rows of a prompt: one a beam."""
+        """The number of rows of a prompt: one a beam."""
         return self.beams
 
     @property
-    def told(self) -> tuple[tf.DType, ...]:
-        """Types of the likeliest tokens, what each continues, and their scores."""
+    def result_types(self) -> tuple[tf.DType, ...]:
+        """The types of the most likely tokens, the beams that they continue, and their scores."""
         return tf.int32, tf.int32, tf.float32
 
     def check(self, vocab_size: int, stop: Collection[int]) -> None:
-        """Checks that there are tokens enough for all beams.
-
-        Raises:
-            DecodingError: there are not.
-        """
+        """Raises a DecodingError if the vocabulary has too few tokens for all beams."""
         if self._looked_at(stop) > vocab_size:
             raise DecodingError(
                 f"{self.beams} beams look at {self._looked_at(stop)} tokens, but there are "
@@ -67,19 +64,21 @@ class BeamSearch:
             )
 
     def row(self, number: int, most: int, stop: Collection[int]) -> Beams:
-        """A prompt that gets `most` tokens unless one of `stop` ends it."""
+        """Returns a prompt that gets `most` tokens unless one of `stop` ends it."""
         return Beams(self, number, most, stop)
 
     def begin(self, logits: tf.Tensor, seeds: tf.Tensor, stop: Collection[int]) -> Choice:
-        """The likeliest first tokens of each prompt; seeds play no part."""
+        """Chooses the most likely first tokens of each prompt; seeds have no effect."""
         return self._choose(logits, tf.zeros([static_sizes(logits)[0]]), 1, stop)
 
     def choose(self, logits: tf.Tensor, state: tf.Tensor, stop: Collection[int]) -> Choice:
-        """The likeliest tokens behind what is kept of each prompt, whose scores are given."""
+        """Chooses the most likely tokens after the beams, whose scores are `state`."""
         return self._choose(logits, state, self.beams, stop)
 
     def _looked_at(self, stop: Collection[int]) -> int:
-        """Each of the likeliest may be followed by any stop token, which keeps no beam."""
+        """Returns the number of candidates: each beam may be followed by any stop token, which
+        keeps no beam.
+        """
         return self.beams * (1 + len(stop))
 
     def _choose(
@@ -89,89 +88,80 @@ class BeamSearch:
         prompts = rows // kept
         totals = scores[:, None] + tf.nn.log_softmax(logits)
         totals = tf.reshape(totals, [prompts, kept * vocab])
-        best, at = tf.math.top_k(totals, self._looked_at(stop))
-        # One of them may be hidden behind those of other beams.
-        wrong = tf.reduce_any(tf.math.is_nan(totals), -1, keepdims=True)
-        best = tf.where(wrong, float("nan"), best)
-        tokens, parents = at % vocab, at // vocab
+        best, indices = tf.math.top_k(totals, self._looked_at(stop))
+        # A NaN of one beam may be hidden behind scores of other beams.
+        is_nan = tf.reduce_any(tf.math.is_nan(totals), -1, keepdims=True)
+        best = tf.where(is_nan, float("nan"), best)
+        tokens, parents = indices % vocab, indices // vocab
         ends = tf.zeros_like(tokens)
-        for each in sorted(stop):
-            ends += tf.cast(tokens == each, tf.int32)
+        for token in sorted(stop):
+            ends += tf.cast(tokens == token, tf.int32)
         going = tf.argsort(ends, stable=True)[:, : self.beams]
         first_rows = kept * tf.range(prompts)[:, None]
 
-        def of_going(values: tf.Tensor) -> tf.Tensor:
+        def continuing(values: tf.Tensor) -> tf.Tensor:
             return tf.reshape(tf.gather(values, going, batch_dims=1), [-1])
 
         return Choice(
-            of_going(tokens),
-            of_going(parents + first_rows),
-            of_going(best),
+            continuing(tokens),
+            continuing(parents + first_rows),
+            continuing(best),
             (tokens, parents, best),
         )
 
 
-class _Found(NamedTuple):
-    """A beginning, or a whole continuation."""
+class _Prefix(NamedTuple):
+    """A prefix, or a whole continuation."""
 
     tokens: tuple[int, ...]
     totals: tuple[float, ...]
 
-    def then(self, token: int, total: float) -> _Found:
-        return _Found((*self.tokens, token), (*self.totals, total))
+    def then(self, token: int, total: float) -> _Prefix:
+        return _Prefix((*self.tokens, token), (*self.totals, total))
 
 
 class Beams:
-    """A prompt that is continued by several beams.
-
-    Args:
-        search: what is kept.
-        number: of the prompt.
-        most: tokens to add.
-        stop: ids that end it before.
-    """
+    """A prompt that is continued by several beams."""
 
     def __init__(self, search: BeamSearch, number: int, most: int, stop: Collection[int]) -> None:
         self.number = number
         self._search, self._most, self._stop = search, most, frozenset(stop)
-        self._going = [_Found((), ())]
-        self._ended: list[tuple[float, _Found]] = []
+        self._going = [_Prefix((), ())]
+        self._ended: list[tuple[float, _Prefix]] = []
 
     @property
     def left(self) -> int:
-        """Tokens that may still be added."""
+        """The number of tokens that may still be added."""
         return self._most - len(self._going[0].tokens)
 
-    def take(self, *told: Any) -> Continuation | None:
-        """Takes the likeliest tokens, what each continues, and scores, best first.
-
-        Returns:
-            The continuation, if it is done.
+    def take(self, *results: Any) -> Continuation | None:
+        """Takes tokens, their beams and scores, best first; returns the continuation if
+        complete.
         """
-        tokens, parents, totals = told
+        tokens, parents, totals = results
         beams, going = self._search.beams, []
         for place, (token, parent, total) in enumerate(zip(tokens, parents, totals, strict=True)):
-            found = self._going[int(parent)].then(int(token), float(total))
-            if found.tokens[-1] not in self._stop:
-                going.append(found)
+            prefix = self._going[int(parent)].then(int(token), float(total))
+            if prefix.tokens[-1] not in self._stop:
+                going.append(prefix)
             elif place < beams:
-                self._end(found)
+                self._end(prefix)
         self._going = going[:beams]
         if self.left and not self._is_over():
             return None
-        for found in () if self.left else self._going:
-            self._end(found)
-        best, *others = (self._told(found) for _, found in self._ended[:beams])
+        for prefix in () if self.left else self._going:
+            self._end(prefix)
+        best, *others = (self._continuation(prefix) for _, prefix in self._ended[:beams])
         return dataclasses.replace(best, others=tuple(others))
 
     def _score(self, total: float, length: int) -> float:
-        # As a power it might be more than a float can be.
+        # A power might overflow a float.
         return total * math.exp(-self._search.length_penalty * math.log(length))
 
-    def _end(self, found: _Found) -> None:
-        self._ended.append((self._score(found.totals[-1], len(found.tokens)), found))
-        # Stable, so what was found first stays in front.
-        self._ended.sort(key=lambda each: -each[0])
+    def _end(self, prefix: _Prefix) -> None:
+        self._ended.append((self._score(prefix.totals[-1], len(prefix.tokens)), prefix))
+        # A stable sort, so of equal scores the earlier one stays in front.
+        self._ended.sort(key=lambda ended: -ended[0])
 
     def _is_over(self) -> bool:
         beams = self._search.beams
@@ -180,11 +170,11 @@ class Beams:
         if beams == 1:
             # Greedy: it ends with the likeliest token.
             return True
-        # Totals only fall, and the longest divides by the most.
-        hope = self._score(self._going[0].totals[-1], self._most)
-        return self._ended[beams - 1][0] >= hope
+        # Totals only fall, and the longest length divides by the most.
+        bound = self._score(self._going[0].totals[-1], self._most)
+        return self._ended[beams - 1][0] >= bound
 
-    def _told(self, found: _Found) -> Continuation:
-        before = (0.0, *found.totals)
-        log_probs = tuple(b - a for a, b in zip(before, found.totals, strict=False))
-        return Continuation(self.number, found.tokens, log_probs, found.tokens[-1] in self._stop)
+    def _continuation(self, prefix: _Prefix) -> Continuation:
+        before = (0.0, *prefix.totals)
+        log_probs = tuple(b - a for a, b in zip(before, prefix.totals, strict=False))
+        return Continuation(self.number, prefix.tokens, log_probs, prefix.tokens[-1] in self._stop)

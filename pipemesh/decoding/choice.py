@@ -1,4 +1,4 @@
-"""What a way to choose tokens gives the loop, and what it needs to know of a prompt."""
+"""The interface of the ways to choose tokens."""
 
 from __future__ import annotations
 
@@ -13,31 +13,28 @@ from pipemesh.errors import DecodingError
 
 
 class Choice(NamedTuple):
-    """The next tokens of the rows of a group.
+    """The next tokens of the rows of a group."""
 
-    Attributes:
-        ids: `[rows]` int32.
-        parents: `[rows]` int32, the row that each continues; None if each continues itself.
-        state: what is needed for the next choice, a tensor with rows in front.
-        told: what a `Row` is told, each with prompts in front.
-    """
+    # `ids` and `parents` are `[rows]` int32; a parent is the row that a row continues, None if each
+    # continues itself. `state` is for the next choice, `results` for `Row.take`, each with rows or
+    # prompts in front.
 
     ids: tf.Tensor
     parents: tf.Tensor | None
     state: tf.Tensor
-    told: tuple[tf.Tensor, ...]
+    results: tuple[tf.Tensor, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Continuation:
-    """What follows a prompt.
+    """The continuation of a prompt.
 
     Attributes:
-        number: of the prompt, from 0 on.
-        tokens: ids, the one that ended it among them.
-        log_probs: of each under the model, natural logarithms.
-        stopped: whether one of the stop tokens ended it; else it has as many as were asked for.
-        others: of a search, what was found besides, the best first.
+        number: the prompt's number, from 0 on.
+        tokens: ids, including the stop token that ended it.
+        log_probs: the log probability of each under the model, natural logarithms.
+        stopped: whether a stop token ended it; otherwise it has the requested number of tokens.
+        others: the other results of a beam search, the best first.
     """
 
     number: int
@@ -48,75 +45,56 @@ class Continuation:
 
 
 class Row(Protocol):
-    """A prompt that is being continued.
-
-    Attributes:
-        number: of the prompt.
-        left: tokens that may still be added.
-    """
+    """A prompt that is being continued."""
 
     number: int
 
     @property
     def left(self) -> int:
-        """Tokens that may still be added."""
+        """The number of tokens that may still be added."""
         ...
 
-    def take(self, *told: Any) -> Continuation | None:
-        """Takes what was told of a token; returns the continuation if it is done."""
+    def take(self, *results: Any) -> Continuation | None:
+        """Takes the results of a step; returns the continuation if it is complete."""
         ...
 
 
 class Chooser(Protocol):
-    """A way to choose tokens.
-
-    Attributes:
-        width: rows of a prompt.
-        told: types of what rows are told.
-    """
+    """A way to choose tokens."""
 
     @property
     def width(self) -> int:
-        """Rows of a prompt."""
+        """The number of rows of a prompt."""
         ...
 
     @property
-    def told(self) -> tuple[tf.DType, ...]:
-        """Types of what rows are told."""
+    def result_types(self) -> tuple[tf.DType, ...]:
+        """The types of the results that rows take."""
         ...
 
     def check(self, vocab_size: int, stop: Collection[int]) -> None:
-        """Checks that it can be had.
-
-        Raises:
-            DecodingError: it cannot.
-        """
+        """Raises a DecodingError if the vocabulary is too small."""
         ...
 
     def row(self, number: int, most: int, stop: Collection[int]) -> Row:
-        """A prompt that gets `most` tokens unless one of `stop` ends it."""
+        """Returns a prompt that gets `most` tokens unless one of `stop` ends it."""
         ...
 
     def begin(self, logits: tf.Tensor, seeds: tf.Tensor, stop: Collection[int]) -> Choice:
-        """The first tokens: of `[prompts, vocab]`, for `prompts * width` rows."""
+        """Chooses the first tokens from `[prompts, vocab]`, for `prompts * width` rows."""
         ...
 
     def choose(self, logits: tf.Tensor, state: tf.Tensor, stop: Collection[int]) -> Choice:
-        """The next tokens: of `[rows, vocab]`, for as many."""
+        """Chooses the next tokens of `[rows, vocab]`."""
         ...
 
 
 def check_numbers(log_probs: Any) -> None:
-    """Checks log probabilities, which are NaN if any logit of their row was NaN or infinite.
-
-    Args:
-        log_probs: any shape.
-
-    Raises:
-        DecodingError: one is NaN. Minus infinity is a number: an impossible token has it.
-    """
+    """Raises a DecodingError if a log probability is NaN."""
+    # It is NaN if any logit of its row was NaN or infinite. Minus infinity is valid: an impossible
+    # token.
     if np.isnan(log_probs).any():
         raise DecodingError(
-            "logits are not numbers (NaN): weights are damaged, or too large for the dtype; take "
+            "logits are not numbers (NaN): weights are damaged, or too large for the dtype; use "
             "another checkpoint, or --compute_dtype=float32"
         )

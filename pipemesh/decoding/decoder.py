@@ -1,4 +1,4 @@
-"""Continues prompts: as many at a time as there is room for, the others when a row is free."""
+"""Continues prompts: free rows take waiting prompts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pipemesh.decoding.group import Group
 from pipemesh.decoding.simd_generator import SimdGenerator
 from pipemesh.errors import DecodingError
 
-# Tokens a row between two looks at which rows are done. With more, rows that are done wait longer
-# for others to take their places; with fewer, starting the loop takes more of the time.
+# Tokens a row between two checks for complete rows. With more, complete rows wait longer for new
+# prompts; with fewer, starting the loop takes a larger share of the time.
 _STEPS_A_LOOK = 16
-# Prompts are filled up to at least so many places.
+# Prompts are padded to at least so many positions.
 _SHORTEST = 8
 
 
@@ -26,19 +26,19 @@ class Decoder:
 
     Args:
         generator: computes tokens.
-        rows: prompts a group.
-        groups: how many groups are under way.
-        length: tokens of prompt and continuation together, at most.
+        rows: the prompts of a group.
+        groups: the number of groups at a time.
+        length: the most tokens of prompt and continuation together.
         vocab_size: ids are below it.
-        seed: of what is drawn. A token depends on it, on the number of the prompt and on its place:
-            neither on the plan nor on what else is continued.
-        steps: tokens between two looks at which rows are done, at most; by default as many as there
-            are to come, if nothing can end a row before.
-        watch: called with the number of a prompt and each of its tokens as soon as it is known, if
+        seed: the seed of drawn tokens. A token depends on it, on the prompt's number and on its
+            position: neither on the plan nor on other prompts.
+        steps: the most tokens between two checks for complete rows; by default all tokens to come,
+            if nothing can end a row earlier.
+        watch: called with a prompt's number and each of its tokens as soon as it is known, if
             prompts have one row each.
 
     Raises:
-        DecodingError: tokens cannot be chosen in this way of so many, or not be watched.
+        DecodingError: the vocabulary is too small for the chooser, or `watch` needs a sampler.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class Decoder:
         generator.chooser.check(vocab_size, generator.stop)
         if watch is not None and generator.chooser.width > 1:
             raise DecodingError(
-                "a search knows its tokens when it is over; watch what a sampler chooses"
+                "watch is not supported by a beam search, whose tokens are known at its end; "
+                "use a Sampler"
             )
         self._watch = watch
         self._generator, self._length, self._vocab_size = generator, length, vocab_size
@@ -64,18 +65,18 @@ class Decoder:
         self._steps = steps or (_STEPS_A_LOOK if generator.stop else length)
         self._slots: list[list[Row | None]] = [[None] * rows for _ in range(groups)]
         self._groups: list[Group | None] = [None] * groups
-        self._wrong: DecodingError | None = None
+        self._error: DecodingError | None = None
 
     def check(self, prompt: Sequence[int], max_tokens: int, number: int = 0) -> None:
         """Checks that a prompt can be continued.
 
         Args:
             prompt: ids.
-            max_tokens: how many tokens to add at most.
-            number: of the prompt, for errors.
+            max_tokens: the most tokens to add.
+            number: the prompt's number, for errors.
 
         Raises:
-            DecodingError: it cannot.
+            DecodingError: it is empty or too long, or an id is not in the vocabulary.
         """
         if max_tokens < 1:
             raise DecodingError(f"max_tokens is {max_tokens}; ask for 1 or more")
@@ -96,42 +97,45 @@ class Decoder:
                 )
 
     def generate(self, prompts: Iterable[Sequence[int]], max_tokens: int) -> Iterator[Continuation]:
-        """Continues prompts, and yields each when it is done.
+        """Continues prompts, and yields each when it is complete.
 
         Args:
-            prompts: ids of each.
-            max_tokens: how many tokens to add to each at most.
+            prompts: the ids of each.
+            max_tokens: the most tokens to add to each.
+
+        Yields:
+            A `Continuation` for each prompt.
 
         Raises:
-            DecodingError: one cannot be continued; those before it are. Or logits are not numbers.
+            DecodingError: a prompt cannot be continued (earlier ones are), or logits are NaN.
         """
-        # What another call has left, if nobody waited for its end.
+        # Remove rows of an earlier call that was not exhausted.
         self._clear()
         waiting = enumerate(prompts)
         while True:
             yield from self._fill(waiting, max_tokens)
             active = [row for slots in self._slots for row in slots if row is not None]
             if not active:
-                if self._wrong is not None:
-                    raise self._wrong
+                if self._error is not None:
+                    raise self._error
                 return
-            # Nobody is done before the first one is.
+            # No row is complete before the shortest one.
             steps = min(self._steps, min(row.left for row in active))
             groups = [group for group in self._groups if group is not None]
-            groups, found = self._generator.go_on(groups, steps)
+            groups, results = self._generator.go_on(groups, steps)
             self._groups[: len(groups)] = groups
-            for number, told in enumerate(found):
-                yield from self._take(number, [each.numpy() for each in told])
+            for number, tensors in enumerate(results):
+                yield from self._take(number, [tensor.numpy() for tensor in tensors])
 
     def _clear(self) -> None:
         self._slots = [[None] * len(slots) for slots in self._slots]
-        self._wrong = None
+        self._error = None
 
     def _fill(self, waiting: Iterator[Any], max_tokens: int) -> Iterator[Continuation]:
-        """Puts prompts where rows are free, until there is none of either."""
+        """Puts prompts into free rows, until there are no more of either."""
         while True:
             new: dict[int, dict[int, Sequence[int]]] = collections.defaultdict(dict)
-            # Round about, so that each group has some.
+            # In turn, so that each group gets some.
             rows = range(len(self._slots[0]))
             free = [
                 (group, row)
@@ -141,13 +145,13 @@ class Decoder:
             ]
             for group, row in free:
                 number, prompt = next(waiting, (None, ()))
-                if number is None or self._wrong is not None:
+                if number is None or self._error is not None:
                     break
                 try:
                     self.check(prompt, max_tokens, number)
                 except DecodingError as error:
-                    # It is raised when those before it are done.
-                    self._wrong = error
+                    # It is raised when the earlier prompts are complete.
+                    self._error = error
                     break
                 chooser, stop = self._generator.chooser, self._generator.stop
                 self._slots[group][row] = chooser.row(number, max_tokens, stop)
@@ -157,26 +161,26 @@ class Decoder:
             numbers = sorted(new)
             begun = {group is not None for group in self._groups}
             whole = len(numbers) == len(self._slots) and len(begun) == 1
-            # All of them together or one by one: each set of groups had its own graph.
+            # All together or one by one: each other set of groups would need a graph of its own.
             for together in [numbers] if whole else [[number] for number in numbers]:
                 size = self._size(len(prompt) for n in together for prompt in new[n].values())
                 prompts = [self._prompt(self._slots[n], new[n], size) for n in together]
                 before = [self._groups[n] for n in together]
-                found = self._generator.begin(together, prompts, before)
-                for number, (group, told) in zip(together, found, strict=True):
+                results = self._generator.begin(together, prompts, before)
+                for number, (group, tensors) in zip(together, results, strict=True):
                     self._groups[number] = group
-                    told = [each.numpy()[None] for each in told]
-                    yield from self._take(number, told, new[number])
+                    values = [tensor.numpy()[None] for tensor in tensors]
+                    yield from self._take(number, values, new[number])
 
     def _size(self, lengths: Iterable[int]) -> int:
-        """Places for prompts: a power of two, so there are few graphs."""
+        """Returns the positions for prompts: a power of two, to limit the number of graphs."""
         longest, size = max(lengths), _SHORTEST
         while size < longest:
             size *= 2
         return min(size, self._length)
 
     def _prompt(self, slots: Sequence[Row | None], new: dict[int, Sequence[int]], size: int) -> Any:
-        """Ids, lengths and seeds of a group, of which some rows are new."""
+        """Returns ids, lengths and seeds of a group in which some rows are new."""
         ids = np.zeros([len(slots), size], np.int32)
         lengths = np.zeros([len(slots)], np.int32)
         seeds = np.zeros([len(slots), 2], np.int32)
@@ -189,25 +193,25 @@ class Decoder:
         return ids, lengths, seeds
 
     def _take(
-        self, number: int, told: Sequence[Any], rows: Collection[int] | None = None
+        self, number: int, results: Sequence[Any], rows: Collection[int] | None = None
     ) -> Iterator[Continuation]:
-        """Takes what is told of a group, steps and prompts in front; yields what is done by it."""
+        """Passes the results of a group to its rows; yields complete continuations."""
         slots = self._slots[number]
         for place, row in enumerate(slots):
             if row is None or (rows is not None and place not in rows):
                 continue
-            for step in zip(*(each[:, place] for each in told), strict=True):
+            for step in zip(*(values[:, place] for values in results), strict=True):
                 check_numbers(step[-1])
                 if self._watch is not None:
                     self._watch(row.number, int(step[0]))
-                found = row.take(*step)
-                if found is not None:
+                continuation = row.take(*step)
+                if continuation is not None:
                     slots[place] = None
-                    yield found
+                    yield continuation
                     break
 
 
 def _seed(seed: int, number: int) -> int:
-    """An int32 for a prompt: neighbours have seeds that are far from each other."""
+    """Returns an int32 for a prompt, far from those of neighbouring prompts."""
     mixed = (seed * 0x9E3779B97F4A7C15 + number + 1) * 0xBF58476D1CE4E5B9 % 2**64
     return (mixed >> 33) & 0x7FFFFFFF

@@ -1,7 +1,7 @@
-"""A language model as a SavedModel that TensorFlow loads without this library.
+"""Export: a language model as a SavedModel that TensorFlow loads without this library.
 
-Layers with named dims know all sizes before they run, so each row of a request is computed by
-itself, at the model's whole length; rows of a request are computed at the same time.
+Layers with named dims know all sizes before they run, so each row of a request is computed
+separately, at the model's whole length; rows of a request are computed at the same time.
 """
 
 from __future__ import annotations
@@ -14,32 +14,31 @@ import tensorflow as tf
 
 from pipemesh.decoding.generator import Generator
 
-# How many rows are under way at the same time.
+# The number of rows computed at the same time.
 _ROWS_AT_ONCE = 8
 
 
 class ExportedModel(tf.Module):
-    """What a SavedModel has: signatures `score` and `decode`.
+    """A SavedModel with the signatures `score` and `decode`.
 
-    Both take `ids`, int32 `[batch, length]`, rows that are filled up at their ends by anything,
-    and `lengths`, int32 `[batch]`, each up to the model's, for any batch.
+    Both take `ids`, int32 `[batch, length]`, rows with any padding at their ends, and `lengths`,
+    int32 `[batch]`, each up to the model's, for any batch.
 
     * `score` returns `log_probs`, float32 `[batch, length]`: of every token given those before it,
-      natural logarithms; 0 for the first one, of which nothing is said, and behind the end.
-    * `decode` takes `max_tokens`, int32, too. It returns `tokens`, int32 `[batch, max_tokens]`, the
-      most likely ones, `log_probs` of them, and `counts`, int32 `[batch]`: how many there are, the
-      one that ends a row among them; 0 behind these.
+      natural logarithms; 0 for the first token, which has no score, and for padding.
+    * `decode` also takes `max_tokens`, int32. It returns `tokens`, int32 `[batch, max_tokens]`, the
+      most likely ones, `log_probs` of them, and `counts`, int32 `[batch]`: the number of tokens,
+      including the one that ends a row; 0 behind these.
 
     Args:
-        compute: gives minus the log probabilities, `[1, length]`, of labels: see `Scorer`, called
+        compute: returns minus the log probabilities, `[1, length]`, of labels: see `Scorer`, called
             with tensors of one row.
         generator: chooses tokens, with a `Sampler()`.
-        length: places a row.
+        length: the positions of a row.
         vocab_size: ids are below it.
 
     Raises:
-        tf.errors.InvalidArgumentError: when it is called with ids, lengths or `max_tokens` that
-            the model cannot have.
+        tf.errors.InvalidArgumentError: in a call with invalid ids, lengths or `max_tokens`.
     """
 
     def __init__(
@@ -64,17 +63,17 @@ class ExportedModel(tf.Module):
             "score": self.score.get_concrete_function(),
             "decode": self.decode.get_concrete_function(),
         }
-        # What is saved: variables that belong to somebody else are found by nobody.
-        found = [v for each in self._signatures.values() for v in each.variables]
-        self.weights = list({v.ref(): v for v in found}.values())
+        # Variables of other objects are saved only if this module tracks them.
+        variables = [v for s in self._signatures.values() for v in s.variables]
+        self.weights = list({v.ref(): v for v in variables}.values())
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes the SavedModel.
 
         Args:
-            folder: to write to; what a SavedModel has there is replaced.
+            folder: the target; an earlier SavedModel there is replaced.
         """
-        # Nobody asks for gradients of it, and those of this library are not in TensorFlow.
+        # No gradients: those of this library are not in TensorFlow.
         options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
         tf.saved_model.save(self, os.fspath(folder), self._signatures, options)
 
@@ -82,39 +81,39 @@ class ExportedModel(tf.Module):
         ids, lengths, size = self._checked(ids, lengths)
         places = tf.range(self._length)
 
-        def of_row(row: Any) -> tf.Tensor:
-            own, count = row
-            there = tf.cast(places < count - 1, tf.int32)
-            labels = tf.concat([own[1:], [0]], 0)
+        def score_row(row: Any) -> tf.Tensor:
+            tokens, count = row
+            is_scored = tf.cast(places < count - 1, tf.int32)
+            labels = tf.concat([tokens[1:], [0]], 0)
             batch = {
-                "ids": own * there,
-                "labels": labels * there,
-                "segment_ids": there,
-                "segment_pos": places * there,
-                "weights": tf.cast(there, tf.float32),
+                "ids": tokens * is_scored,
+                "labels": labels * is_scored,
+                "segment_ids": is_scored,
+                "segment_pos": places * is_scored,
+                "weights": tf.cast(is_scored, tf.float32),
             }
-            losses = self._compute({name: each[None] for name, each in batch.items()})
-            found = tf.where(there > 0, -tf.reshape(losses, [self._length]), 0.0)
-            # That of a label belongs to the token behind.
-            return tf.concat([[0.0], found[:-1]], 0)
+            losses = self._compute({name: value[None] for name, value in batch.items()})
+            label_scores = tf.where(is_scored > 0, -tf.reshape(losses, [self._length]), 0.0)
+            # The score of a label belongs to the next token.
+            return tf.concat([[0.0], label_scores[:-1]], 0)
 
-        found = tf.map_fn(
-            of_row,
+        log_probs = tf.map_fn(
+            score_row,
             (ids, lengths),
             parallel_iterations=_ROWS_AT_ONCE,
             fn_output_signature=tf.TensorSpec([self._length], tf.float32),
         )
         wider = tf.maximum(size - self._length, 0)
-        return {"log_probs": tf.pad(found[:, :size], [[0, 0], [0, wider]])}
+        return {"log_probs": tf.pad(log_probs[:, :size], [[0, 0], [0, wider]])}
 
     def _decode(
         self, ids: tf.Tensor, lengths: tf.Tensor, max_tokens: tf.Tensor
     ) -> dict[str, tf.Tensor]:
         ids, lengths, _ = self._checked(ids, lengths, max_tokens)
 
-        def of_row(row: Any) -> Any:
-            own, count = row
-            prompt = own[None], count[None], tf.zeros([1, 2], tf.int32)
+        def decode_row(row: Any) -> Any:
+            prompt_ids, count = row
+            prompt = prompt_ids[None], count[None], tf.zeros([1, 2], tf.int32)
             ((group, first),) = self._generator.begin([0], [prompt], [None])
             _, (rest,) = self._generator.go_on([group], max_tokens - 1)
             tokens, log_probs = (
@@ -124,17 +123,17 @@ class ExportedModel(tf.Module):
             ends = tf.zeros_like(tokens)
             for stop in sorted(self._generator.stop):
                 ends += tf.cast(tokens == stop, tf.int32)
-            there = tf.cumsum(ends, exclusive=True) == 0
-            # As many as there may be, since without a row nobody knows how many there are.
+            is_kept = tf.cumsum(ends, exclusive=True) == 0
+            # Padded to a static size: with no rows the number of tokens is unknown.
             filling = [[0, self._length - max_tokens]]
             return (
-                tf.ensure_shape(tf.pad(tf.where(there, tokens, 0), filling), [self._length]),
-                tf.ensure_shape(tf.pad(tf.where(there, log_probs, 0.0), filling), [self._length]),
-                tf.math.count_nonzero(there, dtype=tf.int32),
+                tf.ensure_shape(tf.pad(tf.where(is_kept, tokens, 0), filling), [self._length]),
+                tf.ensure_shape(tf.pad(tf.where(is_kept, log_probs, 0.0), filling), [self._length]),
+                tf.math.count_nonzero(is_kept, dtype=tf.int32),
             )
 
         tokens, log_probs, counts = tf.map_fn(
-            of_row,
+            decode_row,
             (ids, lengths),
             parallel_iterations=_ROWS_AT_ONCE,
             fn_output_signature=(
@@ -143,30 +142,32 @@ class ExportedModel(tf.Module):
                 tf.TensorSpec([], tf.int32),
             ),
         )
-        found = {"tokens": tokens[:, :max_tokens], "log_probs": log_probs[:, :max_tokens]}
-        return {**found, "counts": counts}
+        tokens, log_probs = tokens[:, :max_tokens], log_probs[:, :max_tokens]
+        return {"tokens": tokens, "log_probs": log_probs, "counts": counts}
 
     def _checked(self, ids: tf.Tensor, lengths: tf.Tensor, more: tf.Tensor | None = None) -> Any:
-        """Rows of the model's length, their own lengths, and the length that was given."""
+        """Returns rows of the model's length, their own lengths, and the length that was given."""
         size = tf.shape(ids)[1]
-        # What fills rows up may be anything.
+        # The padding may contain anything.
         ids = tf.where(tf.range(size) < lengths[:, None], ids, 0)
-        said = "tokens of a row, and those to come, are more than the model has places for"
+        too_long = "tokens of a row, with those to come, exceed the model's length"
         checks = [
-            tf.debugging.assert_less_equal(lengths, self._length, said),
+            tf.debugging.assert_less_equal(lengths, self._length, too_long),
             tf.debugging.assert_positive(lengths, "a row is empty"),
             tf.debugging.assert_less_equal(lengths, size, "a row is longer than its ids"),
             tf.debugging.assert_less(ids, self._vocab_size, "a token is not in the vocabulary"),
             tf.debugging.assert_non_negative(ids, "a token is not in the vocabulary"),
-            tf.debugging.assert_equal(tf.shape(lengths)[0], tf.shape(ids)[0], "not a length a row"),
+            tf.debugging.assert_equal(
+                tf.shape(lengths)[0], tf.shape(ids)[0], "lengths must have one number a row"
+            ),
         ]
         if more is not None:
             checks.append(tf.debugging.assert_positive(more, "max_tokens is below 1"))
-            # A sum of both might be more than an int32 has room for.
+            # A sum of both might overflow int32.
             left = self._length - lengths
-            checks.append(tf.debugging.assert_less_equal(more, left, said))
+            checks.append(tf.debugging.assert_less_equal(more, left, too_long))
         with tf.control_dependencies(checks):
-            # As many as there are places, and no more of what is behind the ends.
+            # Pad or cut to the model's length.
             filling = tf.zeros([tf.shape(ids)[0], self._length], tf.int32)
             ids = tf.concat([ids, filling], 1)[:, : self._length]
             return tf.ensure_shape(ids, [None, self._length]), tf.identity(lengths), size

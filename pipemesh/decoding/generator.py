@@ -1,10 +1,9 @@
 """The graphs of decoding: prompts go in, tokens come out, group by group through the stages.
 
 A group of rows is a microbatch. In a step of the loop each group gets a token: it passes all
-stages, one after the other, and what is chosen behind the last is the input of the first in the
-next step. Groups depend on nothing of each other but that each stage takes them in turn, so while
-one is at a stage another is at the next, across steps of the loop too: `pipemesh.schedule.decode`
-is the table.
+stages, one after the other, and the token chosen after the last stage is the input of the first in
+the next step. Groups are independent, but each stage takes them in turn. So while one is at a stage
+another is at the next, also across steps of the loop: `pipemesh.schedule.decode` is the schedule.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.backend.attach_gradient import no_gradients
+from pipemesh.backend.gradients import no_gradients
 from pipemesh.decoding.choice import Choice, Chooser
 from pipemesh.decoding.group import Group, rows_of
 from pipemesh.decoding.simd_generator import SimdGenerator
@@ -24,7 +23,7 @@ from pipemesh.layers.feature_extraction import to_tuple
 from pipemesh.layers.named import KeyValueCache, cache_scope
 from pipemesh.layers.pipeline.weight_dtypes import plain_theta
 
-# How many steps of the loop may be under way at the same time.
+# The number of loop steps that may run at the same time.
 _STEPS_AT_ONCE = 4
 
 
@@ -32,17 +31,18 @@ class Generator:
     """Computes tokens.
 
     Args:
-        task: a task of lingvo with `DecodeArgs`.
+        task: a lingvo task with `DecodeArgs`.
         stack: its stack of stages.
         cluster: makes a context to call the task in.
-        length: places a row.
+        length: the positions of a row.
         chooser: chooses tokens.
         stop: ids that end a continuation.
 
     Attributes:
         chooser: chooses tokens.
         stop: ids that end a continuation.
-        multiple: what the prompts of a group are a multiple of: each replica has groups of its own.
+        multiple: the number that divides the prompts of a group: 1, as each replica has its own
+            groups.
     """
 
     multiple = 1
@@ -71,18 +71,18 @@ class Generator:
     def begin(
         self, numbers: Sequence[int], prompts: Sequence[Any], before: Sequence[Group | None]
     ) -> list[tuple[Group, tuple[tf.Tensor, ...]]]:
-        """Reads prompts, and chooses the token behind each.
+        """Reads prompts, and chooses the token after each.
 
         Args:
-            numbers: of the groups.
-            prompts: for each group ids `[prompts, length]`, lengths `[prompts]` (0 for one that
-                goes on as it is), and seeds `[prompts, 2]`, all int32.
-            before: the groups as they were; None for those that begin.
+            numbers: the numbers of the groups.
+            prompts: for each group ids `[prompts, length]`, lengths `[prompts]` (0 for a row that
+                continues as it is), and seeds `[prompts, 2]`, all int32.
+            before: the previous groups; None for new ones.
 
         Returns:
-            For each group what it is now, and what its rows are told, prompts in front.
+            For each group its new state, and the results that its rows take, prompts in front.
         """
-        # Which replica a group is at is all that its graph depends on.
+        # The graph depends only on the replica of each group.
         replicas = tuple(number % self.num_replicas for number in numbers)
         return self._begin(replicas, list(prompts), list(before))
 
@@ -92,11 +92,12 @@ class Generator:
         """Chooses tokens, one after the other.
 
         Args:
-            groups: all of them.
-            steps: how many tokens.
+            groups: all groups.
+            steps: the number of tokens.
 
         Returns:
-            The groups, and for each what its rows are told, steps and then prompts in front.
+            The groups, and for each the results that its rows take, steps and then prompts in
+            front.
         """
         return self._go_on(list(groups), tf.convert_to_tensor(steps))
 
@@ -107,10 +108,8 @@ class Generator:
     def _through(
         self, turns: Turns, theta: Any, number: int, ids: Any, places: Any, last: Any, kept: Any
     ) -> tuple[tf.Tensor, list[Any]]:
-        """Some tokens of a group through all stages: logits, and what is kept.
-
-        What was kept before is overwritten.
-        """
+        """Passes tokens of a group through all stages; returns logits and caches."""
+        # Earlier caches are overwritten.
         args, after = self._task.DecodeArgs(ids, places), []
         replica = number % self.num_replicas
         for stage in range(len(self._stack.stage_names)):
@@ -125,13 +124,13 @@ class Generator:
         return args, after
 
     def _begin_groups(self, numbers: tuple[int, ...], prompts: Any, before: Any) -> Any:
-        # With gradients, though nobody asks for them: without the operations that carry them
-        # prompts of two groups take 1.4 times as long.
+        # With gradients, although nothing differentiates here: removing their operations makes
+        # prefill of two groups 1.4 times slower; the cause is unknown.
         with self._cluster():
             theta, turns = self._theta(), Turns.free(self._devices)
             return [
-                self._begin_group(turns, theta, *each)
-                for each in zip(numbers, prompts, before, strict=True)
+                self._begin_group(turns, theta, *group)
+                for group in zip(numbers, prompts, before, strict=True)
             ]
 
     def _begin_group(
@@ -149,26 +148,29 @@ class Generator:
         if before is not None:
             new = functools.partial(rows_of, lengths > 0)
             after = tf.nest.map_structure(new, after, before)
-        return after, choice.told
+        return after, choice.results
 
     def _go_on_groups(self, groups: list[Group], steps: tf.Tensor) -> Any:
         with self._cluster(), no_gradients():
             theta = self._theta()
             gates = Turns.free(self._devices).gates
-            # The caller's are copied once, instead of for each token.
+            # Copy the caller's caches once, instead of for each token.
             groups = [group._replace(kept=_copied(group.kept)) for group in groups]
-            arrays = [[tf.TensorArray(dtype, steps) for dtype in self.chooser.told] for _ in groups]
+            arrays = [
+                [tf.TensorArray(dtype, steps) for dtype in self.chooser.result_types]
+                for _ in groups
+            ]
 
             def body(step: tf.Tensor, gates: Any, groups: Any, arrays: Any) -> Any:
                 turns = Turns(gates)
-                found = [
+                results = [
                     self._step(turns, theta, number, group) for number, group in enumerate(groups)
                 ]
                 written = [
-                    [a.write(step, value) for a, value in zip(own, told, strict=True)]
-                    for own, (_, told) in zip(arrays, found, strict=True)
+                    [a.write(step, value) for a, value in zip(group_arrays, values, strict=True)]
+                    for group_arrays, (_, values) in zip(arrays, results, strict=True)
                 ]
-                return step + 1, turns.gates, [group for group, _ in found], written
+                return step + 1, turns.gates, [group for group, _ in results], written
 
             _, _, groups, arrays = tf.while_loop(
                 lambda step, *_: step < steps,
@@ -176,38 +178,38 @@ class Generator:
                 (tf.constant(0), gates, groups, arrays),
                 parallel_iterations=_STEPS_AT_ONCE,
             )
-            return groups, [tuple(each.stack() for each in own) for own in arrays]
+            return groups, [tuple(array.stack() for array in group) for group in arrays]
 
     def _step(self, turns: Turns, theta: Any, number: int, group: Group) -> Any:
-        # A row that is done goes on until somebody looks; beyond its end it stays at the end.
+        # A complete row continues until the next check; it never moves beyond its last position.
         places = tf.minimum(group.places, self._length - 1)
         last = tf.zeros_like(places)
         ids = group.tokens[:, None]
         logits, kept = self._through(turns, theta, number, ids, places[:, None], last, group.kept)
         with tf.device(logits.device):
             choice = self.chooser.choose(logits, group.state, self.stop)
-        return _after(choice, group.places + 1, kept), choice.told
+        return _after(choice, group.places + 1, kept), choice.results
 
 
 def _after(choice: Choice, places: tf.Tensor, kept: Any) -> Group:
-    """A group behind a choice. The rows of a prompt are at the same place."""
+    """Returns a group after a choice. The rows of a prompt have the same position."""
     parents = choice.parents
     if parents is not None:
         kept = tf.nest.map_structure(
-            lambda each: _beside(each, lambda: tf.gather(each, parents)), kept
+            lambda cache: _beside(cache, lambda: tf.gather(cache, parents)), kept
         )
     return Group(choice.ids, places, choice.state, kept)
 
 
 def _copied(kept: Any) -> Any:
     return tf.nest.map_structure(
-        lambda each: _beside(each, lambda: tf.raw_ops.DeepCopy(x=each)), kept
+        lambda cache: _beside(cache, lambda: tf.raw_ops.DeepCopy(x=cache)), kept
     )
 
 
-def _beside(there: tf.Tensor, compute: Callable[[], tf.Tensor]) -> tf.Tensor:
-    """What is computed where something lies."""
-    with tf.device(there.device):
+def _beside(tensor: tf.Tensor, compute: Callable[[], tf.Tensor]) -> tf.Tensor:
+    """Computes on the device of a tensor."""
+    with tf.device(tensor.device):
         return compute()
 
 
@@ -219,15 +221,18 @@ def generator_of(
     chooser: Chooser,
     stop: Collection[int] = (),
 ) -> Generator | SimdGenerator:
-    """The generator for a stack, by its lowering.
+    """Returns the generator for a stack, by its lowering.
 
     Args:
-        task: a task of lingvo with `DecodeArgs`.
+        task: a lingvo task with `DecodeArgs`.
         stack: its stack of stages.
         cluster: makes a context to call the task in.
-        length: places a row.
+        length: the positions of a row.
         chooser: chooses tokens.
         stop: ids that end a continuation.
+
+    Returns:
+        A `SimdGenerator` for a stack with `lowering="simd"`, else a `Generator`.
     """
     kind = Generator if stack.simd is None else SimdGenerator
     return kind(task, stack, cluster, length, chooser, stop)

@@ -1,4 +1,4 @@
-"""The rows of a group between two calls of a generator."""
+"""A group of prompts: the state of its rows between two calls of a generator."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import tensorflow as tf
 
 
 class Group(NamedTuple):
-    """What is known of the rows of a group, all on their devices.
+    """The state of a group's rows, all on their devices.
 
     Attributes:
-        tokens: `[rows]` int32, the last ones, which nothing has been computed of.
-        places: `[rows]` int32, where they stand.
-        state: what the next choice depends on.
-        kept: what stages remember of the tokens before, as the generator has it.
+        tokens: `[rows]` int32, the last tokens, which have not passed the stages yet.
+        places: `[rows]` int32, the positions of these tokens.
+        state: the tensor that the next choice depends on.
+        kept: the caches of the stages, in the generator's form.
     """
 
     tokens: tf.Tensor
@@ -24,12 +24,6 @@ class Group(NamedTuple):
 
 
 def rows_of(chosen: tf.Tensor, new: tf.Tensor, old: tf.Tensor) -> tf.Tensor:
-    """Some rows of one tensor, and the others of another one, where these lie.
-
-    Args:
-        chosen: `[rows]`, bool: those of `new`.
-        new: `[rows, ...]`.
-        old: like `new`.
-    """
+    """Returns the rows of `new` where `chosen` is true, else those of `old`."""
     with tf.device(new.device):
         return tf.where(tf.reshape(chosen, [-1] + [1] * (new.shape.rank - 1)), new, old)

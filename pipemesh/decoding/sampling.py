@@ -1,4 +1,4 @@
-"""How the next token is chosen."""
+"""Sampling: the most likely next token, or a drawn one."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Sampler:
     """Chooses the next token by its logits.
 
     Attributes:
-        temperature: what logits are divided by; 0 for the most likely token (greedy).
-        top_k: how many of the most likely tokens may be drawn; 0 for all.
-        top_p: of the most likely tokens as many may be drawn as have this probability together,
-            one at least (Holtzman et al., "The curious case of neural text degeneration", 2020).
+        temperature: the divisor of logits; 0 for the most likely token (greedy).
+        top_k: the number of most likely tokens to draw from; 0 for all.
+        top_p: the total probability of the most likely tokens to draw from, one token at least
+            (Holtzman et al., "The curious case of neural text degeneration", 2020).
 
     Raises:
-        DecodingError: a value cannot be had.
+        DecodingError: a value is invalid.
 
     Example:
         >>> logits = tf.math.log([[0.1, 0.6, 0.3]])
@@ -42,27 +42,27 @@ class Sampler:
 
     @property
     def width(self) -> int:
-        """Rows of a prompt: one."""
+        """The number of rows of a prompt: one."""
         return 1
 
     @property
-    def told(self) -> tuple[tf.DType, ...]:
-        """Types of a token and its log probability."""
+    def result_types(self) -> tuple[tf.DType, ...]:
+        """The types of a token and its log probability."""
         return tf.int32, tf.float32
 
     def check(self, vocab_size: int, stop: Collection[int]) -> None:
-        """Any vocabulary will do."""
+        """Accepts any vocabulary."""
 
     def row(self, number: int, most: int, stop: Collection[int]) -> Sampled:
-        """A prompt that gets `most` tokens unless one of `stop` ends it."""
+        """Returns a prompt that gets `most` tokens unless one of `stop` ends it."""
         return Sampled(number, most, stop)
 
     def begin(self, logits: tf.Tensor, seeds: tf.Tensor, stop: Collection[int]) -> Choice:
-        """The first tokens, as all others."""
+        """Chooses the first tokens like all others."""
         return self.choose(logits, seeds, stop)
 
     def choose(self, logits: tf.Tensor, state: tf.Tensor, stop: Collection[int]) -> Choice:
-        """The next tokens, and seeds of those behind them; see `drawn`."""
+        """Chooses the next tokens, and returns seeds for those after them; see `drawn`."""
         ids, log_probs = self.drawn(logits, state)
         return Choice(ids, None, state + tf.constant([0, 1]), (ids, log_probs))
 
@@ -71,11 +71,11 @@ class Sampler:
 
         Args:
             logits: `[rows, vocab]` float32.
-            seeds: `[rows, 2]` int32: the same seed draws the same number, wherever the row is.
+            seeds: `[rows, 2]` int32; equal seeds draw equal numbers in any row.
 
         Returns:
-            The ids, `[rows]` int32, and their log probabilities under the model, `[rows]` float32:
-            neither temperature nor what may be drawn changes these.
+            The ids, `[rows]` int32, and their log probabilities under the model, `[rows]` float32,
+            independent of temperature, `top_k` and `top_p`.
         """
         log_probs = tf.nn.log_softmax(logits)
         if self.temperature:
@@ -96,21 +96,15 @@ class Sampler:
             seeds,
             fn_output_signature=tf.float32,
         )
-        # Rounding may put the number at the very end.
+        # Rounding may put the number beyond the last token.
         most = tf.math.count_nonzero(chances, -1, dtype=tf.int32) - 1
         reached = drawn[:, None] * ends[:, -1:]
-        at = tf.reduce_sum(tf.cast(ends <= reached, tf.int32), -1)
-        return tf.gather(ids, tf.minimum(at, most), batch_dims=1)
+        index = tf.reduce_sum(tf.cast(ends <= reached, tf.int32), -1)
+        return tf.gather(ids, tf.minimum(index, most), batch_dims=1)
 
 
 class Sampled:
-    """A prompt that is continued token by token.
-
-    Args:
-        number: of the prompt.
-        most: tokens to add.
-        stop: ids that end it before.
-    """
+    """A prompt that is continued token by token."""
 
     def __init__(self, number: int, most: int, stop: Collection[int]) -> None:
         self.number = number
@@ -120,12 +114,12 @@ class Sampled:
 
     @property
     def left(self) -> int:
-        """Tokens that may still be added."""
+        """The number of tokens that may still be added."""
         return self._most - len(self._tokens)
 
-    def take(self, *told: Any) -> Continuation | None:
-        """Takes a token and its log probability; returns the continuation if it is done."""
-        token, log_prob = told
+    def take(self, *results: Any) -> Continuation | None:
+        """Takes a token and its log probability; returns the continuation if it is complete."""
+        token, log_prob = results
         self._tokens.append(int(token))
         self._log_probs.append(float(log_prob))
         stopped = self._tokens[-1] in self._stop

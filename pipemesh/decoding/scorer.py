@@ -1,4 +1,4 @@
-"""What a model thinks of given texts: the log probability of every token."""
+"""Scores of given texts: the log probability of every token."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ from pipemesh.errors import DecodingError
 
 @dataclasses.dataclass(frozen=True)
 class ScoredText:
-    """A text and what the model thinks of it.
+    """A text and its log probabilities.
 
     Attributes:
-        number: of the text, from 0 on.
-        tokens: ids of all tokens but the first one, which nothing is said of.
-        log_probs: of each of them given those before it, natural logarithms.
+        number: the text's number, from 0 on.
+        tokens: the ids of all tokens but the first, which has no score.
+        log_probs: the log probability of each given those before it, natural logarithms.
+
+    Example:
+        >>> round(ScoredText(0, (5, 7), (-0.5, -1.5)).perplexity, 3)
+        2.718
     """
 
     number: int
@@ -30,17 +34,12 @@ class ScoredText:
 
     @property
     def log_prob(self) -> float:
-        """Of the whole text."""
+        """The log probability of the whole text."""
         return sum(self.log_probs)
 
     @property
     def perplexity(self) -> float:
-        """Of a token: 1 if all were certain.
-
-        Example:
-            >>> round(ScoredText(0, (5, 7), (-0.5, -1.5)).perplexity, 3)
-            2.718
-        """
+        """The perplexity per token: 1 if all were certain."""
         try:
             return math.exp(-self.log_prob / len(self.tokens))
         except OverflowError:
@@ -51,18 +50,18 @@ class Scorer:
     """Computes log probabilities of texts, several texts a row and several rows a batch.
 
     Args:
-        compute: gives minus the log probabilities `[rows, length]` of `labels`, of a batch of numpy
-            arrays of that shape: `ids`, `labels`, `segment_ids` (from 1; 0 for places that are
-            nobody's), `segment_pos`, all int32, and `weights` (1, or 0 for such places), float32.
-        rows: of a batch.
-        length: places a row.
+        compute: returns minus the log probabilities `[rows, length]` of `labels`, for a batch of
+            numpy arrays of that shape: `ids`, `labels`, `segment_ids` (from 1; 0 for padding),
+            `segment_pos`, all int32, and `weights` (1, or 0 for padding), float32.
+        rows: the rows of a batch.
+        length: the positions of a row.
         vocab_size: ids are below it.
 
     Example:
         >>> def certain(batch):
         ...     return tf.zeros_like(batch["weights"])
         >>> scorer = Scorer(certain, rows=1, length=4, vocab_size=9)
-        >>> [each.tokens for each in scorer.score([[1, 2], [1, 3, 4]])]
+        >>> [scored.tokens for scored in scorer.score([[1, 2], [1, 3, 4]])]
         [(2,), (3, 4)]
     """
 
@@ -82,10 +81,10 @@ class Scorer:
 
         Args:
             text: ids.
-            number: of the text, for errors.
+            number: the text's number, for errors.
 
         Raises:
-            DecodingError: it cannot.
+            DecodingError: it is too short or too long, or an id is not in the vocabulary.
         """
         length = self._shape[1]
         if len(text) < 2:
@@ -107,11 +106,13 @@ class Scorer:
         """Scores texts, in their order.
 
         Args:
-            texts: ids of each, of which the first is given and not scored.
+            texts: the ids of each; the first id is not scored.
+
+        Yields:
+            A `ScoredText` for each text.
 
         Raises:
-            DecodingError: one cannot be scored, or logits are not numbers; those before it may be
-                scored.
+            DecodingError: a text cannot be scored, or logits are NaN; earlier texts may be scored.
         """
         batch = _Batch(self._shape)
         for number, text in enumerate(texts):
@@ -126,19 +127,19 @@ class Scorer:
     def _scored(self, batch: _Batch) -> Iterator[ScoredText]:
         losses = np.asarray(self._compute(batch.arrays))
         for number, row, begin, text in batch.texts:
-            found = -losses[row, begin : begin + len(text) - 1]
-            check_numbers(found)
-            yield ScoredText(number, tuple(text[1:]), tuple(map(float, found)))
+            log_probs = -losses[row, begin : begin + len(text) - 1]
+            check_numbers(log_probs)
+            yield ScoredText(number, tuple(text[1:]), tuple(map(float, log_probs)))
 
 
 class _Batch:
-    """Rows that are filled with texts, each behind the one before."""
+    """Rows that are filled with texts, one after the other."""
 
     def __init__(self, shape: tuple[int, int]) -> None:
         names = ("ids", "labels", "segment_ids", "segment_pos")
         self.arrays: dict[str, Any] = {name: np.zeros(shape, np.int32) for name in names}
         self.arrays["weights"] = np.zeros(shape, np.float32)
-        # Number, row, place in it, and ids.
+        # Number, row, position in it, and ids.
         self.texts: list[tuple[int, int, int, list[int]]] = []
         self._shape, self._row, self._used = shape, 0, 0
 

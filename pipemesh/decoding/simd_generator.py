@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.backend.attach_gradient import no_gradients
+from pipemesh.backend.gradients import no_gradients
 from pipemesh.decoding.choice import Chooser
 from pipemesh.decoding.group import Group, rows_of
 from pipemesh.errors import DecodingError
@@ -19,21 +19,21 @@ from pipemesh.recurrent.circular.ring import Beat
 class SimdGenerator:
     """Computes tokens with a stack that was made with `lowering="simd"`.
 
-    What a `Generator` does, by one loop over ticks: at each of them every core applies its stage to
-    another group, and all choose the token of the group that has left the last stage.
+    Does the work of a `Generator` in one loop over ticks: at each tick every core applies its stage
+    to another group, and all choose the token of the group that has left the last stage.
 
     Args:
-        task: a task of lingvo with `DecodeArgs`.
+        task: a lingvo task with `DecodeArgs`.
         stack: its stack of stages.
         cluster: makes a context to call the task in.
-        length: places a row.
+        length: the positions of a row.
         chooser: chooses tokens.
         stop: ids that end a continuation.
 
     Attributes:
         chooser: chooses tokens.
         stop: ids that end a continuation.
-        multiple: what the prompts of a group are a multiple of.
+        multiple: the number that divides the prompts of a group.
     """
 
     def __init__(
@@ -55,24 +55,24 @@ class SimdGenerator:
     def begin(
         self, numbers: Sequence[int], prompts: Sequence[Any], before: Sequence[Group | None]
     ) -> list[tuple[Group, tuple[tf.Tensor, ...]]]:
-        """Reads prompts, and chooses the token behind each; see `Generator.begin`.
+        """Reads prompts, and chooses the token after each; see `Generator.begin`.
 
         Args:
-            numbers: of the groups.
+            numbers: the numbers of the groups.
             prompts: for each group ids, lengths and seeds.
-            before: the groups as they were; None for those that begin.
+            before: the previous groups; None for new ones.
 
         Returns:
-            For each group what it is now, and what its rows are told, prompts in front.
+            For each group its new state, and the results that its rows take, prompts in front.
 
         Raises:
-            DecodingError: prompts cannot be split as the batch is.
+            DecodingError: the layout's split of the batch does not divide the prompts.
         """
         rows = len(prompts[0][0])
         if rows % self.multiple:
             raise DecodingError(
                 f"a group of {rows} prompts cannot be split {self.multiple} ways, as the layout "
-                f"'{self._stack.simd.rules}' splits a batch; make that a multiple of it (--rows)"
+                f"'{self._stack.simd.rules}' splits a batch; give --rows as a multiple of it"
             )
         return self._begin(list(prompts), list(before))
 
@@ -82,11 +82,12 @@ class SimdGenerator:
         """Chooses tokens, one after the other; see `Generator.go_on`.
 
         Args:
-            groups: all of them.
-            steps: how many tokens.
+            groups: all groups.
+            steps: the number of tokens.
 
         Returns:
-            The groups, and for each what its rows are told, steps and then prompts in front.
+            The groups, and for each the results that its rows take, steps and then prompts in
+            front.
         """
         return self._go_on(list(groups), tf.convert_to_tensor(steps))
 
@@ -102,7 +103,7 @@ class SimdGenerator:
             _, rows, most = ids.shape
             places = tf.tile(tf.range(most)[None], [rows, 1])
             last = tf.maximum(lengths - 1, 0)
-            # Behind those of the groups there is a place for what counts for nothing.
+            # The last element is for results that are discarded.
             kept, logits = ring.run(
                 1,
                 lambda group, _: (ids[group], places, last[group]),
@@ -143,7 +144,7 @@ class SimdGenerator:
                 rows_of(new, after.state, before.state),
                 ring.merged(new, kept, before.kept),
             )
-        return after, choice.told
+        return after, choice.results
 
     def _go_on_groups(self, groups: list[Group], steps: tf.Tensor) -> Any:
         with self._cluster(), no_gradients():
@@ -155,9 +156,9 @@ class SimdGenerator:
             last = tf.zeros([rows], tf.int32)
 
             def now(group: tf.Tensor, state: Any) -> Any:
-                # A row that is done goes on until somebody looks; beyond its end it stays there.
-                at = tf.minimum(state[1][group], self._length - 1)
-                return state[0][group][:, None], at[:, None], last
+                # A complete row continues until the next check; it never moves beyond its end.
+                position = tf.minimum(state[1][group], self._length - 1)
+                return state[0][group][:, None], position[:, None], last
 
             def chosen(beat: Beat, leaves: tf.Tensor, logits: tf.Tensor, state: Any) -> Any:
                 tokens, places, states, arrays = state
@@ -171,14 +172,14 @@ class SimdGenerator:
                 index = tf.where(leaves, beat.turn * number + group, steps * number)
                 arrays = tuple(
                     array.write(index, value)
-                    for array, value in zip(arrays, choice.told, strict=True)
+                    for array, value in zip(arrays, choice.results, strict=True)
                 )
                 new = put(tokens, choice.ids), put(places, places[group] + 1)
                 return (*new, put(states, choice.state), arrays), choice.parents
 
             arrays = tuple(
                 tf.TensorArray(dtype, steps * number + 1, clear_after_read=False)
-                for dtype in self.chooser.told
+                for dtype in self.chooser.result_types
             )
             kept, (tokens, places, states, arrays) = ring.run(
                 steps,
@@ -190,8 +191,8 @@ class SimdGenerator:
                 (tokens, places, states, arrays),
             )
             after = [Group(tokens[i], places[i], states[i], kept[i]) for i in range(number)]
-            told = [
+            results = [
                 tuple(array.gather(tf.range(steps) * number + i) for array in arrays)
                 for i in range(number)
             ]
-            return after, told
+            return after, results

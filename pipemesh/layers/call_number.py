@@ -12,7 +12,7 @@ from typing import Any
 
 import lingvo.compat as tf
 
-from pipemesh.backend.active_tapes import outermost_tape
+from pipemesh.backend.gradients import outermost_tape
 from pipemesh.errors import PipelineError
 
 # What TensorFlow's `recompute_grad` calls its function in for the second time.

@@ -16,6 +16,7 @@ from pipemesh.layers.layer_names import places_of, random_names_of, scopes_of
 from pipemesh.layers.named import NamedLayer
 from pipemesh.layers.named.values import exported
 from pipemesh.layers.step_seed import name_in_task, step_of_call, whole_batch_randomness
+from pipemesh.randomness.scope import layer_aliases
 
 
 def to_tuple(value: Any) -> tuple[Any, ...]:
@@ -144,7 +145,7 @@ class FeatureExtractionLayer(base_layer.BaseLayer):
         stack = None if randomness.is_active() else name_in_task(self)
         with (
             whole_batch_randomness(step_of_call(self)),
-            randomness.layer_aliases(p.random_names, stack),
+            layer_aliases(p.random_names, stack),
         ):
             for name in self._names:
                 child = self.children[name]

@@ -15,7 +15,7 @@ import lingvo.compat as tf
 from lingvo.core import py_utils
 
 from pipemesh.checkpoint.conversion import convert
-from pipemesh.checkpoint.paths import is_pattern
+from pipemesh.checkpoint.files import is_pattern
 from pipemesh.checkpoint.tensors import names_of
 from pipemesh.errors import CheckpointError, PipelineError
 from pipemesh.layers.feature_extraction import FeatureExtractionLayer

@@ -11,6 +11,7 @@ from lingvo.core import py_utils
 
 from pipemesh import randomness
 from pipemesh.layers.call_number import number_of_call, recorded_calls
+from pipemesh.randomness.scope import Replay
 
 # Keys of random numbers hold the number of the call above the bits of the step.
 _STEP_BITS = 40
@@ -120,7 +121,7 @@ def _rematerialize(original: Any) -> Any:
     """Wraps `py_utils.RematerializeFn`: what is computed again draws the same numbers again."""
 
     def rematerialize(fn: Any, *xs: Any) -> Any:
-        replay, numbers = randomness.Replay(), []
+        replay, numbers = Replay(), []
 
         def call(*args: Any) -> Any:
             with replay.enter(args[len(xs) :]), recorded_calls(numbers):

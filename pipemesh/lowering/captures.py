@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
+from pipemesh.backend.gradients import variables_read
 from pipemesh.backend.operation_kinds import IDENTITIES, WITHOUT_GRADIENT
 from pipemesh.backend.operations import next_operation_number, operation_number
-from pipemesh.backend.tapes import variables_read
 from pipemesh.errors import GradientError, PipelineError, ShapeError
 from pipemesh.lowering.given import check_real
 from pipemesh.lowering.lowering import Lowering

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from pipemesh.backend.attach_gradient import attach_gradient
+from pipemesh.backend.gradients import attach_gradient, unrecorded
 from pipemesh.backend.static_shape import static_sizes
-from pipemesh.backend.tapes import unrecorded
 from pipemesh.lowering.lowering import Slices
 from pipemesh.mesh import TensorLayout
 

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from pipemesh.errors import ShapeError
-from pipemesh.randomness.philox import RawDraw, draw_block
+from pipemesh.randomness.draws import RawDraw, draw_block
 
 # How many random numbers are drawn at once, so that no device holds much more than its slice.
 MOST_DRAWN = 1 << 22

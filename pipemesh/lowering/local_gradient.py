@@ -8,8 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.backend.attach_gradient import attach_gradient
-from pipemesh.backend.tapes import is_recorded_twice, unrecorded
+from pipemesh.backend.gradients import attach_gradient, is_recorded_twice, unrecorded
 from pipemesh.lowering.captures import call_local
 
 

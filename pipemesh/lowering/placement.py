@@ -9,11 +9,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.backend import nccl
-from pipemesh.backend.attach_gradient import attach_gradient
+from pipemesh.backend import collectives
 from pipemesh.backend.devices import check_devices_exist
-from pipemesh.backend.sums import sum_in_order
-from pipemesh.backend.tapes import unrecorded
+from pipemesh.backend.gradients import attach_gradient, unrecorded
+from pipemesh.backend.operations import sum_in_order
 from pipemesh.errors import DeviceError
 from pipemesh.lowering.given import whole_tensor
 from pipemesh.lowering.local_gradient import local_gradient
@@ -194,8 +193,8 @@ class PlacementLowering(Lowering):
         results = list(x)
         for group in self.mesh.groups(axes):
             tensors, devices = [x[i] for i in group], [self.devices[i] for i in group]
-            if nccl.can_reduce(tensors, devices):
-                reduced = nccl.all_reduce(tensors, devices, op)
+            if collectives.can_use_nccl(tensors, devices):
+                reduced = collectives.nccl_all_reduce(tensors, devices, op)
             else:
                 reduced = tree(tensors, devices, op)
             for i, tensor in zip(group, reduced, strict=True):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from pipemesh.backend.nested_type import in_loop_check, nested_type
+from pipemesh.backend.structure import in_loop_check, nested_type
 from pipemesh.errors import ShapeError
 from pipemesh.lowering.given import check_real
 from pipemesh.lowering.lowering import Lowering, Slices

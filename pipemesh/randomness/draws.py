@@ -1,15 +1,17 @@
-"""Draws the slice of the whole batch's random numbers that belongs to a microbatch."""
+"""Draws of the part of the whole batch's random numbers that belongs to a microbatch."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from pipemesh.backend.operations import mark
+from pipemesh.backend.graphs import operations_within
+from pipemesh.backend.operation_kinds import DRAWS_WITH_STATE, DRAWS_WITHOUT_STATE
+from pipemesh.backend.operations import is_marked, mark
 from pipemesh.backend.static_shape import static_vector
 from pipemesh.errors import PipelineError
 from pipemesh.randomness.scope import (
@@ -20,50 +22,36 @@ from pipemesh.randomness.scope import (
     scopes,
 )
 
-# TensorFlow's number for the generator, and the 32-bit values that one step of its counter yields.
+# TensorFlow's number of the generator, and the number of 32-bit values per step of its counter.
 PHILOX = 1
 _GROUP = 4
-# Says of an operation in a graph that the numbers it draws are those of the plan.
+# The attribute of operations in a graph whose draws do not depend on the plan.
 KEYED = "_pipemesh_keyed"
 
 
 class Share(NamedTuple):
-    """Which part of the whole batch's draw a microbatch gets.
+    """The part of the whole batch's draw that a microbatch gets."""
 
-    The microbatch's numbers, viewed as `[left, mine, right]`, are those of the whole batch, viewed
-    as `[left, num_microbatches * mine, right]`, from `mine * microbatch` on in the middle.
-
-    Attributes:
-        whole: the sizes of the whole batch's draw.
-        left: product of the sizes before the batch, those folded into its dim included.
-        mine: the examples of the microbatch.
-        right: product of the sizes behind.
-        position: of the microbatch.
-    """
-
+    # The microbatch's numbers, viewed as `[left, examples, right]`, are those of the whole batch,
+    # viewed as `[left, num_microbatches * examples, right]`, from `examples * microbatch` on in the
+    # middle.
     whole: tuple[int, ...]
+    # The product of the sizes before the batch, including those folded into its dim.
     left: int
-    mine: int
+    examples: int
     right: int
     position: Position
 
 
 def note_draw(sizes: tuple[int, ...]) -> str:
-    """Notes a draw in the scope; to be called once for each.
-
-    Args:
-        sizes: of the tensor that is drawn.
-
-    Returns:
-        Its name.
-    """
+    """Notes a draw in the scope and returns its name; call it once for each draw."""
     scope = scopes.stack[-1]
     if scope.is_gradient and sizes:
         raise PipelineError(
-            f"random numbers of shape {sizes} are drawn while gradients are computed. If a layer "
-            "computes its activations again (tf.recompute_grad), leave that to the pipeline "
-            "(remat): what is drawn again would not be what was drawn before. If its gradient is "
-            "random itself, draw the numbers before and pass them in"
+            f"random numbers of shape {sizes} are drawn while gradients are computed, and would "
+            "differ from those of the forward pass. If a layer recomputes its activations "
+            "(tf.recompute_grad), leave that to the pipeline (remat). If its gradient is random, "
+            "draw the numbers in the forward pass and pass them in"
         )
     name = next_draw(scope)
     scope.drawn[name] = WholeDraw(sizes)
@@ -72,13 +60,7 @@ def note_draw(sizes: tuple[int, ...]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class SliceOfDraw:
-    """Which part of the whole sequences' draw a slice of the sequences gets.
-
-    Attributes:
-        dim: along which it lies.
-        sizes: those of the draw for whole sequences.
-        begin: int64 scalar, where it begins along `dim`.
-    """
+    """The part of the whole sequences' draw for a slice: its dim, the whole sizes, its begin."""
 
     dim: int
     sizes: tuple[int, ...]
@@ -86,19 +68,10 @@ class SliceOfDraw:
 
 
 def slice_of_draw(name: str, sizes: tuple[int, ...]) -> SliceOfDraw | None:
-    """Finds the part of the whole sequences' draw that a draw is.
-
-    Args:
-        name: from `note_draw`.
-        sizes: of the draw.
-
-    Returns:
-        None if it is the same for all slices, or sequences are whole.
-
-    Raises:
-        NeedWholeDraws: it is not known yet what is drawn for whole sequences.
-        PipelineError: the draw cannot be cut into slices.
+    """Returns the part of the whole sequences' draw that a draw is, None if it is equal for all
+    slices.
     """
+    # Raises `NeedWholeDraws` while the draws of whole sequences are unknown.
     scope = scopes.stack[-1]
     position = scope.position
     if position is None or position.slice is None or not sizes:
@@ -121,58 +94,47 @@ def slice_of_draw(name: str, sizes: tuple[int, ...]) -> SliceOfDraw | None:
             f"layer {scope.layer!r} draws a random tensor of shape {sizes} for a slice of the "
             f"sequences and {whole} for whole ones; one dim may differ, and is the {size} "
             f"positions of a slice, of which there are {count}. Draw in a shape where the "
-            "sequence is a dim of its own (before that dim is reshaped), or give a schedule "
-            "without slices"
+            "sequence is a separate dim (before that dim is reshaped), or give a schedule without "
+            "slices"
         )
     return SliceOfDraw(dims[0], whole, position.slice * size)
 
 
 def share_of_draw(
-    name: str, sizes: tuple[int, ...], mine: SliceOfDraw | None = None
+    name: str, sizes: tuple[int, ...], sequence_slice: SliceOfDraw | None = None
 ) -> Share | None:
-    """Finds the part of the whole batch's draw that a draw is.
-
-    Args:
-        name: from `note_draw`.
-        sizes: of the draw.
-        mine: which part of the whole sequences' draw it is. Then the share is that of the
-            microbatch's whole sequences.
-
-    Returns:
-        None if the draw is that of the whole batch.
-
-    Raises:
-        NeedWholeDraws: it is not known yet what the whole batch draws.
-        PipelineError: the draw cannot be cut into microbatches.
-    """
+    """Returns the part of the whole batch's draw that a draw is, None if it is all of it."""
+    # With a `sequence_slice` the share is that of the microbatch's whole sequences. Raises
+    # `NeedWholeDraws` while the draws of the whole batch are unknown.
     scope = scopes.stack[-1]
     position = scope.position
     if position is None or position.num_microbatches == 1 or not sizes:
         return None
     if position.whole is None:
         raise NeedWholeDraws
-    if name not in position.whole.of:
+    if name not in position.whole.by_name:
         raise PipelineError(
             f"layer {scope.layer!r} draws more random tensors for a microbatch than for the whole "
             "batch; the number of draws must not depend on the batch size"
         )
-    whole = position.whole.of[name].sizes
+    whole = position.whole.by_name[name].sizes
     if whole == sizes:
         return None
     dim = _batch_dim(sizes, whole, position, scope.layer)
-    if mine is not None:
-        if mine.dim == dim:
+    if sequence_slice is not None:
+        if sequence_slice.dim == dim:
             raise PipelineError(
                 f"layer {scope.layer!r} draws a random tensor of shape {sizes}, in whose dim {dim} "
                 "examples and positions of sequences are folded into one; draw in a shape where "
-                "each is a dim of its own, or give a schedule without slices"
+                "each is a separate dim, or give a schedule without slices"
             )
-        whole = (*whole[: mine.dim], mine.sizes[mine.dim], *whole[mine.dim + 1 :])
-        sizes = mine.sizes
+        cut = sequence_slice.dim
+        whole = (*whole[:cut], sequence_slice.sizes[cut], *whole[cut + 1 :])
+        sizes = sequence_slice.sizes
     size, examples = sizes[dim], position.microbatch_size
     left, right = math.prod(sizes[:dim]), math.prod(sizes[dim + 1 :])
     if examples % size == 0:
-        # An element for each example, or for several neighbours.
+        # An element for each example, or for several adjacent ones.
         return Share(whole, left, size, right, position)
     if size % examples:
         raise _cannot_cut(sizes, whole, position, scope.layer)
@@ -200,30 +162,21 @@ def _cannot_cut(
     return PipelineError(
         f"layer {layer!r} draws a random tensor of shape {sizes} for a microbatch and {whole} for "
         f"the whole batch; one dim may differ, by the factor {position.num_microbatches} (the "
-        f"number of microbatches), and is a multiple of the {position.microbatch_size} examples of "
-        "a microbatch or divides them"
+        f"number of microbatches), and must be a multiple or a divisor of the "
+        f"{position.microbatch_size} examples of a microbatch. Draw in a shape with a batch dim"
     )
 
 
 def draw(
     shape: Any, key: Any, counter: Any, grouped: bool, call: Callable[[Any, Any, Any], Any]
 ) -> tf.Tensor:
-    """Draws the slice of the whole batch's numbers that belongs to the scope.
-
-    Args:
-        shape: of the draw.
-        key: of the generator.
-        counter: of the generator, where the whole batch's draw begins.
-        grouped: whether each number takes one of the 32-bit values that the generator counts.
-        call: draws; it takes shape, key and counter.
-
-    Raises:
-        PipelineError: the draw cannot be cut into microbatches.
-    """
+    """Draws the slice of the whole batch's numbers that belongs to the scope."""
+    # `counter` is where the whole batch's draw begins; `grouped` says whether each number takes one
+    # of the 32-bit values that the generator counts; `call` draws from shape, key and counter.
     scope = scopes.stack[-1]
     if scope.position is None:
-        # The whole batch: exactly what TensorFlow draws, dynamic shapes included. Static ones
-        # are noted for the microbatches to look up.
+        # The whole batch: exactly TensorFlow's draw, dynamic shapes included. Static shapes are
+        # noted for the microbatches.
         value = static_vector(shape)
         sizes = () if value is None else tuple(int(size) for size in value)
         name = note_draw(sizes)
@@ -233,14 +186,16 @@ def draw(
         return numbers
     micro = _static_shape(shape)
     name = note_draw(micro)
-    mine = slice_of_draw(name, micro)
-    share = share_of_draw(name, micro, mine)
-    if mine is None:
+    sequence_slice = slice_of_draw(name, micro)
+    share = share_of_draw(name, micro, sequence_slice)
+    if sequence_slice is None:
         if share is None:
             return keyed(call(shape, key, counter))
         return _drawn(share, micro, key, counter, grouped, call)
-    numbers = _drawn(share, mine.sizes, key, counter, grouped, call)
-    begin = tf.one_hot(mine.dim, len(micro), mine.begin, tf.constant(0, tf.int64))
+    numbers = _drawn(share, sequence_slice.sizes, key, counter, grouped, call)
+    begin = tf.one_hot(
+        sequence_slice.dim, len(micro), sequence_slice.begin, tf.constant(0, tf.int64)
+    )
     return tf.slice(numbers, begin, tf.constant(micro, tf.int64))
 
 
@@ -252,11 +207,11 @@ def _drawn(
     grouped: bool,
     call: Callable[[Any, Any, Any], Any],
 ) -> tf.Tensor:
-    """A microbatch's numbers, of sizes `micro`."""
+    """Draws a microbatch's numbers, of sizes `micro`."""
     if share is None:
         return keyed(call(tf.constant(micro), key, counter))
-    whole, left, mine, right, position = share
-    block = mine * right
+    whole, left, examples, right, position = share
+    block = examples * right
     if left == 1 and grouped:
         start = position.microbatch * block
         counter = advance_counter(counter, start // _GROUP)
@@ -264,14 +219,14 @@ def _drawn(
             return keyed(call(tf.constant(micro), key, counter))
         numbers = keyed(call(tf.constant([block + _GROUP - 1]), key, counter))
         return tf.reshape(tf.slice(numbers, [tf.math.floormod(start, _GROUP)], [block]), micro)
-    # The slice is not one run of elements: draw the whole batch's numbers and take it out.
+    # The slice is not contiguous: draw the whole batch's numbers and cut it out.
     numbers = keyed(call(tf.constant(whole), key, counter))
     rows = tf.reshape(numbers, [left, position.num_microbatches, block])
     return tf.reshape(tf.gather(rows, position.microbatch, axis=1), micro)
 
 
 def keyed(numbers: tf.Tensor) -> tf.Tensor:
-    """Marks the operation that draws as one whose numbers are those of the plan."""
+    """Marks the drawing operation as one whose numbers do not depend on the plan."""
     if tf.is_symbolic_tensor(numbers):
         mark(numbers.op, KEYED)
     return numbers
@@ -284,19 +239,115 @@ def _static_shape(shape: Any) -> tuple[int, ...]:
         raise PipelineError(
             f"layer {scopes.stack[-1].layer!r} draws random numbers of a shape that is not known "
             f"before the step runs ({partial}). Give the pipeline's inputs static shapes; if they "
-            "have, set the shape that the layer loses (set_shape)"
+            "have them, set the shape that the layer loses (set_shape)"
         )
     return tuple(int(size) for size in value)
 
 
 def advance_counter(counter: Any, steps: Any) -> tf.Tensor:
-    """A counter of Philox further on.
-
-    Args:
-        counter: the 128 bits, as two of 64.
-        steps: int64 scalar, not negative.
-    """
+    """Returns a Philox counter, two 64-bit halves, advanced by an int64 number of steps."""
     low, high = counter[0], counter[1]
     moved = low + tf.cast(steps, tf.uint64)
     carry = tf.cast(moved < low, tf.uint64)
     return tf.stack([moved, high + carry])
+
+
+# One of the generated operations `StatelessRandom...V2`, called with keywords.
+RawDraw = Callable[..., Any]
+
+
+def draw_block(
+    raw: RawDraw,
+    sizes: Sequence[int],
+    begin: Sequence[tf.Tensor | int],
+    block: Sequence[int],
+    seed: tf.Tensor,
+    dtype: tf.DType,
+) -> tf.Tensor:
+    """Draws a block of the random tensor that `raw` would draw as a whole."""
+    # If only leading dims are cut, no other numbers are computed: Philox counts groups of numbers,
+    # so a draw can start anywhere (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3",
+    # 2011). Of the dims behind, all numbers are drawn and the block is cut out.
+    key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
+
+    def draw(shape: Sequence[int], first: tf.Tensor) -> tf.Tensor:
+        return keyed(
+            raw(
+                shape=tf.constant(shape, tf.int32, shape=[len(shape)]),
+                key=key,
+                counter=first,
+                alg=PHILOX,
+                dtype=dtype,
+            )
+        )
+
+    if math.prod(block) == 0:
+        return tf.zeros(block, dtype)
+    if list(sizes) == list(block):
+        return draw(sizes, counter)
+    # Leading dims: up to the first in which the block has more than one element.
+    lead = next((i for i, size in enumerate(block) if size > 1), len(block) - 1) + 1
+    # A count yields 128 bits, and a number takes at least 32 of them.
+    group = 16 // max(4, dtype.size)
+    begin = [_known(at) for at in begin]
+    strides = [math.prod(sizes[i + 1 :]) for i in range(lead)]
+    drawn = [*block[:lead], *sizes[lead:]]
+    if all(isinstance(at, int) or s % group == 0 for at, s in zip(begin, strides, strict=False)):
+        # The offset of the block in a group is known statically, and mostly 0.
+        fixed = sum(at * s for at, s in zip(begin, strides, strict=False) if isinstance(at, int))
+        moved = [
+            tf.cast(at, tf.int64) * (s // group)
+            for at, s in zip(begin, strides, strict=False)
+            if not isinstance(at, int)
+        ]
+        steps, skipped = divmod(fixed, group)
+        if steps:
+            moved.append(tf.constant(steps, tf.int64))
+        first = advance_counter(counter, tf.add_n(moved)) if moved else counter
+    else:
+        start = sum(tf.cast(at, tf.int64) * s for at, s in zip(begin, strides, strict=False))
+        first, skipped = advance_counter(counter, start // group), tf.math.floormod(start, group)
+    if isinstance(skipped, int) and skipped == 0:
+        numbers = draw(drawn, first)
+    else:
+        run = math.prod(drawn)
+        numbers = draw([run + group - 1], first)
+        numbers = tf.reshape(tf.slice(numbers, [skipped], [run]), drawn)
+    if drawn == list(block):
+        return numbers
+    return tf.slice(numbers, [*[0] * lead, *begin[lead:]], block)
+
+
+def _known(at: tf.Tensor | int) -> tf.Tensor | int:
+    """Returns a static number as a Python int, any other one unchanged."""
+    value = at if isinstance(at, int) else tf.get_static_value(at)
+    return at if value is None else int(value)
+
+
+def check_no_draw_escaped(graph: tf.Graph, stage: str, num_microbatches: int) -> None:
+    """Raises an error if a traced stage draws random numbers that depend on the plan."""
+    # Such draws are in functions traced outside the scope that cannot be traced again (a
+    # `ConcreteFunction`, a function of a SavedModel), or come from `tf.raw_ops`.
+    uncontrolled = (
+        DRAWS_WITH_STATE | DRAWS_WITHOUT_STATE if num_microbatches > 1 else DRAWS_WITH_STATE
+    )
+    for inside, operation in operations_within(graph):
+        if operation.type not in uncontrolled or is_marked(operation, KEYED):
+            continue
+        if not inside:
+            place, advice = "", "call the function of tf.random instead of tf.raw_ops"
+        else:
+            place = f" in the function {inside[-1]!r}, which was traced outside the pipeline,"
+            advice = (
+                "call the tf.function itself instead of a ConcreteFunction of it or of a SavedModel"
+            )
+        consequence = (
+            "would differ when the stage is recomputed"
+            if operation.type in DRAWS_WITH_STATE
+            else "would be the same for every microbatch"
+        )
+        raise PipelineError(
+            f"stage {stage!r} draws random numbers by {operation.name!r}, a {operation.type} "
+            f"operation{place} that the pipeline does not control: they {consequence}; {advice}, "
+            "or pass the numbers in as an input"
+        )

@@ -1,7 +1,7 @@
 """Dispatchers in front of all random operations of TensorFlow.
 
 Stateless operations keep their key; only the counter moves to the slice's first element. Stateful
-ones become stateless. Outside of a scope nothing changes.
+operations become stateless. Outside a scope nothing changes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from pipemesh.randomness.candidates import (
     unigram_weights,
 )
 from pipemesh.randomness.draws import PHILOX, draw
-from pipemesh.randomness.eager_loops import install_eager_loops
-from pipemesh.randomness.retracing import install_retracing
+from pipemesh.randomness.retracing import install_eager_loops, install_retracing
 from pipemesh.randomness.scope import draw_seed, refuse_slicewise, scopes
 
-# What TensorFlow calls the algorithm that it chooses itself.
+# TensorFlow's number for an algorithm of its choice.
 _AUTO = 3
 
 
@@ -37,7 +36,7 @@ def _stateless(original: Callable[..., Any], grouped_dtypes: bool) -> Callable[.
         refuse_slicewise(original.__name__)
         if not scopes.stack:
             return original(shape, key, counter, alg, *rest, **kwargs)
-        # What "auto" picks may differ between devices; Philox exists on all of them.
+        # The automatic choice may differ between devices; Philox exists on all of them.
         algorithm = PHILOX if isinstance(alg, int) and alg == _AUTO else alg
         is_philox = isinstance(algorithm, int) and algorithm == PHILOX
         return draw(
@@ -52,7 +51,7 @@ def _stateless(original: Callable[..., Any], grouped_dtypes: bool) -> Callable[.
 
 
 def _is_32_bit(rest: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a generated number takes one 32-bit value; 64-bit types take two."""
+    """Returns whether a number takes one 32-bit value of the generator; 64-bit types take two."""
     dtype = kwargs.get("dtype", rest[0] if rest else None)
     if dtype is None:
         dtype = kwargs["minval"]
@@ -62,7 +61,7 @@ def _is_32_bit(rest: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _stateful(original: Callable[..., Any], stateless: str) -> Callable[..., Any]:
-    """Wraps `f(shape, dtype or bounds, seed, seed2, name)` to the stateless operation."""
+    """Wraps `f(shape, dtype or bounds, seed, seed2, name)` to call the stateless operation."""
 
     def dispatch(shape: Any, *rest: Any, seed: int = 0, seed2: int = 0, name: Any = None) -> Any:
         refuse_slicewise(original.__name__)
@@ -106,14 +105,14 @@ def _sampler(original: Callable[..., Any], weights: Callable[..., Any]) -> Calla
         seed: int = 0,
         seed2: int = 0,
         name: Any = None,
-        **of_weights: Any,
+        **weight_options: Any,
     ) -> Any:
         if not scopes.stack:
             arguments = (true_classes, num_true, num_sampled, unique, range_max)
-            return original(*arguments, seed=seed, seed2=seed2, name=name, **of_weights)
+            return original(*arguments, seed=seed, seed2=seed2, name=name, **weight_options)
         with tf.name_scope(name or original.__name__):
             return candidates(
-                weights(range_max, **of_weights),
+                weights(range_max, **weight_options),
                 true_classes,
                 num_sampled,
                 unique,
@@ -132,7 +131,7 @@ def _learned_sampler(original: Callable[..., Any]) -> Callable[..., Any]:
         if scopes.stack:
             raise PipelineError(
                 f"layer {scopes.stack[-1].layer!r} calls {original.__name__!r}, which learns what "
-                "to sample from each call, so a training cannot be repeated or go on; use "
+                "to sample from each call, so a run cannot be repeated or resumed; use "
                 "tf.random.log_uniform_candidate_sampler or fixed_unigram_candidate_sampler"
             )
         return original(*args, **kwargs)
@@ -141,12 +140,12 @@ def _learned_sampler(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _seeds_without_counting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `get_seed`, which else numbers unseeded operations by the order of tracing."""
+    """Wraps `get_seed`, which otherwise numbers unseeded operations by the order of tracing."""
 
     def dispatch(op_seed: int | None) -> Any:
         if not scopes.stack:
             return original(op_seed)
-        # Seeded, so that nothing is counted; whether a seed was given stays in the second one.
+        # Seeded, so that nothing is counted; the second seed still says whether a seed was given.
         graph_seed, _ = original(0 if op_seed is None else op_seed)
         return graph_seed, op_seed or 0
 
@@ -182,7 +181,7 @@ _UNCUTTABLE_STATELESS = (
     "stateless_random_gamma_v3",
     "stateless_shuffle",
 )
-# By what makes the weights of their classes.
+# With the function that computes the weights of their classes.
 _SAMPLERS = {
     "uniform_candidate_sampler": uniform_weights,
     "log_uniform_candidate_sampler": log_uniform_weights,
@@ -197,7 +196,7 @@ _installed = False
 
 
 def install() -> None:
-    """Puts the dispatchers in place, once; without a scope they change nothing."""
+    """Installs the dispatchers once; they change nothing outside a scope."""
     global _installed
     with _install_lock:
         if _installed:

@@ -1,4 +1,4 @@
-"""The scopes that say what random numbers belong to: step, layer, loop, and part of the batch."""
+"""The scopes that key random numbers: step, layer, loop, and part of the batch."""
 
 from __future__ import annotations
 
@@ -11,23 +11,19 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from pipemesh.backend.functions import surrounding_graphs
+from pipemesh.backend.graphs import is_in_old_loop, loop_counter, surrounding_graphs
 from pipemesh.backend.labels import label_scope
-from pipemesh.backend.tracing import is_in_old_loop, loop_counter
 from pipemesh.errors import LayoutError, PipelineError
 
 
 class NeedWholeDraws(Exception):
-    """A microbatch draws random numbers, but what the whole batch draws is not known yet."""
+    """A microbatch draws random numbers before the draws of the whole batch are known."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WholeDraw:
-    """A draw of the whole batch.
-
-    Attributes:
-        sizes: of the whole tensor.
-        parts: the tensors in a graph that it consists of, each with the place of its first element.
+    """A draw of the whole batch: its sizes, and its tensors with the index of their
+    first element.
     """
 
     sizes: tuple[int, ...]
@@ -36,55 +32,39 @@ class WholeDraw:
 
 @dataclasses.dataclass(frozen=True)
 class WholeDraws:
-    """What a stage draws for the whole batch.
+    """The draws of a stage for the whole batch."""
 
-    Attributes:
-        of: the draws by name: the layer, and which of its draws it is.
-        before: tells of the draw `name`, in whose dim `dim` other dims are folded into the
-            batch's, how many of their elements come before the batch; the others, of `folded` in
-            all, come behind. It raises a PipelineError if that is not known.
-        of_sequences: where sequences are cut into slices, the draws for a microbatch's whole
-            sequences; those in `of` are then for a slice of each of the whole batch's.
-    """
-
-    of: Mapping[str, WholeDraw]
+    # By name: the layer, and the number of its draw.
+    by_name: Mapping[str, WholeDraw]
+    # Takes name, batch dim and the number of elements folded into it; returns how many of these
+    # come before the batch, the others come behind. Raises a PipelineError if that is unknown.
     before: Callable[[str, int, int], int]
+    # If sequences are sliced, the draws for a microbatch's whole sequences; those in `by_name` are
+    # then for a slice of each of the whole batch's.
     of_sequences: Mapping[str, WholeDraw] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """Where a microbatch lies in the whole batch.
+    """The position of a microbatch in the whole batch."""
 
-    Attributes:
-        microbatch: int64 scalar, the index of the microbatch.
-        num_microbatches: how many microbatches the whole batch has.
-        microbatch_size: how many examples a microbatch has.
-        whole: what the stage draws for the whole batch; None if that is not known yet (then a
-            draw raises `NeedWholeDraws`).
-        num_slices: into how many slices its sequences are cut.
-        slice_size: how many positions each has.
-        slice: int64 scalar, the index of one of them; None for whole sequences.
-    """
-
+    # int64 scalar, the index of the microbatch.
     microbatch: tf.Tensor
     num_microbatches: int
+    # The number of examples.
     microbatch_size: int
+    # None if unknown yet: then a draw raises `NeedWholeDraws`.
     whole: WholeDraws | None
     num_slices: int = 1
+    # The number of sequence positions of a slice.
     slice_size: int = 0
+    # int64 scalar, the index of the slice; None for whole sequences.
     slice: tf.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpan:
-    """The operations that a layer has added to its graph.
-
-    Attributes:
-        layer: name of the layer.
-        begin: number of operations before it.
-        end: number of operations after it.
-    """
+    """The operations that a layer has added to its graph: their numbers from `begin` to `end`."""
 
     layer: str
     begin: int
@@ -92,34 +72,34 @@ class LayerSpan:
 
 
 class Numbers(NamedTuple):
-    """How many keys and draws each layer had: all that tracing a function changes in a scope."""
+    """The number of keys and draws of each layer, which tracing a function changes."""
 
     keys: dict[str, int]
     draws: dict[str, int]
 
     def copied(self) -> Numbers:
-        """The same numbers, which go on by themselves."""
+        """Returns an independent copy."""
         return Numbers(dict(self.keys), dict(self.draws))
 
 
 @dataclasses.dataclass
 class Scope:
-    """What `plan_free_randomness` was entered with, and what has been drawn inside."""
+    """The arguments of a `plan_free_randomness`, and the draws inside."""
 
     step: tf.Tensor | None
     position: Position | None
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     stack: str = ""
     layer: str = ""
-    # The names of the layers that a call stands for, where it is one of several.
+    # The names of the layers, where one call stands for several.
     alike: tuple[str, ...] = ()
     iterations: tuple[tf.Tensor, ...] = ()
-    # Of the eager `tf.while_loop`s that run, how often each has turned.
+    # The iteration of each running eager `tf.while_loop`.
     turns: tuple[int, ...] = ()
     numbers: Numbers = dataclasses.field(default_factory=lambda: Numbers({}, {}))
     drawn: dict[str, WholeDraw] = dataclasses.field(default_factory=dict)
     spans: list[LayerSpan] = dataclasses.field(default_factory=list)
-    # What computes a gradient may only draw what was drawn before.
+    # Gradients may only repeat earlier draws.
     is_gradient: bool = False
     graph: Any = dataclasses.field(
         default_factory=lambda: None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
@@ -128,14 +108,12 @@ class Scope:
 
 @dataclasses.dataclass(frozen=True)
 class Slicewise:
-    """Inside, each processor computes with a slice of its own.
+    """A scope in which each processor computes on its own slice, and TensorFlow may not draw."""
 
-    Attributes:
-        refusal: why an operation of TensorFlow may not draw here.
-        draw: draws a tensor with named dims, `draw(shape, seed, dtype, raw)`; None if none can be.
-    """
-
+    # Why an operation of TensorFlow may not draw here.
     refusal: str
+    # Draws a tensor with named dims, `draw(shape, seed, dtype, raw)`; None if that is not
+    # supported.
     draw: Callable[..., Any] | None = None
 
 
@@ -143,12 +121,12 @@ class _Scopes(threading.local):
     def __init__(self) -> None:
         self.stack: list[Scope] = []
         self.slicewise: list[Slicewise] = []
-        # Calls of functions that are being traced, see `retracing`.
+        # Calls of functions that are being traced; see `retracing`.
         self.calls: list[Any] = []
 
 
 scopes = _Scopes()
-"""The scopes that are entered in this thread."""
+"""The scopes that this thread has entered."""
 
 
 @contextlib.contextmanager
@@ -169,13 +147,9 @@ def refuse_slicewise(operation: str) -> None:
 
 @contextlib.contextmanager
 def layer_aliases(aliases: Mapping[str, str], stack: str | None = None) -> Iterator[None]:
-    """Gives layers inside other names, where two layers of a stack share one.
-
-    Args:
-        aliases: the names.
-        stack: name of the stack itself, which tells layers of one name in two stacks apart; None
-            leaves it as it is.
-    """
+    """Renames layers inside, where two layers of a stack share a name."""
+    # `stack` names the stack itself, which distinguishes equal names in two stacks; None keeps its
+    # name.
     scope = scopes.stack[-1]
     saved = scope.aliases, scope.stack
     scope.aliases, scope.stack = aliases, scope.stack if stack is None else stack
@@ -187,10 +161,13 @@ def layer_aliases(aliases: Mapping[str, str], stack: str | None = None) -> Itera
 
 @contextlib.contextmanager
 def layer_scope(name: str) -> Iterator[None]:
-    """Draws inside belong to a layer. Does nothing outside of `plan_free_randomness`.
+    """Makes draws inside belong to a layer; does nothing outside `plan_free_randomness`.
 
     Args:
-        name: of the layer; scopes nest, and their names are joined by `/`.
+        name: the layer's name; scopes nest, and their names are joined by `/`.
+
+    Yields:
+        None.
 
     Example:
         >>> import tensorflow as tf
@@ -219,22 +196,8 @@ def layer_scope(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def alike_layers_scope(names: Sequence[str]) -> Iterator[None]:
-    """Draws inside belong to several layers at once, of which each processor computes another.
-
-    `draw_seed` returns a row for each: what it would return in the `layer_scope` of its name.
-
-    Args:
-        names: of the layers, the outermost ones of their scopes.
-
-    Example:
-        >>> import tensorflow as tf
-        >>> from pipemesh.randomness import draw_seed, layer_scope, plan_free_randomness
-        >>> with plan_free_randomness(tf.constant(7, tf.int64)), alike_layers_scope(["a", "b"]):
-        ...     rows = draw_seed()
-        >>> with plan_free_randomness(tf.constant(7, tf.int64)), layer_scope("b"):
-        ...     bool(tf.reduce_all(draw_seed() == rows[1]))
-        True
-    """
+    """Makes draws inside belong to several layers at once, one on each processor."""
+    # `draw_seed` then returns a row for each layer: its result in the `layer_scope` of that name.
     scope = scopes.stack[-1]
     with layer_scope(names[0]):
         scope.alike = tuple(scope.aliases.get(name, name) for name in names)
@@ -245,12 +208,12 @@ def alike_layers_scope(names: Sequence[str]) -> Iterator[None]:
 
 
 def layer_spans() -> list[LayerSpan]:
-    """What the outermost layer scopes of this randomness have added to the graph, in order."""
+    """Returns the spans that the outermost layer scopes have added to the graph, in order."""
     return list(scopes.stack[-1].spans)
 
 
 def _num_operations(scope: Scope) -> int | None:
-    """How many operations the graph of the scope has; None inside of a function of its own."""
+    """Returns the number of operations in the scope's graph, None inside an inner function."""
     if tf.executing_eagerly():
         return 0
     graph = tf.compat.v1.get_default_graph()
@@ -259,15 +222,25 @@ def _num_operations(scope: Scope) -> int | None:
 
 @contextlib.contextmanager
 def loop_scope(iteration: tf.Tensor) -> Iterator[list[tf.Tensor]]:
-    """Draws inside depend on the iteration of a loop, and on which loop it is.
+    """Makes draws inside depend on a loop and its iteration; does nothing outside randomness.
 
-    To be entered once, where the loop's body is traced. Does nothing outside randomness.
+    Enter it once, where the loop's body is traced.
 
     Args:
         iteration: int64 scalar.
 
     Yields:
-        The tensors from outside of the body that draws depend on.
+        The tensors outside the body that draws depend on.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> def drawn(iteration):
+        ...     with plan_free_randomness(tf.constant(7, tf.int64)):
+        ...         with loop_scope(tf.constant(iteration, tf.int64)):
+        ...             return float(tf.random.uniform([]))
+        >>> from pipemesh.randomness import loop_scope, plan_free_randomness
+        >>> drawn(1) == drawn(1), drawn(1) == drawn(2)
+        (True, False)
     """
     if not scopes.stack:
         yield []
@@ -285,7 +258,7 @@ def loop_scope(iteration: tf.Tensor) -> Iterator[list[tf.Tensor]]:
 
 @contextlib.contextmanager
 def gradient_scope() -> Iterator[None]:
-    """Inside, gradients are computed: nothing may be drawn but what a `Replay` draws again."""
+    """Refuses draws inside, where gradients are computed, except those that a `Replay` repeats."""
     if not scopes.stack:
         yield
         return
@@ -298,7 +271,7 @@ def gradient_scope() -> Iterator[None]:
 
 
 def tensors_of(scope: Scope) -> list[tf.Tensor]:
-    """The tensors that draws in a scope depend on."""
+    """Returns the tensors that draws in a scope depend on."""
     step = None if scope.step is None else known_step(scope)
     position = scope.position
     parts = () if position is None else (position.microbatch, position.slice)
@@ -306,16 +279,18 @@ def tensors_of(scope: Scope) -> list[tf.Tensor]:
 
 
 def is_active() -> bool:
-    """Whether `plan_free_randomness` is entered in this thread."""
+    """Returns whether this thread is inside `plan_free_randomness`.
+
+    Example:
+        >>> from pipemesh.randomness import is_active
+        >>> is_active()
+        False
+    """
     return bool(scopes.stack)
 
 
 def loop_counters() -> list[tf.Tensor]:
-    """The iterations of the `tf.while_loop`s whose bodies draw, the innermost last.
-
-    Raises:
-        PipelineError: it is a loop of TF1's old kind.
-    """
+    """Returns the iterations of the enclosing `tf.while_loop`s, the innermost last."""
     scope = scopes.stack[-1]
     turns = [tf.constant(turn, tf.int64) for turn in scope.turns]
     if tf.executing_eagerly():
@@ -328,15 +303,15 @@ def loop_counters() -> list[tf.Tensor]:
             counters.insert(0, tf.cast(counter, tf.int64))
     if is_in_old_loop():
         raise PipelineError(
-            f"layer {scope.layer!r} draws random numbers in a tf.while_loop of TF1's old kind, of "
-            "which all iterations would draw the same; call "
+            f"layer {scope.layer!r} draws random numbers in a tf.while_loop of TF1's old kind, "
+            "whose iterations would all draw the same; call "
             "tf.compat.v1.enable_control_flow_v2() before the graph is built"
         )
     return [*turns, *counters]
 
 
 def known_step(scope: Scope) -> tf.Tensor:
-    """The step; inside a function that is traced by an eager call, that of each call of it."""
+    """Returns the step, in a function traced by an eager call the step of each of its calls."""
     assert scope.step is not None
     if (
         tf.is_symbolic_tensor(scope.step)
@@ -361,16 +336,24 @@ def known_step(scope: Scope) -> tf.Tensor:
 
 
 def draw_seed() -> tf.Tensor:
-    """An int64 seed pair (global step, layer and draw) for one stateless operation.
+    """Returns an int64 seed pair (global step, layer and draw) for one stateless operation.
 
-    In an `alike_layers_scope` there is a row with such a pair for each of its layers.
+    Returns:
+        The pair; where one call stands for several layers, a row with a pair for each.
 
     Raises:
         PipelineError: there is no global step.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> from pipemesh.randomness import draw_seed, plan_free_randomness
+        >>> with plan_free_randomness(tf.constant(7, tf.int64)):
+        ...     draw_seed().shape.as_list()
+        [2]
     """
     scope = scopes.stack[-1]
     if scope.step is None and scope.is_gradient:
-        # Only single numbers are drawn there, by which nothing is computed.
+        # Gradients draw only single numbers, which nothing uses.
         return tf.zeros([2], tf.int64)
     if scope.step is None:
         raise PipelineError(
@@ -386,7 +369,7 @@ def draw_seed() -> tf.Tensor:
     hashes = [_hash(f"{stack}{layer}:{number}") for layer in layers]
     key = tf.constant(hashes if scope.alike else hashes[0], tf.int64)
     for depth, iteration in enumerate((*scope.iterations, *loop_counters())):
-        # Odd, so that all iterations differ; one for each loop, so that all pairs do.
+        # Odd, so that all iterations differ; another one for each loop, so that all pairs differ.
         key += iteration * (_hash(f"loop {depth}") | 1)
     step = tf.cast(known_step(scope), tf.int64)
     if not scope.alike:
@@ -395,12 +378,12 @@ def draw_seed() -> tf.Tensor:
 
 
 def _next_number(scope: Scope) -> int:
-    """How many draws and loops the layer had before."""
+    """Returns the number of earlier draws and loops of the layer, and counts this one."""
     return _count(scope.numbers.keys, scope.layer)
 
 
 def next_draw(scope: Scope) -> str:
-    """A name for a draw, the same for the whole batch and for each microbatch."""
+    """Returns a name for a draw, the same for the whole batch and for each microbatch."""
     return f"{scope.layer}:{_count(scope.numbers.draws, scope.layer)}"
 
 
@@ -410,5 +393,51 @@ def _count(numbers: dict[str, int], key: str) -> int:
 
 
 def _hash(text: str) -> int:
-    """63 bits that are the same in every process."""
+    """Returns 63 bits that are equal in every process."""
     return int(hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()[:16], 16) >> 1
+
+
+class Replay:
+    """A copy of the current scope, if any, that repeats its next draws."""
+
+    # Computations inside `enter`, once for a result and once for its gradient, draw equal numbers.
+    # `tensors` are those that draws depend on: a function that may not capture takes them as
+    # arguments.
+
+    def __init__(self) -> None:
+        self._scope = scopes.stack[-1] if scopes.stack else None
+        self.tensors: list[tf.Tensor] = []
+        if self._scope is not None:
+            self._state = dataclasses.replace(
+                self._scope, numbers=self._scope.numbers.copied(), is_gradient=False
+            )
+            self.tensors = tensors_of(self._state)
+
+    @contextlib.contextmanager
+    def enter(self, tensors: Sequence[tf.Tensor]) -> Iterator[None]:
+        """Enters the scope in its remembered state, with other tensors in place of `tensors`."""
+        scope = self._scope
+        if scope is None:
+            yield
+            return
+        again = _with_tensors(self._state, tensors)
+        again.numbers = self._state.numbers.copied()
+        scopes.stack.append(again)
+        try:
+            yield
+        finally:
+            scopes.stack.pop()
+            for counts, replayed in zip(scope.numbers, again.numbers, strict=True):
+                counts.update({key: max(n, counts.get(key, 0)) for key, n in replayed.items()})
+
+
+def _with_tensors(scope: Scope, tensors: Sequence[tf.Tensor]) -> Scope:
+    """Returns the same scope with others in place of `tensors_of`."""
+    rest = iter(tensors)
+    step = None if scope.step is None else next(rest)
+    position = scope.position
+    if position is not None:
+        position = dataclasses.replace(position, microbatch=next(rest))
+        if position.slice is not None:
+            position = dataclasses.replace(position, slice=next(rest))
+    return dataclasses.replace(scope, step=step, position=position, iterations=tuple(rest))

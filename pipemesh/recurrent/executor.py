@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from pipemesh.backend.gradient import with_gradient
+from pipemesh.backend.gradients import with_gradient
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.passes.part import Grads

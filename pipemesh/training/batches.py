@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.backend.iterators import iterator_state
+from pipemesh.backend.saved_state import iterator_state
 from pipemesh.checkpoint.reader import reason, restore
 from pipemesh.errors import CheckpointError, DataError
 

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 from lingvo.core import py_utils
 
-from pipemesh.backend.optimizers import create_slots
+from pipemesh.backend.saved_state import create_slots
 
 
 def prepare_optimizer(learner: Any, variables: Sequence[tf.Variable], step: tf.Variable) -> None:

@@ -1,4 +1,4 @@
-"""Who reaches a port that is open to everybody but for a filter."""
+"""Filters that restrict who reaches an open port."""
 
 import contextlib
 import socket
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from pipemesh.backend.address_filter import is_allowed, keep_to, networks, program
+from pipemesh.backend.address_filter import interfaces_of, is_allowed, keep_to, networks, program
 from pipemesh.errors import DeviceError
 from tests.hosts.namespaces import network, why_not
 
@@ -59,7 +59,7 @@ def test_other_addresses_of_this_machine_are_not_reached(server):
 
 
 @pytest.mark.parametrize("peers", [False, True])
-def test_what_is_not_the_one_address_is_dropped(server, peers):
+def test_other_addresses_are_dropped(server, peers):
     keep_to(server.getsockname()[1], ["192.0.2.7"], peers)
     assert not reaches("127.0.0.1", server)
 
@@ -105,7 +105,7 @@ def test_an_address_is_reached_through_its_own_network_alone():
 
 
 def run(code, packet, interface=0):
-    """What the kernel would do: how much of a packet is let through."""
+    """Runs the filter as the kernel does; returns how much of a packet it passes."""
     lines = [struct.unpack("HBBI", code[i : i + 8]) for i in range(0, len(code), 8)]
     at = value = 0
     while True:
@@ -139,7 +139,7 @@ def packet(source, target):
 @pytest.mark.parametrize(
     "address", ["127.3.2.1", "10.0.0.5", "10.0.0.6", "::1", "fd00::5", "fd00::6"]
 )
-def test_the_filter_lets_through_what_is_allowed(address, peers):
+def test_the_filter_passes_allowed_addresses_only(address, peers):
     allowed = networks(["10.0.0.5", "fd00::5", "127.0.0.1"])
     other = "fe80::1" if ":" in address else "9.9.9.9"
     ends = (address, other) if peers else (other, address)
@@ -150,3 +150,9 @@ def test_the_filter_lets_through_what_is_allowed(address, peers):
     for interface, wanted in ((1, True), (3, False), (4, True)):
         let_through = bool(run(by_interface, packet(*ends), interface))
         assert let_through == (wanted and is_allowed(address, allowed))
+
+
+def test_a_loopback_stands_for_all_loopback_addresses():
+    allowed = networks(["10.0.0.5", "127.0.0.1"])
+    assert list(map(str, allowed)) == ["10.0.0.5/32", "127.0.0.0/8", "::1/128"]
+    assert interfaces_of(["127.0.0.1"]) == (1,)

@@ -5,7 +5,7 @@ import socket
 import pytest
 import tensorflow as tf
 
-from pipemesh.backend.cluster import connect_workers, task_of, worker_devices
+from pipemesh.backend.cluster import connect_workers, host_of, task_of, worker_devices
 from pipemesh.errors import DeviceError
 
 
@@ -25,3 +25,7 @@ def test_connecting_after_tensorflow_has_started_is_an_error():
 def test_a_process_that_is_alone_has_no_workers():
     assert worker_devices("CPU") == []
     assert task_of("/job:worker/replica:0/task:1/device:CPU:0") is None
+
+
+def test_the_host_of_a_gpu_is_the_cpu_of_its_process():
+    assert host_of("GPU:1") == "CPU:0"

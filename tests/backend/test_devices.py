@@ -8,7 +8,10 @@ import tensorflow as tf
 from pipemesh.backend.devices import (
     check_devices_exist,
     check_threads,
+    device_of_scope,
+    is_device,
     processor_beside,
+    short_name,
     start_cpu_devices,
 )
 from pipemesh.errors import DeviceError
@@ -19,7 +22,7 @@ from tests.warm import warm
 
 
 @pytest.mark.slow
-def test_as_many_devices_and_threads_as_asked_for():
+def test_requested_devices_and_threads_exist():
     code = """
 import tensorflow as tf
 from pipemesh.backend.devices import check_threads, start_cpu_devices
@@ -36,7 +39,7 @@ def test_too_late_is_an_error():
         start_cpu_devices(3)
 
 
-def test_graphs_are_prepared_quickly_unless_tensorflow_has_started():
+def test_graph_optimizer_runs_once_if_set_before_start():
     # A function that the optimizer's second pass would find to be a constant still runs right.
     code = """
 import tensorflow as tf
@@ -97,8 +100,8 @@ def test_devices_of_others_do_not_exist(name):
 
 
 @pytest.mark.parametrize("devices", ["CPU:0", [0], ["first"], [None], 8])
-def test_what_names_no_device_is_one_clear_line(devices):
-    with pytest.raises(DeviceError, match=r"is no name of a device|give a list of names"):
+def test_an_invalid_device_name_is_one_clear_line(devices):
+    with pytest.raises(DeviceError, match=r"is not the name of a device|give a list of names"):
         check_devices_exist(devices)
 
 
@@ -110,5 +113,27 @@ def test_what_names_no_device_is_one_clear_line(devices):
         ("/job:worker/task:2/device:GPU:1", "/job:worker/task:2/device:CPU:0"),
     ],
 )
-def test_there_is_a_processor_beside_every_device(device, host):
+def test_every_device_has_a_cpu_beside_it(device, host):
     assert processor_beside(device) == host
+
+
+WHOLE = "/job:localhost/replica:0/task:0/device:CPU:1"
+
+
+@pytest.mark.parametrize(
+    ("pinned", "device", "runs"),
+    [(WHOLE, "CPU:1", True), ("/device:CPU:1", "CPU:0", False), ("", "CPU:0", False)],
+)
+def test_a_pin_without_a_device_fits_no_device(pinned, device, runs):
+    assert is_device(pinned, device) == runs
+
+
+def test_devices_of_workers_are_shown_with_their_task():
+    assert short_name(WHOLE) == "CPU:1"
+    assert short_name(WHOLE.replace("localhost", "worker")) == "/task:0/CPU:1"
+
+
+def test_the_device_of_an_eager_scope_is_known():
+    assert device_of_scope() == ""
+    with tf.device("CPU:1"):
+        assert device_of_scope().endswith("CPU:1")

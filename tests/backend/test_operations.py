@@ -1,4 +1,4 @@
-"""Operations that every action has: how many there are, and what they pass on."""
+"""Operations of every action: how many there are, and the values that they pass on."""
 
 import collections
 
@@ -14,14 +14,16 @@ from pipemesh.backend.operations import (
     merge,
     pin,
     pin_present,
+    sum_in_order,
     switch_to,
     table,
 )
 from pipemesh.recurrent import Options, Stage, pipeline_loss
+from pipemesh.recurrent.watch.placement import record_placement
 from pipemesh.schedule import one_f_one_b, zb_h1
 
 
-def test_what_is_pinned_has_its_values_shapes_and_an_operation_of_its_own():
+def test_a_pin_keeps_values_and_shapes_in_its_own_operation():
     @tf.function
     def run(x):
         two = tf.constant([1, 2])
@@ -160,3 +162,58 @@ def test_an_action_is_few_operations(build, most):
     assert len(count) == len(most) * 4 * 8
     for scope, number in count.items():
         assert number <= most[scope.removeprefix("action_")[1]], scope
+
+
+# The sum of these from left to right is 1, from right to left 0.
+FIRST, SECOND, THIRD = 1e8, -1e8, 1.0
+
+
+def value(sum_of, *given):
+    """Sums in a graph where only the memory of the last addend may be reused."""
+
+    @tf.function
+    def added(first, second, third):
+        return sum_of([first, second, tf.sqrt(third)])
+
+    return float(added(*map(tf.constant, given)))
+
+
+def test_add_n_of_tensorflow_depends_on_free_memory():
+    """If this fails, TensorFlow adds in order, and `sum_in_order` may go."""
+    assert value(tf.add_n, FIRST, SECOND, THIRD) == 0
+
+
+def test_it_adds_from_the_first_to_the_last():
+    assert value(sum_in_order, FIRST, SECOND, THIRD) == 1
+    assert float(sum_in_order([tf.constant(x) for x in (FIRST, SECOND, THIRD)])) == 1
+
+
+def test_one_tensor_is_its_own_sum():
+    x = tf.constant([3.0])
+    assert sum_in_order([x]) is x
+
+
+def test_additions_before_it_are_not_merged_with_it():
+    def total(*given):
+        a, b, c, d = map(tf.sqrt, given)
+        return sum_in_order([tf.add_n([a, b, c]), d])
+
+    given = [tf.constant([4.0, 9.0])] * 4
+    with record_placement() as graphs:
+        tf.function(total)(*given)
+    nodes = [node for graph in graphs.partition_graphs for node in graph.node]
+    assert sorted(node.attr["N"].i for node in nodes if node.op == "AddN") == [2, 3]
+
+
+def test_gradients_flow_to_each():
+    xs = [tf.constant([1.0, 2.0]), tf.constant([3.0, 4.0]), tf.constant([5.0, 6.0])]
+
+    @tf.function
+    def grads(*given):
+        with tf.GradientTape() as tape:
+            tape.watch(given)
+            total = tf.reduce_sum(tf.square(sum_in_order(given)))
+        return tape.gradient(total, given)
+
+    for found in grads(*xs):
+        np.testing.assert_array_equal(found, [18.0, 24.0])

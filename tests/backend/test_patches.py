@@ -100,7 +100,7 @@ def test_calls_and_traces_of_functions_are_wrapped_apart(noting, calls):
     assert calls == ["call", "new trace"]
 
 
-def test_who_finds_a_trace_is_told_whose_it_is(unwrapped):
+def test_trace_lookup_knows_the_called_function(unwrapped):
     function, other, seen = tf.function(lambda x: x + 1), tf.function(lambda x: x), []
 
     def wrap(find, is_of):

@@ -1,4 +1,4 @@
-"""What devices can compute is measured in products of matrices."""
+"""Measured peaks of compute and memory."""
 
 import gc
 import resource
@@ -47,7 +47,7 @@ def test_tensors_of_a_process_are_counted_as_they_come_and_go():
     assert memory.peak - begin < size
 
 
-def test_what_is_not_counted_is_nothing():
+def test_an_uncounted_device_has_zero_memory():
     memory = TensorMemory("CPU:99")
     memory.forget_peak()
     assert (memory.is_counted, memory.current, memory.peak) == (False, 0, 0)

@@ -23,7 +23,7 @@ Pair = collections.namedtuple("Pair", "left right")
         (),
     ],
 )
-def test_what_was_flattened_is_packed_into_the_same_containers(value):
+def test_packing_restores_the_containers(value):
     structure = Structure(value, "theta")
     leaves = structure.flatten(value)
     assert None not in leaves and len(leaves) == len(structure.leaf_names)
@@ -53,7 +53,7 @@ def test_a_value_nested_otherwise_is_an_error_that_names_both(value, message):
         Structure({"a": 1.0, "b": 2.0}, "state0").flatten(value, "state1")
 
 
-def test_gradients_may_be_none_or_sparse_and_have_the_dtype_of_their_tensor():
+def test_gradients_may_be_none_or_sparse_but_keep_the_dtype():
     structure = Structure({"a": 1.0, "b": 2, "c": 3.0, "d": None}, "theta")
     specs = [tf.TensorSpec([3, 2]), tf.TensorSpec([], tf.int32), tf.TensorSpec([])]
     rows = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([2]), tf.constant([3, 2]))

@@ -49,7 +49,7 @@ def test_training_goes_on_while_it_is_written(tmp_path, monkeypatch):
     ]
 
 
-def test_what_is_not_confirmed_is_no_checkpoint(tmp_path):
+def test_an_unconfirmed_checkpoint_does_not_count(tmp_path):
     w = tf.Variable(1.0)
     saver = Checkpoints(str(tmp_path), {"w": w})
     first = saver.save(1, {})
@@ -68,7 +68,7 @@ def test_what_is_not_confirmed_is_no_checkpoint(tmp_path):
     assert not list(tmp_path.glob("*_temp"))
 
 
-def test_the_newest_and_the_best_are_kept_and_tensorflow_knows_them(tmp_path):
+def test_the_newest_and_best_are_kept_and_listed(tmp_path):
     w = tf.Variable(0.0)
     saver = Checkpoints(str(tmp_path), {"w": w}, keep=2, keep_best=1)
     for step, score in enumerate([3.0, 1.0, 2.0, None, 4.0]):
@@ -90,7 +90,7 @@ def test_the_same_step_again_takes_the_place_of_the_first(tmp_path):
     assert tf.train.load_checkpoint(path).get_tensor("w") == 2.0
 
 
-def test_what_cannot_be_written_is_told_once_and_leaves_nothing(tmp_path, monkeypatch):
+def test_a_failed_write_is_reported_once_and_leaves_nothing(tmp_path, monkeypatch):
     w = tf.Variable(1.0)
     saver = Checkpoints(str(tmp_path), {"w": w})
     first = saver.save(1, {})
@@ -127,7 +127,7 @@ except OSError as error:
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_leaves_what_was_saved(tmp_path):
+def test_a_full_disk_leaves_earlier_checkpoints(tmp_path):
     ran = subprocess.run(
         [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True
     )
@@ -184,7 +184,7 @@ def test_a_kill_at_any_instant_leaves_the_last_whole_one(tmp_path):
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss > 0
 
 
-def test_values_are_let_go_when_they_are_written_not_when_they_are_confirmed(tmp_path, monkeypatch):
+def test_values_are_freed_after_writing_not_after_confirming(tmp_path, monkeypatch):
     """A thread keeps its arguments until it ends: every update meanwhile copied its variable."""
     taken = []
     real = checkpoints.Snapshot.of
@@ -206,14 +206,14 @@ def test_values_are_let_go_when_they_are_written_not_when_they_are_confirmed(tmp
     saver.wait()
 
 
-def test_whatever_goes_wrong_is_told_to_who_saves(tmp_path):
+def test_any_error_reaches_the_caller(tmp_path):
     saver = Checkpoints(str(tmp_path), {"w": tf.Variable(1.0)})
     with pytest.raises(TypeError, match="not JSON serializable"):
         saver.save(1, {"note": {1, 2}})
     assert not os.listdir(tmp_path)
 
 
-def test_a_folder_that_was_taken_away_is_not_made_again(tmp_path):
+def test_a_removed_folder_is_not_created_again(tmp_path):
     (tmp_path / "run").mkdir()
     saver = Checkpoints(str(tmp_path / "run"), {"w": tf.Variable(1.0)})
     (tmp_path / "run").rename(tmp_path / "away")
@@ -222,7 +222,7 @@ def test_a_folder_that_was_taken_away_is_not_made_again(tmp_path):
     assert os.listdir(tmp_path) == ["away"]
 
 
-def test_in_a_folder_that_cannot_be_listed_the_last_known_one_is_the_newest(tmp_path, monkeypatch):
+def test_in_an_unreadable_folder_the_last_known_is_the_newest(tmp_path, monkeypatch):
     """To say what is kept ended a training that could not be saved."""
     saver = Checkpoints(str(tmp_path), {"w": tf.Variable(1.0)})
     saver.save(1, {})
@@ -240,7 +240,7 @@ def test_in_a_folder_that_cannot_be_listed_the_last_known_one_is_the_newest(tmp_
     assert saver.newest == path
 
 
-def test_a_folder_in_place_of_an_older_ones_file_is_no_reason_to_fail(tmp_path):
+def test_a_folder_in_place_of_an_older_file_is_removed(tmp_path):
     """The new one was whole, and training ended with the error that it could not be written."""
     saver = Checkpoints(str(tmp_path), {"w": tf.Variable(1.0)}, keep=1)
     saver.save(1, {})

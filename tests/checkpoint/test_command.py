@@ -48,10 +48,10 @@ def test_inspect(saved, capsys):
     folder = saved[0].rpartition("/")[0]
     lines = said(capsys, "inspect", folder, "--match=^lm/b", "--verify").splitlines()
     assert lines[:2] == [f"{saved[1]}: step 4", "score: 2.5"]
-    assert lines[-2:] == ["1 tensors, 1 numbers, 4 B", "all 6 tensors are what was written"]
+    assert lines[-2:] == ["1 tensors, 1 numbers, 4 B", "all 6 tensors are intact"]
 
 
-def test_inspect_names_what_is_damaged(saved, capsys):
+def test_inspect_names_damaged_files(saved, capsys):
     data = f"{saved[0]}.data-00000-of-00001"
     with open(data, "r+b") as file:
         file.write(b"\xff")
@@ -88,7 +88,7 @@ def test_convert_takes_weights_along_under_other_names(saved, tmp_path, capsys):
     assert "exists; give another path" in said(capsys, "convert", saved[1], to, code=2)
 
 
-def test_convert_gives_names_stages_as_lingvo_has_them_and_takes_them_away(saved, tmp_path, capsys):
+def test_convert_adds_and_removes_stages_in_names(saved, tmp_path, capsys):
     theirs, back = str(tmp_path / "theirs" / "ckpt-00000004"), str(tmp_path / "back" / "ckpt-4")
     told = said(capsys, "convert", saved[1], theirs, "--stages=0,0,3")
     assert told == f"{theirs}: 5 tensors of {saved[1]}\n", "without the place in data"
@@ -128,7 +128,7 @@ def test_convert_gives_names_stages_as_lingvo_has_them_and_takes_them_away(saved
         (["convert", "{saved}", "{folder}/to", "--rename=^.*$=w"], "would both be 'w'; rename one"),
     ],
 )
-def test_bad_input_is_told_in_one_line(saved, tmp_path, capsys, arguments, told):
+def test_bad_input_is_one_line(saved, tmp_path, capsys, arguments, told):
     given = [a.format(folder=tmp_path, saved=saved[0]) for a in arguments]
     error = said(capsys, *given, code=2)
     assert told in error and error.count("\n") == 1

@@ -1,11 +1,13 @@
-"""A checkpoint written anew, to be like another one."""
+"""Checkpoints written anew."""
+
+import os
 
 import pytest
 import tensorflow as tf
 
-from pipemesh.checkpoint import Checkpoints, Manifest, convert, restore
+from pipemesh.checkpoint import Checkpoints, Manifest, conversion, convert, restore
 from pipemesh.checkpoint.tensors import names_of
-from pipemesh.errors import CheckpointError
+from pipemesh.errors import CheckpointError, SaveError
 
 
 def mine(tmp_path, **more):
@@ -34,7 +36,7 @@ def converted(path, like=None):
     return to, convert(path, to, {name: name for name in names_of(path)}, like=like)
 
 
-def test_what_another_program_wrote_becomes_like_a_checkpoint_of_a_training(tmp_path):
+def test_another_programs_checkpoint_becomes_like_a_runs(tmp_path):
     path, like = theirs(tmp_path), mine(tmp_path)
     to, told = converted(path, like)
     assert told == (
@@ -60,8 +62,16 @@ def test_the_step_of_another_programs_checkpoint_is_noted(tmp_path):
 @pytest.mark.parametrize(
     ("state", "more", "told"),
     [
-        ({"w": None, "v": [1.0, 2.0]}, {}, "only .*ckpt-1 has 'w', and .* is the nearest"),
-        ({"w/Adam": [1.0, 2.0]}, {}, "only .*theirs has 'w/Adam', and 'w' is the nearest"),
+        (
+            {"w": None, "v": [1.0, 2.0]},
+            {},
+            "only .*ckpt-1 has 'w'; the nearest name in the other is ",
+        ),
+        (
+            {"w/Adam": [1.0, 2.0]},
+            {},
+            "only .*theirs has 'w/Adam'; the nearest name in the other is 'w'",
+        ),
         ({"w": [1.0]}, {}, r"'w' of .*theirs is float32\[1\], but 'w' of .* is bfloat16\[2\]"),
         ({"w": [1, 2]}, {}, r"'w' of .*theirs is int32\[2\], but 'w' of .* is bfloat16\[2\]"),
         ({}, {"v": tf.Variable([1.0])}, "only .*ckpt-1 has 'v'"),
@@ -90,3 +100,44 @@ def test_the_name_of_a_new_one_says_its_step(tmp_path):
     path = theirs(tmp_path)
     with pytest.raises(CheckpointError, match=r"is of step 300; give a path that ends in ckpt-300"):
         convert(path, str(tmp_path / "ckpt-5"), {name: name for name in names_of(path)})
+
+
+def test_a_checkpoint_written_in_parts_is_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(conversion, "_BYTES_AT_ONCE", 100)
+    held = []
+
+    def get(n):
+        held.append(n)
+        return tf.fill([10], float(n))
+
+    path = str(tmp_path / "made" / "ckpt-8")
+    tensors = [(f"w{n}", lambda n=n: get(n)) for n in range(7)]
+    conversion.write(path, tensors, step=8, note={"by": "me"})
+    assert held == list(range(7)), "in order, each once"
+    names = sorted(os.listdir(tmp_path / "made"))
+    assert [name for name in names if ".data" not in name] == ["ckpt-8.index", "ckpt-8.manifest"]
+    assert len(names) == 5, "three parts"
+    manifest = Manifest.read(path)
+    manifest.check(path)
+    assert (manifest.step, manifest.note, len(manifest.sizes)) == (8, {"by": "me"}, 3)
+    variables = {f"w{n}": tf.Variable(tf.zeros([10])) for n in range(7)}
+    assert restore(path, variables) == []
+    assert [v.numpy()[3] for v in variables.values()] == list(range(7))
+
+
+def test_a_failed_conversion_leaves_nothing(tmp_path):
+    def fails():
+        raise OSError(28, "No space left on device")
+
+    path = str(tmp_path / "ckpt-8")
+    with pytest.raises(SaveError, match=r"ckpt-8 cannot be written \(.*No space left"):
+        conversion.write(path, [("a", lambda: tf.zeros([2])), ("b", fails)], step=8, note={})
+    assert not os.listdir(tmp_path)
+
+
+def test_a_temporary_folder_of_another_program_stays(tmp_path):
+    (tmp_path / "ckpt-8_temp").mkdir()
+    (tmp_path / "ckpt-8_temp" / "mine").touch()
+    conversion.write(str(tmp_path / "ckpt-8"), [("a", lambda: tf.zeros([2]))], step=8, note={})
+    assert (tmp_path / "ckpt-8_temp" / "mine").exists()
+    assert sum(1 for path in tmp_path.iterdir() if path.is_dir()) == 1

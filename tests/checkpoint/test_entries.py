@@ -1,14 +1,14 @@
-"""What is saved under a name."""
+"""Entries and snapshots."""
 
 import pytest
 import tensorflow as tf
 
-from pipemesh.backend.sliced_variables import Slice, SlicedVariable
+from pipemesh.backend.saved_state import Slice, SlicedVariable
 from pipemesh.checkpoint.entries import Snapshot, chunks, entries_of
 from pipemesh.errors import CheckpointError
 
 
-def test_a_snapshot_stays_whatever_becomes_of_the_variables():
+def test_a_snapshot_is_independent_of_later_updates():
     w, slot = tf.Variable(tf.range(8.0)), tf.Variable(tf.ones([8]))
     table = tf.Variable(tf.zeros([4, 2]))
     iterator = iter(tf.data.Dataset.range(9))
@@ -53,6 +53,6 @@ def test_parts_come_in_groups_of_bytes():
     ]
 
 
-def test_something_else_is_refused():
+def test_other_types_are_refused():
     with pytest.raises(CheckpointError, match="'w' is a list; a checkpoint has variables"):
         entries_of({"w": [1.0]})

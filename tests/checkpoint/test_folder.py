@@ -4,25 +4,16 @@ import os
 
 import pytest
 
-from pipemesh.checkpoint import Manifest, folder, newest, newest_whole
+from pipemesh.checkpoint import folder, newest, newest_whole
 from pipemesh.errors import CheckpointError
-
-DATA = "data-00000-of-00001"
-
-
-def make(tmp_path, step, score=None):
-    path = tmp_path / f"ckpt-{step}"
-    for end in ("index", DATA):
-        path.with_name(f"{path.name}.{end}").write_bytes(b"%d" % step)
-    Manifest.of(str(path), step=step, note={}, score=score).write(str(path))
-    return str(path)
+from tests.checkpoint.made import DATA, make
 
 
 def names(tmp_path):
     return sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*"))
 
 
-def test_leftovers_go_and_everything_else_stays(tmp_path):
+def test_only_leftovers_are_removed(tmp_path):
     stays = [
         "ckpt-3.index",
         f"ckpt-3.{DATA}",
@@ -46,7 +37,7 @@ def test_leftovers_go_and_everything_else_stays(tmp_path):
     assert newest(str(tmp_path)) == str(tmp_path / "ckpt-3")
 
 
-def test_what_is_damaged_is_set_aside_and_the_one_before_serves(tmp_path, capsys):
+def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(tmp_path, capsys):
     paths = [make(tmp_path, step) for step in (3, 20, 100)]
     os.truncate(f"{paths[2]}.{DATA}", 1)
     os.unlink(f"{paths[1]}.{DATA}")
@@ -61,17 +52,15 @@ def test_what_is_damaged_is_set_aside_and_the_one_before_serves(tmp_path, capsys
     assert not capsys.readouterr().err
 
 
-def test_nobody_begins_anew_over_what_is_damaged(tmp_path):
+def test_a_run_never_restarts_over_damaged_checkpoints(tmp_path):
     assert newest_whole(str(tmp_path)) is None
     os.truncate(f"{make(tmp_path, 3)}.index", 0)
     for _ in range(2):
-        with pytest.raises(CheckpointError, match=r"only what is damaged \(damaged-ckpt-3\); put"):
+        with pytest.raises(CheckpointError, match=r"only damaged ones \(damaged-ckpt-3\); put"):
             newest_whole(str(tmp_path))
 
 
-def test_one_that_lost_its_index_is_set_aside_and_not_taken_for_one_that_was_not_finished(
-    tmp_path, capsys
-):
+def test_a_lost_index_is_damage_not_an_unfinished_write(tmp_path, capsys):
     """Its weights were removed as a leftover, and training began anew in their place."""
     paths = [make(tmp_path, step) for step in (3, 6)]
     os.unlink(f"{paths[1]}.index")
@@ -87,7 +76,7 @@ def test_one_that_lost_its_index_is_set_aside_and_not_taken_for_one_that_was_not
         newest_whole(str(tmp_path))
 
 
-def test_what_is_left_of_an_older_one_that_was_being_removed_goes(tmp_path, capsys):
+def test_parts_of_an_older_checkpoint_are_removed(tmp_path, capsys):
     paths = [make(tmp_path, step) for step in (3, 6)]
     os.unlink(f"{paths[0]}.index")
     folder.remove_leftovers(str(tmp_path))
@@ -95,7 +84,7 @@ def test_what_is_left_of_an_older_one_that_was_being_removed_goes(tmp_path, caps
     assert not capsys.readouterr().err
 
 
-def test_one_that_lost_its_manifest_among_others_that_have_one_is_damaged(tmp_path, capsys):
+def test_a_lost_manifest_among_others_is_damage(tmp_path, capsys):
     paths = [make(tmp_path, step) for step in (3, 6)]
     os.unlink(f"{paths[1]}.manifest")
     found = newest_whole(str(tmp_path))
@@ -103,8 +92,8 @@ def test_one_that_lost_its_manifest_among_others_that_have_one_is_damaged(tmp_pa
     assert f"{paths[1]} is damaged: {paths[1]}.manifest is missing; " in capsys.readouterr().err
 
 
-def test_folders_in_place_of_files_are_in_nobodys_way(tmp_path, capsys):
-    """One that was set aside was once in the way of the next, and for ever."""
+def test_folders_in_place_of_files_are_handled(tmp_path, capsys):
+    """A checkpoint that was set aside once blocked the next one for ever."""
     path = make(tmp_path, 3)
     for end in (DATA, "index", "manifest"):
         make(tmp_path, 6)
@@ -119,7 +108,7 @@ def test_folders_in_place_of_files_are_in_nobodys_way(tmp_path, capsys):
     assert not [name for name in names(tmp_path) if name.startswith("ckpt-3")]
 
 
-def test_of_one_that_cannot_get_its_name_nothing_is_left(tmp_path, monkeypatch):
+def test_a_failed_publish_leaves_nothing(tmp_path, monkeypatch):
     (tmp_path / "ckpt-6_temp").mkdir()
     temporary = make(tmp_path / "ckpt-6_temp", 6)
     real = os.replace
@@ -177,7 +166,7 @@ def test_a_renamed_checkpoint_is_not_the_newest(tmp_path, capsys):
     )
 
 
-def test_of_two_that_were_exchanged_none_is_believed(tmp_path, capsys):
+def test_two_exchanged_checkpoints_are_both_set_aside(tmp_path, capsys):
     path, _, _ = make(tmp_path, 3), make(tmp_path, 6), make(tmp_path, 9)
     for old, new in (("ckpt-6", "aside"), ("ckpt-9", "ckpt-6"), ("aside", "ckpt-9")):
         rename(tmp_path, old, new)

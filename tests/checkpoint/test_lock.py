@@ -9,9 +9,10 @@ import sys
 
 import pytest
 
-from pipemesh.checkpoint import Folder, Manifest, lock
+from pipemesh.checkpoint import Folder, lock
 from pipemesh.checkpoint.lock import check_held, held_by_none, hold_newest
 from pipemesh.errors import CheckpointError, SaveError
+from tests.checkpoint.made import make
 
 HOLD = """
 import sys, time
@@ -30,11 +31,11 @@ def hold(path):
     return process
 
 
-def test_a_second_training_is_refused_until_the_first_is_gone_even_by_a_kill(tmp_path):
+def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path):
     path = str(tmp_path / "made" / "on the way")
     process = hold(path)
     try:
-        with pytest.raises(CheckpointError, match="is in use: another training writes to it"):
+        with pytest.raises(CheckpointError, match="is in use: another run writes to it"):
             Folder(path).__enter__()
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -48,7 +49,7 @@ def test_a_second_training_is_refused_until_the_first_is_gone_even_by_a_kill(tmp
         process.stdout.close()
 
 
-def test_where_the_file_system_knows_no_locks_it_is_said(tmp_path, monkeypatch, capsys):
+def test_missing_locks_are_reported(tmp_path, monkeypatch, capsys):
     def no_locks(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -74,7 +75,7 @@ def test_a_directory_that_cannot_be_written_to_is_refused(tmp_path, monkeypatch)
         Folder(str(tmp_path))
 
 
-def test_those_that_share_a_folder_hold_it_together_and_nobody_else(tmp_path):
+def test_sharing_processes_exclude_all_others(tmp_path):
     path = str(tmp_path)
     with Folder(path, shared=True):
         with Folder(path, shared=True), pytest.raises(CheckpointError, match="is in use"):
@@ -91,22 +92,14 @@ def test_a_new_folder_in_place_of_the_held_one_is_locked_too(tmp_path):
         path.rmdir()
         with pytest.raises(FileNotFoundError):
             check_held(str(path))
-        with Folder(str(path)), pytest.raises(SaveError, match="another training writes to a new"):
+        with Folder(str(path)), pytest.raises(SaveError, match="another run writes to a new"):
             lock._held[0].check()
         check_held(str(path))
         with pytest.raises(CheckpointError, match="is in use"):
             Folder(str(path)).__enter__()
 
 
-def make(folder, step):
-    path = str(folder / f"ckpt-{step}")
-    for end in (".index", ".data-00000-of-00001"):
-        (folder / f"ckpt-{step}{end}").touch()
-    Manifest.of(path, step=step, note={}).write(path)
-    return path
-
-
-def test_the_newest_is_held_where_others_are_removed_meanwhile(tmp_path, monkeypatch):
+def test_the_newest_is_held_while_others_are_removed(tmp_path, monkeypatch):
     """`evaluate` beside a training that saves often found its checkpoint rotated away."""
     paths, real = [make(tmp_path, step) for step in (3, 6)], lock.newest
     gone = []

@@ -1,4 +1,4 @@
-"""What lies beside a checkpoint: whole, and read without TensorFlow."""
+"""The manifest: written whole, and read without TensorFlow."""
 
 import hashlib
 import os
@@ -40,7 +40,9 @@ def test_no_flipped_bit_passes(path):
         bad[rng.randrange(len(bad))] ^= 1 << rng.randrange(8)
         with open(f"{path}.manifest", "wb") as file:
             file.write(bad)
-        with pytest.raises(DamagedError, match=r"ckpt-3\.manifest is not what was written"):
+        with pytest.raises(
+            DamagedError, match=r"ckpt-3\.manifest has changed since it was written"
+        ):
             Manifest.read(path)
 
 
@@ -58,7 +60,7 @@ def in_its_place(path):
 
 
 @pytest.mark.parametrize("end", [DATA, ".index", ".manifest"])
-def test_what_cannot_be_read_now_is_not_damaged(path, end):
+def test_an_unreadable_file_is_not_damaged(path, end):
     os.unlink(path + end)
     os.symlink(f"ckpt-3{end}", path + end)
     with pytest.raises(
@@ -72,11 +74,11 @@ OTHER_STEP = b'{"step": "3", "index": "", "sizes": {}, "note": {}}'
 
 
 @pytest.mark.parametrize("content", [b"{}", b"[1]", b"{", b'{"more": 1}', OTHER_STEP])
-def test_that_of_another_version_is_told_in_a_line(path, content):
+def test_a_manifest_of_another_version_is_one_line(path, content):
     digest = hashlib.sha256(content).hexdigest().encode()
     with open(f"{path}.manifest", "wb") as file:
         file.write(digest + b"\n" + content)
-    with pytest.raises(CheckpointError, match=r"ckpt-3.manifest is that of another version \("):
+    with pytest.raises(CheckpointError, match=r"ckpt-3.manifest has another version \("):
         Manifest.read(path)
 
 
@@ -85,7 +87,10 @@ def test_that_of_another_version_is_told_in_a_line(path, content):
     [
         (lambda path: os.unlink(path + DATA), f"ckpt-3{DATA} is missing"),
         (lambda path: os.truncate(path + DATA, 3), f"ckpt-3{DATA} has 3 bytes of 7"),
-        (lambda path: os.truncate(path + ".index", 3), "ckpt-3.index is not what was written"),
+        (
+            lambda path: os.truncate(path + ".index", 3),
+            "ckpt-3.index has changed since it was written",
+        ),
         (lambda path: os.unlink(path + ".index"), "ckpt-3.index is missing"),
         (lambda path: in_its_place(path + DATA), f"ckpt-3{DATA} is a folder"),
         (lambda path: in_its_place(path + ".index"), "ckpt-3.index is a folder"),
@@ -100,7 +105,7 @@ def test_files_that_are_not_whole_are_named(path, harm, told):
     assert caught.value.what.endswith(told)
 
 
-def test_a_folder_is_asked_without_tensorflow(path):
+def test_a_folder_is_read_without_tensorflow(path):
     code = (
         "import sys; from pipemesh.checkpoint import Folder, Manifest, newest_whole\n"
         "assert newest_whole(sys.argv[1])[1].step == 3\n"

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.backend.processes import Processes
-from pipemesh.backend.sliced_variables import Slice, SlicedVariable
+from pipemesh.backend.saved_state import Slice, SlicedVariable
 from pipemesh.checkpoint import contents, parts
 from pipemesh.checkpoint.entries import Snapshot, entries_of
 from pipemesh.errors import SaveError
@@ -17,7 +17,7 @@ BOTH = Processes(("a:1", "b:1"), 0)
 
 
 def snapshots():
-    """What each of two processes saves: a tensor, and half of another one."""
+    """Returns the snapshots of two processes: a tensor and half of another one each."""
     halves = [tf.Variable(tf.fill([2, 3], float(i))) for i in range(2)]
     rows = SlicedVariable([(half, Slice((4, 3), (2 * i, 0))) for i, half in enumerate(halves)])
     whole = Snapshot.of(entries_of({"w": tf.Variable([1.0]), "rows": rows, "v": tf.Variable(2)}))
@@ -50,7 +50,7 @@ def test_a_part_of_an_earlier_attempt_is_not_joined(folder, monkeypatch):
     assert join(folder, "now") == {"w": [1], "rows": [4, 3], "v": []}
 
 
-def test_tensors_and_slices_that_nobody_wrote_are_missed(folder):
+def test_missing_tensors_and_slices_are_errors(folder):
     first, second = snapshots()
     for number, (names, told) in enumerate(((["rows"], "'v'"), (["v"], "'rows'"))):
         kept = [second.names.index(name) for name in names]
@@ -58,12 +58,13 @@ def test_tensors_and_slices_that_nobody_wrote_are_missed(folder):
         mark = str(number)
         parts.write_part(folder, first, 0, mark)
         parts.write_part(folder, Snapshot(*pruned, elements=second.elements), 1, mark)
-        with pytest.raises(SaveError, match=rf"1 of 3 tensors were not written .* as {told}"):
+        missing = rf"1 of 3 tensors were not completely written .* as {told}"
+        with pytest.raises(SaveError, match=missing):
             join(folder, mark)
 
 
 @pytest.mark.parametrize("room", ["for a reason", "for a name"])
-def test_the_first_process_learns_at_once_of_a_full_disk(folder, monkeypatch, room):
+def test_a_full_disk_reaches_the_first_process_at_once(folder, monkeypatch, room):
     """The reason found no room, and every save waited ten minutes for nothing."""
     first, second = snapshots()
     parts.write_part(folder, first, 0, "now")

@@ -1,4 +1,4 @@
-"""What is restored, and what is refused."""
+"""Restoring, and checkpoints that are refused."""
 
 import itertools
 import os
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.backend.sliced_variables import Slice, SlicedVariable
+from pipemesh.backend.saved_state import Slice, SlicedVariable
 from pipemesh.checkpoint import Checkpoints, contents, reader, restore
 from pipemesh.errors import CheckpointError, DamagedError
 
@@ -58,11 +58,11 @@ def test_an_iterator_goes_on_where_it_was(tmp_path):
     other = iter(dataset)
     restore(path, {"data": other})
     assert [next(other).numpy().tolist() for _ in range(9)] == expected
-    with pytest.raises(CheckpointError, match="'data' is a place in another dataset"):
+    with pytest.raises(CheckpointError, match="'data' is a position in another dataset"):
         restore(path, {"data": iter(tf.data.Dataset.range(3).repeat())})
 
 
-def test_what_the_checkpoint_has_besides_is_told_and_what_it_lacks_is_an_error(tmp_path):
+def test_other_names_are_returned_missing_ones_are_errors(tmp_path):
     tracked = {"a/w/var": tf.Variable([1.0, 2.0]), "a/n": tf.Variable(3)}
     path = Checkpoints(str(tmp_path), tracked).save(1, {})
     w = tf.Variable([0.0, 0.0])
@@ -70,16 +70,22 @@ def test_what_the_checkpoint_has_besides_is_told_and_what_it_lacks_is_an_error(t
     assert w.numpy().tolist() == [1.0, 2.0]
     w.assign([0.0, 0.0])
     for wrong, told in (
-        ({"a/v/var": w}, "has no 'a/v/var'; the nearest that it has is 'a/w/var'"),
-        ({"a/w/var": tf.Variable([0.0])}, r"'a/w/var' has shape \[2\] there, \[1\] here"),
-        ({"a/n": tf.Variable(0.0)}, "'a/n' is int32 there, float32 here"),
+        ({"a/v/var": w}, "has no 'a/v/var'; the nearest name that it has is 'a/w/var'"),
+        (
+            {"a/w/var": tf.Variable([0.0])},
+            r"'a/w/var' has shape \[2\] in the checkpoint, but .* \[1\];",
+        ),
+        (
+            {"a/n": tf.Variable(0.0)},
+            "'a/n' is int32 in the checkpoint, but the model needs float32;",
+        ),
     ):
         with pytest.raises(CheckpointError, match=told):
             restore(path, {"a/w/var": w} | wrong)
         assert not w.numpy().any(), "nothing is assigned"
 
 
-def test_it_is_read_in_parts_so_that_no_host_holds_all(tmp_path, monkeypatch):
+def test_no_host_reads_all_at_once(tmp_path, monkeypatch):
     tracked = {str(n): tf.Variable(tf.fill([100], float(n))) for n in range(10)}
     path = Checkpoints(str(tmp_path), tracked).save(1, {})
     held = []
@@ -133,7 +139,7 @@ def test_a_checkpoint_of_lingvos_saver_is_one(tmp_path):
     assert halves[0].numpy().tolist() + halves[1].numpy().tolist() == [1.0, 2.0, 3.0]
 
 
-def test_the_reason_is_what_our_own_function_said():
+def test_the_reason_is_the_message_of_the_function():
     def read(number):
         raise CheckpointError(f"'train-1' says something else: {int(number)}")
 
@@ -143,7 +149,7 @@ def test_the_reason_is_what_our_own_function_said():
     assert reader.reason(caught.value) == "'train-1' says something else: 0"
 
 
-def test_what_may_be_read_the_next_time_is_not_damaged(tmp_path, monkeypatch):
+def test_a_temporary_error_is_not_damage(tmp_path, monkeypatch):
     """Short of memory or of file handles, one good checkpoint after the other was set aside."""
     w = tf.Variable([1.0])
     path = Checkpoints(str(tmp_path), {"w": w}).save(1, {})

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from lingvo.core import py_utils
 
-from pipemesh.backend.functions import called_functions
+from pipemesh.backend.graphs import called_functions
 from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer
 from pipemesh.layers.named import NamedLayer, lowering_scope
 from pipemesh.mesh import LayoutRules

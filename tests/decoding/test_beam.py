@@ -29,15 +29,15 @@ def chain(seed=3):
 
 
 def searched(search, table, first, most, stop=()):
-    """What a search finds for a row a prompt that begins with a token of `first`."""
+    """Returns the results of a search for prompts that begin with the tokens of `first`."""
     rows = [search.row(number, most, stop) for number in range(len(first))]
     choice = search.begin(tf.gather(table, first), tf.zeros([len(first), 2], tf.int32), stop)
     found = {}
     while True:
         for number, row in enumerate(rows):
-            told = row.take(*(each[number].numpy() for each in choice.told))
-            if told is not None:
-                found.setdefault(number, told)
+            continuation = row.take(*(each[number].numpy() for each in choice.results))
+            if continuation is not None:
+                found.setdefault(number, continuation)
         if len(found) == len(rows):
             return [found[number] for number in range(len(rows))]
         choice = search.choose(tf.gather(table, choice.ids), choice.state, stop)
@@ -59,7 +59,7 @@ def best_of_all(table, first, most, stop, penalty):
 
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
 @pytest.mark.parametrize("stop", [(), (2,), (0, 4)])
-def test_with_beams_enough_it_finds_the_best_continuation_there_is(stop, penalty):
+def test_enough_beams_find_the_best_continuation(stop, penalty):
     table, most = chain(), 3
     search = BeamSearch(beams=VOCAB // (1 + len(stop)), length_penalty=penalty)
     wide = BeamSearch(beams=VOCAB**2, length_penalty=penalty)
@@ -97,8 +97,8 @@ def test_one_beam_is_greedy(seed):
 
 def test_no_beam_hides_that_another_is_not_a_number():
     logits = tf.constant([[0.0, 9.0, 8.0], [0.0, float("nan"), 0.0]])
-    told = BeamSearch(2).choose(logits, tf.constant([0.0, -1.0]), ()).told
-    assert np.isnan(told[-1]).all()
+    results = BeamSearch(2).choose(logits, tf.constant([0.0, -1.0]), ()).results
+    assert np.isnan(results[-1]).all()
 
 
 def test_any_penalty_is_a_number():
@@ -107,7 +107,7 @@ def test_any_penalty_is_a_number():
     assert 1 <= len(found.tokens) <= 4 and len(found.others) == 1
 
 
-def test_what_was_found_besides_is_worse_and_sorted():
+def test_other_continuations_are_worse_and_sorted():
     found = searched(BeamSearch(2), chain(), [0, 3], 4, (2,))
     for each in found:
         scores = [sum(one.log_probs) / len(one.tokens) for one in (each, *each.others)]
@@ -141,7 +141,7 @@ def by_hand(task, prompt, beams, most):
 
 
 @pytest.mark.slow
-def test_a_model_says_what_it_says_without_a_cache_under_any_plan(eagerly):
+def test_beam_search_equals_the_model_without_cache(eagerly):
     beams, most, prompts = 3, 5, PROMPTS[:3]
     search = BeamSearch(beams)
     plain = trained(PLAIN, PIPELINED=False)
@@ -192,6 +192,6 @@ def test_one_beam_of_a_model_is_greedy(eagerly):
         ),
     ],
 )
-def test_what_cannot_be_had_is_one_line(make, message):
+def test_invalid_settings_are_one_line(make, message):
     with pytest.raises(DecodingError, match=message):
         make()

@@ -88,7 +88,7 @@ def marked(often):
 
 @functools.cache
 def plain(model, chooser="greedy"):
-    """What the model says without a pipeline, all prompts at once."""
+    """Returns the continuations of the model without a pipeline, all prompts at once."""
     task = trained(PLAIN, model, PIPELINED=False)
     with_all = decoder(task, 1, len(PROMPTS), CHOOSERS[chooser])
     return tokens(with_all.generate(PROMPTS, TOKENS))
@@ -96,7 +96,7 @@ def plain(model, chooser="greedy"):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["dense", "tied", "experts"])
-def test_the_plain_model_says_what_it_says_without_a_cache(eagerly, model):
+def test_the_plain_model_equals_the_model_without_cache(eagerly, model):
     task = trained(PLAIN, model, PIPELINED=False)
     wanted = greedy(task, PROMPTS, TOKENS)
     found = sorted(
@@ -117,7 +117,7 @@ def test_tokens_do_not_depend_on_the_plan(eagerly, model, plan, groups, rows):
 @pytest.mark.parametrize(
     ("model", "plan", "groups", "rows"), list(marked([PLACED[10], TOGETHER[4]]))
 )
-def test_nor_does_what_is_drawn_or_searched(eagerly, model, plan, groups, rows):
+def test_drawn_and_searched_tokens_do_not_depend_on_the_plan(eagerly, model, plan, groups, rows):
     task = trained(plan, model)
     for name in list(CHOOSERS)[1:]:
         found = decoder(task, groups, rows, CHOOSERS[name]).generate(PROMPTS, TOKENS)
@@ -132,7 +132,7 @@ def test_prompts_that_one_program_cannot_split_are_one_line(eagerly):
 
 
 @pytest.mark.slow
-def test_experts_have_room_for_all_tokens_whatever_comes_with_them(eagerly):
+def test_experts_have_room_for_all_tokens(eagerly):
     """They have the weights of those that would leave some out."""
     found = decoder(trained(PLAIN, "crowded", PIPELINED=False), 3, 1).generate(PROMPTS, TOKENS)
     assert tokens(found) == plain("experts")
@@ -146,7 +146,7 @@ def test_another_seed_draws_others(eagerly):
     assert len({*first, *other}) == 8
 
 
-def test_a_stop_token_ends_a_row_and_another_prompt_takes_its_place(eagerly):
+def test_a_stop_token_frees_a_row_for_another_prompt(eagerly):
     task = trained(PLAIN, PIPELINED=False)
     wanted = plain("dense")
     stop = {wanted[0][3], wanted[3][1]}
@@ -204,7 +204,7 @@ def test_logits_that_are_not_numbers_end_decoding(eagerly):
     assert not watched
 
 
-def test_prompts_before_one_that_cannot_be_continued_are(eagerly):
+def test_prompts_before_an_invalid_one_are_continued(eagerly):
     made = decoder(trained(PLAIN, PIPELINED=False), 2, 3)
     found = []
     with pytest.raises(DecodingError, match="prompt 3 has the token 1000"):
@@ -215,7 +215,7 @@ def test_prompts_before_one_that_cannot_be_continued_are(eagerly):
     assert tokens(made.generate(PROMPTS, TOKENS)) == plain("dense")
 
 
-def test_who_leaves_before_the_end_leaves_nothing_behind(eagerly):
+def test_an_abandoned_generator_leaves_no_rows(eagerly):
     made = decoder(trained(PLAIN, PIPELINED=False), 2, 2)
     found = made.generate(PROMPTS, TOKENS)
     next(found)
@@ -243,7 +243,7 @@ def test_a_temperature_that_cannot_be_had_is_one_line(temperature):
     "plan", [Plan("layers:2", num_microbatches=2), one_program("layers:2")], ids=["stages", "simd"]
 )
 def test_a_group_may_be_continued_more_than_once(eagerly, plan):
-    """What it keeps is overwritten in a copy."""
+    """Its cache is overwritten in a copy."""
     task = trained(plan)
     generator = decoder(task, 1, 2)._generator
     ids = np.array([PROMPTS[0], PROMPTS[0][::-1]], np.int32)

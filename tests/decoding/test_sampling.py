@@ -12,7 +12,7 @@ NUMBER = 4000
 
 
 def shares(**options):
-    """How often each token is drawn."""
+    """Returns the share of each token among the draws."""
     logits = tf.tile([tf.math.log(CHANCES)], [NUMBER, 1])
     seeds = tf.stack([tf.range(NUMBER), tf.ones([NUMBER], tf.int32)], -1)
     ids, log_probs = Sampler(**options).drawn(logits, seeds)
@@ -60,6 +60,6 @@ def test_a_seed_draws_the_same_wherever_its_row_is():
         ({"top_k": 3}, "are for drawing; give a temperature above 0"),
     ],
 )
-def test_what_cannot_be_had_is_one_line(options, message):
+def test_invalid_settings_are_one_line(options, message):
     with pytest.raises(DecodingError, match=message):
         Sampler(**options)

@@ -15,7 +15,7 @@ ROWS = 2
 
 
 def loss_of(batch):
-    """Of a model that thinks of a label what it and its place, and all before it, add up to."""
+    """Returns losses from the label and all ids of the segment so far."""
     losses = np.zeros(batch["ids"].shape, np.float32)
     for row, column in np.ndindex(*losses.shape):
         segment = batch["segment_ids"][row, column]
@@ -48,7 +48,7 @@ def test_no_text_sees_another_and_none_is_lost(given_texts, rows):
 
 
 @pytest.mark.slow
-def test_log_probs_are_those_of_the_model(eagerly):
+def test_log_probs_equal_the_models(eagerly):
     task = trained(PLAIN, PIPELINED=False)
 
     @tf.function(autograph=False)

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 from lingvo.core import py_utils
 
-from pipemesh.backend.sliced_variables import Slice, slice_of
+from pipemesh.backend.saved_state import Slice, slice_of
 from pipemesh.layers import mesh_cluster
 from pipemesh.mesh import LayoutRules, Mesh
 

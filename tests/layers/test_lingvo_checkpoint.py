@@ -10,7 +10,7 @@ import tensorflow as tf
 from lingvo.core import builder_layers, gpipe, py_utils, tshape
 
 from pipemesh import layers as ours
-from pipemesh.backend.sliced_variables import Slice, SlicedVariable
+from pipemesh.backend.saved_state import Slice, SlicedVariable
 from pipemesh.checkpoint import Checkpoints
 from pipemesh.errors import PartitionError, PipelineError
 from pipemesh.layers import (

@@ -7,13 +7,8 @@ import tensorflow as tf
 from pipemesh.errors import PipelineError
 from pipemesh.lowering import PlacementLowering, ops
 from pipemesh.mesh import Dim, LayoutRules, Mesh, Shape
-from pipemesh.randomness import (
-    NeedWholeDraws,
-    Position,
-    WholeDraw,
-    WholeDraws,
-    plan_free_randomness,
-)
+from pipemesh.randomness import plan_free_randomness
+from pipemesh.randomness.scope import NeedWholeDraws, Position, WholeDraw, WholeDraws
 
 STEP = tf.constant(3, tf.int64)
 SEED = tf.constant([5, 6])

@@ -2,7 +2,8 @@
 
 import tensorflow as tf
 
-from pipemesh.randomness import Position, WholeDraw, WholeDraws, layer_scope, plan_free_randomness
+from pipemesh.randomness import layer_scope, plan_free_randomness
+from pipemesh.randomness.scope import Position, WholeDraw, WholeDraws
 
 STEP = tf.constant(3, tf.int64)
 

@@ -36,7 +36,7 @@ SAMPLERS = {
 
 @pytest.mark.parametrize("unique", [True, False])
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_classes_and_counts_are_those_of_tensorflow(name, unique):
+def test_classes_and_counts_equal_tensorflows(name, unique):
     """By their means over many draws, each with its standard error."""
     install()
     classes = tf.constant([[1], [4]], tf.int64)

@@ -1,4 +1,4 @@
-"""A microbatch draws its slice of the whole batch's random numbers, bit for bit."""
+"""Draws of a microbatch are a part of the whole batch's."""
 
 import numpy as np
 import pytest
@@ -7,16 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipemesh.errors import PipelineError
-from pipemesh.randomness import (
+from pipemesh.randomness import layer_scope, plan_free_randomness
+from pipemesh.randomness.draws import advance_counter, check_no_draw_escaped, draw_block, note_draw
+from pipemesh.randomness.scope import (
     NeedWholeDraws,
     Position,
     WholeDraw,
     WholeDraws,
-    advance_counter,
     gradient_scope,
-    layer_scope,
-    note_draw,
-    plan_free_randomness,
 )
 from tests.randomness.microbatches import STEP, position, whole_and_parts
 
@@ -147,7 +145,7 @@ def test_draws_that_cannot_be_cut_into_slices_are_errors(sizes, of_batch, of_seq
             uniform(sizes)
 
 
-def test_what_is_drawn_for_whole_sequences_is_asked_for():
+def test_slices_need_the_draws_of_whole_sequences():
     zero = tf.constant(0, tf.int64)
     where = Position(zero, 1, 2, None, 2, 3, zero)
     with plan_free_randomness(STEP, where), pytest.raises(NeedWholeDraws):
@@ -164,7 +162,7 @@ def test_the_counter_is_one_number_of_128_bits(counter, steps):
     assert (high << 64) + low == (counter + steps) % 2**128
 
 
-def test_a_microbatch_asks_for_what_the_whole_batch_draws_first():
+def test_a_microbatch_needs_the_draws_of_the_whole_batch():
     with pytest.raises(NeedWholeDraws), plan_free_randomness(STEP, position(None)):
         tf.random.uniform([2])
 
@@ -196,7 +194,7 @@ def test_shapes_known_only_at_run_time_are_errors():
         run(tf.constant(2))
 
 
-def test_what_is_drawn_for_a_gradient_is_an_error_unless_it_is_a_single_number():
+def test_gradients_draw_nothing_but_single_numbers():
     with plan_free_randomness(STEP), gradient_scope():
         assert note_draw(()) == ":0"
         with pytest.raises(PipelineError, match=r"of shape \(2, 3\) are drawn while gradients"):
@@ -216,3 +214,134 @@ def test_draws_are_noted_by_layer_and_number_with_their_sizes():
         "a/b:0": (3, 4),
         "a:1": (),
     }
+
+
+SEED = tf.constant([5, 6], tf.int64)
+UNIFORM, NORMAL = tf.raw_ops.StatelessRandomUniformV2, tf.raw_ops.StatelessRandomNormalV2
+
+
+def block_of(raw, sizes, begin, block, dtype=tf.float32):
+    return draw_block(raw, sizes, [tf.constant(at) for at in begin], block, SEED, dtype).numpy()
+
+
+@pytest.mark.parametrize("raw", [UNIFORM, NORMAL])
+@pytest.mark.parametrize("dtype", [tf.float32, tf.float64, tf.bfloat16])
+@pytest.mark.parametrize(
+    ("begin", "block"),
+    [
+        ((0, 0, 0), (6, 5, 7)),
+        ((2, 0, 0), (3, 5, 7)),
+        ((1, 0, 0), (1, 5, 7)),
+        ((1, 2, 0), (1, 3, 7)),
+        ((1, 2, 3), (1, 1, 3)),
+        ((5, 4, 6), (1, 1, 1)),
+        ((1, 2, 3), (2, 2, 2)),
+        ((0, 2, 0), (6, 2, 7)),
+        ((0, 0, 0), (6, 0, 7)),
+    ],
+)
+def test_a_block_is_a_part_of_the_whole(raw, dtype, begin, block):
+    sizes = (6, 5, 7)
+    whole = block_of(raw, sizes, (0, 0, 0), sizes, dtype)
+    part = tuple(slice(at, at + size) for at, size in zip(begin, block, strict=True))
+    found = block_of(raw, sizes, begin, block, dtype)
+    assert found.dtype == dtype.as_numpy_dtype
+    np.testing.assert_array_equal(found, whole[part])
+
+
+def test_the_whole_block_equals_tensorflows_draw():
+    want = tf.random.stateless_normal([3, 5], SEED, alg="philox")
+    np.testing.assert_array_equal(block_of(NORMAL, (3, 5), (0, 0), (3, 5)), want)
+
+
+def test_of_leading_dims_no_other_numbers_are_drawn():
+    drawn = []
+
+    def raw(shape, **kwargs):
+        drawn.append(int(tf.reduce_prod(shape)))
+        return UNIFORM(shape=shape, **kwargs)
+
+    block_of(raw, (1000, 10), (500, 0), (2, 10))
+    assert len(drawn) == 1 and drawn[0] < 30
+
+
+@pytest.mark.parametrize("begin", [500, tf.constant(500)])
+def test_a_block_at_a_group_draws_nothing_else(begin):
+    drawn = []
+
+    def raw(shape, **kwargs):
+        drawn.append(tuple(shape.numpy()))
+        return UNIFORM(shape=shape, **kwargs)
+
+    found = draw_block(raw, (1000, 12), [begin, 0], (2, 12), SEED, tf.float32)
+    assert drawn == [(2, 12)]
+    np.testing.assert_array_equal(found, block_of(UNIFORM, (1000, 12), (0, 0), (1000, 12))[500:502])
+
+
+@pytest.mark.parametrize("sizes", [(6, 5, 7), (6, 4, 8)])
+def test_a_block_may_begin_at_a_dynamic_index(sizes):
+    run = tf.function(
+        lambda at: draw_block(UNIFORM, sizes, [at, 1, 0], (1, 2, sizes[2]), SEED, tf.float32)
+    )
+    whole = block_of(UNIFORM, sizes, (0, 0, 0), sizes)
+    for at in range(sizes[0]):
+        np.testing.assert_array_equal(run(tf.constant(at)), whole[at : at + 1, 1:3])
+
+
+def check(function, num_microbatches=2):
+    def stage():
+        with plan_free_randomness(STEP):
+            return function()
+
+    graph = tf.function(stage, autograph=False).get_concrete_function().graph
+    check_no_draw_escaped(graph, "s0", num_microbatches)
+
+
+def stateful():
+    return tf.raw_ops.RandomStandardNormal(shape=[2], dtype=tf.float32)
+
+
+def stateless():
+    key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=[1, 2])
+    return tf.raw_ops.StatelessRandomUniformV2(shape=[2], key=key, counter=counter, alg=1)
+
+
+@tf.function(autograph=False)
+def drawing():
+    return tf.random.normal([2])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda: tf.random.normal([2]),
+        lambda: tf.random.stateless_uniform([2], [1, 2]),
+        lambda: tf.nn.dropout(tf.ones([2]), 0.5),
+        drawing,
+        lambda: tf.cond(tf.constant(True), lambda: tf.random.normal([2]), lambda: tf.zeros([2])),
+        lambda: tf.sin(1.0),
+    ],
+)
+def test_draws_inside_a_scope_are_accepted(function):
+    check(function)
+
+
+def test_a_raw_draw_is_an_error_with_advice():
+    with pytest.raises(
+        PipelineError, match=r"^stage 's0' .* RandomStandardNormal .* would differ .*tf\.raw_ops"
+    ):
+        check(stateful, num_microbatches=1)
+    with pytest.raises(
+        PipelineError, match=r"StatelessRandomUniformV2 .* the same for every microbatch.*raw_ops"
+    ):
+        check(stateless)
+
+
+def test_a_draw_without_state_is_right_for_a_single_microbatch():
+    check(stateless, num_microbatches=1)
+
+
+def test_a_function_that_was_traced_before_is_named():
+    concrete = drawing.get_concrete_function()
+    with pytest.raises(PipelineError, match=r"in the function '.*drawing.*', which was .*outside"):
+        check(concrete)

@@ -6,8 +6,9 @@ import tensorflow as tf
 
 from pipemesh.backend.patches import operation
 from pipemesh.errors import LayoutError, PipelineError
-from pipemesh.randomness import layer_scope, plan_free_randomness, slicewise
+from pipemesh.randomness import layer_scope, plan_free_randomness
 from pipemesh.randomness.patch import install
+from pipemesh.randomness.scope import slicewise
 from tests.randomness.microbatches import STEP, position, whole_and_parts
 
 SEED = [5, 6]
@@ -44,7 +45,7 @@ def test_every_kind_of_draw(name, rest):
     assert len(np.unique(whole)) > 1
 
 
-def test_what_tensorflow_draws_for_the_whole_batch_is_not_changed():
+def test_the_whole_batch_draws_tensorflows_numbers():
     expected = tf.random.stateless_uniform([3, 5], SEED)
     with plan_free_randomness(STEP):
         np.testing.assert_array_equal(tf.random.stateless_uniform([3, 5], SEED), expected)
@@ -60,7 +61,7 @@ def test_outside_of_a_scope_nothing_changes():
     np.testing.assert_array_equal(tf.random.uniform([4]), first)
 
 
-def test_outside_seeds_are_counted_as_if_nothing_had_been_drawn_in_a_scope():
+def test_draws_in_a_scope_do_not_count_outside_seeds():
     tf.random.set_seed(1)
     expected = [tf.random.uniform([4]).numpy().tolist() for _ in range(2)]
     tf.random.set_seed(1)
@@ -94,7 +95,7 @@ UNCUTTABLE = {
 
 
 @pytest.mark.parametrize("name", UNCUTTABLE)
-def test_what_cannot_be_cut_is_an_error_where_there_are_microbatches(name):
+def test_uncuttable_draws_are_errors_with_microbatches(name):
     call, message = UNCUTTABLE[name], f"layer 'noisy' calls '{name}' inside a pipeline"
     with (
         pytest.raises(PipelineError, match=message),

@@ -1,4 +1,4 @@
-"""What random numbers belong to: step, layer, loop, and which draw it is."""
+"""Scopes of random numbers, and draws that are made once more."""
 
 import threading
 
@@ -7,16 +7,13 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.errors import PipelineError
-from pipemesh.randomness import (
+from pipemesh.randomness import draw_seed, is_active, layer_scope, loop_scope, plan_free_randomness
+from pipemesh.randomness.scope import (
+    Replay,
     alike_layers_scope,
-    draw_seed,
     gradient_scope,
-    is_active,
     layer_aliases,
-    layer_scope,
     layer_spans,
-    loop_scope,
-    plan_free_randomness,
 )
 from tests.randomness.microbatches import STEP, position
 
@@ -28,7 +25,7 @@ def draw_in(step=3, layer="layer", seed=None, skip=0):
         return tf.random.uniform([8], seed=seed).numpy().tolist()
 
 
-def test_stateful_draws_depend_on_step_layer_number_and_seed_alone():
+def test_stateful_draws_depend_on_step_layer_number_and_seed():
     draws = [
         draw_in(),
         draw_in(step=4),
@@ -42,7 +39,7 @@ def test_stateful_draws_depend_on_step_layer_number_and_seed_alone():
     assert draw_in() == draws[0]
 
 
-def test_draws_of_one_layer_do_not_depend_on_other_layers():
+def test_draws_of_a_layer_do_not_depend_on_others():
     with plan_free_randomness(STEP):
         with layer_scope("a"):
             tf.random.uniform([2])
@@ -61,7 +58,7 @@ def test_aliases_rename_the_outermost_layer():
     assert behind == draw_in(layer="b")
 
 
-def test_seeds_of_one_layer_differ_from_draw_to_draw():
+def test_seeds_differ_from_draw_to_draw():
     with plan_free_randomness(STEP), layer_scope("a"):
         first, second = draw_seed().numpy().tolist(), draw_seed().numpy().tolist()
     assert first[0] == second[0] == 3
@@ -73,7 +70,7 @@ def test_a_keyed_draw_needs_a_step():
         tf.random.uniform([2])
 
 
-def test_draws_in_loops_differ_by_iteration_by_loop_and_by_nesting():
+def test_draws_differ_by_iteration_loop_and_nesting():
     def draw(first, second):
         with loop_scope(tf.constant(first, tf.int64)):
             outer = tf.random.uniform([4])
@@ -103,7 +100,7 @@ def test_a_loop_tells_which_tensors_its_draws_depend_on():
         assert nothing == []
 
 
-def test_several_layers_at_once_have_a_row_each_of_what_each_would_have():
+def test_alike_layers_have_a_row_of_seeds_each():
     def seeds(scope):
         with plan_free_randomness(STEP), layer_aliases({"b": "c"}, "stack"), scope:
             first = draw_seed()
@@ -116,7 +113,7 @@ def test_several_layers_at_once_have_a_row_each_of_what_each_would_have():
     assert each[0] != each[1]
 
 
-def test_the_name_of_a_stack_tells_layers_of_one_name_apart():
+def test_equal_layer_names_in_two_stacks_differ():
     drawn = []
     for stack in ("", "left", "right"):
         with plan_free_randomness(STEP), layer_aliases({}, stack), layer_scope("layer"):
@@ -159,3 +156,53 @@ def test_without_a_step_a_gradient_may_draw_a_single_number():
         assert draw_seed().numpy().tolist() == [0, 0]
     with gradient_scope(), layer_scope("a"):
         assert not is_active()
+
+
+def numbers(count=2):
+    return [tf.random.uniform([4]).numpy().tolist() for _ in range(count)]
+
+
+def test_each_time_the_numbers_that_came_next():
+    with plan_free_randomness(STEP), layer_scope("a"):
+        plain = numbers(5)
+    with plan_free_randomness(STEP), layer_scope("a"):
+        found = numbers(1)
+        replay = Replay()
+        with replay.enter(replay.tensors):
+            first = numbers()
+        with replay.enter(replay.tensors):
+            again = numbers()
+        behind = numbers()
+    assert found == plain[:1]
+    assert first == again == plain[1:3]
+    # What comes behind counts them once.
+    assert behind == plain[3:]
+
+
+def test_a_replay_takes_its_tensors_as_arguments():
+    iteration = tf.constant(2, tf.int64)
+    with plan_free_randomness(STEP), loop_scope(iteration):
+        replay = Replay()
+        assert [t is u for t, u in zip(replay.tensors, [STEP, iteration], strict=True)] == [
+            True
+        ] * 2
+
+        @tf.function(autograph=False)
+        def drawn(*tensors):
+            with replay.enter(tensors):
+                return tf.random.uniform([4])
+
+        expected = drawn(*replay.tensors)
+        np.testing.assert_array_equal(drawn(*replay.tensors), expected)
+        for other in [(STEP + 1, iteration), (STEP, iteration + 1)]:
+            assert not np.array_equal(drawn(*other), expected)
+
+
+def test_a_replay_outside_a_scope_is_empty():
+    replay = Replay()
+    assert replay.tensors == []
+    tf.random.set_seed(1)
+    with replay.enter([]):
+        first = numbers(1)
+    tf.random.set_seed(1)
+    assert numbers(1) == first

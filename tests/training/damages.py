@@ -101,7 +101,7 @@ def _harm_all(folder):
 
 
 _RENAMED = "and its files were renamed; set aside"
-_NOT_WRITTEN = "is not what was written; set aside"
+_NOT_WRITTEN = "has changed since it was written; set aside"
 
 DAMAGES = [
     Damage("data cut short", _each(_cut, DATA), r"data-.* bytes of .*; set aside"),
@@ -132,7 +132,7 @@ DAMAGES = [
     Damage(
         "manifest of another version",
         _each(_edit(step="4"), MANIFEST),
-        r"is that of another version \(its step is '4'\)",
+        r"has another version \(its step is '4'\)",
         None,
     ),
     Damage("renamed", _move(4, 500, *ENDS), _RENAMED),
@@ -143,7 +143,7 @@ DAMAGES = [
     Damage("the newest removed", _each(os.unlink, *ENDS), ""),
     Damage("the list removed", lambda folder: (folder / "checkpoint").unlink(), "", 4),
     Damage("one left unfinished", _leave_unfinished, "", 4),
-    Damage("all of them", _harm_all, r"has no whole checkpoint, only what is damaged", None),
+    Damage("all of them", _harm_all, r"has no whole checkpoint, only damaged ones", None),
 ]
 
 

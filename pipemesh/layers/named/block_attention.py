@@ -15,9 +15,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.backend.attach_gradient import attach_gradient
+from pipemesh.backend.gradients import attach_gradient, unrecorded
 from pipemesh.backend.static_shape import static_sizes
-from pipemesh.backend.tapes import unrecorded
 from pipemesh.errors import GradientError
 
 # So low that its exponential is 0, and differences of such are finite.

@@ -8,7 +8,7 @@ import lingvo.compat as lingvo_tf
 import tensorflow as tf
 from lingvo.core import base_layer, py_utils, tshape
 
-from pipemesh.backend.sliced_variables import Slice, mark_owner, mark_slice
+from pipemesh.backend.saved_state import Slice, mark_owner, mark_slice
 from pipemesh.errors import LayoutError, PipelineError, ShapeError
 from pipemesh.layers.named.block_init import BlockInit, initializer_of
 from pipemesh.layers.named.replica_cut import current_replica_cut

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 from lingvo.core import py_utils
 
-from pipemesh.backend.attach_gradient import attach_gradient
+from pipemesh.backend.gradients import attach_gradient
 from pipemesh.layers.check_params import check_above_zero, check_choice, check_flags, check_whole
 from pipemesh.layers.named.named_layer import NamedLayer
 from pipemesh.layers.named.tally import Tally, Value

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.backend.sliced_variables import Slice, SlicedVariable, mark_owner, owner_of, slice_of
+from pipemesh.backend.saved_state import Slice, SlicedVariable, mark_owner, owner_of, slice_of
 
 
 def by_logical_name(layer: Any, variables: Sequence[Any]) -> dict[str, Any]:

@@ -10,8 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.backend.attach_gradient import attach_gradient
-from pipemesh.backend.tapes import unrecorded
+from pipemesh.backend.gradients import attach_gradient, unrecorded
 from pipemesh.errors import LayoutError, ShapeError
 from pipemesh.layers.named.replica_cut import ReplicaCut, current_replica_cut, staying
 from pipemesh.lowering.lowering import Lowering, Slices

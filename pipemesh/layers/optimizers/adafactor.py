@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 from lingvo.core import optimizer, py_utils
 
-from pipemesh.backend.sliced_variables import Slice, mark_slice, slice_of
+from pipemesh.backend.saved_state import Slice, mark_slice, slice_of
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import PipelineError
 from pipemesh.layers.optimizers.pieces import Piece, Pieces

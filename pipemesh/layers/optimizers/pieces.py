@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from pipemesh.backend.sums import sum_in_order
+from pipemesh.backend.operations import sum_in_order
 
 # For each dim of the whole tensor where a piece begins.
 Begin = tuple[int, ...]

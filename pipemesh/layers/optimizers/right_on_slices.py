@@ -15,7 +15,7 @@ import tensorflow as tf
 from lingvo.core import learner, optimizer
 
 from pipemesh.backend.processes import current_processes
-from pipemesh.backend.sliced_variables import slice_of
+from pipemesh.backend.saved_state import slice_of
 from pipemesh.errors import PipelineError
 
 # They update each element of a weight by itself. Others say so, or that they know slices, by a

@@ -11,7 +11,7 @@ import tensorflow as tf
 from lingvo.core import learner, py_utils
 
 from pipemesh.backend.processes import current_processes
-from pipemesh.backend.sliced_variables import owner_of
+from pipemesh.backend.saved_state import owner_of
 from pipemesh.lowering.simd.process_lowering import over_processes
 
 # The variables of the learner that scales its gradients now.

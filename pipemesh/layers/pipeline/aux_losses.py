@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 from lingvo.core import py_utils
 
-from pipemesh.backend.kept_gradients import custom_gradient
+from pipemesh.backend.gradients import custom_gradient
 from pipemesh.errors import PipelineError
 from pipemesh.layers.named.values import exported
 from pipemesh.layers.pipeline.stage_structure import StageStructure

@@ -32,6 +32,7 @@ from pipemesh.layers.pipeline.spread_weights import spread_weights
 from pipemesh.layers.pipeline.stage_lowering import StageLowering
 from pipemesh.layers.pipeline.tied_weights import check_one_mesh, tie_weights, with_given_weights
 from pipemesh.layers.step_seed import name_in_task, step_of_call, whole_batch_randomness
+from pipemesh.randomness.scope import layer_aliases
 from pipemesh.recurrent import Home
 
 
@@ -229,7 +230,7 @@ class SeqLayer(base_layer.BaseLayer):
             # A graph refuses a second variable of one name by itself.
             check_weights_are_its_own(self, _is_transparent)
             self._weights_are_its_own = True
-        with randomness.layer_aliases({}, name_in_task(self)):
+        with layer_aliases({}, name_in_task(self)):
             for name in self._before_names:
                 given = to_tuple(args)
                 with (
@@ -241,7 +242,7 @@ class SeqLayer(base_layer.BaseLayer):
 
     def _fprop_cell(self, theta: Any, name: str, *args: Any) -> Any:
         """Runs one stage inside randomness."""
-        with randomness.layer_aliases({}, name_in_task(self)):
+        with layer_aliases({}, name_in_task(self)):
             cell = self.children[name]
             if isinstance(cell, FeatureExtractionLayer):
                 return cell.FProp(theta, *args)

@@ -43,6 +43,7 @@ from pipemesh.lowering.simd.process_lowering import placed
 from pipemesh.mesh import LayoutRules, Shape
 from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.plan import Plan
+from pipemesh.randomness.scope import alike_layers_scope, layer_aliases
 from pipemesh.recurrent.circular import SimdPipeline
 from pipemesh.recurrent.watch.health import all_finite, raise_unless
 
@@ -371,8 +372,8 @@ class SimdStack:
                 py_utils.RemoveAssertContext(remove=True),
                 randomness.plan_free_randomness(step),
                 keyed_seeds(global_step_in(step)),
-                randomness.layer_aliases({}, name_in_task(stack)),
-                randomness.alike_layers_scope(names),
+                layer_aliases({}, name_in_task(stack)),
+                alike_layers_scope(names),
             ):
                 outputs = self.call_alike(weights, given)
             return tuple(outputs[i] for i in travels)

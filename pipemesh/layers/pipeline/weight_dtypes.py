@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 from lingvo.core import py_utils
 
-from pipemesh.backend.kept_gradients import custom_gradient
+from pipemesh.backend.gradients import custom_gradient
 from pipemesh.recurrent.precision import cast_floating
 
 

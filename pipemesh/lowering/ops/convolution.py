@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.backend.kept_gradients import custom_gradient
+from pipemesh.backend.gradients import custom_gradient
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import ShapeError
 from pipemesh.lowering.ops.elementwise import in_order

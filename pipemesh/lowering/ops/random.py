@@ -15,16 +15,16 @@ from pipemesh.lowering.ops.transfer import as_shape
 from pipemesh.lowering.registry import register
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import Shape
-from pipemesh.randomness import (
+from pipemesh.randomness import is_active
+from pipemesh.randomness.draws import (
+    RawDraw,
     Share,
-    WholeDraw,
-    is_active,
+    draw_block,
     note_draw,
     share_of_draw,
     slice_of_draw,
 )
-from pipemesh.randomness.philox import RawDraw, draw_block
-from pipemesh.randomness.scope import scopes
+from pipemesh.randomness.scope import WholeDraw, scopes
 
 
 def _draw(

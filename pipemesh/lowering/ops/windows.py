@@ -8,9 +8,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.backend.kept_gradients import custom_gradient
+from pipemesh.backend.gradients import custom_gradient
+from pipemesh.backend.operations import sum_in_order
 from pipemesh.backend.static_shape import static_sizes
-from pipemesh.backend.sums import sum_in_order
 from pipemesh.lowering.lowering import Lowering, Slices
 
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from pipemesh.backend import collectives
 from pipemesh.backend.devices import check_devices_exist
-from pipemesh.backend.handle_data import stand_for_alike
+from pipemesh.backend.static_shape import stand_for_alike
 from pipemesh.errors import DeviceError, ShapeError
 from pipemesh.lowering.given import check_rules
 from pipemesh.lowering.simd.core_program import (

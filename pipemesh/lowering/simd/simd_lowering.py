@@ -8,8 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.backend.branch_gradients import install_branch_gradients
-from pipemesh.backend.kept_gradients import custom_gradient
+from pipemesh.backend.gradients import custom_gradient, install_branch_gradients
 from pipemesh.lowering.captures import call_local
 from pipemesh.lowering.given import whole_tensor
 from pipemesh.lowering.lowering import Lowering, Slices

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from pipemesh.backend import tpu_operations
+from pipemesh.backend import collectives
 from pipemesh.lowering.simd.simd_lowering import Collectives
 from pipemesh.lowering.simd.tf_collectives import gathered_to_dim
 from pipemesh.mesh import Mesh
@@ -34,7 +34,7 @@ class TpuCollectives(Collectives):
         if op == "sum":
             # The operation knows no other integers.
             narrow = tf.cast(x, tf.int32) if x.dtype == tf.int64 else x
-            return tf.cast(tpu_operations.all_sum(narrow, self._groups(axes)), x.dtype)
+            return tf.cast(collectives.tpu_all_sum(narrow, self._groups(axes)), x.dtype)
         for axis in axes:
             x = _REDUCE[op](self._gather(x, axis), axis=0)
         return x
@@ -42,7 +42,7 @@ class TpuCollectives(Collectives):
     def _gather(self, x: tf.Tensor, axis: str) -> tf.Tensor:
         """All slices along an axis, stacked as the first dim: everyone sends a copy to everyone."""
         copies = tf.stack([x] * self._mesh.size(axis))
-        return tpu_operations.all_to_all(copies, 0, 0, self._groups([axis]))
+        return collectives.tpu_all_to_all(copies, 0, 0, self._groups([axis]))
 
     def all_gather(self, x: tf.Tensor, axis: str, dim: int) -> tf.Tensor:
         """Is one `AllToAll` of copies, which sends no more than an all-gather has to."""
@@ -50,7 +50,7 @@ class TpuCollectives(Collectives):
 
     def all_to_all(self, x: tf.Tensor, axis: str, split_dim: int, concat_dim: int) -> tf.Tensor:
         """Is one `AllToAll`."""
-        return tpu_operations.all_to_all(x, concat_dim, split_dim, self._groups([axis]))
+        return collectives.tpu_all_to_all(x, concat_dim, split_dim, self._groups([axis]))
 
     def permute(self, x: tf.Tensor, axis: str, pairs: Sequence[tuple[int, int]]) -> tf.Tensor:
         """Is one `CollectivePermute`."""
@@ -59,4 +59,4 @@ class TpuCollectives(Collectives):
             for group in self._groups([axis])
             for source, target in pairs
         ]
-        return tpu_operations.permute(x, ends)
+        return collectives.tpu_permute(x, ends)

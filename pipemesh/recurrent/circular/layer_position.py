@@ -13,7 +13,7 @@ from pipemesh.lowering.ops import random
 from pipemesh.lowering.ops.transfer import as_shape
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import Dim, Shape
-from pipemesh.randomness.philox import RawDraw, draw_block
+from pipemesh.randomness.draws import RawDraw, draw_block
 from pipemesh.randomness.scope import scopes, slicewise
 
 # Odd, so that the seeds of all layers differ, and large, so that they do not meet seeds that a

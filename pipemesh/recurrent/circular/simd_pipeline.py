@@ -8,9 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.backend.attach_gradient import attach_gradient
+from pipemesh.backend.gradients import attach_gradient, is_recorded, unrecorded
 from pipemesh.backend.static_shape import static_sizes
-from pipemesh.backend.tapes import is_recorded, unrecorded
 from pipemesh.errors import GradientError, LayoutError, PipelineError
 from pipemesh.lowering.arguments import as_shape, as_tensor, described
 from pipemesh.lowering.captures import lost_in_layer

@@ -8,8 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.backend.handle_data import dtype_behind
 from pipemesh.backend.operation_kinds import VARIABLES, WITHOUT_GRADIENT
+from pipemesh.backend.static_shape import dtype_behind
 from pipemesh.backend.structure import is_differentiable
 from pipemesh.errors import PipelineError
 from pipemesh.recurrent.passes.graph_cut import tensor_name

@@ -11,9 +11,9 @@ from collections.abc import Container, Hashable, Mapping, Sequence
 
 import tensorflow as tf
 
-from pipemesh.backend.attach_gradient import had_gradient, passes_on
-from pipemesh.backend.functions import Bodies
-from pipemesh.backend.purity import has_effect, is_stateful
+from pipemesh.backend.gradients import had_gradient, passes_on
+from pipemesh.backend.graphs import Bodies
+from pipemesh.backend.operation_kinds import has_effect, is_stateful
 
 # They hand on what they are given; nothing asks for a gradient any more.
 _HAND_ON = frozenset(("Identity", "StopGradient", "PreventGradient"))

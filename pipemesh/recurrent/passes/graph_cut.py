@@ -7,10 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.backend import nccl
-from pipemesh.backend.functions import Bodies
-from pipemesh.backend.operation_kinds import CHECK_AND_HAND_ON, RESHAPES
-from pipemesh.backend.purity import check_pure, has_effect
+from pipemesh.backend import collectives
+from pipemesh.backend.graphs import Bodies
+from pipemesh.backend.operation_kinds import CHECK_AND_HAND_ON, RESHAPES, check_pure, has_effect
 from pipemesh.recurrent.passes.common_nodes import use_first
 
 
@@ -52,7 +51,7 @@ class GraphCut:
             # in errors, instead of the one it gets when the function is inlined, which begins
             # with the action.
             node.experimental_debug_info.SetInParent()
-        self._groups = nccl.groups(graph_def.node)
+        self._groups = collectives.nccl_groups(graph_def.node)
         kept = set(map(node_of, asked_for))
         use_first(graph_def.node, Bodies(graph_def), layer_of, kept)
 
@@ -113,7 +112,7 @@ class GraphCut:
         )
 
     def check_pure(self, what: str, why: str) -> None:
-        """Raises if anything in the graph has side effects or state; see `purity`."""
+        """Raises if anything in the graph has side effects or state; see `check_pure`."""
         check_pure(self._graph_def, what, why)
 
     def effects(self, before: int) -> list[str]:
@@ -196,7 +195,7 @@ class GraphCut:
         part.library.CopyFrom(self._graph_def.library)
         nodes = [node for node in self._graph_def.node if node.name in keep]
         part.node.extend(nodes)
-        nccl.rename(part.node)
+        collectives.rename_nccl_groups(part.node)
         for node in part.node:
             if node.op in CHECK_AND_HAND_ON and node.name in checked:
                 node.op = "Identity"

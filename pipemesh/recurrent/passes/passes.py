@@ -10,10 +10,9 @@ from collections.abc import Callable, Container, Sequence
 
 import tensorflow as tf
 
-from pipemesh.backend.functions import results_beside_sources
-from pipemesh.backend.operations import Call
-from pipemesh.backend.purity import has_effects
-from pipemesh.backend.sums import sum_in_order
+from pipemesh.backend.graphs import results_beside_sources
+from pipemesh.backend.operation_kinds import has_effects
+from pipemesh.backend.operations import Call, sum_in_order
 from pipemesh.recurrent.passes.cuts import Cuts
 from pipemesh.recurrent.passes.gradients import flat_names
 from pipemesh.recurrent.passes.graph_cut import node_of

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from pipemesh.backend.labels import label_scope
 from pipemesh.backend.structure import is_differentiable
-from pipemesh.randomness import LayerSpan, Replay, gradient_scope
+from pipemesh.randomness.scope import LayerSpan, Replay, gradient_scope
 from pipemesh.recurrent.passes.captures import Captured
 from pipemesh.recurrent.passes.gradients import StageGradients, differentiate
 from pipemesh.recurrent.passes.summaries import Summaries

@@ -10,8 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.randomness import LayerSpan, NeedWholeDraws, Position, WholeDraws
-from pipemesh.randomness.escaped_draws import check_no_draw_escaped
+from pipemesh.randomness.draws import check_no_draw_escaped
+from pipemesh.randomness.scope import LayerSpan, NeedWholeDraws, Position, WholeDraws
 from pipemesh.recurrent.passes.apart import check_apart
 from pipemesh.recurrent.passes.captures import (
     Captured,
@@ -182,7 +182,7 @@ class TracedStage:
             check_apart(graph, self.replicas, microbatch, f"stage {self.given.name!r}")
 
     def check_pure(self) -> None:
-        """Raises if anything in the graph has side effects or state; see `purity`."""
+        """Raises if anything in the graph has side effects or state; see `check_pure`."""
         self.cut.check_pure(
             f"stage {self.stage.name!r}",
             "a stage is computed microbatch by microbatch, and again in the backward pass",

@@ -10,18 +10,12 @@ from typing import Any
 
 import tensorflow as tf
 
+from pipemesh.backend.labels import tagged
 from pipemesh.backend.static_shape import static_sizes
-from pipemesh.backend.tagged import tagged
 from pipemesh.errors import PipelineError
-from pipemesh.randomness import (
-    Position,
-    Replay,
-    WholeDraw,
-    WholeDraws,
-    layer_spans,
-    plan_free_randomness,
-)
-from pipemesh.randomness.examples.whole_batch import DrawsOfStage, labels_of_batch
+from pipemesh.randomness import plan_free_randomness
+from pipemesh.randomness.example_flow import DrawsOfStage, labels_of_batch
+from pipemesh.randomness.scope import Position, Replay, WholeDraw, WholeDraws, layer_spans
 from pipemesh.recurrent.home import calling_on
 from pipemesh.recurrent.passes.cutting import Cutting
 from pipemesh.recurrent.passes.places import identity_beside

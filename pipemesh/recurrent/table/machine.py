@@ -9,9 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.backend.functions import keep_alive
+from pipemesh.backend.graphs import keep_alive
 from pipemesh.backend.operations import MaybeTensor, pin, pin_each
-from pipemesh.randomness import WholeDraws
+from pipemesh.randomness.scope import WholeDraws
 from pipemesh.recurrent.passes.cutting import Cutting
 from pipemesh.recurrent.passes.part import Grads, Tensors
 from pipemesh.recurrent.passes.passes import Passes

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from pipemesh.backend.devices import check_threads
-from pipemesh.backend.gradient import Sources
-from pipemesh.backend.kept_gradients import unchecked_gradients
+from pipemesh.backend.gradients import Sources, unchecked_gradients
 from pipemesh.backend.operations import MaybeTensor, pin_each
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.recurrent.options import Options

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from pipemesh.backend.functions import keep_alive
+from pipemesh.backend.graphs import keep_alive
 from pipemesh.backend.structure import Structure
 from pipemesh.errors import PipelineError
 from pipemesh.recurrent.passes.tracing import specs_of

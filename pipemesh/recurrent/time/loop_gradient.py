@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from pipemesh.backend.gradient import without_colocation
-from pipemesh.backend.kept_gradients import custom_gradient
+from pipemesh.backend.gradients import custom_gradient, without_colocation
 from pipemesh.backend.structure import is_differentiable
 from pipemesh.recurrent.time.cell import Arguments, groups
 from pipemesh.recurrent.time.time_loop import Captures, ResultGradients, Span, TimeLoop

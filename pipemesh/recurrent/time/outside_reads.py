@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.backend.tracing import drop_unused_captures, reads_replaced
+from pipemesh.backend.graphs import drop_unused_captures, reads_replaced
 
 
 class OutsideReads:

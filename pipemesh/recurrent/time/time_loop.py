@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from pipemesh.backend.functions import keep_alive
+from pipemesh.backend.graphs import keep_alive
 from pipemesh.backend.structure import is_differentiable
 from pipemesh.recurrent.precision import sum_dtype
 from pipemesh.recurrent.time.cell import Arguments, StepGradient, StepGradients, TracedCell, groups

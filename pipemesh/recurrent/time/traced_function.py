@@ -7,8 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.backend.operation_kinds import REF_VARIABLES
-from pipemesh.backend.purity import check_pure
+from pipemesh.backend.operation_kinds import REF_VARIABLES, check_pure
 from pipemesh.errors import PipelineError
 from pipemesh.recurrent.passes.captures import name_of
 from pipemesh.recurrent.time.outside_reads import OutsideReads

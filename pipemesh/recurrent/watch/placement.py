@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pipemesh.backend.devices import short_name
-from pipemesh.backend.executed_graphs import collected_graphs
+from pipemesh.backend.graphs import collected_graphs
 from pipemesh.errors import DeviceError
 
 _ACTION = re.compile(r"(?:^|/)action_(\d+)[FRBIW]\d*(?:_and_every_\d+)?(?:/|$)")

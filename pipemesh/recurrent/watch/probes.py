@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import tensorflow as tf
 
-from pipemesh.randomness import LayerSpan
+from pipemesh.randomness.scope import LayerSpan
 
 # What tf.math.is_finite knows.
 _CHECKED = (tf.float16, tf.bfloat16, tf.float32, tf.float64)

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.backend.devices import agree
-from pipemesh.backend.executed_graphs import registered_kernels
+from pipemesh.backend.graphs import registered_kernels
 from pipemesh.errors import DeviceError
 
 # These stand for tensors that are given; they are never executed.

@@ -13,7 +13,7 @@ from typing import Any
 
 from absl import flags
 
-from pipemesh.checkpoint.paths import is_pattern
+from pipemesh.checkpoint.files import is_pattern
 from pipemesh.training.command import given_texts, quiet
 from pipemesh.training.command.decode import Tokens, helped, program_of
 from pipemesh.training.command.flags import FILES, FlagError, group

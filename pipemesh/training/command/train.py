@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipemesh.checkpoint import Folder, newest_whole
+from pipemesh.checkpoint.files import remove_unfinished, write_whole
 from pipemesh.checkpoint.lock import check_held
-from pipemesh.checkpoint.whole_file import remove_unfinished, write_whole
 from pipemesh.partition.text import count_text
 from pipemesh.training.command import host_flags, model_flags, quiet, together, training_flags
 from pipemesh.training.command.config import as_toml

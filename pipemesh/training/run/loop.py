@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipemesh.backend.peak import peak_memory
+from pipemesh.checkpoint.files import write_whole
 from pipemesh.checkpoint.folder import path_of, steps_of
 from pipemesh.checkpoint.reader import reason
-from pipemesh.checkpoint.whole_file import write_whole
 from pipemesh.errors import DataError, NotFiniteError, PipemeshError, RescaledError, SaveError
 from pipemesh.lowering.simd.process_talk import highest
 from pipemesh.partition.text import bytes_text

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from pipemesh.checkpoint.whole_file import write_whole
+from pipemesh.checkpoint.files import write_whole
 from pipemesh.errors import NotFiniteError, RescaledError, TrainingError
 from pipemesh.training.ramp import HIGH, LOW, peak_rate
 from pipemesh.training.run.console import waiting

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from pipemesh import __version__
 from pipemesh.backend.peak import peak_memory
-from pipemesh.checkpoint.whole_file import write_whole
+from pipemesh.checkpoint.files import write_whole
 from pipemesh.errors import PipemeshError
 from pipemesh.layers import Report
 from pipemesh.plan.plan import OF_PIPELINES

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 from lingvo.core import py_utils
 
-from pipemesh.backend.sliced_variables import Slice, mark_slice
+from pipemesh.backend.saved_state import Slice, mark_slice
 
 NAME = "layer/w/var"
 

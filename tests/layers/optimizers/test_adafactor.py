@@ -5,8 +5,7 @@ import pytest
 import tensorflow as tf
 from lingvo.core import optimizer, py_utils
 
-from pipemesh.backend.optimizers import create_slots
-from pipemesh.backend.sliced_variables import Slice, slice_of
+from pipemesh.backend.saved_state import Slice, create_slots, slice_of
 from pipemesh.errors import PipelineError
 from pipemesh.layers.named import by_logical_name
 from pipemesh.layers.optimizers import Adafactor

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 from lingvo.core import base_layer, learner, optimizer, py_utils
 
-from pipemesh.backend.sliced_variables import Slice, mark_slice, slice_of
+from pipemesh.backend.saved_state import Slice, mark_slice, slice_of
 from pipemesh.errors import PipelineError
 from pipemesh.layers.named import FeedForward, lowering_scope
 from pipemesh.layers.optimizers import Adafactor, check_learner

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 from lingvo.core import optimizer, py_utils
 
-from pipemesh.backend.optimizers import create_slots
+from pipemesh.backend.saved_state import create_slots
 from pipemesh.layers import mesh_cluster
 from pipemesh.layers.pipeline.spread_weights import replica_of, spread_weights
 from pipemesh.mesh import LayoutRules, Mesh

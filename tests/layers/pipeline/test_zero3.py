@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from lingvo.core import optimizer, py_utils, tshape
 
-from pipemesh.backend.optimizers import create_slots
+from pipemesh.backend.saved_state import create_slots
 from pipemesh.errors import LayoutError
 from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, SeqLayer, mesh_cluster
 from pipemesh.layers.named import FeedForward, ReplicaCut, by_logical_name, replica_cut_scope

@@ -53,12 +53,12 @@ HARMS = [
     (DATA, cut, "bytes of "),
     (DATA, lose, "is missing"),
     (DATA, put_a_folder, "is a folder"),
-    (MANIFEST, cut, "is not what was written"),
-    (MANIFEST, write_noise, "is not what was written"),
-    (MANIFEST, empty, "is not what was written"),
+    (MANIFEST, cut, "has changed since it was written"),
+    (MANIFEST, write_noise, "has changed since it was written"),
+    (MANIFEST, empty, "has changed since it was written"),
     (MANIFEST, lose, "is missing"),
     (MANIFEST, put_a_folder, "is a folder"),
-    (INDEX, cut, "is not what was written"),
+    (INDEX, cut, "has changed since it was written"),
     (DATA, flip, "cannot be read ("),
 ]
 
@@ -109,7 +109,7 @@ def test_where_none_is_whole_nobody_begins_anew_until_a_copy_is_put_there(
         code, _, err = finish(begin(logdir))
         assert code == 2
         assert err.splitlines()[-1] == (
-            f"error: {logdir} has no whole checkpoint, only what is damaged (damaged-ckpt-3); put "
+            f"error: {logdir} has no whole checkpoint, only damaged ones (damaged-ckpt-3); put "
             "a copy of one there, remove damaged-* to begin anew, or give another folder"
         )
     for path in undisturbed.glob("ckpt-3.*"):

@@ -156,7 +156,7 @@ def test_a_manifest_whose_bits_flipped_is_found_before_a_step(text, logdir, trai
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match="no whole checkpoint, only what is damaged"):
+    with pytest.raises(CheckpointError, match="no whole checkpoint, only damaged ones"):
         train(small_request(logdir, text, steps=6))
     assert os.path.exists(logdir / "damaged-ckpt-3.index")
 

@@ -210,7 +210,7 @@ def test_a_log_directory_that_cannot_be_written_to_ends_no_training(
 def test_a_second_training_in_the_same_directory_is_refused(tmp_path):
     with Folder(str(tmp_path)):
         line = refused(f"--logdir={tmp_path}")
-    assert "is in use: another training writes to it" in line
+    assert "is in use: another run writes to it" in line
 
 
 @pytest.mark.slow

@@ -12,7 +12,8 @@ from pipemesh.lowering import ops
 from pipemesh.lowering.placement import PlacementLowering
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import LayoutRules, Mesh, Shape
-from pipemesh.randomness import Position, WholeDraws, plan_free_randomness
+from pipemesh.randomness import plan_free_randomness
+from pipemesh.randomness.scope import Position, WholeDraws
 from pipemesh.recurrent.circular import SimdPipeline
 from pipemesh.recurrent.circular.layer_position import layer_seed
 from tests.pairwise import pairwise

@@ -5,8 +5,8 @@ import collections
 import pytest
 import tensorflow as tf
 
-from pipemesh.backend import nccl
-from pipemesh.backend.functions import operations_within
+from pipemesh.backend import collectives
+from pipemesh.backend.graphs import operations_within
 from pipemesh.errors import PipelineError
 from pipemesh.lowering import PlacementLowering
 from pipemesh.mesh import LayoutRules, Mesh
@@ -74,7 +74,7 @@ def test_each_action_has_collectives_of_its_own(build, remat, number):
 def test_a_collective_in_a_function_is_an_error():
     @tf.function(autograph=False)
     def inner(x):
-        return tf.stop_gradient(nccl.all_reduce([x, x], DEVICES, "sum")[0])
+        return tf.stop_gradient(collectives.nccl_all_reduce([x, x], DEVICES, "sum")[0])
 
     def hidden(theta, carry, inputs, microbatch, step):
         product = tf.matmul(inputs[0], theta[0])

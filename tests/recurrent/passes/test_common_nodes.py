@@ -6,7 +6,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipemesh.backend.functions import Bodies
+from pipemesh.backend.graphs import Bodies
 from pipemesh.recurrent.passes.common_nodes import use_first
 
 

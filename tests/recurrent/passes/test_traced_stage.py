@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.errors import PipelineError
-from pipemesh.randomness import WholeDraws
+from pipemesh.randomness.scope import WholeDraws
 from pipemesh.recurrent import Stage
 from pipemesh.recurrent.passes.traced_stage import TracedStage
 from tests.recurrent.passes.traced import (

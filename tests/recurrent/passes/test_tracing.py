@@ -5,7 +5,8 @@ import tensorflow as tf
 
 from pipemesh.backend.labels import labelled
 from pipemesh.errors import PipelineError
-from pipemesh.randomness import Position, layer_scope
+from pipemesh.randomness import layer_scope
+from pipemesh.randomness.scope import Position
 from pipemesh.recurrent import Stage
 from pipemesh.recurrent.passes.cutting import Cutting
 from pipemesh.recurrent.passes.tracing import WholeBatch, output_specs, specs_of, trace

@@ -3,7 +3,8 @@
 import numpy as np
 import tensorflow as tf
 
-from pipemesh.randomness import WholeDraws, layer_scope
+from pipemesh.randomness import layer_scope
+from pipemesh.randomness.scope import WholeDraws
 from pipemesh.recurrent import Stage
 from pipemesh.recurrent.passes.cutting import Cutting
 from pipemesh.recurrent.passes.traced_stage import TracedStage

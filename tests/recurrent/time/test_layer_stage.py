@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.backend.structure import Structure
-from pipemesh.randomness import WholeDraws
+from pipemesh.randomness.scope import WholeDraws
 from pipemesh.recurrent.passes.cuts import Cuts
 from pipemesh.recurrent.passes.cutting import Cutting
 from pipemesh.recurrent.passes.traced_stage import TracedStage

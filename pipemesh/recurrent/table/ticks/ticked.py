@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from pipemesh.backend.functions import without_automatic_order
+from pipemesh.backend.graphs import without_automatic_order
 from pipemesh.backend.operations import pin_each
 from pipemesh.recurrent.passes.cutting import Cutting
 from pipemesh.recurrent.passes.part import Grads

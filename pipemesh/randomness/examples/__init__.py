@@ -1,1 +1,0 @@
-"""Whose the elements of a tensor are, found on a graph."""

@@ -1,0 +1,13 @@
+"""Checkpoints without tensors, for tests of folders and locks."""
+
+from pipemesh.checkpoint import Manifest
+
+DATA = "data-00000-of-00001"
+
+
+def make(tmp_path, step, score=None):
+    path = tmp_path / f"ckpt-{step}"
+    for end in ("index", DATA):
+        path.with_name(f"{path.name}.{end}").write_bytes(b"%d" % step)
+    Manifest.of(str(path), step=step, note={}, score=score).write(str(path))
+    return str(path)
