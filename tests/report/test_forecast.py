@@ -6,8 +6,7 @@ import re
 import pytest
 
 from pipemesh.plan import Plan, Prediction, predict
-from pipemesh.report import Record, page, read
-from pipemesh.report.change import Change
+from pipemesh.report import Change, Record, page, read
 from pipemesh.report.forecast import advice, forecast, sentence
 from tests.report import records
 
@@ -30,7 +29,7 @@ def test_each_part_is_told_as_predicted_and_as_measured_and_they_add_up(tmp_path
     plan = Plan("layers:2", num_microbatches=4, remat="none")
     ahead = predict(plan, records.figures(), 16)
     assert rows["milliseconds"][:3] == ["predicted", "measured", "difference"]
-    whole = "in all, the step that was timed"
+    whole = "total, the timed step"
     parts = list(rows)[1 : list(rows).index(whole)]
     assert "collectives" not in parts
     for column, total in ((0, 1e3 * ahead.seconds), (1, records.TIMED)):
@@ -42,7 +41,7 @@ def test_each_part_is_told_as_predicted_and_as_measured_and_they_add_up(tmp_path
         assert difference == pytest.approx(measured - predicted, abs=0.2)
     # What nobody predicted is not 0.
     assert rows["variation"][0] == "not known" and rows["variation"][2] == ""
-    assert float(rows["a step, median"][1]) == pytest.approx(180, rel=0.05)
+    assert float(rows["median step"][1]) == pytest.approx(180, rel=0.05)
 
 
 def test_memory_is_told_as_predicted_counted_and_measured(tmp_path):
@@ -92,18 +91,18 @@ def test_without_a_timed_step_only_the_whole_one_is_compared(tmp_path):
     run = told(tmp_path, KNOWN, timed=False)
     rows = cells("\n".join(forecast(run)))
     assert rows["work"][1] == "not known"
-    assert float(rows["a step, median"][1]) == pytest.approx(180, rel=0.05)
+    assert float(rows["median step"][1]) == pytest.approx(180, rel=0.05)
     assert list(advice(run)) == []
 
 
 def test_the_change_that_helps_most_is_named_with_its_flag_and_the_runners_up(tmp_path):
     text = "\n".join(advice(told(tmp_path, ("rows", "layers"))))
-    named = re.search(r"would help most: <b>(.*?)</b>, a step shorter by (.*?)%", text)
+    named = re.search(r"would help most: <b>(.*?)</b>. It saves (.*?)% of a step", text)
     assert named, text
     flags = re.findall(r"<td class=left>([^<]*)</td>", text)
     assert re.sub("<.*?>", "", named[1]) in flags and float(named[2]) > 2
     assert f"({records.TIMED:.4g} ms)" in text and "none was run" in text
-    assert "What a device has of memory is not known" in text
+    assert "The memory of a device is not known" in text
     assert "at most four times as many were tried" in text
 
 
@@ -111,10 +110,10 @@ def test_what_needs_more_than_a_device_has_is_not_named(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     text = "\n".join(advice(told(tmp_path / "a", ("rows", "layers", "limit"))))
-    assert "Those that need more than 22.9 MiB a device are left out." in text
+    assert "Changes that need more than 22.9 MiB per device are left out." in text
     text = "\n".join(advice(told(tmp_path / "b", ("rows", "limit"))))
-    assert "What layers hold is not known, so none was left out for its memory." in text
-    assert "no stage was cut anew" in text
+    assert "The memory of layers is not known, so none was left out for its memory." in text
+    assert "no stage was cut again" in text
 
 
 def test_that_nothing_helps_is_said():
@@ -125,12 +124,12 @@ def test_that_nothing_helps_is_said():
         return Change("microbatches", values, Prediction(seconds, 0.0, (1.0,), plan=plan), supposed)
 
     assert "No change that was tried" in sentence([change(0.99)], 1.0)
-    assert "comes to +1.0%" in sentence([change(0.99)], 1.0)
-    assert "comes to -5.0%" in sentence([change(1.05)], 1.0)
-    assert "shorter by 3.0% (970 ms instead of 1000 ms)" in sentence([change(0.97)], 1.0)
+    assert "saves 1.0%." in sentence([change(0.99)], 1.0)
+    assert "saves -5.0%." in sentence([change(1.05)], 1.0)
+    assert "It saves 3.0% of a step (970 ms instead of 1000 ms)" in sentence([change(0.97)], 1.0)
     # What rests on more than measurements has to help by more.
     (less, more) = (sentence([change(each, "rows are alike")], 1.0) for each in (0.96, 0.94))
-    assert "by more than 5%" in less and "comes to +4.0%, if rows are alike" in less
+    assert "saves more than 5% of a step" in less and "saves 4.0%, if rows are alike" in less
     assert "would help most" in more and more.endswith(", if rows are alike.")
     assert "nothing to change" in sentence([], 1.0)
 

@@ -23,7 +23,7 @@ def test_memory_is_told_by_device_and_in_all(tmp_path):
     for told in ("CPU:0: 23.8 MiB", "CPU:1: 20.0 MiB", "all, predicted: 43.9 MiB"):
         assert told in text
     # Seven times as much would hide them.
-    assert "all, measured" not in text and "Measured: 300.0 MiB" in text
+    assert "all, measured" not in text and "the process used at most 300.0 MiB" in text
 
 
 def test_what_devices_had_in_use_is_drawn_beside_the_forecast(tmp_path):
@@ -42,7 +42,7 @@ def test_without_a_pipeline_there_is_nothing_to_draw(tmp_path):
     run = read(str(records.plain(tmp_path)))
     assert list(schedule(run)) == [] and communication(run) == ""
     (told,) = memory(run)
-    assert "At most 200.0 MiB were in use" in told
+    assert "Peak: 200.0 MiB; nothing was predicted." in told
 
 
 def test_workers_are_told_of_and_the_slow_ones_named(tmp_path):

@@ -127,7 +127,7 @@ def test_a_record_that_was_removed_begins_again_in_a_new_folder(tmp_path):
     ]
     folder.mkdir()
     record.add("step", step=101)
-    assert told[1:] == [f"{folder / FILE} was removed; a new one has what follows"] and renewed
+    assert told[1:] == [f"{folder / FILE} was removed; later events go into a new one"] and renewed
     assert [line["event"] for line in lines(folder)] == ["begin", "step"]
     assert (folder / FILE).read_text().startswith(begin)
     # What another training has begun there since is left alone.

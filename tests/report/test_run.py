@@ -32,7 +32,7 @@ def test_steps_beyond_the_checkpoint_that_was_gone_back_to_are_forgotten(tmp_pat
     records.begin(record, step=5)
     run = read(str(tmp_path))
     assert run.step == 5 and run.resumed == [5] and not run.told["skipped"]
-    assert run.state.startswith("no end is recorded")
+    assert run.state.startswith("no end is recorded: running, or killed, at step 5")
     record.add("step", step=6, loss=4.0)
     record.add("heldout", step=5, loss=3.0)
     run = read(str(tmp_path))
@@ -127,10 +127,10 @@ def test_a_folder_without_a_record_is_one_clear_line(tmp_path):
     (tmp_path / "new" / FILE).write_text("")
     (tmp_path / "odd" / FILE).mkdir(parents=True)
     for folder, told in (
-        (tmp_path, f"'{tmp_path}' has no {FILE}; give the log directory of a training"),
-        (tmp_path / "file", "is a file; give the log directory of a training"),
-        (tmp_path / "none", "is not there; give the log directory of a training"),
-        (tmp_path / "new", "says nothing of a training yet"),
+        (tmp_path, f"'{tmp_path}' has no {FILE}; give the log directory of a run"),
+        (tmp_path / "file", "is a file; give the log directory of a run"),
+        (tmp_path / "none", "does not exist; give the log directory of a run"),
+        (tmp_path / "new", "has no steps yet; wait for the first one"),
         (tmp_path / "odd", "cannot be read (Is a directory)"),
     ):
         with pytest.raises(ReportError) as error:

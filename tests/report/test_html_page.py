@@ -1,8 +1,8 @@
-"""What pages are made of is sound, whatever is in it."""
+"""HTML is sound, whatever text is in it."""
 
 from html.parser import HTMLParser
 
-from pipemesh.report.markup import document, figure, note, section, side_by_side, table
+from pipemesh.report.html_page import document, figure, note, section, side_by_side, table
 
 ODD = "<script>alert('x')</script> & \"y\""
 
