@@ -220,9 +220,9 @@ def _memory(run: Run, predicted: Mapping[str, Any] | None) -> Iterator[str]:
     if is_cpu:
         yield note(
             "Devices of a CPU share the memory of their process, so the memory of one device "
-            "cannot be measured. The process also holds Python, TensorFlow and the data. Its counted "
-            "number is its memory before the first step, with the weights, plus what a step keeps. "
-            "Building the graph and temporary memory of operations are not counted."
+            "cannot be measured. The process also holds Python, TensorFlow and the data. Its "
+            "counted number is its memory before the first step, with the weights, plus what a "
+            "step keeps. Building the graph and temporary memory of operations are not counted."
         )
 
 

@@ -456,10 +456,11 @@ def line_chart(
     notes: Sequence[tuple[int, str]] = (),
     scale: Scale | None = None,
     axis: str = "step",
+    is_doubling: bool = False,
     width: int = CURVES_WIDTH,
     height: int = CURVES_HEIGHT,
 ) -> str:
-    """Draws curves over the steps from 0 on.
+    """Draws curves over the steps from 0 on, or over doubling numbers.
 
     Args:
         title: the heading.
@@ -468,6 +469,8 @@ def line_chart(
         notes: steps to be marked by a line, each with a word for it.
         scale: of the values; by default the one that shows them best.
         axis: the name of what the curves are drawn over.
+        is_doubling: whether the axis begins at the first step and is logarithmic, with a tick at
+            each step of the first curve.
         width: of the picture, in pixels.
         height: of the picture with one row of legend; further rows come on top.
 
@@ -483,7 +486,13 @@ def line_chart(
     left, right = _CURVES_LEFT, width - _CURVES_RIGHT
     parts, more = legend(_curve_keys(series, notes), left, right)
     top, floor = _CURVES_TOP + more, height + more - _CURVES_BOTTOM
-    steps = Scale(0.0, float(max(1, until)))
+    if is_doubling:
+        shown = [float(step) for step, _ in series[0].points]
+        is_range = until > shown[0]
+        steps = Scale(shown[0] if is_range else 0.0, float(until), logarithmic=is_range)
+    else:
+        steps = Scale(0.0, float(max(1, until)))
+        shown = [value for value in steps.ticks(7) if value == int(value)]
 
     def x_of(step: float) -> float:
         return left + (right - left) * steps.share(step)
@@ -492,9 +501,8 @@ def line_chart(
         return floor - (floor - top) * min(1.0, max(0.0, scale.share(value)))
 
     parts += grid(left, right, [(y_of(value), short(value)) for value in scale.ticks(6)])
-    whole = [value for value in steps.ticks(7) if value == int(value)]
     label = f"{axis}{'; values on a logarithmic scale' if scale.logarithmic else ''}"
-    parts += axis_below(floor, left, right, [(x_of(v), short(v)) for v in whole], label)
+    parts += axis_below(floor, left, right, [(x_of(v), short(v)) for v in shown], label)
     for step, word in notes:
         about = tooltip(f"{word} at {axis} {step:,}")
         parts.append(line(x_of(step), top, x_of(step), floor, about, stroke_dasharray="3 3"))

@@ -127,6 +127,16 @@ def test_a_long_legend_takes_more_rows():
     )
 
 
+def test_doubling_numbers_are_at_equal_distances():
+    svg = parsed([Series("a", [(n, 1.0 * n) for n in (4, 8, 16)])], until=16, is_doubling=True)
+    x = numbers(svg.find(f"{SVG}path").get("d"))[::2]
+    assert x[1] - x[0] == pytest.approx(x[2] - x[1], abs=0.2) and x[1] - x[0] > 100
+    words = {words.text: float(words.get("x")) for words in svg.findall(f"{SVG}text")}
+    for count, place in zip((4, 8, 16), x, strict=True):
+        assert words[str(count)] == pytest.approx(place, abs=0.1)
+    parsed([Series("a", [(4, 1.0)])], until=4, is_doubling=True)
+
+
 def test_curves_are_over_what_is_named():
     svg = parsed([Series("a", [(4, 1.0), (8, 2.0)])], axis="microbatch")
     assert "1 at microbatch 4, 2 at microbatch 8" in svg.get("aria-label")
