@@ -74,7 +74,7 @@ def test_numbers_are_short(value, told):
 
 
 @given(st.floats(-1e12, 1e12))
-def test_numbers_keep_four_digits_and_no_zeros_behind_the_point(value):
+def test_numbers_have_four_digits_without_trailing_zeros(value):
     text = number(value)
     assert float(text) == pytest.approx(value, rel=5.01e-4)
     mantissa = text.partition("e")[0]

@@ -66,16 +66,16 @@ def corrected(
         >>> flops = Figures(tuple(figures_of_costs([LayerCost(1.0), LayerCost(3.0)], rows=4)))
         >>> plan = Plan("layers:2", schedule="gpipe", num_microbatches=2, remat="none")
         >>> step = simulate(gpipe(2, 2), Costs([0.1, 0.4], [0.2, 0.8]))
-        >>> found = corrected(flops, plan, 8, step, seconds=3.5)
-        >>> [round(layer.takes("F", 4), 3) for layer in found.layers], round(found.fixed, 3)
+        >>> result = corrected(flops, plan, 8, step, seconds=3.5)
+        >>> [round(layer.takes("F", 4), 3) for layer in result.layers], round(result.fixed, 3)
         ([0.1, 0.4], 0.8)
     """
     stages = stages_of(plan, figures, batch)
     waits = waits_of(measured)
     number = stages.table.num_stages
     # Recomputation is in none of the timed actions; a device does it in its pauses.
-    own = max(0.0, waits.own - _again(stages, measured))
-    beside = max(0.0, figures.action - own)
+    pause = max(0.0, waits.own - _again(stages, measured))
+    beside = max(0.0, figures.action - pause)
     costs, loads = alone(measured, figures.cores, stages.replicas * stages.group, others)
     figures = dataclasses.replace(figures, loads=loads)
     durations = costs.per_stage(number).durations()
@@ -94,9 +94,9 @@ def corrected(
             for kind in "FBIW"
             if kind in ran
         }
-        there = {kind: expected[kind][stage] for kind in "FBIW"}
-        _complete(wanted, there, loads)
-        layers += [_scaled(layer, wanted, there, stages, len(members)) for layer in members]
+        before = {kind: expected[kind][stage] for kind in "FBIW"}
+        _complete(wanted, before, loads)
+        layers += [_scaled(layer, wanted, before, stages, len(members)) for layer in members]
     link = figures.transfer
     sent = [link.seconds(of_stage[-1].outputs.at(stages.rows)) for of_stage in stages.layers[:-1]]
     if waits.sent and sent:
@@ -106,20 +106,20 @@ def corrected(
             link.latency * factor if mean else waits.sent,
             link.bandwidth / factor,
         )
-    found = dataclasses.replace(
+    result = dataclasses.replace(
         figures,
         layers=tuple(layers),
-        action=max(figures.action, own),
+        action=max(figures.action, pause),
         transfer=link,
         crowding=0.0,
         fixed=0.0,
     )
-    found = _as_long(found, plan, batch, measured.makespan)
+    result = _as_long(result, plan, batch, measured.makespan)
     if seconds is None:
-        return dataclasses.replace(found, fixed=figures.fixed)
-    parts = predict(plan, found, batch).parts
+        return dataclasses.replace(result, fixed=figures.fixed)
+    parts = predict(plan, result, batch).parts
     rest = seconds - measured.makespan - parts["gradients"] - parts["optimizer"]
-    return dataclasses.replace(found, fixed=max(0.0, rest))
+    return dataclasses.replace(result, fixed=max(0.0, rest))
 
 
 def _again(stages: Stages, measured: Timeline) -> float:
@@ -140,37 +140,37 @@ def _sums(
 
 
 def _complete(
-    wanted: dict[str, float], there: Mapping[str, float], loads: Mapping[str, float]
+    wanted: dict[str, float], before: Mapping[str, float], loads: Mapping[str, float]
 ) -> None:
     """Adds the kinds of actions that did not run, in proportion to those that ran in their place.
 
     If a `B` keeps several cores busy, each half keeps one busy, for as much longer: it has one
     matmul where a `B` has two.
     """
-    halves = there["I"] + there["W"]
+    halves = before["I"] + before["W"]
     busy = loads.get("B", 1.0)
     if "B" not in wanted:
         whole = wanted.get("I", 0.0) + wanted.get("W", 0.0)
-        wanted["B"] = whole * there["B"] / halves if halves else whole
+        wanted["B"] = whole * before["B"] / halves if halves else whole
     for kind in ("I", "W"):
-        share = there[kind] / there["B"] if there["B"] else 0.5
+        share = before[kind] / before["B"] if before["B"] else 0.5
         wanted.setdefault(kind, wanted["B"] * share * busy)
 
 
 def _scaled(
     layer: LayerFigures,
     wanted: Mapping[str, float],
-    there: Mapping[str, float],
+    before: Mapping[str, float],
     stages: Stages,
     members: int,
 ) -> LayerFigures:
     """Returns a layer that takes its share of the wanted time of its stage."""
-    places = [x for x, _ in layer.seconds["F"].points]
+    row_counts = [x for x, _ in layer.seconds["F"].points]
 
     def curve(kind: str) -> Curve:
-        if there[kind]:
-            factor = wanted[kind] / there[kind]
-            return Curve(tuple((x, factor * layer.takes(kind, x)) for x in places))
+        if before[kind]:
+            factor = wanted[kind] / before[kind]
+            return Curve(tuple((x, factor * layer.takes(kind, x)) for x in row_counts))
         # Layers without any cost share equally.
         return Curve(((stages.rows, wanted[kind] / members * stages.shared(layer)),))
 
@@ -182,10 +182,10 @@ def _scaled(
 def _as_long(figures: Figures, plan: Plan, batch: int, makespan: float) -> Figures:
     """Scales the layers until the pipeline takes as long as measured."""
     for _ in range(_ROUNDS):
-        found = predict(plan, figures, batch)
-        behind = sum(found.parts[name] for name in ("gradients", "optimizer", "fixed"))
-        layers = found.parts["compute"] + found.parts["bubble"] + found.parts["imbalance"]
-        off = makespan - (found.seconds - behind)
+        prediction = predict(plan, figures, batch)
+        behind = sum(prediction.parts[name] for name in ("gradients", "optimizer", "fixed"))
+        layers = sum(prediction.parts[name] for name in ("compute", "bubble", "imbalance"))
+        off = makespan - (prediction.seconds - behind)
         if layers <= 0 or abs(off) <= 1e-6 * makespan:
             break
         factor = max(0.1, 1 + off / layers)
@@ -230,16 +230,16 @@ def alone(
     if cores is None:
         return measured.costs, loads
     most = max(1.0, cores / home)
-    tried = [1 + (most - 1) * step / _STEPS for step in range(_STEPS + 1)]
+    candidates = [1 + (most - 1) * step / _STEPS for step in range(_STEPS + 1)]
     steps = (measured, *others)
     first = least = _differing(_works(steps, cores, home, loads))
     for _ in range(_SWEEPS):
         for kind in ran:
-            for load in tried:
-                other = loads | {kind: load}
-                found = _differing(_works(steps, cores, home, other))
-                if found < least:
-                    loads, least = other, found
+            for load in candidates:
+                changed = loads | {kind: load}
+                difference = _differing(_works(steps, cores, home, changed))
+                if difference < least:
+                    loads, least = changed, difference
     if least > (1 - _EXPLAINED) * first:
         loads = dict.fromkeys(ran, 1.0)
     works = _works([measured], cores, home, loads)
@@ -284,11 +284,11 @@ def _works_of(
         wanted += changes[before]
         rate = min(1.0, cores / wanted) if wanted > 0 else 1.0
         done[now] = done[before] + rate * (now - before)
-    found: dict[tuple[str, int], list[float]] = {}
+    works: dict[tuple[str, int], list[float]] = {}
     for span in spans:
         key = span.action.kind, span.action.stage
-        found.setdefault(key, []).append(done[span.end] - done[span.start])
-    return found
+        works.setdefault(key, []).append(done[span.end] - done[span.start])
+    return works
 
 
 def _differing(works: dict[tuple[str, int], list[float]]) -> float:

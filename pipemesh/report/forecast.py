@@ -90,41 +90,43 @@ def _in_seconds(run: Run, predicted: Mapping[str, Any]) -> list[Compared]:
     parts: Mapping[str, float] = predicted["parts"]
     timed = run.measured()
     seconds = run.fact("schedule", "seconds")
-    found = {part.name: 1e-3 * part.time for part in parts_of(timed)} if timed else {}
+    measured = {part.name: 1e-3 * part.time for part in parts_of(timed)} if timed else {}
     rest = None
     if timed and seconds is not None:
         rest = seconds - 1e-3 * timed.makespan
     behind = sum(parts[name] for name in ("gradients", "optimizer", "fixed"))
     rows = [
-        Compared("work", parts["compute"], found.get("work"), "spread evenly over all devices"),
+        Compared("work", parts["compute"], measured.get("work"), "spread evenly over all devices"),
         Compared(
             "filling and draining",
             parts["bubble"],
-            found.get("filling and draining"),
+            measured.get("filling and draining"),
             "waiting in this order of actions",
         ),
         Compared(
             "imbalance",
             parts["imbalance"],
-            found.get("imbalance"),
+            measured.get("imbalance"),
             "waiting because stages take different times",
         ),
         Compared(
             "overhead of operations",
             parts["actions"],
-            found.get("overhead"),
+            measured.get("overhead"),
             "measured between two actions; overhead within them counts as measured work",
         ),
-        Compared("transfers", parts["transfers"], found.get("transfers"), "between stages"),
+        Compared("transfers", parts["transfers"], measured.get("transfers"), "between stages"),
         Compared(
             "collectives",
             parts["sums"],
             None,
             "sums over devices that share layers; part of the measured work",
         ),
-        Compared("overlap", None, found.get("overlap"), "actions that started with first results"),
         Compared(
-            "variation", None, found.get("variation"), "actions unlike the median of their stage"
+            "overlap", None, measured.get("overlap"), "actions that started with first results"
+        ),
+        Compared(
+            "variation", None, measured.get("variation"), "actions unlike the median of their stage"
         ),
         Compared(
             "optimizer and the rest",
@@ -134,7 +136,7 @@ def _in_seconds(run: Run, predicted: Mapping[str, Any]) -> list[Compared]:
             f"{1e3 * parts['optimizer']:.4g}, fixed {1e3 * parts['fixed']:.4g}",
         ),
     ]
-    absent = {"overlap"} - found.keys() | (set[str]() if parts["sums"] else {"collectives"})
+    absent = {"overlap"} - measured.keys() | (set[str]() if parts["sums"] else {"collectives"})
     rows = [row for row in rows if row.name not in absent]
     rows.append(Compared("total, the timed step", predicted["seconds"], seconds))
     usual = _usual(run)
@@ -251,32 +253,32 @@ def advice(run: Run) -> Iterator[str]:
 
 def _advice(basis: Basis) -> Iterator[str]:
     """Returns the sentence about the best change, a table, and the limits of the search."""
-    found = basis.changes()
+    changes = basis.changes()
     now = predict(basis.plan, basis.figures, basis.batch).seconds
-    yield f"<p>{sentence(found, now)}</p>"
-    if found:
-        shown = _shown(found, now)
-        rows = [_row(each, now, basis) for each in shown]
+    yield f"<p>{sentence(changes, now)}</p>"
+    if changes:
+        shown = _shown(changes, now)
+        rows = [_row(change, now, basis) for change in shown]
         head = ["change", "flags", "ms per step", "saves", "fullest device", "if"]
         # Without assumptions the last column is empty.
-        width = 6 if any(each.supposed for each in shown) else 5
+        width = 6 if any(change.supposed for change in shown) else 5
         yield table(head[:width], [row[:width] for row in rows], left=(0, 1, 5))
     yield note(
-        f"{len(found)} changes were simulated with the durations of the timed step "
+        f"{len(changes)} changes were simulated with the durations of the timed step "
         f"({1e3 * now:.4g} ms); none was run. {_limits(basis)}"
     )
 
 
-def sentence(found: list[Change], now: float) -> str:
+def sentence(changes: list[Change], now: float) -> str:
     """Returns a sentence in HTML about the change that would help most.
 
     Args:
-        found: changes, shortest step first.
+        changes: changes, shortest step first.
         now: seconds of a step under the current plan.
     """
-    if not found:
+    if not changes:
         return "There is nothing to change: no other plan fits these devices."
-    named = best(found, now)
+    named = best(changes, now)
     gain = 1 - named.prediction.seconds / now
     if gain <= least(named):
         beside = f", if {escape(named.supposed)}" if named.supposed else ""
@@ -291,61 +293,63 @@ def sentence(found: list[Change], now: float) -> str:
     )
 
 
-def _flags(each: Change) -> str:
+def _flags(change: Change) -> str:
     """Returns flags as code; lines break only between flags."""
-    return " ".join(f"<code class=flag>{escape(flag)}</code>" for flag in each.words)
+    return " ".join(f"<code class=flag>{escape(flag)}</code>" for flag in change.words)
 
 
-def _shown(found: list[Change], now: float) -> list[Change]:
+def _shown(changes: list[Change], now: float) -> list[Change]:
     """Returns the named change, the best of each kind, and some more that help."""
-    named = best(found, now)
-    first = [named, *(each for each in best_of_each(found) if each.kind != named.kind)]
+    named = best(changes, now)
+    first = [named, *(change for change in best_of_each(changes) if change.kind != named.kind)]
     chosen = list(first)
-    for each in found:
-        seconds = each.prediction.seconds
+    for change in changes:
+        seconds = change.prediction.seconds
         is_new = all(abs(seconds - e.prediction.seconds) > 1e-3 * now for e in chosen)
         if is_new and seconds < (1 - LEAST) * now and len(chosen) < len(first) + _MORE:
-            chosen.append(each)
-    return [each for each in found if each in chosen]
+            chosen.append(change)
+    return [change for change in changes if change in chosen]
 
 
-def _row(each: Change, now: float, basis: Basis) -> list[str]:
+def _row(change: Change, now: float, basis: Basis) -> list[str]:
     """Returns the row of a change."""
-    memory = max(each.prediction.memory)
+    memory = max(change.prediction.memory)
     return [
-        _KINDS[each.kind],
-        each.flags,
-        f"{1e3 * each.prediction.seconds:.4g}",
-        f"{1 - each.prediction.seconds / now:+.1%}",
+        _KINDS[change.kind],
+        change.flags,
+        f"{1e3 * change.prediction.seconds:.4g}",
+        f"{1 - change.prediction.seconds / now:+.1%}",
         bytes_text(memory) if basis.knows_memory else "not known",
-        each.supposed,
+        change.supposed,
     ]
 
 
 def _limits(basis: Basis) -> str:
     """Returns sentences on the limits and the assumptions of the search."""
-    told: list[str] = []
+    sentences: list[str] = []
     if basis.memory is None:
-        told.append("The memory of a device is not known (--device_memory), so none was left out.")
+        sentences.append(
+            "The memory of a device is not known (--device_memory), so none was left out."
+        )
     elif not basis.knows_memory:
-        told.append("The memory of layers is not known, so none was left out for its memory.")
+        sentences.append("The memory of layers is not known, so none was left out for its memory.")
     else:
-        told.append(
+        sentences.append(
             f"Changes that need more than {bytes_text(basis.memory)} per device are left out."
         )
     if not basis.knows_rows:
-        told.append(
+        sentences.append(
             "Smaller microbatches were not measured, so at most four times as many were tried; "
             "with figures of `pipemesh plan --save` all are."
         )
     if basis.knows_layers and not basis.knows_rows:
-        told.append("A layer's share of its stage's time is that of its flops.")
+        sentences.append("A layer's share of its stage's time is that of its flops.")
     busy = max(basis.figures.loads.values(), default=1.0)
     if basis.figures.cores is not None and busy > 1:
-        told.append(
+        sentences.append(
             f"Devices share {basis.figures.cores:.4g} cores, and a single action kept up to "
             f"{busy:.1f} of them busy, so running more at the same time gains less."
         )
     if not basis.knows_layers:
-        told.append("Single layers were not measured, so no stage was cut again.")
-    return " ".join(told)
+        sentences.append("Single layers were not measured, so no stage was cut again.")
+    return " ".join(sentences)

@@ -38,12 +38,12 @@ def partition_to_svg(partitions: Mapping[str, Partition], unit: str = "") -> str
     step = ticks(top, 5)[1]
     ceiling = math.ceil(top / step * (1 - 1e-9)) * step
     parts: list[str] = []
-    told: list[str] = []
+    descriptions: list[str] = []
     for index, (title, partition) in enumerate(partitions.items()):
         parts += _panel(title, partition, index * _PANEL, step, ceiling, unit)
         costs = ", ".join(map(number_text, partition.stage_costs))
-        told.append(f"{title}: {_summary(partition)}; costs of its stages: {costs}")
-    return picture(_WIDTH, _PANEL * len(partitions), "", parts, told="; ".join(told))
+        descriptions.append(f"{title}: {_summary(partition)}; costs of its stages: {costs}")
+    return picture(_WIDTH, _PANEL * len(partitions), "", parts, told="; ".join(descriptions))
 
 
 def _summary(partition: Partition) -> str:

@@ -162,20 +162,20 @@ def communication(run: Run) -> str:
 
 def workers(run: Run) -> Iterator[str]:
     """Tells how long each worker was busy in a step, and which workers are slow."""
-    found: list[Any] = run.table("workers", "workers")
-    if not found:
+    rows_of_workers: list[Any] = run.table("workers", "workers")
+    if not rows_of_workers:
         return
-    slow = [str(each["worker"]) for each in found if each["is_slow"]]
+    slow = [str(worker["worker"]) for worker in rows_of_workers if worker["is_slow"]]
     if slow:
         yield note(f"Slow: {', '.join(slow)}.")
     rows = [
         [
-            str(each["worker"]),
-            f"{each['seconds']:.4g}",
-            "" if each["times"] is None else f"{each['times']:.2f}",
-            "slow" if each["is_slow"] else "",
+            str(worker["worker"]),
+            f"{worker['seconds']:.4g}",
+            "" if worker["times"] is None else f"{worker['times']:.2f}",
+            "slow" if worker["is_slow"] else "",
         ]
-        for each in found
+        for worker in rows_of_workers
     ]
     yield table(["worker", "busy seconds per step", "relative to its flops", ""], rows, left=(0, 3))
     yield note(

@@ -134,21 +134,21 @@ def changes(
     return sorted(found, key=lambda each: each.prediction.seconds)
 
 
-def best(found: Sequence[Change], now: float) -> Change:
+def best(ordered: Sequence[Change], now: float) -> Change:
     """Returns the change to name.
 
     A change without assumptions is preferred if it helps at least half as much as the best one. Of
     those within 2% of the best, the one with the fewest flags is named.
 
     Args:
-        found: at least one change, shortest step first.
+        ordered: at least one change, shortest step first.
         now: seconds of a step under the current plan.
     """
-    most = now - found[0].prediction.seconds
-    known = [e for e in found if not e.supposed and now - e.prediction.seconds >= most / 2 > 0]
-    left = known or found
-    until = left[0].prediction.seconds + LEAST * now
-    near = [each for each in left if each.prediction.seconds <= until]
+    most = now - ordered[0].prediction.seconds
+    measured = [e for e in ordered if not e.supposed and now - e.prediction.seconds >= most / 2 > 0]
+    candidates = measured or ordered
+    until = candidates[0].prediction.seconds + LEAST * now
+    near = [each for each in candidates if each.prediction.seconds <= until]
 
     def key(each: Change) -> tuple[int, int, float]:
         prediction = each.prediction
@@ -162,11 +162,11 @@ def least(change: Change) -> float:
     return LEAST_SUPPOSED if change.supposed else LEAST
 
 
-def best_of_each(found: Sequence[Change]) -> list[Change]:
+def best_of_each(ordered: Sequence[Change]) -> list[Change]:
     """Returns the first change of each kind, in their order."""
     kinds: dict[str, Change] = {}
-    for each in found:
-        kinds.setdefault(each.kind, each)
+    for change in ordered:
+        kinds.setdefault(change.kind, change)
     return list(kinds.values())
 
 
@@ -217,19 +217,19 @@ def _scheduled(
 
 def _recut(plan: Plan, figures: Figures, batch: int) -> Iterator[tuple[str, Plan]]:
     """Returns plans with other boundaries."""
-    asked = Asked(plan.mesh.num_devices, batch)
+    request = Asked(plan.mesh.num_devices, batch)
     end = time.monotonic() + _SECONDS
     for begin in dict.fromkeys((evenly_cut(plan, figures, batch), plan)):
         best = predict(begin, figures, batch, parts=False)
-        better = with_better_cuts(best, figures, asked, end).plan
+        better = with_better_cuts(best, figures, request, end).plan
         if better.boundaries != plan.boundaries:
             yield "cuts", better
 
 
 def _meshes(plan: Plan, figures: Figures, batch: int) -> Iterator[tuple[str, Plan]]:
     """Returns plans for the same devices with fewer stages and more replicas."""
-    places, replicas = plan.mesh.num_stages, plan.num_replicas
-    group = plan.mesh.num_devices // places // replicas
+    num_homes, replicas = plan.mesh.num_stages, plan.num_replicas
+    group = plan.mesh.num_devices // num_homes // replicas
     axes = {DATA} if plan.num_replicas > 1 else set[str]()
     if not isinstance(plan.schedule, str) or group > 1 or {*_axes(plan)} - axes:
         # Axes with other names, or layers split over devices, were chosen by the user.
@@ -239,17 +239,17 @@ def _meshes(plan: Plan, figures: Figures, batch: int) -> Iterator[tuple[str, Pla
         for name, text in plan.to_values().items()
         if name not in ("mesh", "layout", "boundaries", "schedule", "num_microbatches", "remat")
     }
-    asked = Asked(plan.mesh.num_devices, batch, fixed=fixed)
-    for fewer in divisors(places):
-        if fewer == places:
+    request = Asked(plan.mesh.num_devices, batch, fixed=fixed)
+    for fewer in divisors(num_homes):
+        if fewer == num_homes:
             continue
         schedule = plan.schedule if fewer > 1 else "1f1b"
-        more = replicas * places // fewer
+        more = replicas * num_homes // fewer
         # The same number of microbatches, and the same size.
-        for number in {plan.num_microbatches, max(1, plan.num_microbatches * fewer // places)}:
+        for number in {plan.num_microbatches, max(1, plan.num_microbatches * fewer // num_homes)}:
             candidate = Candidate(fewer, more, 1, schedule, number, plan.remat)
             try:
-                yield "mesh", evenly_cut(candidate.plan(figures, asked), figures, batch)
+                yield "mesh", evenly_cut(candidate.plan(figures, request), figures, batch)
             except PipemeshError:
                 # No such table for so many homes and microbatches.
                 continue
@@ -352,16 +352,18 @@ def _basis(
     figures, layers = forecast.get("figures"), forecast.get("layers")
     knows_memory = True
     if figures is not None:
-        found = Figures.from_json(json.dumps(figures), "the record")
+        layer_figures = Figures.from_json(json.dumps(figures), "the record")
     elif layers:
         knows_memory = all(None not in layer.values() for layer in layers)
-        found = _of_flops(layers, forecast, plan, batch)
+        layer_figures = _of_flops(layers, forecast, plan, batch)
     else:
         knows_memory = False
-        found = _of_stages(measured, batch / plan.num_microbatches / plan.num_replicas)
+        layer_figures = _of_stages(measured, batch / plan.num_microbatches / plan.num_replicas)
         cuts = tuple(range(measured.schedule.num_stages + 1))
     cores = forecast.get("cores")
-    found = dataclasses.replace(found, cores=None if cores is None else float(cores))
+    layer_figures = dataclasses.replace(
+        layer_figures, cores=None if cores is None else float(cores)
+    )
     cuts_given = plan.boundaries is not None
     plan = dataclasses.replace(plan, boundaries=cuts)
     if plan.table.rows != measured.schedule.rows:
@@ -373,7 +375,7 @@ def _basis(
     limit = forecast.get("device_memory")
     return Basis(
         plan=plan,
-        figures=corrected(found, plan, batch, measured, seconds, steps[1:]),
+        figures=corrected(layer_figures, plan, batch, measured, seconds, steps[1:]),
         batch=batch,
         memory=None if limit is None else float(limit),
         knows_rows=figures is not None,

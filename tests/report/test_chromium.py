@@ -193,7 +193,7 @@ PAGES = {
 
 
 @pytest.mark.slow
-def test_an_error_of_a_page_is_seen(tmp_path):
+def test_script_errors_fail_the_test(tmp_path):
     text = page(made(tmp_path / "run", records.plain))
     with pytest.raises(AssertionError, match="of a script"):
         opened(tmp_path, text.replace("</body>", "<script>throw 'of a script'</script></body>"))

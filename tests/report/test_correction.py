@@ -68,7 +68,7 @@ def truth(seed=0, cores=None):
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb_h1"])
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize("base", ["flops", "figures"])
-def test_the_step_that_was_timed_is_given_back(schedule, remat, base):
+def test_timed_step_is_reproduced(schedule, remat, base):
     cuts = (0, 2, 6)
     plan = Plan("layers:2", schedule=schedule, num_microbatches=4, boundaries=cuts, remat=remat)
     real = truth()
@@ -85,7 +85,7 @@ def test_the_step_that_was_timed_is_given_back(schedule, remat, base):
     assert found.transfer.seconds(1.0) == pytest.approx(real.transfer.seconds(1.0), rel=1e-2)
 
 
-def test_pauses_between_actions_are_the_overhead_of_each():
+def test_pauses_become_overhead_of_actions():
     plan = Plan("layers:1", num_microbatches=8, boundaries=(0, 6), remat="none")
     real = simulate(plan.table, Costs(0.1, 0.2))
     starts, ends = (
@@ -98,7 +98,7 @@ def test_pauses_between_actions_are_the_overhead_of_each():
     assert predict(plan, found, BATCH).seconds == pytest.approx(8 * 0.3 + 15 * 0.03)
 
 
-def test_devices_that_slowed_each_other_down_do_so_under_other_plans():
+def test_sharing_of_cores_holds_under_other_plans():
     plan = Plan("layers:2", num_microbatches=4, boundaries=(0, 3, 6), remat="none")
     real = truth(cores=1.0)
     shared = step_of(plan, real, True)
@@ -118,7 +118,7 @@ def test_devices_that_slowed_each_other_down_do_so_under_other_plans():
         assert ahead == pytest.approx(wanted, rel=0.06)
 
 
-def test_of_layers_without_any_cost_all_are_alike():
+def test_layers_without_cost_are_equal():
     nothing, line = Curve(((4, 0.0),)), Curve(((4, 1.0),))
     layers = [LayerFigures(str(n), {"F": nothing, "B": nothing}, 0, nothing, line) for n in "abcd"]
     plan = Plan("layers:2", num_microbatches=4, boundaries=(0, 3, 4), remat="none")
@@ -128,7 +128,7 @@ def test_of_layers_without_any_cost_all_are_alike():
     assert [each.takes("B", 4) for each in found.layers] == pytest.approx([0.2] * 4)
 
 
-def test_what_is_outside_of_the_pipeline_is_not_counted_twice():
+def test_optimizer_time_is_not_counted_twice():
     plan = Plan("layers:2", num_microbatches=4, boundaries=(0, 3, 6), remat="none")
     given = truth()
     update = Figures(given.layers, update=1e-3, optimizer=2.0, transfer=given.transfer)
@@ -139,7 +139,7 @@ def test_what_is_outside_of_the_pipeline_is_not_counted_twice():
     assert parts["optimizer"] + parts["fixed"] == pytest.approx(0.03, rel=1e-3)
 
 
-def test_layers_take_something_where_actions_took_less_than_they_should_besides():
+def test_layers_take_time_even_if_overhead_is_too_large():
     """Figures of a slower machine: without layers that take something nothing could be cut."""
     plan = Plan("layers:2", num_microbatches=4, boundaries=(0, 3, 6), remat="none")
     measured = step_of(plan, truth(), real=True)
@@ -155,7 +155,7 @@ COSTS = Costs([1.0, 1.3], input_grad=[1.0, 1.2], weight_grad=[0.8, 1.1])
 @pytest.mark.parametrize("number", [2, 8])
 @pytest.mark.parametrize("load", [1.0, 1.3, 1.6, 2.0])
 @pytest.mark.parametrize("forward", [1.0, 1.5])
-def test_loads_and_durations_of_actions_alone_are_found(table, number, load, forward):
+def test_loads_and_single_durations_are_found(table, number, load, forward):
     schedule = table(2, number)
     loads = {"F": forward, "B": load, "I": load, "W": 1.0}
     step = simulate_sharing(schedule, COSTS, cores=2, loads=loads)
@@ -169,7 +169,7 @@ def test_loads_and_durations_of_actions_alone_are_found(table, number, load, for
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_only_varies_is_not_explained_by_sharing(seed):
+def test_random_variation_is_not_sharing(seed):
     step = simulate(one_f_one_b(2, 8), COSTS, jitter=0.1, seed=seed)
     costs, loads = alone(step, 2, 1)
     assert max(loads.values()) <= 1.3
@@ -177,7 +177,7 @@ def test_what_only_varies_is_not_explained_by_sharing(seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_it_is_found_although_clocks_are_a_little_off(seed):
+def test_loads_are_found_despite_clock_errors(seed):
     draw = random.Random(seed)
     step = simulate_sharing(one_f_one_b(2, 8), COSTS, cores=2, loads={"B": 1.8})
     starts, ends = (
@@ -188,19 +188,19 @@ def test_it_is_found_although_clocks_are_a_little_off(seed):
     assert loads["B"] == pytest.approx(1.8, abs=0.21) and loads["F"] < 1.2
 
 
-def test_with_fewer_cores_than_devices_all_are_slow_whatever_the_load():
+def test_too_few_cores_slow_all_devices_under_any_load():
     step = simulate_sharing(gpipe(4, 8), Costs(1, 2), cores=2)
     costs, loads = alone(step, 2, 1)
     assert set(loads.values()) == {1} and costs.per_stage(4).forward == pytest.approx((1,) * 4)
 
 
-def test_devices_with_cores_of_their_own_take_what_they_took():
+def test_separate_cores_need_no_correction():
     step = simulate(gpipe(2, 4), COSTS)
     assert alone(step, None, 1) == (COSTS, {"F": 1, "B": 1})
     assert alone(step, 1, 2)[1] == {"F": 1, "B": 1}
 
 
-def test_of_several_steps_loads_are_surer():
+def test_several_steps_give_reliable_loads():
     table = one_f_one_b(2, 2)
     steps = []
     for seed in range(5):

@@ -24,7 +24,7 @@ def told(folder, told, **changes):
     return read(str(records.whole(folder, told=told, **changes)))
 
 
-def test_each_part_is_told_as_predicted_and_as_measured_and_they_add_up(tmp_path):
+def test_predicted_and_measured_parts_add_up(tmp_path):
     rows = cells("\n".join(forecast(told(tmp_path, KNOWN))))
     plan = Plan("layers:2", num_microbatches=4, remat="none")
     ahead = predict(plan, records.figures(), 16)
@@ -44,7 +44,7 @@ def test_each_part_is_told_as_predicted_and_as_measured_and_they_add_up(tmp_path
     assert float(rows["median step"][1]) == pytest.approx(180, rel=0.05)
 
 
-def test_memory_is_told_as_predicted_counted_and_measured(tmp_path):
+def test_memory_is_predicted_counted_and_measured(tmp_path):
     rows = cells("\n".join(forecast(told(tmp_path, KNOWN))))
     plan = Plan("layers:2", num_microbatches=4, remat="none")
     predicted = max(predict(plan, records.figures(), 16).memory)
@@ -56,7 +56,7 @@ def test_memory_is_told_as_predicted_counted_and_measured(tmp_path):
     assert rows["the process"] == ["not known", "not known", "300.0 MiB"]
 
 
-def test_of_the_process_it_is_counted_what_it_had_and_what_a_step_keeps(tmp_path):
+def test_counted_memory_of_process_is_start_plus_step(tmp_path):
     run = told(tmp_path, KNOWN, peak_memory=200 << 20)
     rows = cells("\n".join(forecast(run)))
     # Gradients and activations of both devices.
@@ -64,7 +64,7 @@ def test_of_the_process_it_is_counted_what_it_had_and_what_a_step_keeps(tmp_path
     assert rows["the process"] == ["not known", f"{counted:.1f} MiB", "300.0 MiB"]
 
 
-def test_of_gpus_all_devices_are_measured(tmp_path):
+def test_all_gpus_are_measured(tmp_path):
     record = Record(str(tmp_path))
     records.begin(record)
     state = {"weights": 4e6, "optimizer": 8e6, "gradients": 4e6, "activations": 9e6}
@@ -75,7 +75,7 @@ def test_of_gpus_all_devices_are_measured(tmp_path):
     assert "the process" not in rows
 
 
-def test_without_figures_shares_are_compared_and_it_is_said(tmp_path):
+def test_without_figures_shares_are_compared(tmp_path):
     text = "\n".join(forecast(told(tmp_path, ("rows", "layers"))))
     assert "Seconds were not predicted: nothing was measured." in text
     assert "Shares are compared here and not seconds" in text
@@ -87,7 +87,7 @@ def test_without_figures_shares_are_compared_and_it_is_said(tmp_path):
     assert "milliseconds" not in rows
 
 
-def test_without_a_timed_step_only_the_whole_one_is_compared(tmp_path):
+def test_without_timed_step_only_totals_are_compared(tmp_path):
     run = told(tmp_path, KNOWN, timed=False)
     rows = cells("\n".join(forecast(run)))
     assert rows["work"][1] == "not known"
@@ -95,7 +95,7 @@ def test_without_a_timed_step_only_the_whole_one_is_compared(tmp_path):
     assert list(advice(run)) == []
 
 
-def test_the_change_that_helps_most_is_named_with_its_flag_and_the_runners_up(tmp_path):
+def test_best_change_is_named_with_flags_and_runners_up(tmp_path):
     text = "\n".join(advice(told(tmp_path, ("rows", "layers"))))
     named = re.search(r"would help most: <b>(.*?)</b>. It saves (.*?)% of a step", text)
     assert named, text
@@ -106,7 +106,7 @@ def test_the_change_that_helps_most_is_named_with_its_flag_and_the_runners_up(tm
     assert "at most four times as many were tried" in text
 
 
-def test_what_needs_more_than_a_device_has_is_not_named(tmp_path):
+def test_changes_above_device_memory_are_left_out(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     text = "\n".join(advice(told(tmp_path / "a", ("rows", "layers", "limit"))))
@@ -116,7 +116,7 @@ def test_what_needs_more_than_a_device_has_is_not_named(tmp_path):
     assert "no stage was cut again" in text
 
 
-def test_that_nothing_helps_is_said():
+def test_page_says_if_nothing_helps():
     plan = Plan("layers:1", num_microbatches=4)
 
     def change(seconds, supposed=""):
@@ -134,12 +134,12 @@ def test_that_nothing_helps_is_said():
     assert "nothing to change" in sentence([], 1.0)
 
 
-def test_why_nothing_is_known_is_said(tmp_path):
+def test_page_says_why_no_change_is_known(tmp_path):
     (text,) = advice(told(tmp_path, ()))
     assert "is not known: the record does not say how large a batch is" in text
 
 
-def test_a_run_without_a_pipeline_has_neither(tmp_path):
+def test_plain_run_has_no_forecast_section(tmp_path):
     run = read(str(records.plain(tmp_path)))
     assert list(forecast(run)) == [] and list(advice(run)) == []
 
@@ -155,7 +155,7 @@ def test_a_run_without_a_pipeline_has_neither(tmp_path):
         {"figures": {"layers": []}, "rows": 16, "cuts": [0, 1, 2]},
     ],
 )
-def test_what_is_malformed_ends_no_page(tmp_path, spoiled):
+def test_malformed_forecast_does_not_end_the_page(tmp_path, spoiled):
     record = Record(str(tmp_path))
     records.begin(record)
     record.add("forecast", **spoiled)

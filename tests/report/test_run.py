@@ -1,4 +1,4 @@
-"""What a record says, also of a training that went back, and of lines that are no use."""
+"""Records are read, also of resumed runs and with invalid lines."""
 
 import json
 
@@ -11,7 +11,7 @@ from pipemesh.schedule import one_f_one_b, simulate
 from tests.report import records
 
 
-def test_a_training_is_read_as_it_was(tmp_path):
+def test_run_is_read_completely(tmp_path):
     run = read(str(records.whole(tmp_path)))
     assert (run.name, run.unit, run.step, run.state) == ("Tiny", "tokens", 300, "done, at step 300")
     assert [step for step, _ in run.train["loss"]] == list(range(1, 301))
@@ -21,7 +21,7 @@ def test_a_training_is_read_as_it_was(tmp_path):
     assert run.resumed == [] and run.unread == 0
 
 
-def test_steps_beyond_the_checkpoint_that_was_gone_back_to_are_forgotten(tmp_path):
+def test_resuming_discards_later_steps(tmp_path):
     record = Record(str(tmp_path))
     records.begin(record)
     for step in range(1, 8):
@@ -44,7 +44,7 @@ def test_steps_beyond_the_checkpoint_that_was_gone_back_to_are_forgotten(tmp_pat
     assert read(str(tmp_path)).train == {}
 
 
-def test_a_killed_training_that_went_on(tmp_path):
+def test_killed_and_resumed_run_is_read(tmp_path):
     run = read(str(records.interrupted(tmp_path)))
     assert [step for step, _ in run.train["loss"]] == list(range(1, 221))
     assert run.resumed == [100] and run.unread == 1
@@ -52,7 +52,7 @@ def test_a_killed_training_that_went_on(tmp_path):
     assert list(run.told["skipped"]) == [180]
 
 
-def test_the_schedule_is_the_one_that_ran(tmp_path):
+def test_timelines_are_of_the_schedule_that_ran(tmp_path):
     records.whole(tmp_path)
     run = read(str(tmp_path))
     measured, predicted = run.measured(), run.predicted()
@@ -89,7 +89,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("line", BAD)
-def test_lines_of_no_use_are_counted_and_left_out(tmp_path, line):
+def test_invalid_lines_are_counted_and_left_out(tmp_path, line):
     records.plain(tmp_path)
     before = read(str(tmp_path))
     with open(tmp_path / FILE, "a") as file:
@@ -99,7 +99,7 @@ def test_lines_of_no_use_are_counted_and_left_out(tmp_path, line):
     assert (after.train, after.last) == (before.train, before.last)
 
 
-def test_a_line_that_is_just_being_written_is_not_missed(tmp_path):
+def test_unfinished_last_line_is_ignored(tmp_path):
     records.plain(tmp_path)
     before = read(str(tmp_path))
     with open(tmp_path / FILE, "a") as file:
@@ -107,13 +107,13 @@ def test_a_line_that_is_just_being_written_is_not_missed(tmp_path):
     assert read(str(tmp_path)) == before
 
 
-def test_values_that_are_no_numbers_are_no_curves(tmp_path):
+def test_only_numbers_are_curves(tmp_path):
     record = Record(str(tmp_path))
     record.add("step", step=1, loss=float("nan"), word="x", flag=True, more=[1])
     assert read(str(tmp_path)).train == {"loss": [(1, None)]}
 
 
-def test_samples_are_those_of_decoding(tmp_path):
+def test_samples_are_read(tmp_path):
     records.plain(tmp_path)
     lines = [json.dumps({"prompt": "a", "text": "a b"}), "no JSON", '{"prompt": "c"}', "3", ""]
     (tmp_path / "samples.jsonl").write_text("\n".join(lines))
@@ -121,7 +121,7 @@ def test_samples_are_those_of_decoding(tmp_path):
     assert run.samples == [("a", "a b")] and run.unread == 3
 
 
-def test_a_folder_without_a_record_is_one_clear_line(tmp_path):
+def test_folder_without_record_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / FILE).write_text("")
@@ -138,7 +138,7 @@ def test_a_folder_without_a_record_is_one_clear_line(tmp_path):
         assert told in str(error.value) and "\n" not in str(error.value)
 
 
-def test_all_steps_that_were_timed_are_read(tmp_path):
+def test_all_timed_steps_are_read(tmp_path):
     record = Record(str(tmp_path))
     records.begin(record)
     table = one_f_one_b(2, 4)

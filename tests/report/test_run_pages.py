@@ -16,7 +16,7 @@ def sections(text):
 
 
 @pytest.mark.parametrize("make", [records.whole, records.plain, records.interrupted])
-def test_pages_are_sound_and_need_no_network(tmp_path, make):
+def test_pages_are_valid_and_load_nothing(tmp_path, make):
     text = page(read(str(make(tmp_path))))
     Checked(text)
     assert "<script" not in text and "src=" not in text and "@import" not in text
@@ -25,7 +25,7 @@ def test_pages_are_sound_and_need_no_network(tmp_path, make):
     assert set(re.findall(r"https?://[^'\"<> ]*", text)) <= {"http://www.w3.org/2000/svg"}
 
 
-def test_a_run_with_a_pipeline_has_all_of_it(tmp_path):
+def test_page_of_pipeline_has_all_sections(tmp_path):
     (tmp_path / "samples.jsonl").write_text('{"prompt": "The", "text": "The <b>end"}\n')
     text = page(read(str(records.whole(tmp_path))))
     expected = [
@@ -50,13 +50,13 @@ def test_a_run_with_a_pipeline_has_all_of_it(tmp_path):
         assert told in text
 
 
-def test_a_run_without_a_pipeline_says_so(tmp_path):
+def test_page_of_plain_run_says_so(tmp_path):
     text = page(read(str(records.plain(tmp_path))))
     assert sections(text) == ["Curves", "How it was run", "Memory", "What happened"]
     assert "Without a pipeline there are no stages." in text
 
 
-def test_interruptions_are_told(tmp_path):
+def test_interruptions_are_shown(tmp_path):
     text = page(read(str(records.interrupted(tmp_path))))
     for told in (
         "stopped by SIGTERM, at step 220",
@@ -78,7 +78,7 @@ def test_many_skipped_steps_are_counted(tmp_path):
     assert text.count("skipped: not finite") == 20 and "Left out: 79 lines." in text
 
 
-def test_the_first_line_of_a_record_is_enough(tmp_path):
+def test_one_line_makes_a_page(tmp_path):
     records.begin(Record(str(tmp_path)))
     text = page(read(str(tmp_path)))
     assert "no end is recorded" in text and "Curves" not in text
@@ -88,14 +88,14 @@ def titles(figures):
     return [re.search("<title>(.*?)</title>", text)[1] for text in figures]
 
 
-def test_the_loss_comes_first_and_what_is_of_training_alone_last(tmp_path):
+def test_loss_comes_first_and_speed_last(tmp_path):
     run = read(str(records.whole(tmp_path)))
     found = titles(curves(run))
     assert found[0] == "loss" and found[-3:] == ["learning rate", "tokens per second", "MFU"]
     assert {"bits per byte", "token perplexity"} == set(found[1:-3])
 
 
-def test_training_held_out_and_end_are_over_each_other(tmp_path):
+def test_training_and_evaluations_share_a_picture(tmp_path):
     loss = next(curves(read(str(records.whole(tmp_path)))))
     for name in ("training", "held out", "held out, at the end"):
         assert f"; {name}: " in loss or f": {name}: " in loss
@@ -103,13 +103,13 @@ def test_training_held_out_and_end_are_over_each_other(tmp_path):
     assert 13 <= loss.count("<tr>") <= 1 + 12 + 6 + 1
 
 
-def test_values_that_never_were_a_number_have_no_picture(tmp_path):
+def test_values_without_numbers_have_no_picture(tmp_path):
     record = Record(str(tmp_path))
     record.add("step", step=1, loss=1.0, accuracy=float("nan"))
     assert names_of([read(str(tmp_path))]) == ["loss"]
 
 
-def test_of_two_runs_training_and_held_out_data_have_one_scale(tmp_path):
+def test_curves_of_runs_share_one_scale(tmp_path):
     for name, level in (("a", 1.0), ("b", 9.0)):
         (tmp_path / name).mkdir()
         records.whole(tmp_path / name, level=level)
@@ -120,7 +120,7 @@ def test_of_two_runs_training_and_held_out_data_have_one_scale(tmp_path):
     assert axes[0] == axes[1] != []
 
 
-def test_of_several_runs_the_evaluation_at_the_end_is_a_ring(tmp_path):
+def test_final_evaluation_of_runs_is_a_ring(tmp_path):
     """Only where no run was judged while training was it to be seen."""
     runs = []
     for name, make in (("a", records.whole), ("b", records.plain)):
@@ -140,7 +140,7 @@ def made(folder, make=records.whole, **changes):
     return read(str(make(folder, **changes)))
 
 
-def test_results_stand_beside_each_other_and_what_differs_is_told(tmp_path):
+def test_comparison_shows_results_and_differences(tmp_path):
     one = made(tmp_path / "one")
     two = made(tmp_path / "two", level=2.5, timed=False, flags={"steps": 300, "seed": 3})
     text = comparison([one, two])
@@ -156,7 +156,7 @@ def test_results_stand_beside_each_other_and_what_differs_is_told(tmp_path):
     assert re.search("loss, training: one: [67][.].* at step 1,.*; two: [67][.]", text)
 
 
-def test_runs_that_are_asked_for_alike_differ_in_nothing(tmp_path):
+def test_equal_settings_have_no_differences(tmp_path):
     text = comparison([made(tmp_path / "one"), made(tmp_path / "two", seed=1)])
     assert "Plan, flags and versions are the same." in text
 
@@ -169,18 +169,18 @@ def test_plans_and_versions_are_compared(tmp_path):
         assert f"<td class=left>{told}" in text
 
 
-def test_a_run_without_a_pipeline_beside_one_with(tmp_path):
+def test_plain_run_compares_with_pipeline(tmp_path):
     runs = [made(tmp_path / "one"), made(tmp_path / "two", records.plain)]
     assert "loss, held out, at the end" in comparison(runs)
 
 
-def test_folders_of_one_name_are_told_apart(tmp_path):
+def test_equal_folder_names_are_told_apart(tmp_path):
     runs = [made(tmp_path / name / "run") for name in ("a", "b")]
     assert "Comparison of a/run, b/run" in comparison(runs)
     assert "Comparison of run (1), run (2)" in comparison([runs[0], runs[0]])
 
 
-def test_so_many_cannot_be_told_apart(tmp_path):
+def test_number_of_compared_runs_is_limited(tmp_path):
     runs = [made(tmp_path / "one")] * 7
     for few in ([], runs[:1], runs):
         with pytest.raises(ReportError, match=f"^{len(few)} runs cannot be compared; give 2 to 6$"):

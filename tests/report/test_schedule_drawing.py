@@ -17,7 +17,7 @@ from tests.report.drawings import SVG, contrast, pictures, uneven
 
 
 @given(st.sampled_from(sorted(BUILDERS)), st.integers(1, 4), st.floats(0.1, 300))
-def test_svg_has_every_action_once_at_its_place(name, num_devices, unit):
+def test_every_action_is_drawn_once_without_overlap(name, num_devices, unit):
     timeline = simulate(
         build(name, num_devices, 2 * num_devices), Costs(unit, 2 * unit, unit, unit, unit / 7)
     )
@@ -47,7 +47,7 @@ def test_tooltips_say_stage_microbatch_and_times():
 
 @settings(max_examples=40)
 @given(st.sampled_from(sorted(BUILDERS)), st.floats(5, 50), st.floats(1, 2))
-def test_a_given_scale_and_end_place_cells_and_axis(name, scale, longer):
+def test_scale_and_end_place_cells_and_axis(name, scale, longer):
     timeline = simulate(build(name, 2, 4), Costs(1, 3, 1, 2, 0.25))
     until = timeline.makespan * longer
     root = ET.fromstring(to_svg(timeline, scale=scale, until=until))
@@ -62,7 +62,7 @@ def test_a_given_scale_and_end_place_cells_and_axis(name, scale, longer):
 
 @settings(max_examples=40)
 @given(st.sampled_from(sorted(BUILDERS)), st.integers(1, 40))
-def test_a_cell_shows_as_much_of_its_text_as_it_has_room_for(name, scale):
+def test_cell_shows_the_text_that_fits(name, scale):
     timeline = simulate(build(name, 2, 4), Costs(1, 3, 1, 2, 0.25))
     root = ET.fromstring(to_svg(timeline, scale=float(scale)))
     groups = [group for group in root.findall(f"{SVG}g") if group.get("class") is None]
@@ -76,7 +76,7 @@ def test_a_cell_shows_as_much_of_its_text_as_it_has_room_for(name, scale):
         assert (text.text if text is not None else None) == (fits[0] if fits else None)
 
 
-def test_the_scale_fits_the_text_but_no_more_than_the_widest():
+def test_scale_fits_text_up_to_the_widest():
     short, long = (simulate(build("gpipe", 2, m), Costs(1, 1)) for m in (2, 2000))
     # The narrowest cell is 24 pixels wide.
     assert fitting_scale([short]) == 24
@@ -87,14 +87,14 @@ def test_the_scale_fits_the_text_but_no_more_than_the_widest():
     assert fitting_scale([]) == fitting_scale([simulate(gpipe(1, 1), Costs(0, 0))]) == 1
 
 
-def test_memory_plot_has_a_panel_a_device():
+def test_memory_plot_has_a_panel_for_each_device():
     root = ET.fromstring(memory_to_svg(simulate(one_f_one_b(3, 6))))
     titles = [path.find(f"{SVG}title").text for path in root.findall(f".//{SVG}path")]
     assert titles == ["device 0: peak 3", "device 1: peak 2", "device 2: peak 1"]
 
 
 @given(st.sampled_from(sorted(BUILDERS)), st.floats(2, 40))
-def test_every_curve_is_that_of_its_device_on_one_vertical_scale(name, scale):
+def test_memory_curves_follow_activations_on_one_scale(name, scale):
     timeline = simulate(build(name, 3, 6), Costs(1, 3, 1, 2, 0.25))
     root = ET.fromstring(memory_to_svg(timeline, scale=scale))
     curves = root.findall(f".//{SVG}path")
@@ -136,7 +136,7 @@ def tables(page):
     ]
 
 
-def test_tables_and_path_say_what_the_timeline_says():
+def test_tables_and_path_follow_the_timeline():
     timeline = simulate(zb_v(2, 4), Costs(1, None, 2, 1, 0.5))
     page = to_html(timeline)
     summary, devices = tables(page)
@@ -162,7 +162,7 @@ def test_tables_and_path_say_what_the_timeline_says():
     assert path.split(" &rarr; ") == [str(span.action) for span in timeline.critical_path]
 
 
-def test_predicted_and_measured_have_a_column_a_table_and_a_path_each():
+def test_page_has_column_table_and_path_for_each_timeline():
     predicted = simulate(zb_v(2, 4))
     measured = simulate(zb_v(2, 4), Costs(1, None, 3, 1, 0.5))
     page = to_html(predicted, measured=measured)
@@ -195,7 +195,7 @@ def test_later_stages_of_a_device_are_paler():
 
 
 @pytest.mark.parametrize("rgb", [(1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0)])
-def test_of_black_and_white_the_one_with_more_contrast_is_chosen(rgb):
+def test_ink_has_the_higher_contrast(rgb):
     for value in range(256):
         background = tuple(value * part for part in rgb)
         black, white = (contrast(background, (grey,) * 3) for grey in (0, 255))
@@ -217,7 +217,7 @@ def test_a_web_colour_reads_back():
         assert tuple(bytes.fromhex(text.removeprefix("#"))) == colour
 
 
-def test_brief_actions_do_not_set_the_scale_and_are_still_seen():
+def test_brief_actions_are_visible_but_do_not_set_the_scale():
     predicted, measured = uneven()
     page = to_html(predicted, measured=measured)
     assert all(float(picture.get("width")) <= 1232 for picture in pictures(page))
@@ -231,7 +231,7 @@ def test_brief_actions_do_not_set_the_scale_and_are_still_seen():
 
 
 @pytest.mark.parametrize("draw", [to_svg, memory_to_svg, to_html])
-def test_everything_drawn_in_black_or_white_has_another_colour_in_the_dark(draw):
+def test_black_and_white_parts_have_dark_colours(draw):
     picture = pictures(draw(simulate(zb_v(2, 4))))[0]
     style = picture.find(f"{SVG}style").text
     dark = dict(re.findall(r"\.(\w+) { (?:fill|stroke): (#\w+) }", style))

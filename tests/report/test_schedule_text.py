@@ -25,7 +25,7 @@ def test_terminal_table_is_to_scale():
     )
 
 
-def test_terminal_colours_change_nothing_but_colours():
+def test_colours_change_no_text():
     timeline = simulate(zb_v(3, 6))
     colored = to_terminal(timeline, color=True)
     assert "\x1b[48;2;0;114;178;97m0F0\x1b[0m" in colored
@@ -44,12 +44,12 @@ def test_terminal_table_keeps_within_its_width(name, num_devices, width, forward
         assert max(map(len, lines)) <= width
 
 
-def test_too_narrow_a_terminal_is_an_error():
+def test_narrow_terminal_is_an_error():
     with pytest.raises(ScheduleError, match="width is 10; a table needs at least 30"):
         to_terminal(simulate(gpipe(1, 1)), width=10)
 
 
-def test_a_cell_too_narrow_for_its_text_shows_what_fits_from_the_kind_on():
+def test_narrow_cell_shows_kind_first():
     # 40 columns leave two for a forward and four for a backward, the last of each blank.
     assert to_terminal(simulate(one_f_one_b(2, 4), Costs(1, 2)), width=40) == (
         "device 0 |F F     0B0 F 0B1 F 0B2   0B3\ndevice 1 |  F 1B0 F 1B1 F 1B2 F 1B3"
@@ -71,7 +71,7 @@ def test_trace_is_what_trace_viewers_read():
     assert max(held) == max(timeline.peak_activations)
 
 
-def test_what_was_measured_is_a_process_of_its_own_below():
+def test_measured_step_is_a_second_process():
     predicted, measured = uneven()
     events = json.loads(to_trace(predicted, microseconds=1, measured=measured))["traceEvents"]
     named = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
@@ -81,7 +81,7 @@ def test_what_was_measured_is_a_process_of_its_own_below():
         assert starts == [span.start for span in timeline.spans()]
 
 
-def test_a_counter_follows_what_each_device_holds():
+def test_counters_follow_activations():
     timeline = simulate(zb_v(2, 4), Costs(transfer=0.5))
     events = json.loads(to_trace(timeline, microseconds=1))["traceEvents"]
     for device in range(2):

@@ -63,18 +63,18 @@ def test_curves_are_told_in_words():
     assert svg.get("role") == "img" and told in svg.get("aria-label")
 
 
-def test_what_is_not_finite_is_a_gap():
+def test_missing_values_are_gaps():
     points = [(1, 1.0), (2, 1.0), (3, None), (4, 1.0), (5, 2.0)]
     assert len(parsed([Series("training", points)]).findall(f"{SVG}path")) == 2
 
 
-def test_a_point_alone_is_seen():
+def test_single_point_is_drawn():
     svg = parsed([Series("training", [(1, 1.0)]), Series("end", [(3, 2.0)], 2, marks=True)])
     points = [c for c in svg.findall(f"{SVG}circle") if c.find(f"{SVG}title") is not None]
     assert [point.get("class") for point in points] == ["f0", "s2"]
 
 
-def test_of_long_trainings_means_and_ranges_are_drawn():
+def test_long_curve_has_means_and_ranges():
     points = [(n, math.sin(n)) for n in range(100_000)]
     drawn = line_chart("long", [Series("training", points)], until=100_000)
     assert len(drawn) < 30_000
@@ -106,7 +106,7 @@ def test_steps_are_marked():
     assert [words.text for words in svg.findall(f"{SVG}text")].count("resumed") == 1
 
 
-def test_every_look_has_a_colour_in_light_and_in_the_dark():
+def test_every_look_has_light_and_dark_colours():
     for look, (light, dark) in enumerate(SERIES):
         svg = parsed([Series("training", [(1, 1.0), (2, 2.0)], look)])
         (path,) = svg.findall(f"{SVG}path")
@@ -149,7 +149,7 @@ def drawn(rows, names=(), **options):
     return svg, [(float(rect.get("x")), float(rect.get("width"))) for rect in found]
 
 
-def test_parts_stand_side_by_side_and_lengths_are_in_proportion():
+def test_bars_are_adjacent_and_in_proportion():
     _, (one, two, three) = drawn([("x", [(0, 1.0), (1, 3.0)], "4"), ("y", [(0, 2.0)], "2")])
     assert one[0] == three[0] and two[0] == pytest.approx(sum(one))
     assert two[1] == pytest.approx(3 * one[1], abs=0.2)
@@ -157,7 +157,7 @@ def test_parts_stand_side_by_side_and_lengths_are_in_proportion():
     assert sum(two) <= BARS_WIDTH
 
 
-def test_falling_rows_begin_where_the_last_one_ended():
+def test_falling_rows_start_at_the_previous_end():
     rows = [("x", [(0, 5.0)], ""), ("y", [(1, -2.0)], ""), ("z", [(1, 1.0)], "")]
     _, (one, two, three) = drawn(rows, falling=True)
     assert sum(two) == pytest.approx(sum(one), abs=0.2)
@@ -171,7 +171,7 @@ def test_bars_are_told_in_words():
     assert [t.text for t in titles if t is not None] == ["CPU:0, weights: 1 B"]
 
 
-def test_nothing_is_drawn_of_nothing():
+def test_zero_is_an_empty_bar():
     assert drawn([("x", [(0, 0.0)], "0")])[1][0][1] == 0
 
 
@@ -190,7 +190,7 @@ RANGES = [
 
 
 @pytest.mark.parametrize(("low", "high"), RANGES)
-def test_everything_lies_on_its_scale(low, high):
+def test_all_values_lie_on_the_scale(low, high):
     scale = Scale.of([high, low])
     assert 0 <= scale.share(low) <= scale.share(high) <= 1 + 1e-9
     ticks = scale.ticks(6)
@@ -201,17 +201,17 @@ def test_everything_lies_on_its_scale(low, high):
         assert math.isclose(float(f"{tick:.1e}"), tick, abs_tol=1e-12) or len(f"{tick:g}") <= 5
 
 
-def test_what_is_positive_does_not_begin_below_0():
+def test_positive_values_start_at_0_or_above():
     scale = Scale.of([0.0, 1.9])
     assert scale.low == scale.ticks(6)[0] == 0 and scale.high > 1.9
 
 
-def test_bars_begin_at_0():
+def test_bars_start_at_0():
     assert Scale.of([3.0, 8.0], from_zero=True) == Scale(0.0, 8.0)
     assert Scale.of([], from_zero=True).high > 0 and Scale.of([0.0], from_zero=True).high > 0
 
 
-def test_ratios_that_are_large_are_logarithmic():
+def test_large_ratios_are_logarithmic():
     assert Scale.of([1.0, 100.0]).logarithmic
     assert not Scale.of([0.0, 100.0]).logarithmic and not Scale.of([5.0, 9.0]).logarithmic
 
@@ -230,7 +230,7 @@ def test_axis_ticks_are_few_round_and_within_the_end(end, at_most):
         assert min(abs(step / power - factor) for factor in (1, 2, 5)) < 1e-6
 
 
-def test_what_takes_no_time_has_one_tick():
+def test_no_time_has_one_tick():
     assert ticks(0.0, 5) == [0.0]
 
 
@@ -238,7 +238,7 @@ CELL = st.tuples(st.integers(1, 30), st.integers(0, 8))
 
 
 @given(st.lists(CELL, max_size=8), st.sampled_from([0, 0.0625, 0.25, 0.5]))
-def test_the_scale_is_the_least_at_which_few_cells_have_no_room(cells, negligible):
+def test_scale_is_least_with_room_for_most_cells(cells, negligible):
     most = negligible * sum(time for _, time in cells)
     enough = [
         scale
