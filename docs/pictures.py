@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pipemesh.report import memory_to_svg, to_svg
 from pipemesh.report.schedule_drawing import LEFT
-from pipemesh.report.svg import BAND, MUTED, SERIES, element, picture, text
+from pipemesh.report.svg import BAND, MUTED, SERIES, element, picture, rect, text
 from pipemesh.schedule import (
     Costs,
     build,
@@ -84,15 +84,13 @@ def _pipeline() -> str:
     parts: list[str] = []
     for stage in range(4):
         x = LEFT + stage * pitch
-        parts.append(
-            element("rect", class_="band", x=x, y=top, width=180, height=62, rx=6, fill=BAND)
-        )
+        parts.append(rect(x, top, 180, 62, class_="band", rx=6, fill=BAND))
         for layer in (0, 1):
             left = x + 10 + 84 * layer
             name = f"layer {2 * stage + layer}"
             parts += [
-                element("rect", x=left, y=top + 8, width=76, height=26, rx=3, fill=SERIES[0][0]),
-                text(left + 38, top + 25, name, anchor="middle", class_="on_layer", fill="#ffffff"),
+                rect(left, top + 8, 76, 26, rx=3, fill=SERIES[0][0]),
+                text(left + 38, top + 25, name, anchor="middle", class_="on-layer", fill="#ffffff"),
             ]
         parts.append(text(x + 90, top + 52, f"stage {stage} on device {stage}", anchor="middle"))
         if stage:

@@ -36,6 +36,22 @@ _KINDS = {
     "remat": "less computed again",
     "mesh": "fewer stages, more replicas",
 }
+# The parts of a step: the name, those in a prediction and in a measured step, and the meaning.
+_PARTS = (
+    ("work", "compute", "work", "spread evenly over all devices"),
+    ("filling and draining", "bubble", "filling and draining", "waiting in this order of actions"),
+    ("imbalance", "imbalance", "imbalance", "waiting because stages take different times"),
+    (
+        "overhead of operations",
+        "actions",
+        "overhead",
+        "measured between two actions; overhead within them counts as measured work",
+    ),
+    ("transfers", "transfers", "transfers", "between stages"),
+    ("collectives", "sums", "", "sums over devices that share layers; part of the measured work"),
+    ("overlap", "", "overlap", "actions that started with first results"),
+    ("variation", "", "variation", "actions unlike the median of their stage"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,51 +107,17 @@ def _in_seconds(run: Run, predicted: Mapping[str, Any]) -> list[Compared]:
     timed = run.measured()
     seconds = run.fact("schedule", "seconds")
     measured = {part.name: 1e-3 * part.time for part in parts_of(timed)} if timed else {}
-    rest = None
-    if timed and seconds is not None:
-        rest = seconds - 1e-3 * timed.makespan
     behind = sum(parts[name] for name in ("gradients", "optimizer", "fixed"))
+    rest = seconds - 1e-3 * timed.makespan if timed and seconds is not None else None
+    about = (
+        f"predicted: gradients of replicas {1e3 * parts['gradients']:.4g}, optimizer "
+        f"{1e3 * parts['optimizer']:.4g}, fixed {1e3 * parts['fixed']:.4g}"
+    )
     rows = [
-        Compared("work", parts["compute"], measured.get("work"), "spread evenly over all devices"),
-        Compared(
-            "filling and draining",
-            parts["bubble"],
-            measured.get("filling and draining"),
-            "waiting in this order of actions",
-        ),
-        Compared(
-            "imbalance",
-            parts["imbalance"],
-            measured.get("imbalance"),
-            "waiting because stages take different times",
-        ),
-        Compared(
-            "overhead of operations",
-            parts["actions"],
-            measured.get("overhead"),
-            "measured between two actions; overhead within them counts as measured work",
-        ),
-        Compared("transfers", parts["transfers"], measured.get("transfers"), "between stages"),
-        Compared(
-            "collectives",
-            parts["sums"],
-            None,
-            "sums over devices that share layers; part of the measured work",
-        ),
-        Compared(
-            "overlap", None, measured.get("overlap"), "actions that started with first results"
-        ),
-        Compared(
-            "variation", None, measured.get("variation"), "actions unlike the median of their stage"
-        ),
-        Compared(
-            "optimizer and the rest",
-            behind,
-            rest,
-            f"predicted: gradients of replicas {1e3 * parts['gradients']:.4g}, optimizer "
-            f"{1e3 * parts['optimizer']:.4g}, fixed {1e3 * parts['fixed']:.4g}",
-        ),
+        Compared(name, parts.get(predicted_name), measured.get(measured_name), about_part)
+        for name, predicted_name, measured_name, about_part in _PARTS
     ]
+    rows.append(Compared("optimizer and the rest", behind, rest, about))
     absent = {"overlap"} - measured.keys() | (set[str]() if parts["sums"] else {"collectives"})
     rows = [row for row in rows if row.name not in absent]
     rows.append(Compared("total, the timed step", predicted["seconds"], seconds))

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pipemesh.partition.result import Partition
 from pipemesh.partition.text import layers_text, number_text
 from pipemesh.report.svg import (
-    element,
     filled,
     grid,
     line,
     picture,
+    rect,
     stroked,
     text,
     text_width,
@@ -72,17 +72,9 @@ def _panel(
         tall = height * cost / ceiling
         x = left + stage * slot
         layers = layers_text(partition.stages[stage])
-        parts.append(
-            element(
-                "rect",
-                tooltip(f"stage {stage}: layers {layers}, cost {number_text(cost)}"),
-                **filled(1 if partition.stage_devices[stage] in slowest else 0),
-                x=x + gap / 2,
-                y=floor - tall,
-                width=slot - gap,
-                height=tall,
-            )
-        )
+        about = tooltip(f"stage {stage}: layers {layers}, cost {number_text(cost)}")
+        look = filled(1 if partition.stage_devices[stage] in slowest else 0)
+        parts.append(rect(x + gap / 2, floor - tall, slot - gap, tall, about, **look))
         middle = x + slot / 2
         if stage % every == 0:
             parts.append(text(middle, floor + 15, str(stage), anchor="middle"))

@@ -24,6 +24,7 @@ from pipemesh.report.svg import (
     legend,
     line,
     picture,
+    rect,
     scale_for,
     swatch,
     text,
@@ -249,7 +250,7 @@ def _names(heights: Sequence[float], row: float) -> list[str]:
     ]
     top = min(heights) - row / 2
     height = max(heights) + row / 2 - top
-    paper = element("rect", class_="paper", x=0, y=top, width=LEFT - 2, height=height, fill=PAPER)
+    paper = rect(0, top, LEFT - 2, height, class_="paper", fill=PAPER)
     return ["<g class='names'>", paper, *labels, "</g>"]
 
 
@@ -264,7 +265,7 @@ def _rows(timeline: Timeline, scale: float, plot: float) -> list[str]:
         share = bubble / timeline.makespan if timeline.makespan else 0.0
         peak = str(timeline.peak_activations[device])
         parts += [
-            element("rect", class_="band", x=LEFT, y=y, width=width, height=_ROW, fill=BAND),
+            rect(LEFT, y, width, _ROW, class_="band", fill=BAND),
             text(LEFT + plot + 12, middle, f"{number(bubble)} ({share:.0%})", is_central=True),
             text(LEFT + plot + 96, middle, peak, is_central=True),
         ]
@@ -287,18 +288,10 @@ def _cells(timeline: Timeline, scale: float) -> list[str]:
         width = (span.end - span.start) * scale
         if width < _HAIR:
             width = max(width, min(_HAIR, _time_to_next(timeline, span) * scale))
-        cell = element(
-            "rect",
-            tooltip(_described(span)),
-            class_="cell",
-            x=x,
-            y=y,
-            width=width,
-            height=_ROW,
-            fill=background,
-            stroke=PAPER,
-            stroke_width=min(1.0, width / 8),
-        )
+        look = {"class_": "cell", "fill": background, "stroke": PAPER}
+        about = tooltip(_described(span))
+        edge = min(1.0, width / 8)
+        cell = rect(x, y, width, _ROW, about, **look, stroke_width=edge)
         label = _label(span)
         if text_width(label) > width - 2:
             label = action.piece_text
@@ -306,17 +299,16 @@ def _cells(timeline: Timeline, scale: float) -> list[str]:
         words = ""
         if not is_turned or (width >= _UPRIGHT and _fits_upright(label)):
             middle = x + width / 2, y + _ROW / 2
-            turn = {"transform": f"rotate(-90 {middle[0]:.2f} {middle[1]:g})"} if is_turned else {}
-            words = element(
-                "text",
+            turn = f"rotate(-90 {middle[0]:.2f} {middle[1]:g})" if is_turned else ""
+            words = text(
+                *middle,
                 label,
-                x=middle[0],
-                y=middle[1],
-                **turn,
-                text_anchor="middle",
-                dominant_baseline="central",
+                anchor="middle",
+                is_central=True,
+                class_="on-cell",
                 fill=front,
                 pointer_events="none",
+                transform=turn,
             )
         parts.append(f"<g>{cell}{words}</g>")
     return parts

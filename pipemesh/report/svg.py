@@ -49,9 +49,11 @@ _LEGEND_ROW = 18
 
 
 def element(tag: str, content: str = "", /, **attributes: float | str) -> str:
-    """Returns an SVG element; `stroke_width` becomes `stroke-width`, and `class_` `class`."""
+    """Returns an SVG element; `stroke_width` becomes `stroke-width`, and "" no attribute."""
     words = [tag]
     for name, value in attributes.items():
+        if value == "":
+            continue
         text = escape(value) if isinstance(value, str) else _coordinate(value)
         words.append(f"{name.rstrip('_').replace('_', '-')}='{text}'")
     opening = " ".join(words)
@@ -64,6 +66,13 @@ def _coordinate(value: float) -> str:
         return str(value)
     text = f"{value:.2f}".rstrip("0").rstrip(".")
     return "0" if text == "-0" else text
+
+
+def rect(
+    x: float, y: float, width: float, height: float, content: str = "", /, **look: float | str
+) -> str:
+    """Returns a rectangle with a look, such as `fill` and `stroke`."""
+    return element("rect", content, **look, x=x, y=y, width=width, height=height)
 
 
 def text(
@@ -136,7 +145,7 @@ def picture(
         lines.append(f"<title>{escape(title)}</title><desc>{escape(told)}</desc>")
     lines += [
         f"<style>{DARK_STYLE}</style>",
-        element("rect", class_="paper", width="100%", height="100%", fill=PAPER),
+        rect(0, 0, width, height, class_="paper", fill=PAPER),
     ]
     if title:
         lines.append(text(10, 20, title, font_size=14, font_weight="bold"))
@@ -301,10 +310,7 @@ class Key:
 
 def swatch(words: str, **attributes: float | str) -> Key:
     """Returns the entry of a legend for filled cells."""
-    return Key(
-        words,
-        lambda x, y: element("rect", x=x, y=y - 6, width=12, height=12, **attributes),
-    )
+    return Key(words, lambda x, y: rect(x, y - 6, 12, 12, **attributes))
 
 
 def legend(keys: Iterable[Key], left: float, right: float) -> tuple[list[str], float]:
@@ -378,19 +384,9 @@ def bar_chart(
         for look, length in parts:
             first, last = sorted((x_of(end), x_of(end + length)))
             kind = f", {names[look]}" if look < len(names) and names[look] else ""
-            drawn.append(
-                element(
-                    "rect",
-                    tooltip(f"{name}{kind}: {write(length)}"),
-                    class_=f"cell f{look}",
-                    fill=SERIES[look][0],
-                    stroke=PAPER,
-                    x=first,
-                    y=y,
-                    width=last - first,
-                    height=_BAR,
-                )
-            )
+            about = tooltip(f"{name}{kind}: {write(length)}")
+            colours = {"class_": f"cell f{look}", "fill": SERIES[look][0], "stroke": PAPER}
+            drawn.append(rect(first, y, last - first, _BAR, about, **colours))
             end += length
         furthest = max(x_of(begins[number]), x_of(end))
         drawn.append(text(furthest + 8, middle, behind, is_central=True))
@@ -532,16 +528,8 @@ def _curve(
             area = _path([*upper, *reversed(lower)]) + "Z"
             parts.append(element("path", **filled(look), fill_opacity="0.18", d=area))
         if len(points) > 1:
-            parts.append(
-                element(
-                    "path",
-                    **series.line_look,
-                    fill="none",
-                    stroke_width=1.8,
-                    stroke_linejoin="round",
-                    d=_path(points),
-                )
-            )
+            look_of_line = series.line_look | {"fill": "none", "stroke_width": 1.8}
+            parts.append(element("path", **look_of_line, stroke_linejoin="round", d=_path(points)))
         if len(series.points) <= _FEW_POINTS or len(points) == 1:
             for (x, y), (step, mean, _, _) in zip(points, means, strict=True):
                 about = tooltip(f"{series.name}, {axis} {step:,.0f}: {short(mean)}")
