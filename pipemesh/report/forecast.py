@@ -252,12 +252,7 @@ def _advice(basis: Basis) -> Iterator[str]:
 
 
 def sentence(changes: list[Change], now: float) -> str:
-    """Returns a sentence in HTML about the change that would help most.
-
-    Args:
-        changes: changes, shortest step first.
-        now: seconds of a step under the current plan.
-    """
+    """Returns a sentence in HTML about the best change of a plan whose step takes `now` seconds."""
     if not changes:
         return "There is nothing to change: no other plan fits these devices."
     named = best(changes, now)

@@ -55,14 +55,7 @@ blockquote {{ margin: 10px 0; padding-left: 14px; border-left: 3px solid {GRID};
 
 
 def document(title: str, parts: Iterable[str], *, style: str = "", script: str = "") -> str:
-    """Returns a page with a heading and, below it, parts in HTML.
-
-    Args:
-        title: the heading.
-        parts: the content; empty ones are left out.
-        style: rules that follow those of all pages.
-        script: JavaScript at the end of the page; "" for none.
-    """
+    """Returns a page with a heading and parts in HTML; `style` follows the rules of all pages."""
     content = "\n".join(part for part in parts if part)
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -90,17 +83,7 @@ def section(title: str, *parts: str) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """Returns a table of text.
-
-    Args:
-        head: the names of the columns; all "" for no head.
-        rows: as long as the head.
-        left: the columns that are aligned to the left.
-
-    Example:
-        >>> table(["a", "b"], [["x", "1"]]).count("<td")
-        2
-    """
+    """Returns a table of text; `left` has the columns that are aligned to the left."""
 
     def looks(number: int, cell: str) -> str:
         if number not in left:

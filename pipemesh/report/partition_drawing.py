@@ -25,14 +25,9 @@ _MOST_LABELS = 24
 
 
 def partition_to_svg(partitions: Mapping[str, Partition], unit: str = "") -> str:
-    """Draws the stage costs of partitions, a panel for each, all on one scale.
+    """Draws the stage costs of partitions by their titles, a panel each, all on one scale.
 
-    Args:
-        partitions: each by its title.
-        unit: of the costs, for the axis.
-
-    Returns:
-        An SVG document. Stages of the slowest devices are orange, the dashed line is the mean.
+    Stages of the slowest devices are orange, the dashed line is the mean.
     """
     top = max(max(partition.stage_costs) for partition in partitions.values()) or 1.0
     step = ticks(top, 5)[1]

@@ -112,12 +112,7 @@ def _median(run: Run, name: str) -> float | None:
 
 
 def spoken(name: str) -> str:
-    """Returns the name of a value for people.
-
-    Example:
-        >>> spoken("learning_rate"), spoken("mfu")
-        ('learning rate', 'MFU')
-    """
+    """Returns the name of a value for people, such as "learning rate"."""
     return "MFU" if name == "mfu" else name.replace("_", " ")
 
 
@@ -198,12 +193,7 @@ def curves(run: Run) -> Iterator[str]:
 
 
 def curves_of(runs: Sequence[Run], names: Sequence[str]) -> Iterator[str]:
-    """Draws each value of all runs over each other, training and held-out data apart.
-
-    Args:
-        runs: the runs.
-        names: of the runs.
-    """
+    """Draws each value of all runs over each other, training and held-out data apart."""
     until = max(run.step for run in runs)
     for name in names_of(runs):
         parts = {"training": [run.train for run in runs], "held out": [run.heldout for run in runs]}

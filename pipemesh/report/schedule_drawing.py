@@ -69,31 +69,14 @@ _HELD = "#cc79a7"
 
 
 def fill(kind: str, level: float = 0.0) -> tuple[int, int, int]:
-    """Returns the colour of a kind, mixed with white.
-
-    Args:
-        kind: one of `FBIWR`.
-        level: 0 for the full colour up to 1 for the palest.
-
-    Returns:
-        Red, green and blue from 0 to 255.
-
-    Example:
-        >>> fill("F")
-        (0, 114, 178)
-    """
+    """Returns the colour of a kind of action, at level 0 the full one, at 1 the palest."""
     share = level * _PALEST
     red, green, blue = (round(c + (255 - c) * share) for c in _COLOURS[kind])
     return red, green, blue
 
 
 def ink(background: tuple[int, int, int]) -> str:
-    """Returns black or white, whichever has more contrast (WCAG relative luminance).
-
-    Example:
-        >>> ink((255, 255, 255)), ink((0, 0, 0))
-        ('#000000', '#ffffff')
-    """
+    """Returns black or white, whichever has more contrast (WCAG relative luminance)."""
     linear = [
         c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
         for c in (part / 255 for part in background)
@@ -104,22 +87,12 @@ def ink(background: tuple[int, int, int]) -> str:
 
 
 def hexadecimal(colour: tuple[int, int, int]) -> str:
-    """Writes red, green and blue as a web colour.
-
-    Example:
-        >>> hexadecimal((0, 114, 178))
-        '#0072b2'
-    """
+    """Writes red, green and blue as a web colour."""
     return "#{:02x}{:02x}{:02x}".format(*colour)
 
 
 def levels(stage_devices: tuple[int, ...]) -> tuple[float, ...]:
-    """Returns how pale each stage is: 0 for the first stage of a device, 1 for the last of many.
-
-    Example:
-        >>> levels((0, 1, 1, 0))
-        (0.0, 0.0, 1.0, 1.0)
-    """
+    """Returns how pale each stage is: 0 for the first stage of a device, 1 for the last of many."""
     counts: dict[int, int] = {}
     order: list[int] = []
     for device in stage_devices:
@@ -184,13 +157,9 @@ def fitting_scale(
 ) -> float:
     """Returns pixels for each unit of time, one scale for all timelines.
 
-    As wide as the cells' text needs, but no wider than `width` as long as most cells have room for
-    the number of their microbatch, nor than `widest` in any case. Brief actions do not count.
-
-    Args:
-        timelines: the timelines to draw.
-        width: the pixels of a time axis that need no scrolling.
-        widest: the most pixels of a time axis; a long schedule is squeezed into them.
+    The axis is as wide as the cells' text needs, but no wider than `width` as long as most cells
+    have room for the number of their microbatch, nor than `widest` in any case. Brief actions do
+    not count.
     """
     spans = [span for timeline in timelines for span in timeline.spans()]
     end = max((timeline.makespan for timeline in timelines), default=0.0)
@@ -238,12 +207,7 @@ def _time_axis(timeline: Timeline, scale: float, y: float, end: float) -> list[s
 
 
 def _names(heights: Sequence[float], row: float) -> list[str]:
-    """Draws the names of the devices in a group that a page can keep in view.
-
-    Args:
-        heights: for each device that of the middle of its row.
-        row: how high rows are.
-    """
+    """Draws the names of the devices in the middle of their rows, as a group that stays in view."""
     labels = [
         text(LEFT - 8, y, f"device {device}", anchor="end", is_central=True)
         for device, y in enumerate(heights)

@@ -128,15 +128,7 @@ def stroked(look: int, dash: int | None = None) -> dict[str, float | str]:
 def picture(
     width: float, height: float, title: str, parts: Iterable[str], *, told: str = ""
 ) -> str:
-    """Returns an SVG document.
-
-    Args:
-        width: in pixels.
-        height: in pixels.
-        title: the heading; "" for none.
-        parts: the elements.
-        told: what the picture shows, in words, for people who do not see it.
-    """
+    """Returns an SVG document; `told` describes it in words for people who do not see it."""
     width, height = round(width), round(height)
     lines: list[str] = []
     named: dict[str, float | str] = {}
@@ -164,21 +156,11 @@ def picture(
 
 
 def scale_for(cells: Iterable[tuple[float, float]], negligible: float = 0.05) -> float:
-    """The least scale at which cells have room for their text, but for the briefest ones.
+    """Returns the least scale at which cells (room of their text, duration) have room.
 
-    A measured step has actions of a hundredth of the others' duration. If their text had to fit,
-    the drawing would be a hundred times as wide.
-
-    Args:
-        cells: for each cell the room that its text takes, and its duration.
-        negligible: the share of the time that cells without room for their text may take.
-
-    Returns:
-        Room for each unit of time; 0 if nothing takes time.
-
-    Example:
-        >>> scale_for([(24, 2.0), (24, 3.0), (24, 0.01)])
-        12.0
+    The briefest cells, which take a negligible share of the time, need no room: a measured step
+    has actions of a hundredth of the others' duration, and the drawing would be a hundred times
+    as wide.
     """
     wishes = sorted(((room / time, time) for room, time in cells if time > 0), reverse=True)
     most = negligible * sum(time for _, time in wishes)
@@ -191,16 +173,7 @@ def scale_for(cells: Iterable[tuple[float, float]], negligible: float = 0.05) ->
 
 
 def ticks(end: float, at_most: int) -> list[float]:
-    """Returns values from 0 to `end` in steps of 1, 2 or 5 times a power of ten.
-
-    Args:
-        end: the last value.
-        at_most: how many steps there may be, at least 1.
-
-    Example:
-        >>> ticks(33, 8)
-        [0.0, 5.0, 10.0, 15.0, 20.0, 25.0, 30.0]
-    """
+    """Returns values from 0 to `end`, in at most so many steps of 1, 2 or 5 times a power of 10."""
     if end <= 0:
         return [0.0]
     rough = end / at_most
@@ -314,11 +287,7 @@ def swatch(words: str, **attributes: float | str) -> Key:
 
 
 def legend(keys: Iterable[Key], left: float, right: float) -> tuple[list[str], float]:
-    """Draws a legend below the heading, in as many rows as it takes.
-
-    Returns:
-        Its elements, and the height of all rows but the first.
-    """
+    """Draws a legend in as many rows as it needs, and returns the height of all but the first."""
     parts: list[str] = []
     x, y = left, 37.0
     for key in keys:
@@ -553,19 +522,7 @@ Mean = tuple[float, float, float, float]
 def thinned(
     points: Sequence[tuple[int, float | None]], most: int = _MOST_POINTS
 ) -> list[Mean | None]:
-    """Returns means over parts of equal length, at most `most` of them.
-
-    Args:
-        points: a value by step, in ascending order.
-        most: how many parts there may be.
-
-    Returns:
-        A mean for each part; None if no value of the part is a number.
-
-    Example:
-        >>> thinned([(1, 1.0), (2, 3.0), (3, None), (4, None)], most=2)
-        [(1.5, 2.0, 1.0, 3.0), None]
-    """
+    """Returns means over at most so many parts of equal length; None for a part without numbers."""
     size = max(1, math.ceil(len(points) / most))
     means: list[Mean | None] = []
     for begin in range(0, len(points), size):

@@ -6,7 +6,7 @@ import random
 
 from pipemesh.plan import Figures, Plan, predict
 from pipemesh.plan.layer_figures import Curve, LayerFigures
-from pipemesh.report import Record
+from pipemesh.report import Record, read
 from pipemesh.schedule import Costs, one_f_one_b, simulate
 
 STAGES = [
@@ -161,6 +161,12 @@ def whole(folder, *, seed=0, level=3.0, last=300, timed=True, told=(), **changes
         schedule(record)
     record.add("end", reason="done", is_done=True)
     return folder
+
+
+def made(folder, make=whole, **changes):
+    """Writes a record into a folder of its own, and reads it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return read(str(make(folder, **changes)))
 
 
 def plain(folder, last=30):

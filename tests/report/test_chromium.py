@@ -9,9 +9,10 @@ import subprocess
 
 import pytest
 
-from pipemesh.report import comparison, page, read, to_html, to_svg
+from pipemesh.report import comparison, page, to_html, to_svg
 from pipemesh.schedule import Costs, simulate, zb_v
 from tests.report import records
+from tests.report.records import made
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(
@@ -158,11 +159,6 @@ def brightness(colours):
 def assert_contrast(colours, dark):
     front, back = brightness(colours)
     assert (front > back + 400) if dark else (back > front + 400)
-
-
-def made(folder, make, **changes):
-    folder.mkdir()
-    return read(str(make(folder, **changes)))
 
 
 def long_one(folder):

@@ -9,6 +9,7 @@ from pipemesh.plan import Plan, Prediction, predict
 from pipemesh.report import Change, Record, page, read
 from pipemesh.report.forecast import advice, forecast, sentence
 from tests.report import records
+from tests.report.records import made
 
 KNOWN = ("rows", "layers", "predicted")
 
@@ -20,12 +21,8 @@ def cells(text):
     return {html.unescape(row[0]): [html.unescape(c) for c in row[1:]] for row in found}
 
 
-def told(folder, told, **changes):
-    return read(str(records.whole(folder, told=told, **changes)))
-
-
 def test_predicted_and_measured_parts_add_up(tmp_path):
-    rows = cells("\n".join(forecast(told(tmp_path, KNOWN))))
+    rows = cells("\n".join(forecast(made(tmp_path, told=KNOWN))))
     plan = Plan("layers:2", num_microbatches=4, remat="none")
     ahead = predict(plan, records.figures(), 16)
     assert rows["milliseconds"][:3] == ["predicted", "measured", "difference"]
@@ -45,7 +42,7 @@ def test_predicted_and_measured_parts_add_up(tmp_path):
 
 
 def test_memory_is_predicted_counted_and_measured(tmp_path):
-    rows = cells("\n".join(forecast(told(tmp_path, KNOWN))))
+    rows = cells("\n".join(forecast(made(tmp_path, told=KNOWN))))
     plan = Plan("layers:2", num_microbatches=4, remat="none")
     predicted = max(predict(plan, records.figures(), 16).memory)
     fullest = rows["the fullest device"]
@@ -57,7 +54,7 @@ def test_memory_is_predicted_counted_and_measured(tmp_path):
 
 
 def test_counted_memory_of_process_is_start_plus_step(tmp_path):
-    run = told(tmp_path, KNOWN, peak_memory=200 << 20)
+    run = made(tmp_path, told=KNOWN, peak_memory=200 << 20)
     rows = cells("\n".join(forecast(run)))
     # Gradients and activations of both devices.
     counted = 200 + (4e6 + 9e6 + 4e6 + 5e6) / 2**20
@@ -76,7 +73,7 @@ def test_all_gpus_are_measured(tmp_path):
 
 
 def test_without_figures_shares_are_compared(tmp_path):
-    text = "\n".join(forecast(told(tmp_path, ("rows", "layers"))))
+    text = "\n".join(forecast(made(tmp_path, told=("rows", "layers"))))
     assert "Seconds were not predicted: nothing was measured." in text
     assert "Shares are compared here and not seconds" in text
     rows = cells(text)
@@ -88,7 +85,7 @@ def test_without_figures_shares_are_compared(tmp_path):
 
 
 def test_without_timed_step_only_totals_are_compared(tmp_path):
-    run = told(tmp_path, KNOWN, timed=False)
+    run = made(tmp_path, told=KNOWN, timed=False)
     rows = cells("\n".join(forecast(run)))
     assert rows["work"][1] == "not known"
     assert float(rows["median step"][1]) == pytest.approx(180, rel=0.05)
@@ -96,7 +93,7 @@ def test_without_timed_step_only_totals_are_compared(tmp_path):
 
 
 def test_best_change_is_named_with_flags_and_runners_up(tmp_path):
-    text = "\n".join(advice(told(tmp_path, ("rows", "layers"))))
+    text = "\n".join(advice(made(tmp_path, told=("rows", "layers"))))
     named = re.search(r"would help most: <b>(.*?)</b>. It saves (.*?)% of a step", text)
     assert named, text
     flags = re.findall(r"<td class=left>([^<]*)</td>", text)
@@ -107,11 +104,9 @@ def test_best_change_is_named_with_flags_and_runners_up(tmp_path):
 
 
 def test_changes_above_device_memory_are_left_out(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    text = "\n".join(advice(told(tmp_path / "a", ("rows", "layers", "limit"))))
+    text = "\n".join(advice(made(tmp_path / "a", told=("rows", "layers", "limit"))))
     assert "Changes that need more than 22.9 MiB per device are left out." in text
-    text = "\n".join(advice(told(tmp_path / "b", ("rows", "limit"))))
+    text = "\n".join(advice(made(tmp_path / "b", told=("rows", "limit"))))
     assert "The memory of layers is not known, so none was left out for its memory." in text
     assert "no stage was cut again" in text
 
@@ -135,12 +130,12 @@ def test_page_says_if_nothing_helps():
 
 
 def test_page_says_why_no_change_is_known(tmp_path):
-    (text,) = advice(told(tmp_path, ()))
+    (text,) = advice(made(tmp_path, told=()))
     assert "is not known: the record does not say how large a batch is" in text
 
 
 def test_plain_run_has_no_forecast_section(tmp_path):
-    run = read(str(records.plain(tmp_path)))
+    run = made(tmp_path, records.plain)
     assert list(forecast(run)) == [] and list(advice(run)) == []
 
 

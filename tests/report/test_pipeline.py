@@ -3,23 +3,24 @@
 from pipemesh.report import Record, read
 from pipemesh.report.pipeline import communication, memory, schedule, workers
 from tests.report import records
+from tests.report.records import made
 
 
 def test_timed_step_is_drawn_twice_and_explained(tmp_path):
-    text = "\n".join(schedule(read(str(records.whole(tmp_path)))))
+    text = "\n".join(schedule(made(tmp_path)))
     assert text.count("<rect class='cell' ") == 2 * 16
     for name in ("work", "filling and draining", "imbalance", "variation", "overhead", "transfers"):
         assert f"<td class=left>{name}</td>" in text
 
 
 def test_untimed_step_is_drawn_as_predicted(tmp_path):
-    text = "\n".join(schedule(read(str(records.whole(tmp_path, timed=False)))))
+    text = "\n".join(schedule(made(tmp_path, timed=False)))
     assert text.count("<rect class='cell' ") == 16 and "--trace_schedule" in text
     assert "Where the difference" not in text
 
 
 def test_memory_is_shown_by_device_and_in_total(tmp_path):
-    text = "\n".join(memory(read(str(records.whole(tmp_path)))))
+    text = "\n".join(memory(made(tmp_path)))
     for told in ("CPU:0: 23.8 MiB", "CPU:1: 20.0 MiB", "all, predicted: 43.9 MiB"):
         assert told in text
     # Seven times as much would hide them.
@@ -35,11 +36,11 @@ def test_measured_memory_is_drawn_beside_forecast(tmp_path):
 
 
 def test_transfers_are_shown(tmp_path):
-    assert "<td>1.0 MiB</td>" in communication(read(str(records.whole(tmp_path))))
+    assert "<td>1.0 MiB</td>" in communication(made(tmp_path))
 
 
 def test_plain_run_has_no_pipeline_sections(tmp_path):
-    run = read(str(records.plain(tmp_path)))
+    run = made(tmp_path, records.plain)
     assert list(schedule(run)) == [] and communication(run) == ""
     (told,) = memory(run)
     assert "Peak: 200.0 MiB; nothing was predicted." in told

@@ -11,6 +11,7 @@ from pipemesh.plan.network import Link
 from pipemesh.report import Basis, Change, Record, basis_of, changes, read
 from pipemesh.report.plan_changes import best, best_of_each
 from tests.report import records
+from tests.report.records import made
 
 BATCH = 16
 
@@ -225,7 +226,7 @@ def test_basis_says_why_it_is_missing(tmp_path, told, changes, why):
 
 
 def test_basis_needs_a_timed_step(tmp_path):
-    assert "--trace_schedule" in basis_of(read(str(records.whole(tmp_path, timed=False))))
+    assert "--trace_schedule" in basis_of(made(tmp_path, timed=False))
 
 
 def test_recomputing_actions_have_no_forecast(tmp_path):

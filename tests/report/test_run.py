@@ -9,10 +9,11 @@ from pipemesh.report import Record, read
 from pipemesh.report.record import FILE
 from pipemesh.schedule import one_f_one_b, simulate
 from tests.report import records
+from tests.report.records import made
 
 
 def test_run_is_read_completely(tmp_path):
-    run = read(str(records.whole(tmp_path)))
+    run = made(tmp_path)
     assert (run.name, run.unit, run.step, run.state) == ("Tiny", "tokens", 300, "done, at step 300")
     assert [step for step, _ in run.train["loss"]] == list(range(1, 301))
     assert [step for step, _ in run.heldout["loss"]] == [50, 100, 150, 200, 250, 300]
@@ -45,7 +46,7 @@ def test_resuming_discards_later_steps(tmp_path):
 
 
 def test_killed_and_resumed_run_is_read(tmp_path):
-    run = read(str(records.interrupted(tmp_path)))
+    run = made(tmp_path, records.interrupted)
     assert [step for step, _ in run.train["loss"]] == list(range(1, 221))
     assert run.resumed == [100] and run.unread == 1
     assert run.state == "stopped by SIGTERM, at step 220"

@@ -8,6 +8,7 @@ from pipemesh.errors import ReportError
 from pipemesh.report import Record, comparison, page, read
 from pipemesh.report.run_pages import curves, curves_of, names_of
 from tests.report import records
+from tests.report.records import made
 from tests.report.test_html_page import Checked
 
 
@@ -17,7 +18,7 @@ def sections(text):
 
 @pytest.mark.parametrize("make", [records.whole, records.plain, records.interrupted])
 def test_pages_are_valid_and_load_nothing(tmp_path, make):
-    text = page(read(str(make(tmp_path))))
+    text = page(made(tmp_path, make))
     Checked(text)
     assert "<script" not in text and "src=" not in text and "@import" not in text
     assert "url(" not in text
@@ -27,7 +28,7 @@ def test_pages_are_valid_and_load_nothing(tmp_path, make):
 
 def test_page_of_pipeline_has_all_sections(tmp_path):
     (tmp_path / "samples.jsonl").write_text('{"prompt": "The", "text": "The <b>end"}\n')
-    text = page(read(str(records.whole(tmp_path))))
+    text = page(made(tmp_path))
     expected = [
         "Curves",
         "How it was run",
@@ -51,13 +52,13 @@ def test_page_of_pipeline_has_all_sections(tmp_path):
 
 
 def test_page_of_plain_run_says_so(tmp_path):
-    text = page(read(str(records.plain(tmp_path))))
+    text = page(made(tmp_path, records.plain))
     assert sections(text) == ["Curves", "How it was run", "Memory", "What happened"]
     assert "Without a pipeline there are no stages." in text
 
 
 def test_interruptions_are_shown(tmp_path):
-    text = page(read(str(records.interrupted(tmp_path))))
+    text = page(made(tmp_path, records.interrupted))
     for told in (
         "stopped by SIGTERM, at step 220",
         "resumes from runs/a/ckpt-100",
@@ -89,14 +90,14 @@ def titles(figures):
 
 
 def test_loss_comes_first_and_speed_last(tmp_path):
-    run = read(str(records.whole(tmp_path)))
+    run = made(tmp_path)
     found = titles(curves(run))
     assert found[0] == "loss" and found[-3:] == ["learning rate", "tokens per second", "MFU"]
     assert {"bits per byte", "token perplexity"} == set(found[1:-3])
 
 
 def test_training_and_evaluations_share_a_picture(tmp_path):
-    loss = next(curves(read(str(records.whole(tmp_path)))))
+    loss = next(curves(made(tmp_path)))
     for name in ("training", "held out", "held out, at the end"):
         assert f"; {name}: " in loss or f": {name}: " in loss
     # Twelve steps of training, six of held-out data, all of which training has or has not.
@@ -110,10 +111,7 @@ def test_values_without_numbers_have_no_picture(tmp_path):
 
 
 def test_curves_of_runs_share_one_scale(tmp_path):
-    for name, level in (("a", 1.0), ("b", 9.0)):
-        (tmp_path / name).mkdir()
-        records.whole(tmp_path / name, level=level)
-    runs = [read(str(tmp_path / name)) for name in "ab"]
+    runs = [made(tmp_path / "a", level=1.0), made(tmp_path / "b", level=9.0)]
     figures = list(curves_of(runs, ["a", "b"]))
     assert titles(figures)[:2] == ["loss, training", "loss, held out"]
     axes = [re.findall(r"dominant-baseline='central'[^>]*>(.*?)</text>", f) for f in figures[:2]]
@@ -122,10 +120,7 @@ def test_curves_of_runs_share_one_scale(tmp_path):
 
 def test_final_evaluation_of_runs_is_a_ring(tmp_path):
     """Only where no run was judged while training was it to be seen."""
-    runs = []
-    for name, make in (("a", records.whole), ("b", records.plain)):
-        (tmp_path / name).mkdir()
-        runs.append(read(str(make(tmp_path / name))))
+    runs = [made(tmp_path / "a"), made(tmp_path / "b", records.plain)]
     loss = list(curves_of(runs, ["a", "b"]))[1]
     assert titles([loss]) == ["loss, held out"]
     assert "a, at the end, step 300: 3.1</title></circle>" in loss
@@ -133,11 +128,6 @@ def test_final_evaluation_of_runs_is_a_ring(tmp_path):
     # The colour of a line says which run a ring is of.
     legend = re.findall(r" y='41'[^>]*>(.*?)</text>", loss)
     assert legend == ["a", "b, at the end"] and "Rings: the evaluation at the end." in loss
-
-
-def made(folder, make=records.whole, **changes):
-    folder.mkdir(parents=True)
-    return read(str(make(folder, **changes)))
 
 
 def test_comparison_shows_results_and_differences(tmp_path):
