@@ -20,7 +20,6 @@ import sys
 from pathlib import Path
 
 from pipemesh.errors import ScheduleError
-from pipemesh.report import memory_to_svg, to_html, to_svg, to_terminal, to_trace
 from pipemesh.schedule.builders import build
 from pipemesh.schedule.compare import compare, fit_costs, scale_limit, table
 from pipemesh.schedule.cost_text import costs_from_text
@@ -198,6 +197,9 @@ def _read(arguments: argparse.Namespace) -> tuple[Schedule, Costs | None]:
 
 
 def _report(title: str, timeline: Timeline, color: str) -> str:
+    # Drawing loads other rooms, which a comparison does not need.
+    from pipemesh.report import to_terminal
+
     schedule = timeline.schedule
     counts = ", ".join(
         f"{count} {noun}{'' if count == 1 else 's'}"
@@ -237,6 +239,8 @@ def _values(values: tuple[float, ...]) -> str:
 
 
 def _write_files(arguments: argparse.Namespace, title: str, timeline: Timeline) -> None:
+    from pipemesh.report import memory_to_svg, to_html, to_svg, to_trace
+
     schedule = timeline.schedule
     for option, write in (
         ("svg", lambda: to_svg(timeline, title=title)),
