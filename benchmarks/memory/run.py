@@ -33,8 +33,6 @@ from shared.stack import (
     tf2_step,
 )
 
-from pipemesh.report.svg import Series, line_chart
-
 HERE = pathlib.Path(__file__).resolve().parent
 DEVICES, ROWS = 4, 16384  # Rows of a microbatch.
 STACK = Stack(rows=0, dim=64, hidden=128, blocks=8, stages=DEVICES, microbatches=0, features=2)
@@ -291,6 +289,9 @@ DASHES = ("none", "full", "except_last", "selective", "none unrolled", "twice")
 
 def plot(peaks: dict[str, dict[int, float]], counts: list[int], path: str) -> None:
     """Draws a curve for each contender: colours are schedules, dashes policies."""
+    # Processes that are measured do not load it.
+    from pipemesh.report.svg import Series, line_chart
+
     looks: dict[str, int] = {}
     series: list[Series] = []
     for name, values in peaks.items():
