@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 from collections.abc import Container, Iterable, Sequence
 
 # How alike two names are that only a slip of the pen tells apart: `bacth` and `batch`, not `dim_in`
@@ -41,6 +42,33 @@ def columns(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> list[
         ).rstrip()
         for row in rows
     ]
+
+
+def number(value: float) -> str:
+    """Writes a number with at most four significant digits and no trailing zeros.
+
+    Example:
+        >>> number(33.0), number(0.123456), number(123456.0)
+        ('33', '0.1235', '123456')
+    """
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def short(value: float | None) -> str:
+    """Writes a number for people, large ones with M or G.
+
+    Example:
+        >>> short(1234567.0), short(12345.6), short(0.00012345), short(2e30), short(None)
+        ('1.235M', '12,346', '0.0001234', '2e+30', 'not finite')
+    """
+    if value is None or not math.isfinite(value):
+        return "not finite"
+    if 1e6 <= abs(value) < 1e12:
+        power, letter = (9, "G") if abs(value) >= 1e9 else (6, "M")
+        return f"{value / 10**power:.4g}{letter}"
+    if 1e4 <= abs(value) < 1e6:
+        return f"{value:,.0f}"
+    return number(value) if abs(value) < 1e12 else f"{value:.3g}"
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -1,10 +1,19 @@
-"""Column tables, and what somebody who misspelt a word may have meant."""
+"""Column tables, numbers, and what somebody who misspelt a word may have meant."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipemesh.text import almost_equal, bytes_of, columns, did_you_mean, nearest, nearest_text
+from pipemesh.text import (
+    almost_equal,
+    bytes_of,
+    columns,
+    did_you_mean,
+    nearest,
+    nearest_text,
+    number,
+    short,
+)
 
 CELLS = st.text("abc1.", max_size=6)
 
@@ -54,3 +63,21 @@ def test_bytes_have_units(text, number):
 def test_what_are_no_bytes_is_said(text, told):
     with pytest.raises(ValueError, match=told):
         bytes_of(text)
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [(0.0, "0"), (1e-5, "1e-05"), (999.96, "1000"), (5e6, "5M"), (3e9, "3G"), (1e15, "1e+15")],
+)
+def test_numbers_are_short(value, told):
+    assert short(value) == told
+
+
+@given(st.floats(-1e12, 1e12))
+def test_numbers_have_four_digits_without_trailing_zeros(value):
+    text = number(value)
+    assert float(text) == pytest.approx(value, rel=5.01e-4)
+    mantissa = text.partition("e")[0]
+    assert "." not in mantissa or not mantissa.endswith("0")
+    if abs(value) < 999:
+        assert len(mantissa.strip("-").lstrip("0.").replace(".", "")) <= 4

@@ -283,55 +283,32 @@ def report(names, found, program, kept, baseline, arguments) -> None:
     plot(peaks, counts, arguments.plot)
 
 
-STYLES = {
-    "none": "-",
-    "full": "--",
-    "except_last": ":",
-    "selective": "-.",
-    "none unrolled": (0, (5, 1, 1, 1)),
-}
+# Dashes by policy of recomputation.
+DASHES = ("none", "full", "except_last", "selective", "none unrolled", "twice")
 
 
 def plot(peaks: dict[str, dict[int, float]], counts: list[int], path: str) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        from pipemesh.errors import install
+    """Draws a curve for each contender: colours are schedules, dashes policies."""
+    # Processes that are measured do not load it.
+    from pipemesh.report.svg import Series, line_chart
 
-        print(f"no plot, which needs matplotlib; {install('benchmarks')}")
-        return
-    matplotlib.use("svg")
-    # Text stays text, and the same result gives the same file.
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "pipemesh"})
-    from matplotlib import pyplot, ticker
-
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    colors = {}
+    looks: dict[str, int] = {}
+    series: list[Series] = []
     for name, values in peaks.items():
         schedule, _, remat = name.partition(" ")
-        color = colors.setdefault(schedule, f"C{len(colors)}")
-        style = STYLES.get(remat, "-")
-        width = 3 if name == LINGVO else 1.5
-        axes.plot(
-            counts,
-            [values[count] for count in counts],
-            linestyle=style,
-            color="black" if name == LINGVO else color,
-            linewidth=width,
-            marker=".",
-            label=name,
-        )
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(counts, [str(count) for count in counts])
-    axes.yaxis.set_minor_locator(ticker.NullLocator())
-    axes.yaxis.set_major_locator(ticker.LogLocator(base=2))
-    axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
-    axes.set_xlabel("microbatches of constant size")
-    axes.set_ylabel("peak resident memory above the variables, MB")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small", ncols=2)
-    figure.savefig(path, metadata={"Date": None})
+        look = looks.setdefault(schedule, len(looks))
+        dash = DASHES.index(remat) if remat else 0
+        series.append(Series(name, [(count, values[count]) for count in counts], look, dash=dash))
+    svg = line_chart(
+        "Peak resident memory above the variables, MB",
+        series,
+        until=counts[-1],
+        axis="microbatches of constant size",
+        is_doubling=True,
+        width=800,
+        height=420,
+    )
+    pathlib.Path(path).write_text(svg, encoding="utf-8")
 
 
 if __name__ == "__main__":

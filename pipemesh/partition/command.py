@@ -13,10 +13,10 @@ from pipemesh.partition.compare import comparison
 from pipemesh.partition.flights import SCHEDULES
 from pipemesh.partition.memory import REMAT_POLICIES
 from pipemesh.partition.options import METHODS
-from pipemesh.partition.plot import svg
 from pipemesh.partition.read import read_costs
 from pipemesh.partition.result import Partition, table
 from pipemesh.partition.solve import partition
+from pipemesh.report.partition_drawing import partition_to_svg
 from pipemesh.schedule_names import help_text, parse
 from pipemesh.text import bytes_option
 
@@ -153,7 +153,7 @@ def run(args: argparse.Namespace) -> int:
     found = {name: plan for name, plan in plans.items() if isinstance(plan, Partition)}
     if args.plot:
         try:
-            pathlib.Path(args.plot).write_text(svg(found), encoding="utf-8")
+            pathlib.Path(args.plot).write_text(partition_to_svg(found), encoding="utf-8")
         except OSError as error:
             raise PartitionError(f"cannot write {args.plot}: {error.strerror}") from error
     if args.json:

@@ -1,6 +1,6 @@
-"""What a training was like: its record, and pages of one run or of several side by side.
+"""The record of a run, pages of one run or of several, and pictures of schedules.
 
-A training appends lines to a record; pages are made of it without TensorFlow, at any time.
+A run appends lines to a record. Pages are made from it at any time, without TensorFlow.
 
 Example:
     >>> import tempfile
@@ -14,12 +14,58 @@ Example:
     [(1, 2.0), (2, 1.0), (3, 0.0)]
     >>> page(read(folder)).startswith("<!DOCTYPE html>")
     True
+
+Timelines of schedules are drawn as text, SVG and HTML; writing them to a file is up to you:
+
+    >>> from pipemesh.report import to_terminal
+    >>> from pipemesh.schedule import Costs, one_f_one_b, simulate
+    >>> print(to_terminal(simulate(one_f_one_b(2, 2), Costs(forward=1, backward=2))))
+    device 0 |0F0 0F1         0B0----     0B1----
+    device 1 |    1F0 1B0---- 1F1 1B1----
+
+A timed step says which change of its plan would make a step shorter. Each change is simulated,
+none is run. The step corrects the figures of the model's layers, or makes some from their flops;
+with those `pipemesh.plan.predict` says how long a step takes under another plan:
+
+    >>> from pipemesh.partition import LayerCost
+    >>> from pipemesh.plan import Figures, Plan
+    >>> from pipemesh.plan.layer_figures import figures_of_costs
+    >>> from pipemesh.report import changes, corrected
+    >>> flops = Figures(tuple(figures_of_costs([LayerCost(1.0)] * 2, rows=4)))
+    >>> plan = Plan("layers:2", num_microbatches=2, remat="none")
+    >>> step = simulate(one_f_one_b(2, 2), Costs(0.1, 0.2))
+    >>> figures = corrected(flops, plan, 8, step, seconds=1.0)
+    >>> best = changes(plan, figures, 8, knows_rows=False, knows_links=False)[0]
+    >>> best.flags, round(best.prediction.seconds, 3)
+    ('--num_microbatches=8', 0.775)
 """
 
-from pipemesh.report.comparison import comparison
+from pipemesh.report.correction import corrected
 from pipemesh.report.difference import Part, parts_of
-from pipemesh.report.page import page
+from pipemesh.report.plan_changes import Basis, Change, basis_of, changes
 from pipemesh.report.record import Record, to_line
 from pipemesh.report.run import Run, read
+from pipemesh.report.run_pages import comparison, page
+from pipemesh.report.schedule_drawing import memory_to_svg, to_html, to_svg
+from pipemesh.report.schedule_text import to_terminal, to_trace
 
-__all__ = ["Part", "Record", "Run", "comparison", "page", "parts_of", "read", "to_line"]
+__all__ = [
+    "Basis",
+    "Change",
+    "Part",
+    "Record",
+    "Run",
+    "basis_of",
+    "changes",
+    "comparison",
+    "corrected",
+    "memory_to_svg",
+    "page",
+    "parts_of",
+    "read",
+    "to_html",
+    "to_line",
+    "to_svg",
+    "to_terminal",
+    "to_trace",
+]

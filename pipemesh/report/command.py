@@ -16,9 +16,8 @@ import os
 from pathlib import Path
 
 from pipemesh.errors import ReportError
-from pipemesh.report.comparison import comparison
-from pipemesh.report.page import page
 from pipemesh.report.run import read
+from pipemesh.report.run_pages import comparison, page
 
 PAGE = "report.html"
 """The page of a run, in its log directory."""

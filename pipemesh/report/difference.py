@@ -1,4 +1,4 @@
-"""Where the time of a step of a pipeline went: what was predicted, and what came on top."""
+"""Splits the time of a measured step: the simulated schedule, and what came on top."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Part:
     """A part of the time of a step.
 
     Attributes:
-        name: what it is.
-        time: how long, in the unit of the timeline; below 0 if it made the step shorter.
-        about: what it means.
+        name: its name.
+        time: its length, in the unit of the timeline; below 0 if it made the step shorter.
+        about: its meaning.
     """
 
     name: str
@@ -28,13 +28,14 @@ class Part:
 
 
 def parts_of(measured: Timeline) -> list[Part]:
-    """Says what a measured makespan is made of.
+    """Splits a measured makespan into parts.
 
-    The schedule is run again and again with one more of the things that make it slow, and what the
-    makespan grows by is that thing's part. The last run is the measured one, so the parts add up.
+    The schedule is simulated again and again, each time with one more cause of delay. The part of
+    a cause is the growth of the makespan. The last simulation is the measured step, so the parts
+    add up.
 
     Args:
-        measured: when actions ran; its costs are the usual durations on each stage.
+        measured: the measured step; its costs are the median durations of each stage's actions.
 
     Returns:
         The parts: work, filling and draining, imbalance, variation, overhead, transfers, and, if
@@ -78,12 +79,12 @@ def parts_of(measured: Timeline) -> list[Part]:
     ]
     names = (
         ("work", "all actions, if every device did an equal share and never waited"),
-        ("filling and draining", "waiting that this order of actions has with equal stages"),
-        ("imbalance", "waiting because stages do not take equally long"),
-        ("variation", "actions that took longer, or shorter, than those of their stage usually do"),
-        ("overhead", "time between two actions of a device that had all it needed there"),
-        ("transfers", "time from the end of an action until its result was used elsewhere"),
-        ("overlap", "actions that began with the first results of another, before it had ended"),
+        ("filling and draining", "waiting in this order of actions, with equal stages"),
+        ("imbalance", "waiting because stages take different times"),
+        ("variation", "actions that took longer, or shorter, than the median of their stage"),
+        ("overhead", "time between two actions of a device that had all inputs"),
+        ("transfers", "time from the end of an action until another device used its result"),
+        ("overlap", "actions that started with the first results of another, before it had ended"),
     )
     before = [0.0, *makespans]
     return [
@@ -95,13 +96,12 @@ def parts_of(measured: Timeline) -> list[Part]:
 
 @dataclasses.dataclass(frozen=True)
 class Waits:
-    """What devices waited for that no schedule asks for, in the unit of the timeline.
+    """Mean waits that the schedule does not explain, in the unit of the timeline.
 
     Attributes:
-        own: of an action, between it and what its device did before, though all it needs was there;
-            the mean of all actions.
-        sent: from the end of an action until its result was used on another device that waited for
-            it; the mean of all such actions, 0 if there was none.
+        own: before an action, although its device was free and all inputs were available.
+        sent: from the end of an action until another device that waited for it used its result; 0
+            if no device waited.
     """
 
     own: float
@@ -109,10 +109,7 @@ class Waits:
 
 
 def waits_of(measured: Timeline) -> Waits:
-    """How long actions waited besides.
-
-    Args:
-        measured: when actions ran.
+    """Returns the waits of a measured step that its schedule does not explain.
 
     Example:
         >>> from pipemesh.schedule import gpipe

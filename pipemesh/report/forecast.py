@@ -1,26 +1,33 @@
-"""What a page says of the forecast of a step: predicted beside measured, and what would help."""
+"""Sections of a run's page on its forecast: predicted beside measured, and the best change."""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
 from collections.abc import Callable, Iterator, Mapping
+from html import escape
 from typing import Any
 
 from pipemesh.errors import PipemeshError
 from pipemesh.partition.text import bytes_text
 from pipemesh.plan import predict
-from pipemesh.report.change import Basis, Change, basis_of
-from pipemesh.report.change.changes import LEAST, best, best_of_each, least
 from pipemesh.report.difference import parts_of
-from pipemesh.report.markup import note, table
+from pipemesh.report.html_page import note, table
+from pipemesh.report.plan_changes import (
+    LEAST,
+    Basis,
+    Change,
+    basis_of,
+    best,
+    best_of_each,
+    least,
+)
 from pipemesh.report.run import MEMORY, Run
 from pipemesh.schedule import Timeline
-from pipemesh.schedule.render.svg import escape
 
-# What a device has only since its first step.
+# Memory that exists only from the first step on.
 _OF_STEPS = ("gradients", "activations")
-# Of a kind of change, and of those that are not the best of their kind.
+# Changes shown besides the best of each kind.
 _MORE = 2
 _KINDS = {
     "microbatches": "number of microbatches",
@@ -29,17 +36,33 @@ _KINDS = {
     "remat": "less computed again",
     "mesh": "fewer stages, more replicas",
 }
+# The parts of a step: the name, those in a prediction and in a measured step, and the meaning.
+_PARTS = (
+    ("work", "compute", "work", "spread evenly over all devices"),
+    ("filling and draining", "bubble", "filling and draining", "waiting in this order of actions"),
+    ("imbalance", "imbalance", "imbalance", "waiting because stages take different times"),
+    (
+        "overhead of operations",
+        "actions",
+        "overhead",
+        "measured between two actions; overhead within them counts as measured work",
+    ),
+    ("transfers", "transfers", "transfers", "between stages"),
+    ("collectives", "sums", "", "sums over devices that share layers; part of the measured work"),
+    ("overlap", "", "overlap", "actions that started with first results"),
+    ("variation", "", "variation", "actions unlike the median of their stage"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """A part of a step as it was predicted and as it was measured.
+    """A part of a step, predicted and measured.
 
     Attributes:
-        name: of the part.
-        predicted: in seconds, or a share; None if nothing was.
-        measured: the same; None if it is not known.
-        about: what is to be known of it.
+        name: its name.
+        predicted: seconds or a share; None if it was not predicted.
+        measured: the same; None if it was not measured.
+        about: an explanation.
     """
 
     name: str
@@ -49,11 +72,7 @@ class Compared:
 
 
 def forecast(run: Run) -> Iterator[str]:
-    """A step as predicted and as measured, part by part, and its memory.
-
-    Args:
-        run: what was recorded.
-    """
+    """Compares the predicted with the measured step, part by part, and its memory."""
     if "forecast" not in run.last and run.measured() is None:
         return
     predicted = run.fact("forecast", "predicted")
@@ -61,82 +80,54 @@ def forecast(run: Run) -> Iterator[str]:
         rows = _in_seconds(run, predicted)
         yield _table(rows, "milliseconds", lambda value: f"{1e3 * value:.4g}")
         yield note(
-            f"Predicted from what was measured of the layers before ({predicted['about']})."
+            f"Predicted from measurements of the layers ({predicted['about']})."
             if predicted.get("about")
-            else "Predicted from what was measured of the layers before."
+            else "Predicted from measurements of the layers."
         )
     else:
-        why = run.fact("forecast", "unpredicted", "what layers take was not measured")
+        why = run.fact("forecast", "unpredicted", "the layers were not measured")
         yield note(f"Seconds were not predicted: {why}.")
         if (usual := _usual(run)) is not None:
             timed = run.fact("schedule", "seconds")
-            beside = f", the one that was timed {1e3 * timed:.4g} ms" if timed else ""
-            yield note(f"A step took {1e3 * usual:.4g} ms, the median of training{beside}.")
+            beside = f"; the timed step took {1e3 * timed:.4g} ms" if timed else ""
+            yield note(f"The median training step took {1e3 * usual:.4g} ms{beside}.")
         rows = _in_shares(run)
         if rows:
             yield _table(rows, "share of the pipeline's time", lambda value: f"{value:.1%}")
             yield note(
-                "Shares are compared here and not seconds, since what is predicted follows from "
-                "the flops of layers alone."
+                "Shares are compared here and not seconds, since the prediction uses only the "
+                "flops of layers."
             )
     yield from _memory(run, predicted)
 
 
 def _in_seconds(run: Run, predicted: Mapping[str, Any]) -> list[Compared]:
+    """Returns the parts of the predicted and of the timed step in seconds."""
     parts: Mapping[str, float] = predicted["parts"]
     timed = run.measured()
     seconds = run.fact("schedule", "seconds")
-    found = {part.name: 1e-3 * part.time for part in parts_of(timed)} if timed else {}
-    rest = None
-    if timed and seconds is not None:
-        rest = seconds - 1e-3 * timed.makespan
+    measured = {part.name: 1e-3 * part.time for part in parts_of(timed)} if timed else {}
     behind = sum(parts[name] for name in ("gradients", "optimizer", "fixed"))
+    rest = seconds - 1e-3 * timed.makespan if timed and seconds is not None else None
+    about = (
+        f"predicted: gradients of replicas {1e3 * parts['gradients']:.4g}, optimizer "
+        f"{1e3 * parts['optimizer']:.4g}, fixed {1e3 * parts['fixed']:.4g}"
+    )
     rows = [
-        Compared("work", parts["compute"], found.get("work"), "spread evenly over all devices"),
-        Compared(
-            "filling and draining",
-            parts["bubble"],
-            found.get("filling and draining"),
-            "waiting that the order of actions has",
-        ),
-        Compared(
-            "imbalance",
-            parts["imbalance"],
-            found.get("imbalance"),
-            "waiting because stages do not take equally long",
-        ),
-        Compared(
-            "overhead of operations",
-            parts["actions"],
-            found.get("overhead"),
-            "measured between two actions; what is within them is in the measured work",
-        ),
-        Compared("transfers", parts["transfers"], found.get("transfers"), "between stages"),
-        Compared(
-            "collectives",
-            parts["sums"],
-            None,
-            "sums of devices that share layers; in the measured work",
-        ),
-        Compared("overlap", None, found.get("overlap"), "actions that began with first results"),
-        Compared("variation", None, found.get("variation"), "actions that are not as usual"),
-        Compared(
-            "optimizer and the rest",
-            behind,
-            rest,
-            f"predicted: gradients of replicas {1e3 * parts['gradients']:.4g}, optimizer "
-            f"{1e3 * parts['optimizer']:.4g}, fixed {1e3 * parts['fixed']:.4g}",
-        ),
+        Compared(name, parts.get(predicted_name), measured.get(measured_name), about_part)
+        for name, predicted_name, measured_name, about_part in _PARTS
     ]
-    absent = {"overlap"} - found.keys() | (set[str]() if parts["sums"] else {"collectives"})
+    rows.append(Compared("optimizer and the rest", behind, rest, about))
+    absent = {"overlap"} - measured.keys() | (set[str]() if parts["sums"] else {"collectives"})
     rows = [row for row in rows if row.name not in absent]
-    rows.append(Compared("in all, the step that was timed", predicted["seconds"], seconds))
+    rows.append(Compared("total, the timed step", predicted["seconds"], seconds))
     usual = _usual(run)
-    about = "those of training, which no clock slows down"
-    return [*rows, Compared("a step, median", predicted["seconds"], usual, about)]
+    about = "training steps, which are not slowed down by timing"
+    return [*rows, Compared("median step", predicted["seconds"], usual, about)]
 
 
 def _in_shares(run: Run) -> list[Compared]:
+    """Returns the parts of the step by flops and of the timed step, as shares of the makespan."""
     ahead, timed = run.predicted(), run.measured()
     if ahead is None or timed is None:
         return []
@@ -151,12 +142,14 @@ def _shares(timeline: Timeline) -> dict[str, float]:
 
 
 def _usual(run: Run) -> float | None:
-    """Seconds of a step of training."""
+    """Returns the median seconds of a training step."""
     values = [value for _, value in run.train.get("seconds", []) if value is not None]
     return statistics.median(values) if values else None
 
 
 def _table(rows: list[Compared], unit: str, text: Callable[[float], str]) -> str:
+    """Returns a table of parts, each with the difference."""
+
     def told(value: float | None) -> str:
         return "not known" if value is None else text(value)
 
@@ -173,7 +166,7 @@ def _table(rows: list[Compared], unit: str, text: Callable[[float], str]) -> str
 
 
 def _memory(run: Run, predicted: Mapping[str, Any] | None) -> Iterator[str]:
-    """Bytes by the figures of layers, as counted in the graph, and in use."""
+    """Compares bytes by the figures of layers, counted in the graph, and in use."""
     devices: list[Any] = run.table("forecast", "devices")
     held = [sum(float(each[part]) for part in MEMORY) for each in devices]
     peak = run.fact("measured", "peak_memory")
@@ -210,15 +203,15 @@ def _memory(run: Run, predicted: Mapping[str, Any] | None) -> Iterator[str]:
     )
     if is_cpu:
         yield note(
-            "Devices of a CPU share the memory of their process, so what one of them has in use is "
-            "not known; the process has Python, TensorFlow and the data besides. Counted of it is "
-            "what it had before its first step, with the weights, and what a step keeps; what "
-            "building the graph takes, and operations while they run, is not."
+            "Devices of a CPU share the memory of their process, so the memory of one device "
+            "cannot be measured. The process also holds Python, TensorFlow and the data. Its "
+            "counted number is its memory before the first step, with the weights, plus what a "
+            "step keeps. Building the graph and temporary memory of operations are not counted."
         )
 
 
 def _of_all(run: Run, places: list[float]) -> float | None:
-    """Of each place along `layers` all devices hold as much."""
+    """Returns the bytes of all devices; those of one home hold equally much."""
     devices: list[Any] = run.table("forecast", "devices")
     if not places:
         return None
@@ -226,11 +219,7 @@ def _of_all(run: Run, places: list[float]) -> float | None:
 
 
 def advice(run: Run) -> Iterator[str]:
-    """The one change of the plan that would help most, and those that come next.
-
-    Args:
-        run: what was recorded.
-    """
+    """Names the change of the plan that would help most, with the next best ones."""
     if run.measured() is None:
         return
     basis = basis_of(run)
@@ -241,104 +230,103 @@ def advice(run: Run) -> Iterator[str]:
         why = basis
     except PipemeshError as error:
         why = str(error)
-    yield note(f"Which change of the plan would help is not known: {why}.")
+    yield note(f"The best change of the plan is not known: {why}.")
 
 
 def _advice(basis: Basis) -> Iterator[str]:
-    found = basis.changes()
+    """Returns the sentence about the best change, a table, and the limits of the search."""
+    changes = basis.changes()
     now = predict(basis.plan, basis.figures, basis.batch).seconds
-    yield f"<p>{sentence(found, now)}</p>"
-    if found:
-        shown = _shown(found, now)
-        rows = [_row(each, now, basis) for each in shown]
-        head = ["change", "flags", "ms a step", "shorter by", "fullest device", "if"]
-        # Where nothing is supposed there is nothing to say of it.
-        width = 6 if any(each.supposed for each in shown) else 5
+    yield f"<p>{sentence(changes, now)}</p>"
+    if changes:
+        shown = _shown(changes, now)
+        rows = [_row(change, now, basis) for change in shown]
+        head = ["change", "flags", "ms per step", "saves", "fullest device", "if"]
+        # Without assumptions the last column is empty.
+        width = 6 if any(change.supposed for change in shown) else 5
         yield table(head[:width], [row[:width] for row in rows], left=(0, 1, 5))
     yield note(
-        f"{len(found)} changes were simulated with what actions took in the step that was timed "
+        f"{len(changes)} changes were simulated with the durations of the timed step "
         f"({1e3 * now:.4g} ms); none was run. {_limits(basis)}"
     )
 
 
-def sentence(found: list[Change], now: float) -> str:
-    """The one change that would help most, as HTML.
-
-    Args:
-        found: changes, shortest step first.
-        now: seconds of a step as it is.
-    """
-    if not found:
-        return "There is nothing to change: no other plan of these devices is known."
-    named = best(found, now)
+def sentence(changes: list[Change], now: float) -> str:
+    """Returns a sentence in HTML about the best change of a plan whose step takes `now` seconds."""
+    if not changes:
+        return "There is nothing to change: no other plan fits these devices."
+    named = best(changes, now)
     gain = 1 - named.prediction.seconds / now
     if gain <= least(named):
         beside = f", if {escape(named.supposed)}" if named.supposed else ""
         return (
-            "No change that was tried is known to make a step shorter by more than "
-            f"{least(named):.0%}; {_flags(named)} comes to {gain:+.1%}{beside}."
+            f"No change that was tried saves more than {least(named):.0%} of a step; "
+            f"{_flags(named)} saves {gain:.1%}{beside}."
         )
     return (
-        f"The one change that would help most: <b>{_flags(named)}</b>, a step "
-        f"shorter by {gain:.1%} ({1e3 * named.prediction.seconds:.4g} ms instead of "
+        f"The change that would help most: <b>{_flags(named)}</b>. It saves {gain:.1%} of a step "
+        f"({1e3 * named.prediction.seconds:.4g} ms instead of "
         f"{1e3 * now:.4g} ms)" + (f", if {escape(named.supposed)}." if named.supposed else ".")
     )
 
 
-def _flags(each: Change) -> str:
-    """Flags as code, of which a line ends with a whole one."""
-    return " ".join(f"<code class=flag>{escape(flag)}</code>" for flag in each.words)
+def _flags(change: Change) -> str:
+    """Returns flags as code; lines break only between flags."""
+    return " ".join(f"<code class=flag>{escape(flag)}</code>" for flag in change.words)
 
 
-def _shown(found: list[Change], now: float) -> list[Change]:
-    """The one that is named, the best of each kind, and some more that help."""
-    named = best(found, now)
-    first = [named, *(each for each in best_of_each(found) if each.kind != named.kind)]
+def _shown(changes: list[Change], now: float) -> list[Change]:
+    """Returns the named change, the best of each kind, and some more that help."""
+    named = best(changes, now)
+    first = [named, *(change for change in best_of_each(changes) if change.kind != named.kind)]
     chosen = list(first)
-    for each in found:
-        seconds = each.prediction.seconds
+    for change in changes:
+        seconds = change.prediction.seconds
         is_new = all(abs(seconds - e.prediction.seconds) > 1e-3 * now for e in chosen)
         if is_new and seconds < (1 - LEAST) * now and len(chosen) < len(first) + _MORE:
-            chosen.append(each)
-    return [each for each in found if each in chosen]
+            chosen.append(change)
+    return [change for change in changes if change in chosen]
 
 
-def _row(each: Change, now: float, basis: Basis) -> list[str]:
-    memory = max(each.prediction.memory)
+def _row(change: Change, now: float, basis: Basis) -> list[str]:
+    """Returns the row of a change."""
+    memory = max(change.prediction.memory)
     return [
-        _KINDS[each.kind],
-        each.flags,
-        f"{1e3 * each.prediction.seconds:.4g}",
-        f"{1 - each.prediction.seconds / now:+.1%}",
+        _KINDS[change.kind],
+        change.flags,
+        f"{1e3 * change.prediction.seconds:.4g}",
+        f"{1 - change.prediction.seconds / now:+.1%}",
         bytes_text(memory) if basis.knows_memory else "not known",
-        each.supposed,
+        change.supposed,
     ]
 
 
 def _limits(basis: Basis) -> str:
-    """What changes were held to."""
-    told: list[str] = []
+    """Returns sentences on the limits and the assumptions of the search."""
+    sentences: list[str] = []
     if basis.memory is None:
-        told.append(
-            "What a device has of memory is not known (--device_memory), so none was left out."
+        sentences.append(
+            "The memory of a device is not known (--device_memory), so none was left out."
         )
     elif not basis.knows_memory:
-        told.append("What layers hold is not known, so none was left out for its memory.")
+        sentences.append("The memory of layers is not known, so none was left out for its memory.")
     else:
-        told.append(f"Those that need more than {bytes_text(basis.memory)} a device are left out.")
+        sentences.append(
+            f"Changes that need more than {bytes_text(basis.memory)} per device are left out."
+        )
     if not basis.knows_rows:
-        told.append(
-            "What smaller microbatches take was not measured, so at most four times as many were "
-            "tried; with figures of `pipemesh plan --save` all are."
+        sentences.append(
+            "Smaller microbatches were not measured, so at most four times as many were tried; "
+            "with figures of `pipemesh plan --save` all are."
         )
     if basis.knows_layers and not basis.knows_rows:
-        told.append("A layer's share of its stage's time is that of its flops.")
+        sentences.append("A layer's share of its stage's time is that of its flops.")
     busy = max(basis.figures.loads.values(), default=1.0)
     if basis.figures.cores is not None and busy > 1:
-        told.append(
-            f"Devices share {basis.figures.cores:.4g} cores, of which an action alone kept "
-            f"up to {busy:.1f} busy, so what runs at the same time gains less."
+        sentences.append(
+            f"Devices share {basis.figures.cores:.4g} cores, and a single action kept up to "
+            f"{busy:.1f} of them busy, so running more at the same time gains less."
         )
     if not basis.knows_layers:
-        told.append("Nothing is known of single layers, so no stage was cut anew.")
-    return " ".join(told)
+        sentences.append("Single layers were not measured, so no stage was cut again.")
+    return " ".join(sentences)

@@ -1,4 +1,4 @@
-"""What a page says of a pipeline: its schedule, its memory, and what goes between devices."""
+"""Sections of a run's page on its pipeline: schedule, memory, communication and workers."""
 
 from __future__ import annotations
 
@@ -6,27 +6,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pipemesh.partition.text import bytes_text
-from pipemesh.report.bars import Row, bars
 from pipemesh.report.difference import parts_of
-from pipemesh.report.markup import figure, note, table
+from pipemesh.report.html_page import figure, note, table
 from pipemesh.report.run import MEMORY, Run
-from pipemesh.report.scale import short
+from pipemesh.report.schedule_drawing import LEFT, RIGHT, to_svg
+from pipemesh.report.svg import Row, bar_chart
 from pipemesh.schedule import Timeline, simulate
-from pipemesh.schedule.render import to_svg
-from pipemesh.schedule.render.svg import LEFT, RIGHT
+from pipemesh.text import short
 
-# Of a time axis, so that nothing scrolls at 1280 pixels.
+# Pixels of a time axis, so that nothing scrolls at 1280 pixels.
 _PLOT = 1200 - LEFT - RIGHT
+# Measured memory is drawn beside the forecast up to this many times as much.
 _MOST_BESIDE = 5
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 
 
 def schedule(run: Run) -> Iterator[str]:
-    """The schedule as simulated and measured, on one scale, and where the difference came from.
-
-    Args:
-        run: what was recorded.
-    """
+    """Draws the schedule as simulated and measured on one scale, and explains the difference."""
     measured = run.measured()
     if measured is None:
         predicted = run.predicted()
@@ -34,11 +30,10 @@ def schedule(run: Run) -> Iterator[str]:
             return
         yield _drawn({"predicted by flops": predicted}, "forward passes of a mean stage")
         yield note(
-            "Predicted from the flops of layers. To see what a step really takes, train with "
-            "--trace_schedule."
+            "Predicted from the flops of layers. To measure a step, train with --trace_schedule."
         )
         return
-    # What was predicted before the step is another thing.
+    # Simulated with the measured durations, so this is not the forecast before the step.
     shown = {"simulated": simulate(measured.schedule, measured.costs), "measured": measured}
     yield _drawn(shown, "milliseconds")
     yield table(
@@ -51,8 +46,8 @@ def schedule(run: Run) -> Iterator[str]:
         ],
     )
     yield note(
-        "Simulated with what actions of each stage usually took in the measured step, which timed "
-        "each of them. Activations are counted in pairs of a stage and a microbatch."
+        "Simulated: the schedule with the median duration of each stage's actions in the measured "
+        "step. Activations are counted in pairs of a stage and a microbatch."
     )
     parts = parts_of(measured)
     rows: list[Row] = [
@@ -60,11 +55,11 @@ def schedule(run: Run) -> Iterator[str]:
         for n, part in enumerate(parts)
     ]
     total = f"{measured.makespan:.4g} ms"
-    picture = bars(
+    picture = bar_chart(
         "Where the time of a measured step went",
         rows,
         ["simulated", "on top of it"],
-        text=lambda value: f"{value:.4g} ms",
+        write=lambda value: f"{value:.4g} ms",
         falling=True,
     )
     lines = [
@@ -74,14 +69,14 @@ def schedule(run: Run) -> Iterator[str]:
     yield "<h3>Where the difference came from</h3>"
     yield figure(picture)
     yield table(
-        ["part", "milliseconds", "share", "what it is"],
-        [*lines, ["in all", total.removesuffix(" ms"), "100.0%", "the measured makespan"]],
+        ["part", "milliseconds", "share", "meaning"],
+        [*lines, ["total", total.removesuffix(" ms"), "100.0%", "the measured makespan"]],
         left=(0, 3),
     )
 
 
 def _drawn(shown: Mapping[str, Timeline], unit: str) -> str:
-    """Timelines below each other, on one scale."""
+    """Draws timelines below each other, on one scale."""
     until = max(each.makespan for each in shown.values())
     scale = _PLOT / until if until else 1.0
     return "\n".join(
@@ -102,16 +97,12 @@ def _share(part: float, whole: float) -> str:
 
 
 def memory(run: Run) -> Iterator[str]:
-    """What each device was to hold, and what was in use.
-
-    Args:
-        run: what was recorded.
-    """
+    """Draws the predicted memory of each device, and tells how much was in use."""
     forecast: list[Any] = run.table("forecast", "devices")
     peak = run.fact("measured", "peak_memory")
     if not forecast:
         if peak:
-            yield note(f"At most {bytes_text(float(peak))} were in use; nothing was predicted.")
+            yield note(f"Peak: {bytes_text(float(peak))}; nothing was predicted.")
         return
     held: list[tuple[str, list[float]]] = [
         (str(each["device"]), [float(each[part]) for part in MEMORY]) for each in forecast
@@ -120,7 +111,7 @@ def memory(run: Run) -> Iterator[str]:
         whole = [sum(parts[number] for _, parts in held) for number in range(len(MEMORY))]
         held.append(("all, predicted", whole))
     predicted = max(sum(parts) for _, parts in held)
-    # Beside a process that has far more, what was predicted could not be seen.
+    # Beside a process that uses far more, the forecast would be too small to see.
     is_drawn = peak and float(peak) <= _MOST_BESIDE * predicted
     largest = max(predicted, float(peak) if is_drawn else 0.0)
     unit, size = next((u for u in _UNITS if largest >= u[1]), _UNITS[-1])
@@ -131,69 +122,64 @@ def memory(run: Run) -> Iterator[str]:
     if is_drawn:
         rows.append(("all, measured", [(4, float(peak) / size)], bytes_text(float(peak))))
     yield figure(
-        bars(
+        bar_chart(
             "Memory by device",
             rows,
-            [*MEMORY, "in use at most" if is_drawn else ""],
-            text=lambda value: f"{value:.4g} {unit}",
+            [*MEMORY, "peak in use" if is_drawn else ""],
+            write=lambda value: f"{value:.4g} {unit}",
         ),
         fold=_memory_table(held),
     )
-    yield note("Predicted is what stays; what an action needs while it runs comes on top.")
+    yield note(
+        "Predicted: memory kept between actions. Temporary memory of a running action comes on top."
+    )
     if peak and "CPU" in held[0][0]:
         yield note(
-            f"Measured: {bytes_text(float(peak))} at most, of the process with Python, TensorFlow "
-            "and the data; devices of a CPU share it."
+            f"Measured: the process used at most {bytes_text(float(peak))}, with Python, "
+            "TensorFlow and the data. The devices of a CPU share it."
         )
     elif peak:
-        yield note(f"Measured: {bytes_text(float(peak))} at most, of all devices.")
+        yield note(f"Measured: all devices together used at most {bytes_text(float(peak))}.")
 
 
 def _memory_table(held: Sequence[tuple[str, Sequence[float]]]) -> str:
     return table(
-        ["device", *MEMORY, "in all"],
+        ["device", *MEMORY, "total"],
         [[name, *map(bytes_text, parts), bytes_text(sum(parts))] for name, parts in held],
     )
 
 
 def communication(run: Run) -> str:
-    """What goes along each axis in a step; "" if nothing is known.
-
-    Args:
-        run: what was recorded.
-    """
+    """Returns a table of the bytes sent along each axis in a step; "" if nothing is known."""
     sent: list[Any] = run.table("forecast", "sent")
     rows = [
         [str(each["axes"]), str(each["what"]), f"{each['times']:,}", bytes_text(each["bytes"])]
         for each in sent
     ]
-    head = ["axis", "what", "times a device", "bytes a step, all devices"]
+    head = ["axis", "data", "transfers per device", "bytes per step, all devices"]
     return table(head, rows, left=(0, 1)) if rows else ""
 
 
 def workers(run: Run) -> Iterator[str]:
-    """How long each worker was at work in a step, and who is slow.
-
-    Args:
-        run: what was recorded.
-    """
-    found: list[Any] = run.table("workers", "workers")
-    if not found:
+    """Tells how long each worker was busy in a step, and which workers are slow."""
+    rows_of_workers: list[Any] = run.table("workers", "workers")
+    if not rows_of_workers:
         return
-    slow = [str(each["worker"]) for each in found if each["is_slow"]]
+    slow = [str(worker["worker"]) for worker in rows_of_workers if worker["is_slow"]]
     if slow:
         yield note(f"Slow: {', '.join(slow)}.")
     rows = [
         [
-            str(each["worker"]),
-            f"{each['seconds']:.4g}",
-            "" if each["times"] is None else f"{each['times']:.2f}",
-            "slow" if each["is_slow"] else "",
+            str(worker["worker"]),
+            f"{worker['seconds']:.4g}",
+            "" if worker["times"] is None else f"{worker['times']:.2f}",
+            "slow" if worker["is_slow"] else "",
         ]
-        for each in found
+        for worker in rows_of_workers
     ]
-    yield table(["worker", "seconds at work a step", "for its flops", ""], rows, left=(0, 3))
+    yield table(["worker", "busy seconds per step", "relative to its flops", ""], rows, left=(0, 3))
     yield note(
-        "At work is between what an action needs and its results. For its flops: so many times the "
-        "seconds of the other workers; from 2 on, a worker is slow."
+        "A worker is busy from the arrival of an action's inputs until its results are ready. "
+        "Relative to its flops: its seconds per flop divided by those of the other workers; from 2 "
+        "on, a worker is slow."
     )

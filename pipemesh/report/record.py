@@ -1,6 +1,4 @@
-"""The record of a training: a line of JSON for whatever it tells. That it cannot be written ends
-no training.
-"""
+"""The record of a run: one line of JSON per event. Training goes on if it cannot be written."""
 
 from __future__ import annotations
 
@@ -14,18 +12,21 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 FILE = "record.jsonl"
-"""Its name in a log directory."""
+"""The name of the record in a log directory."""
 
-# After a failure.
+# After the record could not be written.
 _STEPS_BETWEEN_TRIES = 100
 
 
 def to_line(kind: str, values: Mapping[str, Any]) -> str:
-    """What was told, as a line of JSON without its end.
+    """Returns an event as a line of JSON.
 
     Args:
-        kind: of what, such as `step`.
-        values: by name; numbers that are not finite become null, which is all that JSON has.
+        kind: the kind of event, such as `step`.
+        values: by name; numbers that are not finite become null, since JSON has none.
+
+    Returns:
+        The line without its end.
 
     Example:
         >>> to_line("step", {"step": 3, "loss": float("nan")})
@@ -37,14 +38,14 @@ def to_line(kind: str, values: Mapping[str, Any]) -> str:
 class Record:
     """Appends to the record of a log directory.
 
-    What goes on from a checkpoint tells so in a `begin`, with its step: of the steps beyond it
-    `read` takes what is told after that.
+    A process that resumes from a checkpoint adds a `begin` with its step: `read` then discards
+    the earlier lines of later steps.
 
     Args:
         folder: the log directory.
-        warn: called with a line, once, when it cannot be written, and when it was removed.
-        renew: called before a new file takes the place of one that was removed; it raises an
-            OSError if none may.
+        warn: called with a line, once, when the record cannot be written, and when it was removed.
+        renew: called before a new file replaces one that was removed; it raises an OSError to
+            prevent that.
 
     Example:
         >>> import tempfile
@@ -63,7 +64,7 @@ class Record:
     ) -> None:
         self._path, self._warn, self._renew = os.path.join(folder, FILE), warn, renew
         self._fd: int | None = None
-        # The line that a new file begins with.
+        # The first line of a new file.
         self._begin, self._is_removed = "", False
         self._step, self._again, self._failed = 0, 0, False
 
@@ -71,9 +72,9 @@ class Record:
         """Appends a line.
 
         Args:
-            kind: of what is told.
-            **values: by name. The time is added, in seconds since 1970; `step` is that of the line
-                before if it is not given.
+            kind: the kind of event.
+            **values: by name. The time is added, in seconds since 1970; the default of `step` is
+                that of the line before.
 
         Returns:
             The line.
@@ -94,10 +95,10 @@ class Record:
                 self._fd, self._is_removed = None, True
             if self._is_removed:
                 self._renew()
-                # A file in its place is somebody else's.
+                # Another process may have made a file in its place.
                 self._fd = _open(self._path, os.O_EXCL)
                 self._is_removed, line = False, f"{self._begin}\n{line}"
-                self._warn(f"{self._path} was removed; a new one has what follows")
+                self._warn(f"{self._path} was removed; later events go into a new one")
             elif self._fd is None:
                 self._fd = _open(self._path)
             content = f"{line}\n".encode("utf-8", "backslashreplace")
@@ -105,7 +106,7 @@ class Record:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             if self._fd is not None:
-                # Opened again, it ends what was written in part.
+                # Opening the file again ends a line that was written in part.
                 with contextlib.suppress(OSError):
                     os.close(self._fd)
                 self._fd = None
@@ -118,8 +119,8 @@ class Record:
 
 
 def _open(path: str, more_flags: int = 0) -> int:
-    """A file to append to, at the beginning of a line."""
-    # Whoever finds a pipe there would wait for somebody who reads it.
+    """Opens a file to append to, and ends its last line if that was cut short."""
+    # O_NONBLOCK: opening a pipe without a reader would wait.
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | more_flags
     fd = os.open(path, flags, 0o666)
     try:
@@ -133,15 +134,15 @@ def _open(path: str, more_flags: int = 0) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it."""
+    """Returns a value in the types that JSON has."""
     if isinstance(value, Mapping):
-        found = cast("Mapping[Any, Any]", value)
-        return {str(name): _plain(each) for name, each in found.items()}
+        items = cast("Mapping[Any, Any]", value).items()
+        return {str(name): _plain(content) for name, content in items}
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in cast("list[Any]", value)]
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
-    # A number of NumPy, or what is told as text.
+    # A number of NumPy, or anything else as text.
     return _plain(value.item()) if hasattr(value, "item") else str(value)

@@ -1,4 +1,4 @@
-"""What the record of a training says."""
+"""Reads the record of a run."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from pipemesh.report.record import FILE
 from pipemesh.schedule import Costs, Schedule, Timeline, simulate, validate
 
 Points = list[tuple[int, float | None]]
-"""A value by step, rising; None where it was no finite number."""
+"""A value by step, in ascending order; None if it was not finite."""
 
 SAMPLES = "samples.jsonl"
-"""In a log directory: what `pipemesh decode --format=json` has printed."""
+"""The name of a file in a log directory, with the output of `pipemesh decode --format=json`."""
 
-# Of each step the last one counts.
+# Kinds of lines of which the last one of each step counts.
 _OF_A_STEP = ("step", "heldout", "final", "skipped", "spike", "checkpoint", "unsaved")
-# What else a line has than values; what is judged by is one of them under another name.
+# Fields that are no values of curves; `judged` repeats one of the values.
 _NO_VALUES = {"event", "step", "time", "judged"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A training, as it was recorded.
+    """A recorded run.
 
     Attributes:
         folder: its log directory.
-        train: by the name of a value, what it was in each step.
-        heldout: by name, as judged while training.
-        final: by name, as judged at the end of a training.
-        told: by kind, the lines of steps, by step: `skipped`, `spike`, `checkpoint`, `unsaved`.
-        begins: the lines that say from where a process went on.
+        train: for each value its curve over the training steps.
+        heldout: for each value its curve in evaluations during training.
+        final: for each value its curve in evaluations at the end of training.
+        told: lines by kind and step: `skipped`, `spike`, `checkpoint`, `unsaved`.
+        begins: the first lines of its processes.
         last: by kind, the last line of `begin`, `forecast`, `measured`, `workers`, `schedule`
             and `end`.
-        samples: decoded text, prompt and all of it.
+        samples: prompts with the decoded texts.
         unread: how many lines could not be read.
     """
 
@@ -53,71 +53,55 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Of what was trained."""
-        return str(self.fact("begin", "name", "a training"))
+        """The name of the model."""
+        return str(self.fact("begin", "name", "unnamed"))
 
     @property
     def unit(self) -> str:
-        """What its speed counts."""
+        """The unit of its speed, such as `tokens`."""
         return str(self.fact("begin", "unit", "examples"))
 
     @property
     def step(self) -> int:
-        """The last step that is known of."""
+        """The last recorded step."""
         steps = [int(self.last["begin"].get("step", 0))] if self.begins else [0]
         steps += [points[-1][0] for points in self.train.values() if points]
         return max([*steps, *self.told["skipped"]])
 
     @property
     def resumed(self) -> list[int]:
-        """The steps that later processes went on from."""
+        """The steps that later processes resumed from."""
         return sorted({begin["step"] for begin in self.begins if begin["step"]})
 
     @property
     def state(self) -> str:
-        """How it ended, in words."""
+        """Its end, in words."""
         if not self.begins:
-            return "no beginning is recorded"
+            return "no start is recorded"
         end = self.last.get("end")
         if end is None:
-            return f"no end is recorded: it runs, or was killed, at step {self.step:,} or later"
+            return f"no end is recorded: running, or killed, at step {self.step:,} or later"
         return f"{end.get('reason', 'ended')}, at step {self.step:,}"
 
     def fact(self, kind: str, name: str, other: Any = None) -> Any:
-        """A value of the last line of a kind.
-
-        Args:
-            kind: of the line.
-            name: of the value.
-            other: what to return if there is none.
-        """
+        """Returns a value of the last line of a kind, or `other` if there is none."""
         value = self.last.get(kind, {}).get(name)
         return other if value is None else value
 
     def table(self, kind: str, name: str) -> list[Any]:
-        """A list of the last line of a kind; empty if it is none.
-
-        Args:
-            kind: of the line.
-            name: of the list.
-        """
-        found: Any = self.fact(kind, name, [])
-        return list(found)
+        """Returns a list of the last line of a kind; empty if there is none."""
+        content: Any = self.fact(kind, name, [])
+        return list(content)
 
     def pairs(self, kind: str, name: str) -> dict[str, str]:
-        """Texts by name, of the last line of a kind; empty if there are none.
-
-        Args:
-            kind: of the line.
-            name: of what has them.
-        """
-        found: Any = self.fact(kind, name)
-        if not isinstance(found, dict):
+        """Returns texts by name of the last line of a kind; empty if there are none."""
+        content: Any = self.fact(kind, name)
+        if not isinstance(content, dict):
             return {}
-        return {str(key): _text(found[key]) for key in found}  # pyright: ignore
+        return {str(key): _text(content[key]) for key in content}  # pyright: ignore
 
     def measured(self) -> Timeline | None:
-        """When the actions of a step ran, in milliseconds; None if none was timed."""
+        """Returns the timed step in milliseconds; None if no step was timed."""
         line = self.last.get("schedule")
         if line is None:
             return None
@@ -125,7 +109,7 @@ class Run:
         return Timeline(schedule, costs, _rows(line["starts"]), _rows(line["ends"]))
 
     def timed(self) -> list[Timeline]:
-        """When the actions of all steps ran that were timed, in milliseconds; `measured` first."""
+        """Returns all timed steps in milliseconds, `measured` first."""
         first = self.measured()
         if first is None:
             return []
@@ -139,7 +123,7 @@ class Run:
         ]
 
     def predicted(self) -> Timeline | None:
-        """When the actions were to run, by their flops; in forward passes of a mean stage."""
+        """Returns the step that flops predict, in forward passes of a mean stage."""
         line = self.last.get("forecast")
         if line is None or "schedule" not in line:
             return None
@@ -153,7 +137,7 @@ class Run:
 
 
 MEMORY = ("weights", "optimizer", "gradients", "activations")
-"""What a device holds, by its names in a forecast."""
+"""The memory of a device, by its names in a forecast."""
 EXPECTED = (
     "compute",
     "actions",
@@ -165,7 +149,7 @@ EXPECTED = (
     "optimizer",
     "fixed",
 )
-"""What a predicted step is made of, as `pipemesh.plan.Prediction.parts` has it."""
+"""The parts of a predicted step, as in `pipemesh.plan.Prediction.parts`."""
 _COSTS = {"F": "forward", "B": "backward", "I": "input_grad", "W": "weight_grad"}
 
 
@@ -176,24 +160,32 @@ def read(folder: str) -> Run:
         folder: the log directory.
 
     Returns:
-        What it says. Lines of steps beyond a checkpoint that was gone back to count no more.
+        The run. If a process resumed from a checkpoint, earlier lines of later steps do not count.
 
     Raises:
         ReportError: there is no record, or it cannot be read.
+
+    Example:
+        >>> import tempfile
+        >>> from pipemesh.report import Record, read
+        >>> folder = tempfile.mkdtemp()
+        >>> _ = Record(folder).add("step", step=1, loss=2.0)
+        >>> read(folder).train
+        {'loss': [(1, 2.0)]}
     """
     path = os.path.join(folder, FILE)
     if not os.path.isdir(folder):
-        kind = "a file" if os.path.exists(folder) else "not there"
-        raise ReportError(f"{folder!r} is {kind}; give the log directory of a training")
+        kind = "is a file" if os.path.exists(folder) else "does not exist"
+        raise ReportError(f"{folder!r} {kind}; give the log directory of a run")
     if not os.path.exists(path):
         raise ReportError(
-            f"{folder!r} has no {FILE}; give the log directory of a training, which writes one"
+            f"{folder!r} has no {FILE}; give the log directory of a run, which writes one"
         )
     steps: dict[str, dict[int, dict[str, Any]]] = {kind: {} for kind in _OF_A_STEP}
     begins: list[dict[str, Any]] = []
     last: dict[str, dict[str, Any]] = {}
     unread = 0
-    # What stands behind the last end of a line is just being written.
+    # A last line without an end is still being written.
     for line in _lines(path)[:-1]:
         event = _event(line)
         if event is None:
@@ -211,7 +203,7 @@ def read(folder: str) -> Run:
                 for beyond in [each for each in told if each > step]:
                     del told[beyond]
     if not (begins or any(steps.values())):
-        raise ReportError(f"{path!r} says nothing of a training yet; wait for its first step")
+        raise ReportError(f"{path!r} has no steps yet; wait for the first one")
     curves = {kind: _curves(steps.pop(kind)) for kind in ("step", "heldout", "final")}
     samples, lost = _samples(os.path.join(folder, SAMPLES))
     return Run(
@@ -236,7 +228,7 @@ def _lines(path: str) -> list[str]:
 
 
 def _event(line: str) -> dict[str, Any] | None:
-    """What a line says; None if it was cut short, or says something else."""
+    """Returns the event of a line; None if it was cut short, or is something else."""
     try:
         event: Any = json.loads(line)
     except ValueError:
@@ -246,12 +238,12 @@ def _event(line: str) -> dict[str, Any] | None:
     step: Any = event.get("step")  # pyright: ignore
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         return None
-    found: dict[str, Any] = event  # pyright: ignore
-    return found if _is_sound(found) else None
+    checked: dict[str, Any] = event  # pyright: ignore
+    return checked if _is_sound(checked) else None
 
 
 def _is_sound(event: Mapping[str, Any]) -> bool:
-    """Whether what a page shows of a line is there, and can be shown."""
+    """Checks that a line has the fields that pages show, in the right types."""
     kind = event["event"]
     try:
         if kind == "begin":
@@ -285,7 +277,7 @@ def _is_sound(event: Mapping[str, Any]) -> bool:
 
 
 def _are_times(rows: Sequence[Sequence[Any]], starts: Any, ends: Any) -> bool:
-    """Whether each action of a schedule has times, and ends after it began."""
+    """Checks that each action of a schedule has times, and ends after its start."""
     return all(
         start + 0.0 <= end + 0.0
         for of_row in zip(rows, starts, ends, strict=True)
@@ -298,38 +290,37 @@ def _rows(times: Any) -> tuple[tuple[float, ...], ...]:
 
 
 def _check_expected(event: Mapping[str, Any]) -> None:
-    """Raises what something that is not as it should be raises."""
+    """Raises an error if a forecast has wrong types."""
     _ = int(event.get("rows") or 0), [cut + 0 for cut in event.get("cuts") or ()]
     _ = float(event.get("cores") or 0), float(event.get("device_memory") or 0)
     for layer in event.get("layers") or ():
         _ = layer["flops"] + 0.0, layer["output_bytes"] + 0.0
         _ = (layer["parameter_bytes"] or 0) + 0.0, (layer["activation_bytes"] or 0) + 0.0
-    if (found := event.get("predicted")) is not None:
-        _ = found["seconds"] + 0.0, max(each + 0.0 for each in found["memory"])
-        _ = [found["parts"][name] + 0.0 for name in EXPECTED]
+    if (predicted := event.get("predicted")) is not None:
+        _ = predicted["seconds"] + 0.0, max(each + 0.0 for each in predicted["memory"])
+        _ = [predicted["parts"][name] + 0.0 for name in EXPECTED]
 
 
 def _schedule(line: Mapping[str, Any]) -> tuple[Schedule, Costs]:
     schedule = validate(Schedule.from_text(line["schedule"]))
-    found = {name: line["costs"][kind] for kind, name in _COSTS.items()}
-    return schedule, Costs(**found)
+    return schedule, Costs(**{name: line["costs"][kind] for kind, name in _COSTS.items()})
 
 
 def _curves(events: Mapping[int, Mapping[str, Any]]) -> dict[str, Points]:
-    found: dict[str, Points] = {}
+    curves: dict[str, Points] = {}
     for step in sorted(events):
         for name, value in events[step].items():
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if name not in _NO_VALUES and (is_number or value is None):
-                found.setdefault(name, []).append((step, value))
-    return found
+                curves.setdefault(name, []).append((step, value))
+    return curves
 
 
 def _samples(path: str) -> tuple[list[tuple[str, str]], int]:
-    """Prompts with what was made of them, and how many lines could not be read."""
+    """Returns prompts with their texts, and how many lines could not be read."""
     if not os.path.exists(path):
         return [], 0
-    found: list[tuple[str, str]] = []
+    samples: list[tuple[str, str]] = []
     lost = 0
     for line in filter(None, _lines(path)):
         try:
@@ -338,10 +329,10 @@ def _samples(path: str) -> tuple[list[tuple[str, str]], int]:
         except (ValueError, KeyError, TypeError):
             lost += 1
             continue
-        found.append((str(prompt), str(text)))
-    return found, lost
+        samples.append((str(prompt), str(text)))
+    return samples, lost
 
 
 def _text(value: Any) -> str:
-    """A value as flags have it."""
+    """Returns a value as flags have it."""
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,7 +1,7 @@
 """Who does what when: schedules as frozen, proved, simulated and drawn tables of actions.
 
 Pure Python: importing this room loads neither TensorFlow nor lingvo. The published schedules are
-in `pipemesh.schedule.builders` (and here), the drawings in `pipemesh.schedule.render`.
+in `pipemesh.schedule.builders` (and here), the drawings in `pipemesh.report`.
 
 Example:
     >>> from pipemesh.schedule import Costs, one_f_one_b, simulate

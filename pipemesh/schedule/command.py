@@ -27,12 +27,11 @@ from pipemesh.schedule.costs import Costs
 from pipemesh.schedule.csv_forms import CSV_FORMS, write_csv
 from pipemesh.schedule.list_schedule import list_schedule
 from pipemesh.schedule.read import read_table, text_with_costs
-from pipemesh.schedule.render import memory_to_svg, to_html, to_svg, to_terminal, to_trace
-from pipemesh.schedule.render.axis import number
 from pipemesh.schedule.schedule import Schedule
 from pipemesh.schedule.simulate import simulate
 from pipemesh.schedule.timeline import Timeline
 from pipemesh.schedule_names import FILE, SEARCHED, help_text, parse
+from pipemesh.text import number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -198,6 +197,9 @@ def _read(arguments: argparse.Namespace) -> tuple[Schedule, Costs | None]:
 
 
 def _report(title: str, timeline: Timeline, color: str) -> str:
+    # Drawing loads other rooms, which a comparison does not need.
+    from pipemesh.report import to_terminal
+
     schedule = timeline.schedule
     counts = ", ".join(
         f"{count} {noun}{'' if count == 1 else 's'}"
@@ -237,6 +239,8 @@ def _values(values: tuple[float, ...]) -> str:
 
 
 def _write_files(arguments: argparse.Namespace, title: str, timeline: Timeline) -> None:
+    from pipemesh.report import memory_to_svg, to_html, to_svg, to_trace
+
     schedule = timeline.schedule
     for option, write in (
         ("svg", lambda: to_svg(timeline, title=title)),

@@ -10,10 +10,9 @@ from pipemesh.schedule.builders.registry import SLICED
 from pipemesh.schedule.costs import Costs
 from pipemesh.schedule.list_schedule import list_schedule
 from pipemesh.schedule.problem import MemoryLimit
-from pipemesh.schedule.render.axis import number
 from pipemesh.schedule.simulate import simulate
 from pipemesh.schedule.timeline import Timeline
-from pipemesh.text import columns
+from pipemesh.text import columns, number
 
 
 @dataclasses.dataclass(frozen=True)

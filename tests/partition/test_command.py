@@ -62,7 +62,7 @@ def test_compare_and_plot(layers, capsys, tmp_path):
     out = capsys.readouterr().out
     assert "exact: layers" in out
     assert "uniform: layers" in out
-    assert picture.read_text().count("bottleneck") == 3
+    assert picture.read_text().count(">bottleneck") == 3
     assert main(["partition", layers, "--stages", "4", "--compare", "--json"]) == 0
     assert set(json.loads(capsys.readouterr().out)) == {"exact", "lingvo", "uniform"}
 

@@ -1,4 +1,4 @@
-"""Records as trainings write them, without a training."""
+"""Writes records of runs, without running anything."""
 
 import json
 import math
@@ -6,7 +6,7 @@ import random
 
 from pipemesh.plan import Figures, Plan, predict
 from pipemesh.plan.layer_figures import Curve, LayerFigures
-from pipemesh.report import Record
+from pipemesh.report import Record, read
 from pipemesh.schedule import Costs, one_f_one_b, simulate
 
 STAGES = [
@@ -38,7 +38,7 @@ TIMED = 200.0
 
 
 def figures():
-    """What was measured of the layers, for two sizes of microbatches."""
+    """Returns measured figures of the layers, for two sizes of microbatches."""
     layers = [
         LayerFigures(
             layer["name"],
@@ -54,7 +54,7 @@ def figures():
 
 
 def expected(told=()):
-    """What of a forecast needs the layers: `rows`, `layers`, `limit` and `predicted`."""
+    """Returns the fields of a forecast that need layers: `rows`, `layers`, `limit`, `predicted`."""
     found = {"unpredicted": "nothing was measured"}
     if "rows" in told:
         found |= {"rows": 16, "cuts": [0, 2, 4], "cores": 2}
@@ -77,7 +77,7 @@ def expected(told=()):
 
 
 def begin(record, step=0, **changes):
-    """What is told first."""
+    """Adds the first line."""
     values = {
         "name": "Tiny",
         "unit": "tokens",
@@ -114,7 +114,7 @@ def steps(record, first, last, *, seed=0, level=3.0, every=50):
 
 
 def forecast(record, told=()):
-    """What a step is to hold, send and take; see `expected`."""
+    """Adds a forecast of memory, transfers and time; see `expected`."""
     devices = [
         {"device": f"CPU:{n}", "weights": 4e6, "optimizer": 8e6, "gradients": 4e6, "activations": a}
         for n, a in enumerate((9e6, 5e6))
@@ -133,7 +133,7 @@ def forecast(record, told=()):
 
 
 def schedule(record, num_devices=2, num_microbatches=4):
-    """What a timed step took."""
+    """Adds a timed step."""
     table = one_f_one_b(num_devices, num_microbatches)
     forward = [10.0 + stage for stage in range(num_devices)]
     usual = Costs(forward, [2 * time for time in forward])
@@ -150,7 +150,7 @@ def schedule(record, num_devices=2, num_microbatches=4):
 
 
 def whole(folder, *, seed=0, level=3.0, last=300, timed=True, told=(), **changes):
-    """A training with a pipeline, from its beginning to its end."""
+    """Writes a complete run with a pipeline."""
     record = Record(str(folder))
     begin(record, **changes)
     forecast(record, told)
@@ -163,8 +163,14 @@ def whole(folder, *, seed=0, level=3.0, last=300, timed=True, told=(), **changes
     return folder
 
 
+def made(folder, make=whole, **changes):
+    """Writes a record into a folder of its own, and reads it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return read(str(make(folder, **changes)))
+
+
 def plain(folder, last=30):
-    """A training without a pipeline, so short that nothing was judged before its end."""
+    """Writes a run without a pipeline, too short for evaluations before its end."""
     record = Record(str(folder))
     begin(record, plan={}, stages=[], mesh="layers:1", unit="examples", name="Plain")
     steps(record, 1, last, every=1000)
@@ -175,7 +181,7 @@ def plain(folder, last=30):
 
 
 def interrupted(folder):
-    """One that was killed at step 137, went on from 100, and was stopped at 220."""
+    """Writes a run that was killed at step 137, resumed from 100, and was stopped at 220."""
     record = Record(str(folder))
     begin(record)
     forecast(record)

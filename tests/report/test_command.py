@@ -15,14 +15,14 @@ def folders(tmp_path):
     return made
 
 
-def test_a_page_lies_in_the_log_directory(folders, capsys):
+def test_page_is_written_to_the_log_directory(folders, capsys):
     assert main(["report", str(folders[0])]) == 0
     path = folders[0] / "report.html"
     assert capsys.readouterr().out == f"report: {path}\n"
-    assert "Tiny: report of a training" in path.read_text()
+    assert "Tiny: report of a run" in path.read_text()
 
 
-def test_several_are_compared(folders, tmp_path, capsys):
+def test_several_runs_are_compared(folders, tmp_path, capsys):
     assert main(["report", *map(str, folders)]) == 0
     assert "Comparison of one, two" in (folders[1] / "comparison.html").read_text()
     path = tmp_path / "other.html"
@@ -38,9 +38,9 @@ def refused(capsys, *words):
     return line
 
 
-def test_what_cannot_be_had_is_one_line(folders, tmp_path, capsys):
+def test_errors_are_one_line(folders, tmp_path, capsys):
     told = f"pipemesh: error: '{tmp_path}' has no record.jsonl; give the log directory of a "
     assert refused(capsys, tmp_path).startswith(told)
-    assert "is not there" in refused(capsys, folders[0], tmp_path / "none")
+    assert "does not exist" in refused(capsys, folders[0], tmp_path / "none")
     line = refused(capsys, folders[0], "--output", tmp_path / "no" / "page.html")
     assert line.endswith("cannot be written (No such file or directory); give another --output")

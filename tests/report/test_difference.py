@@ -19,17 +19,17 @@ def times(measured):
 
 
 def measured(real, costs=None):
-    """What ran as `real`, where actions usually take `costs`."""
+    """Returns a step that ran as `real`, with the median durations `costs`."""
     return Timeline(real.schedule, costs or real.costs, real.starts, real.ends)
 
 
-def test_what_runs_as_predicted_has_no_part_on_top():
+def test_step_as_simulated_has_no_other_parts():
     found = times(measured(simulate(gpipe(4, 8), Costs(1, 2))))
     assert found["work"] == 24 and found["filling and draining"] == 9
     assert [found[name] for name in NAMES[2:]] == [0] * 4
 
 
-def test_stages_that_differ_are_imbalance():
+def test_unequal_stages_are_imbalance():
     found = times(measured(simulate(one_f_one_b(2, 4), Costs([1, 3], [2, 6]))))
     assert found["work"] == 24 and found["imbalance"] > 0
     assert [found[name] for name in NAMES[3:]] == [0] * 3
@@ -42,7 +42,7 @@ def test_transfers_are_transfers():
     assert [found[name] for name in NAMES[2:5]] == [0] * 3
 
 
-def test_what_begins_early_is_overlap_and_no_transfer():
+def test_early_start_is_overlap():
     """The second stage begins with first results, 0.5 before the first stage's actions end."""
     real = simulate(gpipe(2, 2), Costs(1, 2))
     early = tuple(time - 0.5 for time in real.starts[1]), tuple(time - 0.5 for time in real.ends[1])
@@ -61,7 +61,7 @@ def test_pauses_on_a_device_are_overhead():
     assert found["overhead"] == pytest.approx(1.5) and found["transfers"] == 0
 
 
-def test_actions_that_take_longer_than_usual_are_variation():
+def test_slow_actions_are_variation():
     real = simulate(gpipe(1, 4), Costs(1, 2))
 
     def late(row, n):
@@ -77,7 +77,7 @@ def test_actions_that_take_longer_than_usual_are_variation():
     "schedule", [gpipe(3, 5), one_f_one_b(4, 8), zb_v(4, 8)], ids=["gpipe", "1f1b", "zb_v"]
 )
 @pytest.mark.parametrize("seed", range(3))
-def test_of_any_step_the_parts_add_up(schedule, seed):
+def test_parts_of_any_step_add_up(schedule, seed):
     draw = random.Random(seed)
     usual = [draw.uniform(1, 2) for _ in range(schedule.num_stages)]
     costs = Costs(usual, input_grad=usual, weight_grad=usual)
@@ -86,7 +86,7 @@ def test_of_any_step_the_parts_add_up(schedule, seed):
     assert found["work"] > 0 and found["transfers"] > 0
 
 
-def test_waits_are_a_devices_own_or_for_what_is_sent():
+def test_waits_are_own_or_for_transfers():
     found = waits_of(simulate(one_f_one_b(2, 4), Costs(1, 2, transfer=0.25)))
     assert (found.own, found.sent) == (0, pytest.approx(0.25))
     real = simulate(gpipe(1, 2), Costs(1, 2))
@@ -98,7 +98,7 @@ def test_waits_are_a_devices_own_or_for_what_is_sent():
     assert (found.own, found.sent) == (pytest.approx(0.5 * 3 / 4), 0)
 
 
-def test_what_begins_before_all_has_come_is_no_wait():
+def test_early_start_is_no_wait():
     real = simulate(gpipe(2, 1), Costs(1, 2))
     early = [list(row) for row in real.starts]
     early[1][0] -= 0.5

@@ -6,10 +6,10 @@ import re
 import pytest
 
 from pipemesh.plan import Plan, Prediction, predict
-from pipemesh.report import Record, page, read
-from pipemesh.report.change import Change
+from pipemesh.report import Change, Record, page, read
 from pipemesh.report.forecast import advice, forecast, sentence
 from tests.report import records
+from tests.report.records import made
 
 KNOWN = ("rows", "layers", "predicted")
 
@@ -21,16 +21,12 @@ def cells(text):
     return {html.unescape(row[0]): [html.unescape(c) for c in row[1:]] for row in found}
 
 
-def told(folder, told, **changes):
-    return read(str(records.whole(folder, told=told, **changes)))
-
-
-def test_each_part_is_told_as_predicted_and_as_measured_and_they_add_up(tmp_path):
-    rows = cells("\n".join(forecast(told(tmp_path, KNOWN))))
+def test_predicted_and_measured_parts_add_up(tmp_path):
+    rows = cells("\n".join(forecast(made(tmp_path, told=KNOWN))))
     plan = Plan("layers:2", num_microbatches=4, remat="none")
     ahead = predict(plan, records.figures(), 16)
     assert rows["milliseconds"][:3] == ["predicted", "measured", "difference"]
-    whole = "in all, the step that was timed"
+    whole = "total, the timed step"
     parts = list(rows)[1 : list(rows).index(whole)]
     assert "collectives" not in parts
     for column, total in ((0, 1e3 * ahead.seconds), (1, records.TIMED)):
@@ -42,11 +38,11 @@ def test_each_part_is_told_as_predicted_and_as_measured_and_they_add_up(tmp_path
         assert difference == pytest.approx(measured - predicted, abs=0.2)
     # What nobody predicted is not 0.
     assert rows["variation"][0] == "not known" and rows["variation"][2] == ""
-    assert float(rows["a step, median"][1]) == pytest.approx(180, rel=0.05)
+    assert float(rows["median step"][1]) == pytest.approx(180, rel=0.05)
 
 
-def test_memory_is_told_as_predicted_counted_and_measured(tmp_path):
-    rows = cells("\n".join(forecast(told(tmp_path, KNOWN))))
+def test_memory_is_predicted_counted_and_measured(tmp_path):
+    rows = cells("\n".join(forecast(made(tmp_path, told=KNOWN))))
     plan = Plan("layers:2", num_microbatches=4, remat="none")
     predicted = max(predict(plan, records.figures(), 16).memory)
     fullest = rows["the fullest device"]
@@ -57,15 +53,15 @@ def test_memory_is_told_as_predicted_counted_and_measured(tmp_path):
     assert rows["the process"] == ["not known", "not known", "300.0 MiB"]
 
 
-def test_of_the_process_it_is_counted_what_it_had_and_what_a_step_keeps(tmp_path):
-    run = told(tmp_path, KNOWN, peak_memory=200 << 20)
+def test_counted_memory_of_process_is_start_plus_step(tmp_path):
+    run = made(tmp_path, told=KNOWN, peak_memory=200 << 20)
     rows = cells("\n".join(forecast(run)))
     # Gradients and activations of both devices.
     counted = 200 + (4e6 + 9e6 + 4e6 + 5e6) / 2**20
     assert rows["the process"] == ["not known", f"{counted:.1f} MiB", "300.0 MiB"]
 
 
-def test_of_gpus_all_devices_are_measured(tmp_path):
+def test_all_gpus_are_measured(tmp_path):
     record = Record(str(tmp_path))
     records.begin(record)
     state = {"weights": 4e6, "optimizer": 8e6, "gradients": 4e6, "activations": 9e6}
@@ -76,8 +72,8 @@ def test_of_gpus_all_devices_are_measured(tmp_path):
     assert "the process" not in rows
 
 
-def test_without_figures_shares_are_compared_and_it_is_said(tmp_path):
-    text = "\n".join(forecast(told(tmp_path, ("rows", "layers"))))
+def test_without_figures_shares_are_compared(tmp_path):
+    text = "\n".join(forecast(made(tmp_path, told=("rows", "layers"))))
     assert "Seconds were not predicted: nothing was measured." in text
     assert "Shares are compared here and not seconds" in text
     rows = cells(text)
@@ -88,36 +84,34 @@ def test_without_figures_shares_are_compared_and_it_is_said(tmp_path):
     assert "milliseconds" not in rows
 
 
-def test_without_a_timed_step_only_the_whole_one_is_compared(tmp_path):
-    run = told(tmp_path, KNOWN, timed=False)
+def test_without_timed_step_only_totals_are_compared(tmp_path):
+    run = made(tmp_path, told=KNOWN, timed=False)
     rows = cells("\n".join(forecast(run)))
     assert rows["work"][1] == "not known"
-    assert float(rows["a step, median"][1]) == pytest.approx(180, rel=0.05)
+    assert float(rows["median step"][1]) == pytest.approx(180, rel=0.05)
     assert list(advice(run)) == []
 
 
-def test_the_change_that_helps_most_is_named_with_its_flag_and_the_runners_up(tmp_path):
-    text = "\n".join(advice(told(tmp_path, ("rows", "layers"))))
-    named = re.search(r"would help most: <b>(.*?)</b>, a step shorter by (.*?)%", text)
+def test_best_change_is_named_with_flags_and_runners_up(tmp_path):
+    text = "\n".join(advice(made(tmp_path, told=("rows", "layers"))))
+    named = re.search(r"would help most: <b>(.*?)</b>. It saves (.*?)% of a step", text)
     assert named, text
     flags = re.findall(r"<td class=left>([^<]*)</td>", text)
     assert re.sub("<.*?>", "", named[1]) in flags and float(named[2]) > 2
     assert f"({records.TIMED:.4g} ms)" in text and "none was run" in text
-    assert "What a device has of memory is not known" in text
+    assert "The memory of a device is not known" in text
     assert "at most four times as many were tried" in text
 
 
-def test_what_needs_more_than_a_device_has_is_not_named(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    text = "\n".join(advice(told(tmp_path / "a", ("rows", "layers", "limit"))))
-    assert "Those that need more than 22.9 MiB a device are left out." in text
-    text = "\n".join(advice(told(tmp_path / "b", ("rows", "limit"))))
-    assert "What layers hold is not known, so none was left out for its memory." in text
-    assert "no stage was cut anew" in text
+def test_changes_above_device_memory_are_left_out(tmp_path):
+    text = "\n".join(advice(made(tmp_path / "a", told=("rows", "layers", "limit"))))
+    assert "Changes that need more than 22.9 MiB per device are left out." in text
+    text = "\n".join(advice(made(tmp_path / "b", told=("rows", "limit"))))
+    assert "The memory of layers is not known, so none was left out for its memory." in text
+    assert "no stage was cut again" in text
 
 
-def test_that_nothing_helps_is_said():
+def test_page_says_if_nothing_helps():
     plan = Plan("layers:1", num_microbatches=4)
 
     def change(seconds, supposed=""):
@@ -125,23 +119,23 @@ def test_that_nothing_helps_is_said():
         return Change("microbatches", values, Prediction(seconds, 0.0, (1.0,), plan=plan), supposed)
 
     assert "No change that was tried" in sentence([change(0.99)], 1.0)
-    assert "comes to +1.0%" in sentence([change(0.99)], 1.0)
-    assert "comes to -5.0%" in sentence([change(1.05)], 1.0)
-    assert "shorter by 3.0% (970 ms instead of 1000 ms)" in sentence([change(0.97)], 1.0)
+    assert "saves 1.0%." in sentence([change(0.99)], 1.0)
+    assert "saves -5.0%." in sentence([change(1.05)], 1.0)
+    assert "It saves 3.0% of a step (970 ms instead of 1000 ms)" in sentence([change(0.97)], 1.0)
     # What rests on more than measurements has to help by more.
     (less, more) = (sentence([change(each, "rows are alike")], 1.0) for each in (0.96, 0.94))
-    assert "by more than 5%" in less and "comes to +4.0%, if rows are alike" in less
+    assert "saves more than 5% of a step" in less and "saves 4.0%, if rows are alike" in less
     assert "would help most" in more and more.endswith(", if rows are alike.")
     assert "nothing to change" in sentence([], 1.0)
 
 
-def test_why_nothing_is_known_is_said(tmp_path):
-    (text,) = advice(told(tmp_path, ()))
+def test_page_says_why_no_change_is_known(tmp_path):
+    (text,) = advice(made(tmp_path, told=()))
     assert "is not known: the record does not say how large a batch is" in text
 
 
-def test_a_run_without_a_pipeline_has_neither(tmp_path):
-    run = read(str(records.plain(tmp_path)))
+def test_plain_run_has_no_forecast_section(tmp_path):
+    run = made(tmp_path, records.plain)
     assert list(forecast(run)) == [] and list(advice(run)) == []
 
 
@@ -156,7 +150,7 @@ def test_a_run_without_a_pipeline_has_neither(tmp_path):
         {"figures": {"layers": []}, "rows": 16, "cuts": [0, 1, 2]},
     ],
 )
-def test_what_is_malformed_ends_no_page(tmp_path, spoiled):
+def test_malformed_forecast_does_not_end_the_page(tmp_path, spoiled):
     record = Record(str(tmp_path))
     records.begin(record)
     record.add("forecast", **spoiled)

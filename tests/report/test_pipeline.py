@@ -1,32 +1,33 @@
-"""What a page says of a pipeline."""
+"""Sections of a page on the pipeline."""
 
 from pipemesh.report import Record, read
 from pipemesh.report.pipeline import communication, memory, schedule, workers
 from tests.report import records
+from tests.report.records import made
 
 
-def test_what_was_timed_is_drawn_twice_and_explained(tmp_path):
-    text = "\n".join(schedule(read(str(records.whole(tmp_path)))))
+def test_timed_step_is_drawn_twice_and_explained(tmp_path):
+    text = "\n".join(schedule(made(tmp_path)))
     assert text.count("<rect class='cell' ") == 2 * 16
     for name in ("work", "filling and draining", "imbalance", "variation", "overhead", "transfers"):
         assert f"<td class=left>{name}</td>" in text
 
 
-def test_what_was_not_timed_is_drawn_as_predicted(tmp_path):
-    text = "\n".join(schedule(read(str(records.whole(tmp_path, timed=False)))))
+def test_untimed_step_is_drawn_as_predicted(tmp_path):
+    text = "\n".join(schedule(made(tmp_path, timed=False)))
     assert text.count("<rect class='cell' ") == 16 and "--trace_schedule" in text
     assert "Where the difference" not in text
 
 
-def test_memory_is_told_by_device_and_in_all(tmp_path):
-    text = "\n".join(memory(read(str(records.whole(tmp_path)))))
+def test_memory_is_shown_by_device_and_in_total(tmp_path):
+    text = "\n".join(memory(made(tmp_path)))
     for told in ("CPU:0: 23.8 MiB", "CPU:1: 20.0 MiB", "all, predicted: 43.9 MiB"):
         assert told in text
     # Seven times as much would hide them.
-    assert "all, measured" not in text and "Measured: 300.0 MiB" in text
+    assert "all, measured" not in text and "the process used at most 300.0 MiB" in text
 
 
-def test_what_devices_had_in_use_is_drawn_beside_the_forecast(tmp_path):
+def test_measured_memory_is_drawn_beside_forecast(tmp_path):
     record = Record(str(tmp_path))
     records.forecast(record)
     record.add("step", step=1, loss=1.0)
@@ -34,18 +35,18 @@ def test_what_devices_had_in_use_is_drawn_beside_the_forecast(tmp_path):
     assert "all, measured: 50.0 MiB" in "\n".join(memory(read(str(tmp_path))))
 
 
-def test_what_is_sent_is_told(tmp_path):
-    assert "<td>1.0 MiB</td>" in communication(read(str(records.whole(tmp_path))))
+def test_transfers_are_shown(tmp_path):
+    assert "<td>1.0 MiB</td>" in communication(made(tmp_path))
 
 
-def test_without_a_pipeline_there_is_nothing_to_draw(tmp_path):
-    run = read(str(records.plain(tmp_path)))
+def test_plain_run_has_no_pipeline_sections(tmp_path):
+    run = made(tmp_path, records.plain)
     assert list(schedule(run)) == [] and communication(run) == ""
     (told,) = memory(run)
-    assert "At most 200.0 MiB were in use" in told
+    assert "Peak: 200.0 MiB; nothing was predicted." in told
 
 
-def test_workers_are_told_of_and_the_slow_ones_named(tmp_path):
+def test_slow_workers_are_named(tmp_path):
     record = Record(str(tmp_path))
     records.begin(record)
     found = {"worker": "worker 0 (a:1, stage 0)", "seconds": 0.1, "times": 0.4, "is_slow": False}

@@ -1,4 +1,4 @@
-"""What is appended, and what happens when it cannot be."""
+"""Lines are appended; failures warn once and stop nothing."""
 
 import json
 import os
@@ -17,7 +17,7 @@ def lines(folder):
     return [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
 
 
-def test_every_line_has_its_kind_its_step_and_the_time(tmp_path):
+def test_every_line_has_event_step_and_time(tmp_path):
     record = Record(str(tmp_path))
     record.add("step", step=3, loss=np.float32(0.5))
     line = record.add("heldout", loss=1.5)
@@ -28,7 +28,7 @@ def test_every_line_has_its_kind_its_step_and_the_time(tmp_path):
     assert first["time"] <= second["time"]
 
 
-def test_whatever_is_told_is_json():
+def test_lines_are_json():
     values = {
         "a": float("inf"),
         "b": (np.int64(2), np.float64("nan")),
@@ -47,7 +47,7 @@ def test_whatever_is_told_is_json():
     }
 
 
-def test_what_was_cut_short_is_ended_before_more_is_written(tmp_path):
+def test_cut_line_is_ended_before_the_next(tmp_path):
     (tmp_path / FILE).write_text('{"event": "step", "st')
     Record(str(tmp_path)).add("begin", step=0)
     cut, whole = (tmp_path / FILE).read_text().splitlines()
@@ -55,7 +55,7 @@ def test_what_was_cut_short_is_ended_before_more_is_written(tmp_path):
     assert json.loads(whole)["event"] == "begin"
 
 
-def test_a_folder_that_is_gone_is_told_once_and_tried_again(tmp_path):
+def test_missing_folder_warns_once_and_is_retried(tmp_path):
     folder, told = tmp_path / "run", []
     record = Record(str(folder), told.append)
     for step in range(1, 50):
@@ -70,7 +70,7 @@ def test_a_folder_that_is_gone_is_told_once_and_tried_again(tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_disk_is_told_once(tmp_path):
+def test_full_disk_warns_once(tmp_path):
     (tmp_path / FILE).symlink_to("/dev/full")
     told = []
     record = Record(str(tmp_path), told.append)
@@ -81,7 +81,7 @@ def test_a_full_disk_is_told_once(tmp_path):
     ]
 
 
-def test_a_pipe_that_nobody_reads_stops_nothing(tmp_path):
+def test_pipe_without_reader_does_not_block(tmp_path):
     os.mkfifo(tmp_path / FILE)
     told = []
     Record(str(tmp_path), told.append).add("begin", step=0)
@@ -103,7 +103,7 @@ for step in range(200, 210):
 """
 
 
-def test_a_disk_that_fills_up_in_the_middle_of_a_line_costs_that_line_alone(tmp_path):
+def test_full_disk_in_mid_line_costs_one_line(tmp_path):
     code = [sys.executable, "-c", FILLS_UP, str(tmp_path)]
     done = subprocess.run(code, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "told\n"
@@ -114,8 +114,8 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_line_costs_that_line_alone(tmp_
     assert steps[-10:] == list(range(200, 210)) and steps[0] == 0
 
 
-def test_a_record_that_was_removed_begins_again_in_a_new_folder(tmp_path):
-    """What followed went into a file without a name, and nobody was told."""
+def test_removed_record_starts_again_in_a_new_folder(tmp_path):
+    """Later lines went into a deleted file, without a warning."""
     folder, told, renewed = tmp_path / "run", [], []
     folder.mkdir()
     record = Record(str(folder), told.append, lambda: renewed.append(folder.stat()))
@@ -127,7 +127,7 @@ def test_a_record_that_was_removed_begins_again_in_a_new_folder(tmp_path):
     ]
     folder.mkdir()
     record.add("step", step=101)
-    assert told[1:] == [f"{folder / FILE} was removed; a new one has what follows"] and renewed
+    assert told[1:] == [f"{folder / FILE} was removed; later events go into a new one"] and renewed
     assert [line["event"] for line in lines(folder)] == ["begin", "step"]
     assert (folder / FILE).read_text().startswith(begin)
     # What another training has begun there since is left alone.

@@ -1,4 +1,4 @@
-"""What a record says, also of a training that went back, and of lines that are no use."""
+"""Records are read, also of resumed runs and with invalid lines."""
 
 import json
 
@@ -9,10 +9,11 @@ from pipemesh.report import Record, read
 from pipemesh.report.record import FILE
 from pipemesh.schedule import one_f_one_b, simulate
 from tests.report import records
+from tests.report.records import made
 
 
-def test_a_training_is_read_as_it_was(tmp_path):
-    run = read(str(records.whole(tmp_path)))
+def test_run_is_read_completely(tmp_path):
+    run = made(tmp_path)
     assert (run.name, run.unit, run.step, run.state) == ("Tiny", "tokens", 300, "done, at step 300")
     assert [step for step, _ in run.train["loss"]] == list(range(1, 301))
     assert [step for step, _ in run.heldout["loss"]] == [50, 100, 150, 200, 250, 300]
@@ -21,7 +22,7 @@ def test_a_training_is_read_as_it_was(tmp_path):
     assert run.resumed == [] and run.unread == 0
 
 
-def test_steps_beyond_the_checkpoint_that_was_gone_back_to_are_forgotten(tmp_path):
+def test_resuming_discards_later_steps(tmp_path):
     record = Record(str(tmp_path))
     records.begin(record)
     for step in range(1, 8):
@@ -32,7 +33,7 @@ def test_steps_beyond_the_checkpoint_that_was_gone_back_to_are_forgotten(tmp_pat
     records.begin(record, step=5)
     run = read(str(tmp_path))
     assert run.step == 5 and run.resumed == [5] and not run.told["skipped"]
-    assert run.state.startswith("no end is recorded")
+    assert run.state.startswith("no end is recorded: running, or killed, at step 5")
     record.add("step", step=6, loss=4.0)
     record.add("heldout", step=5, loss=3.0)
     run = read(str(tmp_path))
@@ -44,15 +45,15 @@ def test_steps_beyond_the_checkpoint_that_was_gone_back_to_are_forgotten(tmp_pat
     assert read(str(tmp_path)).train == {}
 
 
-def test_a_killed_training_that_went_on(tmp_path):
-    run = read(str(records.interrupted(tmp_path)))
+def test_killed_and_resumed_run_is_read(tmp_path):
+    run = made(tmp_path, records.interrupted)
     assert [step for step, _ in run.train["loss"]] == list(range(1, 221))
     assert run.resumed == [100] and run.unread == 1
     assert run.state == "stopped by SIGTERM, at step 220"
     assert list(run.told["skipped"]) == [180]
 
 
-def test_the_schedule_is_the_one_that_ran(tmp_path):
+def test_timelines_are_of_the_schedule_that_ran(tmp_path):
     records.whole(tmp_path)
     run = read(str(tmp_path))
     measured, predicted = run.measured(), run.predicted()
@@ -89,7 +90,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("line", BAD)
-def test_lines_of_no_use_are_counted_and_left_out(tmp_path, line):
+def test_invalid_lines_are_counted_and_left_out(tmp_path, line):
     records.plain(tmp_path)
     before = read(str(tmp_path))
     with open(tmp_path / FILE, "a") as file:
@@ -99,7 +100,7 @@ def test_lines_of_no_use_are_counted_and_left_out(tmp_path, line):
     assert (after.train, after.last) == (before.train, before.last)
 
 
-def test_a_line_that_is_just_being_written_is_not_missed(tmp_path):
+def test_unfinished_last_line_is_ignored(tmp_path):
     records.plain(tmp_path)
     before = read(str(tmp_path))
     with open(tmp_path / FILE, "a") as file:
@@ -107,13 +108,13 @@ def test_a_line_that_is_just_being_written_is_not_missed(tmp_path):
     assert read(str(tmp_path)) == before
 
 
-def test_values_that_are_no_numbers_are_no_curves(tmp_path):
+def test_only_numbers_are_curves(tmp_path):
     record = Record(str(tmp_path))
     record.add("step", step=1, loss=float("nan"), word="x", flag=True, more=[1])
     assert read(str(tmp_path)).train == {"loss": [(1, None)]}
 
 
-def test_samples_are_those_of_decoding(tmp_path):
+def test_samples_are_read(tmp_path):
     records.plain(tmp_path)
     lines = [json.dumps({"prompt": "a", "text": "a b"}), "no JSON", '{"prompt": "c"}', "3", ""]
     (tmp_path / "samples.jsonl").write_text("\n".join(lines))
@@ -121,16 +122,16 @@ def test_samples_are_those_of_decoding(tmp_path):
     assert run.samples == [("a", "a b")] and run.unread == 3
 
 
-def test_a_folder_without_a_record_is_one_clear_line(tmp_path):
+def test_folder_without_record_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / FILE).write_text("")
     (tmp_path / "odd" / FILE).mkdir(parents=True)
     for folder, told in (
-        (tmp_path, f"'{tmp_path}' has no {FILE}; give the log directory of a training"),
-        (tmp_path / "file", "is a file; give the log directory of a training"),
-        (tmp_path / "none", "is not there; give the log directory of a training"),
-        (tmp_path / "new", "says nothing of a training yet"),
+        (tmp_path, f"'{tmp_path}' has no {FILE}; give the log directory of a run"),
+        (tmp_path / "file", "is a file; give the log directory of a run"),
+        (tmp_path / "none", "does not exist; give the log directory of a run"),
+        (tmp_path / "new", "has no steps yet; wait for the first one"),
         (tmp_path / "odd", "cannot be read (Is a directory)"),
     ):
         with pytest.raises(ReportError) as error:
@@ -138,7 +139,7 @@ def test_a_folder_without_a_record_is_one_clear_line(tmp_path):
         assert told in str(error.value) and "\n" not in str(error.value)
 
 
-def test_all_steps_that_were_timed_are_read(tmp_path):
+def test_all_timed_steps_are_read(tmp_path):
     record = Record(str(tmp_path))
     records.begin(record)
     table = one_f_one_b(2, 4)

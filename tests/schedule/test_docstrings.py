@@ -12,7 +12,6 @@ import pytest
 import pipemesh.cli
 import pipemesh.schedule
 import pipemesh.schedule.builders
-import pipemesh.schedule.render
 
 MODULES = [
     "pipemesh.cli",
@@ -22,7 +21,7 @@ MODULES = [
         for module in pkgutil.walk_packages(pipemesh.schedule.__path__, "pipemesh.schedule.")
     ),
 ]
-DOORS = [pipemesh.schedule, pipemesh.schedule.builders, pipemesh.schedule.render]
+DOORS = [pipemesh.schedule, pipemesh.schedule.builders]
 PUBLIC = [
     pytest.param(getattr(door, name), id=f"{door.__name__}.{name}")
     for door in DOORS

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipemesh.errors import ScheduleError
+from pipemesh.report import to_html, to_svg, to_terminal, to_trace
 from pipemesh.schedule import (
     Action,
     Costs,
@@ -22,7 +23,6 @@ from pipemesh.schedule import (
 )
 from pipemesh.schedule.csv_forms import CSV_FORMS
 from pipemesh.schedule.placement import loop, vee
-from pipemesh.schedule.render import to_html, to_svg, to_terminal, to_trace
 from pipemesh.schedule.validate import needs
 
 cost = st.integers(0, 6)

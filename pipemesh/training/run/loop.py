@@ -23,7 +23,7 @@ from pipemesh.checkpoint.reader import reason
 from pipemesh.errors import DataError, NotFiniteError, PipemeshError, RescaledError, SaveError
 from pipemesh.lowering.simd.process_talk import highest
 from pipemesh.partition.text import bytes_text
-from pipemesh.schedule.render import to_html, to_trace
+from pipemesh.report import to_html, to_trace
 from pipemesh.training.run.console import objects_alone, waiting
 from pipemesh.training.run.expected import expected
 from pipemesh.training.run.histograms import Histograms

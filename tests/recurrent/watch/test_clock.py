@@ -8,8 +8,8 @@ import tensorflow as tf
 
 from pipemesh.errors import ScheduleError
 from pipemesh.recurrent import ActionClock, Options, Stage, pipeline, pipeline_loss
+from pipemesh.report import to_html, to_trace
 from pipemesh.schedule import forward_only, gpipe, one_f_one_b, simulate, zb_h1
-from pipemesh.schedule.render import to_html, to_trace
 
 pytestmark = pytest.mark.serial
 WAIT = 0.03

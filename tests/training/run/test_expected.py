@@ -8,8 +8,7 @@ import pytest
 from pipemesh.partition import LayerCost
 from pipemesh.plan import Figures, Plan, predict
 from pipemesh.plan.layer_figures import figures_of_costs
-from pipemesh.report import read
-from pipemesh.report.change import Basis, basis_of
+from pipemesh.report import Basis, basis_of, read
 from pipemesh.training import Loop, Options, Trainer
 from pipemesh.training.registered import RegisteredModel
 from tests.training import small_models
@@ -90,7 +89,7 @@ def test_a_step_that_is_timed_says_what_would_help(tmp_path):
     basis = basis_of(found)
     assert isinstance(basis, Basis) and basis.knows_rows
     text = (tmp_path / "run" / "report.html").read_text()
-    assert "Predicted from what was measured of the layers before (five layers)." in text
-    assert "changes were simulated with what actions took" in text
+    assert "Predicted from measurements of the layers (five layers)." in text
+    assert "changes were simulated with the durations of the timed step" in text
     told = refused("train", PLANNED, f"--figures={tmp_path}", f"--logdir={tmp_path / 'other'}")
     assert "cannot be read" in told

@@ -1,8 +1,8 @@
-"""What pages are made of is sound, whatever is in it."""
+"""HTML is sound, whatever text is in it."""
 
 from html.parser import HTMLParser
 
-from pipemesh.report.markup import document, figure, note, section, side_by_side, table
+from pipemesh.report.html_page import document, figure, note, section, side_by_side, table
 
 ODD = "<script>alert('x')</script> & \"y\""
 
@@ -29,7 +29,7 @@ class Checked(HTMLParser):
         self.words.append(data)
 
 
-def test_text_is_text_wherever_it_stands():
+def test_text_is_escaped_everywhere():
     parts = [section(ODD, table([ODD], [[ODD]]), note(ODD)), figure("<svg></svg>", ODD, fold="")]
     found = Checked(document(ODD, parts))
     assert "script" not in found.tags
@@ -37,12 +37,12 @@ def test_text_is_text_wherever_it_stands():
     assert found.words.count(ODD) == 7
 
 
-def test_what_is_empty_is_left_out():
+def test_empty_parts_are_left_out():
     assert section("a", "", "") == "" and side_by_side([]) == ""
     assert "<h2>" not in document("a", [section("b")])
     assert "<th" not in table(["", ""], [["a", "b"]])
 
 
-def test_a_page_loads_nothing():
+def test_document_loads_nothing():
     text = document("a", [])
     assert "http" not in text and "src=" not in text and "<script" not in text

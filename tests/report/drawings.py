@@ -1,4 +1,4 @@
-"""What tests of several drawings read and draw."""
+"""Helpers for tests of drawings."""
 
 import re
 import xml.etree.ElementTree as ET

@@ -1,36 +1,36 @@
-"""What pages are made of: tables, figures, and the page around them."""
+"""HTML pages: skeleton, style, tables and figures.
+
+Pages load nothing, and are light or dark as the browser is.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from html import escape
 
-from pipemesh.report.chart import STYLE
-from pipemesh.schedule.render.palette import (
+from pipemesh.report.svg import (
+    DARK_GRID,
     DARK_INK,
     DARK_MUTED,
     DARK_PAPER,
-    DARK_STYLE,
     GRID,
     INK,
     MUTED,
     PAPER,
 )
-from pipemesh.schedule.render.svg import escape
 
-# Letters of a word that may be broken.
-_LONG = 30
+# Words of more letters may be broken.
+_LONG_WORD = 30
 _STYLE = f"""
 :root {{ color-scheme: light dark; }}
 body {{ color: {INK}; background: {PAPER}; }}
 th, .note, figcaption, summary {{ color: {MUTED}; }}
 td, th {{ border-bottom: 1px solid {GRID}; }}
-{DARK_STYLE}
 @media (prefers-color-scheme: dark) {{
   body {{ color: {DARK_INK}; background: {DARK_PAPER}; }}
   th, .note, figcaption, summary {{ color: {DARK_MUTED}; }}
-  td, th {{ border-color: #4d4d4d; }}
+  td, th {{ border-color: {DARK_GRID}; }}
 }}
-{STYLE}
 body {{ font-family: 'DejaVu Sans', Verdana, Arial, sans-serif; font-size: 14px; margin: 24px;
        max-width: 1216px; }}
 h1 {{ font-size: 22px; margin-bottom: 6px; overflow-wrap: anywhere; }}
@@ -54,13 +54,9 @@ blockquote {{ margin: 10px 0; padding-left: 14px; border-left: 3px solid {GRID};
 """
 
 
-def document(title: str, parts: Iterable[str]) -> str:
-    """A page that loads nothing from anywhere.
-
-    Args:
-        title: its heading.
-        parts: what it shows, as HTML.
-    """
+def document(title: str, parts: Iterable[str], *, style: str = "", script: str = "") -> str:
+    """Returns a page with a heading and parts in HTML; `style` follows the rules of all pages."""
+    content = "\n".join(part for part in parts if part)
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -68,75 +64,59 @@ def document(title: str, parts: Iterable[str]) -> str:
 <meta name="viewport" content="width=device-width">
 <link rel="icon" href="data:,">
 <title>{escape(title)}</title>
-<style>{_STYLE}</style>
+<style>{_STYLE}{style}</style>
 </head>
 <body>
 <h1>{escape(title)}</h1>
-{chr(10).join(part for part in parts if part)}
-</body>
+{content}
+{f"<script>{script}</script>" if script else ""}</body>
 </html>
 """
 
 
 def section(title: str, *parts: str) -> str:
-    """A heading with what belongs below it; "" if that is nothing."""
-    found = [part for part in parts if part]
-    if not found:
+    """Returns a heading with the parts below it; "" if all parts are empty."""
+    shown = [part for part in parts if part]
+    if not shown:
         return ""
-    return "\n".join(["<section>", f"<h2>{escape(title)}</h2>", *found, "</section>"])
+    return "\n".join(["<section>", f"<h2>{escape(title)}</h2>", *shown, "</section>"])
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """Rows of text.
-
-    Args:
-        head: the names of the columns.
-        rows: as long as the head.
-        left: the columns whose text begins at one place.
-
-    Example:
-        >>> table(["a", "b"], [["x", "1"]]).count("<td")
-        2
-    """
+    """Returns a table of text; `left` has the columns that are aligned to the left."""
 
     def looks(number: int, cell: str) -> str:
         if number not in left:
             return ""
         # Only words that no screen has room for are broken.
-        is_long = any(len(word) > _LONG for word in cell.split())
+        is_long = any(len(word) > _LONG_WORD for word in cell.split())
         return " class='left long'" if is_long else " class=left"
 
     def row(tag: str, cells: Sequence[str]) -> str:
-        found = "".join(
+        content = "".join(
             f"<{tag}{looks(number, cell)}"
             f"{' scope=col' if tag == 'th' else ''}>{escape(cell)}</{tag}>"
             for number, cell in enumerate(cells)
         )
-        return f"<tr>{found}</tr>"
+        return f"<tr>{content}</tr>"
 
-    lines = [row("th", head) if any(head) else "", *(row("td", each) for each in rows)]
+    lines = [row("th", head) if any(head) else "", *(row("td", cells) for cells in rows)]
     return "\n".join(["<div class=scroll><table>", *filter(None, lines), "</table></div>"])
 
 
 def note(text: str) -> str:
-    """A sentence beside what is shown."""
+    """Returns a sentence in small print."""
     return f"<p class=note>{escape(text)}</p>"
 
 
-def figure(picture: str, behind: str = "", *, fold: str = "") -> str:
-    """A picture with what belongs to it.
-
-    Args:
-        picture: an SVG element.
-        behind: a sentence below it.
-        fold: HTML below it that is shown when it is asked for.
-    """
-    caption = f"<figcaption>{escape(behind)}</figcaption>" if behind else ""
+def figure(picture: str, caption: str = "", *, fold: str = "") -> str:
+    """Returns a picture with a caption, and with a table that opens on a click (`fold`)."""
+    below = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
     folded = f"<details><summary>as a table</summary>{fold}</details>" if fold else ""
-    return f"<figure>{picture}{caption}{folded}</figure>"
+    return f"<figure>{picture}{below}{folded}</figure>"
 
 
 def side_by_side(parts: Iterable[str]) -> str:
-    """As many beside each other as there is room for; "" if there are none."""
-    found = "\n".join(parts)
-    return f"<div class=two>\n{found}\n</div>" if found else ""
+    """Puts parts beside each other as far as there is room; "" if there are none."""
+    content = "\n".join(parts)
+    return f"<div class=two>\n{content}\n</div>" if content else ""

@@ -1,23 +1,22 @@
-"""The picture: well-formed, with a bar for each stage, and readable numbers of labels."""
+"""The picture of a partition: a bar for each stage, and few labels."""
 
-from xml.etree import ElementTree
+import xml.etree.ElementTree as ET
 
 import pytest
 
 from pipemesh.partition import partition
-from pipemesh.partition.plot import svg
-
-SPACE = "{http://www.w3.org/2000/svg}"
+from pipemesh.report.partition_drawing import partition_to_svg
+from tests.report.drawings import SVG
 
 
 @pytest.mark.parametrize("stages", [1, 4, 200])
 def test_every_stage_has_a_bar_and_few_have_labels(stages):
-    plan = partition([1.5, 2, 0.25] * 100, stages)
-    picture = ElementTree.fromstring(svg({"exact <&>": plan}, unit="s"))
-    bars = [rect for rect in picture.iter(f"{SPACE}rect") if rect.find(f"{SPACE}title") is not None]
+    found = partition([1.5, 2, 0.25] * 100, stages)
+    picture = ET.fromstring(partition_to_svg({"exact <&>": found}, unit="s"))
+    bars = [rect for rect in picture.iter(f"{SVG}rect") if rect.find(f"{SVG}title") is not None]
     assert len(bars) == stages
     assert all(float(bar.get("height")) > 0 and float(bar.get("width")) > 0 for bar in bars)
-    labels = [text.text for text in picture.iter(f"{SPACE}text")]
+    labels = [text.text for text in picture.iter(f"{SVG}text")]
     assert "exact <&>" in labels
     assert "cost (s)" in labels
     assert len(labels) < 70
@@ -26,5 +25,5 @@ def test_every_stage_has_a_bar_and_few_have_labels(stages):
 def test_panels_share_one_scale():
     costs = [1, 1, 1, 5]
     plans = {name: partition(costs, 2, method=name) for name in ("exact", "lingvo")}
-    picture = ElementTree.fromstring(svg(plans))
+    picture = ET.fromstring(partition_to_svg(plans))
     assert picture.get("height") == "500"

@@ -1,4 +1,4 @@
-"""The best change of a plan is found, it fits, and it is one that a training takes."""
+"""Changes of a plan fit and help, from figures, from flops, or from stages alone."""
 
 import shlex
 
@@ -8,8 +8,10 @@ from pipemesh.partition import LayerCost
 from pipemesh.plan import Figures, Plan, Prediction, predict
 from pipemesh.plan.layer_figures import figures_of_costs
 from pipemesh.plan.network import Link
-from pipemesh.report.change import Change, changes
-from pipemesh.report.change.changes import best, best_of_each
+from pipemesh.report import Basis, Change, Record, basis_of, changes, read
+from pipemesh.report.plan_changes import best, best_of_each
+from tests.report import records
+from tests.report.records import made
 
 BATCH = 16
 
@@ -38,7 +40,7 @@ def test_too_few_microbatches_are_named():
     assert found.prediction.seconds < 0.75 * now
 
 
-def test_of_what_was_not_measured_nothing_far_is_tried_and_it_is_said():
+def test_assumptions_are_named_and_limit_the_search():
     plan = Plan("layers:2", num_microbatches=2, boundaries=(0, 3, 6), remat="none")
     every = changes(plan, figures(), BATCH, knows_rows=False, knows_halves=False)
     tried = {e.values["num_microbatches"] for e in every if e.kind == "microbatches"}
@@ -50,7 +52,7 @@ def test_of_what_was_not_measured_nothing_far_is_tried_and_it_is_said():
         assert ("parts" in each.supposed) == (each.prediction.plan.num_stages > 2)
 
 
-def test_a_bad_cut_is_named_and_mended():
+def test_bad_cut_is_named():
     plan = Plan("layers:2", num_microbatches=64, boundaries=(0, 5, 6), remat="none")
     # Of other schedules that cut anew some are shorter by a little, and say more.
     found = named(plan, figures(), 64)
@@ -59,7 +61,7 @@ def test_a_bad_cut_is_named_and_mended():
     assert "cuts" not in {e.kind for e in changes(plan, figures(), BATCH, knows_layers=False)}
 
 
-def test_what_is_computed_again_is_named():
+def test_recomputation_is_named():
     plan = Plan("layers:2", num_microbatches=16, boundaries=(0, 3, 6), remat="full")
     found = named(plan, figures())
     assert (found.kind, found.flags) == ("remat", "--remat=none")
@@ -67,7 +69,7 @@ def test_what_is_computed_again_is_named():
     assert found.prediction.seconds == pytest.approx(0.75 * now, rel=0.02)
 
 
-def test_of_changes_that_help_alike_the_simplest_is_named():
+def test_simplest_of_equal_changes_is_named():
     plan = Plan("layers:1", num_microbatches=4, boundaries=(0, 6))
 
     def change(seconds, supposed="", **values):
@@ -83,14 +85,14 @@ def test_of_changes_that_help_alike_the_simplest_is_named():
     assert best([change(10.5, "halves"), change(11.0)], 10.0).prediction.seconds == 10.5
 
 
-def test_a_schedule_is_named_where_it_is_what_is_left():
+def test_schedule_is_named_if_nothing_else_helps():
     plan = Plan("layers:4", num_microbatches=16, boundaries=(0, 2, 3, 4, 6), remat="none")
     found = named(plan, figures((0.5, 0.5, 1.0, 1.0, 0.5, 0.5)))
     assert found.kind == "schedule" and found.values["schedule"].startswith("z")
     assert found.prediction.seconds < predict(plan, figures(), BATCH).seconds
 
 
-def test_layers_are_cut_anew_where_a_schedule_has_other_stages():
+def test_layers_are_cut_again_for_other_stages():
     plan = Plan("layers:2", num_microbatches=4, boundaries=(0, 3, 6), remat="none")
     every = changes(plan, figures(), BATCH)
     (looped,) = [e for e in every if e.values.get("schedule") == "interleaved:2"]
@@ -99,7 +101,7 @@ def test_layers_are_cut_anew_where_a_schedule_has_other_stages():
     assert Plan.from_values(plan.to_values() | dict(looped.values)) == looped.prediction.plan
 
 
-def test_fewer_stages_and_more_replicas_are_tried_where_links_are_known():
+def test_known_links_allow_fewer_stages_and_more_replicas():
     plan = Plan("layers:2", num_microbatches=2, boundaries=(0, 3, 6), remat="none")
     slow, fast = (figures(transfer=Link(0.0, rate)) for rate in (1.0, 1e9))
     meshes = {e.values["mesh"]: e for e in changes(plan, fast, BATCH) if e.kind == "mesh"}
@@ -119,7 +121,7 @@ def test_fewer_stages_and_more_replicas_are_tried_where_links_are_known():
 
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize("mesh", ["layers:1", "layers:2", "layers:3"])
-def test_every_change_is_a_plan_that_fits_and_its_values_make_it(mesh, remat):
+def test_every_change_fits_and_is_made_by_its_values(mesh, remat):
     plan = Plan(mesh, num_microbatches=4, remat=remat)
     cuts = tuple(6 * n // plan.num_stages for n in range(plan.num_stages + 1))
     plan = Plan(mesh, num_microbatches=4, remat=remat, boundaries=cuts)
@@ -137,10 +139,105 @@ def test_every_change_is_a_plan_that_fits_and_its_values_make_it(mesh, remat):
     assert len({e.kind for e in first}) == len(first) and first[:1] == every[:1]
 
 
-def test_a_table_of_ones_own_is_kept_but_for_named_schedules():
+def test_custom_schedule_changes_only_to_named_ones():
     plan = Plan("layers:2", num_microbatches=2, boundaries=(0, 3, 6), remat="none")
     own = Plan(
         "layers:2", schedule=plan.table, num_microbatches=2, boundaries=(0, 3, 6), remat="none"
     )
     kinds = {each.kind for each in changes(own, figures(), BATCH)}
     assert "microbatches" not in kinds and "schedule" in kinds
+
+
+def run_of(folder, told=(), **changes):
+    """A training whose forecast has what is told, and whose step took 200 ms."""
+    record = Record(str(folder))
+    records.begin(record, plan=records.PLAN | changes)
+    records.forecast(record, told)
+    records.steps(record, 1, 3)
+    records.schedule(record)
+    return read(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("told", "knows"),
+    [
+        (("rows",), [False, False, False, False]),
+        (("rows", "layers"), [False, False, True, True]),
+        (("rows", "layers", "predicted"), [True, True, True, True]),
+    ],
+    ids=["stages", "flops", "figures"],
+)
+def test_timed_step_is_reproduced(tmp_path, told, knows):
+    found = run_of(tmp_path, told)
+    basis = basis_of(found)
+    assert isinstance(basis, Basis), basis
+    assert [
+        basis.knows_rows,
+        basis.knows_halves,
+        basis.knows_layers,
+        basis.knows_memory,
+    ] == knows
+    now = predict(basis.plan, basis.figures, basis.batch)
+    assert 1e3 * now.seconds == pytest.approx(records.TIMED, rel=1e-3)
+    every = basis.changes()
+    assert every[0].prediction.seconds < now.seconds
+    assert any("boundaries" in each.values for each in every) == basis.knows_layers
+    assert any(each.kind == "mesh" for each in every) == basis.knows_rows
+
+
+def test_memory_limit_needs_memory_of_layers(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    limited = run_of(tmp_path / "a", ("rows", "layers", "limit"))
+    basis = basis_of(limited)
+    assert basis.memory == 24e6
+    assert all(max(each.prediction.memory) <= 24e6 for each in basis.changes())
+    # Of stages alone nothing is known, so nothing is left out.
+    assert basis_of(run_of(tmp_path / "b", ("rows", "limit"))).changes()
+
+
+def test_layers_without_bytes_have_unknown_memory(tmp_path):
+    layers = [layer | {"activation_bytes": None} for layer in records.LAYERS]
+    record = Record(str(tmp_path))
+    records.begin(record)
+    record.add("forecast", rows=16, cuts=[0, 2, 4], layers=layers)
+    records.schedule(record)
+    basis = basis_of(read(str(tmp_path)))
+    assert basis.knows_layers and not basis.knows_memory
+
+
+def test_schedule_that_ran_replaces_a_changed_one(tmp_path):
+    found = run_of(tmp_path, ("rows", "layers"), schedule="gpipe")
+    basis = basis_of(found)
+    assert basis.plan.table.rows == found.measured().schedule.rows
+
+
+@pytest.mark.parametrize(
+    ("told", "changes", "why"),
+    [
+        ((), {}, "how large a batch is"),
+        (("rows",), {"lowering": "simd", "schedule": "gpipe"}, "no actions"),
+        (("rows",), {"mesh": "layers:x"}, "layers:x"),
+        (("rows",), {"num_microbatches": "5"}, "make them equal"),
+    ],
+)
+def test_basis_says_why_it_is_missing(tmp_path, told, changes, why):
+    assert why in basis_of(run_of(tmp_path, told, **changes))
+
+
+def test_basis_needs_a_timed_step(tmp_path):
+    assert "--trace_schedule" in basis_of(made(tmp_path, timed=False))
+
+
+def test_recomputing_actions_have_no_forecast(tmp_path):
+    from pipemesh.schedule import one_f_one_b, recompute, simulate
+
+    table = recompute(one_f_one_b(2, 4))
+    record = Record(str(tmp_path))
+    records.begin(record)
+    records.forecast(record, ("rows",))
+    real = simulate(table)
+    costs = real.costs.per_stage(2).durations()
+    times = {"starts": real.starts, "ends": real.ends, "schedule": table.to_text()}
+    record.add("schedule", costs=costs, **times)
+    assert "recompute in actions of their own have no forecast" in basis_of(read(str(tmp_path)))

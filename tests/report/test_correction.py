@@ -1,4 +1,4 @@
-"""Figures that a timed step has corrected give that step back, and say what another would take."""
+"""Corrected figures give a timed step back, and say what another step would take."""
 
 import random
 
@@ -9,8 +9,9 @@ from pipemesh.plan import Figures, Plan, predict
 from pipemesh.plan.layer_figures import Curve, LayerFigures, figures_of_costs
 from pipemesh.plan.network import Link
 from pipemesh.plan.stage_costs import action_costs, stages_of
-from pipemesh.report.change import corrected
-from pipemesh.schedule import Costs, Timeline, simulate, simulate_sharing
+from pipemesh.report import corrected
+from pipemesh.report.correction import alone
+from pipemesh.schedule import Costs, Timeline, gpipe, one_f_one_b, simulate, simulate_sharing, zb_h1
 
 BATCH = 16
 
@@ -67,7 +68,7 @@ def truth(seed=0, cores=None):
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb_h1"])
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize("base", ["flops", "figures"])
-def test_the_step_that_was_timed_is_given_back(schedule, remat, base):
+def test_timed_step_is_reproduced(schedule, remat, base):
     cuts = (0, 2, 6)
     plan = Plan("layers:2", schedule=schedule, num_microbatches=4, boundaries=cuts, remat=remat)
     real = truth()
@@ -84,7 +85,7 @@ def test_the_step_that_was_timed_is_given_back(schedule, remat, base):
     assert found.transfer.seconds(1.0) == pytest.approx(real.transfer.seconds(1.0), rel=1e-2)
 
 
-def test_pauses_between_actions_are_the_overhead_of_each():
+def test_pauses_become_overhead_of_actions():
     plan = Plan("layers:1", num_microbatches=8, boundaries=(0, 6), remat="none")
     real = simulate(plan.table, Costs(0.1, 0.2))
     starts, ends = (
@@ -97,7 +98,7 @@ def test_pauses_between_actions_are_the_overhead_of_each():
     assert predict(plan, found, BATCH).seconds == pytest.approx(8 * 0.3 + 15 * 0.03)
 
 
-def test_devices_that_slowed_each_other_down_do_so_under_other_plans():
+def test_sharing_of_cores_holds_under_other_plans():
     plan = Plan("layers:2", num_microbatches=4, boundaries=(0, 3, 6), remat="none")
     real = truth(cores=1.0)
     shared = step_of(plan, real, True)
@@ -117,7 +118,7 @@ def test_devices_that_slowed_each_other_down_do_so_under_other_plans():
         assert ahead == pytest.approx(wanted, rel=0.06)
 
 
-def test_of_layers_without_any_cost_all_are_alike():
+def test_layers_without_cost_are_equal():
     nothing, line = Curve(((4, 0.0),)), Curve(((4, 1.0),))
     layers = [LayerFigures(str(n), {"F": nothing, "B": nothing}, 0, nothing, line) for n in "abcd"]
     plan = Plan("layers:2", num_microbatches=4, boundaries=(0, 3, 4), remat="none")
@@ -127,7 +128,7 @@ def test_of_layers_without_any_cost_all_are_alike():
     assert [each.takes("B", 4) for each in found.layers] == pytest.approx([0.2] * 4)
 
 
-def test_what_is_outside_of_the_pipeline_is_not_counted_twice():
+def test_optimizer_time_is_not_counted_twice():
     plan = Plan("layers:2", num_microbatches=4, boundaries=(0, 3, 6), remat="none")
     given = truth()
     update = Figures(given.layers, update=1e-3, optimizer=2.0, transfer=given.transfer)
@@ -138,10 +139,76 @@ def test_what_is_outside_of_the_pipeline_is_not_counted_twice():
     assert parts["optimizer"] + parts["fixed"] == pytest.approx(0.03, rel=1e-3)
 
 
-def test_layers_take_something_where_actions_took_less_than_they_should_besides():
+def test_layers_take_time_even_if_overhead_is_too_large():
     """Figures of a slower machine: without layers that take something nothing could be cut."""
     plan = Plan("layers:2", num_microbatches=4, boundaries=(0, 3, 6), remat="none")
     measured = step_of(plan, truth(), real=True)
     found = corrected(flops(action=10.0), plan, BATCH, measured)
     assert all(layer.takes("F", 4) > 0 and layer.takes("B", 4) > 0 for layer in found.layers)
     assert predict(Plan("layers:3", num_microbatches=4), found, BATCH).seconds > 0
+
+
+COSTS = Costs([1.0, 1.3], input_grad=[1.0, 1.2], weight_grad=[0.8, 1.1])
+
+
+@pytest.mark.parametrize("table", [gpipe, one_f_one_b, zb_h1])
+@pytest.mark.parametrize("number", [2, 8])
+@pytest.mark.parametrize("load", [1.0, 1.3, 1.6, 2.0])
+@pytest.mark.parametrize("forward", [1.0, 1.5])
+def test_loads_and_single_durations_are_found(table, number, load, forward):
+    schedule = table(2, number)
+    loads = {"F": forward, "B": load, "I": load, "W": 1.0}
+    step = simulate_sharing(schedule, COSTS, cores=2, loads=loads)
+    costs, found = alone(step, 2, 1)
+    wanted = COSTS.per_stage(2).durations()
+    for kind in {action.kind for row in schedule.rows for action in row}:
+        if number > 2:
+            assert found[kind] == pytest.approx(loads[kind], abs=0.11)
+            times = costs.per_stage(2).durations()[kind]
+            assert times == pytest.approx(wanted[kind], rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_variation_is_not_sharing(seed):
+    step = simulate(one_f_one_b(2, 8), COSTS, jitter=0.1, seed=seed)
+    costs, loads = alone(step, 2, 1)
+    assert max(loads.values()) <= 1.3
+    assert costs.per_stage(2).forward == pytest.approx(COSTS.per_stage(2).forward, rel=0.15)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_loads_are_found_despite_clock_errors(seed):
+    draw = random.Random(seed)
+    step = simulate_sharing(one_f_one_b(2, 8), COSTS, cores=2, loads={"B": 1.8})
+    starts, ends = (
+        tuple(tuple(t + draw.uniform(0, 0.02) for t in row) for row in rows)
+        for rows in (step.starts, step.ends)
+    )
+    _, loads = alone(Timeline(step.schedule, step.costs, starts, ends), 2, 1)
+    assert loads["B"] == pytest.approx(1.8, abs=0.21) and loads["F"] < 1.2
+
+
+def test_too_few_cores_slow_all_devices_under_any_load():
+    step = simulate_sharing(gpipe(4, 8), Costs(1, 2), cores=2)
+    costs, loads = alone(step, 2, 1)
+    assert set(loads.values()) == {1} and costs.per_stage(4).forward == pytest.approx((1,) * 4)
+
+
+def test_separate_cores_need_no_correction():
+    step = simulate(gpipe(2, 4), COSTS)
+    assert alone(step, None, 1) == (COSTS, {"F": 1, "B": 1})
+    assert alone(step, 1, 2)[1] == {"F": 1, "B": 1}
+
+
+def test_several_steps_give_reliable_loads():
+    table = one_f_one_b(2, 2)
+    steps = []
+    for seed in range(5):
+        draw = random.Random(seed)
+        loads = {"B": 1.8}
+        durations = Costs(
+            [draw.gauss(1, 0.1), draw.gauss(1, 0.1)], [draw.gauss(2, 0.1), draw.gauss(2, 0.1)]
+        )
+        steps.append(simulate_sharing(table, durations, cores=2, loads=loads))
+    _, found = alone(steps[0], 2, 1, steps[1:])
+    assert found["B"] == pytest.approx(1.8, abs=0.21) and found["F"] == 1

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from pipemesh.schedule.pictures import IMAGES, main, pictures
+from docs.pictures import IMAGES, main, pictures
 
 ROOT = Path(__file__).parents[2]
 
@@ -13,7 +13,7 @@ def test_pictures_are_up_to_date(tmp_path, capsys):
     assert capsys.readouterr().out.count("wrote") == len(pictures())
     drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
     kept = {path.name: path.read_text() for path in IMAGES.iterdir()}
-    assert drawn == kept, "run python -m pipemesh.schedule.pictures"
+    assert drawn == kept, "run python -m docs.pictures"
 
 
 def test_readmes_show_every_picture():
