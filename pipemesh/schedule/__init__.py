@@ -38,7 +38,6 @@ from pipemesh.schedule.list_schedule import list_schedule
 from pipemesh.schedule.optimal import Optimum, optimal_schedule
 from pipemesh.schedule.recompute import recompute
 from pipemesh.schedule.schedule import Schedule, from_csv, to_csv
-from pipemesh.schedule.sharing import simulate_sharing
 from pipemesh.schedule.simulate import simulate
 from pipemesh.schedule.spec import ScheduleSpec
 from pipemesh.schedule.timeline import Timeline
@@ -67,7 +66,6 @@ __all__ = [
     "recompute",
     "seq_one_f_one_b",
     "simulate",
-    "simulate_sharing",
     "to_csv",
     "v_half",
     "v_min",

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule.action import Action
-from pipemesh.schedule.rounds import rounds
+from pipemesh.schedule.simulate import rounds
 from pipemesh.schedule.schedule import Schedule
 from pipemesh.schedule.table import compile_table
 

@@ -7,7 +7,7 @@ from collections.abc import Container
 
 from pipemesh.schedule.action import Action
 from pipemesh.schedule.communication import check_rendezvous, insert_transfers
-from pipemesh.schedule.rounds import rounds
+from pipemesh.schedule.simulate import rounds
 from pipemesh.schedule.schedule import Schedule
 
 

@@ -8,7 +8,7 @@ from pipemesh.errors import ScheduleError
 from pipemesh.schedule import Schedule, from_csv, gpipe, looped_bfs, v_half, v_min, write_csv, zb_v
 from pipemesh.schedule.builders import BUILDERS, build
 from pipemesh.schedule.csv_forms import CSV_FORMS
-from pipemesh.schedule.lockstep import lockstep
+from pipemesh.schedule.simulate import lockstep
 
 # Typed by hand in PyTorch's compute_comms form: a schedule of two stages, weights sharded.
 TORCH = """\

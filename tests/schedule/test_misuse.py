@@ -18,7 +18,6 @@ from pipemesh.schedule import (
     one_f_one_b,
     recompute,
     simulate,
-    simulate_sharing,
     to_csv,
     validate,
     write_csv,
@@ -35,19 +34,19 @@ MISUSES = [
     (lambda: recompute("1f1b"), "schedule is '1f1b';"),
     (lambda: to_csv("1f1b"), "schedule is '1f1b';"),
     (lambda: write_csv("1f1b", "compute_comms"), "schedule is '1f1b';"),
-    (lambda: simulate_sharing("1f1b", cores=1), "schedule is '1f1b';"),
+    (lambda: simulate("1f1b", cores=1), "schedule is '1f1b';"),
     (lambda: simulate(TABLE, "forward=1"), "costs is 'forward=1'; it must be a Costs"),
-    (lambda: simulate_sharing(TABLE, 5, cores=1), "costs is 5;"),
+    (lambda: simulate(TABLE, 5, cores=1), "costs is 5;"),
     (lambda: lower_bound(5, (0, 1), 4), "costs is 5;"),
     (lambda: list_schedule([1, 2], 2, 4), "costs is [1, 2];"),
     (lambda: simulate(TABLE, jitter="a"), "jitter is 'a'; it must be a number from 0 to 1"),
     (lambda: simulate(TABLE, jitter=np.ones(2)), "jitter is array([1., 1.]);"),
     (lambda: simulate(TABLE, jitter=0.1, seed="a"), "seed is 'a'; it must be an int"),
-    (lambda: simulate_sharing(TABLE, cores=None), "cores is None; it must be a number above 0"),
-    (lambda: simulate_sharing(TABLE, cores=1, crowding="a"), "crowding is 'a';"),
-    (lambda: simulate_sharing(TABLE, cores=1, loads=None), "the load of F is None;"),
-    (lambda: simulate_sharing(TABLE, cores=1, loads={"F": ["a", 1]}), "the load of F is 'a';"),
-    (lambda: simulate_sharing(TABLE, cores=1, loads={"Z": 1}), "unknown kind of action in loads"),
+    (lambda: simulate(TABLE, cores="2"), "cores is '2'; it must be a number above 0"),
+    (lambda: simulate(TABLE, cores=1, crowding="a"), "crowding is 'a';"),
+    (lambda: simulate(TABLE, cores=1, loads=None), "the load of F is None;"),
+    (lambda: simulate(TABLE, cores=1, loads={"F": ["a", 1]}), "the load of F is 'a';"),
+    (lambda: simulate(TABLE, cores=1, loads={"Z": 1}), "unknown kind of action in loads"),
     (lambda: Schedule((("0F0",),), (0,), 1), "rows hold a str; they must hold"),
     (lambda: Schedule(5, (0,), 1), "rows hold a int;"),
     (lambda: Schedule(FORWARD, 5, 1), "stage_devices is 5; it must be a sequence of whole"),
@@ -98,10 +97,10 @@ def test_misuse_is_named_in_one_line(misuse, message):
 def test_any_kind_of_number_is_accepted():
     half = [Fraction(1, 2), Decimal("0.5"), np.float32(0.5), 0.5]
     assert len({simulate(TABLE, Costs(n), jitter=n).makespan for n in half}) == 1
-    shared = {simulate_sharing(TABLE, cores=n, crowding=n, loads=n).makespan for n in half}
+    shared = {simulate(TABLE, cores=n, crowding=n, loads=n).makespan for n in half}
     assert len(shared) == 1
     loads = {"F": half[:2], "B": np.asarray([1.5, 2])}
-    simulate_sharing(TABLE, cores=2, loads=loads)
+    simulate(TABLE, cores=2, loads=loads)
     limits = np.asarray([2, 2])
     found = list_schedule(Costs(), np.int64(2), np.int32(4), limits, stage_devices=np.arange(2))
     assert found == list_schedule(Costs(), 2, 4, [2, 2])

@@ -24,7 +24,7 @@ def alone(
     """What actions would have taken alone, and how many cores one of each kind keeps busy.
 
     While more cores are wanted than there are, all actions that run go on at the rate
-    `cores / wanted`, as in `pipemesh.schedule.simulate_sharing`. The more cores an action keeps
+    `cores / wanted`, as in `pipemesh.schedule.simulate`. The more cores an action keeps
     busy, the faster it is while other devices wait: a `B` has products of matrices that need
     nothing of each other. So the loads are those under which actions of a kind and a stage have
     done most nearly as much as each other, however many others ran.
@@ -39,8 +39,8 @@ def alone(
         Costs, as medians of a stage's actions, and by kind the load of each device, 1 or more.
 
     Example:
-        >>> from pipemesh.schedule import gpipe, simulate_sharing
-        >>> step = simulate_sharing(gpipe(2, 4), Costs(1, 2), cores=2, loads={"F": 1, "B": 1.5})
+        >>> from pipemesh.schedule import gpipe, simulate
+        >>> step = simulate(gpipe(2, 4), Costs(1, 2), cores=2, loads={"F": 1, "B": 1.5})
         >>> costs, loads = alone(step, 2, 1)
         >>> costs.backward, round(loads["B"], 9)
         ((2.0, 2.0), 1.5)

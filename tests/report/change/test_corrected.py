@@ -10,7 +10,7 @@ from pipemesh.plan.layer_figures import Curve, LayerFigures, figures_of_costs
 from pipemesh.plan.network import Link
 from pipemesh.plan.stage_costs import action_costs, stages_of
 from pipemesh.report.change import corrected
-from pipemesh.schedule import Costs, Timeline, simulate, simulate_sharing
+from pipemesh.schedule import Costs, Timeline, simulate
 
 BATCH = 16
 
@@ -30,7 +30,7 @@ def step_of(plan, figures, real):
     costs = action_costs(stages, figures)
     if figures.cores is None:
         return seen(simulate(stages.run, costs), plan) if real else costs
-    return seen(simulate_sharing(stages.run, costs, cores=figures.cores), plan)
+    return seen(simulate(stages.run, costs, cores=figures.cores), plan)
 
 
 def seen(timeline, plan):

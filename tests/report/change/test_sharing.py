@@ -5,7 +5,7 @@ import random
 import pytest
 
 from pipemesh.report.change.sharing import alone
-from pipemesh.schedule import Costs, Timeline, gpipe, one_f_one_b, simulate, simulate_sharing, zb_h1
+from pipemesh.schedule import Costs, Timeline, gpipe, one_f_one_b, simulate, zb_h1
 
 COSTS = Costs([1.0, 1.3], input_grad=[1.0, 1.2], weight_grad=[0.8, 1.1])
 
@@ -17,7 +17,7 @@ COSTS = Costs([1.0, 1.3], input_grad=[1.0, 1.2], weight_grad=[0.8, 1.1])
 def test_loads_and_durations_of_actions_alone_are_found(table, number, load, forward):
     schedule = table(2, number)
     loads = {"F": forward, "B": load, "I": load, "W": 1.0}
-    step = simulate_sharing(schedule, COSTS, cores=2, loads=loads)
+    step = simulate(schedule, COSTS, cores=2, loads=loads)
     costs, found = alone(step, 2, 1)
     wanted = COSTS.per_stage(2).durations()
     for kind in {action.kind for row in schedule.rows for action in row}:
@@ -38,7 +38,7 @@ def test_what_only_varies_is_not_explained_by_sharing(seed):
 @pytest.mark.parametrize("seed", range(3))
 def test_it_is_found_although_clocks_are_a_little_off(seed):
     draw = random.Random(seed)
-    step = simulate_sharing(one_f_one_b(2, 8), COSTS, cores=2, loads={"B": 1.8})
+    step = simulate(one_f_one_b(2, 8), COSTS, cores=2, loads={"B": 1.8})
     starts, ends = (
         tuple(tuple(t + draw.uniform(0, 0.02) for t in row) for row in rows)
         for rows in (step.starts, step.ends)
@@ -48,7 +48,7 @@ def test_it_is_found_although_clocks_are_a_little_off(seed):
 
 
 def test_with_fewer_cores_than_devices_all_are_slow_whatever_the_load():
-    step = simulate_sharing(gpipe(4, 8), Costs(1, 2), cores=2)
+    step = simulate(gpipe(4, 8), Costs(1, 2), cores=2)
     costs, loads = alone(step, 2, 1)
     assert set(loads.values()) == {1} and costs.per_stage(4).forward == pytest.approx((1,) * 4)
 
@@ -68,6 +68,6 @@ def test_of_several_steps_loads_are_surer():
         durations = Costs(
             [draw.gauss(1, 0.1), draw.gauss(1, 0.1)], [draw.gauss(2, 0.1), draw.gauss(2, 0.1)]
         )
-        steps.append(simulate_sharing(table, durations, cores=2, loads=loads))
+        steps.append(simulate(table, durations, cores=2, loads=loads))
     _, found = alone(steps[0], 2, 1, steps[1:])
     assert found["B"] == pytest.approx(1.8, abs=0.21) and found["F"] == 1
