@@ -1,10 +1,23 @@
-"""One cell of a schedule: what a device does to one microbatch of one stage."""
+"""One cell of a schedule: an action, and the values that each kind of action takes and gives.
+
+    kind                 takes                                          gives
+    F  forward           outputs of the stage before                    outputs, kept
+    R  recomputation     kept                                           remade
+    B  full backward     kept or remade, grads of the stage after       grads
+    I  input gradient    kept or remade, grads of the stage after       grads, pending
+    W  weight gradient   pending
+
+`EFFECTS` is this table. Validation, the simulator, transfers and the executor read it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import operator
 import re
+from collections.abc import Container, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
 
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule.checks import check_type
@@ -14,6 +27,84 @@ KINDS = "FBIWR"
 _TEXT = re.compile(rf"(\d{{1,9}})([{KINDS}])(\d{{1,9}})(?:\.(\d{{1,9}}))?", re.ASCII)
 _PARTS = (r"\d{1,9}", f"[{KINDS}]", r"\d{1,9}", r"\.", r"\d{1,9}")
 _PREFIXES = tuple("".join(_PARTS[:length]) for length in range(len(_PARTS), 0, -1))
+
+OUTPUTS = "outputs"
+"""Outputs of a stage, for the stage after it."""
+KEPT = "kept"
+"""What the backward pass of a stage needs of its forward pass; with an `R`, what that needs."""
+REMADE = "remade"
+"""What an `R` makes of it for the backward pass."""
+GRADS = "grads"
+"""Gradients of the inputs of a stage, for the stage before it."""
+PENDING = "pending"
+"""What an `I` leaves for the `W` of its stage."""
+
+
+class Value(NamedTuple):
+    """A kind of value, made by the stage that lies `step` stages further on than the action's."""
+
+    name: str
+    step: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Effect:
+    """The values that actions of one kind take and give.
+
+    Attributes:
+        takes: values that it needs, in a schedule without `R`.
+        gives: values that it makes.
+        slice_step: the distance to the slice of the same microbatch that it needs, too; 0 for none.
+    """
+
+    takes: tuple[Value, ...]
+    gives: tuple[Value, ...]
+    slice_step: int = 0
+
+    def taken(self, is_recomputed: bool) -> tuple[Value, ...]:
+        """Returns the values that it needs; an `R` replaces what the backward pass starts from."""
+        if not is_recomputed or Value(REMADE) in self.gives:
+            return self.takes
+        return tuple(Value(REMADE) if value.name == KEPT else value for value in self.takes)
+
+    @property
+    def neighbour(self) -> Value | None:
+        """The value that comes from another stage."""
+        return next((value for value in self.takes if value.step), None)
+
+    @property
+    def begins_to_hold(self) -> bool:
+        """Whether its device holds activations of the microbatch from its start on."""
+        return not {Value(KEPT), Value(REMADE)}.isdisjoint(self.gives)
+
+    @property
+    def releases(self) -> bool:
+        """Whether its device holds nothing of the microbatch once it has ended."""
+        own = {Value(KEPT), Value(REMADE), Value(PENDING)}
+        return not own.isdisjoint(self.takes) and own.isdisjoint(self.gives)
+
+
+_BACKWARD = (Value(KEPT), Value(GRADS, 1))
+EFFECTS: Mapping[str, Effect] = MappingProxyType(
+    {
+        "F": Effect((Value(OUTPUTS, -1),), (Value(OUTPUTS), Value(KEPT)), slice_step=-1),
+        "B": Effect(_BACKWARD, (Value(GRADS),), slice_step=1),
+        "I": Effect(_BACKWARD, (Value(GRADS), Value(PENDING)), slice_step=1),
+        "W": Effect((Value(PENDING),), ()),
+        "R": Effect((Value(KEPT),), (Value(REMADE),)),
+    }
+)
+"""The table of this module, by kind of action."""
+
+
+def makers(name: str) -> str:
+    """Returns the kinds of action that give a value.
+
+    Example:
+        >>> makers(GRADS)
+        'BI'
+    """
+    return "".join(kind for kind in KINDS if Value(name) in EFFECTS[kind].gives)
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -103,6 +194,54 @@ class Action:
                 f"(one of {KINDS}) and microbatch, for example '2F0', or '2F0.1' with a slice"
             )
         return cls(int(match[1]), match[2], int(match[3]), int(match[4]) if match[4] else None)
+
+
+def needs(
+    action: Action,
+    num_stages: int,
+    split: Container[tuple[int, int]] = (),
+    num_slices: int = 1,
+) -> tuple[Action, ...]:
+    """Returns the actions whose results `action` consumes, at most three.
+
+    The `R` of a backward pass, if there is one, is not among them.
+
+    Args:
+        action: any action.
+        num_stages: number of stages of the schedule.
+        split: the `(stage, microbatch)` pairs whose backward is split into `I` and `W`; only
+            those of the stage that `action`'s gradient comes from, and of its own slices, matter.
+        num_slices: number of slices of every sequence.
+
+    Example:
+        >>> [str(a) for a in needs(Action(0, "B", 3), num_stages=2)]
+        ['0F3', '1B3']
+        >>> [str(a) for a in needs(Action(0, "I", 3), num_stages=2, split={(1, 3)})]
+        ['0F3', '1I3']
+        >>> [str(a) for a in needs(Action(0, "W", 3), num_stages=2)]
+        ['0I3']
+        >>> [str(a) for a in needs(Action(1, "F", 3, 1), num_stages=2)]
+        ['0F3.1', '1F3.0']
+        >>> [str(a) for a in needs(Action(1, "B", 3, 0), num_stages=2, num_slices=2)]
+        ['1F3.0', '1B3.1']
+    """
+
+    def maker(name: str, stage: int) -> str:
+        kinds = makers(name)
+        return kinds if kinds != "BI" else "BI"[(stage, action.microbatch) in split]
+
+    effect = EFFECTS[action.kind]
+    needed = [
+        action.also(maker(name, stage), step)
+        for name, step in effect.takes
+        if 0 <= (stage := action.stage + step) < num_stages
+    ]
+    if action.slice is not None and effect.slice_step:
+        neighbour = action.slice + effect.slice_step
+        if 0 <= neighbour < max(num_slices, action.slice):
+            kind = maker(effect.gives[0].name, action.stage)
+            needed.append(dataclasses.replace(action, kind=kind, slice=neighbour))
+    return tuple(needed)
 
 
 def misfit(text: str) -> int:

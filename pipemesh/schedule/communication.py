@@ -22,8 +22,8 @@ from collections.abc import Sequence
 
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule.action import Action
-from pipemesh.schedule.simulate import rounds
 from pipemesh.schedule.schedule import Schedule
+from pipemesh.schedule.simulate import rounds
 from pipemesh.schedule.table import compile_table
 
 

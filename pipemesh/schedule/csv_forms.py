@@ -28,10 +28,10 @@ from pipemesh.schedule.action import Action
 from pipemesh.schedule.checks import check_type
 from pipemesh.schedule.communication import Receive, Send, Step, insert_transfers
 from pipemesh.schedule.csv_format import LEGS, check_cells, leg_stages
-from pipemesh.schedule.simulate import lockstep
 from pipemesh.schedule.names import check_name
 from pipemesh.schedule.placement import loop, vee
 from pipemesh.schedule.schedule import Schedule, to_csv
+from pipemesh.schedule.simulate import lockstep
 
 CSV_FORMS = ("compute_only", "compute_comms", "zero_bubble")
 """The names of the forms."""

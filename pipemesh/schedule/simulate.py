@@ -213,54 +213,56 @@ class _SharedCores:
         self._crowding = crowding
         self._loads = loads
         self._now = 0.0
-        # By device: the action that runs as (start, what is left of it, load), and the action
-        # that starts at a later time that is known, as (start, duration, load).
-        self._running: dict[int, tuple[float, float, float]] = {}
+        # By device, of the actions that run: their start, what is left of them, and their load.
+        self._starts: dict[int, float] = {}
+        self._left: dict[int, float] = {}
+        self._using: dict[int, float] = {}
+        # By device, of the actions that start at a later time that is known: start, duration, load.
         self._waiting: dict[int, tuple[float, float, float]] = {}
 
     def begin(self, device: int, tick: int, start: float, duration: float) -> None:
         """Starts an action of a device, now or later."""
-        actions = self._waiting if start > self._now else self._running
-        actions[device] = (max(start, self._now), duration, self._loads[device][tick])
+        load = self._loads[device][tick]
+        if start > self._now:
+            self._waiting[device] = (start, duration, load)
+        else:
+            self._run(device, duration, load)
+
+    def _run(self, device: int, duration: float, load: float) -> None:
+        self._starts[device] = self._now
+        self._left[device], self._using[device] = duration, load
 
     def next_ends(self) -> list[tuple[int, float, float]]:
         """Goes on to the next end of an action; returns device, start and end of all that end."""
+        left, using, waiting = self._left, self._using, self._waiting
         ended: list[tuple[int, float, float]] = []
-        while not ended and (self._running or self._waiting):
+        while not ended and (left or waiting):
             rate = self._rate()
-            rates = {d: rate if load else 1.0 for d, (_, _, load) in self._running.items()}
-            due = min(
-                (left / rates[d] for d, (_, left, _) in self._running.items()), default=_NEVER
-            )
-            wake = min((start for start, _, _ in self._waiting.values()), default=_NEVER)
+            rates = {device: rate if load else 1.0 for device, load in using.items()}
+            due = min((seconds / rates[d] for d, seconds in left.items()), default=math.inf)
+            wake = min((start for start, _, _ in waiting.values()), default=math.inf)
             # What ends now ends now, though a difference of times may say a little later.
             step = min(due, wake - self._now)
-            now = self._now + due if due <= wake - self._now else wake
-            for device, (start, left, load) in list(self._running.items()):
-                left -= step * rates[device]
-                if left <= 1e-12 * (now - start):
-                    del self._running[device]
-                    ended.append((device, start, now))
-                else:
-                    self._running[device] = (start, left, load)
-            self._now = now
-            for device in [d for d, (start, _, _) in self._waiting.items() if start <= now]:
-                _, duration, load = self._waiting.pop(device)
-                self._running[device] = (now, duration, load)
+            now = self._now = self._now + due if due <= wake - self._now else wake
+            for device in list(left):
+                left[device] -= step * rates[device]
+                if left[device] <= 1e-12 * (now - self._starts[device]):
+                    del left[device], using[device]
+                    ended.append((device, self._starts[device], now))
+            if wake <= now:
+                for device in [d for d, (start, _, _) in waiting.items() if start <= now]:
+                    _, duration, load = waiting.pop(device)
+                    self._run(device, duration, load)
         return ended
 
     def _rate(self) -> float:
-        """How fast actions proceed, compared with one that runs alone."""
-        loads = [load for _, _, load in self._running.values() if load]
-        wanted = sum(loads)
+        """Returns how fast actions proceed, compared with one that runs alone."""
+        wanted = sum(self._using.values())
         busy = min(wanted, self._cores)
-        if self._crowding and self._cores > 1 and len(loads) > 1:
+        if self._crowding and self._cores > 1 and sum(map(bool, self._using.values())) > 1:
             at_random = self._cores * (1 - (1 - 1 / self._cores) ** wanted)
             busy += self._crowding * min(0.0, at_random - busy)
         return busy / wanted if wanted else 1.0
-
-
-_NEVER = math.inf
 
 
 def _loads_of(loads: Loads, kind: str, stages: int) -> Sequence[float]:

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from pipemesh.errors import ScheduleError
-from pipemesh.schedule.action import KINDS, Action
+from pipemesh.schedule.action import EFFECTS, KINDS, Action, makers
 from pipemesh.schedule.checks import check_type
 from pipemesh.schedule.excerpt import excerpt
 from pipemesh.schedule.schedule import Schedule
@@ -20,7 +20,21 @@ from pipemesh.schedule.schedule import Schedule
 NOTHING = -1
 """The code that stands for: waits for no other stage."""
 
-FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD, RECOMPUTE = range(5)
+FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD, _ = range(len(KINDS))
+# Pairs of kinds, by their index, of which the first makes what the second takes on its own stage.
+_IN_ORDER = tuple(
+    (KINDS.index(maker), KINDS.index(kind))
+    for maker in KINDS
+    for kind in KINDS
+    for name in {v.name for r in (False, True) for v in EFFECTS[kind].taken(r) if not v.step}
+    if maker in makers(name)
+)
+# For each kind the distance to the neighbouring stage that it waits for, and the kinds that make
+# what it takes from there, by their index.
+_NEIGHBOURS = tuple(
+    (0, ()) if value is None else (value.step, tuple(map(KINDS.index, makers(value.name))))
+    for value in (EFFECTS[kind].neighbour for kind in KINDS)
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,18 +202,12 @@ def _missing(schedule: Schedule, action: Action) -> ScheduleError:
 def _check_order(schedule: Schedule, ticks: list[int]) -> None:
     """Within one device: F before R, B and I, R before B and I, I before W, slices in turn."""
     block = schedule.num_stages * schedule.num_pieces
-    rules = (
-        (FORWARD, RECOMPUTE),
-        (FORWARD, BACKWARD),
-        (FORWARD, INPUT_GRAD),
-        (RECOMPUTE, BACKWARD),
-        (RECOMPUTE, INPUT_GRAD),
-        (INPUT_GRAD, WEIGHT_GRAD),
-    )
-    for first, second in rules:
-        for unit in range(block):
-            _check_pair(schedule, ticks[first * block + unit], ticks[second * block + unit], unit)
-    for unit in range(block):
+    for first, second in _IN_ORDER:
+        early, late = (ticks[kind * block : (kind + 1) * block] for kind in (first, second))
+        for unit, (before, after) in enumerate(zip(early, late, strict=True)):
+            if NOTHING < after < before:
+                _check_pair(schedule, before, after, unit)
+    for unit in range(block if schedule.num_slices > 1 else 0):
         if unit % schedule.num_slices:
             before = unit - 1
             _check_pair(schedule, ticks[before], ticks[unit], unit)
@@ -239,17 +247,15 @@ def _neighbours(
         for tick, code in enumerate(row):
             kind, unit = divmod(code, block)
             stage = unit // num_pieces
-            source, step = NOTHING, 0
-            if kind == FORWARD:
-                if stage:
-                    source, step = code - num_pieces, -1
-            elif kind in (BACKWARD, INPUT_GRAD) and stage < num_stages - 1:
-                step = 1
-                full = BACKWARD * block + unit + num_pieces
-                split = INPUT_GRAD * block + unit + num_pieces
-                source = full if ticks[full] != NOTHING else split
-            far = step != 0 and homes[stage + step] != device
-            if step and not far and ticks[source] > tick:
+            source, far = NOTHING, False
+            step, kinds = _NEIGHBOURS[kind]
+            if step and 0 <= stage + step < num_stages:
+                neighbour = unit + step * num_pieces
+                for maker in kinds:
+                    if ticks[maker * block + neighbour] != NOTHING:
+                        source = maker * block + neighbour
+                far = homes[stage + step] != device
+            if source != NOTHING and not far and ticks[source] > tick:
                 raise cell_error(
                     schedule,
                     device,

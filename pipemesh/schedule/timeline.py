@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from pipemesh.errors import ScheduleError
-from pipemesh.schedule.action import Action
+from pipemesh.schedule.action import EFFECTS, Action, makers
 from pipemesh.schedule.bounds import lower_bound
 from pipemesh.schedule.costs import Costs
 from pipemesh.schedule.schedule import Schedule
@@ -319,13 +319,11 @@ class Timeline:
         transfer = self.costs.per_stage(self.schedule.num_stages).transfer
         return end + transfer[action.stage if action.kind == "F" else action.stage - 1]
 
-    @staticmethod
-    def _sources(action: Action) -> tuple[Action, ...]:
-        if action.kind in "RW":
-            return ()  # They need nothing from other stages.
-        if action.kind == "F":
-            return (action.also("F", -1),) if action.stage else ()
-        return tuple(action.also(kind, 1) for kind in "BI")
+    def _sources(self, action: Action) -> tuple[Action, ...]:
+        value = EFFECTS[action.kind].neighbour
+        if value is None or not 0 <= action.stage + value.step < self.schedule.num_stages:
+            return ()
+        return tuple(action.also(kind, value.step) for kind in makers(value.name))
 
 
 def peak_of_row(row: tuple[Action, ...]) -> int:
@@ -371,8 +369,8 @@ def held_changes(
         >>> held_changes(Action(0, "F", 0), frozenset({Action(0, "R", 0)}))
         (1, -1)
     """
-    starts = action.kind in "FR"
-    ends = action.kind in "BW" or (
+    effect = EFFECTS[action.kind]
+    ends = effect.releases or (
         action.kind == "F" and (forward_only or action.also("R") in recomputed)
     )
-    return int(starts), -int(ends)
+    return int(effect.begins_to_hold), -int(ends)

@@ -6,9 +6,9 @@ import pytest
 
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule import Action, Costs, Schedule, looped_bfs, simulate, validate, zb_h1
+from pipemesh.schedule.action import needs
 from pipemesh.schedule.builders.registry import BUILDERS
 from pipemesh.schedule.simulate import lockstep
-from pipemesh.schedule.validate import needs
 
 SIZES = list(itertools.product((1, 2, 4, 5), (1, 3, 4, 8), (1, 2, 3)))
 

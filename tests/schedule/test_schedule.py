@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule import Action, Schedule, execution_order, forward_only, gpipe, validate, zb_v
+from pipemesh.schedule.action import needs
 from pipemesh.schedule.builders import BUILDERS, build
-from pipemesh.schedule.validate import needs
 
 
 @given(st.integers(1, 6), st.integers(1, 9))

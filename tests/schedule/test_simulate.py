@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule import Costs, Schedule, gpipe, interleaved_one_f_one_b, simulate, zb_h1
+from pipemesh.schedule.action import needs
 from pipemesh.schedule.builders import BUILDERS, build
-from pipemesh.schedule.validate import needs
 
 
 def obvious(schedule, costs):

@@ -20,10 +20,10 @@ from pipemesh.schedule import (
     validate,
     write_csv,
 )
+from pipemesh.schedule.action import needs
 from pipemesh.schedule.csv_forms import CSV_FORMS
 from pipemesh.schedule.placement import loop, vee
 from pipemesh.schedule.render import to_html, to_svg, to_terminal, to_trace
-from pipemesh.schedule.validate import needs
 
 cost = st.integers(0, 6)
 

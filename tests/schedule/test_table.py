@@ -6,10 +6,9 @@ from hypothesis import strategies as st
 
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule import Action, Schedule, one_f_one_b
-from pipemesh.schedule.action import KINDS
+from pipemesh.schedule.action import KINDS, needs
 from pipemesh.schedule.builders import BUILDERS, build
 from pipemesh.schedule.table import NOTHING, cell_error, compile_table, deadlock_error
-from pipemesh.schedule.validate import needs
 
 
 def action_of(code, schedule):

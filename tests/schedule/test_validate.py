@@ -18,8 +18,8 @@ from pipemesh.schedule import (
     zb_h1,
     zb_v,
 )
+from pipemesh.schedule.action import needs
 from pipemesh.schedule.builders import BUILDERS, build
-from pipemesh.schedule.validate import needs
 
 A = Action.from_text
 
