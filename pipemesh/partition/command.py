@@ -17,7 +17,7 @@ from pipemesh.partition.plot import svg
 from pipemesh.partition.read import read_costs
 from pipemesh.partition.result import Partition, table
 from pipemesh.partition.solve import partition
-from pipemesh.schedule_names import help_text, parse
+from pipemesh.schedule.names import help_text, parse
 from pipemesh.text import bytes_option
 
 # What `partition` calls the same.

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from pipemesh.schedule.builders import build, one_f_one_b, seq_one_f_one_b
 from pipemesh.schedule.costs import Costs
+from pipemesh.schedule.improve import recompute
 from pipemesh.schedule.list_schedule import list_schedule
-from pipemesh.schedule.recompute import recompute
 from pipemesh.schedule.render import memory_to_svg, to_svg
 from pipemesh.schedule.simulate import simulate
 

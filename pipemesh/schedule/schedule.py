@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule.action import Action, parse_cell
 from pipemesh.schedule.checks import check_counts, check_indices, check_type
-from pipemesh.schedule.csv_format import rows_from_csv, rows_to_csv
 
 _LABEL = re.compile(r"\s*(\d{1,9}):", re.ASCII)
 
@@ -211,41 +210,6 @@ class Schedule:
                 rows.append(_parse_row(line, number, len(rows)))
         return from_rows(rows)
 
-    def to_csv(self) -> str:
-        """Writes the CSV that `torch.distributed.pipelining` loads.
-
-        Returns:
-            See `pipemesh.schedule.to_csv`.
-
-        Raises:
-            ScheduleError: the schedule has slices.
-
-        Example:
-            >>> from pipemesh.schedule import gpipe
-            >>> gpipe(1, 2).to_csv()
-            '0F0,0F1,0B1,0B0\\n'
-        """
-        return to_csv(self)
-
-    @classmethod
-    def from_csv(cls, text: str) -> Schedule:
-        """Parses the CSV that `torch.distributed.pipelining` writes.
-
-        Args:
-            text: the content of the file.
-
-        Returns:
-            The schedule, not yet validated; see `pipemesh.schedule.from_csv`.
-
-        Raises:
-            ScheduleError: a cell is no action, with line and column.
-
-        Example:
-            >>> Schedule.from_csv("0F0,0B0").num_devices
-            1
-        """
-        return from_csv(text)
-
 
 def from_rows(rows: Sequence[Sequence[Action]]) -> Schedule:
     """Builds the schedule whose stage map and microbatch count follow from its rows.
@@ -283,52 +247,6 @@ def from_rows(rows: Sequence[Sequence[Action]]) -> Schedule:
     return Schedule(tuple(map(tuple, rows)), stage_devices, num_microbatches, num_slices)
 
 
-def to_csv(schedule: Schedule) -> str:
-    """Writes one line a device, its actions separated by commas.
-
-    Args:
-        schedule: any schedule.
-
-    Returns:
-        Text to be saved as a file; PyTorch's `_load_csv(file, format="compute_only")` reads it, and
-        refuses recomputations (`0R0`), which it does not know.
-
-    Raises:
-        ScheduleError: the schedule has slices, which PyTorch would read as whole microbatches.
-
-    Example:
-        >>> from pipemesh.schedule import gpipe
-        >>> print(to_csv(gpipe(2, 1)), end="")
-        0F0,0B0
-        1F0,1B0
-    """
-    return rows_to_csv(check_type("schedule", schedule, Schedule).rows)
-
-
-def from_csv(text: str) -> Schedule:
-    """Reads what `write_csv`, PyTorch's `_dump_csv` and the zero-bubble authors' scheduler write.
-
-    PyTorch's cells for overlapped pairs, `(0F1;3B0)OVERLAP_F_B`, become two actions in turn. Its
-    cells for communication are checked against the actions around them and left out.
-
-    Args:
-        text: the content of the file.
-
-    Returns:
-        The schedule, not yet validated; the device that first mentions a stage owns it.
-
-    Raises:
-        ScheduleError: a cell is no action, or communication that does not fit (with line and
-            column), a stage is never mentioned, or there is no action at all.
-
-    Example:
-        >>> print(from_csv("0F0,,0B0\\n,1F0,1B0\\n"))
-        0: 0F0 0B0
-        1: 1F0 1B0
-    """
-    return from_rows(rows_from_csv(check_type("the CSV of a schedule", text, str)))
-
-
 def _parse_row(line: str, number: int, device: int) -> tuple[Action, ...]:
     label = _LABEL.match(line)
     if label is not None and int(label[1]) != device:
@@ -342,3 +260,39 @@ def _parse_row(line: str, number: int, device: int) -> tuple[Action, ...]:
         if cell[0] != ".":
             row.append(parse_cell(cell[0], number, start))
     return tuple(row)
+
+
+def loop(num_devices: int, num_virtual_stages: int = 1) -> tuple[int, ...]:
+    """Stages go round: `0, 1, ..., D - 1, 0, 1, ...`.
+
+    Args:
+        num_devices: `D`.
+        num_virtual_stages: how many stages each device gets.
+
+    Returns:
+        For each stage its device.
+
+    Example:
+        >>> loop(3, 2)
+        (0, 1, 2, 0, 1, 2)
+    """
+    return tuple(range(num_devices)) * num_virtual_stages
+
+
+def vee(num_devices: int) -> tuple[int, ...]:
+    """Stages go down and come back: `0, 1, ..., D - 1, D - 1, ..., 1, 0`.
+
+    The first and the last stage share device 0, so a microbatch's loss is where its first
+    activations are, and the turn at device `D - 1` needs no transfer.
+
+    Args:
+        num_devices: `D`; each device gets two stages.
+
+    Returns:
+        For each stage its device.
+
+    Example:
+        >>> vee(3)
+        (0, 1, 2, 2, 1, 0)
+    """
+    return (*range(num_devices), *reversed(range(num_devices)))

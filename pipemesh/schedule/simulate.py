@@ -10,9 +10,8 @@ from typing import Any
 
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule.action import KINDS, Action
-from pipemesh.schedule.checks import check_number, check_type
+from pipemesh.schedule.checks import check_name, check_number, check_type
 from pipemesh.schedule.costs import Costs
-from pipemesh.schedule.names import check_name
 from pipemesh.schedule.schedule import Schedule
 from pipemesh.schedule.table import NOTHING, Table, compile_table, deadlock_error
 from pipemesh.schedule.timeline import Timeline

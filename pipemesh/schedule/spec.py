@@ -1,15 +1,19 @@
-"""A schedule as a flag or a model's params name it, before devices and microbatches are known."""
+"""A schedule as a flag, a model's params or a file names it."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 
 from pipemesh.errors import ScheduleError
-from pipemesh.schedule.builders.registry import BUILDERS, SLICED, build
-from pipemesh.schedule.checks import check_indices
-from pipemesh.schedule.read import read_schedule
+from pipemesh.schedule.builders import BUILDERS, SLICED, build
+from pipemesh.schedule.checks import check_indices, check_type
+from pipemesh.schedule.costs import Costs, costs_from_text, costs_to_text
+from pipemesh.schedule.csv import from_csv
+from pipemesh.schedule.names import FILE, SEARCHED, parse
 from pipemesh.schedule.schedule import Schedule
-from pipemesh.schedule_names import FILE, SEARCHED, parse
+from pipemesh.schedule.validate import validate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +42,7 @@ class ScheduleSpec:
         """Parses `1f1b`, `gpipe`, `interleaved:2`, `seq1f1b:4`, `file:mine.csv` and the like.
 
         Args:
-            text: a name as in `pipemesh.schedule_names`; after `file:` the path of a table, as CSV
+            text: a name as in `pipemesh.schedule.names`; after `file:` the path of a table, as CSV
                 or as text.
 
         Raises:
@@ -102,3 +106,59 @@ class ScheduleSpec:
                 f"{num_stages} stages are asked for; use the same number"
             )
         return self.build(num_devices, num_microbatches)
+
+
+# A comment in the text; it keeps the costs that the table was simulated with.
+_COSTS = re.compile(r"# costs of an action: (.*)")
+
+
+def text_with_costs(schedule: Schedule, costs: Costs) -> str:
+    """Writes a table as text, with the costs of its actions in a comment before it.
+
+    Example:
+        >>> text = text_with_costs(Schedule.from_text("0F0 0B0"), Costs(2, 3))
+        >>> text.startswith("# costs of an action: forward=2,backward=3,input_grad=1.5,")
+        True
+    """
+    return f"# costs of an action: {costs_to_text(costs)}\n{schedule.to_text()}\n"
+
+
+def read_schedule(path: str) -> Schedule:
+    """Reads the table of a file without its costs; see `read_table`."""
+    return read_table(path)[0]
+
+
+def read_table(path: str) -> tuple[Schedule, Costs | None]:
+    """Reads a file, as `pipemesh schedule` writes it by `--csv` or `--text`.
+
+    Args:
+        path: of the file. One whose name ends in `.csv`, or that has no colon, is read as CSV.
+
+    Returns:
+        The validated schedule, and the costs of its actions if the file says them. CSV says none,
+        because the programs that read it allow no comments.
+
+    Raises:
+        ScheduleError: it cannot be read, is no table, or is no valid one.
+    """
+    file = Path(check_type("path", path, str))
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ScheduleError(
+            f"cannot read {path}: {reason}; give the path of a file such as `pipemesh schedule` "
+            "writes by --csv or --text"
+        ) from error
+    is_csv = file.suffix.lower() == ".csv" or ":" not in text
+    try:
+        if is_csv:
+            return validate(from_csv(text)), None
+        found = _COSTS.search(text)
+        costs = costs_from_text(found[1].strip()) if found else None
+        schedule = validate(Schedule.from_text(text))
+        if costs is not None:
+            costs.per_stage(schedule.num_stages)
+        return schedule, costs
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}: {error}") from error

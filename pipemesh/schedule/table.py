@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule.action import EFFECTS, KINDS, Action, makers
 from pipemesh.schedule.checks import check_type
-from pipemesh.schedule.excerpt import excerpt
 from pipemesh.schedule.schedule import Schedule
 
 NOTHING = -1
@@ -31,7 +30,7 @@ _IN_ORDER = tuple(
 )
 # For each kind the distance to the neighbouring stage that it waits for, and the kinds that make
 # what it takes from there, by their index.
-_NEIGHBOURS = tuple(
+_FROM_NEIGHBOUR = tuple(
     (0, ()) if value is None else (value.step, tuple(map(KINDS.index, makers(value.name))))
     for value in (EFFECTS[kind].neighbour for kind in KINDS)
 )
@@ -248,7 +247,7 @@ def _neighbours(
             kind, unit = divmod(code, block)
             stage = unit // num_pieces
             source, far = NOTHING, False
-            step, kinds = _NEIGHBOURS[kind]
+            step, kinds = _FROM_NEIGHBOUR[kind]
             if step and 0 <= stage + step < num_stages:
                 neighbour = unit + step * num_pieces
                 for maker in kinds:
@@ -314,3 +313,54 @@ def cell_error(schedule: Schedule, device: int, tick: int, reason: str) -> Sched
     return ScheduleError(
         f"device {device}, tick {tick}: {action} {reason}\n{excerpt(schedule, device, tick)}"
     )
+
+
+# How many rows and ticks around a cell an error shows.
+_ROWS_AROUND = 1
+_TICKS_AROUND = 3
+
+
+def excerpt(schedule: Schedule, device: int, tick: int) -> str:
+    """Draws the rows and ticks around a cell and marks it with brackets.
+
+    Args:
+        schedule: any schedule, valid or not.
+        device: the row of the cell.
+        tick: the position of the cell in its row; may be one past its end.
+
+    Returns:
+        A few lines: a header with ticks, then one line a device.
+
+    Example:
+        >>> from pipemesh.schedule import gpipe
+        >>> print(excerpt(gpipe(2, 2), device=1, tick=2))
+          tick        0     1     2     3
+          device 0:  0F0   0F1   0B1   0B0
+          device 1:  1F0   1F1  [1B1]  1B0
+    """
+    devices = range(
+        max(0, device - _ROWS_AROUND), min(schedule.num_devices, device + _ROWS_AROUND + 1)
+    )
+    longest = max(len(schedule.rows[d]) for d in devices)
+    ticks = range(
+        max(0, tick - _TICKS_AROUND), max(min(longest, tick + _TICKS_AROUND + 1), tick + 1)
+    )
+    table = [["tick", *(f" {t} " for t in ticks)]]
+    for d in devices:
+        row = schedule.rows[d]
+        cells = [str(row[t]) if t < len(row) else "." for t in ticks]
+        table.append(
+            [f"device {d}:"]
+            + [
+                f"[{cell}]" if (d, t) == (device, tick) else f" {cell} "
+                for t, cell in zip(ticks, cells, strict=True)
+            ]
+        )
+    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
+    lines = [
+        "  "
+        + f"{line[0]:<{widths[0]}} "
+        + " ".join(f"{cell:^{width}}" for cell, width in zip(line[1:], widths[1:], strict=True))
+        for line in table
+    ]
+    return "\n".join(line.rstrip() for line in lines)

@@ -8,8 +8,7 @@ import pytest
 
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule import Action, execution_order
-from pipemesh.schedule.builders import BUILDERS, build
-from pipemesh.schedule.builders.registry import SLICED
+from pipemesh.schedule.builders import BUILDERS, SLICED, build
 from pipemesh.schedule.repeats import Loop, find_loops
 
 

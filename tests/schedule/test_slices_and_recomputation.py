@@ -21,9 +21,9 @@ from pipemesh.schedule import (
     write_csv,
 )
 from pipemesh.schedule.action import needs
-from pipemesh.schedule.csv_forms import CSV_FORMS
-from pipemesh.schedule.placement import loop, vee
+from pipemesh.schedule.csv import CSV_FORMS
 from pipemesh.schedule.render import to_html, to_svg, to_terminal, to_trace
+from pipemesh.schedule.schedule import loop, vee
 
 cost = st.integers(0, 6)
 
