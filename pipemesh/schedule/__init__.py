@@ -1,4 +1,4 @@
-"""Who does what when: schedules as frozen, proved, simulated and drawn tables of actions.
+"""Schedules: frozen tables of actions that are proved, simulated, searched, written and drawn.
 
 Pure Python: importing this room loads neither TensorFlow nor lingvo. The published schedules are
 in `pipemesh.schedule.builders` (and here), the drawings in `pipemesh.schedule.render`.

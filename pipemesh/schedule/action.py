@@ -31,13 +31,13 @@ _PREFIXES = tuple("".join(_PARTS[:length]) for length in range(len(_PARTS), 0, -
 OUTPUTS = "outputs"
 """Outputs of a stage, for the stage after it."""
 KEPT = "kept"
-"""What the backward pass of a stage needs of its forward pass; with an `R`, what that needs."""
+"""Values of a forward pass that the backward pass of its stage needs; with an `R`, its inputs."""
 REMADE = "remade"
-"""What an `R` makes of it for the backward pass."""
+"""Values that an `R` computes again for the backward pass of its stage."""
 GRADS = "grads"
 """Gradients of the inputs of a stage, for the stage before it."""
 PENDING = "pending"
-"""What an `I` leaves for the `W` of its stage."""
+"""Values that an `I` leaves for the `W` of its stage."""
 
 
 class Value(NamedTuple):
@@ -74,12 +74,12 @@ class Effect:
 
     @property
     def begins_to_hold(self) -> bool:
-        """Whether its device holds activations of the microbatch from its start on."""
+        """Returns True if its device holds activations of the microbatch from its start on."""
         return not {Value(KEPT), Value(REMADE)}.isdisjoint(self.gives)
 
     @property
     def releases(self) -> bool:
-        """Whether its device holds nothing of the microbatch once it has ended."""
+        """Returns True if its device holds nothing of the microbatch once it has ended."""
         own = {Value(KEPT), Value(REMADE), Value(PENDING)}
         return not own.isdisjoint(self.takes) and own.isdisjoint(self.gives)
 
@@ -151,16 +151,11 @@ class Action:
 
     @property
     def piece_text(self) -> str:
-        """The microbatch, and the slice if there is one, as in the action's text.
-
-        Example:
-            >>> Action(2, "F", 0, 1).piece_text
-            '0.1'
-        """
+        """Returns the microbatch, and the slice if there is one, as in the action's text."""
         return str(self.microbatch) if self.slice is None else f"{self.microbatch}.{self.slice}"
 
     def also(self, kind: str, step: int = 0) -> Action:
-        """Another kind of action for the same microbatch and slice, `step` stages further on.
+        """Returns another kind of action for the same piece, `step` stages further on.
 
         Example:
             >>> str(Action(2, "F", 0).also("B", 1))
@@ -190,7 +185,7 @@ class Action:
         match = _TEXT.fullmatch(check_type("an action's text", text, str))
         if match is None:
             raise ScheduleError(
-                f"column {misfit(text) + 1}: {text!r} is no action; write stage, kind "
+                f"column {misfit(text) + 1}: {text!r} is not an action; write stage, kind "
                 f"(one of {KINDS}) and microbatch, for example '2F0', or '2F0.1' with a slice"
             )
         return cls(int(match[1]), match[2], int(match[3]), int(match[4]) if match[4] else None)
@@ -202,16 +197,9 @@ def needs(
     split: Container[tuple[int, int]] = (),
     num_slices: int = 1,
 ) -> tuple[Action, ...]:
-    """Returns the actions whose results `action` consumes, at most three.
+    """Returns the actions whose results `action` consumes, at most three and without its `R`.
 
-    The `R` of a backward pass, if there is one, is not among them.
-
-    Args:
-        action: any action.
-        num_stages: number of stages of the schedule.
-        split: the `(stage, microbatch)` pairs whose backward is split into `I` and `W`; only
-            those of the stage that `action`'s gradient comes from, and of its own slices, matter.
-        num_slices: number of slices of every sequence.
+    `split` holds the (stage, microbatch) pairs whose backward is split into `I` and `W`.
 
     Example:
         >>> [str(a) for a in needs(Action(0, "B", 3), num_stages=2)]
@@ -245,12 +233,7 @@ def needs(
 
 
 def misfit(text: str) -> int:
-    """The index of the first character at which `text` stops being an action.
-
-    Example:
-        >>> misfit("2X0")
-        1
-    """
+    """Returns the index of the first character at which `text` stops being an action."""
     for pattern in _PREFIXES:
         match = re.match(pattern, text, re.ASCII)
         if match is not None:
@@ -259,15 +242,7 @@ def misfit(text: str) -> int:
 
 
 def parse_cell(text: str, line: int, start: int) -> Action:
-    """Parses one action that begins at index `start` of line `line`.
-
-    Raises:
-        ScheduleError: with the line and the column, both from 1, of the first misfit.
-
-    Example:
-        >>> str(parse_cell("2F0", line=1, start=3))
-        '2F0'
-    """
+    """Parses an action at index `start` of line `line`; errors name line and column."""
     try:
         return Action.from_text(text)
     except ScheduleError as error:

@@ -45,18 +45,15 @@ def repeated(
     num_microbatches: int,
     limits: Sequence[int],
 ) -> list[Schedule]:
-    """The schedules that come from a block, by three ways to fill the ends.
+    """Returns the schedules that come from a block, by three ways to fill the ends.
 
     Args:
         placement: for each stage its device.
         offsets: for each of the `2 S` steps the tick at which the first microbatch does it.
         period: ticks from one microbatch to the next; steps of a device differ by it.
         num_microbatches: at least 1.
-        limits: for each device how many (stage, microbatch) pairs it may hold.
-
-    Returns:
-        Complete schedules within the limits, not yet validated. None if the block itself
-        holds too much.
+        limits: for each device the most (stage, microbatch) pairs it may hold; a way that would
+            hold more is left out.
 
     Example:
         >>> print(repeated([0, 0], [0, 1, 2, 3], 6, 2, [2])[0])
@@ -78,7 +75,7 @@ def repeated(
 def _pulled(
     plain: list[dict[_Step, int]], devices: Sequence[int], limits: Sequence[int]
 ) -> list[dict[_Step, int]]:
-    """Everything before the first microbatch is back at its start, as early as memory permits."""
+    """Moves everything before the first gradient of stage 0 as early as memory permits."""
     boards = [
         _Board(times, len(devices) // 2, limit) for times, limit in zip(plain, limits, strict=True)
     ]
@@ -98,7 +95,7 @@ def _pulled(
 
 
 class _Board:
-    """One device's ticks, weight gradients included: where what is, and how much is held."""
+    """One device's ticks, weight gradients included: the step at each, and how much is held."""
 
     def __init__(self, times: dict[_Step, int], num_stages: int, limit: int) -> None:
         self.times = dict(times)
@@ -154,10 +151,10 @@ class _Board:
 
 
 class _Walk:
-    """Lets the devices act tick by tick, each in the order of a draft as far as it can.
+    """Devices that act tick by tick, each in the order of a draft as far as it can.
 
     Until the last microbatch has entered, a device waits for the next step of its draft, if it is
-    punctual also until the draft's tick; after that it takes whichever step is ready first. A
+    punctual also until the draft's tick; after that it takes the step that is ready first. A
     weight gradient is done where nothing else is.
     """
 
@@ -188,7 +185,7 @@ class _Walk:
         self._rows: list[list[Action]] = [[] for _ in draft]
 
     def rows(self) -> list[list[Action]] | None:
-        """For each device its actions; None if devices that are full wait for each other."""
+        """Returns for each device its actions; None if full devices wait for each other."""
         latest = max(todo[-1][0] for todo in self._todo)
         for tick in itertools.count():
             if not any(self._todo) and not any(self._owed):
@@ -202,7 +199,7 @@ class _Walk:
         return None
 
     def _choose(self, device: int, tick: int, entered: bool) -> int | None:
-        """Which of the steps that a device has still to do is next."""
+        """Returns the index of the next step among those that a device has still to do."""
         todo = self._todo[device]
         for index in range(len(todo) if entered else min(1, len(todo))):
             due, place, microbatch = todo[index]
@@ -246,18 +243,15 @@ class _Walk:
 def even_blocks(
     placement: Sequence[int], num_devices: int, limits: Sequence[int], most: int
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """Even blocks that hold about as much as devices may.
+    """Returns the periods and offsets of even blocks that hold about as much as devices may.
 
     Args:
         placement: for each stage its device; each leg must meet every device once.
-        num_devices: how many devices there are.
-        limits: for each device how many (stage, microbatch) pairs it may hold.
-        most: how many blocks are wanted.
-
-    Returns:
-        The period of each and its offsets, as `pipemesh.schedule.blocks.repeated` takes them. Those
-        that hold most come first, for they wait least. None if the placement is neither a loop nor
-        a V, or has more than two stages a device.
+        num_devices: number of devices.
+        limits: for each device the most (stage, microbatch) pairs it may hold.
+        most: number of blocks that are wanted; the ones that hold most come first, because they
+            wait least. There are none if the placement is neither a loop nor a V, or has more than
+            two stages a device.
 
     Example:
         >>> even_blocks((0, 1), 2, [2, 1], most=1)
@@ -306,7 +300,7 @@ def _never_meet(offsets: Sequence[int], devices: Sequence[int], period: int) -> 
 def _held(
     offsets: Sequence[int], devices: Sequence[int], period: int, limits: Sequence[int]
 ) -> float:
-    """About what share of its limit the fullest device holds in the steady state."""
+    """Returns about which share of its limit the fullest device holds in the steady state."""
     ticks = [0.0] * len(limits)
     half = len(devices) // 2
     for stage in range(half):

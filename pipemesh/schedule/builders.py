@@ -32,7 +32,7 @@ from pipemesh.schedule.validate import validate
 
 
 def gpipe(num_devices: int, num_microbatches: int) -> Schedule:
-    """All forwards, then all backwards, last microbatch first; one stage a device.
+    """GPipe: first forwards, then backwards, last microbatch first; one stage a device.
 
     Makespan `(M + D - 1)(f + b)`, bubble `(D - 1)(f + b)`; every device holds the activations
     of all `M` microbatches. Holds for every `M`.
@@ -411,7 +411,7 @@ def _zero_bubble(
     warm_up: Callable[[int, int], int],
     delay: Callable[[int], int],
 ) -> Schedule:
-    """Forwards, then rounds of one `I`, one `W` that lags by `delay` microbatches, one `F`.
+    """Builds rounds of one `I`, one `W` that lags by `delay` microbatches, and one `F`.
 
     A device holds `warm_up + delay` microbatches; both published schedules choose the delay so
     that this is the same number on every device.
@@ -436,7 +436,7 @@ def _zero_bubble(
 
 
 class _Row:
-    """One device's row under construction: counts what each of its two stages has done.
+    """One device's row under construction: counts the actions of each of its two stages.
 
     `down` and `up` are the device's stages on the two legs of the V. Asking for an action of
     a microbatch that does not exist does nothing, which is how a schedule copes with fewer
@@ -452,30 +452,30 @@ class _Row:
         self._owed: deque[Action] = deque()
 
     def left(self, stage: int, kind: str) -> int:
-        """How many forwards (`F`) or backwards (`B`, whole or split) a stage has still to do."""
+        """Returns the number of forwards (`F`) or backwards (`B`, also split) left on a stage."""
         return self._num_microbatches - self._next[stage, kind]
 
     def forward(self, stage: int) -> None:
-        """The next forward of a stage."""
+        """Adds the next forward of a stage."""
         if self.left(stage, "F"):
             self.actions.append(Action(stage, "F", self._next[stage, "F"]))
             self._next[stage, "F"] += 1
 
     def backward(self, stage: int) -> None:
-        """The next full backward of a stage."""
+        """Adds the next full backward of a stage."""
         if self.left(stage, "B"):
             self.actions.append(Action(stage, "B", self._next[stage, "B"]))
             self._next[stage, "B"] += 1
 
     def input_grad(self, stage: int) -> None:
-        """The next input gradient of a stage; its weight gradient is owed from now on."""
+        """Adds the next input gradient of a stage; its weight gradient is owed from now on."""
         if self.left(stage, "B"):
             self.actions.append(Action(stage, "I", self._next[stage, "B"]))
             self._owed.append(Action(stage, "W", self._next[stage, "B"]))
             self._next[stage, "B"] += 1
 
     def weight_grad(self, stage: int | None = None) -> None:
-        """The oldest weight gradient that is owed, of one stage or of either."""
+        """Adds the oldest weight gradient that is owed, of one stage or of either."""
         for action in self._owed:
             if stage in (None, action.stage):
                 self._owed.remove(action)
@@ -483,7 +483,7 @@ class _Row:
                 return
 
     def all_weight_grads(self) -> None:
-        """All weight gradients that are still owed, oldest first."""
+        """Adds all weight gradients that are still owed, oldest first."""
         while self._owed:
             self.weight_grad()
 
@@ -704,23 +704,23 @@ def v_half(num_devices: int, num_microbatches: int) -> Schedule:
 
 
 def _shortest(offsets: Sequence[int], num_microbatches: int, limit: int) -> Schedule:
-    """Which way to fill the ends is the shortest depends on `M` and `D`."""
+    """Returns the shortest of the ways to fill the ends, which depends on `M` and `D`."""
     num_devices = len(offsets) // 4
     limits = [limit] * num_devices
-    found = repeated(vee(num_devices), offsets, _PERIOD, num_microbatches, limits)
-    return validate(min(found, key=lambda schedule: simulate(schedule).makespan))
+    schedules = repeated(vee(num_devices), offsets, _PERIOD, num_microbatches, limits)
+    return validate(min(schedules, key=lambda schedule: simulate(schedule).makespan))
 
 
 @dataclasses.dataclass(frozen=True)
 class Builder:
-    """A named builder and how many stages it puts on a device.
+    """A named builder and the number of stages that it puts on a device.
 
     Attributes:
         function: takes device and microbatch counts, and `num_virtual_stages` if it is open.
         virtual_stages: stages a device, or the default where the caller may choose.
-        takes_virtual_stages: whether the caller may choose.
-        trains: whether it goes backward, too.
-        num_slices: into how many slices it cuts sequences by default; 1 if it does not.
+        takes_virtual_stages: True if the caller may choose.
+        trains: True if it has backward actions.
+        num_slices: default number of slices of every sequence; 1 for whole sequences.
     """
 
     function: Callable[..., Schedule]
@@ -752,9 +752,9 @@ def _builder(function: Callable[..., Schedule]) -> Builder:
 
 
 BUILDERS: dict[str, Builder] = {f.__name__: _builder(f) for f in _FUNCTIONS}
-"""Every published schedule of whole sequences by its name: any stages can be run by it."""
+"""Every published schedule of whole sequences by its name; it runs any stages."""
 SLICED: dict[str, Builder] = {f.__name__: _builder(f) for f in (seq_one_f_one_b,)}
-"""Those that cut sequences into slices, which only some stages take."""
+"""Schedules that cut sequences into slices, which only some stages take."""
 
 
 def build(
@@ -764,11 +764,11 @@ def build(
 
     Args:
         name: as in `pipemesh.schedule.names`, for example `1f1b`, `interleaved:2` or
-            `seq1f1b:4`, of which the number is that of slices.
+            `seq1f1b:4`, where the number is that of slices.
         num_devices: at least 1.
         num_microbatches: at least 1.
-        num_virtual_stages: stages a device; by default what the name says, or else what the
-            builder has as default.
+        num_virtual_stages: stages a device; by default the number in the name, or else the
+            default of the builder.
 
     Returns:
         The validated schedule.
@@ -797,7 +797,7 @@ def build(
         return builder.function(num_devices, num_microbatches, number)
     if number != builder.virtual_stages:
         raise ScheduleError(
-            f"num_virtual_stages is {number}, but {parsed.name} has always "
+            f"num_virtual_stages is {number}, but {parsed.name} always has "
             f"{builder.virtual_stages} a device; leave it out"
         )
     return builder.function(num_devices, num_microbatches)

@@ -90,17 +90,17 @@ class Costs:
 
     @property
     def num_stages(self) -> int | None:
-        """How many stages the costs are for; None if every cost is one number."""
+        """Number of stages that the costs are for; None if every cost is one number."""
         for value in dataclasses.astuple(self):
             if isinstance(value, tuple):
                 return len(cast(tuple[float, ...], value))
         return None
 
     def per_stage(self, num_stages: int) -> StageCosts:
-        """One value a stage for everything.
+        """Spreads every cost to one value a stage.
 
         Args:
-            num_stages: how many stages there are.
+            num_stages: number of stages.
 
         Returns:
             The costs, each as a tuple of that length.
@@ -129,15 +129,14 @@ class Costs:
         return StageCosts(*spread)
 
     def refined(self, pieces: int, num_slices: int = 1) -> Costs:
-        """The costs of the same model with each stage cut into equal pieces.
+        """Returns the costs of the same model with each stage cut into equal pieces.
 
-        What a schedule with one stage a device costs, told for a schedule with `pieces` stages
-        a device: durations are divided, and every boundary between pieces costs the transfer
-        of the stage that was cut.
+        Durations are divided by the number of pieces, and every boundary between pieces costs the
+        transfer of the stage that was cut.
 
         Args:
-            pieces: how many new stages each old stage becomes, at least 1.
-            num_slices: into how many slices of equal cost sequences are cut, at least 1. All
+            pieces: number of new stages that each old stage becomes, at least 1.
+            num_slices: number of slices of equal cost into which sequences are cut, at least 1. All
                 durations are divided, transfers too: each carries its share of the sequence.
 
         Returns:
@@ -168,7 +167,7 @@ class Costs:
 
 @dataclasses.dataclass(frozen=True)
 class StageCosts:
-    """Costs spelled out: one value a stage for everything; see `Costs`."""
+    """Costs with one value a stage for everything; see `Costs`."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -178,7 +177,7 @@ class StageCosts:
     recompute: tuple[float, ...]
 
     def durations(self) -> dict[str, tuple[float, ...]]:
-        """For each kind of action its duration on each stage."""
+        """Returns for each kind of action its duration on each stage."""
         return {
             "F": self.forward,
             "B": self.backward,
@@ -220,7 +219,7 @@ def _checked(name: str, value: Any) -> float | tuple[float, ...]:
 def _combine(
     one: float | tuple[float, ...], two: float | tuple[float, ...], sign: float
 ) -> float | tuple[float, ...]:
-    """`one + sign * two`, spreading a single number over the values of the other."""
+    """Returns `one + sign * two`, spreading a single number over the values of the other."""
     if not isinstance(one, tuple) and not isinstance(two, tuple):
         return one + sign * two
     length = len(one) if isinstance(one, tuple) else len(two) if isinstance(two, tuple) else 0
@@ -250,19 +249,10 @@ _SHORT = {name[0]: name for name in FIELDS}
 
 
 def costs_from_text(text: str) -> Costs:
-    """Parses `forward=1,backward=2,transfer=0.1`.
+    """Parses costs; errors name the column.
 
     Values are numbers, or several numbers with colons between, one a stage. Names may be cut to
     their first letter, or left out if the values come in the order of `Costs`.
-
-    Args:
-        text: the word.
-
-    Returns:
-        The costs.
-
-    Raises:
-        ScheduleError: a name is unknown or twice, or a value is no number; with the column.
 
     Example:
         >>> costs_from_text("1,2").backward
@@ -295,12 +285,7 @@ def costs_from_text(text: str) -> Costs:
 
 
 def costs_to_text(costs: Costs) -> str:
-    """Writes costs as `costs_from_text` parses them, without loss.
-
-    Example:
-        >>> costs_to_text(Costs(forward=[1, 2.5], backward=2))[:31]
-        'forward=1:2.5,backward=2,input_'
-    """
+    """Writes costs as `costs_from_text` parses them, without loss."""
     return ",".join(f"{name}={_joined(getattr(costs, name))}" for name in FIELDS)
 
 
@@ -316,7 +301,7 @@ def _values(text: str, where: str) -> float | tuple[float, ...]:
             values.append(float(item))
         except ValueError:
             raise ScheduleError(
-                f"{where}: {item.strip()!r} is no number; write for example forward=1,backward=2, "
-                "or forward=1:1:2:1 for one value a stage"
+                f"{where}: {item.strip()!r} is not a number; write for example forward=1,"
+                "backward=2, or forward=1:1:2:1 for one value a stage"
             ) from None
     return tuple(values) if len(values) > 1 else values[0]

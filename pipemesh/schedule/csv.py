@@ -114,12 +114,7 @@ def from_csv(text: str) -> Schedule:
 
 
 def _check_cells(rows: Sequence[Sequence[Action]], form: str) -> None:
-    """Refuses actions that a form of CSV has no cells for.
-
-    Raises:
-        ScheduleError: an action is for a slice, which PyTorch would take for all of its microbatch,
-            or recomputes, in another form than `compute_only`.
-    """
+    """Rejects slices and, but for `compute_only`, recomputations, for which there are no cells."""
     for action in (action for row in rows for action in row):
         if action.slice is not None or (action.kind == "R" and form != "compute_only"):
             what = "a recomputation" if action.slice is None else "a slice"
@@ -165,7 +160,7 @@ def _row(line: _Line, number: int) -> tuple[Action, ...]:
                 raise ScheduleError(f"{where} is for a stage that this device does not run")
             continue
         if text in seen:
-            raise ScheduleError(f"{where} stands twice in this row; drop one of them")
+            raise ScheduleError(f"{where} is twice in this row; drop one of them")
         seen.add(text)
         stage, what, way, microbatch = transfer.groups()
         tick = places.get((int(stage), way, int(microbatch)))
@@ -186,7 +181,7 @@ def _senders(row: Sequence[Action]) -> Iterator[tuple[int, Action]]:
 def _leg_stages(
     device: int, num_devices: int, num_stages: int
 ) -> list[tuple[str, tuple[str, int]]]:
-    """For each letter of `_LEGS` that a device uses the kind and the stage that it stands for.
+    """Returns for each letter of `_LEGS` that a device uses its kind and its stage.
 
     Example:
         >>> _leg_stages(0, 2, 2)
@@ -204,7 +199,7 @@ def _leg_stages(
 
 
 def _rows_of_legs(lines: list[_Line]) -> list[tuple[Action, ...]]:
-    """Rows in the letters of the zero-bubble authors; small ones tell that it is a V."""
+    """Reads rows in the letters of the zero-bubble authors; small letters mean a V."""
     is_vee = any(text[0] in "fbw" for line in lines for _, text in line)
     rows: list[tuple[Action, ...]] = []
     for device, line in enumerate(lines):
@@ -214,8 +209,8 @@ def _rows_of_legs(lines: list[_Line]) -> list[tuple[Action, ...]]:
             leg = _LEG.fullmatch(text)
             if leg is None:
                 raise ScheduleError(
-                    f"line {device + 1}, column {start + 1}: {text!r} is no action; write one of "
-                    f"{_LEGS} and a microbatch, for example 'F0', in every cell"
+                    f"line {device + 1}, column {start + 1}: {text!r} is not an action; write one "
+                    f"of {_LEGS} and a microbatch, for example 'F0', in every cell"
                 )
             kind, stage = meaning[leg[1]]
             row.append(Action(stage, kind, int(leg[2])))
@@ -224,7 +219,7 @@ def _rows_of_legs(lines: list[_Line]) -> list[tuple[Action, ...]]:
 
 
 def _with_sums(steps: Sequence[Step]) -> Iterator[str]:
-    """The cells of a row, with a `REDUCE_GRAD` after the last gradient of each stage."""
+    """Yields the cells of a row, with a `REDUCE_GRAD` after the last gradient of each stage."""
     last = {step.stage: step for step in steps if isinstance(step, Action) and step.kind in "BW"}
     complete: list[str] = []
     for step in steps:

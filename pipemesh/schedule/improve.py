@@ -19,20 +19,11 @@ _MAX_TRIALS = 2000
 
 
 def improve(schedule: Schedule, costs: Costs, limits: Sequence[int], max_trials: int) -> Schedule:
-    """Hill climbing: takes the first small change that makes the step shorter, and repeats.
+    """Takes the first small change that makes the step shorter, and repeats.
 
     Only actions on the critical path are touched, because no other change can shorten the step:
     two neighbours in a row change places, a `W` moves behind the next few actions of its row, and
-    a `B` is split into `I` and `W`.
-
-    Args:
-        schedule: a valid schedule within the limits.
-        costs: durations.
-        limits: for each device the most (stage, microbatch) pairs it may hold.
-        max_trials: how many changes are tried at most; each costs one simulation.
-
-    Returns:
-        A valid schedule within the limits, at least as short.
+    a `B` is split into `I` and `W`. The result holds no more than `limits` on any device.
     """
     return _climbed(simulate(schedule, costs), limits, _changes, max_trials).schedule
 
@@ -43,13 +34,9 @@ def _climbed(
     changes: Callable[[Timeline], Iterator[tuple[int, tuple[Action, ...]]]],
     max_trials: int,
 ) -> Timeline:
-    """Takes the first change that makes the step shorter, and repeats.
+    """Takes the first of `changes` that shortens the step, and repeats.
 
-    Args:
-        best: where the search starts.
-        limits: for each device the most (stage, microbatch) pairs it may hold.
-        changes: yields devices with changed rows.
-        max_trials: number of changes that are simulated at most.
+    At most `max_trials` of them, each a device with a changed row, are simulated.
     """
     trials = 0
     improved = True
@@ -79,7 +66,7 @@ def _score(timeline: Timeline) -> tuple[float, float]:
 
 
 def _changes(timeline: Timeline) -> Iterator[tuple[int, tuple[Action, ...]]]:
-    """Changed rows that may shorten the critical path."""
+    """Yields changed rows that may shorten the critical path."""
     for span in timeline.critical_path:
         device, tick, action = span.device, span.tick, span.action
         row = timeline.schedule.rows[device]
@@ -124,7 +111,7 @@ def recompute(
 
     Args:
         schedule: any valid schedule with backward actions and without `R`.
-        stages: those that recompute; None for all.
+        stages: the stages that recompute; None for all.
         costs: durations per stage, for moving `R` to idle time; by default `Costs()`.
         memory_limits: for each device how many pairs it may hold, in the sense of
             `Timeline.peak_activations`; by default no more than with every `R` right before its
@@ -149,14 +136,14 @@ def recompute(
         raise ScheduleError("the schedule has no backward actions; there is nothing to recompute")
     if schedule.recomputed():
         raise ScheduleError("the schedule has recomputations already; give it without any R")
-    every = range(schedule.num_stages)
+    chosen = set(range(schedule.num_stages))
     if stages is not None:
-        every = check_indices("stages", list(stages) if isinstance(stages, Set) else stages)
-    chosen = set(every)
+        listed = list(stages) if isinstance(stages, Set) else stages
+        chosen = set(check_indices("stages", listed))
     for stage in sorted(chosen):
         if not 0 <= stage < schedule.num_stages:
             raise ScheduleError(
-                f"stage {stage} is to recompute, but stages are from 0 to {schedule.num_stages - 1}"
+                f"stages has {stage}, but stages are from 0 to {schedule.num_stages - 1}"
             )
     rows = tuple(tuple(_with_recomputation(row, chosen)) for row in schedule.rows)
     late = simulate(dataclasses.replace(schedule, rows=rows), costs)
@@ -181,7 +168,7 @@ def _with_recomputation(row: Sequence[Action], stages: Collection[int]) -> Itera
 
 
 def _moves(timeline: Timeline) -> Iterator[tuple[int, tuple[Action, ...]]]:
-    """Rows with one `R` on the critical path moved into idle time before it."""
+    """Yields rows with one `R` on the critical path moved into idle time before it."""
     for span in timeline.critical_path:
         if span.action.kind != "R":
             continue

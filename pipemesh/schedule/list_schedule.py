@@ -23,7 +23,7 @@ from pipemesh.schedule.timeline import Timeline, peak_of_row
 from pipemesh.schedule.validate import validate
 
 MemoryLimit = int | Sequence[int] | None
-"""How many (stage, microbatch) pairs a device may hold: one number or one a device."""
+"""The most (stage, microbatch) pairs that a device may hold: one number or one a device."""
 
 
 def placements_of(
@@ -32,23 +32,13 @@ def placements_of(
     num_virtual_stages: int | None,
     stage_devices: Sequence[int] | None,
 ) -> list[tuple[int, ...]]:
-    """Every way to spread the stages that a search looks at, none of them twice.
+    """Returns the placements that a search tries: a loop, and with two stages a device a V.
 
     Args:
-        costs: with one value a stage they say how many stages there are.
+        costs: with one value a stage they determine the number of stages.
         num_devices: at least 1.
-        num_virtual_stages: stages a device; by default what `costs` say, else 1.
+        num_virtual_stages: stages a device; by default as `costs` imply, else 1.
         stage_devices: for each stage its device, to fix the placement.
-
-    Returns:
-        What was given, or else a loop, and with two stages a device a V, too.
-
-    Raises:
-        ScheduleError: the numbers do not fit together.
-
-    Example:
-        >>> placements_of(Costs(), 2, 2, None)
-        [(0, 1, 0, 1), (0, 1, 1, 0)]
     """
     check_type("costs", costs, Costs)
     if stage_devices is not None:
@@ -63,7 +53,7 @@ def placements_of(
         num_stages = costs.num_stages or num_devices
         if num_stages % num_devices:
             raise ScheduleError(
-                f"the costs are for {num_stages} stages, which is no multiple of "
+                f"the costs are for {num_stages} stages, which is not a multiple of "
                 f"{num_devices} devices; give stage_devices"
             )
         num_virtual_stages = num_stages // num_devices
@@ -80,24 +70,7 @@ def limits_of(
     num_devices: int,
     num_microbatches: int,
 ) -> tuple[int, ...]:
-    """The limit of each device.
-
-    Args:
-        memory_limit: one number, or one a device, or None.
-        stage_devices: for each stage its device.
-        num_devices: at least 1.
-        num_microbatches: at least 1.
-
-    Returns:
-        For each device how many (stage, microbatch) pairs it may hold.
-
-    Raises:
-        ScheduleError: a limit is below the number of stages of its device.
-
-    Example:
-        >>> limits_of(3, (0, 1, 0, 1), 2, 8)
-        (3, 3)
-    """
+    """Returns for each device the number of (stage, microbatch) pairs it may hold."""
     stages = [list(stage_devices).count(device) for device in range(num_devices)]
     if memory_limit is None:
         return tuple(count * num_microbatches for count in stages)
@@ -121,13 +94,13 @@ def limits_of(
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """How a free device chooses.
+    """The rule by which a free device chooses its next action.
 
     Attributes:
-        prefer: which of a ready `F` and a ready `I` goes first: `I`, `F`, or `alternate` for the
-            kind that was not done last.
-        deep_first: whether a device with several stages prefers the later one for `F`.
-        patient: whether a device rather waits than starts a `W` that would still run when an `F`
+        prefer: the kind that goes first if an `F` and an `I` are ready: `I`, `F`, or `alternate`
+            for the kind that was not done last.
+        deep_first: True if a device with several stages prefers the later one for `F`.
+        patient: True if a device rather waits than starts a `W` that would still run when an `F`
             or `I` arrives that is already on its way.
         cap: for each device the most (stage, microbatch) pairs it may hold.
     """
@@ -141,19 +114,12 @@ class Policy:
 def greedy(
     costs: StageCosts, stage_devices: Sequence[int], num_microbatches: int, policy: Policy
 ) -> list[list[Action]] | None:
-    """Lets every device choose by `policy` until all is done.
+    """Lets every device choose by `policy` until all is done; None if the rule got stuck.
 
-    A forward is admitted only if the device keeps one place free for every later stage of its
-    own, so that the oldest microbatch can always get through.
-
-    Args:
-        costs: one value a stage.
-        stage_devices: for each stage its device.
-        num_microbatches: how many microbatches there are.
-        policy: the rule, with the memory limit.
-
-    Returns:
-        For each device its actions in order; None if the rule got stuck.
+    Time moves from event to event; a device that is free looks at the actions that are ready and
+    takes the best by the rule. No device knows the future except for results that are already on
+    their way to it. A forward is admitted only if the device keeps one place free for every later
+    stage of its own, so that the oldest microbatch can always get through.
     """
     return _Run(costs, stage_devices, num_microbatches, policy).rows()
 
@@ -231,7 +197,7 @@ class _Run:
         return (0 if kind == prefer else 1, order)
 
     def _forward_at(self, stage: int) -> float:
-        """When the next forward of a stage may start; infinite if that is not known."""
+        """Returns when the next forward of a stage may start; infinite if not known yet."""
         microbatch, device = self._forwards[stage], self._homes[stage]
         room = self._policy.cap[device] - self._room_for_later[stage]
         if microbatch >= len(self._inputs[stage]) or self._held[device] >= room:
@@ -305,9 +271,9 @@ def list_schedule(
     they help.
 
     The result is therefore never longer than any published schedule on the same stages that fits
-    into the memory. How far it can be from the optimum says `Timeline.above_bound`: with equal
+    into the memory. `Timeline.above_bound` says how far it can be from the optimum: with equal
     costs, 8 devices, 32 microbatches and 1F1B's memory it is the optimum, on one stage a device,
-    on a loop of two and on a V. `optimal_schedule` closes what is left for small problems. The
+    on a loop of two and on a V. `optimal_schedule` closes the gap for small problems. The
     search is deterministic. The larger the table, the fewer rules and changes it tries: about a
     second for 3,000 actions, some twenty for 50,000.
 
@@ -321,7 +287,7 @@ def list_schedule(
             device's stages. None for no limit.
         num_virtual_stages: stages a device; by default what `costs` say, else 1.
         stage_devices: for each stage its device, to fix the placement.
-        effort: how many small changes are tried at most, 0 for none.
+        effort: largest number of small changes to try, 0 for none.
 
     Returns:
         A validated schedule.
@@ -423,7 +389,7 @@ def _policies(limits: tuple[int, ...], placement: tuple[int, ...]) -> Iterator[P
 def _one_at_a_time(
     stage_devices: tuple[int, ...], num_devices: int, num_microbatches: int
 ) -> Schedule:
-    """No pipelining at all: what is left when the memory holds one microbatch."""
+    """Returns the schedule without any pipelining, which fits if one microbatch fits."""
     stages = range(len(stage_devices))
     rows = tuple(
         tuple(

@@ -1,7 +1,7 @@
-"""The names of pipeline schedules: every spelling that is accepted, in one place.
+"""The names of pipeline schedules: every accepted spelling, in one place.
 
-`pipemesh.schedule`, `pipemesh.partition`, both commands, the layers and the trainers read names
-here, so that a name means the same everywhere.
+Builders, the partitioner, commands, layers and trainers read names here, so a name means the same
+everywhere.
 
 Example:
     >>> parse("Interleaved:4")
@@ -30,13 +30,13 @@ class ScheduleName:
     """A schedule by name.
 
     Attributes:
-        summary: what it is, in a few words.
+        summary: a few words for help pages.
         short: another spelling, or nothing.
-        stages_a_device: how many, or the default where the caller may choose.
-        is_open: whether the caller may choose how many, after a colon.
-        trains: whether it goes backward, too.
-        num_slices: into how many slices sequences are cut by default, where the caller says how
-            many after a colon; 1 for whole sequences.
+        stages_a_device: number of stages a device, or the default where the caller may choose.
+        is_open: True if the caller may choose the number of stages a device, after a colon.
+        trains: True if it has backward actions.
+        num_slices: default number of slices of every sequence, where a number may follow a colon; 1
+            for whole sequences.
     """
 
     summary: str
@@ -48,12 +48,12 @@ class ScheduleName:
 
     @property
     def trains_layers(self) -> bool:
-        """Whether a stack of layers, which take whole sequences, can train by it."""
+        """True if a stack of layers, which take whole sequences, can train by it."""
         return self.trains and self.num_slices == 1
 
     @property
     def number(self) -> str:
-        """What the number after a colon is of; empty if there is none."""
+        """The noun of the number after a colon; empty if there is none."""
         if self.num_slices > 1:
             return "slices"
         return "stages a device" if self.is_open else ""
@@ -89,13 +89,13 @@ _CANONICAL = {
 
 @dataclasses.dataclass(frozen=True)
 class ParsedName:
-    """What a text names.
+    """A parsed name.
 
     Attributes:
         name: a key of `NAMES`, or `FILE`, or `SEARCHED`.
-        stages_a_device: what stands after the colon; None if nothing does.
+        stages_a_device: the number after the colon; None if there is none.
         rest: of a file its path.
-        num_slices: what stands after the colon of a schedule with slices.
+        num_slices: the number after the colon of a schedule with slices.
     """
 
     name: str
@@ -104,35 +104,24 @@ class ParsedName:
     num_slices: int | None = None
 
     def stages(self) -> int:
-        """Stages a device: what was given, else the schedule's default."""
+        """Returns the stages a device: the given number, or the schedule's default."""
         return self.stages_a_device or NAMES[self.name].stages_a_device
 
     def slices(self) -> int:
-        """Into how many slices sequences are cut: what was given, else the schedule's default."""
+        """Returns the number of slices: the given one, or the schedule's default."""
         return self.num_slices or NAMES[self.name].num_slices
 
 
 def parse(text: object, for_layers: bool = False) -> ParsedName:
-    """Reads the name of a schedule.
+    """Parses a key of `NAMES` or its short form, `file:` and a path, or `list_schedule`.
 
-    Case does not matter, nor whether words are joined by `-` or `_`.
-
-    Args:
-        text: a key of `NAMES` or its short form, then, where the number of stages a device, or of
-            slices, is open, perhaps a colon and that number; or `file:` and a path; or
-            `list_schedule`.
-        for_layers: whether errors offer only what trains a stack of layers.
-
-    Returns:
-        The one name that a schedule has, with what was given besides.
-
-    Raises:
-        ScheduleError: there is no such name (suggests the nearest and lists all), or the number is
-            none or not open.
+    Case does not matter, nor if words are joined by `-` or `_`. Where the number of stages a
+    device, or of slices, is open, it may follow after a colon. With `for_layers` errors offer only
+    schedules that train a stack of layers.
     """
     if not isinstance(text, str):
         raise ScheduleError(
-            f"a schedule is named by a text, not by {text!r}; there are {listing(for_layers)}"
+            f"a schedule has a text as name, not {text!r}; there are {listing(for_layers)}"
         )
     word, colon, rest = text.strip().partition(":")
     word = word.lower().replace("-", "_")
@@ -148,11 +137,11 @@ def parse(text: object, for_layers: bool = False) -> ParsedName:
         return ParsedName(name)
     known = NAMES.get(name)
     if known is None or not known.number:
-        why = f"has always {known.stages_a_device} stages a device" if known else "takes no number"
+        why = f"always has {known.stages_a_device} stages a device" if known else "takes no number"
         raise ScheduleError(f"schedule {text!r}: {word} {why}; write {word!r}")
     if not (rest.isascii() and rest.isdigit() and len(rest) < 10 and int(rest) > 0):
         raise ScheduleError(
-            f"schedule {text!r}: {rest!r} is no number of {known.number}; write for example "
+            f"schedule {text!r}: {rest!r} is not a number of {known.number}; write for example "
             f"'{word}:2'"
         )
     if known.num_slices > 1:
@@ -161,19 +150,7 @@ def parse(text: object, for_layers: bool = False) -> ParsedName:
 
 
 def agreed_stages(text: str, parsed: ParsedName, num_virtual_stages: int | None) -> int | None:
-    """Stages a device, where they may stand in the name and be given beside it.
-
-    Args:
-        text: the name as it was given, for errors.
-        parsed: what it names.
-        num_virtual_stages: what is given beside it, if anything.
-
-    Returns:
-        The number; None if neither says one.
-
-    Raises:
-        ScheduleError: both do, and they differ.
-    """
+    """Returns the stages a device from the name or from beside it; None if neither has them."""
     named = parsed.stages_a_device
     if named is not None and num_virtual_stages not in (None, named):
         raise ScheduleError(
@@ -184,21 +161,13 @@ def agreed_stages(text: str, parsed: ParsedName, num_virtual_stages: int | None)
 
 
 def listing(for_layers: bool = False) -> str:
-    """All spellings on one line, each schedule once.
-
-    Args:
-        for_layers: whether only those that train a stack of layers.
-
-    Example:
-        >>> listing().startswith("gpipe, 1f1b (or one_f_one_b), interleaved:V (or interleaved_one")
-        True
-    """
+    """Returns all spellings on one line, each schedule once, or those that train layers alone."""
     names = [name for name, known in NAMES.items() if known.trains_layers or not for_layers]
     return ", ".join([*map(_spelling, names), "file:PATH", *([] if for_layers else [SEARCHED])])
 
 
 def help_text() -> str:
-    """All spellings, one schedule a line, with what each is; for help pages.
+    """Returns all spellings for help pages, one schedule a line.
 
     Example:
         >>> print(help_text().splitlines()[1])

@@ -40,22 +40,22 @@ from pipemesh.schedule.simulate import simulate
 from pipemesh.schedule.validate import validate
 
 Rows = tuple[tuple[Action, ...], ...]
-# Beyond the time of the search: to start a process, and to make the model.
+# Time beyond that of the search, to start a process and to make the model.
 _SPARE_SECONDS = 120.0
 _SOLVER = "ortools.sat.python.cp_model"
 
 
-# Longest duration in ticks of the solver. What does not come out even is rounded down.
+# Longest duration in ticks of the solver. Durations that are not whole are rounded down.
 _TICKS = 100_000_000
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimum:
-    """A schedule and how much is proved about it.
+    """A schedule and the proof of how good it is.
 
     Attributes:
         schedule: the shortest one that was found.
-        makespan: how long it takes.
+        makespan: its makespan.
         lower_bound: no schedule within the same limits takes less.
 
     Example:
@@ -70,7 +70,7 @@ class Optimum:
 
     @property
     def is_proved(self) -> bool:
-        """Whether no schedule is shorter, up to a millionth."""
+        """True if no schedule is shorter, up to a millionth."""
         return self.makespan <= self.lower_bound * (1 + 1e-6)
 
 
@@ -111,8 +111,8 @@ def optimal_schedule(
         ScheduleError: see `list_schedule`; also if a duration is 0, or OR-tools is not installed.
 
     Example:
-        >>> found = optimal_schedule(Costs(), 4, 8, memory_limit=2)  # doctest: +SKIP
-        >>> found.makespan, found.is_proved  # doctest: +SKIP
+        >>> optimum = optimal_schedule(Costs(), 4, 8, memory_limit=2)  # doctest: +SKIP
+        >>> optimum.makespan, optimum.is_proved  # doctest: +SKIP
         (41.0, True)
     """
     num_devices, num_microbatches, workers = check_counts(
@@ -123,7 +123,7 @@ def optimal_schedule(
     limits = limits_of(memory_limit, placements[0], num_devices, num_microbatches)
     _check_durations(costs.per_stage(len(placements[0])))
     check_installed()
-    found = [
+    optima = [
         _on_placement(
             costs,
             placement,
@@ -134,8 +134,8 @@ def optimal_schedule(
         )
         for placement in placements
     ]
-    best = min(found, key=lambda optimum: optimum.makespan)
-    return dataclasses.replace(best, lower_bound=min(optimum.lower_bound for optimum in found))
+    best = min(optima, key=lambda optimum: optimum.makespan)
+    return dataclasses.replace(best, lower_bound=min(optimum.lower_bound for optimum in optima))
 
 
 def _check_durations(costs: StageCosts) -> None:
@@ -183,12 +183,12 @@ def _values(costs: StageCosts) -> Iterable[float]:
 
 
 def _written(value: float) -> Fraction:
-    """The short decimal that a cost was before round-off, such as 1.3 + 0.6, or what it is."""
+    """Returns the short decimal that a cost was before round-off, such as 1.9 for 1.3 + 0.6."""
     return Fraction(f"{value:.12g}")
 
 
 def _ticks_a_unit(costs: StageCosts) -> Fraction:
-    """The coarsest clock on which all costs, as they are written, are whole; or else a fine one."""
+    """Returns the coarsest clock on which all costs are whole numbers, or else a fine one."""
     written = [_written(value) for value in _values(costs)]
     whole = math.lcm(*(value.denominator for value in written))
     scale = Fraction(whole, math.gcd(*(int(value * whole) for value in written)))
@@ -206,11 +206,7 @@ def _in_ticks(costs: Costs, scale: Fraction, num_stages: int) -> StageCosts:
 
 
 def check_installed() -> None:
-    """Checks that there is a solver.
-
-    Raises:
-        ScheduleError: there is none; says how to get it.
-    """
+    """Raises a `ScheduleError` that says how to get the solver if there is none."""
     try:
         spec = importlib.util.find_spec(_SOLVER)
     except (ImportError, ValueError):
@@ -225,24 +221,11 @@ def check_installed() -> None:
 def solve(
     costs: StageCosts, start: Schedule, limits: tuple[int, ...], seconds: float, workers: int
 ) -> tuple[Rows | None, Fraction]:
-    """Solves a `Question` in a process of its own.
+    """Solves a `Question` in a process of its own; see `Question.answer`.
 
     OR-tools and TensorFlow bring libraries of the same names: a process that has loaded TensorFlow
     2.21 and then solves with OR-tools 9.15 ends in a segmentation fault. So the caller loads
     neither.
-
-    Args:
-        costs: in whole ticks; all but transfers are at least 1.
-        start: a schedule within the limits.
-        limits: for each device the most (stage, microbatch) pairs that it may hold.
-        seconds: how long to search at most.
-        workers: how many threads.
-
-    Returns:
-        As `Question.answer`.
-
-    Raises:
-        ScheduleError: the process failed.
     """
     question = {
         "costs": dataclasses.astuple(costs),
@@ -266,7 +249,7 @@ def solve(
     except subprocess.TimeoutExpired as error:
         raise ScheduleError(
             f"the exact search was to take {seconds:g} s, and has not ended after "
-            f"{error.timeout:g} s; ask for less, or use list_schedule"
+            f"{error.timeout:g} s; use a smaller problem, or list_schedule"
         ) from error
     if done.returncode:
         lines = done.stderr.strip().splitlines()
@@ -319,7 +302,7 @@ class _Pair:
 
 
 class Question:
-    """What is the shortest schedule?
+    """The search for a shortest schedule as constraints for CP-SAT.
 
     Args:
         solver: the module `ortools.sat.python.cp_model`.
@@ -348,15 +331,12 @@ class Question:
     def answer(
         self, start: Schedule, seconds: float, workers: int
     ) -> tuple[tuple[tuple[Action, ...], ...] | None, Fraction]:
-        """Searches.
+        """Returns the best rows, None if none were found in time, and a bound in ticks.
 
         Args:
             start: a schedule within the limits.
-            seconds: how long at most.
-            workers: how many threads.
-
-        Returns:
-            The rows of the best schedule, None if none was found in the time, and a bound in ticks.
+            seconds: time limit of the search.
+            workers: number of threads.
         """
         model = self._model
         ticks = Costs(*dataclasses.astuple(self._costs))
@@ -414,7 +394,7 @@ class Question:
         return _Pair(forward, grad, weight, whole, grad_end, end)
 
     def _follow(self, pairs: dict[tuple[int, int], _Pair], stage: int, m: int) -> None:
-        """What a pair waits for: its neighbours, and the microbatch before."""
+        """Makes a pair wait for its neighbours and for the microbatch before."""
         model, costs, pair = self._model, self._costs, pairs[stage, m]
         forward_end = pair.forward + costs.forward[stage]
         if stage + 1 < len(self._placement):
@@ -433,12 +413,14 @@ class Question:
                 model.add(following.weight >= pair.end)
 
     def _share(self, device: int, pairs: dict[tuple[int, int], _Pair]) -> None:
-        """One action at a time, and no more pairs held than the limit."""
+        """Allows a device one action at a time, and no more pairs than its limit."""
         model, costs = self._model, self._costs
         work: list[Any] = []
         held: list[Any] = []
-        own = [(key, pair) for key, pair in pairs.items() if self._placement[key[0]] == device]
-        for (stage, _), pair in own:
+        on_device = [
+            (key, pair) for key, pair in pairs.items() if self._placement[key[0]] == device
+        ]
+        for (stage, _), pair in on_device:
             work.append(model.new_fixed_size_interval_var(pair.forward, costs.forward[stage], ""))
             work.append(self._interval(pair.grad, pair.grad_end))
             split = True if pair.whole is None else ~pair.whole
@@ -449,7 +431,7 @@ class Question:
             )
             held.append(self._interval(pair.forward, pair.end))
         model.add_no_overlap(work)
-        if self._limits[device] < len(own):
+        if self._limits[device] < len(on_device):
             model.add_cumulative(held, [1] * len(held), self._limits[device])
 
     def _interval(self, start: Any, end: Any) -> Any:

@@ -1,4 +1,4 @@
-"""When every action of a schedule starts and ends: the only place that runs a table."""
+"""The start and end of every action of a schedule: the only place that runs one."""
 
 from __future__ import annotations
 
@@ -288,13 +288,6 @@ def rounds(schedule: Schedule, table: Table | None = None) -> list[list[tuple[in
 
     An action takes part in the first round in which everything it needs was done in an earlier
     round: rounds are units of time if every action takes one and transfers are free.
-
-    Args:
-        schedule: any schedule.
-        table: its integer form, if the caller has it already.
-
-    Raises:
-        ScheduleError: see `pipemesh.schedule.execution_order`.
     """
     table = table or compile_table(schedule)
     starts, _ = run_table(schedule, table, [[1.0] * len(codes) for codes in table.codes])
@@ -310,20 +303,11 @@ Ticks = tuple[tuple[Action | None, ...], ...]
 
 
 def lockstep(schedule: Schedule) -> Ticks:
-    """Puts the actions of a schedule on one clock.
+    """Puts the actions of a schedule on one clock, None where a device does nothing.
 
-    Each action is at the first tick at which its device is free and what it consumes was made at
-    an earlier one. That is how a loop runs whose turns are ticks, in which every device computes
-    something and all hand it on at the end.
-
-    Args:
-        schedule: any valid schedule.
-
-    Returns:
-        For each device its action at each tick, None if there is none; all rows are of one length.
-
-    Raises:
-        ScheduleError: the schedule is not valid.
+    Each action is at the first tick at which its device is free and its inputs were made at an
+    earlier tick. A loop whose turns are ticks runs like that: every device computes something, and
+    all hand it on at the end.
 
     Example:
         >>> from pipemesh.schedule import gpipe

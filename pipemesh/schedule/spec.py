@@ -1,4 +1,4 @@
-"""A schedule as a flag, a model's params or a file names it."""
+"""A schedule as a flag, a model's params or a file names it, before its counts are known."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class ScheduleSpec:
 
     Attributes:
         name: a key of `BUILDERS`, or `file`.
-        stages_a_device: how many stages each device owns.
-        table: what was read from a file; None for a published schedule.
-        num_slices: into how many slices a published schedule cuts sequences.
+        stages_a_device: number of stages of each device.
+        table: the table that was read from a file; None for a published schedule.
+        num_slices: number of slices into which a published schedule cuts sequences.
 
     Example:
         >>> spec = ScheduleSpec.from_text("interleaved:2")
@@ -46,8 +46,8 @@ class ScheduleSpec:
                 or as text.
 
         Raises:
-            ScheduleError: the name is unknown (suggests the nearest), the number is none or not
-                open, costs are needed, or the file cannot be read, is no table, or is no valid one.
+            ScheduleError: the name is unknown (suggests the nearest), its number is invalid or not
+                open, it is that of a search, or the file cannot be read or has no valid table.
         """
         parsed = parse(text, for_layers=True)
         if parsed.name == FILE:
@@ -62,7 +62,7 @@ class ScheduleSpec:
         return cls(parsed.name, parsed.stages(), num_slices=parsed.slices())
 
     def build(self, num_devices: int, num_microbatches: int) -> Schedule:
-        """The schedule for so many devices and microbatches.
+        """Returns the schedule for a number of devices and microbatches.
 
         Raises:
             ScheduleError: a count is bad, or the file's table is for other counts.
@@ -73,17 +73,17 @@ class ScheduleSpec:
             open_number = BUILDERS[self.name].takes_virtual_stages
             virtual = self.stages_a_device if open_number else None
             return build(self.name, num_devices, num_microbatches, virtual)
-        found = (self.table.num_devices, self.table.num_microbatches)
-        if found != (num_devices, num_microbatches):
+        counts = self.table.num_devices, self.table.num_microbatches
+        if counts != (num_devices, num_microbatches):
             raise ScheduleError(
-                f"the schedule read from a file has {found[0]} devices and {found[1]} "
-                f"microbatches, but {num_devices} devices and {num_microbatches} microbatches are "
-                "asked for; use the same counts"
+                f"{num_devices} devices and {num_microbatches} microbatches were requested, but "
+                f"the schedule read from a file has {counts[0]} devices and {counts[1]} "
+                "microbatches; use the same counts"
             )
         return self.table
 
     def for_stages(self, num_stages: int, num_microbatches: int) -> Schedule:
-        """The schedule for so many stages and microbatches.
+        """Returns the schedule for a number of stages and microbatches.
 
         Raises:
             ScheduleError: a count is bad, the stages cannot be spread over devices, or the file's
@@ -99,11 +99,11 @@ class ScheduleSpec:
         num_devices, rest = divmod(num_stages, self.stages_a_device)
         if self.table is not None or rest or not num_devices:
             raise ScheduleError(
-                f"the schedule has {self.stages_a_device} stages a device, but {num_stages} stages "
-                "are asked for, which is no multiple"
+                f"{num_stages} stages were requested, but the schedule has {self.stages_a_device} "
+                f"stages a device; use a multiple of {self.stages_a_device}"
                 if self.table is None
-                else f"the schedule read from a file has {self.table.num_stages} stages, but "
-                f"{num_stages} stages are asked for; use the same number"
+                else f"{num_stages} stages were requested, but the schedule read from a file has "
+                f"{self.table.num_stages} stages; use the same number"
             )
         return self.build(num_devices, num_microbatches)
 
@@ -113,13 +113,7 @@ _COSTS = re.compile(r"# costs of an action: (.*)")
 
 
 def text_with_costs(schedule: Schedule, costs: Costs) -> str:
-    """Writes a table as text, with the costs of its actions in a comment before it.
-
-    Example:
-        >>> text = text_with_costs(Schedule.from_text("0F0 0B0"), Costs(2, 3))
-        >>> text.startswith("# costs of an action: forward=2,backward=3,input_grad=1.5,")
-        True
-    """
+    """Writes a table as text, with the costs of its actions in a comment before it."""
     return f"# costs of an action: {costs_to_text(costs)}\n{schedule.to_text()}\n"
 
 
@@ -129,17 +123,10 @@ def read_schedule(path: str) -> Schedule:
 
 
 def read_table(path: str) -> tuple[Schedule, Costs | None]:
-    """Reads a file, as `pipemesh schedule` writes it by `--csv` or `--text`.
+    """Reads a file that `pipemesh schedule` wrote by `--csv` or `--text`.
 
-    Args:
-        path: of the file. One whose name ends in `.csv`, or that has no colon, is read as CSV.
-
-    Returns:
-        The validated schedule, and the costs of its actions if the file says them. CSV says none,
-        because the programs that read it allow no comments.
-
-    Raises:
-        ScheduleError: it cannot be read, is no table, or is no valid one.
+    A file whose name ends in `.csv`, or that has no colon, is read as CSV, which has no costs
+    because the programs that read it allow no comments.
     """
     file = Path(check_type("path", path, str))
     try:
@@ -154,8 +141,8 @@ def read_table(path: str) -> tuple[Schedule, Costs | None]:
     try:
         if is_csv:
             return validate(from_csv(text)), None
-        found = _COSTS.search(text)
-        costs = costs_from_text(found[1].strip()) if found else None
+        comment = _COSTS.search(text)
+        costs = costs_from_text(comment[1].strip()) if comment else None
         schedule = validate(Schedule.from_text(text))
         if costs is not None:
             costs.per_stage(schedule.num_stages)

@@ -1,7 +1,7 @@
-"""A checked schedule as integers: what the prover and the simulator walk over.
+"""A checked schedule as integers, for the simulator.
 
-Every `(kind, stage, piece)` has a number, its *code*, so that finding out whether an action is
-done, or when it ends, is a list access instead of a hash of an object. A piece is a microbatch or
+Every `(kind, stage, piece)` has a number, its *code*, so that the end of an
+action is a list access instead of a hash of an object. A piece is a microbatch or
 a slice of one. With `S` stages and `P` pieces the code of an action is `(kind_index * S + stage)
 * P + piece`.
 """
@@ -17,7 +17,7 @@ from pipemesh.schedule.checks import check_type
 from pipemesh.schedule.schedule import Schedule
 
 NOTHING = -1
-"""The code that stands for: waits for no other stage."""
+"""The code of no action: the action waits for no other stage."""
 
 FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD, _ = range(len(KINDS))
 # Pairs of kinds, by their index, of which the first makes what the second takes on its own stage.
@@ -44,7 +44,7 @@ class Table:
         codes: for each device the code of each action.
         waits: for each device and action the code of the neighbouring stage's action that it
             consumes, or `NOTHING`.
-        remote: for each device and action whether that neighbour lives on another device.
+        remote: for each device and action whether that neighbour is on another device.
         num_codes: one more than the highest code.
     """
 
@@ -55,20 +55,12 @@ class Table:
 
 
 def compile_table(schedule: Schedule) -> Table:
-    """Checks all that can be checked without looking at two rows at once.
+    """Checks everything that can be checked without looking at two rows at once.
 
     Complete: every forward once, and for every forward one `B` or one `I` and one `W`, unless
     the schedule has no backward action at all; an `R` at most once, with a backward after it.
-    Ordered: on its device a backward follows its forward, a `W` its `I`, an `R` stands between
-    forward and backward, slices go forward from the first to the last and backward from the last to
-    the first, and an action follows the neighbour stage's action that it consumes where both
-    stages share the device.
-
-    Args:
-        schedule: any schedule.
-
-    Returns:
-        Its integer form.
+    Ordered: on its device each action follows those that make what it takes, slices go forward from
+    the first to the last and backward from the last to the first.
 
     Raises:
         ScheduleError: names device, tick and action, and shows the rows around it.
@@ -84,7 +76,7 @@ def compile_table(schedule: Schedule) -> Table:
 
 
 def _check_size(schedule: Schedule) -> None:
-    """Too few actions to be complete: found out before anything is as large as the counts.
+    """Rejects a schedule with too few actions before anything is as large as its counts.
 
     One typo, such as 0F999999999, must not ask for gigabytes.
     """
@@ -107,7 +99,7 @@ def _action(schedule: Schedule, kind: str, stage: int, piece: int) -> Action:
 
 
 def _place(schedule: Schedule) -> tuple[list[int], list[list[int]]]:
-    """The tick of every code (or NOTHING) and the codes of every row."""
+    """Returns the tick of every code (or `NOTHING`) and the codes of every row."""
     num_stages, num_microbatches = schedule.num_stages, schedule.num_microbatches
     num_slices, num_pieces = schedule.num_slices, schedule.num_pieces
     block = num_stages * num_pieces
@@ -176,7 +168,7 @@ def _check_complete(schedule: Schedule, ticks: list[int]) -> None:
 
 
 def _missing(schedule: Schedule, action: Action) -> ScheduleError:
-    """An action that a device never does; the tick is where a relative of it stands."""
+    """Returns the error for an action that a device never does, near a related action."""
     device = schedule.stage_devices[action.stage]
     row = schedule.rows[device]
     relatives = [tick for tick, other in enumerate(row) if other.also("F") == action.also("F")]
@@ -199,7 +191,7 @@ def _missing(schedule: Schedule, action: Action) -> ScheduleError:
 
 
 def _check_order(schedule: Schedule, ticks: list[int]) -> None:
-    """Within one device: F before R, B and I, R before B and I, I before W, slices in turn."""
+    """Checks the order of actions within each device."""
     block = schedule.num_stages * schedule.num_pieces
     for first, second in _IN_ORDER:
         early, late = (ticks[kind * block : (kind + 1) * block] for kind in (first, second))
@@ -270,16 +262,7 @@ def _neighbours(
 
 
 def deadlock_error(schedule: Schedule, table: Table, position: Iterable[int]) -> ScheduleError:
-    """The error for rows that wait for each other, naming the circle of waiting devices.
-
-    Args:
-        schedule: the schedule that got stuck.
-        table: its integer form.
-        position: for each device the tick at which it stands.
-
-    Returns:
-        The error, to be raised by the caller.
-    """
+    """Returns the error for rows that wait for each other at the ticks `position`."""
     ticks = list(position)
     block = schedule.num_stages * schedule.num_pieces
 
@@ -308,7 +291,7 @@ def deadlock_error(schedule: Schedule, table: Table, position: Iterable[int]) ->
 
 
 def cell_error(schedule: Schedule, device: int, tick: int, reason: str) -> ScheduleError:
-    """An error about one cell: device, tick, action, the reason, and the rows around it."""
+    """Returns an error about one cell: device, tick, action, the reason, and the rows around it."""
     action = schedule.rows[device][tick]
     return ScheduleError(
         f"device {device}, tick {tick}: {action} {reason}\n{excerpt(schedule, device, tick)}"
@@ -321,15 +304,7 @@ _TICKS_AROUND = 3
 
 
 def excerpt(schedule: Schedule, device: int, tick: int) -> str:
-    """Draws the rows and ticks around a cell and marks it with brackets.
-
-    Args:
-        schedule: any schedule, valid or not.
-        device: the row of the cell.
-        tick: the position of the cell in its row; may be one past its end.
-
-    Returns:
-        A few lines: a header with ticks, then one line a device.
+    """Draws the rows and ticks around a cell, which may be one past the end of its row.
 
     Example:
         >>> from pipemesh.schedule import gpipe

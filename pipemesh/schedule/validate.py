@@ -29,12 +29,7 @@ from pipemesh.schedule.table import compile_table
 
 @dataclasses.dataclass(frozen=True)
 class Send:
-    """Gives the result of `action` to `device`; returns when `device` receives it.
-
-    Attributes:
-        action: what produced the value.
-        device: the device that receives it.
-    """
+    """A send of the result of `action` to `device`; it returns when `device` receives."""
 
     action: Action
     device: int
@@ -45,12 +40,7 @@ class Send:
 
 @dataclasses.dataclass(frozen=True)
 class Receive:
-    """Takes the result of `action` from `device`; returns when `device` sends it.
-
-    Attributes:
-        action: what produced the value.
-        device: the device that sends it.
-    """
+    """A receive of the result of `action` from `device`; it returns when `device` sends."""
 
     action: Action
     device: int
@@ -60,11 +50,11 @@ class Receive:
 
 
 Step = Action | Send | Receive
-"""What a device does next in a schedule with its transfers written out."""
+"""A step of a device in a schedule with its transfers written out."""
 
 
 def execution_order(schedule: Schedule) -> tuple[Action, ...]:
-    """All actions in an order in which every action follows what it needs.
+    """Returns all actions in an order in which every action follows what it needs.
 
     Walks the rows tick by tick, so the order is also close to the order in time.
 
@@ -98,7 +88,7 @@ def validate(schedule: Schedule) -> Schedule:
     Ordered: every action follows what it needs. Free of deadlock: the rows can be run to their
     end, also if every transfer between devices is a *blocking rendezvous* (a send returns only
     when the receiver has posted the receive), with sends and receives placed by
-    `pipemesh.schedule.validate.insert_transfers`.
+    `insert_transfers`.
 
     Args:
         schedule: any schedule.
@@ -119,16 +109,7 @@ def validate(schedule: Schedule) -> Schedule:
 
 
 def insert_transfers(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
-    """Writes out every send and receive of a schedule, by the rule of this module.
-
-    Args:
-        schedule: any schedule.
-
-    Returns:
-        For each device its actions in the schedule's order, with sends and receives between.
-
-    Raises:
-        ScheduleError: see `pipemesh.schedule.execution_order`.
+    """Returns the actions of each device with sends and receives, by the rule of this module.
 
     Example:
         >>> from pipemesh.schedule import forward_only
@@ -158,13 +139,6 @@ def insert_transfers(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
 
 def check_rendezvous(steps: Sequence[Sequence[Step]]) -> None:
     """Runs the steps of all devices with blocking sends and receives.
-
-    Args:
-        steps: for each device its steps, as `insert_transfers` gives them.
-
-    Raises:
-        ScheduleError: the devices wait for each other; names every waiting device with its
-            step number and its step.
 
     Example:
         >>> one, two = Action(0, "F", 0), Action(1, "F", 0)

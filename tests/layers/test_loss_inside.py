@@ -143,8 +143,8 @@ def test_evaluation_runs_through_the_same_devices_without_dropout(run, num_stage
     ("kwargs", "error", "message"),
     [
         ({"schedule": "1f2b"}, ScheduleError, "unknown schedule '1f2b'; did you mean '1f1b'"),
-        ({"schedule": "zb_v:3"}, ScheduleError, "zb_v has always 2 stages a device"),
-        ({"schedule": "interleaved:x"}, ScheduleError, "'x' is no number of stages a device"),
+        ({"schedule": "zb_v:3"}, ScheduleError, "zb_v always has 2 stages a device"),
+        ({"schedule": "interleaved:x"}, ScheduleError, "'x' is not a number of stages a device"),
         ({"schedule": "interleaved:3"}, PipelineError, "cell_tpl has 4 stages, .* into 3 stages"),
         ({"schedule": "file:missing.csv"}, ScheduleError, "cannot read missing.csv: No such file"),
         ({"schedule": one_f_one_b(4, 8)}, PipelineError, "4 stages and 8 microbatches, but there"),

@@ -21,7 +21,7 @@ def test_action_text_parses_back(stage, kind, microbatch):
     [("", 1), ("2F", 3), ("F0", 1), ("2X0", 2), ("2F0 ", 4), ("-1F0", 1), ("12F3B", 5), ("٣F0", 1)],
 )
 def test_malformed_action_text_is_an_error_that_points_at_the_column(text, column):
-    with pytest.raises(ScheduleError, match=f"^column {column}: .* is no action") as info:
+    with pytest.raises(ScheduleError, match=f"^column {column}: .* is not an action") as info:
         Action.from_text(text)
     assert repr(text) in str(info.value)
 

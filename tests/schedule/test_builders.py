@@ -79,7 +79,7 @@ def test_build_by_name():
     assert build("zb_v", 2, 4, 2) == zb_v(2, 4)
     with pytest.raises(ScheduleError, match="did you mean 'one_f_one_b'"):
         build("one-f-one-C", 2, 2)
-    with pytest.raises(ScheduleError, match="zb_h1 has always 1 a device"):
+    with pytest.raises(ScheduleError, match="zb_h1 always has 1 a device"):
         build("zb_h1", 2, 2, 2)
 
 

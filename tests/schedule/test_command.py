@@ -115,7 +115,7 @@ def test_colour_is_chosen(capsys, monkeypatch):
         (("--name", "gpipe", "--devices", "1", "--microbatches", "-1"), "num_microbatches is -1"),
         (("--name", "gpipe", *SIZE, "--costs", "f=1:2"), "costs have 2 values, but there are 4"),
         (("--name", "gpipe", *SIZE, "--costs", "fwd=1"), "column 1: unknown cost 'fwd'"),
-        (("--name", "gpipe", *SIZE, "--virtual-stages", "2"), "gpipe has always 1 a device"),
+        (("--name", "gpipe", *SIZE, "--virtual-stages", "2"), "gpipe always has 1 a device"),
         (("--name", "gpipe", *SIZE, "--memory-limit", "4"), "--memory-limit is for list_schedule"),
         (("--name", "list_schedule", *SIZE, "--memory-limit", "x"), "--memory-limit is 'x'"),
         (("--name", "gpipe", *SIZE, "--jitter", "2"), "jitter is 2.0"),
@@ -138,7 +138,7 @@ def test_a_broken_file_is_named_with_line_and_column(tmp_path, capsys):
     file = tmp_path / "broken.txt"
     file.write_text("0: 0F0 0X0\n")
     assert run("--read", str(file)) == 2
-    assert f"{file}: line 1, column 9: '0X0' is no action" in capsys.readouterr().err
+    assert f"{file}: line 1, column 9: '0X0' is not an action" in capsys.readouterr().err
     file.write_text("0: 0B0 0F0\n")
     assert run("--read", str(file)) == 2
     assert "device 0, tick 0: 0B0 comes before 0F0" in capsys.readouterr().err
@@ -166,7 +166,7 @@ def test_text_keeps_the_costs_and_csv_says_that_it_has_none(tmp_path, capsys):
     assert "costs a stage: F 1, B 2" in capsys.readouterr().out
     (tmp_path / "a.txt").write_text("# costs of an action: forward=x\n0: 0F0 0B0\n")
     assert run("--read", text) == 2
-    assert "a.txt: costs, column 1: 'x' is no number" in capsys.readouterr().err
+    assert "a.txt: costs, column 1: 'x' is not a number" in capsys.readouterr().err
 
 
 def test_round_off_is_no_bubble(capsys):

@@ -107,8 +107,8 @@ def test_cost_text(text, costs):
     [
         ("f=1,forwrd=2", "costs, column 5: unknown cost 'forwrd'; did you mean 'forward'"),
         ("f=1,f=2", "column 5: forward is given twice"),
-        ("1,two", "column 3: 'two' is no number"),
-        ("1:", "column 1: '' is no number"),
+        ("1,two", "column 3: 'two' is not a number"),
+        ("1:", "column 1: '' is not a number"),
         ("1,2,3,4,5,6,7", "column 13: more than 6 values"),
         ("f=-1", "cost forward is -1.0"),
     ],

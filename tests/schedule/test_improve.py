@@ -146,7 +146,7 @@ def test_chosen_stages_alone():
     [
         ((forward_only(2, 2),), "no backward actions"),
         ((recompute(gpipe(2, 2)),), "has recomputations already"),
-        ((gpipe(2, 2), {2}), "stage 2 is to recompute, but stages are from 0 to 1"),
+        ((gpipe(2, 2), {2}), "stages has 2, but stages are from 0 to 1"),
         ((gpipe(2, 2), None, None, [1]), "memory_limits has 1 values, but there are 2 devices"),
         ((gpipe(2, 2), {0}, None, [2, 1]), "device 1 holds 2 even with"),
     ],

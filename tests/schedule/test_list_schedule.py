@@ -134,7 +134,7 @@ def test_stages_follow_from_costs_or_placement():
     [
         ((Costs(), 0, 1), {}, "num_devices is 0"),
         ((Costs(), 1, 0), {}, "num_microbatches is 0"),
-        ((Costs([1, 2, 3]), 2, 4), {}, "3 stages, which is no multiple of 2 devices"),
+        ((Costs([1, 2, 3]), 2, 4), {}, "3 stages, which is not a multiple of 2 devices"),
         ((Costs([1, 2]), 2, 4), {"num_virtual_stages": 2}, "has 2 values, .* 4 stages"),
         ((Costs(), 2, 4, 0), {}, "memory_limit of device 0 is 0, .* at least 1"),
         ((Costs(), 2, 4, [2, 1]), {"num_virtual_stages": 2}, "device 1 is 1, .* at least 2"),

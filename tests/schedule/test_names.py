@@ -63,7 +63,7 @@ def test_the_number_of_slices_may_stand_in_the_name():
         wanted = seq_one_f_one_b(2, 4, slices)
         assert build(spelling, 2, 4) == ScheduleSpec.from_text(spelling).build(2, 4) == wanted
         assert build(spelling, 2, 4, 1) == wanted
-    with pytest.raises(ScheduleError, match="num_virtual_stages is 2, but seq_one_f_one_b has alw"):
+    with pytest.raises(ScheduleError, match="num_virtual_stages is 2, but seq_one_f_one_b alway"):
         build("seq1f1b:2", 2, 4, 2)
 
 
@@ -74,13 +74,16 @@ def test_the_number_of_slices_may_stand_in_the_name():
         ("gpip", "unknown schedule 'gpip'; did you mean 'gpipe'"),
         ("interleved:2", "did you mean 'interleaved'"),
         ("", "unknown schedule ''; there are gpipe, 1f1b"),
-        ("zb_v:3", "zb_v has always 2 stages a device; write 'zb_v'"),
-        ("1f1b:2", "1f1b has always 1 stages a device; write '1f1b'"),
+        ("zb_v:3", "zb_v always has 2 stages a device; write 'zb_v'"),
+        ("1f1b:2", "1f1b always has 1 stages a device; write '1f1b'"),
         ("list_schedule:2", "list_schedule takes no number; write 'list_schedule'"),
-        ("interleaved:", "'' is no number of stages a device; write for example 'interleaved:2'"),
-        ("interleaved:0", "'0' is no number of stages a device"),
-        ("seq1f1b:x", "'x' is no number of slices; write for example 'seq1f1b:2'"),
-        (None, "a schedule is named by a text, not by None; there are gpipe"),
+        (
+            "interleaved:",
+            "'' is not a number of stages a device; write for example 'interleaved:2'",
+        ),
+        ("interleaved:0", "'0' is not a number of stages a device"),
+        ("seq1f1b:x", "'x' is not a number of slices; write for example 'seq1f1b:2'"),
+        (None, "a schedule has a text as name, not None; there are gpipe"),
     ],
 )
 def test_a_name_that_is_none_is_the_same_error_everywhere(text, message):

@@ -71,9 +71,9 @@ def test_a_device_may_have_nothing_to_do():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0: 0F0 0X0", "line 1, column 9: '0X0' is no action"),
-        ("0: 0F0\n1: 1F0 1F", "line 2, column 10: '1F' is no action"),
-        ("# note\n\n0F0 0B0 oops", "line 3, column 9: 'oops' is no action"),
+        ("0: 0F0 0X0", "line 1, column 9: '0X0' is not an action"),
+        ("0: 0F0\n1: 1F0 1F", "line 2, column 10: '1F' is not an action"),
+        ("# note\n\n0F0 0B0 oops", "line 3, column 9: 'oops' is not an action"),
         ("1: 0F0", "line 1, column 1: the row is labelled 1, but it is the row of device 0"),
         ("0: 0F0 2F0", "stage 2 is mentioned but stage 1 is not"),
         ("999999999F0", "stage 999999999 is mentioned but stage 0 is not"),

@@ -40,10 +40,22 @@ def test_what_stands_in_a_file_is_the_table_itself(table):
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
-        (lambda spec: spec.build(3, 1), "2 devices and 1 microbatches, but 3 devices and 1 micro"),
-        (lambda spec: spec.build(2, 4), "2 devices and 1 microbatches, but 2 devices and 4 micro"),
-        (lambda spec: spec.for_stages(3, 2), "2 devices and 1 microbatches, but 2 devices and 2"),
-        (lambda spec: spec.for_stages(2, 1), "has 3 stages, but 2 stages are asked for; use the"),
+        (
+            lambda spec: spec.build(3, 1),
+            "3 devices and 1 microbatches were requested, but the schedule read from a file has 2",
+        ),
+        (
+            lambda spec: spec.build(2, 4),
+            "2 devices and 4 microbatches were requested, but the schedule read from a file has 2",
+        ),
+        (
+            lambda spec: spec.for_stages(3, 2),
+            "2 devices and 2 microbatches were requested, but the schedule read from a file has 2",
+        ),
+        (
+            lambda spec: spec.for_stages(2, 1),
+            "2 stages were requested, but the schedule read from a file has 3 stages; use the",
+        ),
     ],
 )
 def test_a_file_is_for_the_counts_that_it_was_written_for(table, ask, message):
@@ -53,7 +65,9 @@ def test_a_file_is_for_the_counts_that_it_was_written_for(table, ask, message):
 
 @pytest.mark.parametrize("stages", [0, 1, 3, 5])
 def test_stages_that_cannot_be_spread_are_an_error(stages):
-    message = f"has 2 stages a device, but {stages} stages are asked for, which is no multiple"
+    message = (
+        f"{stages} stages were requested, but the schedule has 2 stages a device; use a multiple"
+    )
     with pytest.raises(ScheduleError, match=message):
         ScheduleSpec.from_text("zb_v").for_stages(stages, 4)
 
@@ -79,15 +93,15 @@ def test_csv_and_text_are_told_apart(tmp_path, name, text):
 def test_what_is_called_csv_is_read_as_such(tmp_path):
     file = tmp_path / "a.CSV"
     file.write_text(TABLE.to_text())
-    with pytest.raises(ScheduleError, match=r"line 1, column 2: '0: 0F0 .*' is no action"):
+    with pytest.raises(ScheduleError, match=r"line 1, column 2: '0: 0F0 .*' is not an action"):
         read_schedule(str(file))
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"0: 0F0 0X0", "line 1, column 9: '0X0' is no action"),
-        (b"0F0,0X0", "line 1, column 6: '0X0' is no action"),
+        (b"0: 0F0 0X0", "line 1, column 9: '0X0' is not an action"),
+        (b"0F0,0X0", "line 1, column 6: '0X0' is not an action"),
         (b"0: 0B0 0F0", "device 0, tick 0: 0B0 comes before 0F0"),
         (b"0: 0F0\n1: 1F0 1B0", "device 0 never does 0B0"),
         (b"", "the schedule holds no action"),
