@@ -20,7 +20,7 @@ def test_action_text_parses_back(stage, kind, microbatch):
     ("text", "column"),
     [("", 1), ("2F", 3), ("F0", 1), ("2X0", 2), ("2F0 ", 4), ("-1F0", 1), ("12F3B", 5), ("٣F0", 1)],
 )
-def test_malformed_action_text_is_an_error_that_points_at_the_column(text, column):
+def test_malformed_action_text_points_at_the_column(text, column):
     with pytest.raises(ScheduleError, match=f"^column {column}: .* is not an action") as info:
         Action.from_text(text)
     assert repr(text) in str(info.value)
@@ -62,7 +62,7 @@ def test_every_value_is_made_before_it_is_taken_and_taken_once(name):
     assert values == expected
 
 
-def test_what_a_kind_needs_was_made_by_the_kinds_that_give_it():
+def test_every_taken_value_has_a_maker():
     assert [makers(name) for name in (OUTPUTS, KEPT, GRADS)] == ["F", "F", "BI"]
     assert set(EFFECTS) == set(KINDS)
     for effect in EFFECTS.values():

@@ -75,7 +75,7 @@ def test_a_block_without_gaps_stays_as_it_is(num_microbatches):
         assert str(schedule) == f"0: {expected}"
 
 
-def test_the_ends_are_filled_only_as_far_as_there_is_room():
+def test_ends_are_filled_within_the_memory():
     """With more room the first device runs ahead, with less it does not."""
     offsets = (0, 1, 2, 4)
     ahead = [
@@ -87,7 +87,7 @@ def test_the_ends_are_filled_only_as_far_as_there_is_room():
         assert simulate(schedule).peak_activations == (2, 1)
 
 
-def test_what_does_not_fit_is_not_forced():
+def test_limits_are_kept_where_a_device_waits_for_itself():
     """The V of three devices with room for one microbatch: its first device waits for its own."""
     period, offsets = even_blocks(vee(3), 3, [6, 6, 6], 1)[0]
     for schedule in repeated(vee(3), offsets, period, 5, [2, 2, 2]):

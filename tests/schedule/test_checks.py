@@ -166,7 +166,7 @@ anything = st.one_of(st.text(max_size=40), near_misses)
 
 
 @given(anything)
-def test_text_and_csv(text):
+def test_any_text_is_a_schedule_or_an_error(text):
     for parse in (Schedule.from_text, from_csv):
         try:
             schedule = validate(parse(text))
@@ -176,7 +176,7 @@ def test_text_and_csv(text):
 
 
 @given(anything)
-def test_actions_and_costs(text):
+def test_any_text_is_an_action_or_an_error(text):
     for parse in (Action.from_text, costs_from_text):
         try:
             parse(text)

@@ -26,7 +26,7 @@ from pipemesh.schedule.costs import FIELDS, costs_from_text
         ({"backward": [2, 4], "input_grad": 1}, (1, (2, 4), 1, (1, 3), 0)),
     ],
 )
-def test_what_is_left_out_follows(given_costs, expected):
+def test_omitted_costs_follow_from_the_others(given_costs, expected):
     costs = Costs(**given_costs)
     assert (
         costs.forward,
@@ -124,7 +124,7 @@ FIELD = NUMBER | st.lists(NUMBER, min_size=2, max_size=2)
 
 @settings(max_examples=40)
 @given(st.fixed_dictionaries({name: FIELD for name in FIELDS}), st.permutations(FIELDS))
-def test_costs_written_out_parse_back_in_any_order_and_by_first_letters(fields, order):
+def test_costs_parse_back_in_any_order_and_abbreviated(fields, order):
     written = {
         name: ":".join(map(repr, value if isinstance(value, list) else [value]))
         for name, value in fields.items()

@@ -28,7 +28,7 @@ ZB_H1 = """\
 """
 
 
-def test_text_is_what_pytorch_documents():
+def test_csv_is_the_format_that_pytorch_documents():
     assert write_csv(zb_h1(2, 3)) == ZB_H1
     assert from_csv(ZB_H1) == zb_h1(2, 3)
 
@@ -158,6 +158,6 @@ def test_ticks_are_those_of_the_published_figure():
         (gpipe(2, 2), "compute_coms", "unknown form of CSV .*did you mean 'compute_comms'"),
     ],
 )
-def test_what_a_form_cannot_express_is_an_error(schedule, form, message):
+def test_a_form_without_the_needed_cells_is_an_error(schedule, form, message):
     with pytest.raises(ScheduleError, match=message):
         write_csv(schedule, form)

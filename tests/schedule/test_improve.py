@@ -41,7 +41,7 @@ def test_an_optimal_schedule_stays_as_it_is():
         )
 
 
-def test_a_weight_gradient_in_the_way_of_the_last_forward_moves_behind_it():
+def test_a_weight_gradient_moves_behind_the_last_forward():
     before = Schedule.from_text("0: 0F0 0F1 0I0 0W0 0I1 0W1\n1: 1F0 1I0 1W0 1F1 1I1 1W1")
     assert simulate(before).makespan == 8
     # No step is shorter than the start of the last device and its work.
@@ -58,7 +58,7 @@ def test_a_change_that_needs_more_memory_is_not_made():
 
 @settings(max_examples=25)
 @given(st.sampled_from(sorted(set(BUILDERS) - {"forward_only", "decode"})), st.data())
-def test_more_trials_never_make_it_longer_and_the_result_is_valid(name, data):
+def test_more_trials_never_make_a_schedule_longer(name, data):
     schedule = build(name, 2, 4)
     durations = st.lists(
         st.integers(1, 5), min_size=schedule.num_stages, max_size=schedule.num_stages
@@ -101,7 +101,7 @@ def test_only_recomputations_are_added(data, builder, num_devices, factor):
     assert after.lower_bound <= after.makespan
 
 
-def test_what_is_held_by_hand():
+def test_memory_with_recomputation_by_hand():
     schedule = validate(Schedule.from_text("0F0 0F1 0R1 0B1 0R0 0B0"))
     timeline = simulate(schedule, Costs(forward=1, backward=2, recompute=0.5))
     assert timeline.ends == ((1, 2, 2.5, 4.5, 5, 7),)
@@ -110,13 +110,13 @@ def test_what_is_held_by_hand():
     assert timeline.peak_inputs == (2,)
 
 
-def test_a_recomputation_costs_what_it_costs_and_a_forward_if_nothing_is_said():
+def test_a_recomputation_costs_a_forward_by_default():
     assert Costs(forward=[1, 2]).recompute == (1, 2)
     assert Costs(forward=4, recompute=1).refined(2).recompute == 0.5
     assert Costs(forward=4).refined(2, 2).recompute == 1
 
 
-def test_recomputations_fill_the_time_in_which_a_device_waits_for_a_slow_one():
+def test_recomputations_fill_waiting_time():
     """The last stage takes twice as long, so that all others recompute for nothing."""
     costs = Costs(forward=[1] * 7 + [2], backward=[2] * 7 + [4])
     plain = simulate(one_f_one_b(8, 32), costs)
@@ -151,6 +151,6 @@ def test_chosen_stages_alone():
         ((gpipe(2, 2), {0}, None, [2, 1]), "device 1 holds 2 even with"),
     ],
 )
-def test_what_cannot_be_recomputed_is_an_error(arguments, message):
+def test_impossible_recomputations_are_errors(arguments, message):
     with pytest.raises(ScheduleError, match=message):
         recompute(*arguments)

@@ -101,7 +101,7 @@ def test_4_devices_holding_three_microbatches():
     assert simulate(found, Costs().refined(2)).makespan == 26.5
 
 
-def test_it_beats_every_published_schedule_where_stages_are_unequal():
+def test_it_beats_published_schedules_on_unequal_stages():
     costs = Costs(
         [1, 2, 1, 1, 3, 1, 1, 1],
         input_grad=1.5,
@@ -170,7 +170,7 @@ def rows(homes, num_microbatches, policy, costs=None):
         ("alternate", 3, "0F0 0I0 0F1 0I1 0F2 0I2 0W0 0W1 0W2"),
     ],
 )
-def test_one_device_does_what_it_prefers_as_far_as_its_memory_goes(prefer, cap, row):
+def test_one_device_follows_its_rule_within_its_memory(prefer, cap, row):
     assert rows([0], 3, Policy(prefer, False, False, (cap,))) == [row]
 
 
@@ -190,7 +190,7 @@ def test_of_two_stages_the_later_one_goes_first_if_it_shall():
     assert deep[0].startswith("0F0 1F0 0F1 1F1")
 
 
-def test_the_patient_wait_for_what_is_on_its_way():
+def test_patient_devices_wait_for_arrivals_on_their_way():
     # 0I1 arrives while a weight gradient of 5 would run.
     costs = Costs([1, 0.5], input_grad=1, weight_grad=[5, 1])
     hasty = rows([0, 1], 2, Policy("I", False, False, (3, 3)), costs)
@@ -217,7 +217,7 @@ def test_one_place_a_stage_is_enough_to_get_through(data, num_devices, num_micro
     assert all(peak <= most for peak, most in held)
 
 
-def test_without_a_place_for_each_stage_it_gets_stuck_and_says_so():
+def test_less_than_a_place_a_stage_gets_stuck():
     assert rows([0, 0], 2, Policy("I", False, False, (1,))) is None
 
 

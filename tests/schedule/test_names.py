@@ -32,7 +32,7 @@ def test_every_spelling_names_the_same_schedule_everywhere(spelling, capsys, tmp
 
 
 @pytest.mark.parametrize("spelling", [s for s in SPELLINGS if parse(s).name in SCHEDULES])
-def test_the_partitioner_takes_every_spelling_that_it_knows_the_memory_of(spelling, tmp_path):
+def test_the_partitioner_takes_every_spelling(spelling, tmp_path):
     name = parse(spelling).name
     plan = partition([1.0] * 8, 4, schedule=spelling)
     assert plan.num_virtual_stages == BUILDERS[name].virtual_stages
@@ -96,7 +96,7 @@ def test_a_name_that_is_none_is_the_same_error_everywhere(text, message):
 
 
 @pytest.mark.parametrize("name", ["zb_h2", "zb_v", "dual_pipe_v", "file:x.csv", "list_schedule"])
-def test_the_partitioner_says_which_schedules_it_knows_the_memory_of(name):
+def test_the_partitioner_names_the_schedules_it_supports(name):
     with pytest.raises(PartitionError, match=f"'{name}', of which .* may be gpipe, one_f_one_b"):
         partition([1.0] * 4, 2, schedule=name)
 

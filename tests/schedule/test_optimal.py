@@ -20,7 +20,6 @@ from pipemesh.schedule import (
     v_half,
     v_min,
     validate,
-    zb_v,
 )
 from pipemesh.schedule.schedule import loop, vee
 from tests.schedule.brute_force import shortest, shortest_in_ticks
@@ -129,12 +128,6 @@ def answer(start, costs, limits, seconds=30):
         return None, bound
     schedule = validate(Schedule(rows, start.stage_devices, start.num_microbatches))
     return simulate(schedule, costs), bound
-
-
-@with_solver
-def test_what_is_optimal_stays_as_long_as_it_is():
-    timeline, bound = answer(zb_v(2, 3), Costs(), [12, 12])
-    assert timeline.makespan == bound == simulate(zb_v(2, 3)).makespan
 
 
 @with_solver

@@ -46,7 +46,7 @@ def test_any_sequence_at_all_can_be_written_back(cells):
 
 
 @pytest.mark.parametrize("name", BUILDERS | SLICED)
-def test_the_length_does_not_depend_on_the_number_of_microbatches(name):
+def test_number_of_microbatches_does_not_change_the_length(name):
     lengths = {length(find_loops(execution_order(build(name, 4, m)))) for m in (64, 128)}
     assert len(lengths) == 1
 

@@ -106,7 +106,7 @@ def test_on_a_loop_the_next_stage_is_on_the_next_device(num_devices, rounds):
 
 
 @given(st.integers(1, 9))
-def test_a_v_comes_back_the_way_it_went_and_turns_without_a_transfer(num_devices):
+def test_a_v_is_symmetric_and_turns_on_one_device(num_devices):
     placed = vee(num_devices)
     assert placed == placed[::-1]
     assert placed[:num_devices] == loop(num_devices)

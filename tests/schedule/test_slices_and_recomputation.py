@@ -111,7 +111,7 @@ def test_actions_come_after_what_they_need(schedule):
 
 
 @given(schedules(), st.data())
-def test_what_is_held_is_what_a_count_over_time_says(schedule, data):
+def test_peaks_are_those_of_a_count_over_time(schedule, data):
     # Where an action takes no time, what it holds is a peak of no duration.
     timeline = simulate(schedule, Costs(data.draw(st.integers(0, 4))))
     for device in range(schedule.num_devices):

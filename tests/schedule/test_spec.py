@@ -19,7 +19,7 @@ def table(tmp_path):
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_from_devices_or_from_stages_it_is_what_the_builder_builds(name):
+def test_a_spec_builds_from_devices_and_from_stages(name):
     spec = ScheduleSpec.from_text(name)
     assert spec.build(2, 8) == build(name, 2, 8, BUILDERS[name].virtual_stages)
     assert spec.for_stages(2 * spec.stages_a_device, 8) == spec.build(2, 8)
@@ -31,7 +31,7 @@ def test_an_open_number_of_stages_a_device_is_kept():
     assert spec.for_stages(6, 4) == spec.build(2, 4)
 
 
-def test_what_stands_in_a_file_is_the_table_itself(table):
+def test_a_file_gives_the_table_itself(table):
     expected = Schedule.from_text("0: 0F0 1F0 1B0 0B0\n1: 2F0 2B0")
     assert table.build(2, 1) == table.for_stages(3, 1) == table.table == expected
     assert expected.stage_devices == (0, 0, 1)
@@ -90,7 +90,7 @@ def test_csv_and_text_are_told_apart(tmp_path, name, text):
     assert read_schedule(str(file)) == TABLE
 
 
-def test_what_is_called_csv_is_read_as_such(tmp_path):
+def test_a_name_ending_in_csv_means_csv(tmp_path):
     file = tmp_path / "a.CSV"
     file.write_text(TABLE.to_text())
     with pytest.raises(ScheduleError, match=r"line 1, column 2: '0: 0F0 .*' is not an action"):
@@ -121,6 +121,6 @@ def test_errors_name_the_file(tmp_path, content, message):
     ("path", "reason"),
     [("none.csv", "No such file or directory"), (".", "Is a directory"), ("a\0b", "")],
 )
-def test_what_cannot_be_read_is_an_error_with_the_reason(tmp_path, path, reason):
+def test_unreadable_files_are_errors_with_the_reason(tmp_path, path, reason):
     with pytest.raises(ScheduleError, match=f"cannot read .*: {reason}"):
         read_schedule(str(tmp_path / path))

@@ -20,7 +20,7 @@ def action_of(code, schedule):
 
 
 @given(st.sampled_from(sorted(BUILDERS)), st.integers(1, 4), st.integers(1, 2))
-def test_every_action_has_a_code_and_waits_for_what_it_needs_of_another_stage(
+def test_every_action_has_a_code_and_waits_for_its_neighbour(
     name, num_devices, factor
 ):
     schedule = build(name, num_devices, 2 * factor * num_devices)
@@ -82,7 +82,7 @@ ROW = st.lists(st.integers(0, 120).map(lambda microbatch: Action(0, "F", microba
 
 
 @given(st.data(), st.lists(ROW, min_size=1, max_size=5))
-def test_it_shows_the_cell_in_brackets_and_its_neighbours_below_their_ticks(data, rows):
+def test_an_excerpt_marks_the_cell_and_aligns_ticks(data, rows):
     device = data.draw(st.integers(0, len(rows) - 1))
     tick = data.draw(st.integers(0, len(rows[device])))
     header, *lines = excerpt(Schedule(rows, (0,), 121), device, tick).splitlines()

@@ -113,7 +113,7 @@ def test_the_error_shows_the_rows_around_the_cell():
     )
 
 
-def test_a_schedule_without_stages_or_microbatches_is_no_schedule():
+def test_a_schedule_has_stages_and_microbatches():
     with pytest.raises(ScheduleError, match="num_microbatches is 0"):
         validate(dataclasses.replace(gpipe(1, 1), num_microbatches=0))
     with pytest.raises(ScheduleError, match="no stages"):
@@ -147,7 +147,7 @@ def test_dropping_or_doubling_or_moving_any_action_is_noticed(data):
 
 
 @given(st.data())
-def test_whatever_order_passes_runs_and_what_fails_fails_everywhere(data):
+def test_validation_order_and_simulation_agree(data):
     """Shuffled rows: the prover, the execution order and the simulator agree."""
     schedule = build(data.draw(st.sampled_from(["gpipe", "zb_h1", "zb_v"])), 2, 2)
     rows = tuple(tuple(data.draw(st.permutations(row))) for row in schedule.rows)
@@ -200,7 +200,7 @@ def naive(schedule):
     return rows
 
 
-def test_the_obvious_placement_deadlocks_on_1f1b_and_ours_does_not():
+def test_the_obvious_transfers_deadlock_on_1f1b():
     schedule = one_f_one_b(2, 4)
     with pytest.raises(ScheduleError, match="deadlock: device 0 waits at step 3 in send"):
         check_rendezvous(naive(schedule))
@@ -225,7 +225,7 @@ def test_every_transfer_is_sent_and_received_once(name, num_devices, factor):
 
 
 @given(st.sampled_from(sorted(BUILDERS)), st.integers(1, 4))
-def test_what_is_consumed_was_received_before(name, num_devices):
+def test_values_are_received_before_they_are_consumed(name, num_devices):
     schedule = build(name, num_devices, 2 * num_devices)
     homes, last = schedule.stage_devices, schedule.num_stages - 1
     for device, row in enumerate(insert_transfers(schedule)):
