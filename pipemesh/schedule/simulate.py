@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pipemesh.errors import ScheduleError
-from pipemesh.schedule.action import KINDS, Action
+from pipemesh.schedule.action import EFFECTS, KINDS, OUTPUTS, Action, Value
 from pipemesh.schedule.checks import check_name, check_number, check_type
 from pipemesh.schedule.costs import Costs
 from pipemesh.schedule.schedule import Schedule
@@ -20,6 +20,8 @@ Loads = float | Mapping[str, float | Sequence[float]]
 """Cores that an action keeps busy when it is alone: one number, or by kind, one or one a stage."""
 Times = list[list[float]]
 """For each device one number for each of its actions."""
+# By kind, whether its result is for the stage after it.
+_GOES_UP = tuple(Value(OUTPUTS) in EFFECTS[kind].gives for kind in KINDS)
 
 
 def simulate(
@@ -91,10 +93,13 @@ def simulate(
         return [[values[code // num_pieces] for code in codes] for codes in table.codes]
 
     durations = of_actions([value for kind in KINDS for value in by_kind[kind]])
-    # A result of stage s crosses the boundary above s going forward, the one below going back.
-    transfer = list(stage_costs.transfer)
-    lags = transfer + [0.0, *transfer[:-1]] * (len(KINDS) - 1)
-    factor = random.Random(check_type("seed", seed, int)).uniform
+    # Outputs of stage s cross the boundary above s, gradients the one below.
+    above, below = stage_costs.transfer, (0.0, *stage_costs.transfer[:-1])
+    lags = [lag for goes_up in _GOES_UP for lag in (above if goes_up else below)]
+    factor = None
+    check_type("seed", seed, int)
+    if jitter:
+        factor = functools.partial(random.Random(seed).uniform, 1 - jitter, 1 + jitter)
     shared = None
     if cores is not None:
         loads_by_kind = [load for k in KINDS for load in _loads_of(loads, k, schedule.num_stages)]
@@ -108,14 +113,7 @@ def simulate(
             "loads and crowding are for devices that share cores, but cores is None; give cores, "
             "or leave them out"
         )
-    starts, ends = run_table(
-        schedule,
-        table,
-        durations,
-        lags=lags,
-        factor=functools.partial(factor, 1 - jitter, 1 + jitter) if jitter else None,
-        shared=shared,
-    )
+    starts, ends = run_table(schedule, table, durations, lags=lags, factor=factor, shared=shared)
     return Timeline(schedule, costs, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
 
 

@@ -20,9 +20,7 @@ def action_of(code, schedule):
 
 
 @given(st.sampled_from(sorted(BUILDERS)), st.integers(1, 4), st.integers(1, 2))
-def test_every_action_has_a_code_and_waits_for_its_neighbour(
-    name, num_devices, factor
-):
+def test_every_action_has_a_code_and_waits_for_its_neighbour(name, num_devices, factor):
     schedule = build(name, num_devices, 2 * factor * num_devices)
     table = compile_table(schedule)
     assert table.num_codes == len(KINDS) * schedule.num_stages * schedule.num_microbatches
