@@ -194,18 +194,20 @@ def _check_order(schedule: Schedule, ticks: list[int]) -> None:
     """Checks the order of actions within each device."""
     block = schedule.num_stages * schedule.num_pieces
     for first, second in _IN_ORDER:
-        early, late = (ticks[kind * block : (kind + 1) * block] for kind in (first, second))
-        for unit, (before, after) in enumerate(zip(early, late, strict=True)):
-            if NOTHING < after < before:
-                _check_pair(schedule, before, after, unit)
+        of_both = (ticks[kind * block : (kind + 1) * block] for kind in (first, second))
+        for unit, (early, late) in enumerate(zip(*of_both, strict=True)):
+            if NOTHING < late < early:
+                raise _too_early(schedule, unit, early, late)
     for unit in range(block if schedule.num_slices > 1 else 0):
         if unit % schedule.num_slices:
             before = unit - 1
-            _check_pair(schedule, ticks[before], ticks[unit], unit)
             # The gradient of the keys and values of a slice comes from the slices after it.
             later = max(ticks[BACKWARD * block + unit], ticks[INPUT_GRAD * block + unit])
-            for kind in (BACKWARD, INPUT_GRAD):
-                _check_pair(schedule, later, ticks[kind * block + before], unit)
+            pairs = [(ticks[before], ticks[unit])]
+            pairs += [(later, ticks[kind * block + before]) for kind in (BACKWARD, INPUT_GRAD)]
+            for early, late in pairs:
+                if NOTHING < late < early:
+                    raise _too_early(schedule, unit, early, late)
     if schedule.is_forward_only:
         for row in schedule.rows:
             for action in row:
@@ -213,15 +215,12 @@ def _check_order(schedule: Schedule, ticks: list[int]) -> None:
                     raise _missing(schedule, action.also("B"))
 
 
-def _check_pair(schedule: Schedule, early: int, late: int, unit: int) -> None:
-    if NOTHING < late < early:
-        device = schedule.stage_devices[unit // schedule.num_pieces]
-        raise cell_error(
-            schedule,
-            device,
-            late,
-            f"comes before {schedule.rows[device][early]} (tick {early}), whose result it needs",
-        )
+def _too_early(schedule: Schedule, unit: int, early: int, late: int) -> ScheduleError:
+    """Returns the error for an action at tick `late` that needs the one at tick `early`."""
+    device = schedule.stage_devices[unit // schedule.num_pieces]
+    needed = schedule.rows[device][early]
+    reason = f"comes before {needed} (tick {early}), whose result it needs"
+    return cell_error(schedule, device, late, reason)
 
 
 def _neighbours(
@@ -247,13 +246,7 @@ def _neighbours(
                         source = maker * block + neighbour
                 far = homes[stage + step] != device
             if source != NOTHING and not far and ticks[source] > tick:
-                raise cell_error(
-                    schedule,
-                    device,
-                    tick,
-                    f"comes before {schedule.rows[device][ticks[source]]} "
-                    f"(tick {ticks[source]}), whose result it needs",
-                )
+                raise _too_early(schedule, unit, ticks[source], tick)
             row_waits.append(source)
             row_remote.append(far)
         waits.append(row_waits)
