@@ -80,8 +80,8 @@ class Effect:
     @property
     def releases(self) -> bool:
         """Returns True if its device holds nothing of the microbatch once it has ended."""
-        own = {Value(KEPT), Value(REMADE), Value(PENDING)}
-        return not own.isdisjoint(self.takes) and own.isdisjoint(self.gives)
+        local = {Value(KEPT), Value(REMADE), Value(PENDING)}
+        return not local.isdisjoint(self.takes) and local.isdisjoint(self.gives)
 
 
 _BACKWARD = (Value(KEPT), Value(GRADS, 1))

@@ -64,12 +64,12 @@ def repeated(
     for (place, device), m in itertools.product(enumerate(devices), range(num_microbatches)):
         plain[device][place, m] = offsets[place] + period * m
     pulled = _pulled(plain, devices, limits)
-    found: list[Schedule] = []
+    schedules: list[Schedule] = []
     for draft, punctual in ((pulled, True), (pulled, False), (plain, False)):
         rows = _Walk(draft, placement, num_microbatches, limits, punctual).rows()
         if rows is not None:
-            found.append(Schedule(tuple(map(tuple, rows)), tuple(placement), num_microbatches))
-    return found
+            schedules.append(Schedule(tuple(map(tuple, rows)), tuple(placement), num_microbatches))
+    return schedules
 
 
 def _pulled(
@@ -175,9 +175,13 @@ class _Walk:
             for times in draft
         ]
         # The device's stages up to and including each stage, and the room that later ones need.
-        own = [[s for s, home in enumerate(placement) if home == d] for d in range(len(draft))]
-        self._up_to = [own[d][: own[d].index(s) + 1] for s, d in enumerate(placement)]
-        self._later = [len(own[d]) - len(up) for d, up in zip(placement, self._up_to, strict=True)]
+        stages_of = [
+            [s for s, home in enumerate(placement) if home == d] for d in range(len(draft))
+        ]
+        self._up_to = [stages_of[d][: stages_of[d].index(s) + 1] for s, d in enumerate(placement)]
+        self._later = [
+            len(stages_of[d]) - len(up) for d, up in zip(placement, self._up_to, strict=True)
+        ]
         # How often each step of the way has been done; microbatches come in order.
         self._done = [0] * (2 * self._num_stages)
         self._held = [0] * len(draft)
@@ -269,9 +273,9 @@ def even_blocks(
             if _never_meet(offsets, devices, period)
             and (held := _held(offsets, devices, period, limits)) <= 1
         )
-        found = heapq.nsmallest(most, fitting)
-        if found:
-            return [(period, offsets) for _, offsets in found]
+        blocks = heapq.nsmallest(most, fitting)
+        if blocks:
+            return [(period, offsets) for _, offsets in blocks]
     return []
 
 

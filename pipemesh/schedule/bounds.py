@@ -109,21 +109,26 @@ def lower_bound(
     stages = [[s for s, home in enumerate(stage_devices) if home == device] for device in devices]
     if forward_only:
         return max(
-            ways.arrive[own[0]]
-            + num_pieces * sum(ways.forward[s] for s in own)
-            + (ways.arrive[-1] + ways.forward[-1] - ways.arrive[own[-1]] - ways.forward[own[-1]])
-            for own in stages
-            if own
+            ways.arrive[owned[0]]
+            + num_pieces * sum(ways.forward[s] for s in owned)
+            + (
+                ways.arrive[-1]
+                + ways.forward[-1]
+                - ways.arrive[owned[-1]]
+                - ways.forward[owned[-1]]
+            )
+            for owned in stages
+            if owned
         )
     bounds = [ways.come_back[0] + (num_slices - 1) * ways.grad[0] + ways.release[0]]
-    for device, own in enumerate(stages):
-        if own:
-            pairs = len(own) * num_pieces
+    for device, owned in enumerate(stages):
+        if owned:
+            pairs = len(owned) * num_pieces
             room = pairs if memory_limits is None else min(pairs, memory_limits[device])
-            if any(again[s] for s in own):
-                bounds += _of_recomputing(ways, own, num_pieces, max(1, room), again)
+            if any(again[s] for s in owned):
+                bounds += _of_recomputing(ways, owned, num_pieces, max(1, room), again)
             else:
-                bounds += _of_device(ways, own, num_pieces, max(1, room))
+                bounds += _of_device(ways, owned, num_pieces, max(1, room))
     return max(bounds)
 
 
@@ -197,40 +202,42 @@ class _Ways:
         return self.come_back[0] - (self.come_back[lowest] + self.grad[lowest]) + self.release[0]
 
 
-def _of_device(ways: _Ways, own: list[int], num_pieces: int, room: int) -> list[float]:
+def _of_device(ways: _Ways, owned: list[int], num_pieces: int, room: int) -> list[float]:
     """Returns the bounds 3, 4 and 5 for a device that runs the stages `own`, in ascending order."""
-    lowest, highest = own[0], own[-1]
-    pairs = len(own) * num_pieces
-    each = [s for s in own for _ in range(num_pieces)]
-    forwards = sum(ways.forward[s] for s in each)
-    longest = sum(heapq.nlargest(room, (ways.forward[s] for s in each)))
+    lowest, highest = owned[0], owned[-1]
+    pairs = len(owned) * num_pieces
+    stage_of_pair = [s for s in owned for _ in range(num_pieces)]
+    forwards = sum(ways.forward[s] for s in stage_of_pair)
+    longest = sum(heapq.nlargest(room, (ways.forward[s] for s in stage_of_pair)))
     idle = max(ways.arrive[lowest], ways.come_back[highest] - longest)
-    load = idle + forwards + sum(ways.release[s] for s in each)
+    load = idle + forwards + sum(ways.release[s] for s in stage_of_pair)
 
-    finished = heapq.nsmallest(pairs - room, (ways.release[s] - ways.grad[s] for s in each))
-    last_gradient = idle + forwards + sum(ways.grad[s] for s in each) + sum(finished)
+    finished = heapq.nsmallest(
+        pairs - room, (ways.release[s] - ways.grad[s] for s in stage_of_pair)
+    )
+    last_gradient = idle + forwards + sum(ways.grad[s] for s in stage_of_pair) + sum(finished)
     last_gradient += ways.way_down(lowest)
 
-    held = sum(map(ways.mean_hold, each))
-    ends = min(ways.forward[s] for s in own) + min(ways.end[s] for s in own)
+    held = sum(map(ways.mean_hold, stage_of_pair))
+    ends = min(ways.forward[s] for s in owned) + min(ways.end[s] for s in owned)
     in_room = ways.arrive[lowest] + held / room + (room - 1) / 2 * ends
     return [load, last_gradient, in_room]
 
 
 def _of_recomputing(
-    ways: _Ways, own: list[int], num_pieces: int, room: int, again: Sequence[int]
+    ways: _Ways, owned: list[int], num_pieces: int, room: int, again: Sequence[int]
 ) -> list[float]:
     """Returns them for a device that recomputes `again[s]` of the pairs of each stage `s`."""
-    lowest, highest = own[0], own[-1]
-    forwards = num_pieces * sum(ways.forward[s] for s in own)
-    recomputes = sum(again[s] * ways.recompute[s] for s in own)
+    lowest, highest = owned[0], owned[-1]
+    forwards = num_pieces * sum(ways.forward[s] for s in owned)
+    recomputes = sum(again[s] * ways.recompute[s] for s in owned)
     idle = max(ways.arrive[lowest], ways.come_back[highest] - forwards - recomputes)
-    load = idle + forwards + recomputes + num_pieces * sum(ways.release[s] for s in own)
-    last_gradient = idle + forwards + recomputes + num_pieces * sum(ways.grad[s] for s in own)
+    load = idle + forwards + recomputes + num_pieces * sum(ways.release[s] for s in owned)
+    last_gradient = idle + forwards + recomputes + num_pieces * sum(ways.grad[s] for s in owned)
     last_gradient += ways.way_down(lowest)
     held = sum(
         (num_pieces - again[s]) * ways.shortest_hold(s)
         + again[s] * (ways.forward[s] + ways.recompute[s] + ways.release[s])
-        for s in own
+        for s in owned
     )
     return [load, last_gradient, ways.arrive[lowest] + held / room]

@@ -637,7 +637,7 @@ def v_min(num_devices: int, num_microbatches: int) -> Schedule:
     every round.
 
     Source: Qi et al., "Pipeline Parallelism with Controllable Memory", 2024, V-Min; offsets of the
-    block from the authors' scheduler. How its ends are filled is this package's own.
+    block from the authors' scheduler. This package fills its ends in its own way.
 
     Args:
         num_devices: `D`, at least 1; the schedule has `2 D` stages.
@@ -671,7 +671,7 @@ def v_half(num_devices: int, num_microbatches: int) -> Schedule:
     `(3 D - 7) f` if 2 divides `D`, else `(3 D - 4) f`.
 
     Source: Qi et al., "Pipeline Parallelism with Controllable Memory", 2024, V-Half; offsets of the
-    block from the authors' scheduler. How its ends are filled is this package's own.
+    block from the authors' scheduler. This package fills its ends in its own way.
 
     Args:
         num_devices: `D`, at least 1; the schedule has `2 D` stages.

@@ -85,8 +85,8 @@ class Costs:
             if isinstance(value, tuple)
         }
         if len(set(lengths.values())) > 1:
-            given = ", ".join(f"{name} has {length}" for name, length in lengths.items())
-            raise ScheduleError(f"costs differ in length: {given}; give one value a stage to all")
+            sizes = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+            raise ScheduleError(f"costs differ in length: {sizes}; give one value a stage to all")
 
     @property
     def num_stages(self) -> int | None:
@@ -260,7 +260,7 @@ def costs_from_text(text: str) -> Costs:
         >>> costs_from_text("f=1:1:1:2,t=0.1").forward
         (1.0, 1.0, 1.0, 2.0)
     """
-    given: dict[str, float | tuple[float, ...]] = {}
+    values: dict[str, float | tuple[float, ...]] = {}
     column = 1
     for index, part in enumerate(text.split(",")):
         name, equals, value = part.partition("=")
@@ -278,10 +278,10 @@ def costs_from_text(text: str) -> Costs:
             if index >= len(FIELDS):
                 raise ScheduleError(f"{where}: more than {len(FIELDS)} values: {', '.join(FIELDS)}")
             name = FIELDS[index]
-        if name in given:
+        if name in values:
             raise ScheduleError(f"{where}: {name} is given twice")
-        given[name] = _values(value, where)
-    return Costs(**given)
+        values[name] = _values(value, where)
+    return Costs(**values)
 
 
 def costs_to_text(costs: Costs) -> str:

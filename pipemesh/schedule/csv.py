@@ -129,10 +129,10 @@ def _cells(line: str) -> _Line:
     if '"' in line:
         # Some programs quote every cell. Blanks keep the columns of what is inside.
         line = line.replace('"', " ")
-    found = re.finditer(r"[^,]+", line)
+    cells = re.finditer(r"[^,]+", line)
     return [
         (cell.start() + len(cell[0]) - len(cell[0].lstrip()), cell[0].strip())
-        for cell in found
+        for cell in cells
         if cell[0].strip()
     ]
 

@@ -299,8 +299,8 @@ def list_schedule(
     Example:
         >>> from pipemesh.schedule import Costs, list_schedule, one_f_one_b, simulate
         >>> slow_end = Costs(forward=[1, 1, 1, 2])
-        >>> found = list_schedule(slow_end, num_devices=4, num_microbatches=8, memory_limit=4)
-        >>> simulate(found, slow_end).makespan < simulate(one_f_one_b(4, 8), slow_end).makespan
+        >>> searched = list_schedule(slow_end, num_devices=4, num_microbatches=8, memory_limit=4)
+        >>> simulate(searched, slow_end).makespan < simulate(one_f_one_b(4, 8), slow_end).makespan
         True
     """
     num_devices, num_microbatches = check_counts(

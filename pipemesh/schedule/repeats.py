@@ -49,7 +49,7 @@ def find_loops(
         same = places.setdefault(kind, [])
         rank.append(len(same))
         same.append(place)
-    found: list[Action | Loop] = []
+    items: list[Action | Loop] = []
     begin = 0
     while begin < len(order):
         best: Loop | None = None
@@ -65,12 +65,12 @@ def find_loops(
                 shift = microbatches[other] - microbatches[begin]
                 best = Loop(tuple(order[begin : begin + length]), count, shift)
         if best is None:
-            found.append(order[begin])
+            items.append(order[begin])
             begin += 1
         else:
-            found.append(best)
+            items.append(best)
             begin += size(best)
-    return tuple(found)
+    return tuple(items)
 
 
 def size(loop: Loop) -> int:
