@@ -196,7 +196,7 @@ def table_of(text: str, num_stages: int, num_microbatches: int) -> dict[str, Any
     The rooms of partition and schedule do not know each other, so it is done here.
 
     Args:
-        text: the schedule, as in `pipemesh.schedule_names`.
+        text: the schedule, as in `pipemesh.schedule.names`.
         num_stages: how many stages the table is to have.
         num_microbatches: and how many microbatches.
 

@@ -20,7 +20,6 @@ PURE = [
     "pipemesh.report",
     "pipemesh.scale",
     "pipemesh.schedule",
-    "pipemesh.schedule_names",
     "pipemesh.text",
 ]
 

@@ -15,7 +15,7 @@ from pipemesh.layers.meta import layer_flops
 from pipemesh.partition import LayerCost, Partition, partition
 from pipemesh.partition.flights import SCHEDULES
 from pipemesh.schedule import Schedule, ScheduleSpec, simulate
-from pipemesh.schedule_names import parse
+from pipemesh.schedule.names import parse
 from pipemesh.text import did_you_mean
 
 _OPTIONS = [

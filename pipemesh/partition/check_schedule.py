@@ -12,7 +12,7 @@ from pipemesh.partition.costs import is_sequence, whole
 from pipemesh.partition.flights import SCHEDULES, in_flight
 from pipemesh.partition.integers import decimal
 from pipemesh.partition.options import Options, positive, round_robin
-from pipemesh.schedule_names import agreed_stages, parse
+from pipemesh.schedule.names import agreed_stages, parse
 
 _FROM_TABLE = ("in_flight", "stage_devices", "at_once")
 _HOW = "from pipemesh.schedule.simulate(table).for_partition()"

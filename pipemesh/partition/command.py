@@ -17,7 +17,7 @@ from pipemesh.partition.read import read_costs
 from pipemesh.partition.result import Partition, table
 from pipemesh.partition.solve import partition
 from pipemesh.report.partition_drawing import partition_to_svg
-from pipemesh.schedule_names import help_text, parse
+from pipemesh.schedule.names import help_text, parse
 from pipemesh.text import bytes_option
 
 # What `partition` calls the same.

@@ -66,7 +66,7 @@ def partition(
         overlap_transfers: a stage takes the longer of computing and transferring, not the sum.
         memory_limit: bytes of a device, for parameters, optimizer state and activations.
         schedule: the name of the pipeline schedule, on which the activations in flight depend, as
-            in `pipemesh.schedule_names`: `"gpipe"`, `"1f1b"` (default), `"interleaved:V"` (default
+            in `pipemesh.schedule.names`: `"gpipe"`, `"1f1b"` (default), `"interleaved:V"` (default
             with virtual stages), `"looped_bfs:V"` or `"zb_h1"`. For any other, leave it out and
             give `**pipemesh.schedule.simulate(table).for_partition()`, which are the next four.
         in_flight: for each stage the most microbatches whose activations it holds at once.

@@ -13,7 +13,7 @@ from pipemesh.mesh.checks import whole_number
 from pipemesh.plan.figures import Figures
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.stage_costs import layer_seconds
-from pipemesh.schedule_names import FILE, SEARCHED, parse
+from pipemesh.schedule.names import FILE, SEARCHED, parse
 from pipemesh.text import bytes_of
 
 SCHEDULES = (

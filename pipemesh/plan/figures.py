@@ -48,7 +48,7 @@ class Figures:
         sums: what joins devices that share a layer, as if sums took all that they compute besides,
             what each of them computes whole included; None if it is `transfer`.
         crowding: from 0 to 1 how much devices lose to each other because threads share a core while
-            another one idles; see `pipemesh.schedule.simulate_sharing`.
+            another one idles; see `pipemesh.schedule.simulate`.
         update_memory: bytes that an update needs at once for each byte of weights, gradients
             included; at least 1.
         plain_step: seconds that a step of `PLAIN` took when all this was measured; 0 if that is not

@@ -16,7 +16,7 @@ from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.plan import places, text_form
 from pipemesh.plan.remat import CUSTOM, NAMES
 from pipemesh.schedule import Schedule, ScheduleSpec
-from pipemesh.schedule_names import FILE, parse
+from pipemesh.schedule.names import FILE, parse
 from pipemesh.text import nearest_text
 
 REMAT = (*NAMES, CUSTOM)

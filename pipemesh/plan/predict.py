@@ -19,7 +19,7 @@ from pipemesh.plan.stage_costs import (
     summed,
 )
 from pipemesh.plan.stage_memory import device_memory
-from pipemesh.schedule import Costs, Timeline, simulate, simulate_sharing
+from pipemesh.schedule import Costs, Timeline, simulate
 
 _Loads = Mapping[str, Sequence[float]]
 
@@ -78,7 +78,7 @@ def predict(
     """What is expected of a step under a plan.
 
     The schedule is simulated with what was measured of the layers. Where devices share cores they
-    slow each other down (`pipemesh.schedule.simulate_sharing`).
+    slow each other down (`pipemesh.schedule.simulate`).
 
     Args:
         plan: how it is run. Of its `compute_dtype` bytes are forecast, and no seconds.
@@ -234,9 +234,7 @@ def _simulated(stages: Stages, figures: Figures, costs: Costs, loads: _Loads) ->
         return simulate(stages.run, costs)
     home = _home(stages)
     every = {kind: [home * load for load in of] for kind, of in loads.items()}
-    return simulate_sharing(
-        stages.run, costs, cores=figures.cores, loads=every, crowding=figures.crowding
-    )
+    return simulate(stages.run, costs, cores=figures.cores, loads=every, crowding=figures.crowding)
 
 
 def _work(timeline: Timeline, loads: _Loads) -> float:

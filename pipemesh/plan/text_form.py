@@ -10,7 +10,7 @@ from typing import Any, cast
 from pipemesh.errors import PlanError
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.mesh.checks import text_of
-from pipemesh.schedule import Schedule
+from pipemesh.schedule import Schedule, from_csv, write_csv
 
 # What begins the text of a schedule that is given as a table.
 _TABLE = "table:"
@@ -24,7 +24,7 @@ def of_value(value: Any) -> str:
         ('0,3,5', 'true', '')
     """
     if isinstance(value, Schedule):
-        return _TABLE + value.to_csv().strip()
+        return _TABLE + write_csv(value).strip()
     if isinstance(value, tuple):
         return ",".join(map(str, cast("tuple[int, ...]", value)))
     if isinstance(value, bool):
@@ -47,7 +47,7 @@ def parse(name: str, text: str) -> Any:
     if name == "layout":
         return LayoutRules.from_text(text)
     if name == "schedule" and text.startswith(_TABLE):
-        return Schedule.from_csv(text.removeprefix(_TABLE))
+        return from_csv(text.removeprefix(_TABLE))
     if name == "num_microbatches":
         return _whole(text)
     if name == "boundaries":

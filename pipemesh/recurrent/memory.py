@@ -10,7 +10,7 @@ import tensorflow as tf
 from pipemesh.backend.static_shape import num_bytes
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.stage import Stage
-from pipemesh.recurrent.table.kinds import KEPT, PENDING, REMADE
+from pipemesh.recurrent.table.kinds import KEPT, PENDING, REMADE, given, taken
 from pipemesh.recurrent.table.run import Run
 from pipemesh.schedule import Schedule
 
@@ -121,22 +121,15 @@ def memory_of(run: Run) -> list[DeviceMemory]:
             held = peak = 0
             for action in row:
                 stage, m = action.stage, action.microbatch
-                kept, pending = (
-                    sum(run.sizes.values(kind, stage, place, m) for place in places)
-                    for kind in (KEPT, PENDING)
+                is_recomputed = (stage, m) in recomputed
+                changes = [(1, channel) for channel in given(action.kind, stage)]
+                changes += [(-1, channel) for channel in taken(action.kind, stage, is_recomputed)]
+                held += sum(
+                    sign * run.sizes.values(channel.kind, stage, place, m)
+                    for sign, channel in changes
+                    if channel.kind in (KEPT, REMADE, PENDING) and not schedule.is_forward_only
+                    for place in places
                 )
-                # What its backward pass starts from.
-                left = kept
-                if (stage, m) in recomputed:
-                    left = sum(run.sizes.values(REMADE, stage, place, m) for place in places)
-                if action.kind == "F":
-                    held += 0 if schedule.is_forward_only else kept
-                elif action.kind == "R":
-                    held += left - kept
-                elif action.kind == "W":
-                    held -= pending
-                else:
-                    held += (pending if action.kind == "I" else 0) - left
                 peak = max(peak, held)
             weights = sum(run.sizes.weights(s, places) for s in own)
             gradients = 0

@@ -204,7 +204,7 @@ def alone(
     """Returns the durations of actions that run alone, and the cores that each kind keeps busy.
 
     While actions want more cores than there are, all of them run at the rate `cores / wanted`, as
-    in `pipemesh.schedule.simulate_sharing`. The more cores an action keeps busy, the faster it is
+    in `pipemesh.schedule.simulate`. The more cores an action keeps busy, the faster it is
     while other devices wait: a `B` has matmuls that do not depend on each other. The loads are
     fitted: under them, actions of a kind and a stage have done most nearly the same work, however
     many others ran.
@@ -219,8 +219,8 @@ def alone(
         Costs as medians of a stage's actions, and by kind the load of each device, 1 or more.
 
     Example:
-        >>> from pipemesh.schedule import gpipe, simulate_sharing
-        >>> step = simulate_sharing(gpipe(2, 4), Costs(1, 2), cores=2, loads={"F": 1, "B": 1.5})
+        >>> from pipemesh.schedule import gpipe, simulate
+        >>> step = simulate(gpipe(2, 4), Costs(1, 2), cores=2, loads={"F": 1, "B": 1.5})
         >>> costs, loads = alone(step, 2, 1)
         >>> costs.backward, round(loads["B"], 9)
         ((2.0, 2.0), 1.5)

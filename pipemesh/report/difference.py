@@ -6,7 +6,8 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 
-from pipemesh.schedule import Costs, Timeline, simulate
+from pipemesh.schedule import Costs, Schedule, Timeline, simulate
+from pipemesh.schedule.simulate import run_table
 from pipemesh.schedule.table import NOTHING, Table, compile_table
 
 _KINDS = ("forward", "backward", "input_grad", "weight_grad")
@@ -72,10 +73,10 @@ def parts_of(measured: Timeline) -> list[Part]:
         sum(predicted.busy) / schedule.num_devices,
         simulate(schedule, equal).makespan,
         predicted.makespan,
-        _replay(table, durations, nothing),
-        _replay(table, durations, own),
-        _replay(table, durations, late),
-        _replay(table, durations, delays),
+        _replay(schedule, table, durations, nothing),
+        _replay(schedule, table, durations, own),
+        _replay(schedule, table, durations, late),
+        _replay(schedule, table, durations, delays),
     ]
     names = (
         ("work", "all actions, if every device did an equal share and never waited"),
@@ -152,27 +153,11 @@ def _delays(table: Table, measured: Timeline) -> tuple[list[list[float]], list[l
 
 
 def _replay(
-    table: Table, durations: Sequence[Sequence[float]], delays: Sequence[Sequence[float]]
+    schedule: Schedule,
+    table: Table,
+    durations: Sequence[Sequence[float]],
+    delays: Sequence[Sequence[float]],
 ) -> float:
-    """The makespan of a table whose actions take and wait as is said."""
-    end: list[float | None] = [None] * table.num_codes
-    ticks, now = [0] * len(table.codes), [0.0] * len(table.codes)
-    runnable = list(range(len(table.codes)))
-    sleepers: dict[int, int] = {}
-    while runnable:
-        device = runnable.pop()
-        codes = table.codes[device]
-        while ticks[device] < len(codes):
-            tick = ticks[device]
-            source = table.waits[device][tick]
-            arrived = 0.0 if source == NOTHING else end[source]
-            if arrived is None:
-                sleepers[source] = device
-                break
-            start = max(now[device], arrived) + delays[device][tick]
-            now[device] = start + durations[device][tick]
-            ticks[device] += 1
-            end[codes[tick]] = now[device]
-            if codes[tick] in sleepers:
-                runnable.append(sleepers.pop(codes[tick]))
-    return max(now)
+    """Returns the makespan of a table whose actions take these durations and wait these delays."""
+    _, ends = run_table(schedule, table, durations, delays=delays)
+    return max(row[-1] for row in ends if row)

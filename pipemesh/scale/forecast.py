@@ -10,7 +10,7 @@ from pipemesh.errors import PipemeshError, PlanError
 from pipemesh.scale.failures import Failures
 from pipemesh.scale.job import Job, Split
 from pipemesh.scale.step import Step, forecast_step
-from pipemesh.schedule_names import parse
+from pipemesh.schedule.names import parse
 
 SCHEDULES = ("1f1b", "interleaved:2", "zb_h1", "zb_v")
 # How many of the splits that look best are simulated.

@@ -1,4 +1,4 @@
-"""Who does what when: schedules as frozen, proved, simulated and drawn tables of actions.
+"""Schedules: frozen tables of actions that are proved, simulated, searched, written and drawn.
 
 Pure Python: importing this room loads neither TensorFlow nor lingvo. The published schedules are
 in `pipemesh.schedule.builders` (and here), the drawings in `pipemesh.report`.
@@ -33,12 +33,11 @@ from pipemesh.schedule.builders import (
     zb_v,
 )
 from pipemesh.schedule.costs import Costs
-from pipemesh.schedule.csv_forms import write_csv
+from pipemesh.schedule.csv import from_csv, write_csv
+from pipemesh.schedule.improve import recompute
 from pipemesh.schedule.list_schedule import list_schedule
 from pipemesh.schedule.optimal import Optimum, optimal_schedule
-from pipemesh.schedule.recompute import recompute
-from pipemesh.schedule.schedule import Schedule, from_csv, to_csv
-from pipemesh.schedule.sharing import simulate_sharing
+from pipemesh.schedule.schedule import Schedule
 from pipemesh.schedule.simulate import simulate
 from pipemesh.schedule.spec import ScheduleSpec
 from pipemesh.schedule.timeline import Timeline
@@ -67,8 +66,6 @@ __all__ = [
     "recompute",
     "seq_one_f_one_b",
     "simulate",
-    "simulate_sharing",
-    "to_csv",
     "v_half",
     "v_min",
     "validate",

@@ -1,10 +1,23 @@
-"""One cell of a schedule: what a device does to one microbatch of one stage."""
+"""One cell of a schedule: an action, and the values that each kind of action takes and gives.
+
+    kind                 takes                                          gives
+    F  forward           outputs of the stage before                    outputs, kept
+    R  recomputation     kept                                           remade
+    B  full backward     kept or remade, grads of the stage after       grads
+    I  input gradient    kept or remade, grads of the stage after       grads, pending
+    W  weight gradient   pending
+
+`EFFECTS` is this table. Validation, the simulator, transfers and the executor read it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import operator
 import re
+from collections.abc import Container, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
 
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule.checks import check_type
@@ -14,6 +27,84 @@ KINDS = "FBIWR"
 _TEXT = re.compile(rf"(\d{{1,9}})([{KINDS}])(\d{{1,9}})(?:\.(\d{{1,9}}))?", re.ASCII)
 _PARTS = (r"\d{1,9}", f"[{KINDS}]", r"\d{1,9}", r"\.", r"\d{1,9}")
 _PREFIXES = tuple("".join(_PARTS[:length]) for length in range(len(_PARTS), 0, -1))
+
+OUTPUTS = "outputs"
+"""Outputs of a stage, for the stage after it."""
+KEPT = "kept"
+"""Values of a forward pass that the backward pass of its stage needs; with an `R`, its inputs."""
+REMADE = "remade"
+"""Values that an `R` computes again for the backward pass of its stage."""
+GRADS = "grads"
+"""Gradients of the inputs of a stage, for the stage before it."""
+PENDING = "pending"
+"""Values that an `I` leaves for the `W` of its stage."""
+
+
+class Value(NamedTuple):
+    """A kind of value, made by the stage that lies `step` stages further on than the action's."""
+
+    name: str
+    step: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Effect:
+    """The values that actions of one kind take and give.
+
+    Attributes:
+        takes: values that it needs, in a schedule without `R`.
+        gives: values that it makes.
+        slice_step: the distance to the slice of the same microbatch that it needs, too; 0 for none.
+    """
+
+    takes: tuple[Value, ...]
+    gives: tuple[Value, ...]
+    slice_step: int = 0
+
+    def taken(self, is_recomputed: bool) -> tuple[Value, ...]:
+        """Returns the values that it needs; an `R` replaces what the backward pass starts from."""
+        if not is_recomputed or Value(REMADE) in self.gives:
+            return self.takes
+        return tuple(Value(REMADE) if value.name == KEPT else value for value in self.takes)
+
+    @property
+    def neighbour(self) -> Value | None:
+        """The value that comes from another stage."""
+        return next((value for value in self.takes if value.step), None)
+
+    @property
+    def begins_to_hold(self) -> bool:
+        """Returns True if its device holds activations of the microbatch from its start on."""
+        return not {Value(KEPT), Value(REMADE)}.isdisjoint(self.gives)
+
+    @property
+    def releases(self) -> bool:
+        """Returns True if its device holds nothing of the microbatch once it has ended."""
+        local = {Value(KEPT), Value(REMADE), Value(PENDING)}
+        return not local.isdisjoint(self.takes) and local.isdisjoint(self.gives)
+
+
+_BACKWARD = (Value(KEPT), Value(GRADS, 1))
+EFFECTS: Mapping[str, Effect] = MappingProxyType(
+    {
+        "F": Effect((Value(OUTPUTS, -1),), (Value(OUTPUTS), Value(KEPT)), slice_step=-1),
+        "B": Effect(_BACKWARD, (Value(GRADS),), slice_step=1),
+        "I": Effect(_BACKWARD, (Value(GRADS), Value(PENDING)), slice_step=1),
+        "W": Effect((Value(PENDING),), ()),
+        "R": Effect((Value(KEPT),), (Value(REMADE),)),
+    }
+)
+"""The table of this module, by kind of action."""
+
+
+def makers(name: str) -> str:
+    """Returns the kinds of action that give a value.
+
+    Example:
+        >>> makers(GRADS)
+        'BI'
+    """
+    return "".join(kind for kind in KINDS if Value(name) in EFFECTS[kind].gives)
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -60,16 +151,11 @@ class Action:
 
     @property
     def piece_text(self) -> str:
-        """The microbatch, and the slice if there is one, as in the action's text.
-
-        Example:
-            >>> Action(2, "F", 0, 1).piece_text
-            '0.1'
-        """
+        """Returns the microbatch, and the slice if there is one, as in the action's text."""
         return str(self.microbatch) if self.slice is None else f"{self.microbatch}.{self.slice}"
 
     def also(self, kind: str, step: int = 0) -> Action:
-        """Another kind of action for the same microbatch and slice, `step` stages further on.
+        """Returns another kind of action for the same piece, `step` stages further on.
 
         Example:
             >>> str(Action(2, "F", 0).also("B", 1))
@@ -99,19 +185,55 @@ class Action:
         match = _TEXT.fullmatch(check_type("an action's text", text, str))
         if match is None:
             raise ScheduleError(
-                f"column {misfit(text) + 1}: {text!r} is no action; write stage, kind "
+                f"column {misfit(text) + 1}: {text!r} is not an action; write stage, kind "
                 f"(one of {KINDS}) and microbatch, for example '2F0', or '2F0.1' with a slice"
             )
         return cls(int(match[1]), match[2], int(match[3]), int(match[4]) if match[4] else None)
 
 
-def misfit(text: str) -> int:
-    """The index of the first character at which `text` stops being an action.
+def needs(
+    action: Action,
+    num_stages: int,
+    split: Container[tuple[int, int]] = (),
+    num_slices: int = 1,
+) -> tuple[Action, ...]:
+    """Returns the actions whose results `action` consumes, at most three and without its `R`.
+
+    `split` holds the (stage, microbatch) pairs whose backward is split into `I` and `W`.
 
     Example:
-        >>> misfit("2X0")
-        1
+        >>> [str(a) for a in needs(Action(0, "B", 3), num_stages=2)]
+        ['0F3', '1B3']
+        >>> [str(a) for a in needs(Action(0, "I", 3), num_stages=2, split={(1, 3)})]
+        ['0F3', '1I3']
+        >>> [str(a) for a in needs(Action(0, "W", 3), num_stages=2)]
+        ['0I3']
+        >>> [str(a) for a in needs(Action(1, "F", 3, 1), num_stages=2)]
+        ['0F3.1', '1F3.0']
+        >>> [str(a) for a in needs(Action(1, "B", 3, 0), num_stages=2, num_slices=2)]
+        ['1F3.0', '1B3.1']
     """
+
+    def maker(name: str, stage: int) -> str:
+        kinds = makers(name)
+        return kinds if kinds != "BI" else "BI"[(stage, action.microbatch) in split]
+
+    effect = EFFECTS[action.kind]
+    needed = [
+        action.also(maker(name, stage), step)
+        for name, step in effect.takes
+        if 0 <= (stage := action.stage + step) < num_stages
+    ]
+    if action.slice is not None and effect.slice_step:
+        neighbour = action.slice + effect.slice_step
+        if 0 <= neighbour < max(num_slices, action.slice):
+            kind = maker(effect.gives[0].name, action.stage)
+            needed.append(dataclasses.replace(action, kind=kind, slice=neighbour))
+    return tuple(needed)
+
+
+def misfit(text: str) -> int:
+    """Returns the index of the first character at which `text` stops being an action."""
     for pattern in _PREFIXES:
         match = re.match(pattern, text, re.ASCII)
         if match is not None:
@@ -120,15 +242,7 @@ def misfit(text: str) -> int:
 
 
 def parse_cell(text: str, line: int, start: int) -> Action:
-    """Parses one action that begins at index `start` of line `line`.
-
-    Raises:
-        ScheduleError: with the line and the column, both from 1, of the first misfit.
-
-    Example:
-        >>> str(parse_cell("2F0", line=1, start=3))
-        '2F0'
-    """
+    """Parses an action at index `start` of line `line`; errors name line and column."""
     try:
         return Action.from_text(text)
     except ScheduleError as error:

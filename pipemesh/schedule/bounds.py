@@ -1,8 +1,8 @@
-"""How short a step can be at best: a bound that no schedule of the same work can beat.
+"""A lower bound of the makespan that no schedule of the same work can beat.
 
-What is fixed: costs, which device runs which stage, the number of microbatches, and how many
-(stage, microbatch) pairs a device may hold. What is free: the order of actions on each device,
-and whether a backward is whole or split. `lower_bound` is the largest of the five bounds proved
+Fixed are costs, the device of each stage, the number of microbatches, and the number of (stage,
+microbatch) pairs that a device may hold. Free are the order of actions on each device, and for
+each backward if it is whole or split. `lower_bound` is the largest of the five bounds proved
 here.
 
 Let `f`, `i`, `w`, `b` be the durations of a stage. Two facts hold for every schedule. A gradient
@@ -68,20 +68,20 @@ def lower_bound(
     num_slices: int = 1,
     recomputed: Sequence[int] | None = None,
 ) -> float:
-    """A time that no schedule of this work is shorter than.
+    """Returns a time that no schedule of this work is shorter than.
 
     Args:
         costs: durations and transfer times, one number or one a stage.
         stage_devices: for each stage its device.
-        num_microbatches: at least 1.
+        num_microbatches: number of microbatches, at least 1.
         memory_limits: for each device the most (stage, microbatch) pairs that it may hold, in the
             sense of `Timeline.peak_activations`; None for no limit.
-        forward_only: whether there is no backward pass.
-        num_slices: into how many slices sequences are cut, each of which costs what `costs` say.
-        recomputed: for each stage how many of its pairs are recomputed by an `R`; None for none.
+        forward_only: True if there is no backward pass.
+        num_slices: number of slices of every sequence; `costs` are those of a slice.
+        recomputed: for each stage the number of its pairs that an `R` recomputes; None for none.
 
     Returns:
-        The bound, in the unit of the costs; the module says how it is proved.
+        The bound, in the unit of the costs; the module has the proof.
 
     Raises:
         ScheduleError: an argument has another type, length or range.
@@ -109,37 +109,42 @@ def lower_bound(
     stages = [[s for s, home in enumerate(stage_devices) if home == device] for device in devices]
     if forward_only:
         return max(
-            ways.arrive[own[0]]
-            + num_pieces * sum(ways.forward[s] for s in own)
-            + (ways.arrive[-1] + ways.forward[-1] - ways.arrive[own[-1]] - ways.forward[own[-1]])
-            for own in stages
-            if own
+            ways.arrive[owned[0]]
+            + num_pieces * sum(ways.forward[s] for s in owned)
+            + (
+                ways.arrive[-1]
+                + ways.forward[-1]
+                - ways.arrive[owned[-1]]
+                - ways.forward[owned[-1]]
+            )
+            for owned in stages
+            if owned
         )
     bounds = [ways.come_back[0] + (num_slices - 1) * ways.grad[0] + ways.release[0]]
-    for device, own in enumerate(stages):
-        if own:
-            pairs = len(own) * num_pieces
+    for device, owned in enumerate(stages):
+        if owned:
+            pairs = len(owned) * num_pieces
             room = pairs if memory_limits is None else min(pairs, memory_limits[device])
-            if any(again[s] for s in own):
-                bounds += _of_recomputing(ways, own, num_pieces, max(1, room), again)
+            if any(again[s] for s in owned):
+                bounds += _of_recomputing(ways, owned, num_pieces, max(1, room), again)
             else:
-                bounds += _of_device(ways, own, num_pieces, max(1, room))
+                bounds += _of_device(ways, owned, num_pieces, max(1, room))
     return max(bounds)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Ways:
-    """What the proofs speak of, for every stage.
+    """The quantities of the proofs, one value a stage.
 
     Attributes:
         forward: `f`.
         grad: `g`, the least time in which a gradient passes.
-        release: `r`, the least time that a backward takes in all.
+        release: `r`, the least total time of a backward.
         end: the least duration of the action that ends a backward.
-        arrive: when the first microbatch can arrive on its way up.
-        come_back: when the first gradient can arrive on its way back.
-        recompute: how long a recomputation takes.
-        num_slices: of a sequence.
+        arrive: the earliest arrival of the first microbatch on its way up.
+        come_back: the earliest arrival of the first gradient on its way back.
+        recompute: the duration of a recomputation.
+        num_slices: number of slices of every sequence.
     """
 
     forward: tuple[float, ...]
@@ -181,56 +186,58 @@ class _Ways:
         )
 
     def shortest_hold(self, stage: int) -> float:
-        """How long the last slice is held at least; without slices, any microbatch."""
+        """Returns the least time that the last slice is held; without slices, any microbatch."""
         waits = (self.num_slices - 1) * self.forward[-1]
         return self.come_back[stage] - waits + self.release[stage] - self.arrive[stage]
 
     def mean_hold(self, stage: int) -> float:
-        """How long a slice is held at least, as a mean over the slices of a microbatch."""
+        """Returns the least mean time that the slices of a microbatch are held."""
         later = (self.num_slices - 1) / 2
         return self.shortest_hold(stage) + later * (self.forward[-1] + self.grad[stage])
 
     def way_down(self, lowest: int) -> float:
-        """From the end of the gradient of stage `lowest` to the end of stage 0's backward."""
+        """Returns the time from stage `lowest`'s gradient to the end of stage 0's backward."""
         if not lowest:
             return 0.0
         return self.come_back[0] - (self.come_back[lowest] + self.grad[lowest]) + self.release[0]
 
 
-def _of_device(ways: _Ways, own: list[int], num_pieces: int, room: int) -> list[float]:
-    """The bounds 3, 4 and 5 for a device that runs the stages `own`, ascending."""
-    lowest, highest = own[0], own[-1]
-    pairs = len(own) * num_pieces
-    each = [s for s in own for _ in range(num_pieces)]
-    forwards = sum(ways.forward[s] for s in each)
-    longest = sum(heapq.nlargest(room, (ways.forward[s] for s in each)))
+def _of_device(ways: _Ways, owned: list[int], num_pieces: int, room: int) -> list[float]:
+    """Returns the bounds 3, 4 and 5 for a device that runs the stages `own`, in ascending order."""
+    lowest, highest = owned[0], owned[-1]
+    pairs = len(owned) * num_pieces
+    stage_of_pair = [s for s in owned for _ in range(num_pieces)]
+    forwards = sum(ways.forward[s] for s in stage_of_pair)
+    longest = sum(heapq.nlargest(room, (ways.forward[s] for s in stage_of_pair)))
     idle = max(ways.arrive[lowest], ways.come_back[highest] - longest)
-    load = idle + forwards + sum(ways.release[s] for s in each)
+    load = idle + forwards + sum(ways.release[s] for s in stage_of_pair)
 
-    finished = heapq.nsmallest(pairs - room, (ways.release[s] - ways.grad[s] for s in each))
-    last_gradient = idle + forwards + sum(ways.grad[s] for s in each) + sum(finished)
+    finished = heapq.nsmallest(
+        pairs - room, (ways.release[s] - ways.grad[s] for s in stage_of_pair)
+    )
+    last_gradient = idle + forwards + sum(ways.grad[s] for s in stage_of_pair) + sum(finished)
     last_gradient += ways.way_down(lowest)
 
-    held = sum(map(ways.mean_hold, each))
-    ends = min(ways.forward[s] for s in own) + min(ways.end[s] for s in own)
+    held = sum(map(ways.mean_hold, stage_of_pair))
+    ends = min(ways.forward[s] for s in owned) + min(ways.end[s] for s in owned)
     in_room = ways.arrive[lowest] + held / room + (room - 1) / 2 * ends
     return [load, last_gradient, in_room]
 
 
 def _of_recomputing(
-    ways: _Ways, own: list[int], num_pieces: int, room: int, again: Sequence[int]
+    ways: _Ways, owned: list[int], num_pieces: int, room: int, again: Sequence[int]
 ) -> list[float]:
-    """The same bounds for a device that recomputes `again[s]` of the pairs of each stage `s`."""
-    lowest, highest = own[0], own[-1]
-    forwards = num_pieces * sum(ways.forward[s] for s in own)
-    recomputes = sum(again[s] * ways.recompute[s] for s in own)
+    """Returns them for a device that recomputes `again[s]` of the pairs of each stage `s`."""
+    lowest, highest = owned[0], owned[-1]
+    forwards = num_pieces * sum(ways.forward[s] for s in owned)
+    recomputes = sum(again[s] * ways.recompute[s] for s in owned)
     idle = max(ways.arrive[lowest], ways.come_back[highest] - forwards - recomputes)
-    load = idle + forwards + recomputes + num_pieces * sum(ways.release[s] for s in own)
-    last_gradient = idle + forwards + recomputes + num_pieces * sum(ways.grad[s] for s in own)
+    load = idle + forwards + recomputes + num_pieces * sum(ways.release[s] for s in owned)
+    last_gradient = idle + forwards + recomputes + num_pieces * sum(ways.grad[s] for s in owned)
     last_gradient += ways.way_down(lowest)
     held = sum(
         (num_pieces - again[s]) * ways.shortest_hold(s)
         + again[s] * (ways.forward[s] + ways.recompute[s] + ways.release[s])
-        for s in own
+        for s in owned
     )
     return [load, last_gradient, ways.arrive[lowest] + held / room]

@@ -1,4 +1,4 @@
-"""Checks on what callers pass: each returns it in Python's own type, or says what is wrong."""
+"""Checks of arguments: each returns the value in Python's own type, or raises a `ScheduleError`."""
 
 from __future__ import annotations
 
@@ -8,19 +8,13 @@ from collections.abc import Iterable, Mapping, Set
 from typing import Any, SupportsIndex, TypeVar, cast
 
 from pipemesh.errors import ScheduleError
-from pipemesh.text import several
+from pipemesh.text import did_you_mean, several
 
 T = TypeVar("T")
 
 
 def check_counts(**counts: SupportsIndex) -> tuple[int, ...]:
-    """Returns the counts as integers, in the order given.
-
-    Args:
-        **counts: each count under the name of the argument it came from.
-
-    Raises:
-        ScheduleError: a count is no integer or below 1; says which.
+    """Returns counts of at least 1 as integers, in the order of the keywords.
 
     Example:
         >>> check_counts(num_devices=4, num_microbatches=8)
@@ -39,15 +33,7 @@ def check_counts(**counts: SupportsIndex) -> tuple[int, ...]:
 
 
 def check_type(name: str, value: object, kind: type[T]) -> T:
-    """Returns a value if it has the type that it must have.
-
-    Raises:
-        ScheduleError: it has another type.
-
-    Example:
-        >>> check_type("text", "0F0 0B0", str)
-        '0F0 0B0'
-    """
+    """Returns a value if it is of a type; `name` is that of the argument."""
     if not isinstance(value, kind):
         article = "an" if kind.__name__[0] in "AEIOUaeiou" else "a"
         raise ScheduleError(f"{name} is {short(value)}; it must be {article} {kind.__name__}")
@@ -57,23 +43,7 @@ def check_type(name: str, value: object, kind: type[T]) -> T:
 def check_number(
     name: str, value: object, least: float = 0.0, most: float = math.inf, above: bool = False
 ) -> float:
-    """Returns any kind of number as a float.
-
-    Args:
-        name: of the argument.
-        value: what was given for it.
-        least: the smallest number that is allowed.
-        most: the largest one.
-        above: whether it must be larger than `least`.
-
-    Raises:
-        ScheduleError: it is no number, not finite, or out of range.
-
-    Example:
-        >>> from fractions import Fraction
-        >>> check_number("jitter", Fraction(1, 4), most=1)
-        0.25
-    """
+    """Returns any kind of number from `least` (exclusive if `above`) to `most` as a float."""
     try:
         number = math.nan if isinstance(value, str | bytes | bool) else float(cast(Any, value))
     except (TypeError, ValueError, OverflowError):
@@ -88,46 +58,37 @@ def check_number(
 def check_indices(
     name: str, values: object, length: int | None = None, of: str = "device"
 ) -> tuple[int, ...]:
-    """Returns a sequence of whole numbers from 0 on as a tuple of integers.
-
-    Args:
-        name: of the argument.
-        values: what was given for it.
-        length: how many there must be, if that is known.
-        of: what each number is for, if the length is known.
-
-    Raises:
-        ScheduleError: it is no sequence of whole numbers, has another length, or one is below 0.
-
-    Example:
-        >>> check_indices("stage_devices", [0, 1])
-        (0, 1)
-    """
+    """Returns a sequence of whole numbers from 0 on as a tuple; `length` says how many."""
     try:
         if isinstance(values, Mapping | Set):
             raise TypeError
-        found = tuple(operator.index(value) for value in cast("Iterable[Any]", values))
+        integers = tuple(operator.index(value) for value in cast("Iterable[Any]", values))
     except TypeError:
         each = f", one a {of}" if length is not None else ""
         raise ScheduleError(
             f"{name} is {short(cast(object, values))}; it must be a sequence of whole numbers{each}"
         ) from None
-    if length is not None and len(found) != length:
+    if length is not None and len(integers) != length:
         raise ScheduleError(
-            f"{name} has {len(found)} values, but there are {length} {several(of)}; give one a {of}"
+            f"{name} has {len(integers)} values, but there are {length} {several(of)}; "
+            f"give one a {of}"
         )
-    for index, value in enumerate(found):
+    for index, value in enumerate(integers):
         if value < 0:
             raise ScheduleError(f"{name}[{index}] is {value}; it must be at least 0")
-    return found
+    return integers
 
 
 def short(value: object) -> str:
-    """Writes a value so that it fits a line.
-
-    Example:
-        >>> short("x" * 100)
-        'a str'
-    """
+    """Returns the text of a value, cut to fit a line."""
     text = repr(value).replace("\n", " ")
     return text if len(text) <= 60 else f"a {type(value).__name__}"
+
+
+def check_name(what: str, name: str, known: Iterable[str]) -> str:
+    """Returns `name` if it is among `known`; the error suggests the nearest."""
+    names = list(known)
+    if name in names:
+        return name
+    hint = did_you_mean(str(name).lower().replace("-", "_"), names, cutoff=0.5)
+    raise ScheduleError(f"unknown {what} {name!r}; {hint}known are {', '.join(sorted(names))}")

@@ -22,15 +22,14 @@ from pathlib import Path
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule.builders import build
 from pipemesh.schedule.compare import compare, fit_costs, scale_limit, table
-from pipemesh.schedule.cost_text import costs_from_text
-from pipemesh.schedule.costs import Costs
-from pipemesh.schedule.csv_forms import CSV_FORMS, write_csv
+from pipemesh.schedule.costs import Costs, costs_from_text
+from pipemesh.schedule.csv import CSV_FORMS, write_csv
 from pipemesh.schedule.list_schedule import list_schedule
-from pipemesh.schedule.read import read_table, text_with_costs
+from pipemesh.schedule.names import FILE, SEARCHED, help_text, parse
 from pipemesh.schedule.schedule import Schedule
 from pipemesh.schedule.simulate import simulate
+from pipemesh.schedule.spec import read_table, text_with_costs
 from pipemesh.schedule.timeline import Timeline
-from pipemesh.schedule_names import FILE, SEARCHED, help_text, parse
 from pipemesh.text import number
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from pipemesh.errors import ScheduleError
-from pipemesh.schedule.builders import BUILDERS, build
-from pipemesh.schedule.builders.registry import SLICED
+from pipemesh.schedule.builders import BUILDERS, SLICED, build
 from pipemesh.schedule.costs import Costs
-from pipemesh.schedule.list_schedule import list_schedule
-from pipemesh.schedule.problem import MemoryLimit
+from pipemesh.schedule.list_schedule import MemoryLimit, list_schedule
 from pipemesh.schedule.simulate import simulate
 from pipemesh.schedule.timeline import Timeline
 from pipemesh.text import columns, number

@@ -1,4 +1,4 @@
-"""What one action of one stage costs."""
+"""Durations of actions and transfers, as values and as one word on a command line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any, cast
 
 from pipemesh.errors import ScheduleError
-from pipemesh.schedule.checks import check_counts, short
+from pipemesh.schedule.checks import check_counts, check_name, short
 
 Cost = float | Sequence[float]
 """One number for every stage, or one number a stage."""
@@ -85,22 +85,22 @@ class Costs:
             if isinstance(value, tuple)
         }
         if len(set(lengths.values())) > 1:
-            given = ", ".join(f"{name} has {length}" for name, length in lengths.items())
-            raise ScheduleError(f"costs differ in length: {given}; give one value a stage to all")
+            sizes = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+            raise ScheduleError(f"costs differ in length: {sizes}; give one value a stage to all")
 
     @property
     def num_stages(self) -> int | None:
-        """How many stages the costs are for; None if every cost is one number."""
+        """Number of stages that the costs are for; None if every cost is one number."""
         for value in dataclasses.astuple(self):
             if isinstance(value, tuple):
                 return len(cast(tuple[float, ...], value))
         return None
 
     def per_stage(self, num_stages: int) -> StageCosts:
-        """One value a stage for everything.
+        """Spreads every cost to one value a stage.
 
         Args:
-            num_stages: how many stages there are.
+            num_stages: number of stages.
 
         Returns:
             The costs, each as a tuple of that length.
@@ -129,15 +129,14 @@ class Costs:
         return StageCosts(*spread)
 
     def refined(self, pieces: int, num_slices: int = 1) -> Costs:
-        """The costs of the same model with each stage cut into equal pieces.
+        """Returns the costs of the same model with each stage cut into equal pieces.
 
-        What a schedule with one stage a device costs, told for a schedule with `pieces` stages
-        a device: durations are divided, and every boundary between pieces costs the transfer
-        of the stage that was cut.
+        Durations are divided by the number of pieces, and every boundary between pieces costs the
+        transfer of the stage that was cut.
 
         Args:
-            pieces: how many new stages each old stage becomes, at least 1.
-            num_slices: into how many slices of equal cost sequences are cut, at least 1. All
+            pieces: number of new stages that each old stage becomes, at least 1.
+            num_slices: number of slices of equal cost into which sequences are cut, at least 1. All
                 durations are divided, transfers too: each carries its share of the sequence.
 
         Returns:
@@ -168,7 +167,7 @@ class Costs:
 
 @dataclasses.dataclass(frozen=True)
 class StageCosts:
-    """Costs spelled out: one value a stage for everything; see `Costs`."""
+    """Costs with one value a stage for everything; see `Costs`."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -178,7 +177,7 @@ class StageCosts:
     recompute: tuple[float, ...]
 
     def durations(self) -> dict[str, tuple[float, ...]]:
-        """For each kind of action its duration on each stage."""
+        """Returns for each kind of action its duration on each stage."""
         return {
             "F": self.forward,
             "B": self.backward,
@@ -220,7 +219,7 @@ def _checked(name: str, value: Any) -> float | tuple[float, ...]:
 def _combine(
     one: float | tuple[float, ...], two: float | tuple[float, ...], sign: float
 ) -> float | tuple[float, ...]:
-    """`one + sign * two`, spreading a single number over the values of the other."""
+    """Returns `one + sign * two`, spreading a single number over the values of the other."""
     if not isinstance(one, tuple) and not isinstance(two, tuple):
         return one + sign * two
     length = len(one) if isinstance(one, tuple) else len(two) if isinstance(two, tuple) else 0
@@ -243,3 +242,66 @@ def _rest(
             "give both input_grad and weight_grad"
         )
     return rest
+
+
+FIELDS = tuple(field.name for field in dataclasses.fields(Costs))
+_SHORT = {name[0]: name for name in FIELDS}
+
+
+def costs_from_text(text: str) -> Costs:
+    """Parses costs; errors name the column.
+
+    Values are numbers, or several numbers with colons between, one a stage. Names may be cut to
+    their first letter, or left out if the values come in the order of `Costs`.
+
+    Example:
+        >>> costs_from_text("1,2").backward
+        2.0
+        >>> costs_from_text("f=1:1:1:2,t=0.1").forward
+        (1.0, 1.0, 1.0, 2.0)
+    """
+    values: dict[str, float | tuple[float, ...]] = {}
+    column = 1
+    for index, part in enumerate(text.split(",")):
+        name, equals, value = part.partition("=")
+        where = f"costs, column {column}"
+        column += len(part) + 1
+        if equals:
+            name = name.strip()
+            name = _SHORT.get(name, name)
+            try:
+                check_name("cost", name, FIELDS)
+            except ScheduleError as error:
+                raise ScheduleError(f"{where}: {error}") from None
+        else:
+            value = part
+            if index >= len(FIELDS):
+                raise ScheduleError(f"{where}: more than {len(FIELDS)} values: {', '.join(FIELDS)}")
+            name = FIELDS[index]
+        if name in values:
+            raise ScheduleError(f"{where}: {name} is given twice")
+        values[name] = _values(value, where)
+    return Costs(**values)
+
+
+def costs_to_text(costs: Costs) -> str:
+    """Writes costs as `costs_from_text` parses them, without loss."""
+    return ",".join(f"{name}={_joined(getattr(costs, name))}" for name in FIELDS)
+
+
+def _joined(value: float | tuple[float, ...]) -> str:
+    values = value if isinstance(value, tuple) else (value,)
+    return ":".join(repr(item).removesuffix(".0") for item in values)
+
+
+def _values(text: str, where: str) -> float | tuple[float, ...]:
+    values: list[float] = []
+    for item in text.split(":"):
+        try:
+            values.append(float(item))
+        except ValueError:
+            raise ScheduleError(
+                f"{where}: {item.strip()!r} is not a number; write for example forward=1,"
+                "backward=2, or forward=1:1:2:1 for one value a stage"
+            ) from None
+    return tuple(values) if len(values) > 1 else values[0]

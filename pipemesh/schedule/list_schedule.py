@@ -1,24 +1,247 @@
-"""An automatic schedule for given costs and memory."""
+"""An automatic schedule for given costs and memory: published, repeated, greedy, improved."""
 
 from __future__ import annotations
 
+import dataclasses
+import heapq
+import math
+import operator
 from collections.abc import Iterator, Sequence
 from itertools import islice, product
+from typing import cast
 
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule.action import Action
-from pipemesh.schedule.blocks import even_blocks
+from pipemesh.schedule.blocks import even_blocks, repeated
 from pipemesh.schedule.builders import BUILDERS, build
-from pipemesh.schedule.checks import check_counts, check_number
-from pipemesh.schedule.costs import Costs
-from pipemesh.schedule.greedy import Policy, greedy
+from pipemesh.schedule.checks import check_counts, check_indices, check_number, check_type, short
+from pipemesh.schedule.costs import Costs, StageCosts
 from pipemesh.schedule.improve import improve
-from pipemesh.schedule.problem import MemoryLimit, limits_of, placements_of
-from pipemesh.schedule.repeat import repeated
-from pipemesh.schedule.schedule import Schedule
+from pipemesh.schedule.schedule import Schedule, loop, vee
 from pipemesh.schedule.simulate import simulate
 from pipemesh.schedule.timeline import Timeline, peak_of_row
 from pipemesh.schedule.validate import validate
+
+MemoryLimit = int | Sequence[int] | None
+"""The most (stage, microbatch) pairs that a device may hold: one number or one a device."""
+
+
+def placements_of(
+    costs: Costs,
+    num_devices: int,
+    num_virtual_stages: int | None,
+    stage_devices: Sequence[int] | None,
+) -> list[tuple[int, ...]]:
+    """Returns the placements that a search tries: a loop, and with two stages a device a V.
+
+    Args:
+        costs: with one value a stage they determine the number of stages.
+        num_devices: at least 1.
+        num_virtual_stages: stages a device; by default as `costs` imply, else 1.
+        stage_devices: for each stage its device, to fix the placement.
+    """
+    check_type("costs", costs, Costs)
+    if stage_devices is not None:
+        devices = check_indices("stage_devices", stage_devices)
+        if sorted(set(devices)) != list(range(num_devices)):
+            raise ScheduleError(
+                f"stage_devices is {devices}; every device from 0 to {num_devices - 1} "
+                "must have a stage, and no other"
+            )
+        return [devices]
+    if num_virtual_stages is None:
+        num_stages = costs.num_stages or num_devices
+        if num_stages % num_devices:
+            raise ScheduleError(
+                f"the costs are for {num_stages} stages, which is not a multiple of "
+                f"{num_devices} devices; give stage_devices"
+            )
+        num_virtual_stages = num_stages // num_devices
+    (num_virtual_stages,) = check_counts(num_virtual_stages=num_virtual_stages)
+    placements = [loop(num_devices, num_virtual_stages)]
+    if num_virtual_stages == 2 and num_devices > 1:
+        placements.append(vee(num_devices))
+    return placements
+
+
+def limits_of(
+    memory_limit: MemoryLimit,
+    stage_devices: Sequence[int],
+    num_devices: int,
+    num_microbatches: int,
+) -> tuple[int, ...]:
+    """Returns for each device the number of (stage, microbatch) pairs it may hold."""
+    stages = [list(stage_devices).count(device) for device in range(num_devices)]
+    if memory_limit is None:
+        return tuple(count * num_microbatches for count in stages)
+    if hasattr(memory_limit, "__len__"):
+        limits = check_indices("memory_limit", memory_limit, num_devices)
+    else:
+        try:
+            limits = (operator.index(cast(int, memory_limit)),) * num_devices
+        except TypeError:
+            raise ScheduleError(
+                f"memory_limit is {short(memory_limit)}; give an integer or one a device"
+            ) from None
+    for device, (limit, count) in enumerate(zip(limits, stages, strict=True)):
+        if limit < count:
+            raise ScheduleError(
+                f"memory_limit of device {device} is {limit}, but it has {count} stages and must "
+                f"hold one microbatch of each; it must be at least {count}"
+            )
+    return limits
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """The rule by which a free device chooses its next action.
+
+    Attributes:
+        prefer: the kind that goes first if an `F` and an `I` are ready: `I`, `F`, or `alternate`
+            for the kind that was not done last.
+        deep_first: True if a device with several stages prefers the later one for `F`.
+        patient: True if a device rather waits than starts a `W` that would still run when an `F`
+            or `I` arrives that is already on its way.
+        cap: for each device the most (stage, microbatch) pairs it may hold.
+    """
+
+    prefer: str
+    deep_first: bool
+    patient: bool
+    cap: tuple[int, ...]
+
+
+def greedy(
+    costs: StageCosts, stage_devices: Sequence[int], num_microbatches: int, policy: Policy
+) -> list[list[Action]] | None:
+    """Lets every device choose by `policy` until all is done; None if the rule got stuck.
+
+    Time moves from event to event; a device that is free looks at the actions that are ready and
+    takes the best by the rule. No device knows the future except for results that are already on
+    their way to it. A forward is admitted only if the device keeps one place free for every later
+    stage of its own, so that the oldest microbatch can always get through.
+    """
+    return _Run(costs, stage_devices, num_microbatches, policy).rows()
+
+
+class _Run:
+    def __init__(
+        self,
+        costs: StageCosts,
+        stage_devices: Sequence[int],
+        num_microbatches: int,
+        policy: Policy,
+    ) -> None:
+        self._costs = costs
+        self._homes = stage_devices
+        self._policy = policy
+        self._num_microbatches = num_microbatches
+        num_stages, num_devices = len(stage_devices), max(stage_devices) + 1
+        self._stages = [
+            [s for s in range(num_stages) if stage_devices[s] == d] for d in range(num_devices)
+        ]
+        self._room_for_later = {
+            s: len(stages) - 1 - index for stages in self._stages for index, s in enumerate(stages)
+        }
+        # Microbatches pass every stage in order, so counters say what has been done.
+        self._forwards, self._backwards, self._weights = ([0] * num_stages for _ in range(3))
+        # When the input of microbatch m arrives at a stage, for those that are on their way.
+        self._inputs: list[list[float]] = [[] for _ in range(num_stages)]
+        self._grads: list[list[float]] = [[] for _ in range(num_stages)]
+        self._inputs[0] = [0.0] * num_microbatches
+        self._held = [0] * num_devices
+        self._free = [0.0] * num_devices
+        self._rows: list[list[Action]] = [[] for _ in range(num_devices)]
+        self._events = [(0.0, device) for device in range(num_devices)]
+
+    def rows(self) -> list[list[Action]] | None:
+        while self._events:
+            now, device = heapq.heappop(self._events)
+            if now >= self._free[device]:
+                self._decide(device, now)
+        done = sum(map(sum, (self._forwards, self._backwards, self._weights)))
+        return self._rows if done == 3 * len(self._homes) * self._num_microbatches else None
+
+    def _decide(self, device: int, now: float) -> None:
+        ready: list[tuple[str, int]] = []
+        next_arrival = math.inf
+        for stage in self._stages[device]:
+            for kind, arrival in (("F", self._forward_at(stage)), ("I", self._grad_at(stage))):
+                if arrival <= now:
+                    ready.append((kind, stage))
+                else:
+                    next_arrival = min(next_arrival, arrival)
+        if ready:
+            self._do(device, now, *min(ready, key=lambda choice: self._rank(device, choice)))
+            return
+        owed = [s for s in self._stages[device] if self._weights[s] < self._backwards[s]]
+        if owed:
+            stage = min(owed, key=lambda s: (self._weights[s], -s))
+            full = self._held[device] >= self._policy.cap[device]
+            ends = now + self._costs.weight_grad[stage]
+            if full or not self._policy.patient or ends <= next_arrival:
+                self._do(device, now, "W", stage)
+                return
+        # An arrival that is known but not yet here wakes the device: its event is in the heap.
+
+    def _rank(self, device: int, choice: tuple[str, int]) -> tuple[int, int]:
+        kind, stage = choice
+        prefer = self._policy.prefer
+        if prefer == "alternate":
+            last = next((a.kind for a in reversed(self._rows[device]) if a.kind != "W"), "I")
+            prefer = "I" if last == "F" else "F"
+        if kind == "F":
+            order = -stage if self._policy.deep_first else stage
+        else:
+            order = self._backwards[stage]
+        return (0 if kind == prefer else 1, order)
+
+    def _forward_at(self, stage: int) -> float:
+        """Returns when the next forward of a stage may start; infinite if not known yet."""
+        microbatch, device = self._forwards[stage], self._homes[stage]
+        room = self._policy.cap[device] - self._room_for_later[stage]
+        if microbatch >= len(self._inputs[stage]) or self._held[device] >= room:
+            return math.inf
+        return self._inputs[stage][microbatch]
+
+    def _grad_at(self, stage: int) -> float:
+        microbatch = self._backwards[stage]
+        if microbatch >= len(self._grads[stage]):
+            return math.inf
+        return self._grads[stage][microbatch]
+
+    def _do(self, device: int, now: float, kind: str, stage: int) -> None:
+        last = len(self._homes) - 1
+        if kind == "F":
+            microbatch = self._forwards[stage]
+            self._forwards[stage] += 1
+            self._held[device] += 1
+            end = now + self._costs.forward[stage]
+            if stage < last:
+                self._deliver(self._inputs, stage, stage + 1, end)
+            else:
+                self._grads[stage].append(end)
+        elif kind == "I":
+            microbatch = self._backwards[stage]
+            self._backwards[stage] += 1
+            end = now + self._costs.input_grad[stage]
+            if stage:
+                self._deliver(self._grads, stage, stage - 1, end)
+        else:
+            microbatch = self._weights[stage]
+            self._weights[stage] += 1
+            self._held[device] -= 1
+            end = now + self._costs.weight_grad[stage]
+        self._rows[device].append(Action(stage, kind, microbatch))
+        self._free[device] = end
+        heapq.heappush(self._events, (end, device))
+
+    def _deliver(self, boxes: list[list[float]], source: int, target: int, end: float) -> None:
+        if self._homes[source] != self._homes[target]:
+            end += self._costs.transfer[min(source, target)]
+        boxes[target].append(end)
+        heapq.heappush(self._events, (end, self._homes[target]))
+
 
 # How many actions the search may walk over in greedy runs, and again in small changes.
 _BUDGET = 1_000_000
@@ -48,9 +271,9 @@ def list_schedule(
     they help.
 
     The result is therefore never longer than any published schedule on the same stages that fits
-    into the memory. How far it can be from the optimum says `Timeline.above_bound`: with equal
+    into the memory. `Timeline.above_bound` says how far it can be from the optimum: with equal
     costs, 8 devices, 32 microbatches and 1F1B's memory it is the optimum, on one stage a device,
-    on a loop of two and on a V. `optimal_schedule` closes what is left for small problems. The
+    on a loop of two and on a V. `optimal_schedule` closes the gap for small problems. The
     search is deterministic. The larger the table, the fewer rules and changes it tries: about a
     second for 3,000 actions, some twenty for 50,000.
 
@@ -64,7 +287,7 @@ def list_schedule(
             device's stages. None for no limit.
         num_virtual_stages: stages a device; by default what `costs` say, else 1.
         stage_devices: for each stage its device, to fix the placement.
-        effort: how many small changes are tried at most, 0 for none.
+        effort: largest number of small changes to try, 0 for none.
 
     Returns:
         A validated schedule.
@@ -76,8 +299,8 @@ def list_schedule(
     Example:
         >>> from pipemesh.schedule import Costs, list_schedule, one_f_one_b, simulate
         >>> slow_end = Costs(forward=[1, 1, 1, 2])
-        >>> found = list_schedule(slow_end, num_devices=4, num_microbatches=8, memory_limit=4)
-        >>> simulate(found, slow_end).makespan < simulate(one_f_one_b(4, 8), slow_end).makespan
+        >>> searched = list_schedule(slow_end, num_devices=4, num_microbatches=8, memory_limit=4)
+        >>> simulate(searched, slow_end).makespan < simulate(one_f_one_b(4, 8), slow_end).makespan
         True
     """
     num_devices, num_microbatches = check_counts(
@@ -166,7 +389,7 @@ def _policies(limits: tuple[int, ...], placement: tuple[int, ...]) -> Iterator[P
 def _one_at_a_time(
     stage_devices: tuple[int, ...], num_devices: int, num_microbatches: int
 ) -> Schedule:
-    """No pipelining at all: what is left when the memory holds one microbatch."""
+    """Returns the schedule without any pipelining, which fits if one microbatch fits."""
     stages = range(len(stage_devices))
     rows = tuple(
         tuple(

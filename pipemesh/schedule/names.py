@@ -1,30 +1,202 @@
-"""Unknown names, answered with the nearest known one."""
+"""The names of pipeline schedules: every accepted spelling, in one place.
+
+Builders, the partitioner, commands, layers and trainers read names here, so a name means the same
+everywhere.
+
+Example:
+    >>> parse("Interleaved:4")
+    ParsedName(name='interleaved_one_f_one_b', stages_a_device=4, rest='', num_slices=None)
+    >>> parse("1f1b").name
+    'one_f_one_b'
+    >>> parse("seq1f1b:8").slices()
+    8
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from pipemesh.errors import ScheduleError
 from pipemesh.text import did_you_mean
 
+FILE = "file"
+SEARCHED = "list_schedule"
 
-def check_name(what: str, name: str, known: Iterable[str]) -> str:
-    """Returns `name` if it is known.
 
-    Args:
-        what: what the name is of, for the message.
-        name: what the caller wrote.
-        known: all names there are.
+@dataclasses.dataclass(frozen=True)
+class ScheduleName:
+    """A schedule by name.
 
-    Raises:
-        ScheduleError: it is not; suggests the nearest and lists all.
+    Attributes:
+        summary: a few words for help pages.
+        short: another spelling, or nothing.
+        stages_a_device: number of stages a device, or the default where the caller may choose.
+        is_open: True if the caller may choose the number of stages a device, after a colon.
+        trains: True if it has backward actions.
+        num_slices: default number of slices of every sequence, where a number may follow a colon; 1
+            for whole sequences.
+    """
+
+    summary: str
+    short: str = ""
+    stages_a_device: int = 1
+    is_open: bool = False
+    trains: bool = True
+    num_slices: int = 1
+
+    @property
+    def trains_layers(self) -> bool:
+        """True if a stack of layers, which take whole sequences, can train by it."""
+        return self.trains and self.num_slices == 1
+
+    @property
+    def number(self) -> str:
+        """The noun of the number after a colon; empty if there is none."""
+        if self.num_slices > 1:
+            return "slices"
+        return "stages a device" if self.is_open else ""
+
+
+NAMES: Mapping[str, ScheduleName] = MappingProxyType(
+    {
+        "gpipe": ScheduleName("all forward passes, then all backward ones"),
+        "one_f_one_b": ScheduleName("a forward and a backward in turn", "1f1b"),
+        "interleaved_one_f_one_b": ScheduleName(
+            "1f1b with V stages a device", "interleaved", 2, True
+        ),
+        "seq_one_f_one_b": ScheduleName(
+            "1f1b on Q slices of every sequence", "seq1f1b", num_slices=4
+        ),
+        "looped_bfs": ScheduleName("gpipe with V stages a device", "", 2, True),
+        "zb_h1": ScheduleName("zero bubble, memory as 1f1b"),
+        "zb_h2": ScheduleName("zero bubble, twice the memory"),
+        "zb_v": ScheduleName("zero bubble, 2 stages a device in a V", "v_zb", 2),
+        "v_half": ScheduleName("half the memory of 1f1b, 2 stages a device in a V", "", 2),
+        "v_min": ScheduleName("a third of it, 2 stages a device in a V", "", 2),
+        "dual_pipe_v": ScheduleName("forward beside backward, 2 stages a device in a V", "", 2),
+        "forward_only": ScheduleName("no training; V stages a device", "", 1, True, trains=False),
+        "decode": ScheduleName("V tokens of each group of prompts", "", 4, True, trains=False),
+    }
+)
+"""Every published schedule, by its name in `pipemesh.schedule`."""
+
+_CANONICAL = {
+    spelling: name for name, known in NAMES.items() for spelling in (name, known.short) if spelling
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ParsedName:
+    """A parsed name.
+
+    Attributes:
+        name: a key of `NAMES`, or `FILE`, or `SEARCHED`.
+        stages_a_device: the number after the colon; None if there is none.
+        rest: of a file its path.
+        num_slices: the number after the colon of a schedule with slices.
+    """
+
+    name: str
+    stages_a_device: int | None = None
+    rest: str = ""
+    num_slices: int | None = None
+
+    def stages(self) -> int:
+        """Returns the stages a device: the given number, or the schedule's default."""
+        return self.stages_a_device or NAMES[self.name].stages_a_device
+
+    def slices(self) -> int:
+        """Returns the number of slices: the given one, or the schedule's default."""
+        return self.num_slices or NAMES[self.name].num_slices
+
+
+def parse(text: object, for_layers: bool = False) -> ParsedName:
+    """Parses a key of `NAMES` or its short form, `file:` and a path, or `list_schedule`.
+
+    Case does not matter, nor if words are joined by `-` or `_`. Where the number of stages a
+    device, or of slices, is open, it may follow after a colon. With `for_layers` errors offer only
+    schedules that train a stack of layers.
+    """
+    if not isinstance(text, str):
+        raise ScheduleError(
+            f"a schedule has a text as name, not {text!r}; there are {listing(for_layers)}"
+        )
+    word, colon, rest = text.strip().partition(":")
+    word = word.lower().replace("-", "_")
+    if word == FILE:
+        return ParsedName(FILE, rest=rest)
+    name = SEARCHED if word == SEARCHED else _CANONICAL.get(word)
+    if name is None:
+        raise ScheduleError(
+            f"unknown schedule {text!r}; {_did_you_mean(word, for_layers)}there are "
+            f"{listing(for_layers)}"
+        )
+    if not colon:
+        return ParsedName(name)
+    known = NAMES.get(name)
+    if known is None or not known.number:
+        why = f"always has {known.stages_a_device} stages a device" if known else "takes no number"
+        raise ScheduleError(f"schedule {text!r}: {word} {why}; write {word!r}")
+    if not (rest.isascii() and rest.isdigit() and len(rest) < 10 and int(rest) > 0):
+        raise ScheduleError(
+            f"schedule {text!r}: {rest!r} is not a number of {known.number}; write for example "
+            f"'{word}:2'"
+        )
+    if known.num_slices > 1:
+        return ParsedName(name, num_slices=int(rest))
+    return ParsedName(name, int(rest))
+
+
+def agreed_stages(text: str, parsed: ParsedName, num_virtual_stages: int | None) -> int | None:
+    """Returns the stages a device from the name or from beside it; None if neither has them."""
+    named = parsed.stages_a_device
+    if named is not None and num_virtual_stages not in (None, named):
+        raise ScheduleError(
+            f"schedule {text!r} has {named} stages a device, but num_virtual_stages is "
+            f"{num_virtual_stages}; give one of them"
+        )
+    return named if num_virtual_stages is None else num_virtual_stages
+
+
+def listing(for_layers: bool = False) -> str:
+    """Returns all spellings on one line, each schedule once, or those that train layers alone."""
+    names = [name for name, known in NAMES.items() if known.trains_layers or not for_layers]
+    return ", ".join([*map(_spelling, names), "file:PATH", *([] if for_layers else [SEARCHED])])
+
+
+def help_text() -> str:
+    """Returns all spellings for help pages, one schedule a line.
 
     Example:
-        >>> check_name("schedule", "gpipe", ["gpipe", "zb_v"])
-        'gpipe'
+        >>> print(help_text().splitlines()[1])
+          1f1b (or one_f_one_b)                  a forward and a backward in turn
     """
-    names = list(known)
-    if name in names:
-        return name
-    hint = did_you_mean(str(name).lower().replace("-", "_"), names, cutoff=0.5)
-    raise ScheduleError(f"unknown {what} {name!r}; {hint}known are {', '.join(sorted(names))}")
+    rows = [(_spelling(name), known.summary + _default(known)) for name, known in NAMES.items()]
+    rows.append(("file:PATH", "a table that `pipemesh schedule` wrote by --csv or --text"))
+    rows.append((SEARCHED, "searched for costs, by `pipemesh schedule` alone"))
+    return "\n".join(f"  {spelling:38} {what}" for spelling, what in rows)
+
+
+def _spelling(name: str) -> str:
+    known = NAMES[name]
+    number = {"slices": ":Q", "": ""}.get(known.number, ":V")
+    return f"{known.short}{number} (or {name}{number})" if known.short else name + number
+
+
+def _default(known: ScheduleName) -> str:
+    if not known.number:
+        return ""
+    default = known.num_slices if known.num_slices > 1 else known.stages_a_device
+    return f" ({default} by default)"
+
+
+def _did_you_mean(word: str, for_layers: bool) -> str:
+    spellings = [
+        spelling
+        for spelling, name in _CANONICAL.items()
+        if NAMES[name].trains_layers or not for_layers
+    ]
+    spellings += [FILE] if for_layers else [FILE, SEARCHED]
+    return did_you_mean(word, spellings, cutoff=0.5)

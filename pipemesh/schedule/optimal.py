@@ -1,7 +1,7 @@
 """Shortest schedules for small problems, with a proof, by Google's CP-SAT solver.
 
 The solver, OR-tools, is optional: `pip install '.[optimal]'` in a checkout. It runs in a process of
-its own, as it does not go with a TensorFlow that is loaded.
+its own, because it crashes in one that has loaded TensorFlow.
 
 Microbatches are alike, so some shortest schedule takes them in order at every stage. In any
 schedule let the `k`-th forward of each stage do microbatch `k`, and the same with gradients and
@@ -9,37 +9,53 @@ weight gradients. When the `k`-th forward of a stage starts, `k` microbatches ha
 stage before, so its own `k`-th forward has; likewise for the rest. No time changes, and neither
 does what is held, which only depends on how many actions have been done. So the solver only looks
 at schedules in order.
+
+As constraints: each pair of a stage `s` and a microbatch `m` has a start of its forward, of its
+gradient and of its weight gradient. Where a whole backward is shorter than its two halves, a pair
+may choose: then its gradient takes as long as a `B` and there is no `W`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import importlib.util
+import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
+from typing import Any
 
-from pipemesh.errors import ScheduleError
+from pipemesh.errors import ScheduleError, install
+from pipemesh.schedule.action import Action
 from pipemesh.schedule.bounds import lower_bound
 from pipemesh.schedule.checks import check_counts, check_number
 from pipemesh.schedule.costs import Costs, StageCosts
-from pipemesh.schedule.exact_process import answer, check_installed
-from pipemesh.schedule.list_schedule import list_schedule
-from pipemesh.schedule.problem import MemoryLimit, limits_of, placements_of
+from pipemesh.schedule.list_schedule import MemoryLimit, limits_of, list_schedule, placements_of
 from pipemesh.schedule.schedule import Schedule
 from pipemesh.schedule.simulate import simulate
 from pipemesh.schedule.validate import validate
 
-# Longest duration in ticks of the solver. What does not come out even is rounded down.
+Rows = tuple[tuple[Action, ...], ...]
+# Time beyond that of the search, to start a process and to make the model.
+_SPARE_SECONDS = 120.0
+_SOLVER = "ortools.sat.python.cp_model"
+
+
+# Longest duration in ticks of the solver. Durations that are not whole are rounded down.
 _TICKS = 100_000_000
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimum:
-    """A schedule and how much is proved about it.
+    """A schedule and the proof of how good it is.
 
     Attributes:
         schedule: the shortest one that was found.
-        makespan: how long it takes.
+        makespan: its makespan.
         lower_bound: no schedule within the same limits takes less.
 
     Example:
@@ -54,7 +70,7 @@ class Optimum:
 
     @property
     def is_proved(self) -> bool:
-        """Whether no schedule is shorter, up to a millionth."""
+        """True if no schedule is shorter, up to a millionth."""
         return self.makespan <= self.lower_bound * (1 + 1e-6)
 
 
@@ -95,8 +111,8 @@ def optimal_schedule(
         ScheduleError: see `list_schedule`; also if a duration is 0, or OR-tools is not installed.
 
     Example:
-        >>> found = optimal_schedule(Costs(), 4, 8, memory_limit=2)  # doctest: +SKIP
-        >>> found.makespan, found.is_proved  # doctest: +SKIP
+        >>> optimum = optimal_schedule(Costs(), 4, 8, memory_limit=2)  # doctest: +SKIP
+        >>> optimum.makespan, optimum.is_proved  # doctest: +SKIP
         (41.0, True)
     """
     num_devices, num_microbatches, workers = check_counts(
@@ -107,7 +123,7 @@ def optimal_schedule(
     limits = limits_of(memory_limit, placements[0], num_devices, num_microbatches)
     _check_durations(costs.per_stage(len(placements[0])))
     check_installed()
-    found = [
+    optima = [
         _on_placement(
             costs,
             placement,
@@ -118,8 +134,8 @@ def optimal_schedule(
         )
         for placement in placements
     ]
-    best = min(found, key=lambda optimum: optimum.makespan)
-    return dataclasses.replace(best, lower_bound=min(optimum.lower_bound for optimum in found))
+    best = min(optima, key=lambda optimum: optimum.makespan)
+    return dataclasses.replace(best, lower_bound=min(optimum.lower_bound for optimum in optima))
 
 
 def _check_durations(costs: StageCosts) -> None:
@@ -150,7 +166,7 @@ def _on_placement(
         return best
     scale = _ticks_a_unit(costs.per_stage(len(placement)))
     ticks = _in_ticks(costs, scale, len(placement))
-    rows, bound = answer(ticks, start, limits, seconds, workers)
+    rows, bound = solve(ticks, start, limits, seconds, workers)
     # Durations were rounded down, which makes no schedule longer: the bound holds for the costs.
     best = dataclasses.replace(best, lower_bound=max(known, float(bound / scale)))
     if rows is not None:
@@ -167,12 +183,12 @@ def _values(costs: StageCosts) -> Iterable[float]:
 
 
 def _written(value: float) -> Fraction:
-    """The short decimal that a cost was before round-off, such as 1.3 + 0.6, or what it is."""
+    """Returns the short decimal that a cost was before round-off, such as 1.9 for 1.3 + 0.6."""
     return Fraction(f"{value:.12g}")
 
 
 def _ticks_a_unit(costs: StageCosts) -> Fraction:
-    """The coarsest clock on which all costs, as they are written, are whole; or else a fine one."""
+    """Returns the coarsest clock on which all costs are whole numbers, or else a fine one."""
     written = [_written(value) for value in _values(costs)]
     whole = math.lcm(*(value.denominator for value in written))
     scale = Fraction(whole, math.gcd(*(int(value * whole) for value in written)))
@@ -187,3 +203,250 @@ def _in_ticks(costs: Costs, scale: Fraction, num_stages: int) -> StageCosts:
             for values in dataclasses.astuple(costs.per_stage(num_stages))
         )
     )
+
+
+def check_installed() -> None:
+    """Raises a `ScheduleError` that says how to get the solver if there is none."""
+    try:
+        spec = importlib.util.find_spec(_SOLVER)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        raise ScheduleError(
+            "optimal_schedule needs OR-tools, which is not installed; use list_schedule, or "
+            f"{install('optimal')}"
+        )
+
+
+def solve(
+    costs: StageCosts, start: Schedule, limits: tuple[int, ...], seconds: float, workers: int
+) -> tuple[Rows | None, Fraction]:
+    """Solves a `Question` in a process of its own; see `Question.answer`.
+
+    OR-tools and TensorFlow bring libraries of the same names: a process that has loaded TensorFlow
+    2.21 and then solves with OR-tools 9.15 ends in a segmentation fault. So the caller loads
+    neither.
+    """
+    question = {
+        "costs": dataclasses.astuple(costs),
+        "rows": [[str(action) for action in row] for row in start.rows],
+        "stage_devices": start.stage_devices,
+        "num_microbatches": start.num_microbatches,
+        "limits": limits,
+        "seconds": seconds,
+        "workers": workers,
+    }
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", f"from {__name__} import main; main()"],
+            input=json.dumps(question),
+            capture_output=True,
+            text=True,
+            timeout=seconds + _SPARE_SECONDS,
+            # The other process imports what this one can import.
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ScheduleError(
+            f"the exact search was to take {seconds:g} s, and has not ended after "
+            f"{error.timeout:g} s; use a smaller problem, or list_schedule"
+        ) from error
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        raise ScheduleError(
+            f"the exact search failed with exit code {done.returncode}"
+            + (f": {lines[-1]}" if lines else "")
+        )
+    answer = json.loads(done.stdout)
+    rows = answer["rows"] and tuple(tuple(map(Action.from_text, row)) for row in answer["rows"])
+    return rows, Fraction(answer["bound"])
+
+
+def main() -> None:
+    """Solves the question on standard input and prints the answer."""
+    question: Any = json.load(sys.stdin)
+    rows = tuple(tuple(map(Action.from_text, row)) for row in question["rows"])
+    placement, number = tuple(question["stage_devices"]), question["num_microbatches"]
+    problem = Question(
+        importlib.import_module(_SOLVER),
+        StageCosts(*map(tuple, question["costs"])),
+        placement,
+        number,
+        question["limits"],
+    )
+    start = Schedule(rows, placement, number)
+    best, bound = problem.answer(start, question["seconds"], question["workers"])
+    answer = None if best is None else [[str(action) for action in row] for row in best]
+    print(json.dumps({"rows": answer, "bound": str(bound)}))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pair:
+    """The variables of a stage and a microbatch.
+
+    Attributes:
+        forward: start of its `F`.
+        grad: start of its `I`, or of its `B`.
+        weight: start of its `W`, if it has one.
+        whole: whether it does a `B`; None where that never helps.
+        grad_end: end of its `I` or `B`.
+        end: from when on nothing of it is held.
+    """
+
+    forward: Any
+    grad: Any
+    weight: Any
+    whole: Any
+    grad_end: Any
+    end: Any
+
+
+class Question:
+    """The search for a shortest schedule as constraints for CP-SAT.
+
+    Args:
+        solver: the module `ortools.sat.python.cp_model`.
+        costs: in whole ticks; all but transfers are at least 1.
+        placement: for each stage its device.
+        num_microbatches: at least 1.
+        limits: for each device the most (stage, microbatch) pairs that it may hold.
+    """
+
+    def __init__(
+        self,
+        solver: Any,
+        costs: StageCosts,
+        placement: Sequence[int],
+        num_microbatches: int,
+        limits: Sequence[int],
+    ) -> None:
+        self._solver = solver
+        self._costs = costs
+        self._placement = placement
+        self._num_microbatches = num_microbatches
+        self._limits = limits
+        self._model = solver.CpModel()
+        self._horizon = 0
+
+    def answer(
+        self, start: Schedule, seconds: float, workers: int
+    ) -> tuple[tuple[tuple[Action, ...], ...] | None, Fraction]:
+        """Returns the best rows, None if none were found in time, and a bound in ticks.
+
+        Args:
+            start: a schedule within the limits.
+            seconds: time limit of the search.
+            workers: number of threads.
+        """
+        model = self._model
+        ticks = Costs(*dataclasses.astuple(self._costs))
+        timeline = simulate(start, ticks)
+        bound = math.ceil(
+            lower_bound(ticks, self._placement, self._num_microbatches, self._limits) - 1e-6
+        )
+        self._horizon = int(timeline.makespan)
+        makespan = model.new_int_var(bound, self._horizon, "makespan")
+        pairs = {
+            (stage, m): self._pair(stage)
+            for stage in range(len(self._placement))
+            for m in range(self._num_microbatches)
+        }
+        for (stage, m), pair in pairs.items():
+            model.add(pair.end <= makespan)
+            self._follow(pairs, stage, m)
+        for device in range(len(self._limits)):
+            self._share(device, pairs)
+        for span in timeline.spans():
+            pair = pairs[span.action.stage, span.action.microbatch]
+            kind = span.action.kind
+            variable = {"F": pair.forward, "W": pair.weight}.get(kind, pair.grad)
+            model.add_hint(variable, int(span.start))
+            if pair.whole is not None and kind in "BI":
+                model.add_hint(pair.whole, kind == "B")
+        model.minimize(makespan)
+        run = self._solver.CpSolver()
+        run.parameters.max_time_in_seconds = seconds
+        run.parameters.num_workers = workers
+        status = run.solve(model)
+        proved = Fraction(max(bound, math.ceil(run.best_objective_bound - 1e-6)))
+        if status in (self._solver.OPTIMAL, self._solver.FEASIBLE):
+            return self._rows(run, pairs), proved
+        assert status == self._solver.UNKNOWN, f"{run.status_name(status)}: {model.validate()}"
+        return None, Fraction(bound)
+
+    def _pair(self, stage: int) -> _Pair:
+        model, costs, horizon = self._model, self._costs, self._horizon
+        forward, grad, weight = (model.new_int_var(0, horizon, "") for _ in range(3))
+        backward, input_grad = costs.backward[stage], costs.input_grad[stage]
+        weight_grad = costs.weight_grad[stage]
+        weight_end = weight + weight_grad
+        if backward >= input_grad + weight_grad:
+            # An I and its W at once do all that a B does, and no later.
+            model.add(weight >= grad + input_grad)
+            return _Pair(forward, grad, weight, None, grad + input_grad, weight_end)
+        whole = model.new_bool_var("")
+        grad_end, end = (model.new_int_var(0, horizon, "") for _ in range(2))
+        model.add(grad_end == grad + backward).only_enforce_if(whole)
+        model.add(grad_end == grad + input_grad).only_enforce_if(~whole)
+        model.add(end == grad_end).only_enforce_if(whole)
+        model.add(end == weight_end).only_enforce_if(~whole)
+        model.add(weight >= grad_end).only_enforce_if(~whole)
+        return _Pair(forward, grad, weight, whole, grad_end, end)
+
+    def _follow(self, pairs: dict[tuple[int, int], _Pair], stage: int, m: int) -> None:
+        """Makes a pair wait for its neighbours and for the microbatch before."""
+        model, costs, pair = self._model, self._costs, pairs[stage, m]
+        forward_end = pair.forward + costs.forward[stage]
+        if stage + 1 < len(self._placement):
+            later = pairs[stage + 1, m]
+            near = self._placement[stage] == self._placement[stage + 1]
+            lag = 0 if near else int(costs.transfer[stage])
+            model.add(later.forward >= forward_end + lag)
+            model.add(pair.grad >= later.grad_end + lag)
+        else:
+            model.add(pair.grad >= forward_end)
+        if m + 1 < self._num_microbatches:
+            following = pairs[stage, m + 1]
+            model.add(following.forward >= forward_end)
+            model.add(following.grad >= pair.grad_end)
+            if pair.whole is None:
+                model.add(following.weight >= pair.end)
+
+    def _share(self, device: int, pairs: dict[tuple[int, int], _Pair]) -> None:
+        """Allows a device one action at a time, and no more pairs than its limit."""
+        model, costs = self._model, self._costs
+        work: list[Any] = []
+        held: list[Any] = []
+        on_device = [
+            (key, pair) for key, pair in pairs.items() if self._placement[key[0]] == device
+        ]
+        for (stage, _), pair in on_device:
+            work.append(model.new_fixed_size_interval_var(pair.forward, costs.forward[stage], ""))
+            work.append(self._interval(pair.grad, pair.grad_end))
+            split = True if pair.whole is None else ~pair.whole
+            work.append(
+                model.new_optional_fixed_size_interval_var(
+                    pair.weight, costs.weight_grad[stage], split, ""
+                )
+            )
+            held.append(self._interval(pair.forward, pair.end))
+        model.add_no_overlap(work)
+        if self._limits[device] < len(on_device):
+            model.add_cumulative(held, [1] * len(held), self._limits[device])
+
+    def _interval(self, start: Any, end: Any) -> Any:
+        size = self._model.new_int_var(0, self._horizon, "")
+        return self._model.new_interval_var(start, size, end, "")
+
+    def _rows(
+        self, run: Any, pairs: dict[tuple[int, int], _Pair]
+    ) -> tuple[tuple[Action, ...], ...]:
+        rows: list[list[tuple[int, Action]]] = [[] for _ in self._limits]
+        for (stage, m), pair in pairs.items():
+            row = rows[self._placement[stage]]
+            whole = pair.whole is not None and run.boolean_value(pair.whole)
+            row.append((run.value(pair.forward), Action(stage, "F", m)))
+            row.append((run.value(pair.grad), Action(stage, "B" if whole else "I", m)))
+            if not whole:
+                row.append((run.value(pair.weight), Action(stage, "W", m)))
+        return tuple(tuple(action for _, action in sorted(row)) for row in rows)

@@ -1,4 +1,4 @@
-"""Finds the steady state of a schedule: runs of actions that repeat with other microbatches."""
+"""Steady states of schedules: runs of actions that repeat with other microbatches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Loop:
     Attributes:
         body: the actions of the first repetition.
         count: the number of repetitions.
-        shift: what is added to every microbatch from one repetition to the next; not 0.
+        shift: the number added to every microbatch from one repetition to the next; not 0.
     """
 
     body: tuple[Action, ...]
@@ -29,17 +29,10 @@ class Loop:
 def find_loops(
     order: Sequence[Action], label: Callable[[Action], Hashable] = lambda action: None
 ) -> tuple[Action | Loop, ...]:
-    """Writes an order of actions with its repetitions as loops.
+    """Writes an order of actions with its repetitions as loops, which written out give it back.
 
-    The order stays what it was: loops written out give it back. How long the result is depends
-    on the number of stages, not of microbatches, if the schedule has a steady state.
-
-    Args:
-        order: actions, each after those that it needs.
-        label: actions are alike only if their labels are.
-
-    Returns:
-        Single actions and loops.
+    The length of the result depends on the number of stages, not of microbatches, if the schedule
+    has a steady state. Actions are alike only if their `label` is.
 
     Example:
         >>> from pipemesh.schedule import execution_order, gpipe
@@ -56,7 +49,7 @@ def find_loops(
         same = places.setdefault(kind, [])
         rank.append(len(same))
         same.append(place)
-    found: list[Action | Loop] = []
+    items: list[Action | Loop] = []
     begin = 0
     while begin < len(order):
         best: Loop | None = None
@@ -72,21 +65,21 @@ def find_loops(
                 shift = microbatches[other] - microbatches[begin]
                 best = Loop(tuple(order[begin : begin + length]), count, shift)
         if best is None:
-            found.append(order[begin])
+            items.append(order[begin])
             begin += 1
         else:
-            found.append(best)
+            items.append(best)
             begin += size(best)
-    return tuple(found)
+    return tuple(items)
 
 
 def size(loop: Loop) -> int:
-    """How many actions a loop stands for."""
+    """Returns the number of actions that a loop stands for."""
     return len(loop.body) * loop.count
 
 
 def _count(kinds: Sequence[int], microbatches: Sequence[int], begin: int, length: int) -> int:
-    """How often the `length` actions from `begin` on repeat."""
+    """Returns how often the `length` actions from `begin` on repeat."""
     shift = microbatches[begin + length] - microbatches[begin]
     if shift == 0:
         return 1

@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule.action import Action, parse_cell
 from pipemesh.schedule.checks import check_counts, check_indices, check_type
-from pipemesh.schedule.csv_format import rows_from_csv, rows_to_csv
 
 _LABEL = re.compile(r"\s*(\d{1,9}):", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Who does what, in which order.
+    """The actions of every device, in order.
 
     A schedule is a value: frozen, comparable, hashable, and its text parses back. Building one
     proves nothing; `pipemesh.schedule.validate` does.
@@ -25,10 +24,10 @@ class Schedule:
     Attributes:
         rows: for each device its actions in order.
         stage_devices: for each stage the index of the device (the row) that runs it.
-        num_microbatches: how many microbatches flow through every stage.
-        num_slices: into how many slices the sequences of every microbatch are cut; 1 for whole
-            sequences. A slice of a stage needs the slices before it (attention reads their keys
-            and values), and its gradient those of the slices after it.
+        num_microbatches: number of microbatches that flow through every stage.
+        num_slices: number of slices into which the sequences of every microbatch are cut; 1 for
+            whole sequences. A slice of a stage needs the slices before it (attention reads their
+            keys and values), and its gradient those of the slices after it.
 
     Example:
         >>> from pipemesh.schedule import gpipe
@@ -67,26 +66,26 @@ class Schedule:
 
     @property
     def num_devices(self) -> int:
-        """How many devices (rows) there are."""
+        """Number of devices (rows)."""
         return len(self.rows)
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return len(self.stage_devices)
 
     @property
     def num_pieces(self) -> int:
-        """How many microbatches, or slices of them, each stage computes."""
+        """Number of microbatches, or of slices of them, that each stage computes."""
         return self.num_microbatches * self.num_slices
 
     @property
     def is_forward_only(self) -> bool:
-        """Whether no row holds a backward action, as in a schedule for inference."""
+        """True if no row holds a backward action, as in a schedule for inference."""
         return not any(action.kind in "BIW" for row in self.rows for action in row)
 
     def recomputed(self) -> frozenset[tuple[int, int]]:
-        """The (stage, piece) pairs that have an `R`; piece `m * num_slices + slice`.
+        """Returns the (stage, piece) pairs that have an `R`; piece `m * num_slices + slice`.
 
         Example:
             >>> sorted(Schedule.from_text("0F0 0F1 0R0 0B0 0B1").recomputed())
@@ -100,19 +99,14 @@ class Schedule:
         )
 
     def piece(self, action: Action) -> int:
-        """The number of what an action works on: `microbatch * num_slices + slice`.
-
-        Example:
-            >>> Schedule.from_text("0F0.0 0F0.1").piece(Action(0, "F", 0, 1))
-            1
-        """
+        """Returns the number of an action's piece: `microbatch * num_slices + slice`."""
         return action.microbatch * self.num_slices + (action.slice or 0)
 
     def by_pieces(self) -> Schedule:
-        """The same table, with each slice as a microbatch of its own.
+        """Returns the same table, with each slice as a microbatch of its own.
 
-        Its text is what the stages do, one piece after the other; that slices of a microbatch need
-        each other it does not say.
+        Its text is the order of pieces on each stage; it does not say that slices of a
+        microbatch need each other.
 
         Example:
             >>> print(Schedule.from_text("0F0.0 0F0.1 0B0.1 0B0.0").by_pieces())
@@ -124,18 +118,13 @@ class Schedule:
         return Schedule(rows, self.stage_devices, self.num_pieces)
 
     def as_piece(self, action: Action) -> Action:
-        """An action as it stands in `by_pieces`.
-
-        Example:
-            >>> str(Schedule.from_text("0F0.0 0F0.1").as_piece(Action(0, "F", 0, 1)))
-            '0F1'
-        """
+        """Returns an action as it is in `by_pieces`."""
         if self.num_slices == 1:
             return action
         return Action(action.stage, action.kind, self.piece(action))
 
     def turns_at_once(self) -> frozenset[tuple[int, int]]:
-        """The (stage, piece) pairs whose backward pass follows their forward pass at once.
+        """Returns the (stage, piece) pairs whose backward follows their forward immediately.
 
         A piece is numbered as in `recomputed`: without slices it is a microbatch.
 
@@ -152,7 +141,7 @@ class Schedule:
         )
 
     def only_forward(self) -> Schedule:
-        """The same stages on the same devices, for inference: the forward actions alone.
+        """Returns the forward actions alone, on the same devices, for inference.
 
         Example:
             >>> from pipemesh.schedule import one_f_one_b
@@ -211,58 +200,9 @@ class Schedule:
                 rows.append(_parse_row(line, number, len(rows)))
         return from_rows(rows)
 
-    def to_csv(self) -> str:
-        """Writes the CSV that `torch.distributed.pipelining` loads.
-
-        Returns:
-            See `pipemesh.schedule.to_csv`.
-
-        Raises:
-            ScheduleError: the schedule has slices.
-
-        Example:
-            >>> from pipemesh.schedule import gpipe
-            >>> gpipe(1, 2).to_csv()
-            '0F0,0F1,0B1,0B0\\n'
-        """
-        return to_csv(self)
-
-    @classmethod
-    def from_csv(cls, text: str) -> Schedule:
-        """Parses the CSV that `torch.distributed.pipelining` writes.
-
-        Args:
-            text: the content of the file.
-
-        Returns:
-            The schedule, not yet validated; see `pipemesh.schedule.from_csv`.
-
-        Raises:
-            ScheduleError: a cell is no action, with line and column.
-
-        Example:
-            >>> Schedule.from_csv("0F0,0B0").num_devices
-            1
-        """
-        return from_csv(text)
-
 
 def from_rows(rows: Sequence[Sequence[Action]]) -> Schedule:
-    """Builds the schedule whose stage map and microbatch count follow from its rows.
-
-    Args:
-        rows: for each device its actions in order.
-
-    Returns:
-        The schedule, not yet validated.
-
-    Raises:
-        ScheduleError: there is no action, or a stage below the highest is never mentioned.
-
-    Example:
-        >>> from_rows([[Action(0, "F", 0)], [Action(1, "F", 0)]]).stage_devices
-        (0, 1)
-    """
+    """Builds a schedule from rows alone; the device that first mentions a stage owns it."""
     homes: dict[int, int] = {}
     num_microbatches, num_slices = 0, 1
     for device, row in enumerate(rows):
@@ -283,52 +223,6 @@ def from_rows(rows: Sequence[Sequence[Action]]) -> Schedule:
     return Schedule(tuple(map(tuple, rows)), stage_devices, num_microbatches, num_slices)
 
 
-def to_csv(schedule: Schedule) -> str:
-    """Writes one line a device, its actions separated by commas.
-
-    Args:
-        schedule: any schedule.
-
-    Returns:
-        Text to be saved as a file; PyTorch's `_load_csv(file, format="compute_only")` reads it, and
-        refuses recomputations (`0R0`), which it does not know.
-
-    Raises:
-        ScheduleError: the schedule has slices, which PyTorch would read as whole microbatches.
-
-    Example:
-        >>> from pipemesh.schedule import gpipe
-        >>> print(to_csv(gpipe(2, 1)), end="")
-        0F0,0B0
-        1F0,1B0
-    """
-    return rows_to_csv(check_type("schedule", schedule, Schedule).rows)
-
-
-def from_csv(text: str) -> Schedule:
-    """Reads what `write_csv`, PyTorch's `_dump_csv` and the zero-bubble authors' scheduler write.
-
-    PyTorch's cells for overlapped pairs, `(0F1;3B0)OVERLAP_F_B`, become two actions in turn. Its
-    cells for communication are checked against the actions around them and left out.
-
-    Args:
-        text: the content of the file.
-
-    Returns:
-        The schedule, not yet validated; the device that first mentions a stage owns it.
-
-    Raises:
-        ScheduleError: a cell is no action, or communication that does not fit (with line and
-            column), a stage is never mentioned, or there is no action at all.
-
-    Example:
-        >>> print(from_csv("0F0,,0B0\\n,1F0,1B0\\n"))
-        0: 0F0 0B0
-        1: 1F0 1B0
-    """
-    return from_rows(rows_from_csv(check_type("the CSV of a schedule", text, str)))
-
-
 def _parse_row(line: str, number: int, device: int) -> tuple[Action, ...]:
     label = _LABEL.match(line)
     if label is not None and int(label[1]) != device:
@@ -342,3 +236,17 @@ def _parse_row(line: str, number: int, device: int) -> tuple[Action, ...]:
         if cell[0] != ".":
             row.append(parse_cell(cell[0], number, start))
     return tuple(row)
+
+
+def loop(num_devices: int, num_virtual_stages: int = 1) -> tuple[int, ...]:
+    """Returns the device of each stage on a loop: `0, 1, ..., D - 1, 0, 1, ...`."""
+    return tuple(range(num_devices)) * num_virtual_stages
+
+
+def vee(num_devices: int) -> tuple[int, ...]:
+    """Returns the device of each stage on a V: `0, 1, ..., D - 1, D - 1, ..., 1, 0`.
+
+    The first and the last stage share device 0, so a microbatch's loss is where its first
+    activations are, and the turn at device `D - 1` needs no transfer.
+    """
+    return (*range(num_devices), *reversed(range(num_devices)))

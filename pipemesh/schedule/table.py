@@ -1,7 +1,7 @@
-"""A checked schedule as integers: what the prover and the simulator walk over.
+"""A checked schedule as integers, for the simulator.
 
-Every `(kind, stage, piece)` has a number, its *code*, so that finding out whether an action is
-done, or when it ends, is a list access instead of a hash of an object. A piece is a microbatch or
+Every `(kind, stage, piece)` has a number, its *code*, so that the end of an
+action is a list access instead of a hash of an object. A piece is a microbatch or
 a slice of one. With `S` stages and `P` pieces the code of an action is `(kind_index * S + stage)
 * P + piece`.
 """
@@ -12,15 +12,28 @@ import dataclasses
 from collections.abc import Iterable
 
 from pipemesh.errors import ScheduleError
-from pipemesh.schedule.action import KINDS, Action
+from pipemesh.schedule.action import EFFECTS, KINDS, Action, makers
 from pipemesh.schedule.checks import check_type
-from pipemesh.schedule.excerpt import excerpt
 from pipemesh.schedule.schedule import Schedule
 
 NOTHING = -1
-"""The code that stands for: waits for no other stage."""
+"""The code of no action: the action waits for no other stage."""
 
-FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD, RECOMPUTE = range(5)
+FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD, _ = range(len(KINDS))
+# Pairs of kinds, by their index, of which the first makes what the second takes on its own stage.
+_IN_ORDER = tuple(
+    (KINDS.index(maker), KINDS.index(kind))
+    for maker in KINDS
+    for kind in KINDS
+    for name in {v.name for r in (False, True) for v in EFFECTS[kind].taken(r) if not v.step}
+    if maker in makers(name)
+)
+# For each kind the distance to the neighbouring stage that it waits for, and the kinds that make
+# what it takes from there, by their index.
+_FROM_NEIGHBOUR = tuple(
+    (0, ()) if value is None else (value.step, tuple(map(KINDS.index, makers(value.name))))
+    for value in (EFFECTS[kind].neighbour for kind in KINDS)
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +44,7 @@ class Table:
         codes: for each device the code of each action.
         waits: for each device and action the code of the neighbouring stage's action that it
             consumes, or `NOTHING`.
-        remote: for each device and action whether that neighbour lives on another device.
+        remote: for each device and action whether that neighbour is on another device.
         num_codes: one more than the highest code.
     """
 
@@ -42,20 +55,12 @@ class Table:
 
 
 def compile_table(schedule: Schedule) -> Table:
-    """Checks all that can be checked without looking at two rows at once.
+    """Checks everything that can be checked without looking at two rows at once.
 
     Complete: every forward once, and for every forward one `B` or one `I` and one `W`, unless
     the schedule has no backward action at all; an `R` at most once, with a backward after it.
-    Ordered: on its device a backward follows its forward, a `W` its `I`, an `R` stands between
-    forward and backward, slices go forward from the first to the last and backward from the last to
-    the first, and an action follows the neighbour stage's action that it consumes where both
-    stages share the device.
-
-    Args:
-        schedule: any schedule.
-
-    Returns:
-        Its integer form.
+    Ordered: on its device each action follows those that make what it takes, slices go forward from
+    the first to the last and backward from the last to the first.
 
     Raises:
         ScheduleError: names device, tick and action, and shows the rows around it.
@@ -71,7 +76,7 @@ def compile_table(schedule: Schedule) -> Table:
 
 
 def _check_size(schedule: Schedule) -> None:
-    """Too few actions to be complete: found out before anything is as large as the counts.
+    """Rejects a schedule with too few actions before anything is as large as its counts.
 
     One typo, such as 0F999999999, must not ask for gigabytes.
     """
@@ -94,7 +99,7 @@ def _action(schedule: Schedule, kind: str, stage: int, piece: int) -> Action:
 
 
 def _place(schedule: Schedule) -> tuple[list[int], list[list[int]]]:
-    """The tick of every code (or NOTHING) and the codes of every row."""
+    """Returns the tick of every code (or `NOTHING`) and the codes of every row."""
     num_stages, num_microbatches = schedule.num_stages, schedule.num_microbatches
     num_slices, num_pieces = schedule.num_slices, schedule.num_pieces
     block = num_stages * num_pieces
@@ -163,7 +168,7 @@ def _check_complete(schedule: Schedule, ticks: list[int]) -> None:
 
 
 def _missing(schedule: Schedule, action: Action) -> ScheduleError:
-    """An action that a device never does; the tick is where a relative of it stands."""
+    """Returns the error for an action that a device never does, near a related action."""
     device = schedule.stage_devices[action.stage]
     row = schedule.rows[device]
     relatives = [tick for tick, other in enumerate(row) if other.also("F") == action.also("F")]
@@ -186,27 +191,23 @@ def _missing(schedule: Schedule, action: Action) -> ScheduleError:
 
 
 def _check_order(schedule: Schedule, ticks: list[int]) -> None:
-    """Within one device: F before R, B and I, R before B and I, I before W, slices in turn."""
+    """Checks the order of actions within each device."""
     block = schedule.num_stages * schedule.num_pieces
-    rules = (
-        (FORWARD, RECOMPUTE),
-        (FORWARD, BACKWARD),
-        (FORWARD, INPUT_GRAD),
-        (RECOMPUTE, BACKWARD),
-        (RECOMPUTE, INPUT_GRAD),
-        (INPUT_GRAD, WEIGHT_GRAD),
-    )
-    for first, second in rules:
-        for unit in range(block):
-            _check_pair(schedule, ticks[first * block + unit], ticks[second * block + unit], unit)
-    for unit in range(block):
+    for first, second in _IN_ORDER:
+        of_both = (ticks[kind * block : (kind + 1) * block] for kind in (first, second))
+        for unit, (early, late) in enumerate(zip(*of_both, strict=True)):
+            if NOTHING < late < early:
+                raise _too_early(schedule, unit, early, late)
+    for unit in range(block if schedule.num_slices > 1 else 0):
         if unit % schedule.num_slices:
             before = unit - 1
-            _check_pair(schedule, ticks[before], ticks[unit], unit)
             # The gradient of the keys and values of a slice comes from the slices after it.
             later = max(ticks[BACKWARD * block + unit], ticks[INPUT_GRAD * block + unit])
-            for kind in (BACKWARD, INPUT_GRAD):
-                _check_pair(schedule, later, ticks[kind * block + before], unit)
+            pairs = [(ticks[before], ticks[unit])]
+            pairs += [(later, ticks[kind * block + before]) for kind in (BACKWARD, INPUT_GRAD)]
+            for early, late in pairs:
+                if NOTHING < late < early:
+                    raise _too_early(schedule, unit, early, late)
     if schedule.is_forward_only:
         for row in schedule.rows:
             for action in row:
@@ -214,15 +215,12 @@ def _check_order(schedule: Schedule, ticks: list[int]) -> None:
                     raise _missing(schedule, action.also("B"))
 
 
-def _check_pair(schedule: Schedule, early: int, late: int, unit: int) -> None:
-    if NOTHING < late < early:
-        device = schedule.stage_devices[unit // schedule.num_pieces]
-        raise cell_error(
-            schedule,
-            device,
-            late,
-            f"comes before {schedule.rows[device][early]} (tick {early}), whose result it needs",
-        )
+def _too_early(schedule: Schedule, unit: int, early: int, late: int) -> ScheduleError:
+    """Returns the error for an action at tick `late` that needs the one at tick `early`."""
+    device = schedule.stage_devices[unit // schedule.num_pieces]
+    needed = schedule.rows[device][early]
+    reason = f"comes before {needed} (tick {early}), whose result it needs"
+    return cell_error(schedule, device, late, reason)
 
 
 def _neighbours(
@@ -239,24 +237,16 @@ def _neighbours(
         for tick, code in enumerate(row):
             kind, unit = divmod(code, block)
             stage = unit // num_pieces
-            source, step = NOTHING, 0
-            if kind == FORWARD:
-                if stage:
-                    source, step = code - num_pieces, -1
-            elif kind in (BACKWARD, INPUT_GRAD) and stage < num_stages - 1:
-                step = 1
-                full = BACKWARD * block + unit + num_pieces
-                split = INPUT_GRAD * block + unit + num_pieces
-                source = full if ticks[full] != NOTHING else split
-            far = step != 0 and homes[stage + step] != device
-            if step and not far and ticks[source] > tick:
-                raise cell_error(
-                    schedule,
-                    device,
-                    tick,
-                    f"comes before {schedule.rows[device][ticks[source]]} "
-                    f"(tick {ticks[source]}), whose result it needs",
-                )
+            source, far = NOTHING, False
+            step, kinds = _FROM_NEIGHBOUR[kind]
+            if step and 0 <= stage + step < num_stages:
+                neighbour = unit + step * num_pieces
+                for maker in kinds:
+                    if ticks[maker * block + neighbour] != NOTHING:
+                        source = maker * block + neighbour
+                far = homes[stage + step] != device
+            if source != NOTHING and not far and ticks[source] > tick:
+                raise _too_early(schedule, unit, ticks[source], tick)
             row_waits.append(source)
             row_remote.append(far)
         waits.append(row_waits)
@@ -265,16 +255,7 @@ def _neighbours(
 
 
 def deadlock_error(schedule: Schedule, table: Table, position: Iterable[int]) -> ScheduleError:
-    """The error for rows that wait for each other, naming the circle of waiting devices.
-
-    Args:
-        schedule: the schedule that got stuck.
-        table: its integer form.
-        position: for each device the tick at which it stands.
-
-    Returns:
-        The error, to be raised by the caller.
-    """
+    """Returns the error for rows that wait for each other at the ticks `position`."""
     ticks = list(position)
     block = schedule.num_stages * schedule.num_pieces
 
@@ -303,8 +284,51 @@ def deadlock_error(schedule: Schedule, table: Table, position: Iterable[int]) ->
 
 
 def cell_error(schedule: Schedule, device: int, tick: int, reason: str) -> ScheduleError:
-    """An error about one cell: device, tick, action, the reason, and the rows around it."""
+    """Returns an error about one cell: device, tick, action, the reason, and the rows around it."""
     action = schedule.rows[device][tick]
     return ScheduleError(
         f"device {device}, tick {tick}: {action} {reason}\n{excerpt(schedule, device, tick)}"
     )
+
+
+# How many rows and ticks around a cell an error shows.
+_ROWS_AROUND = 1
+_TICKS_AROUND = 3
+
+
+def excerpt(schedule: Schedule, device: int, tick: int) -> str:
+    """Draws the rows and ticks around a cell, which may be one past the end of its row.
+
+    Example:
+        >>> from pipemesh.schedule import gpipe
+        >>> print(excerpt(gpipe(2, 2), device=1, tick=2))
+          tick        0     1     2     3
+          device 0:  0F0   0F1   0B1   0B0
+          device 1:  1F0   1F1  [1B1]  1B0
+    """
+    devices = range(
+        max(0, device - _ROWS_AROUND), min(schedule.num_devices, device + _ROWS_AROUND + 1)
+    )
+    longest = max(len(schedule.rows[d]) for d in devices)
+    ticks = range(
+        max(0, tick - _TICKS_AROUND), max(min(longest, tick + _TICKS_AROUND + 1), tick + 1)
+    )
+    table = [["tick", *(f" {t} " for t in ticks)]]
+    for d in devices:
+        row = schedule.rows[d]
+        cells = [str(row[t]) if t < len(row) else "." for t in ticks]
+        table.append(
+            [f"device {d}:"]
+            + [
+                f"[{cell}]" if (d, t) == (device, tick) else f" {cell} "
+                for t, cell in zip(ticks, cells, strict=True)
+            ]
+        )
+    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
+    lines = [
+        "  "
+        + f"{line[0]:<{widths[0]}} "
+        + " ".join(f"{cell:^{width}}" for cell, width in zip(line[1:], widths[1:], strict=True))
+        for line in table
+    ]
+    return "\n".join(line.rstrip() for line in lines)

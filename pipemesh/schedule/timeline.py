@@ -1,4 +1,4 @@
-"""A schedule with times: bubbles, memory and the critical path follow from it."""
+"""A schedule with times, and the bubbles, memory and critical path that follow from them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from pipemesh.errors import ScheduleError
-from pipemesh.schedule.action import Action
+from pipemesh.schedule.action import EFFECTS, Action, makers
 from pipemesh.schedule.bounds import lower_bound
 from pipemesh.schedule.costs import Costs
 from pipemesh.schedule.schedule import Schedule
@@ -25,9 +25,9 @@ class Span:
     Attributes:
         device: the row.
         tick: the position in the row.
-        action: what is done.
-        start: when it starts, in the unit of the costs.
-        end: when it ends.
+        action: the action.
+        start: its start, in the unit of the costs.
+        end: its end.
     """
 
     device: int
@@ -39,13 +39,13 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """When every action of a schedule starts and ends, as simulated or as measured.
+    """A schedule with the start and end of every action, simulated or measured.
 
     Time starts at 0 and is in the unit of the costs.
 
     Attributes:
-        schedule: what was run.
-        costs: what its actions cost.
+        schedule: the schedule.
+        costs: the costs of its actions.
         starts: for each device the start of each of its actions.
         ends: for each device the end of each of its actions.
 
@@ -63,7 +63,7 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """When the last device finishes."""
+        """The end of the last action."""
         return max((row[-1] for row in self.ends if row), default=0.0)
 
     @cached_property
@@ -91,7 +91,7 @@ class Timeline:
         )
 
     def _idle(self, time: float) -> float:
-        """An idle time, of which round-off is none."""
+        """Returns an idle time, 0 if it is round-off."""
         return time if time > 1e-12 * self.makespan else 0.0
 
     @property
@@ -164,7 +164,7 @@ class Timeline:
         return tuple(peaks)
 
     def for_partition(self) -> dict[str, Any]:
-        """What `pipemesh.partition.partition` takes of a schedule, by the names of its arguments.
+        """Returns arguments of `pipemesh.partition.partition` that follow from the schedule.
 
         Example:
             >>> from pipemesh.schedule import one_f_one_b, simulate
@@ -172,7 +172,7 @@ class Timeline:
             {'num_microbatches': 4, 'in_flight': (2, 1), 'stage_devices': (0, 1), 'at_once': (0, 4)}
         """
         schedule = self.schedule
-        # Slices of the last microbatch in the making take a share of it each.
+        # Slices of the last microbatch that is not complete take a share of it each.
         flights = tuple(-(-count // schedule.num_slices) for count in self.in_flight)
         turns = Counter(stage for stage, _ in schedule.turns_at_once())
         at_once = (Fraction(turns[stage], schedule.num_slices) for stage in range(len(flights)))
@@ -190,8 +190,8 @@ class Timeline:
 
         The same work: the same costs, stages on the same devices, number of microbatches and
         slices, and as many recomputations on each stage. No more: on no device more (stage,
-        microbatch) pairs than here. Proved in `pipemesh.schedule.bounds`. It is for the
-        costs as they are, so what was measured, or simulated with jitter, may be below it.
+        microbatch) pairs than here. Proved in `pipemesh.schedule.bounds` for the costs as they
+        are; a measured or jittered makespan may be below it.
 
         Example:
             >>> from pipemesh.schedule import one_f_one_b, simulate, zb_h1
@@ -212,7 +212,7 @@ class Timeline:
 
     @property
     def above_bound(self) -> float:
-        """How far this can be from the optimum at most: the makespan's share above the bound.
+        """The share of the makespan above `lower_bound`: its largest distance from the optimum.
 
         Example:
             >>> from pipemesh.schedule import one_f_one_b, simulate
@@ -224,7 +224,7 @@ class Timeline:
         return round(max(0.0, self.makespan - bound) / bound, 12) if bound else 0.0
 
     def spans(self) -> Iterator[Span]:
-        """Every action with its time, device by device.
+        """Yields every action with its time, device by device.
 
         Example:
             >>> from pipemesh.schedule import forward_only, simulate
@@ -237,17 +237,17 @@ class Timeline:
                 yield Span(device, tick, action, start, end)
 
     def activations(self, device: int) -> tuple[tuple[float, int], ...]:
-        """How many (stage, microbatch) pairs a device holds over time.
+        """Returns the number of (stage, microbatch) pairs that a device holds over time.
 
         Args:
-            device: which device.
+            device: index of the device.
 
         Returns:
             (time, pairs held from then on) at every change, in order of time. A peak that lasts no
             time has an entry of its own, before the one of the same time that lasts.
 
         Raises:
-            ScheduleError: there is no such device.
+            ScheduleError: the device does not exist.
 
         Example:
             >>> from pipemesh.schedule import gpipe, simulate
@@ -273,7 +273,7 @@ class Timeline:
             counts = list(itertools.accumulate((change for _, change in group), initial=held))
             before, held = held, counts[-1]
             if max(counts) > max(before, held):
-                # What takes no time is held, too.
+                # Activations are held also by an action that takes no time.
                 curve.append((time, max(counts)))
             curve.append((time, held))
         return tuple(curve)
@@ -304,14 +304,14 @@ class Timeline:
             sources = [where[a] for a in self._sources(action) if a in where]
             if start <= 0 or not (tick or sources):
                 return tuple(reversed(path))
-            # What was measured does not start exactly when something else ends.
+            # A measured action does not start exactly when another one ends.
             if not sources or before >= self._arrival(*sources[0], device):
                 tick -= 1
             else:
                 device, tick = sources[0]
 
     def _arrival(self, device: int, tick: int, receiver: int) -> float:
-        """When the result of an action can be used on a device."""
+        """Returns the time from which a device can use the result of an action."""
         end = self.ends[device][tick]
         if device == receiver:
             return end
@@ -319,22 +319,16 @@ class Timeline:
         transfer = self.costs.per_stage(self.schedule.num_stages).transfer
         return end + transfer[action.stage if action.kind == "F" else action.stage - 1]
 
-    @staticmethod
-    def _sources(action: Action) -> tuple[Action, ...]:
-        if action.kind in "RW":
-            return ()  # They need nothing from other stages.
-        if action.kind == "F":
-            return (action.also("F", -1),) if action.stage else ()
-        return tuple(action.also(kind, 1) for kind in "BI")
+    def _sources(self, action: Action) -> tuple[Action, ...]:
+        """Returns the actions that may make the value that an action takes from another stage."""
+        value = EFFECTS[action.kind].neighbour
+        if value is None or not 0 <= action.stage + value.step < self.schedule.num_stages:
+            return ()
+        return tuple(action.also(kind, value.step) for kind in makers(value.name))
 
 
 def peak_of_row(row: tuple[Action, ...]) -> int:
-    """The most (stage, microbatch) pairs held at once in a row that has backward actions.
-
-    Example:
-        >>> peak_of_row((Action(0, "F", 0), Action(0, "F", 1), Action(0, "B", 0)))
-        2
-    """
+    """Returns the most (stage, microbatch) pairs held at once in a row with backward actions."""
     again = recomputed_of_row(row)
     held = peak = 0
     for action in row:
@@ -346,24 +340,14 @@ def peak_of_row(row: tuple[Action, ...]) -> int:
 
 
 def recomputed_of_row(row: tuple[Action, ...]) -> frozenset[Action]:
-    """The recomputations of a row.
-
-    Example:
-        >>> [str(action) for action in recomputed_of_row((Action(0, "F", 0), Action(0, "R", 0)))]
-        ['0R0']
-    """
+    """Returns the recomputations of a row."""
     return frozenset(action for action in row if action.kind == "R")
 
 
 def held_changes(
     action: Action, recomputed: frozenset[Action], forward_only: bool = False
 ) -> tuple[int, int]:
-    """By how much what is held changes when an action starts, and when it ends.
-
-    Args:
-        action: any action.
-        recomputed: the recomputations of its row.
-        forward_only: whether there is no backward pass.
+    """Returns the changes of the number of held pairs when an action starts and when it ends.
 
     Example:
         >>> held_changes(Action(0, "F", 0), frozenset())
@@ -371,8 +355,8 @@ def held_changes(
         >>> held_changes(Action(0, "F", 0), frozenset({Action(0, "R", 0)}))
         (1, -1)
     """
-    starts = action.kind in "FR"
-    ends = action.kind in "BW" or (
+    effect = EFFECTS[action.kind]
+    ends = effect.releases or (
         action.kind == "F" and (forward_only or action.also("R") in recomputed)
     )
-    return int(starts), -int(ends)
+    return int(effect.begins_to_hold), -int(ends)

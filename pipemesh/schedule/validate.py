@@ -1,68 +1,60 @@
-"""Proves a schedule complete, ordered and free of deadlock, and gives its execution order."""
+"""Proves that a schedule runs to its end, also with sends and receives that block.
+
+A schedule says what a device computes, not when it talks. Whether blocking sends deadlock
+depends on where they are put. The obvious rule (send right after the action that produced the
+value, receive right before the action that consumes it) deadlocks on plain 1F1B: in the steady
+state device 0 holds an activation for device 1 while device 1 holds a gradient for device 0, and
+both wait in a send.
+
+The rule here is a clock. The schedule is walked in rounds; in each round every device that can
+act performs one action; then all results of that round that another device needs change hands,
+lower producing device first. Both sides post the transfer at that point: the producer right
+after its action, the consumer right after its own last action so far. Every device therefore
+meets its sends and receives in one common order, so the first transfer of that order which has
+not happened yet can always happen: no deadlock, however long an action takes. The price is that
+a device may hold a received value some rounds before it consumes it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container
+from collections.abc import Sequence
 
+from pipemesh.errors import ScheduleError
 from pipemesh.schedule.action import Action
-from pipemesh.schedule.communication import check_rendezvous, insert_transfers
-from pipemesh.schedule.rounds import rounds
 from pipemesh.schedule.schedule import Schedule
+from pipemesh.schedule.simulate import rounds
+from pipemesh.schedule.table import compile_table
 
 
-def needs(
-    action: Action,
-    num_stages: int,
-    split: Container[tuple[int, int]] = (),
-    num_slices: int = 1,
-) -> tuple[Action, ...]:
-    """The actions whose results `action` consumes.
+@dataclasses.dataclass(frozen=True)
+class Send:
+    """A send of the result of `action` to `device`; it returns when `device` receives."""
 
-    Args:
-        action: any action.
-        num_stages: how many stages the schedule has.
-        split: the `(stage, microbatch)` pairs whose backward is split into `I` and `W`; only
-            looked at for the stage that `action`'s gradient comes from, and for the slices
-            after `action`'s.
-        num_slices: into how many slices sequences are cut.
+    action: Action
+    device: int
 
-    Returns:
-        At most three actions; that a backward comes after its `R`, if there is one, is not said.
+    def __str__(self) -> str:
+        return f"send({self.action} to {self.device})"
 
-    Example:
-        >>> [str(a) for a in needs(Action(0, "B", 3), num_stages=2)]
-        ['0F3', '1B3']
-        >>> [str(a) for a in needs(Action(0, "I", 3), num_stages=2, split={(1, 3)})]
-        ['0F3', '1I3']
-        >>> [str(a) for a in needs(Action(0, "W", 3), num_stages=2)]
-        ['0I3']
-        >>> [str(a) for a in needs(Action(1, "F", 3, 1), num_stages=2)]
-        ['0F3.1', '1F3.0']
-        >>> [str(a) for a in needs(Action(1, "B", 3, 0), num_stages=2, num_slices=2)]
-        ['1F3.0', '1B3.1']
-    """
-    if action.kind == "F":
-        before = (action.also("F", -1),) if action.stage else ()
-        if action.slice:
-            before = (*before, dataclasses.replace(action, slice=action.slice - 1))
-        return before
-    if action.kind == "W":
-        return (action.also("I"),)
-    own = (action.also("F"),)
-    if action.kind == "R":
-        return own
-    if action.stage < num_stages - 1:
-        kind = "I" if (action.stage + 1, action.microbatch) in split else "B"
-        own = (*own, action.also(kind, 1))
-    if action.slice is not None and action.slice + 1 < num_slices:
-        kind = "I" if (action.stage, action.microbatch) in split else "B"
-        own = (*own, dataclasses.replace(action, kind=kind, slice=action.slice + 1))
-    return own
+
+@dataclasses.dataclass(frozen=True)
+class Receive:
+    """A receive of the result of `action` from `device`; it returns when `device` sends."""
+
+    action: Action
+    device: int
+
+    def __str__(self) -> str:
+        return f"receive({self.action} from {self.device})"
+
+
+Step = Action | Send | Receive
+"""A step of a device in a schedule with its transfers written out."""
 
 
 def execution_order(schedule: Schedule) -> tuple[Action, ...]:
-    """All actions in an order in which every action follows what it needs.
+    """Returns all actions in an order in which every action follows what it needs.
 
     Walks the rows tick by tick, so the order is also close to the order in time.
 
@@ -96,7 +88,7 @@ def validate(schedule: Schedule) -> Schedule:
     Ordered: every action follows what it needs. Free of deadlock: the rows can be run to their
     end, also if every transfer between devices is a *blocking rendezvous* (a send returns only
     when the receiver has posted the receive), with sends and receives placed by
-    `pipemesh.schedule.communication.insert_transfers`.
+    `insert_transfers`.
 
     Args:
         schedule: any schedule.
@@ -114,3 +106,68 @@ def validate(schedule: Schedule) -> Schedule:
     """
     check_rendezvous(insert_transfers(schedule))
     return schedule
+
+
+def insert_transfers(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
+    """Returns the actions of each device with sends and receives, by the rule of this module.
+
+    Example:
+        >>> from pipemesh.schedule import forward_only
+        >>> for steps in insert_transfers(forward_only(2, 2)):
+        ...     print(" ".join(map(str, steps)))
+        0F0 send(0F0 to 1) 0F1 send(0F1 to 1)
+        receive(0F0 from 0) 1F0 receive(0F1 from 0) 1F1
+    """
+    table = compile_table(schedule)
+    consumer = [-1] * table.num_codes
+    for device, row in enumerate(table.waits):
+        for source, far in zip(row, table.remote[device], strict=True):
+            if far:
+                consumer[source] = device
+    steps: list[list[Step]] = [[] for _ in schedule.rows]
+    for moves in rounds(schedule, table):
+        for device, tick in moves:
+            steps[device].append(schedule.rows[device][tick])
+        for device, tick in moves:
+            target = consumer[table.codes[device][tick]]
+            if target >= 0:
+                action = schedule.rows[device][tick]
+                steps[device].append(Send(action, target))
+                steps[target].append(Receive(action, device))
+    return tuple(map(tuple, steps))
+
+
+def check_rendezvous(steps: Sequence[Sequence[Step]]) -> None:
+    """Runs the steps of all devices with blocking sends and receives.
+
+    Example:
+        >>> one, two = Action(0, "F", 0), Action(1, "F", 0)
+        >>> check_rendezvous([[one, Send(one, 1)], [Receive(one, 0), two]])
+        >>> check_rendezvous([[one, Send(one, 1)], [two]])
+        Traceback (most recent call last):
+            ...
+        pipemesh.errors.ScheduleError: deadlock: device 0 waits at step 1 in send(0F0 to 1)
+    """
+    position = [0] * len(steps)
+    runnable = list(range(len(steps)))
+    while runnable:
+        device = runnable.pop()
+        row = steps[device]
+        while position[device] < len(row):
+            step = row[position[device]]
+            if not isinstance(step, Action):
+                peer = step.device
+                theirs = steps[peer]
+                wanted = (Receive if isinstance(step, Send) else Send)(step.action, device)
+                if position[peer] >= len(theirs) or theirs[position[peer]] != wanted:
+                    break  # The peer wakes this device when it comes to the matching step.
+                position[peer] += 1
+                runnable.append(peer)
+            position[device] += 1
+    stuck = [
+        f"device {device} waits at step {tick} in {steps[device][tick]}"
+        for device, tick in enumerate(position)
+        if tick < len(steps[device])
+    ]
+    if stuck:
+        raise ScheduleError("deadlock: " + "; ".join(stuck))

@@ -27,7 +27,7 @@ import tensorflow as tf
 
 from pipemesh.errors import PipemeshError
 from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, SeqLayer
-from pipemesh.schedule_names import NAMES
+from pipemesh.schedule.names import NAMES
 from tests.layers import test_precision as dense
 from tests.layers.blocks import blocks
 from tests.layers.harness import Result, run_tf2

@@ -9,7 +9,7 @@ import tensorflow as tf
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer
 from pipemesh.recurrent import Selective
-from pipemesh.schedule import Costs, list_schedule, one_f_one_b, to_csv
+from pipemesh.schedule import Costs, list_schedule, one_f_one_b, write_csv
 from tests.layers.blocks import WIDTH, Block, blocks
 from tests.layers.harness import run_tf1, run_tf2
 
@@ -122,7 +122,7 @@ def test_a_schedule_as_a_loop(run, expected):
 @pytest.mark.slow
 def test_a_table_from_a_file(run, expected, tmp_path):
     path = tmp_path / "mine.csv"
-    path.write_text(to_csv(one_f_one_b(2, 4)), encoding="utf-8")
+    path.write_text(write_csv(one_f_one_b(2, 4)), encoding="utf-8")
     params = pipelined(2, 4, schedule=f"file:{path}")
     assert_equal(run(params, [X, X], steps=3, num_devices=2, loss=mean), expected(run), 4)
 
@@ -143,8 +143,8 @@ def test_evaluation_runs_through_the_same_devices_without_dropout(run, num_stage
     ("kwargs", "error", "message"),
     [
         ({"schedule": "1f2b"}, ScheduleError, "unknown schedule '1f2b'; did you mean '1f1b'"),
-        ({"schedule": "zb_v:3"}, ScheduleError, "zb_v has always 2 stages a device"),
-        ({"schedule": "interleaved:x"}, ScheduleError, "'x' is no number of stages a device"),
+        ({"schedule": "zb_v:3"}, ScheduleError, "zb_v always has 2 stages a device"),
+        ({"schedule": "interleaved:x"}, ScheduleError, "'x' is not a number of stages a device"),
         ({"schedule": "interleaved:3"}, PipelineError, "cell_tpl has 4 stages, .* into 3 stages"),
         ({"schedule": "file:missing.csv"}, ScheduleError, "cannot read missing.csv: No such file"),
         ({"schedule": one_f_one_b(4, 8)}, PipelineError, "4 stages and 8 microbatches, but there"),

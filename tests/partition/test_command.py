@@ -85,9 +85,11 @@ def test_schedules_that_only_a_table_tells_of_are_simulated(layers, capsys, tmp_
     assert main(["partition", layers, *words, "--schedule", f"file:{table}"]) == 0
     assert Partition.from_json(capsys.readouterr().out) == plan
     assert main(["partition", layers, *words, "--stages", "3", "--schedule", f"file:{table}"]) == 2
-    assert "has 4 stages, but 3 stages are asked for" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "3 stages were requested, but the schedule read from a file has 4 stages" in error
     assert main(["partition", layers, *words, "--stages", "3", "--schedule", "zb_v"]) == 2
-    assert "2 stages a device, but 3 stages are asked for" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "3 stages were requested, but the schedule has 2 stages a device" in error
     assert main(["partition", layers, "--stages", "4", "--schedule", "zb_v"]) == 2
     assert "--schedule zb_v is simulated" in capsys.readouterr().err
 

@@ -8,7 +8,7 @@ from pipemesh.errors import PartitionError
 from pipemesh.partition import in_flight
 from pipemesh.partition.flights import SCHEDULES, at_once
 from pipemesh.schedule import build, simulate
-from pipemesh.schedule_names import NAMES
+from pipemesh.schedule.names import NAMES
 
 
 @pytest.mark.parametrize(

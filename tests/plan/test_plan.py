@@ -10,7 +10,7 @@ from pipemesh.errors import LayoutError, MeshError, PipemeshError, PlanError, Sc
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.plan import Plan
 from pipemesh.plan.plan import DTYPES, LOWERINGS, REMAT
-from pipemesh.schedule import Costs, list_schedule, one_f_one_b
+from pipemesh.schedule import Costs, list_schedule, one_f_one_b, write_csv
 
 TABLE = list_schedule(Costs(), 2, 4, stage_devices=(0, 1, 1, 0))
 
@@ -63,7 +63,7 @@ def test_a_table_goes_with_its_plan(to_and_back):
 
 def test_a_file_of_a_schedule(tmp_path):
     path = tmp_path / "a table.csv"
-    path.write_text(one_f_one_b(2, 4).to_csv())
+    path.write_text(write_csv(one_f_one_b(2, 4)))
     plan = Plan("layers:2", schedule=f"file:{path}", num_microbatches=4)
     assert Plan.from_text(str(plan)).table == one_f_one_b(2, 4)
 

@@ -30,7 +30,7 @@ from pipemesh.schedule import (
     zb_h1,
     zb_v,
 )
-from pipemesh.schedule.validate import needs
+from pipemesh.schedule.action import needs
 from tests.recurrent import sliced
 
 PICKED = Selective(lambda layer: layer in ("layer1", "layer2"))

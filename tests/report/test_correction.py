@@ -11,7 +11,7 @@ from pipemesh.plan.network import Link
 from pipemesh.plan.stage_costs import action_costs, stages_of
 from pipemesh.report import corrected
 from pipemesh.report.correction import alone
-from pipemesh.schedule import Costs, Timeline, gpipe, one_f_one_b, simulate, simulate_sharing, zb_h1
+from pipemesh.schedule import Costs, Timeline, gpipe, one_f_one_b, simulate, zb_h1
 
 BATCH = 16
 
@@ -31,7 +31,7 @@ def step_of(plan, figures, real):
     costs = action_costs(stages, figures)
     if figures.cores is None:
         return seen(simulate(stages.run, costs), plan) if real else costs
-    return seen(simulate_sharing(stages.run, costs, cores=figures.cores), plan)
+    return seen(simulate(stages.run, costs, cores=figures.cores), plan)
 
 
 def seen(timeline, plan):
@@ -158,7 +158,7 @@ COSTS = Costs([1.0, 1.3], input_grad=[1.0, 1.2], weight_grad=[0.8, 1.1])
 def test_loads_and_single_durations_are_found(table, number, load, forward):
     schedule = table(2, number)
     loads = {"F": forward, "B": load, "I": load, "W": 1.0}
-    step = simulate_sharing(schedule, COSTS, cores=2, loads=loads)
+    step = simulate(schedule, COSTS, cores=2, loads=loads)
     costs, found = alone(step, 2, 1)
     wanted = COSTS.per_stage(2).durations()
     for kind in {action.kind for row in schedule.rows for action in row}:
@@ -179,7 +179,7 @@ def test_random_variation_is_not_sharing(seed):
 @pytest.mark.parametrize("seed", range(3))
 def test_loads_are_found_despite_clock_errors(seed):
     draw = random.Random(seed)
-    step = simulate_sharing(one_f_one_b(2, 8), COSTS, cores=2, loads={"B": 1.8})
+    step = simulate(one_f_one_b(2, 8), COSTS, cores=2, loads={"B": 1.8})
     starts, ends = (
         tuple(tuple(t + draw.uniform(0, 0.02) for t in row) for row in rows)
         for rows in (step.starts, step.ends)
@@ -189,7 +189,7 @@ def test_loads_are_found_despite_clock_errors(seed):
 
 
 def test_too_few_cores_slow_all_devices_under_any_load():
-    step = simulate_sharing(gpipe(4, 8), Costs(1, 2), cores=2)
+    step = simulate(gpipe(4, 8), Costs(1, 2), cores=2)
     costs, loads = alone(step, 2, 1)
     assert set(loads.values()) == {1} and costs.per_stage(4).forward == pytest.approx((1,) * 4)
 
@@ -209,6 +209,6 @@ def test_several_steps_give_reliable_loads():
         durations = Costs(
             [draw.gauss(1, 0.1), draw.gauss(1, 0.1)], [draw.gauss(2, 0.1), draw.gauss(2, 0.1)]
         )
-        steps.append(simulate_sharing(table, durations, cores=2, loads=loads))
+        steps.append(simulate(table, durations, cores=2, loads=loads))
     _, found = alone(steps[0], 2, 1, steps[1:])
     assert found["B"] == pytest.approx(1.8, abs=0.21) and found["F"] == 1

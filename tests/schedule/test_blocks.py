@@ -1,10 +1,12 @@
 """Even blocks: no two steps of a device meet, and they hold what is allowed."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipemesh.schedule.blocks import even_blocks
-from pipemesh.schedule.placement import loop, vee
+from pipemesh.schedule import simulate, validate
+from pipemesh.schedule.blocks import even_blocks, repeated
+from pipemesh.schedule.schedule import loop, vee
 
 WAYS = st.sampled_from([loop, vee, lambda d: loop(d, 2)])
 
@@ -47,3 +49,46 @@ def test_other_placements_have_none():
     assert even_blocks(loop(2, 3), 2, [9, 9], 5) == []
     assert even_blocks((0, 0, 1, 1), 2, [9, 9], 5) == []
     assert even_blocks((0, 1, 1), 2, [9, 9], 5) == []
+
+
+PLACEMENTS = {"one stage": loop, "loop": lambda d: loop(d, 2), "v": vee}
+
+
+@settings(max_examples=40)
+@given(st.data(), st.sampled_from(sorted(PLACEMENTS)), st.integers(1, 6), st.integers(1, 14))
+def test_every_way_is_valid_within_the_limits(data, name, num_devices, num_microbatches):
+    placement = PLACEMENTS[name](num_devices)
+    least = len(placement) // num_devices
+    limits = [data.draw(st.integers(least, 2 * num_devices + 2)) for _ in range(num_devices)]
+    for period, offsets in even_blocks(placement, num_devices, limits, 3):
+        for schedule in repeated(placement, offsets, period, num_microbatches, limits):
+            assert schedule.num_microbatches == num_microbatches
+            held = simulate(validate(schedule)).peak_activations
+            assert all(mine <= limit for mine, limit in zip(held, limits, strict=True))
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 7])
+def test_a_block_without_gaps_stays_as_it_is(num_microbatches):
+    """One device, one stage: F, I, W over and over."""
+    for schedule in repeated([0], [0, 1], 3, num_microbatches, [1]):
+        expected = " ".join(f"0F{m} 0I{m} 0W{m}" for m in range(num_microbatches))
+        assert str(schedule) == f"0: {expected}"
+
+
+def test_ends_are_filled_within_the_memory():
+    """With more room the first device runs ahead, with less it does not."""
+    offsets = (0, 1, 2, 4)
+    ahead = [
+        max(str(s).splitlines()[0].index("I") for s in repeated((0, 1), offsets, 3, 6, [k, k]))
+        for k in (2, 4)
+    ]
+    assert ahead[0] <= ahead[1]
+    for schedule in repeated((0, 1), offsets, 3, 6, [2, 1]):
+        assert simulate(schedule).peak_activations == (2, 1)
+
+
+def test_limits_are_kept_where_a_device_waits_for_itself():
+    """The V of three devices with room for one microbatch: its first device waits for its own."""
+    period, offsets = even_blocks(vee(3), 3, [6, 6, 6], 1)[0]
+    for schedule in repeated(vee(3), offsets, period, 5, [2, 2, 2]):
+        assert max(simulate(validate(schedule)).peak_activations) <= 2

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pipemesh.schedule import Action, Costs, Schedule, lower_bound, simulate, validate
 from pipemesh.schedule.builders import BUILDERS, build
-from pipemesh.schedule.placement import loop, vee
+from pipemesh.schedule.schedule import loop, vee
 from tests.schedule.brute_force import shortest, shortest_in_ticks
 
 cost = st.integers(0, 6)

@@ -8,6 +8,7 @@ from pipemesh.cli import main
 from pipemesh.schedule import (
     Costs,
     Schedule,
+    from_csv,
     simulate,
     v_min,
     validate,
@@ -40,7 +41,7 @@ def test_every_file_can_be_written(tmp_path, capsys):
     assert files["svg"].read_text().startswith("<svg")
     assert files["html"].read_text().startswith("<!DOCTYPE html>")
     assert len(json.loads(files["trace"].read_text())["traceEvents"]) > 192
-    assert Schedule.from_csv(files["csv"].read_text()) == zb_v(4, 8)
+    assert from_csv(files["csv"].read_text()) == zb_v(4, 8)
     assert Schedule.from_text(files["text"].read_text()) == zb_v(4, 8)
     for file in ("csv", "text"):
         assert run("--read", str(files[file])) == 0
@@ -75,12 +76,12 @@ def test_a_searched_schedule_keeps_the_limit(tmp_path):
     costs = Costs([1, 1, 1, 2])
     words = ["--costs", "f=1:1:1:2", "--memory-limit", "4", "--csv", str(file)]
     assert run("--name", "list_schedule", *SIZE, *words) == 0
-    found = validate(Schedule.from_csv(file.read_text()))
+    found = validate(from_csv(file.read_text()))
     assert max(simulate(found, costs).peak_activations) <= 4
     assert simulate(found, costs).makespan <= simulate(zb_h1(4, 8), costs).makespan
     words = ["--virtual-stages", "2", "--memory-limit", "4:4:4:4", "--csv", str(file)]
     assert run("--name", "list_schedule", *SIZE, *words) == 0
-    assert max(simulate(Schedule.from_csv(file.read_text())).peak_activations) <= 8
+    assert max(simulate(from_csv(file.read_text())).peak_activations) <= 8
 
 
 def test_jitter_is_repeatable(capsys):
@@ -114,7 +115,7 @@ def test_colour_is_chosen(capsys, monkeypatch):
         (("--name", "gpipe", "--devices", "1", "--microbatches", "-1"), "num_microbatches is -1"),
         (("--name", "gpipe", *SIZE, "--costs", "f=1:2"), "costs have 2 values, but there are 4"),
         (("--name", "gpipe", *SIZE, "--costs", "fwd=1"), "column 1: unknown cost 'fwd'"),
-        (("--name", "gpipe", *SIZE, "--virtual-stages", "2"), "gpipe has always 1 a device"),
+        (("--name", "gpipe", *SIZE, "--virtual-stages", "2"), "gpipe always has 1 a device"),
         (("--name", "gpipe", *SIZE, "--memory-limit", "4"), "--memory-limit is for list_schedule"),
         (("--name", "list_schedule", *SIZE, "--memory-limit", "x"), "--memory-limit is 'x'"),
         (("--name", "gpipe", *SIZE, "--jitter", "2"), "jitter is 2.0"),
@@ -137,7 +138,7 @@ def test_a_broken_file_is_named_with_line_and_column(tmp_path, capsys):
     file = tmp_path / "broken.txt"
     file.write_text("0: 0F0 0X0\n")
     assert run("--read", str(file)) == 2
-    assert f"{file}: line 1, column 9: '0X0' is no action" in capsys.readouterr().err
+    assert f"{file}: line 1, column 9: '0X0' is not an action" in capsys.readouterr().err
     file.write_text("0: 0B0 0F0\n")
     assert run("--read", str(file)) == 2
     assert "device 0, tick 0: 0B0 comes before 0F0" in capsys.readouterr().err
@@ -165,7 +166,7 @@ def test_text_keeps_the_costs_and_csv_says_that_it_has_none(tmp_path, capsys):
     assert "costs a stage: F 1, B 2" in capsys.readouterr().out
     (tmp_path / "a.txt").write_text("# costs of an action: forward=x\n0: 0F0 0B0\n")
     assert run("--read", text) == 2
-    assert "a.txt: costs, column 1: 'x' is no number" in capsys.readouterr().err
+    assert "a.txt: costs, column 1: 'x' is not a number" in capsys.readouterr().err
 
 
 def test_round_off_is_no_bubble(capsys):

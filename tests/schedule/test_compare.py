@@ -4,8 +4,7 @@ import pytest
 
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule import Costs
-from pipemesh.schedule.builders import BUILDERS
-from pipemesh.schedule.builders.registry import SLICED
+from pipemesh.schedule.builders import BUILDERS, SLICED
 from pipemesh.schedule.compare import compare, scale_limit, table
 
 

@@ -1,5 +1,7 @@
 """The search: never worse than what is published, within the memory, and deterministic."""
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,13 +9,15 @@ from hypothesis import strategies as st
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule import (
     Costs,
+    Schedule,
     list_schedule,
     lower_bound,
     simulate,
     validate,
 )
 from pipemesh.schedule.builders import BUILDERS, build
-from pipemesh.schedule.placement import loop, vee
+from pipemesh.schedule.list_schedule import Policy, greedy, limits_of, placements_of
+from pipemesh.schedule.schedule import loop, vee
 
 cost = st.integers(1, 6)
 
@@ -97,7 +101,7 @@ def test_4_devices_holding_three_microbatches():
     assert simulate(found, Costs().refined(2)).makespan == 26.5
 
 
-def test_it_beats_every_published_schedule_where_stages_are_unequal():
+def test_it_beats_published_schedules_on_unequal_stages():
     costs = Costs(
         [1, 2, 1, 1, 3, 1, 1, 1],
         input_grad=1.5,
@@ -130,7 +134,7 @@ def test_stages_follow_from_costs_or_placement():
     [
         ((Costs(), 0, 1), {}, "num_devices is 0"),
         ((Costs(), 1, 0), {}, "num_microbatches is 0"),
-        ((Costs([1, 2, 3]), 2, 4), {}, "3 stages, which is no multiple of 2 devices"),
+        ((Costs([1, 2, 3]), 2, 4), {}, "3 stages, which is not a multiple of 2 devices"),
         ((Costs([1, 2]), 2, 4), {"num_virtual_stages": 2}, "has 2 values, .* 4 stages"),
         ((Costs(), 2, 4, 0), {}, "memory_limit of device 0 is 0, .* at least 1"),
         ((Costs(), 2, 4, [2, 1]), {"num_virtual_stages": 2}, "device 1 is 1, .* at least 2"),
@@ -149,3 +153,94 @@ def test_bad_input_is_an_error(arguments, options, message):
 def test_a_large_search_ends_in_time():
     found = list_schedule(Costs(1, input_grad=1.2, weight_grad=0.8, transfer=0.1), 16, 64)
     assert len(validate(found).rows) == 16
+
+
+def rows(homes, num_microbatches, policy, costs=None):
+    found = greedy((costs or Costs()).per_stage(len(homes)), homes, num_microbatches, policy)
+    return found and [" ".join(map(str, row)) for row in found]
+
+
+@pytest.mark.parametrize(
+    ("prefer", "cap", "row"),
+    [
+        ("F", 3, "0F0 0F1 0F2 0I0 0I1 0I2 0W0 0W1 0W2"),
+        ("F", 2, "0F0 0F1 0I0 0I1 0W0 0F2 0I2 0W1 0W2"),
+        ("I", 3, "0F0 0I0 0F1 0I1 0F2 0I2 0W0 0W1 0W2"),
+        ("I", 1, "0F0 0I0 0W0 0F1 0I1 0W1 0F2 0I2 0W2"),
+        ("alternate", 3, "0F0 0I0 0F1 0I1 0F2 0I2 0W0 0W1 0W2"),
+    ],
+)
+def test_one_device_follows_its_rule_within_its_memory(prefer, cap, row):
+    assert rows([0], 3, Policy(prefer, False, False, (cap,))) == [row]
+
+
+def test_in_turn_is_neither_of_both():
+    # When 1I0 arrives, 0F2 is ready too, and what device 0 did last was a forward.
+    costs = Costs([2, 1])
+    turns = rows([0, 1], 4, Policy("alternate", False, False, (4, 4)), costs)
+    assert turns[0].startswith("0F0 0F1 0I0 0F2 0I1")
+    forward = rows([0, 1], 4, Policy("F", False, False, (4, 4)), costs)
+    assert forward[0].startswith("0F0 0F1 0F2 0F3 0I0")
+
+
+def test_of_two_stages_the_later_one_goes_first_if_it_shall():
+    early = rows([0, 0], 2, Policy("F", False, False, (4,)))
+    deep = rows([0, 0], 2, Policy("F", True, False, (4,)))
+    assert early[0].startswith("0F0 0F1 1F0 1F1")
+    assert deep[0].startswith("0F0 1F0 0F1 1F1")
+
+
+def test_patient_devices_wait_for_arrivals_on_their_way():
+    # 0I1 arrives while a weight gradient of 5 would run.
+    costs = Costs([1, 0.5], input_grad=1, weight_grad=[5, 1])
+    hasty = rows([0, 1], 2, Policy("I", False, False, (3, 3)), costs)
+    patient = rows([0, 1], 2, Policy("I", False, True, (3, 3)), costs)
+    assert hasty[0] == "0F0 0F1 0I0 0W0 0I1 0W1"
+    assert patient[0] == "0F0 0F1 0I0 0I1 0W0 0W1"
+
+
+RULES = list(itertools.product(("F", "I", "alternate"), (False, True), (False, True)))
+
+
+@settings(max_examples=60)
+@given(st.data(), st.integers(1, 3), st.integers(1, 5), st.sampled_from(RULES))
+def test_one_place_a_stage_is_enough_to_get_through(data, num_devices, num_microbatches, rule):
+    others = data.draw(st.lists(st.integers(0, num_devices - 1), max_size=3))
+    homes = data.draw(st.permutations([*range(num_devices), *others]))
+    more = data.draw(st.lists(st.integers(0, 4), min_size=num_devices, max_size=num_devices))
+    cap = tuple(homes.count(device) + extra for device, extra in enumerate(more))
+    durations = st.lists(st.integers(1, 4), min_size=len(homes), max_size=len(homes))
+    costs = Costs(data.draw(durations), None, data.draw(durations), data.draw(durations), 0.5)
+    found = greedy(costs.per_stage(len(homes)), homes, num_microbatches, Policy(*rule, cap))
+    schedule = validate(Schedule(found, homes, num_microbatches))
+    held = zip(simulate(schedule, costs).peak_activations, cap, strict=True)
+    assert all(peak <= most for peak, most in held)
+
+
+def test_less_than_a_place_a_stage_gets_stuck():
+    assert rows([0, 0], 2, Policy("I", False, False, (1,))) is None
+
+
+def test_two_stages_a_device_lie_on_a_loop_or_on_a_v():
+    assert placements_of(Costs(), 3, 2, None) == [loop(3, 2), vee(3)]
+    assert placements_of(Costs([1] * 6), 3, None, None) == [loop(3, 2), vee(3)]
+    assert placements_of(Costs(), 3, 3, None) == [loop(3, 3)]
+    assert placements_of(Costs(), 3, None, None) == [loop(3)]
+
+
+def test_one_device_has_one_placement():
+    assert placements_of(Costs(), 1, 2, None) == [(0, 0)]
+
+
+def test_a_given_placement_is_the_only_one():
+    assert placements_of(Costs(), 2, 7, [0, 1, 1]) == [(0, 1, 1)]
+    with pytest.raises(ScheduleError, match="every device from 0 to 1 must have a stage"):
+        placements_of(Costs(), 2, None, [0, 0])
+
+
+def test_a_limit_is_one_number_or_one_a_device_or_none():
+    assert limits_of(3, (0, 1), 2, 8) == (3, 3)
+    assert limits_of([3, 1], (0, 1), 2, 8) == (3, 1)
+    assert limits_of(None, (0, 1, 1), 2, 8) == (8, 16)
+    with pytest.raises(ScheduleError, match="device 1 is 1, but it has 2 stages"):
+        limits_of([2, 1], (0, 1, 1), 2, 8)

@@ -2,13 +2,26 @@
 
 import importlib.util
 import random
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
 
+import pipemesh.schedule.optimal as optimal
 from pipemesh.errors import ScheduleError
-from pipemesh.schedule import Costs, optimal_schedule, simulate, v_half, v_min, validate
-from pipemesh.schedule.placement import loop, vee
+from pipemesh.schedule import (
+    Costs,
+    Schedule,
+    gpipe,
+    list_schedule,
+    optimal_schedule,
+    simulate,
+    v_half,
+    v_min,
+    validate,
+)
+from pipemesh.schedule.schedule import loop, vee
 from tests.schedule.brute_force import shortest, shortest_in_ticks
 from tests.schedule.test_bounds import TINY
 
@@ -105,3 +118,76 @@ def test_without_the_solver_the_error_says_how_to_get_it():
 def test_bad_input_is_an_error(arguments, options, message):
     with pytest.raises(ScheduleError, match=message):
         optimal_schedule(*arguments, **options)
+
+
+def answer(start, costs, limits, seconds=30):
+    ticks = costs.per_stage(start.num_stages)
+    whole = type(ticks)(*(tuple(map(int, values)) for values in vars(ticks).values()))
+    rows, bound = optimal.solve(whole, start, tuple(limits), seconds, workers=4)
+    if rows is None:
+        return None, bound
+    schedule = validate(Schedule(rows, start.stage_devices, start.num_microbatches))
+    return simulate(schedule, costs), bound
+
+
+@with_solver
+def test_microbatches_pass_every_stage_in_order():
+    timeline, _ = answer(gpipe(3, 4), Costs(2, 5, 2, 3), [4, 4, 4])
+    for row in timeline.schedule.rows:
+        for kind in "FIW":
+            done = [action.microbatch for action in row if action.kind == kind]
+            assert done == sorted(done)
+
+
+@with_solver
+def test_a_backward_stays_whole_where_that_is_shorter():
+    timeline, bound = answer(gpipe(1, 3), Costs(2, 4, 3, 3), [3])
+    assert {action.kind for action in timeline.schedule.rows[0]} == {"F", "B"}
+    assert timeline.makespan == bound == 3 * (2 + 4)
+
+
+@with_solver
+def test_transfers_count_between_devices_only():
+    assert answer(gpipe(2, 1), Costs(1, transfer=3), [1, 1])[1] == 5 + 6
+    near = Schedule.from_text("0F0 1F0 1B0 0B0")
+    assert answer(near, Costs(1, transfer=3), [2])[1] == 6
+
+
+@with_solver
+def test_no_time_gives_the_bound_alone():
+    start = list_schedule(Costs(), 4, 8, 2)
+    _, bound = answer(start, Costs(), [2, 2, 2, 2], seconds=1e-6)
+    assert bound == 37
+
+
+BESIDE_TENSORFLOW = """
+import tensorflow
+from pipemesh.schedule import Costs, optimal_schedule
+print(optimal_schedule(Costs(), 2, 3, 2).makespan)
+"""
+
+
+@with_solver
+@pytest.mark.slow
+def test_a_process_that_has_loaded_tensorflow_may_ask():
+    """With both in one process it would end in a segmentation fault."""
+    command = [sys.executable, "-c", BESIDE_TENSORFLOW]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    assert float(done.stdout) > 0
+
+
+def ask():
+    start = gpipe(2, 2)
+    return optimal.solve(Costs().per_stage(2), start, (2, 2), 1, workers=1)
+
+
+def test_a_process_that_fails_is_one_line(monkeypatch):
+    monkeypatch.setattr(optimal, "__name__", "pipemesh.no_such_module")
+    with pytest.raises(ScheduleError, match=r"failed with exit code 1: .*no_such_module"):
+        ask()
+
+
+def test_a_process_that_does_not_end_is_one_line(monkeypatch):
+    monkeypatch.setattr(optimal, "_SPARE_SECONDS", -0.99)
+    with pytest.raises(ScheduleError, match=r"was to take 1 s, and has not ended after 0\.01 s"):
+        ask()

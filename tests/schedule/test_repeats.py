@@ -8,8 +8,7 @@ import pytest
 
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule import Action, execution_order
-from pipemesh.schedule.builders import BUILDERS, build
-from pipemesh.schedule.builders.registry import SLICED
+from pipemesh.schedule.builders import BUILDERS, SLICED, build
 from pipemesh.schedule.repeats import Loop, find_loops
 
 
@@ -47,7 +46,7 @@ def test_any_sequence_at_all_can_be_written_back(cells):
 
 
 @pytest.mark.parametrize("name", BUILDERS | SLICED)
-def test_the_length_does_not_depend_on_the_number_of_microbatches(name):
+def test_number_of_microbatches_does_not_change_the_length(name):
     lengths = {length(find_loops(execution_order(build(name, 4, m)))) for m in (64, 128)}
     assert len(lengths) == 1
 

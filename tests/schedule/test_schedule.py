@@ -1,28 +1,25 @@
 """The table as a value, and its text."""
 
 import dataclasses
+import itertools
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipemesh.errors import ScheduleError
-from pipemesh.schedule import Action, Schedule, execution_order, forward_only, gpipe, validate, zb_v
+from pipemesh.schedule import (
+    Action,
+    Schedule,
+    forward_only,
+    from_csv,
+    gpipe,
+    validate,
+    write_csv,
+    zb_v,
+)
 from pipemesh.schedule.builders import BUILDERS, build
-from pipemesh.schedule.validate import needs
-
-
-@given(st.integers(1, 6), st.integers(1, 9))
-def test_gpipe_is_complete_and_every_action_follows_what_it_needs(num_stages, num_microbatches):
-    schedule = gpipe(num_stages, num_microbatches)
-    order = execution_order(schedule)
-    assert len(order) == len(set(order)) == 2 * num_stages * num_microbatches
-    for index, action in enumerate(order):
-        assert set(needs(action, num_stages)) <= set(order[:index])
-
-
-def test_gpipe_is_the_table_of_the_paper():
-    assert str(gpipe(2, 3)) == "0: 0F0 0F1 0F2 0B2 0B1 0B0\n1: 1F0 1F1 1F2 1B2 1B1 1B0"
+from pipemesh.schedule.schedule import loop, vee
 
 
 @pytest.mark.parametrize("name", BUILDERS)
@@ -31,7 +28,7 @@ def test_text_and_csv_parse_back(name, counts):
     schedule = build(name, *counts)
     assert Schedule.from_text(schedule.to_text()) == schedule
     assert Schedule.from_text(str(schedule)) == schedule
-    assert Schedule.from_csv(schedule.to_csv()) == schedule
+    assert from_csv(write_csv(schedule)) == schedule
 
 
 def test_a_schedule_is_a_value():
@@ -74,9 +71,9 @@ def test_a_device_may_have_nothing_to_do():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0: 0F0 0X0", "line 1, column 9: '0X0' is no action"),
-        ("0: 0F0\n1: 1F0 1F", "line 2, column 10: '1F' is no action"),
-        ("# note\n\n0F0 0B0 oops", "line 3, column 9: 'oops' is no action"),
+        ("0: 0F0 0X0", "line 1, column 9: '0X0' is not an action"),
+        ("0: 0F0\n1: 1F0 1F", "line 2, column 10: '1F' is not an action"),
+        ("# note\n\n0F0 0B0 oops", "line 3, column 9: 'oops' is not an action"),
         ("1: 0F0", "line 1, column 1: the row is labelled 1, but it is the row of device 0"),
         ("0: 0F0 2F0", "stage 2 is mentioned but stage 1 is not"),
         ("999999999F0", "stage 999999999 is mentioned but stage 0 is not"),
@@ -92,3 +89,24 @@ def test_malformed_text_names_line_and_column(text, message):
 def test_forward_only_is_recognized():
     assert forward_only(2, 3).is_forward_only
     assert not gpipe(2, 3).is_forward_only
+
+
+def test_small_ones_by_hand():
+    assert loop(3, 2) == (0, 1, 2, 0, 1, 2)
+    assert vee(3) == (0, 1, 2, 2, 1, 0)
+
+
+@given(st.integers(1, 9), st.integers(1, 4))
+def test_on_a_loop_the_next_stage_is_on_the_next_device(num_devices, rounds):
+    placed = loop(num_devices, rounds)
+    assert [placed.count(device) for device in range(num_devices)] == [rounds] * num_devices
+    assert placed[0] == 0
+    for here, there in itertools.pairwise(placed):
+        assert there == (here + 1) % num_devices
+
+
+@given(st.integers(1, 9))
+def test_a_v_is_symmetric_and_turns_on_one_device(num_devices):
+    placed = vee(num_devices)
+    assert placed == placed[::-1]
+    assert placed[:num_devices] == loop(num_devices)

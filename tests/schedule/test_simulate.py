@@ -1,5 +1,7 @@
-"""The simulator against a slow, obvious one, and its speed."""
+"""The simulator against a slow, obvious one, with shared cores and on one clock."""
 
+import functools
+import itertools
 import time
 
 import pytest
@@ -7,9 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipemesh.errors import ScheduleError
-from pipemesh.schedule import Costs, Schedule, gpipe, interleaved_one_f_one_b, simulate, zb_h1
+from pipemesh.schedule import (
+    Action,
+    Costs,
+    Schedule,
+    gpipe,
+    interleaved_one_f_one_b,
+    looped_bfs,
+    one_f_one_b,
+    recompute,
+    simulate,
+    validate,
+    zb_h1,
+)
+from pipemesh.schedule.action import needs
 from pipemesh.schedule.builders import BUILDERS, build
-from pipemesh.schedule.validate import needs
+from pipemesh.schedule.simulate import lockstep, rounds
 
 
 def obvious(schedule, costs):
@@ -85,8 +100,10 @@ def test_jitter_out_of_range_is_an_error(jitter):
 
 
 def test_simulate_rejects_what_validate_rejects():
-    with pytest.raises(ScheduleError, match="deadlock: device 0, tick 1: 0B0 waits for 1B0"):
-        simulate(Schedule.from_text("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1"))
+    stuck = Schedule.from_text("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1")
+    for run in (simulate, functools.partial(simulate, cores=1), rounds, lockstep):
+        with pytest.raises(ScheduleError, match="deadlock: device 0, tick 1: 0B0 waits for 1B0"):
+            run(stuck)
 
 
 @pytest.mark.parametrize(
@@ -102,3 +119,201 @@ def test_64_devices_and_512_microbatches_take_less_than_a_second(schedule):
 
     # The best of three, because other work on the machine can only slow one down.
     assert min(measure() for _ in range(3)) < 1.0
+
+
+TRAINING = sorted(name for name, builder in BUILDERS.items() if builder.trains)
+
+
+def any_costs(data, stages):
+    cost = st.lists(st.floats(0.01, 5), min_size=stages, max_size=stages)
+    durations = [data.draw(cost) for _ in range(4)]
+    return Costs(*durations, data.draw(st.floats(0, 1)), data.draw(cost))
+
+
+@settings(max_examples=80)
+@given(
+    st.data(),
+    st.sampled_from([*BUILDERS, "seq1f1b:2", "seq1f1b:4"]),
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_with_a_core_each_it_is_the_plain_simulation(data, name, devices, recomputes):
+    schedule = build(name, devices, 2 * devices)
+    costs = any_costs(data, schedule.num_stages)
+    if recomputes and not schedule.is_forward_only:
+        schedule = recompute(schedule, costs=costs)
+    plain = simulate(schedule, costs)
+    shared = simulate(schedule, costs, cores=devices)
+    for mine, theirs in ((shared.starts, plain.starts), (shared.ends, plain.ends)):
+        for row, other in zip(mine, theirs, strict=True):
+            assert row == pytest.approx(other, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("costs", "makespan"),
+    [(Costs(1, 2), 15), (Costs([1, 3], [2, 6]), 39), (Costs(2, 3, transfer=1), 29)],
+)
+def test_slices_take_as_long_with_enough_cores(costs, makespan):
+    """Codes were divided by the number of microbatches, which mixed up kinds and stages."""
+    schedule = build("seq1f1b:2", 2, 2)
+    assert simulate(schedule, costs).makespan == makespan
+    assert simulate(schedule, costs, cores=100).makespan == makespan
+
+
+@pytest.mark.parametrize("options", [{"loads": 2.0}, {"loads": {"F": 1}}, {"crowding": 0.5}])
+def test_loads_without_cores_are_an_error(options):
+    with pytest.raises(ScheduleError, match="cores is None; give cores, or leave them out"):
+        simulate(gpipe(2, 2), **options)
+
+
+@settings(max_examples=60)
+@given(st.data(), st.sampled_from(TRAINING), st.integers(1, 4), st.floats(0.3, 4))
+def test_work_never_exceeds_the_cores(data, name, devices, cores):
+    schedule = build(name, devices, 2 * devices)
+    costs = any_costs(data, schedule.num_stages)
+    timeline = simulate(schedule, costs, cores=cores)
+    plain = simulate(schedule, costs)
+    work = sum(plain.busy)
+    assert timeline.makespan >= work / cores * (1 - 1e-9)
+    assert timeline.makespan >= plain.makespan * (1 - 1e-9)
+    # At no time nobody computes, but for transfers.
+    lone = Costs(*(getattr(costs, f) for f in ("forward", "backward", "input_grad", "weight_grad")))
+    busy = simulate(schedule, lone, cores=min(cores, 1.0))
+    assert busy.makespan == pytest.approx(work / min(cores, 1.0))
+
+
+def test_two_actions_at_once_share_a_core():
+    """One of 1 and one of 2 on one core: both at half speed until 2, then one alone until 3."""
+    schedule = Schedule.from_text("0: 0F0 0F1 0B0 0B1\n1: 1F0 1F1 1B1 1B0")
+    timeline = simulate(schedule, Costs([2, 1], 1, transfer=0), cores=1)
+    # 0F0 alone until 2; then 0F1 (2) beside 1F0 (1): 1F0 ends at 4 with 1 left of 0F1.
+    assert timeline.starts[1][0] == 2 and timeline.ends[1][0] == 4
+    assert timeline.ends[0][1] == 5
+
+
+def test_loads_weigh_the_contention():
+    schedule = gpipe(2, 4)
+    costs = Costs(forward=1, backward=2)
+    # Who only waits needs no core.
+    assert simulate(schedule, costs, cores=0.1, loads=0).makespan == 15
+    # Backward passes use both cores, so that two of them at once take twice as long.
+    both = simulate(schedule, costs, cores=2, loads={"F": 1, "B": 2}).makespan
+    assert both == pytest.approx(5 + 2 * 8)
+    each = simulate(schedule, costs, cores=2, loads={"F": [1, 1], "B": [2, 2]}).makespan
+    assert each == both
+
+
+def test_crowding_is_the_loss_of_threads_at_random():
+    """Two threads on two cores share one of them half of the time: 1.5 are busy, not 2."""
+    costs = Costs(forward=1, backward=2)
+    two = gpipe(2, 2)
+    crowded = simulate(two, costs, cores=2, crowding=1)
+    # 0F0 alone, then 0F1 beside 1F0 at three quarters, then 1F1 alone.
+    assert crowded.ends[1][:2] == pytest.approx((1 + 4 / 3, 2 + 4 / 3))
+    half = simulate(two, costs, cores=2, crowding=0.5)
+    assert half.ends[1][0] == pytest.approx(1 + 8 / 7)
+    # What a device computes alone was measured so, on however few cores.
+    alone = simulate(gpipe(1, 3), costs, cores=2, loads=1.5, crowding=1)
+    assert alone.makespan == simulate(gpipe(1, 3), costs).makespan
+    one = simulate(two, costs, cores=0.5, crowding=1)
+    assert one.makespan == simulate(two, costs, cores=0.5).makespan
+    for crowding in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ScheduleError, match="crowding is"):
+            simulate(two, costs, cores=2, crowding=crowding)
+
+
+@given(st.floats(1.1, 64), st.floats(0.1, 1))
+def test_many_threads_keep_all_cores_busy(cores, crowding):
+    schedule, loads = gpipe(2, 4), 40 * cores
+    fair = simulate(schedule, cores=cores, loads=loads)
+    crowded = simulate(schedule, cores=cores, loads=loads, crowding=crowding)
+    assert crowded.makespan == pytest.approx(fair.makespan, rel=1e-6)
+
+
+def test_transfers_take_no_core():
+    costs = Costs(1, 2, transfer=3)
+    assert simulate(one_f_one_b(2, 1), costs, cores=1).makespan == 12
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cores": 0},
+        {"cores": float("inf")},
+        {"cores": 1, "loads": -1.0},
+        {"cores": 1, "loads": {"F": [1.0]}},
+    ],
+)
+def test_numbers_have_to_be_cores(options):
+    with pytest.raises(ScheduleError):
+        simulate(gpipe(2, 2), **options)
+
+
+SIZES = list(itertools.product((1, 2, 4, 5), (1, 3, 4, 8), (1, 2, 3)))
+
+
+def ticks_of(rows):
+    return {action: tick for row in rows for tick, action in enumerate(row) if action is not None}
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_every_action_is_there_once_and_after_what_it_needs(name):
+    schedule = BUILDERS[name].function(4, 8)
+    rows = lockstep(schedule)
+    assert len({len(row) for row in rows}) == 1
+    assert [tuple(a for a in row if a) for row in rows] == list(schedule.rows)
+    ticks = ticks_of(rows)
+    split = {(a.stage, a.microbatch) for a in ticks if a.kind == "I"}
+    for action, tick in ticks.items():
+        assert all(ticks[n] < tick for n in needs(action, schedule.num_stages, split))
+
+
+def test_both_halves_of_a_backward_pass_take_a_tick_each():
+    assert [str(action) for action in lockstep(zb_h1(1, 1))[0]] == ["0F0", "0I0", "0W0"]
+
+
+@pytest.mark.parametrize(("devices", "microbatches", "virtual"), SIZES)
+def test_a_loop_sends_to_the_neighbour_at_each_tick(devices, microbatches, virtual):
+    """So what a device gets is what its neighbour made one tick before, or waits in a slot."""
+    schedule = validate(looped_bfs(devices, microbatches, virtual))
+    rows = lockstep(schedule.only_forward())
+    ticks = ticks_of(rows)
+    read_by = {a: t for a, t in ticks.items() if a.stage % devices == 0}
+    for action, tick in ticks.items():
+        if action.stage % devices:
+            assert ticks[Action(action.stage - 1, "F", action.microbatch)] == tick - 1
+        elif action.stage:
+            assert ticks[Action(action.stage - 1, "F", action.microbatch)] < tick
+    for action, tick in ticks.items():
+        if (action.stage + 1) % devices == 0:
+            # Its slot on the first device was read for this round, and not yet for the next.
+            before = Action(action.stage + 1 - devices, "F", action.microbatch)
+            behind = Action(action.stage + 1, "F", action.microbatch)
+            assert read_by[before] <= tick < read_by.get(behind, len(rows[0]))
+
+
+@pytest.mark.parametrize(("devices", "microbatches", "virtual"), SIZES)
+def test_backward_the_ticks_are_the_same_in_the_reverse_order(devices, microbatches, virtual):
+    schedule = looped_bfs(devices, microbatches, virtual)
+    forward = lockstep(schedule.only_forward())
+    backward = [
+        tuple(a and Action(a.stage, "B", a.microbatch) for a in reversed(row)) for row in forward
+    ]
+    assert lockstep(schedule) == tuple(a + b for a, b in zip(forward, backward, strict=True))
+
+
+@pytest.mark.parametrize(("devices", "microbatches", "virtual"), SIZES)
+def test_the_figures_of_the_table_are_those_of_the_clock(devices, microbatches, virtual):
+    schedule = looped_bfs(devices, microbatches, virtual)
+    rows = lockstep(schedule.only_forward())
+    num_ticks = (virtual - 1) * max(microbatches, devices) + microbatches + devices - 1
+    assert len(rows[0]) == num_ticks
+    timeline = simulate(schedule, Costs(forward=1, backward=3))
+    assert timeline.makespan == 4 * num_ticks
+    idle = sum(action is None for action in rows[0])
+    assert timeline.bubble[0] == 4 * idle
+
+
+def test_a_schedule_that_is_not_valid_has_no_clock():
+    with pytest.raises(ScheduleError, match="never does 0B0"):
+        lockstep(Schedule.from_text("0F0 0F1 0B1"))

@@ -21,9 +21,9 @@ from pipemesh.schedule import (
     validate,
     write_csv,
 )
-from pipemesh.schedule.csv_forms import CSV_FORMS
-from pipemesh.schedule.placement import loop, vee
-from pipemesh.schedule.validate import needs
+from pipemesh.schedule.action import needs
+from pipemesh.schedule.csv import CSV_FORMS
+from pipemesh.schedule.schedule import loop, vee
 
 cost = st.integers(0, 6)
 
@@ -111,7 +111,7 @@ def test_actions_come_after_what_they_need(schedule):
 
 
 @given(schedules(), st.data())
-def test_what_is_held_is_what_a_count_over_time_says(schedule, data):
+def test_peaks_are_those_of_a_count_over_time(schedule, data):
     # Where an action takes no time, what it holds is a peak of no duration.
     timeline = simulate(schedule, Costs(data.draw(st.integers(0, 4))))
     for device in range(schedule.num_devices):

@@ -73,7 +73,7 @@ def test_free_actions_have_no_bubble():
     assert timeline.critical_path[0].start == 0
 
 
-def test_stages_hold_what_is_in_flight():
+def test_in_flight_counts_by_stage():
     assert simulate(gpipe(2, 3).only_forward()).in_flight == (1, 1)
     table = Schedule.from_text("0: 0F0 0F1 0B1 0B0\n1: 1F0 1F1 1B1 1B0")
     assert simulate(table).in_flight == (2, 2)

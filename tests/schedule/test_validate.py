@@ -1,6 +1,7 @@
 """What a proof rejects, and what it says."""
 
 import dataclasses
+import itertools
 
 import pytest
 from hypothesis import given
@@ -18,8 +19,9 @@ from pipemesh.schedule import (
     zb_h1,
     zb_v,
 )
+from pipemesh.schedule.action import needs
 from pipemesh.schedule.builders import BUILDERS, build
-from pipemesh.schedule.validate import needs
+from pipemesh.schedule.validate import Receive, Send, check_rendezvous, insert_transfers
 
 A = Action.from_text
 
@@ -111,7 +113,7 @@ def test_the_error_shows_the_rows_around_the_cell():
     )
 
 
-def test_a_schedule_without_stages_or_microbatches_is_no_schedule():
+def test_a_schedule_has_stages_and_microbatches():
     with pytest.raises(ScheduleError, match="num_microbatches is 0"):
         validate(dataclasses.replace(gpipe(1, 1), num_microbatches=0))
     with pytest.raises(ScheduleError, match="no stages"):
@@ -145,7 +147,7 @@ def test_dropping_or_doubling_or_moving_any_action_is_noticed(data):
 
 
 @given(st.data())
-def test_whatever_order_passes_runs_and_what_fails_fails_everywhere(data):
+def test_validation_order_and_simulation_agree(data):
     """Shuffled rows: the prover, the execution order and the simulator agree."""
     schedule = build(data.draw(st.sampled_from(["gpipe", "zb_h1", "zb_v"])), 2, 2)
     rows = tuple(tuple(data.draw(st.permutations(row))) for row in schedule.rows)
@@ -178,3 +180,70 @@ def test_forward_only_tables_are_complete_without_backwards():
     validate(Schedule.from_text("0F0 0F1\n1F0 1F1"))
     with pytest.raises(ScheduleError, match="device 1 never does 1B0"):
         validate(Schedule.from_text("0F0 0B0\n1F0"))
+
+
+def naive(schedule):
+    """Send right after the producer, receive right before the consumer."""
+    homes, last = schedule.stage_devices, schedule.num_stages - 1
+    rows = []
+    for device, row in enumerate(schedule.rows):
+        steps = []
+        for action in row:
+            step = {"F": 1, "B": -1}[action.kind]
+            source, target = action.stage - step, action.stage + step
+            if 0 <= source <= last and homes[source] != device:
+                steps.append(Receive(Action(source, action.kind, action.microbatch), homes[source]))
+            steps.append(action)
+            if 0 <= target <= last and homes[target] != device:
+                steps.append(Send(action, homes[target]))
+        rows.append(tuple(steps))
+    return rows
+
+
+def test_the_obvious_transfers_deadlock_on_1f1b():
+    schedule = one_f_one_b(2, 4)
+    with pytest.raises(ScheduleError, match="deadlock: device 0 waits at step 3 in send"):
+        check_rendezvous(naive(schedule))
+    check_rendezvous(insert_transfers(schedule))
+
+
+@given(st.sampled_from(sorted(BUILDERS)), st.integers(1, 5), st.integers(1, 3))
+def test_every_transfer_is_sent_and_received_once(name, num_devices, factor):
+    schedule = build(name, num_devices, 2 * factor * num_devices)
+    rows = insert_transfers(schedule)
+    check_rendezvous(rows)
+    sends = [(s.action, d, s.device) for d, row in enumerate(rows) for s in row if type(s) is Send]
+    receives = [
+        (s.action, s.device, d) for d, row in enumerate(rows) for s in row if type(s) is Receive
+    ]
+    assert sorted(sends) == sorted(receives)
+    assert len(set(sends)) == len(sends)
+    homes = schedule.stage_devices
+    crossings = sum(a != b for a, b in itertools.pairwise(homes))
+    ways = 1 if schedule.is_forward_only else 2
+    assert len(sends) == ways * crossings * schedule.num_microbatches
+
+
+@given(st.sampled_from(sorted(BUILDERS)), st.integers(1, 4))
+def test_values_are_received_before_they_are_consumed(name, num_devices):
+    schedule = build(name, num_devices, 2 * num_devices)
+    homes, last = schedule.stage_devices, schedule.num_stages - 1
+    for device, row in enumerate(insert_transfers(schedule)):
+        have = set()
+        for step in row:
+            if isinstance(step, Receive):
+                have.add((step.action.stage, step.action.kind == "F", step.action.microbatch))
+            elif isinstance(step, Action) and step.kind != "W":
+                source = step.stage + (-1 if step.kind == "F" else 1)
+                if 0 <= source <= last and homes[source] != device:
+                    assert (source, step.kind == "F", step.microbatch) in have
+
+
+def test_steps_read_well():
+    steps = insert_transfers(one_f_one_b(2, 1))
+    assert [str(step) for step in steps[0]] == [
+        "0F0",
+        "send(0F0 to 1)",
+        "receive(1B0 from 1)",
+        "0B0",
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipemesh.schedule_names import listing
+from pipemesh.schedule.names import listing
 
 
 def define_pipelining(p: Any) -> None:

@@ -12,7 +12,7 @@ import tensorflow as tf
 from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.schedule import Action, Schedule
-from pipemesh.schedule.lockstep import lockstep
+from pipemesh.schedule.simulate import lockstep
 
 # For each tensor of the activations its slices.
 Leaves = tuple[Slices, ...]

@@ -8,6 +8,7 @@ from typing import Any, Generic, NamedTuple
 import tensorflow as tf
 
 from pipemesh.backend.operations import MaybeTensor
+from pipemesh.schedule.action import EFFECTS
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -43,6 +44,27 @@ class Channel(NamedTuple):
 
     kind: Kind[Any]
     stage: int
+
+
+_BY_NAME: dict[str, Kind[Any]] = {k.name: k for k in (OUTPUTS, KEPT, REMADE, GRADS, PENDING)}
+
+
+def taken(kind: str, stage: int, is_recomputed: bool) -> list[Channel]:
+    """Returns the channels that an action of a kind takes a value from.
+
+    Args:
+        kind: of the action, a key of `pipemesh.schedule.action.EFFECTS`.
+        stage: of the action.
+        is_recomputed: whether an `R` comes before its backward pass.
+    """
+    return [
+        Channel(_BY_NAME[name], stage + step) for name, step in EFFECTS[kind].taken(is_recomputed)
+    ]
+
+
+def given(kind: str, stage: int) -> list[Channel]:
+    """Returns the channels that an action of a kind gives a value to."""
+    return [Channel(_BY_NAME[name], stage + step) for name, step in EFFECTS[kind].gives]
 
 
 class Slot(NamedTuple):

@@ -22,13 +22,12 @@ from pipemesh.recurrent.remat import Mode
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.kinds import (
     GRADS,
-    KEPT,
     OUTPUTS,
-    PENDING,
-    REMADE,
     Channel,
     Kind,
     Slot,
+    given,
+    taken,
 )
 from pipemesh.recurrent.table.listed import Listed
 from pipemesh.recurrent.table.lists import Key, Lists
@@ -275,20 +274,9 @@ def _slots(loop: Loop, modes: _Modes) -> tuple[list[Slot], list[Slot]]:
     used: list[Slot] = []
     for action in loop.body:
         stage = action.stage
-        if action.kind == "F":
-            takes = [Channel(OUTPUTS, stage - 1)]
-            gives = [Channel(OUTPUTS, stage), Channel(KEPT, stage)]
-        elif action.kind == "R":
-            takes, gives = [Channel(KEPT, stage)], [Channel(REMADE, stage)]
-        elif action.kind == "W":
-            takes, gives = [Channel(PENDING, stage)], []
-        else:
-            left = REMADE if modes[stage, action.microbatch].is_apart else KEPT
-            takes = [Channel(left, stage), Channel(GRADS, stage + 1)]
-            gives = [Channel(GRADS, stage)]
-            gives += [Channel(PENDING, stage)] if action.kind == "I" else []
+        takes = taken(action.kind, stage, modes[stage, action.microbatch].is_apart)
         used += [Slot(channel, action.microbatch) for channel in takes]
-        made += [Slot(channel, action.microbatch) for channel in gives]
+        made += [Slot(channel, action.microbatch) for channel in given(action.kind, stage)]
     return made, used
 
 
@@ -310,8 +298,8 @@ def _unmatched(loop: Loop, modes: _Modes, num_stages: int) -> set[Channel]:
     matches = _matches(loop, modes)
     lonely = {*made} - {slot for slot, _, _ in matches}
     lonely |= {*used} - {user for _, user, _ in matches}
-    given = {Channel(OUTPUTS, -1), Channel(GRADS, num_stages)}
-    return {slot.channel for slot in lonely} - given
+    ends = {Channel(OUTPUTS, -1), Channel(GRADS, num_stages)}
+    return {slot.channel for slot in lonely} - ends
 
 
 def _flatten(structure: Any) -> list[tf.Tensor]:

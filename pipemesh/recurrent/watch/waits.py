@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from pipemesh.schedule import Action, Schedule
-from pipemesh.schedule.validate import needs
+from pipemesh.schedule.action import needs
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from absl import flags
 from pipemesh.errors import LayoutError, MeshError, PipemeshError, ScheduleError
 from pipemesh.plan.plan import LOWERINGS, OF_PIPELINES
 from pipemesh.plan.text_form import of_value
-from pipemesh.schedule_names import listing
+from pipemesh.schedule.names import listing
 from pipemesh.training.command import host_flags
 from pipemesh.training.command.flags import PLAN, FlagError, check_number, define_devices, group
 

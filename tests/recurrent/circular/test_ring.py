@@ -7,7 +7,7 @@ from pipemesh.lowering import PlacementLowering
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.recurrent.circular.ring import Ring
 from pipemesh.schedule import decode
-from pipemesh.schedule.lockstep import lockstep
+from pipemesh.schedule.simulate import lockstep
 
 
 def ring(cores, groups, rounds):

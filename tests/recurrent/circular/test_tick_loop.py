@@ -10,7 +10,7 @@ from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.recurrent.circular import SimdPipeline
 from pipemesh.recurrent.circular.tick_loop import TickLoop
 from pipemesh.schedule import looped_bfs
-from pipemesh.schedule.lockstep import lockstep
+from pipemesh.schedule.simulate import lockstep
 
 LOWERING = PlacementLowering(
     Mesh.from_text("layers:2"), LayoutRules.from_text("layers:layers"), ["CPU:0", "CPU:1"]

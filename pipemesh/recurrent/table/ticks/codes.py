@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from pipemesh.recurrent.remat import FULL, Mode
-from pipemesh.recurrent.table.kinds import GRADS, KEPT, OUTPUTS, PENDING, REMADE, Channel
+from pipemesh.recurrent.table.kinds import GRADS, OUTPUTS, Channel, given, taken
 from pipemesh.recurrent.table.lists import Key, Lists
 from pipemesh.schedule import Action
 
@@ -86,7 +86,7 @@ class Roles:
         needed = self._needs(code)
         made = [
             channel
-            for channel in _given(code.kind, code.stage)
+            for channel in given(code.kind, code.stage)
             if channel in self._taken or self.leaves(channel)
         ]
 
@@ -108,25 +108,8 @@ class Roles:
         return self._homes[channel.stage] != self._homes[self.user(channel)]
 
     def _needs(self, code: Code) -> list[Channel]:
-        kind, stage, mode = code
-        if kind == "F":
-            return [Channel(OUTPUTS, stage - 1)] if stage else []
-        if kind == "W":
-            return [Channel(PENDING, stage)]
-        if kind == "R":
-            return [Channel(KEPT, stage)]
-        above = [Channel(GRADS, stage + 1)] if stage + 1 < len(self._homes) else []
-        return [Channel(REMADE if mode.is_apart else KEPT, stage), *above]
-
-
-def _given(kind: str, stage: int) -> list[Channel]:
-    if kind == "F":
-        return [Channel(OUTPUTS, stage), Channel(KEPT, stage)]
-    if kind == "W":
-        return []
-    if kind == "R":
-        return [Channel(REMADE, stage)]
-    return [Channel(GRADS, stage), *([Channel(PENDING, stage)] if kind == "I" else [])]
+        channels = taken(code.kind, code.stage, code.mode.is_apart)
+        return [channel for channel in channels if 0 <= channel.stage < len(self._homes)]
 
 
 def key_of(channel: Channel, mode: Mode = FULL) -> Key:

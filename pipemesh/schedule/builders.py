@@ -1,0 +1,803 @@
+"""Every published schedule as a function from counts to a validated table.
+
+All take `(num_devices, num_microbatches)`, and `num_virtual_stages` (stages a device) where the
+schedule leaves it open. In the docstrings `D` is the number of devices, `M` of microbatches and
+`V` of virtual stages; `f`, `b`, `i` and `w` are the durations of one action of one stage: forward,
+full backward, input gradient and weight gradient. Bubbles are idle time of one device, peak
+activations count (stage, microbatch) pairs of one device between the start of `F` and the end
+of `B` or `W`. Transfers are free in every formula.
+
+Example:
+    >>> from pipemesh.schedule.builders import BUILDERS, build
+    >>> sorted(BUILDERS)[:3]
+    ['decode', 'dual_pipe_v', 'forward_only']
+    >>> build("one_f_one_b", 2, 2).num_stages
+    2
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from pipemesh.errors import ScheduleError
+from pipemesh.schedule.action import Action
+from pipemesh.schedule.blocks import repeated
+from pipemesh.schedule.checks import check_counts
+from pipemesh.schedule.names import FILE, NAMES, agreed_stages, parse
+from pipemesh.schedule.schedule import Schedule, loop, vee
+from pipemesh.schedule.simulate import simulate
+from pipemesh.schedule.validate import validate
+
+
+def gpipe(num_devices: int, num_microbatches: int) -> Schedule:
+    """GPipe: first forwards, then backwards, last microbatch first; one stage a device.
+
+    Makespan `(M + D - 1)(f + b)`, bubble `(D - 1)(f + b)`; every device holds the activations
+    of all `M` microbatches. Holds for every `M`.
+
+    Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
+    Parallelism", 2019, figure 2(c).
+
+    Args:
+        num_devices: `D`, at least 1; also the number of stages.
+        num_microbatches: `M`, at least 1.
+
+    Returns:
+        The validated schedule.
+
+    Raises:
+        ScheduleError: a count is below 1.
+
+    Example:
+        >>> print(gpipe(2, 3))
+        0: 0F0 0F1 0F2 0B2 0B1 0B0
+        1: 1F0 1F1 1F2 1B2 1B1 1B0
+    """
+    return looped_bfs(num_devices, num_microbatches, num_virtual_stages=1)
+
+
+def looped_bfs(num_devices: int, num_microbatches: int, num_virtual_stages: int = 2) -> Schedule:
+    """GPipe on a loop: each device finishes all microbatches of a stage, then its next stage.
+
+    For `M >= D` the bubble is `(D - 1)(f + b)`, where `f` and `b` belong to one of `V` stages of
+    a device: `V` times smaller than GPipe's on the same model. Every device holds the
+    activations of all its `V M` (stage, microbatch) pairs. With fewer microbatches than devices
+    every round of the loop waits for the first microbatch to come round, and the makespan is
+    `(V D + M - 1)(f + b)`.
+
+    Because the backward passes of one stage end together, its gradient can be reduced while
+    the device works on the stage before.
+
+    Source: Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2022. The order of the
+    microbatches in the backward half changes neither time nor memory; it is the reverse one, as
+    in `gpipe`.
+
+    Args:
+        num_devices: `D`, at least 1.
+        num_microbatches: `M`, at least 1.
+        num_virtual_stages: `V`, stages a device, at least 1.
+
+    Returns:
+        The validated schedule of `D V` stages.
+
+    Raises:
+        ScheduleError: a count is below 1.
+
+    Example:
+        >>> print(looped_bfs(2, 2, num_virtual_stages=2))
+        0: 0F0 0F1 2F0 2F1 2B1 2B0 0B1 0B0
+        1: 1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0
+    """
+    num_devices, num_microbatches, num_virtual_stages = check_counts(
+        num_devices=num_devices,
+        num_microbatches=num_microbatches,
+        num_virtual_stages=num_virtual_stages,
+    )
+    stages = range(num_devices * num_virtual_stages)
+    rows = tuple(
+        tuple(
+            Action(s, "F", m) for s in stages[device::num_devices] for m in range(num_microbatches)
+        )
+        + tuple(
+            Action(s, "B", m)
+            for s in reversed(stages[device::num_devices])
+            for m in reversed(range(num_microbatches))
+        )
+        for device in range(num_devices)
+    )
+    return validate(Schedule(rows, loop(num_devices, num_virtual_stages), num_microbatches))
+
+
+def forward_only(num_devices: int, num_microbatches: int, num_virtual_stages: int = 1) -> Schedule:
+    """Inference: forwards only, in groups of `D` microbatches a stage.
+
+    A device runs a group of `D` microbatches through its first stage, then through its next:
+    the group comes round the loop just when the device is free for it. If `D` divides `M`, or
+    `V` is 1, the makespan is `(V M + D - 1) f` and the bubble `(D - 1) f`. Nothing is kept for a
+    backward pass: one activation is in flight at a time.
+
+    Source: the forward half of the schedules of Huang et al., 2019 (`V = 1`) and Narayanan et
+    al., 2021 (`V > 1`).
+
+    Args:
+        num_devices: `D`, at least 1.
+        num_microbatches: `M`, at least 1.
+        num_virtual_stages: `V`, stages a device, at least 1.
+
+    Returns:
+        The validated schedule of `D V` stages.
+
+    Raises:
+        ScheduleError: a count is below 1.
+
+    Example:
+        >>> print(forward_only(2, 3))
+        0: 0F0 0F1 0F2
+        1: 1F0 1F1 1F2
+    """
+    num_devices, num_microbatches, num_virtual_stages = check_counts(
+        num_devices=num_devices,
+        num_microbatches=num_microbatches,
+        num_virtual_stages=num_virtual_stages,
+    )
+    stages = range(num_devices * num_virtual_stages)
+    groups = [
+        range(start, min(start + num_devices, num_microbatches))
+        for start in range(0, num_microbatches, num_devices)
+    ]
+    rows = tuple(
+        tuple(
+            Action(s, "F", m)
+            for group in groups
+            for s in stages[device::num_devices]
+            for m in group
+        )
+        for device in range(num_devices)
+    )
+    return validate(Schedule(rows, loop(num_devices, num_virtual_stages), num_microbatches))
+
+
+def decode(num_devices: int, num_microbatches: int, num_virtual_stages: int = 4) -> Schedule:
+    """Decoding: a token of each group of prompts in turn, and then the next token of each.
+
+    A microbatch is a group of prompts, and a round of the loop is a token: virtual stage
+    `D t + d` is device `d` at its `t`-th token, whose first stage needs what the last one made of
+    the token before. The makespan is that of the forward half of `looped_bfs`: `(V M + D - 1) f`
+    if `M >= D`, else `(V D + M - 1) f`. So the steady rate is that of `M` groups in `max(M, D)`
+    times the time of a stage, and devices are busy from as many groups as stages on.
+
+    Source: the forward half of Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2022.
+
+    Args:
+        num_devices: `D`, at least 1; also the number of stages of the model.
+        num_microbatches: `M`, groups of prompts, at least 1.
+        num_virtual_stages: `V`, tokens of each, at least 1.
+
+    Returns:
+        The validated schedule of `D V` stages.
+
+    Raises:
+        ScheduleError: a count is below 1.
+
+    Example:
+        >>> print(decode(2, 2, 3))
+        0: 0F0 0F1 2F0 2F1 4F0 4F1
+        1: 1F0 1F1 3F0 3F1 5F0 5F1
+    """
+    return looped_bfs(num_devices, num_microbatches, num_virtual_stages).only_forward()
+
+
+def one_f_one_b(num_devices: int, num_microbatches: int) -> Schedule:
+    """After a short warm-up each device alternates one forward and one backward.
+
+    Makespan `(M + D - 1)(f + b)`, bubble `(D - 1)(f + b)`, both as with GPipe, but device `d`
+    holds the activations of only `min(M, D - d)` microbatches. Holds for every `M`.
+
+    Source: PipeDream-Flush of Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN
+    Training", 2021; also figure 4 (top) of Narayanan et al., "Efficient Large-Scale Language
+    Model Training on GPU Clusters Using Megatron-LM", 2021.
+
+    Args:
+        num_devices: `D`, at least 1; also the number of stages.
+        num_microbatches: `M`, at least 1.
+
+    Returns:
+        The validated schedule.
+
+    Raises:
+        ScheduleError: a count is below 1.
+
+    Example:
+        >>> print(one_f_one_b(2, 3))
+        0: 0F0 0F1 0B0 0F2 0B1 0B2
+        1: 1F0 1B0 1F1 1B1 1F2 1B2
+    """
+    return interleaved_one_f_one_b(num_devices, num_microbatches, num_virtual_stages=1)
+
+
+def interleaved_one_f_one_b(
+    num_devices: int, num_microbatches: int, num_virtual_stages: int = 2
+) -> Schedule:
+    """1F1B on a loop of `V` stages a device, in groups of `D` microbatches a stage.
+
+    The bubble is `(D - 1)(f + b)`, where `f` and `b` belong to one of `V` stages of a device:
+    `V` times smaller than 1F1B's on the same model. Device `d` holds
+    `min(V M, 2 (D - d - 1) + (V - 1) D + 1)` activations for `V > 1` and `min(M, D - d)` for
+    `V = 1`, where the schedule is `one_f_one_b`.
+
+    Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
+    Using Megatron-LM", 2021, section 2.2 and figure 4 (bottom).
+
+    Args:
+        num_devices: `D`, at least 1.
+        num_microbatches: `M`, at least 1; for `V > 1` a multiple of `D`, as the paper demands.
+        num_virtual_stages: `V`, stages a device, at least 1.
+
+    Returns:
+        The validated schedule of `D V` stages.
+
+    Raises:
+        ScheduleError: a count is below 1, or `M` is no multiple of `D` although `V > 1`.
+
+    Example:
+        >>> print(interleaved_one_f_one_b(2, 2, num_virtual_stages=2))
+        0: 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
+        1: 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
+    """
+    num_devices, num_microbatches, num_virtual_stages = check_counts(
+        num_devices=num_devices,
+        num_microbatches=num_microbatches,
+        num_virtual_stages=num_virtual_stages,
+    )
+    looped = num_virtual_stages > 1
+    if looped and num_microbatches % num_devices:
+        lower = num_microbatches - num_microbatches % num_devices
+        nearest = " or ".join(str(m) for m in (lower, lower + num_devices) if m)
+        raise ScheduleError(
+            f"num_microbatches is {num_microbatches}, but interleaved 1F1B needs a multiple of "
+            f"num_devices, {num_devices}; use {nearest} microbatches, or num_virtual_stages=1"
+        )
+    group = num_devices if looped else 1
+    forwards = [
+        (chunk, microbatch)
+        for start in range(0, num_microbatches, group)
+        for chunk in range(num_virtual_stages)
+        for microbatch in range(start, start + group)
+    ]
+    rows: list[tuple[Action, ...]] = []
+    for device in range(num_devices):
+        first_backward = num_devices - device - 1
+        if looped:
+            # A gradient comes back through all later devices, and while it does two groups of
+            # other stages' forwards pass: twice the way, and all but one stage of the group.
+            first_backward = 2 * first_backward + (num_virtual_stages - 1) * num_devices
+        ahead = min(first_backward, len(forwards))
+        f = [Action(c * num_devices + device, "F", m) for c, m in forwards]
+        b = [
+            Action((num_virtual_stages - 1 - c) * num_devices + device, "B", m) for c, m in forwards
+        ]
+        row = f[:ahead]
+        for forward, backward in zip(f[ahead:], b, strict=False):
+            row += (forward, backward)
+        rows.append((*row, *b[len(f) - ahead :]))
+    devices = loop(num_devices, num_virtual_stages)
+    return validate(Schedule(tuple(rows), devices, num_microbatches))
+
+
+def seq_one_f_one_b(num_devices: int, num_microbatches: int, num_slices: int = 4) -> Schedule:
+    """1F1B whose unit is a slice of a microbatch's sequences.
+
+    With causal attention a slice needs of the slices before it only their keys and values, so the
+    first slice goes on to the next stage while the second one is computed. Gradients come back
+    in the reverse order: microbatches from the first, the slices of each from the last, because
+    the keys and values of a slice get gradients from all slices after it.
+
+    With `f` and `b` of a whole microbatch and slices of equal cost the bubble is
+    `(D - 1)(f + b) / Q`, and device `d` holds `min(M Q, D - d - 1 + Q)` slices, each `1 / Q` of
+    a microbatch: at 8 devices and 4 slices 2.75 microbatches instead of 8.
+
+    Source: Sun et al., "Seq1F1B: Efficient Sequence-Level Pipeline Parallelism for Large Language
+    Model Training", 2024 (arXiv 2406.03488), section 3.
+
+    Args:
+        num_devices: `D`, at least 1; also the number of stages.
+        num_microbatches: `M`, at least 1.
+        num_slices: `Q`, at least 1; with 1 the schedule is `one_f_one_b`.
+
+    Returns:
+        The validated schedule.
+
+    Raises:
+        ScheduleError: a count is below 1.
+
+    Example:
+        >>> print(seq_one_f_one_b(2, 2, num_slices=2))
+        0: 0F0.0 0F0.1 0F1.0 0B0.1 0F1.1 0B0.0 0B1.1 0B1.0
+        1: 1F0.0 1F0.1 1B0.1 1F1.0 1B0.0 1F1.1 1B1.1 1B1.0
+    """
+    num_devices, num_microbatches, num_slices = check_counts(
+        num_devices=num_devices, num_microbatches=num_microbatches, num_slices=num_slices
+    )
+    if num_slices == 1:
+        return one_f_one_b(num_devices, num_microbatches)
+    rows: list[tuple[Action, ...]] = []
+    for device in range(num_devices):
+        forwards, backwards = (
+            [Action(device, kind, m, q) for m in range(num_microbatches) for q in slices]
+            for kind, slices in (("F", range(num_slices)), ("B", range(num_slices)[::-1]))
+        )
+        # The first gradient is that of the last slice, which comes behind all the others.
+        ahead = min(num_devices - device - 1 + num_slices - 1, len(forwards))
+        row = forwards[:ahead]
+        for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+            row += (forward, backward)
+        rows.append((*row, *backwards[len(forwards) - ahead :]))
+    return validate(Schedule(tuple(rows), loop(num_devices), num_microbatches, num_slices))
+
+
+def zb_h1(num_devices: int, num_microbatches: int) -> Schedule:
+    """Zero bubble within the memory of 1F1B: a third of its bubble.
+
+    For `M >= D` and `w <= min(f, i)`, the published regime, the bubble is
+    `(D - 1)(f + i - w)`. Where weight gradients are the longest part it is
+    `(D - 1) max(f, i, f + i - w)`: then nothing is left to fill the gaps with. Every device holds
+    `min(M, D)` microbatches, as many as 1F1B's first device.
+
+    Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2.1 and figure 3 (top).
+
+    Args:
+        num_devices: `D`, at least 1; also the number of stages.
+        num_microbatches: `M`, at least 1.
+
+    Returns:
+        The validated schedule.
+
+    Raises:
+        ScheduleError: a count is below 1.
+
+    Example:
+        >>> print(zb_h1(2, 3))
+        0: 0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
+        1: 1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
+    """
+    return _zero_bubble(
+        num_devices,
+        num_microbatches,
+        warm_up=lambda device, devices: devices - device,
+        delay=lambda device: device,
+    )
+
+
+def zb_h2(num_devices: int, num_microbatches: int) -> Schedule:
+    """Zero bubble with up to twice the memory of 1F1B: no device is idle between its actions.
+
+    For `M >= 2 D - 1` and `i <= f`, the largest own-span bubble of a device is
+    `(D - 1)(f + i - 2 w)`, as published, and 0 where that is negative; for other costs it is
+    `(D - 1) max(0, i - f, f + i - 2 w)`. The bubble within the makespan is never 0, since the
+    last device starts `(D - 1) f` late: it is `(D - 1) f` if `f + i <= 2 w` and `i <= 2 f`.
+    Every device holds `min(M, 2 D - 1)` microbatches.
+
+    Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2.2 and figure 3
+    (bottom).
+
+    Args:
+        num_devices: `D`, at least 1; also the number of stages.
+        num_microbatches: `M`, at least 1.
+
+    Returns:
+        The validated schedule.
+
+    Raises:
+        ScheduleError: a count is below 1.
+
+    Example:
+        >>> print(zb_h2(2, 3))
+        0: 0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2
+        1: 1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2
+    """
+    return _zero_bubble(
+        num_devices,
+        num_microbatches,
+        warm_up=lambda device, devices: 2 * (devices - device) - 1,
+        delay=lambda device: 2 * device,
+    )
+
+
+def _zero_bubble(
+    num_devices: int,
+    num_microbatches: int,
+    warm_up: Callable[[int, int], int],
+    delay: Callable[[int], int],
+) -> Schedule:
+    """Builds rounds of one `I`, one `W` that lags by `delay` microbatches, and one `F`.
+
+    A device holds `warm_up + delay` microbatches; both published schedules choose the delay so
+    that this is the same number on every device.
+    """
+    num_devices, num_microbatches = check_counts(
+        num_devices=num_devices, num_microbatches=num_microbatches
+    )
+    rows: list[tuple[Action, ...]] = []
+    for device in range(num_devices):
+        ahead = min(num_microbatches, warm_up(device, num_devices))
+        lag = min(num_microbatches, delay(device))
+        row = [Action(device, "F", m) for m in range(ahead)]
+        for m in range(num_microbatches):
+            row.append(Action(device, "I", m))
+            if m >= lag:
+                row.append(Action(device, "W", m - lag))
+            if m + ahead < num_microbatches:
+                row.append(Action(device, "F", m + ahead))
+        row += [Action(device, "W", m) for m in range(num_microbatches - lag, num_microbatches)]
+        rows.append(tuple(row))
+    return validate(Schedule(tuple(rows), loop(num_devices), num_microbatches))
+
+
+class _Row:
+    """One device's row under construction: counts the actions of each of its two stages.
+
+    `down` and `up` are the device's stages on the two legs of the V. Asking for an action of
+    a microbatch that does not exist does nothing, which is how a schedule copes with fewer
+    microbatches than its warm-up would like.
+    """
+
+    def __init__(self, device: int, num_devices: int, num_microbatches: int) -> None:
+        self.down = device
+        self.up = 2 * num_devices - 1 - device
+        self.actions: list[Action] = []
+        self._num_microbatches = num_microbatches
+        self._next = {(s, k): 0 for s in (self.down, self.up) for k in "FB"}
+        self._owed: deque[Action] = deque()
+
+    def left(self, stage: int, kind: str) -> int:
+        """Returns the number of forwards (`F`) or backwards (`B`, also split) left on a stage."""
+        return self._num_microbatches - self._next[stage, kind]
+
+    def forward(self, stage: int) -> None:
+        """Adds the next forward of a stage."""
+        if self.left(stage, "F"):
+            self.actions.append(Action(stage, "F", self._next[stage, "F"]))
+            self._next[stage, "F"] += 1
+
+    def backward(self, stage: int) -> None:
+        """Adds the next full backward of a stage."""
+        if self.left(stage, "B"):
+            self.actions.append(Action(stage, "B", self._next[stage, "B"]))
+            self._next[stage, "B"] += 1
+
+    def input_grad(self, stage: int) -> None:
+        """Adds the next input gradient of a stage; its weight gradient is owed from now on."""
+        if self.left(stage, "B"):
+            self.actions.append(Action(stage, "I", self._next[stage, "B"]))
+            self._owed.append(Action(stage, "W", self._next[stage, "B"]))
+            self._next[stage, "B"] += 1
+
+    def weight_grad(self, stage: int | None = None) -> None:
+        """Adds the oldest weight gradient that is owed, of one stage or of either."""
+        for action in self._owed:
+            if stage in (None, action.stage):
+                self._owed.remove(action)
+                self.actions.append(action)
+                return
+
+    def all_weight_grads(self) -> None:
+        """Adds all weight gradients that are still owed, oldest first."""
+        while self._owed:
+            self.weight_grad()
+
+
+def zb_v(num_devices: int, num_microbatches: int) -> Schedule:
+    """Zero bubble on a V within the memory of 1F1B: no device is idle between its actions.
+
+    With `f = i = w`, the case the table is made for, and `M >= 2 D - 1` the own-span bubble of
+    every device is 0 and the bubble within the makespan `(D - 1) f`. Other costs open gaps;
+    `pipemesh.schedule.list_schedule` closes some of them. Device `d` holds
+    `min(2 M, M + 1 + d, 2 D)` (stage, microbatch) pairs; a stage is half of a device's share of
+    the model, so `2 D` pairs are as much as 1F1B's first device holds.
+
+    A device first fills the way down to the turn, then the way up, then alternates one round
+    (`F`, `I`, `W`) of its lower with one of its upper stage. Fewer microbatches than that leave
+    gaps in the filling.
+
+    Source: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv version 2023, the section on
+    ZB-V; named V-ZB in Qi et al., "Pipeline Parallelism with Controllable Memory", 2024, with the
+    same memory and the same bubble, so `v_zb` is another spelling of this name.
+
+    Args:
+        num_devices: `D`, at least 1; the schedule has `2 D` stages.
+        num_microbatches: `M`, at least 1.
+
+    Returns:
+        The validated schedule.
+
+    Raises:
+        ScheduleError: a count is below 1.
+
+    Example:
+        >>> zb_v(2, 4).stage_devices
+        (0, 1, 1, 0)
+    """
+    num_devices, num_microbatches = check_counts(
+        num_devices=num_devices, num_microbatches=num_microbatches
+    )
+    rows: list[tuple[Action, ...]] = []
+    for device in range(num_devices):
+        row = _Row(device, num_devices, num_microbatches)
+        to_turn = num_devices - device
+        for _ in range(2 * to_turn - 1):
+            row.forward(row.down)
+        for _ in range(device):
+            row.forward(row.up)
+            row.forward(row.down)
+        for _ in range(to_turn):
+            row.forward(row.up)
+            row.input_grad(row.up)
+            row.weight_grad(row.up)
+        while row.left(row.up, "F"):
+            row.forward(row.down)
+            row.input_grad(row.down)
+            row.weight_grad(row.down)
+            row.forward(row.up)
+            row.input_grad(row.up)
+            row.weight_grad(row.up)
+        for _ in range(device):
+            row.input_grad(row.down)
+            row.input_grad(row.up)
+        for _ in range(to_turn):
+            row.input_grad(row.down)
+            row.weight_grad(row.down)
+        for _ in range(num_microbatches):
+            row.weight_grad(row.up)
+        row.all_weight_grads()
+        rows.append(tuple(row.actions))
+    return validate(Schedule(tuple(rows), vee(num_devices), num_microbatches))
+
+
+def dual_pipe_v(num_devices: int, num_microbatches: int) -> Schedule:
+    """DualPipe cut in half: a V whose steady state pairs each forward with a backward.
+
+    The published bubble is `(D - 1)(F&B + b - 3 w)`, where `F&B` is the time of a forward and a
+    backward that overlap as one block, which needs both inputs at its start and hands on both
+    results at its end. A row here has the two one after the other, so a forward's result leaves
+    earlier, and for `i <= f <= i + w` the bubble is only `(D - 1) max(f, f + i - w)`. Every
+    device holds `2 D + 1` (stage, microbatch) pairs.
+
+    Source: DualPipeV in the DualPipe repository of DeepSeek-AI, 2025, after "Cut-in-half" of
+    Qi, Wan et al. (Sea AI Lab), 2025.
+
+    Args:
+        num_devices: `D`, at least 1; the schedule has `2 D` stages.
+        num_microbatches: `M`, at least `2 D`, as the schedule's authors demand.
+
+    Returns:
+        The validated schedule.
+
+    Raises:
+        ScheduleError: a count is below 1, or `M < 2 D`.
+
+    Example:
+        >>> dual_pipe_v(2, 4).stage_devices
+        (0, 1, 1, 0)
+    """
+    num_devices, num_microbatches = check_counts(
+        num_devices=num_devices, num_microbatches=num_microbatches
+    )
+    if num_microbatches < 2 * num_devices:
+        raise ScheduleError(
+            f"num_microbatches is {num_microbatches}, but DualPipeV needs at least twice "
+            f"num_devices, {2 * num_devices}; use more microbatches, or zb_v"
+        )
+    rows: list[tuple[Action, ...]] = []
+    for device in range(num_devices):
+        row = _Row(device, num_devices, num_microbatches)
+        after, upto = num_devices - device - 1, device + 1
+        for _ in range(2 * after):
+            row.forward(row.down)
+        for _ in range(upto):
+            row.forward(row.down)
+            row.forward(row.up)
+        for _ in range(after):
+            row.input_grad(row.up)
+            row.weight_grad(row.up)
+            row.forward(row.up)
+        for _ in range(num_microbatches - 2 * num_devices + upto):
+            row.forward(row.down)
+            row.backward(row.up)
+            row.forward(row.up)
+            row.backward(row.down)
+        for _ in range(after):
+            row.backward(row.up)
+            row.forward(row.up)
+            row.backward(row.down)
+        # The first half of these backwards stays whole, the second half leaves its weight
+        # gradients for the gaps of the drain.
+        for index in range(2 * upto):
+            stage = row.down if index % 2 else row.up
+            (row.backward if index < upto else row.input_grad)(stage)
+        for _ in range(after):
+            row.weight_grad()
+            row.input_grad(row.down)
+        row.all_weight_grads()
+        rows.append(tuple(row.actions))
+    return validate(Schedule(tuple(rows), vee(num_devices), num_microbatches))
+
+
+# Two stages a device, each with a forward, an input gradient and a weight gradient.
+_PERIOD = 6
+
+
+def v_min(num_devices: int, num_microbatches: int) -> Schedule:
+    """A third of 1F1B's memory: no device holds more than `(D + 4) // 3` microbatches' activations.
+
+    That is `2 ((D + 4) // 3)` (stage, microbatch) pairs; two stages are a device's share of the
+    model. Made for `f = i = w`: then, for `D > 2` and `M >= D`, the bubble is `(4 D - 7) f` if 3
+    divides `D`, else `(4 D - 5) f`. Where the durations differ, devices wait for each other in
+    every round.
+
+    Source: Qi et al., "Pipeline Parallelism with Controllable Memory", 2024, V-Min; offsets of the
+    block from the authors' scheduler. This package fills its ends in its own way.
+
+    Args:
+        num_devices: `D`, at least 1; the schedule has `2 D` stages.
+        num_microbatches: `M`, at least 1.
+
+    Returns:
+        The validated schedule.
+
+    Raises:
+        ScheduleError: a count is below 1.
+
+    Example:
+        >>> print(v_min(2, 2))
+        0: 0F0 0F1 3F0 3I0 3F1 3I1 0I0 3W0 0I1 3W1 0W0 0W1
+        1: 1F0 2F0 1F1 2F1 2I0 1I0 2I1 1I1 2W0 1W0 2W1 1W1
+    """
+    num_devices, num_microbatches = check_counts(
+        num_devices=num_devices, num_microbatches=num_microbatches
+    )
+    # Without a gap, forwards and input gradients would meet if 3 divides D.
+    gap = 0 if num_devices % 3 else 2
+    offsets = [place + (gap if place >= 2 * num_devices else 0) for place in range(4 * num_devices)]
+    return _shortest(offsets, num_microbatches, 2 * ((num_devices + 4) // 3))
+
+
+def v_half(num_devices: int, num_microbatches: int) -> Schedule:
+    """Half of 1F1B's memory: no device holds more than `D // 2 + 1` microbatches' activations.
+
+    That is `2 (D // 2 + 1)` (stage, microbatch) pairs; two stages are a device's share of the
+    model. With `f = i = w`, the case the table is made for, `D > 2` and `M >= D + 2`, the bubble is
+    `(3 D - 7) f` if 2 divides `D`, else `(3 D - 4) f`.
+
+    Source: Qi et al., "Pipeline Parallelism with Controllable Memory", 2024, V-Half; offsets of the
+    block from the authors' scheduler. This package fills its ends in its own way.
+
+    Args:
+        num_devices: `D`, at least 1; the schedule has `2 D` stages.
+        num_microbatches: `M`, at least 1.
+
+    Returns:
+        The validated schedule.
+
+    Raises:
+        ScheduleError: a count is below 1.
+
+    Example:
+        >>> print(v_half(2, 2))
+        0: 0F0 0F1 3F0 3I0 3F1 3I1 0I0 3W0 0I1 3W1 0W0 0W1
+        1: 1F0 2F0 1F1 2F1 2I0 1I0 2I1 1I1 2W0 1W0 2W1 1W1
+    """
+    num_devices, num_microbatches = check_counts(
+        num_devices=num_devices, num_microbatches=num_microbatches
+    )
+    # Without a gap, forwards and input gradients would meet if 2 divides D.
+    gap = 0 if num_devices % 2 else 3
+    devices = range(num_devices)
+    offsets = [
+        *(2 * d for d in devices),
+        *(2 * num_devices - 1 + d for d in devices),
+        *(3 * num_devices + gap - 1 + 2 * d for d in devices),
+        *(5 * num_devices + gap - 1 + d for d in devices),
+    ]
+    return _shortest(offsets, num_microbatches, 2 * (num_devices // 2 + 1))
+
+
+def _shortest(offsets: Sequence[int], num_microbatches: int, limit: int) -> Schedule:
+    """Returns the shortest of the ways to fill the ends, which depends on `M` and `D`."""
+    num_devices = len(offsets) // 4
+    limits = [limit] * num_devices
+    schedules = repeated(vee(num_devices), offsets, _PERIOD, num_microbatches, limits)
+    return validate(min(schedules, key=lambda schedule: simulate(schedule).makespan))
+
+
+@dataclasses.dataclass(frozen=True)
+class Builder:
+    """A named builder and the number of stages that it puts on a device.
+
+    Attributes:
+        function: takes device and microbatch counts, and `num_virtual_stages` if it is open.
+        virtual_stages: stages a device, or the default where the caller may choose.
+        takes_virtual_stages: True if the caller may choose.
+        trains: True if it has backward actions.
+        num_slices: default number of slices of every sequence; 1 for whole sequences.
+    """
+
+    function: Callable[..., Schedule]
+    virtual_stages: int = 1
+    takes_virtual_stages: bool = False
+    trains: bool = True
+    num_slices: int = 1
+
+
+_FUNCTIONS: tuple[Callable[..., Schedule], ...] = (
+    gpipe,
+    one_f_one_b,
+    interleaved_one_f_one_b,
+    looped_bfs,
+    zb_h1,
+    zb_h2,
+    zb_v,
+    v_half,
+    v_min,
+    dual_pipe_v,
+    forward_only,
+    decode,
+)
+
+
+def _builder(function: Callable[..., Schedule]) -> Builder:
+    known = NAMES[function.__name__]
+    return Builder(function, known.stages_a_device, known.is_open, known.trains, known.num_slices)
+
+
+BUILDERS: dict[str, Builder] = {f.__name__: _builder(f) for f in _FUNCTIONS}
+"""Every published schedule of whole sequences by its name; it runs any stages."""
+SLICED: dict[str, Builder] = {f.__name__: _builder(f) for f in (seq_one_f_one_b,)}
+"""Schedules that cut sequences into slices, which only some stages take."""
+
+
+def build(
+    name: str, num_devices: int, num_microbatches: int, num_virtual_stages: int | None = None
+) -> Schedule:
+    """Builds a published schedule by name.
+
+    Args:
+        name: as in `pipemesh.schedule.names`, for example `1f1b`, `interleaved:2` or
+            `seq1f1b:4`, where the number is that of slices.
+        num_devices: at least 1.
+        num_microbatches: at least 1.
+        num_virtual_stages: stages a device; by default the number in the name, or else the
+            default of the builder.
+
+    Returns:
+        The validated schedule.
+
+    Raises:
+        ScheduleError: the name is unknown (suggests the nearest), a count is bad, the schedule
+            fixes another number of virtual stages, or the name says another one.
+
+    Example:
+        >>> build("zb_h1", 4, 8).num_devices
+        4
+    """
+    parsed = parse(name)
+    if parsed.name not in BUILDERS and parsed.name not in SLICED:
+        raise ScheduleError(
+            f"schedule {name!r} is not built from counts alone; "
+            + ("use ScheduleSpec.from_text" if parsed.name == FILE else "use list_schedule(costs)")
+        )
+    builder = BUILDERS.get(parsed.name) or SLICED[parsed.name]
+    number = agreed_stages(name, parsed, num_virtual_stages)
+    if number in (None, 1) and builder.num_slices > 1:
+        return builder.function(num_devices, num_microbatches, parsed.slices())
+    if number is None:
+        return builder.function(num_devices, num_microbatches)
+    if builder.takes_virtual_stages:
+        return builder.function(num_devices, num_microbatches, number)
+    if number != builder.virtual_stages:
+        raise ScheduleError(
+            f"num_virtual_stages is {number}, but {parsed.name} always has "
+            f"{builder.virtual_stages} a device; leave it out"
+        )
+    return builder.function(num_devices, num_microbatches)

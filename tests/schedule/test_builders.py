@@ -1,0 +1,427 @@
+"""Builders: valid over a wide range, bubbles and memory as formulas, the papers' figures."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipemesh.errors import ScheduleError
+from pipemesh.schedule import (
+    Costs,
+    decode,
+    dual_pipe_v,
+    forward_only,
+    gpipe,
+    interleaved_one_f_one_b,
+    looped_bfs,
+    one_f_one_b,
+    seq_one_f_one_b,
+    simulate,
+    v_half,
+    v_min,
+    validate,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
+from pipemesh.schedule.builders import BUILDERS, build
+from pipemesh.schedule.schedule import vee
+
+devices = st.integers(1, 10)
+microbatches = st.integers(1, 40)
+virtual = st.integers(1, 4)
+time = st.integers(1, 9)
+
+
+@given(st.sampled_from(sorted(BUILDERS)), devices, microbatches, virtual)
+def test_valid_or_a_clear_demand(name, num_devices, num_microbatches, num_virtual_stages):
+    takes = BUILDERS[name].takes_virtual_stages
+    try:
+        schedule = build(name, num_devices, num_microbatches, num_virtual_stages if takes else None)
+    except ScheduleError as error:
+        assert name in ("interleaved_one_f_one_b", "dual_pipe_v")
+        assert "num_microbatches" in str(error)
+        return
+    validate(schedule)
+    assert schedule.num_devices == num_devices
+    assert schedule.num_microbatches == num_microbatches
+    per_device = [schedule.stage_devices.count(d) for d in range(num_devices)]
+    expected = num_virtual_stages if takes else BUILDERS[name].virtual_stages
+    assert per_device == [expected] * num_devices
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ((0, 1), "num_devices is 0; it must be at least 1"),
+        ((1, 0), "num_microbatches is 0; it must be at least 1"),
+        ((-3, 2), "num_devices is -3"),
+        ((2.5, 2), "num_devices is 2.5; it must be an integer"),
+        (("2", 2), "num_devices is '2'; it must be an integer"),
+    ],
+)
+def test_bad_counts_are_errors(name, counts, message):
+    with pytest.raises(ScheduleError, match=message):
+        BUILDERS[name].function(*counts)
+
+
+@pytest.mark.parametrize("builder", [interleaved_one_f_one_b, looped_bfs, forward_only, decode])
+def test_no_virtual_stages_is_an_error(builder):
+    with pytest.raises(ScheduleError, match="num_virtual_stages is 0"):
+        builder(2, 2, 0)
+
+
+def test_build_by_name():
+    assert build("looped_bfs", 2, 2, 3) == looped_bfs(2, 2, 3)
+    assert build("zb_v", 2, 4, 2) == zb_v(2, 4)
+    with pytest.raises(ScheduleError, match="did you mean 'one_f_one_b'"):
+        build("one-f-one-C", 2, 2)
+    with pytest.raises(ScheduleError, match="zb_h1 always has 1 a device"):
+        build("zb_h1", 2, 2, 2)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_signatures_can_be_relied_on(name):
+    builder = BUILDERS[name]
+    parameters = list(inspect.signature(builder.function).parameters)
+    expected = ["num_devices", "num_microbatches", "num_virtual_stages"]
+    assert parameters == expected[: 3 if builder.takes_virtual_stages else 2]
+    assert builder.function.__name__ == name
+    assert "Source:" in builder.function.__doc__
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("file:x.csv", "use ScheduleSpec.from_text"),
+        ("list_schedule", r"use list_schedule\(costs\)"),
+    ],
+)
+def test_files_and_searches_are_not_built_from_counts(name, message):
+    with pytest.raises(ScheduleError, match=f"'{name}' is not built from counts alone; {message}"):
+        build(name, 2, 4)
+
+
+@given(devices, microbatches, time, time)
+def test_gpipe(d, m, f, b):
+    timeline = simulate(gpipe(d, m), Costs(f, b))
+    assert timeline.makespan == (m + d - 1) * (f + b)
+    assert timeline.bubble == ((d - 1) * (f + b),) * d
+    assert timeline.peak_activations == (m,) * d
+
+
+@given(devices, microbatches, virtual, time, time)
+def test_looped_bfs(d, m, v, f, b):
+    timeline = simulate(looped_bfs(d, m, v), Costs(f, b))
+    long_enough = m >= d or v == 1
+    units = v * m + d - 1 if long_enough else v * d + m - 1
+    assert timeline.makespan == units * (f + b)
+    assert timeline.peak_activations == (v * m,) * d
+
+
+@given(devices, microbatches, virtual, time)
+def test_forward_only(d, m, v, f):
+    timeline = simulate(forward_only(d, m, v), Costs(forward=f))
+    if v == 1 or m % d == 0:
+        assert timeline.makespan == (v * m + d - 1) * f
+    assert timeline.peak_activations == (1,) * d
+
+
+@given(devices, microbatches, virtual, time)
+def test_decode(d, g, t, f):
+    """A token of all groups takes as long as there are groups or stages, what there is more of."""
+    schedule = decode(d, g, t)
+    timeline = simulate(schedule, Costs(forward=f))
+    units = t * g + d - 1 if g >= d or t == 1 else t * d + g - 1
+    assert timeline.makespan == units * f
+    assert timeline.peak_activations == (1,) * d
+    # Every device sees the groups in the same order, over and over.
+    for row in schedule.rows:
+        assert [action.microbatch for action in row] == list(range(g)) * t
+
+
+@given(devices, microbatches, time, time)
+def test_one_f_one_b(d, m, f, b):
+    timeline = simulate(one_f_one_b(d, m), Costs(f, b))
+    assert timeline.makespan == (m + d - 1) * (f + b)
+    assert timeline.bubble == ((d - 1) * (f + b),) * d
+    assert timeline.peak_activations == tuple(min(m, d - k) for k in range(d))
+
+
+@given(devices, st.integers(1, 5), st.integers(2, 4), time, time)
+def test_interleaved_one_f_one_b(d, groups, v, f, b):
+    m = groups * d
+    timeline = simulate(interleaved_one_f_one_b(d, m, v), Costs(f, b))
+    assert timeline.bubble == ((d - 1) * (f + b),) * d
+    assert timeline.peak_activations == tuple(
+        min(v * m, 2 * (d - k - 1) + (v - 1) * d + 1) for k in range(d)
+    )
+
+
+def test_interleaving_demands_a_multiple_and_says_which():
+    with pytest.raises(ScheduleError, match="needs a multiple of num_devices, 4; use 4 or 8"):
+        interleaved_one_f_one_b(4, 6, 2)
+    with pytest.raises(ScheduleError, match="use 4 microbatches"):
+        interleaved_one_f_one_b(4, 3, 2)
+    assert interleaved_one_f_one_b(4, 6, 1) == one_f_one_b(4, 6)
+
+
+ORDER = """
+0: 0F0.0 0F0.1 0F1.0 0F1.1 0B0.1 0F2.0 0B0.0 0F2.1 0B1.1 0B1.0 0B2.1 0B2.0
+1: 1F0.0 1F0.1 1F1.0 1B0.1 1F1.1 1B0.0 1F2.0 1B1.1 1F2.1 1B1.0 1B2.1 1B2.0
+2: 2F0.0 2F0.1 2B0.1 2F1.0 2B0.0 2F1.1 2B1.1 2F2.0 2B1.0 2F2.1 2B2.1 2B2.0
+""".strip()
+
+
+def test_three_devices_cell_by_cell():
+    """First microbatch first, of each the last slice first: the paper's partially ordered queue."""
+    assert str(seq_one_f_one_b(3, 3, 2)) == ORDER
+
+
+@given(st.integers(1, 8), st.integers(1, 12), st.integers(1, 6))
+def test_sliced_bubble_and_memory_follow_the_formulas(num_devices, num_microbatches, num_slices):
+    schedule = validate(seq_one_f_one_b(num_devices, num_microbatches, num_slices))
+    assert schedule.num_slices == num_slices
+    num_pieces = num_microbatches * num_slices
+    held = tuple(min(num_pieces, num_devices - d - 1 + num_slices) for d in range(num_devices))
+    whole = Costs(forward=num_slices, backward=2 * num_slices)
+    timeline = simulate(schedule, whole.refined(1, num_slices))
+    assert timeline.peak_activations == held
+    assert timeline.bubble == pytest.approx([3 * (num_devices - 1)] * num_devices)
+
+
+def test_four_slices_at_eight_devices():
+    """The bubble is a quarter of that of 1F1B, at a third of its memory."""
+    timeline = simulate(seq_one_f_one_b(8, 32, 4), Costs(forward=1, backward=2).refined(1, 4))
+    assert timeline.makespan == 101.25
+    assert timeline.bubble_ratio <= 0.06
+    assert max(timeline.peak_activations) / 4 == 2.75
+    assert timeline.above_bound < 0.03
+
+
+def test_one_slice_is_one_f_one_b():
+    assert seq_one_f_one_b(3, 5, 1) == one_f_one_b(3, 5)
+
+
+def test_no_slices_are_an_error():
+    with pytest.raises(ScheduleError, match="num_slices is 0; it must be at least 1"):
+        seq_one_f_one_b(2, 2, 0)
+
+
+@given(devices, st.integers(0, 30), time, time, time)
+def test_zb_h1(d, more, f, i, w):
+    m = d + more
+    timeline = simulate(zb_h1(d, m), Costs(f, None, i, w))
+    assert timeline.makespan == m * (f + i + w) + (d - 1) * max(f, i, f + i - w)
+    if w <= min(f, i):
+        assert timeline.bubble == ((d - 1) * (f + i - w),) * d
+
+
+@given(devices, microbatches)
+def test_zb_h1_holds_as_much_as_the_first_device_of_1f1b(d, m):
+    held = simulate(zb_h1(d, m)).peak_activations
+    assert held == (min(m, d),) * d
+    assert max(held) == max(simulate(one_f_one_b(d, m)).peak_activations)
+
+
+@given(devices, st.integers(0, 30), time, time, time)
+def test_zb_h2(d, more, f, i, w):
+    m = 2 * d - 1 + more
+    timeline = simulate(zb_h2(d, m), Costs(f, None, i, w))
+    assert max(timeline.own_span_bubble) == (d - 1) * max(0, i - f, f + i - 2 * w)
+    if f + i <= 2 * w and i <= 2 * f:
+        assert timeline.bubble == ((d - 1) * f,) * d
+
+
+@given(devices, microbatches)
+def test_zb_h2_holds_almost_twice_as_much_as_1f1b(d, m):
+    assert simulate(zb_h2(d, m)).peak_activations == (min(m, 2 * d - 1),) * d
+
+
+@given(devices, st.integers(0, 30), time)
+def test_zb_v(d, more, f):
+    m = 2 * d - 1 + more
+    timeline = simulate(zb_v(d, m), Costs(f))
+    assert timeline.own_span_bubble == (0,) * d
+    assert timeline.bubble == ((d - 1) * f,) * d
+
+
+@given(devices, microbatches)
+def test_zb_v_holds_as_much_as_1f1b(d, m):
+    held = simulate(zb_v(d, m)).peak_activations
+    assert held == tuple(min(2 * m, m + 1 + k, 2 * d) for k in range(d))
+
+
+@given(devices, st.integers(0, 20), time, time, time)
+def test_dual_pipe_v(d, more, f, i, w):
+    m = 2 * d + more
+    timeline = simulate(dual_pipe_v(d, m), Costs(f, None, i, w))
+    assert timeline.peak_activations == (2 * d + 1,) * d
+    if i <= f <= i + w:
+        assert timeline.bubble == ((d - 1) * max(f, f + i - w),) * d
+
+
+def blocks_of_dual_pipe_v(row):
+    """The row with each forward and the full backward right after it as one block."""
+    blocks, index = [], 0
+    while index < len(row):
+        pair = row[index : index + 2]
+        blocks.append(pair if [a.kind for a in pair] == ["F", "B"] else pair[:1])
+        index += len(blocks[-1])
+    return blocks
+
+
+@pytest.mark.parametrize("d", [2, 3, 4, 6])
+@pytest.mark.parametrize("more", [0, 1, 6])
+@pytest.mark.parametrize(("f", "i", "w"), [(1, 1, 1), (2, 2, 2), (4, 5, 3)])
+def test_dual_pipe_v_with_paired_blocks_has_published_bubble(d, more, f, i, w):
+    """(D - 1)(F&B + b - 3 w), where a pair takes and gives all its values at once."""
+    m = 2 * d + more
+    schedule = dual_pipe_v(d, m)
+    duration = {"F": f, "B": i + w, "I": i, "W": w}
+    rows = [blocks_of_dual_pipe_v(row) for row in schedule.rows]
+    end, now = {}, [0] * d
+
+    def needs(action):
+        s, k = action.stage, action.microbatch
+        if action.kind == "F":
+            return [("F", s - 1, k)] if s else []
+        return [("G", s + 1, k)] if action.kind != "W" and s < 2 * d - 1 else []
+
+    position = [0] * d
+    while any(p < len(row) for p, row in zip(position, rows, strict=True)):
+        progress = False
+        for device, row in enumerate(rows):
+            while position[device] < len(row):
+                block = row[position[device]]
+                wanted = [n for a in block for n in needs(a)]
+                if not all(n in end for n in wanted):
+                    break
+                start = max([now[device], *(end[n] for n in wanted)])
+                now[device] = start + sum(duration[a.kind] for a in block)
+                for a in block:
+                    result = {"B": "G", "I": "G"}.get(a.kind, a.kind)
+                    end[result, a.stage, a.microbatch] = now[device]
+                position[device] += 1
+                progress = True
+        assert progress
+    bubble = max(now) - 2 * m * (f + i + w)
+    assert bubble == (d - 1) * ((f + i + w) + (i + w) - 3 * w)
+
+
+def test_dual_pipe_v_demands_twice_the_devices():
+    with pytest.raises(ScheduleError, match="needs at least twice num_devices, 8"):
+        dual_pipe_v(4, 7)
+
+
+up_to_14_devices = st.integers(1, 14)
+MEMORY = {v_half: lambda d: d // 2 + 1, v_min: lambda d: (d + 4) // 3}
+builders = st.sampled_from(list(MEMORY))
+
+
+@pytest.mark.parametrize(
+    ("builder", "size", "makespan", "held"),
+    [
+        (v_half, (4, 8), 26.5, 3),
+        (v_min, (4, 8), 29.5, 2),
+        (v_half, (8, 32), 104.5, 5),
+        (v_min, (8, 32), 109.5, 4),
+    ],
+)
+def test_published_figures(builder, size, makespan, held):
+    timeline = simulate(builder(*size), Costs().refined(2))
+    assert timeline.makespan == makespan
+    assert max(timeline.peak_activations) == 2 * held
+
+
+@given(builders, up_to_14_devices, microbatches, time, time, time)
+def test_valid_in_their_memory_whatever_the_costs(builder, d, m, f, i, w):
+    schedule = validate(builder(d, m))
+    assert schedule.stage_devices == vee(d)
+    timeline = simulate(schedule, Costs(f, None, i, w, transfer=0.5))
+    assert max(timeline.peak_activations) <= 2 * MEMORY[builder](d)
+
+
+@given(up_to_14_devices, st.integers(0, 20), time)
+def test_bubble_of_v_half(d, more, f):
+    d = max(3, d)
+    timeline = simulate(v_half(d, d + 2 + more), Costs(f))
+    assert timeline.bubble == ((3 * d - (4 if d % 2 else 7)) * f,) * d
+
+
+@given(up_to_14_devices, st.integers(0, 20), time)
+def test_bubble_of_v_min(d, more, f):
+    d = max(3, d)
+    timeline = simulate(v_min(d, d + more), Costs(f))
+    assert timeline.bubble == ((4 * d - (5 if d % 3 else 7)) * f,) * d
+
+
+@given(builders, microbatches)
+def test_one_device_is_never_idle(builder, m):
+    assert simulate(builder(1, m)).makespan == 6 * m
+
+
+@given(up_to_14_devices)
+def test_the_steady_state_is_the_published_block(d):
+    """In the middle of a long table each device does the same six actions over and over."""
+    for builder in MEMORY:
+        row = builder(d, 6 * d + 8).rows[d // 2]
+        middle = len(row) // 2
+        for action, later in zip(row[middle : middle + 6], row[middle + 6 :], strict=False):
+            assert (action.stage, action.kind) == (later.stage, later.kind)
+            assert action.microbatch + 1 == later.microbatch
+
+
+FIGURES = Path(__file__).parent / "figures"
+CASES = {
+    "gpipe": (4, 4, Costs(1, 1)),
+    "one_f_one_b": (4, 8, Costs(1, 2)),
+    "interleaved_one_f_one_b": (4, 8, Costs(1, 2)),
+    "looped_bfs": (4, 4, Costs(1, 1)),
+    "zb_h1": (4, 8, Costs()),
+    "zb_h2": (4, 8, Costs()),
+    "zb_v": (4, 8, Costs()),
+    "v_half": (4, 8, Costs()),
+    "v_min": (4, 8, Costs()),
+    "dual_pipe_v": (4, 10, Costs()),
+    "forward_only": (4, 4, Costs()),
+    "decode": (4, 4, Costs()),
+}
+
+
+def figure(name):
+    lines = (FIGURES / f"{name}.txt").read_text().splitlines()
+    return [line.split() for line in lines if not line.startswith("#")]
+
+
+def drawn(name):
+    """The timeline in the notation of the figures, one cell a tick."""
+    num_devices, num_microbatches, costs = CASES[name]
+    schedule = build(name, num_devices, num_microbatches)
+    timeline = simulate(schedule, costs)
+    rows = [["."] * int(timeline.makespan) for _ in schedule.rows]
+    for span in timeline.spans():
+        kind = span.action.kind if span.action.stage < num_devices else span.action.kind.lower()
+        start, end = int(span.start), int(span.end)
+        assert (start, end) == (span.start, span.end)
+        rows[span.device][start:end] = [f"{kind}{span.action.microbatch + 1}"] + ["-"] * (
+            end - start - 1
+        )
+    return rows
+
+
+def test_every_builder_has_a_figure():
+    assert set(CASES) == set(BUILDERS) == {path.stem for path in FIGURES.glob("*.txt")}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "dual_pipe_v"])
+def test_table_is_the_figure(name):
+    assert drawn(name) == figure(name)
+
+
+def test_dual_pipe_v_does_the_figures_actions_in_order():
+    rows = [[cell for cell in row if cell not in ".-"] for row in drawn("dual_pipe_v")]
+    assert rows == figure("dual_pipe_v")
