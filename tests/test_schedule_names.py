@@ -8,7 +8,7 @@ import pytest
 from pipemesh.cli import main
 from pipemesh.errors import PartitionError, ScheduleError
 from pipemesh.partition import partition
-from pipemesh.partition.flights import SCHEDULES
+from pipemesh.partition.memory import SCHEDULES
 from pipemesh.schedule import Schedule, ScheduleSpec, build, seq_one_f_one_b
 from pipemesh.schedule.builders import BUILDERS
 from pipemesh.schedule.builders.registry import SLICED

@@ -16,13 +16,6 @@ CASES = settings(
     max_examples=400, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
 )
 
-times = st.one_of(
-    st.integers(0, 9),
-    st.integers(0, 99).map(lambda tenths: tenths / 10),
-    # Few distinct values make many ties; sevenths have no short decimal form.
-    st.sampled_from([1, 2]),
-    st.integers(0, 30).map(lambda sevenths: sevenths / 7),
-)
 sizes = st.integers(0, 6)
 
 
@@ -125,14 +118,12 @@ def check(layers, stages, options, held=None, rounded=False):
 @pytest.fixture
 def large(monkeypatch):
     """Sends small problems through the algorithms for large ones."""
-    monkeypatch.setattr("pipemesh.partition.build.EXACT_PAIRS", -1)
-    monkeypatch.setattr("pipemesh.partition.solve.EXACT_PAIRS", -1)
-    monkeypatch.setattr("pipemesh.partition.search.cover.DENSE_PAIRS", -1)
-    monkeypatch.setattr("pipemesh.partition.search.squares.DENSE_PAIRS", -1)
-    monkeypatch.setattr("pipemesh.partition.search.squares._CORRIDOR", 1)
-    monkeypatch.setattr("pipemesh.partition.search.monge._STRIDE", 2)
-    monkeypatch.setattr("pipemesh.partition.search.monge._BLOCK_NUMBERS", 3)
-    monkeypatch.setattr("pipemesh.partition.search.dense._BLOCK", 2)
+    for module in ("problem", "bottleneck", "even_cut"):
+        monkeypatch.setattr(f"pipemesh.partition.{module}.FEW_PAIRS", -1)
+    monkeypatch.setattr("pipemesh.partition.even_cut._BLOCK", 2)
+    monkeypatch.setattr("pipemesh.partition.even_cut._CORRIDOR", 1)
+    monkeypatch.setattr("pipemesh.partition.even_cut._STRIDE", 2)
+    monkeypatch.setattr("pipemesh.partition.even_cut._BLOCK_NUMBERS", 3)
 
 
 @CASES

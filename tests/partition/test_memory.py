@@ -1,4 +1,4 @@
-"""What a stage holds, in integers, against its definition in fractions."""
+"""Microbatches in flight and bytes of stages, against definitions, tables and fractions."""
 
 import itertools
 from fractions import Fraction
@@ -9,21 +9,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipemesh.errors import PartitionError
-from pipemesh.partition import LayerCost, partition
+from pipemesh.partition import LayerCost, in_flight, partition
 from pipemesh.partition.costs import as_stack
-from pipemesh.partition.memory import memory_model
+from pipemesh.partition.memory import SCHEDULES, at_once, memory_model
+from pipemesh.schedule import build, simulate
+from pipemesh.schedule_names import NAMES
 
 
-def held(layers, begin, end, in_flight, remat, optimizer, number):
+def held(layers, begin, end, flight, remat, optimizer, number):
     """Bytes of a stage, tensor by tensor."""
     inside = layers[begin:end]
     parameters = sum(number(layer.parameter_bytes) for layer in inside)
     kept = sum(number(layer.activation_bytes) for layer in inside)
     kept -= sum(number(layer.shared_bytes) for layer in inside[1:])
     if remat == "none":
-        kept *= in_flight
+        kept *= flight
     elif begin:
-        kept += in_flight * number(layers[begin - 1].boundary_bytes)
+        kept += flight * number(layers[begin - 1].boundary_bytes)
     return (1 + Fraction(str(optimizer))) * parameters + kept
 
 
@@ -74,12 +76,12 @@ def test_a_stage_holds_what_its_tensors_take(seed, digits, flights, remat, optim
         """Decimals as they are read, long ones as floats are."""
         return Fraction(value) if digits is None else Fraction(str(value))
 
-    for stage, in_flight in enumerate(flights):
+    for stage, flight in enumerate(flights):
         for begin, end in itertools.combinations(range(len(layers) + 1), 2):
             found = int(model.units(stage, begin, end)) * model.unit
-            expected = held(layers, begin, end, in_flight, remat, optimizer, number)
+            expected = held(layers, begin, end, flight, remat, optimizer, number)
             # Rounded up, by at most a unit for each number.
-            most = 0 if exact or digits is not None else (end - begin + 1) * (2 + 3 * in_flight)
+            most = 0 if exact or digits is not None else (end - begin + 1) * (2 + 3 * flight)
             assert expected <= found <= expected + most * model.unit
 
 
@@ -88,7 +90,9 @@ def test_what_two_layers_share_is_kept_once_in_a_stage_and_by_both_across_a_cut(
     # Nothing is in front of the first layer, so the first stage shares once and the second too.
     plan = partition(layers, 2, in_flight=(3, 1))
     assert plan.stage_memory == (3 * 8.0, 8.0)
-    with pytest.raises(PartitionError, match="shared_bytes of layer 'a' is 3, but must be among"):
+    with pytest.raises(
+        PartitionError, match="shared_bytes of layer 'a' is 3, but its activation_bytes are only 2"
+    ):
         LayerCost(1, activation_bytes=2, shared_bytes=3, name="a")
 
 
@@ -104,3 +108,63 @@ def test_what_layers_share_is_held_by_a_stage_that_begins_between_them_under_rem
     assert partition(layers, 3, memory_limit=21, **options).boundaries == (0, 1, 2, 3)
     with pytest.raises(PartitionError, match="needs 21 B, limit is 20 B"):
         partition(layers, 3, memory_limit=20, **options)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "microbatches", "stages", "expected"),
+    [
+        ("gpipe", 5, 3, (5, 5, 5)),
+        ("looped_bfs", 5, 3, (5, 5, 5)),
+        ("one_f_one_b", 8, 4, (4, 3, 2, 1)),
+        ("one_f_one_b", 2, 4, (2, 2, 2, 1)),
+        ("zb_h1", 8, 3, (3, 3, 3)),
+        ("zb_h1", 2, 3, (2, 2, 2)),
+        ("interleaved_one_f_one_b", 8, 4, (4, 3, 2, 1)),
+    ],
+)
+def test_in_flight(schedule, microbatches, stages, expected):
+    assert in_flight(schedule, microbatches, stages) == expected
+
+
+def test_interleaving_on_two_devices_counted_by_hand():
+    # Device 0 of 2 with 2 stages each and 4 microbatches warms up with 2 + 2 + 1 = 5 forward
+    # actions: stage 0 twice, stage 2 twice, stage 0 again; then each F is followed by a B.
+    #   F: 0 0 2 2 0 | 0    2    2
+    #   B:           2    2    0    0 ...
+    # so stage 0 holds up to 4 microbatches and stage 2 up to 2.
+    # Device 1 warms up with 0 + 2 + 1 = 3: stage 1 twice, stage 3 once.
+    assert in_flight("interleaved_one_f_one_b", 4, 4, 2) == (4, 3, 2, 1)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3, 4, 9])
+def test_no_stage_holds_more_than_all_microbatches_or_less_than_one(microbatches):
+    counts = in_flight("interleaved_one_f_one_b", microbatches, 12, 3)
+    assert all(1 <= count <= microbatches for count in counts)
+
+
+def test_schedules_with_one_stage_a_device_refuse_virtual_stages():
+    with pytest.raises(PartitionError, match="runs one stage on each device"):
+        in_flight("zb_h1", 4, 4, 2)
+    with pytest.raises(PartitionError, match="schedule is 'pipe', but must be one of gpipe"):
+        in_flight("pipe", 4, 4)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("devices", [1, 2, 3, 5])
+def test_the_formula_of_a_name_says_what_the_table_says(name, devices):
+    for rounds in (1, 2, 3) if NAMES[name].is_open else (1,):
+        for microbatches in range(1, 13):
+            if rounds > 1 and name == "interleaved_one_f_one_b" and microbatches % devices:
+                continue
+            table = build(name, devices, microbatches, rounds if NAMES[name].is_open else None)
+            facts = simulate(table).for_partition()
+            arguments = (name, microbatches, devices * rounds, rounds)
+            assert in_flight(*arguments) == facts["in_flight"]
+            turning = [share * microbatches for share in at_once(*arguments)]
+            assert turning == list(facts["at_once"])
+
+
+def test_an_unknown_number_of_microbatches_is_a_large_one():
+    for name in SCHEDULES:
+        many = at_once(name, 10**9, 4)
+        assert at_once(name, None, 4) == tuple(Fraction(round(share)) for share in many)
