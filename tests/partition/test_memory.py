@@ -1,6 +1,8 @@
 """Microbatches in flight and bytes of stages, against definitions, tables and fractions."""
 
+import dataclasses
 import itertools
+import json
 from fractions import Fraction
 
 import numpy as np
@@ -12,6 +14,7 @@ from pipemesh.errors import PartitionError
 from pipemesh.partition import LayerCost, in_flight, partition
 from pipemesh.partition.costs import as_stack
 from pipemesh.partition.memory import SCHEDULES, at_once, memory_model
+from pipemesh.plan import Figures, Plan, predict
 from pipemesh.schedule import build, simulate
 from pipemesh.schedule_names import NAMES
 
@@ -168,3 +171,34 @@ def test_an_unknown_number_of_microbatches_is_a_large_one():
     for name in SCHEDULES:
         many = at_once(name, 10**9, 4)
         assert at_once(name, None, 4) == tuple(Fraction(round(share)) for share in many)
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**40), st.sampled_from(["gpipe", "1f1b"]), st.sampled_from(["none", "full"]))
+def test_the_forecast_of_a_plan_is_just_below_this_rule(seed, schedule, remat):
+    """The rule adds peaks that the forecast, action by action, need not find at the same time.
+
+    They differ by the gradients of a stage at most and, with remat, by one input of the stage.
+    """
+    random = np.random.default_rng(seed)
+    num_stages, num_microbatches = (int(number) for number in random.integers(1, 5, 2))
+    layers = [
+        LayerCost(
+            1,
+            parameter_bytes=int(random.integers(9)),
+            activation_bytes=int(random.integers(5, 20)),
+            boundary_bytes=int(random.integers(1, 6)),
+        )
+        for _ in range(random.integers(num_stages, 9))
+    ]
+    options = {"schedule": schedule, "num_microbatches": num_microbatches, "remat": remat}
+    # Gradients, and two numbers of the optimizer beside each weight.
+    cut = partition(layers, num_stages, optimizer_bytes_per_parameter_byte=3, **options)
+    costs = json.dumps([dataclasses.asdict(layer) for layer in layers])
+    figures = dataclasses.replace(Figures.from_json(costs, "costs"), optimizer=2.0)
+    plan = Plan(f"layers:{num_stages}", boundaries=cut.boundaries, **options)
+    forecast = predict(plan, figures, num_microbatches).memory
+    for stage, inside in enumerate(cut.stages):
+        gradients = sum(layers[layer].parameter_bytes for layer in inside)
+        entry = layers[inside[0] - 1].boundary_bytes if stage and remat == "full" else 0
+        assert 0 <= cut.stage_memory[stage] - forecast[stage] <= gradients + entry
