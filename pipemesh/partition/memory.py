@@ -190,7 +190,7 @@ def memory_model(
     *,
     limit: float | None,
     optimizer_bytes_per_parameter_byte: float,
-    flights: tuple[int, ...],
+    microbatches_in_flight: tuple[int, ...],
     remat: str,
     exact: bool,
 ) -> MemoryModel:
@@ -204,7 +204,7 @@ def memory_model(
     columns = np.concatenate(
         [stack.parameter_bytes, stack.activation_bytes, stack.boundary_bytes, stack.shared_bytes]
     )
-    most = max(flights)
+    most = max(microbatches_in_flight)
     total = float(factor) * columns[:layers].sum() + (most + 1) * columns[layers:].sum()
     integers_and_unit = to_integers(columns)
     if integers_and_unit is None and exact:
@@ -233,13 +233,13 @@ def memory_model(
         # The input at boundary i is the output of layer i - 1. The input of the whole stack belongs
         # to the input pipeline, and the last output to the loss.
         entry[1:layers] = output[:-1]
-    entry_weight = flights if entry.any() else (0,) * len(flights)
+    entry_weight = tuple(held if entry.any() else 0 for held in microbatches_in_flight)
     return MemoryModel(
         parameters=prefix_sums(parameters)[positions],
         activations=prefix_sums(kept - shared)[positions],
         shared=np.append(shared, shared[:1] * 0)[positions],
         entry=entry[positions],
-        activation_weight=tuple(flight if keeps_all else 1 for flight in flights),
+        activation_weight=tuple(held if keeps_all else 1 for held in microbatches_in_flight),
         entry_weight=entry_weight,
         unit=unit,
         limit=None if limit is None else _whole_units(limit, unit, exact),

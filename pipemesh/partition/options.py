@@ -60,7 +60,7 @@ class Options:
         """The device of each stage."""
         return self.placement or round_robin(self.num_stages, self.num_virtual_stages)
 
-    def flights(self) -> tuple[int, ...] | None:
+    def microbatches_in_flight(self) -> tuple[int, ...] | None:
         """Returns the microbatches in flight on each stage, or `None` if they are not known."""
         if self.in_flight is not None or self.schedule is None or self.num_microbatches is None:
             return self.in_flight
@@ -154,7 +154,7 @@ def check_options(stack: Stack, num_stages: object, arguments: Mapping[str, Any]
                 "memory_limit needs in_flight beside stage_devices or at_once: for each stage, the "
                 "microbatches whose activations it holds"
             )
-        if options.flights() is None:
+        if options.microbatches_in_flight() is None:
             raise PartitionError(
                 "memory_limit needs num_microbatches: the activations that a stage holds depend "
                 "on the number of microbatches in flight"

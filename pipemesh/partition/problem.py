@@ -336,15 +336,15 @@ def build_memory(
     stack: Stack, options: Options, positions: Ints, exact: bool
 ) -> MemoryModel | None:
     """Builds the memory model; `None` if costs or options do not say enough."""
-    flights = options.flights()
-    if not stack.detailed or flights is None:
+    microbatches_in_flight = options.microbatches_in_flight()
+    if not stack.detailed or microbatches_in_flight is None:
         return None
     return memory_model(
         stack,
         positions,
         limit=options.memory_limit,
         optimizer_bytes_per_parameter_byte=options.optimizer_bytes_per_parameter_byte,
-        flights=flights,
+        microbatches_in_flight=microbatches_in_flight,
         remat=options.remat,
         exact=exact,
     )

@@ -249,8 +249,8 @@ def table(plan: Partition, block: str = "█") -> str:
     )
     if plan.device_memory is not None:
         most = max(plan.device_memory)
-        of = f" of {bytes_text(plan.memory_limit)}" if plan.memory_limit is not None else ""
-        lines.append(f"most memory {bytes_text(most)}{of}")
+        limit = f" of {bytes_text(plan.memory_limit)}" if plan.memory_limit is not None else ""
+        lines.append(f"most memory {bytes_text(most)}{limit}")
     if plan.binding:
         lines.append(f"the bottleneck is bound by {', '.join(plan.binding)}")
     elif plan.method == "exact" and plan.balance < 1:

@@ -359,11 +359,11 @@ def _nearest_stages(stack: Stack, options: Options, downwards: bool) -> int | No
 
 
 def _explain_memory(stack: Stack, options: Options) -> str:
-    flights = options.flights()
-    assert options.memory_limit is not None and flights is not None
+    microbatches_in_flight = options.microbatches_in_flight()
+    assert options.memory_limit is not None and microbatches_in_flight is not None
     limit = options.memory_limit
     total = stack.parameter_bytes.sum() + stack.activation_bytes.sum() + stack.boundary_bytes.sum()
-    factor = 1 + options.optimizer_bytes_per_parameter_byte + max(flights)
+    factor = 1 + options.optimizer_bytes_per_parameter_byte + max(microbatches_in_flight)
     low, high = limit, limit
     while not _works(stack, dataclasses.replace(options, memory_limit=high)):
         low, high = high, high * 2
@@ -383,7 +383,7 @@ def _explain_memory(stack: Stack, options: Options) -> str:
         if not _works(stack, enough):
             low = middle
             continue
-        need = max(_cut_and_device_memory(stack, enough)[1])
+        need = max(_fitting_plan(stack, enough).device_memory or ())
         # Long digits are rounded, which may make it too small.
         works = _works(stack, dataclasses.replace(options, memory_limit=need))
         high = need if works else middle
@@ -401,31 +401,29 @@ def _explain_memory(stack: Stack, options: Options) -> str:
     return f"{start}; feasible {', or '.join(hints)}"
 
 
-def _cut_and_device_memory(stack: Stack, enough: Options) -> tuple[list[int], list[float]]:
-    """Returns the cut under options that allow one, and the bytes that each device holds in it."""
+def _fitting_plan(stack: Stack, enough: Options) -> Partition:
+    """Returns the best cut under options that allow one."""
     problem = build_problem(stack, enough)
     solution = solve(problem)
-    memory = build_memory(stack, enough, np.arange(stack.num_layers + 1), exact=False)
-    assert solution is not None and memory is not None
+    assert solution is not None
     cut = [int(problem.positions[place]) for place in solution[0]]
-    held = [0.0] * enough.num_devices
-    for stage, (begin, end) in enumerate(itertools.pairwise(cut)):
-        units = memory.units(stage, np.asarray(begin), np.asarray(end))
-        held[enough.stage_devices[stage]] += float(int(units) * memory.unit)
-    return cut, held
+    return describe(stack, enough, cut, "exact")
 
 
 def _tightest(stack: Stack, enough: Options, limit: float) -> str:
-    cut, held = _cut_and_device_memory(stack, enough)
-    worst = max(range(len(held)), key=lambda device: held[device])
-    if enough.num_virtual_stages > 1:
+    plan = _fitting_plan(stack, enough)
+    memory = plan.device_memory
+    assert memory is not None
+    worst = max(range(len(memory)), key=lambda device: memory[device])
+    if plan.num_virtual_stages > 1:
         name = f"device {worst}"
     else:
-        stage = enough.stage_devices.index(worst)
-        name = f"stage {stage} ({_layers_text(stack, cut[stage], cut[stage + 1])})"
+        stage = plan.stage_devices.index(worst)
+        layers = plan.stages[stage]
+        name = f"stage {stage} ({_layers_text(stack, layers.start, layers.stop)})"
     return (
         f"memory_limit is too tight: even in the cut that needs least, {name} needs "
-        f"{bytes_text(held[worst], up=True)}, limit is {bytes_text(limit)}"
+        f"{bytes_text(memory[worst], up=True)}, limit is {bytes_text(limit)}"
     )
 
 

@@ -65,7 +65,7 @@ def test_wrong_numbers_are_named(fields, message):
         (np.asarray([2**63 - 1]), "a float rounds to 9223372036854775808; give .* a larger unit"),
     ],
 )
-def test_costs_that_are_none_are_named(costs, message):
+def test_invalid_costs_are_named(costs, message):
     with pytest.raises(PartitionError, match=message):
         as_stack(costs)
 
@@ -102,7 +102,7 @@ def test_a_common_divisor_moves_into_the_unit():
     assert unit == 3 * 10**12
 
 
-def test_numbers_without_a_short_decimal_are_left_to_the_binary_form():
+def test_numbers_without_short_decimals_have_no_decimal_form():
     assert to_integers(np.asarray([1 / 3])) is None
     assert to_integers(np.asarray([1e300, 1.0])) is None
 

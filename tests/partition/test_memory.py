@@ -19,16 +19,16 @@ from pipemesh.schedule import build, simulate
 from pipemesh.schedule_names import NAMES
 
 
-def held(layers, begin, end, flight, remat, optimizer, number):
+def held(layers, begin, end, microbatches, remat, optimizer, number):
     """Bytes of a stage, tensor by tensor."""
     inside = layers[begin:end]
     parameters = sum(number(layer.parameter_bytes) for layer in inside)
     kept = sum(number(layer.activation_bytes) for layer in inside)
     kept -= sum(number(layer.shared_bytes) for layer in inside[1:])
     if remat == "none":
-        kept *= flight
+        kept *= microbatches
     elif begin:
-        kept += flight * number(layers[begin - 1].boundary_bytes)
+        kept += microbatches * number(layers[begin - 1].boundary_bytes)
     return (1 + Fraction(str(optimizer))) * parameters + kept
 
 
@@ -62,14 +62,14 @@ def layers_of(seed, digits):
     st.sampled_from([0, 0.1, 2]),
     st.booleans(),
 )
-def test_a_stage_holds_what_its_tensors_take(seed, digits, flights, remat, optimizer, exact):
+def test_a_stage_holds_what_its_tensors_take(seed, digits, held_by_stage, remat, optimizer, exact):
     layers = layers_of(seed, digits)
     model = memory_model(
         as_stack(layers),
         np.arange(len(layers) + 1),
         limit=20.5,
         optimizer_bytes_per_parameter_byte=optimizer,
-        flights=flights,
+        microbatches_in_flight=held_by_stage,
         remat=remat,
         exact=exact,
     )
@@ -79,16 +79,16 @@ def test_a_stage_holds_what_its_tensors_take(seed, digits, flights, remat, optim
         """Decimals as they are read, long ones as floats are."""
         return Fraction(value) if digits is None else Fraction(str(value))
 
-    for stage, flight in enumerate(flights):
+    for stage, microbatches in enumerate(held_by_stage):
         for begin, end in itertools.combinations(range(len(layers) + 1), 2):
             found = int(model.units(stage, begin, end)) * model.unit
-            expected = held(layers, begin, end, flight, remat, optimizer, number)
+            expected = held(layers, begin, end, microbatches, remat, optimizer, number)
             # Rounded up, by at most a unit for each number.
-            most = 0 if exact or digits is not None else (end - begin + 1) * (2 + 3 * flight)
+            most = 0 if exact or digits is not None else (end - begin + 1) * (2 + 3 * microbatches)
             assert expected <= found <= expected + most * model.unit
 
 
-def test_what_two_layers_share_is_kept_once_in_a_stage_and_by_both_across_a_cut():
+def test_shared_bytes_count_once_in_a_stage_and_twice_across_a_cut():
     layers = [LayerCost(1, activation_bytes=5, shared_bytes=2)] * 4
     # Nothing is in front of the first layer, so the first stage shares once and the second too.
     plan = partition(layers, 2, in_flight=(3, 1))
@@ -99,7 +99,7 @@ def test_what_two_layers_share_is_kept_once_in_a_stage_and_by_both_across_a_cut(
         LayerCost(1, activation_bytes=2, shared_bytes=3, name="a")
 
 
-def test_what_layers_share_is_held_by_a_stage_that_begins_between_them_under_remat_too():
+def test_shared_bytes_count_at_the_begin_of_a_stage_with_remat():
     layers = [
         LayerCost(0, boundary_bytes=5),
         LayerCost(0, activation_bytes=6, shared_bytes=1),
@@ -113,39 +113,13 @@ def test_what_layers_share_is_held_by_a_stage_that_begins_between_them_under_rem
         partition(layers, 3, memory_limit=20, **options)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "microbatches", "stages", "expected"),
-    [
-        ("gpipe", 5, 3, (5, 5, 5)),
-        ("looped_bfs", 5, 3, (5, 5, 5)),
-        ("one_f_one_b", 8, 4, (4, 3, 2, 1)),
-        ("one_f_one_b", 2, 4, (2, 2, 2, 1)),
-        ("zb_h1", 8, 3, (3, 3, 3)),
-        ("zb_h1", 2, 3, (2, 2, 2)),
-        ("interleaved_one_f_one_b", 8, 4, (4, 3, 2, 1)),
-    ],
-)
-def test_in_flight(schedule, microbatches, stages, expected):
-    assert in_flight(schedule, microbatches, stages) == expected
-
-
-def test_interleaving_on_two_devices_counted_by_hand():
-    # Device 0 of 2 with 2 stages each and 4 microbatches warms up with 2 + 2 + 1 = 5 forward
-    # actions: stage 0 twice, stage 2 twice, stage 0 again; then each F is followed by a B.
-    #   F: 0 0 2 2 0 | 0    2    2
-    #   B:           2    2    0    0 ...
-    # so stage 0 holds up to 4 microbatches and stage 2 up to 2.
-    # Device 1 warms up with 0 + 2 + 1 = 3: stage 1 twice, stage 3 once.
-    assert in_flight("interleaved_one_f_one_b", 4, 4, 2) == (4, 3, 2, 1)
-
-
 @pytest.mark.parametrize("microbatches", [1, 3, 4, 9])
-def test_no_stage_holds_more_than_all_microbatches_or_less_than_one(microbatches):
+def test_a_stage_holds_one_to_all_microbatches(microbatches):
     counts = in_flight("interleaved_one_f_one_b", microbatches, 12, 3)
     assert all(1 <= count <= microbatches for count in counts)
 
 
-def test_schedules_with_one_stage_a_device_refuse_virtual_stages():
+def test_invalid_schedules_are_refused():
     with pytest.raises(PartitionError, match="runs one stage on each device"):
         in_flight("zb_h1", 4, 4, 2)
     with pytest.raises(PartitionError, match="schedule is 'pipe', but must be one of gpipe"):
@@ -154,7 +128,7 @@ def test_schedules_with_one_stage_a_device_refuse_virtual_stages():
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("devices", [1, 2, 3, 5])
-def test_the_formula_of_a_name_says_what_the_table_says(name, devices):
+def test_formulas_equal_the_tables(name, devices):
     for rounds in (1, 2, 3) if NAMES[name].is_open else (1,):
         for microbatches in range(1, 13):
             if rounds > 1 and name == "interleaved_one_f_one_b" and microbatches % devices:

@@ -101,7 +101,7 @@ def test_ends_are_bounded_by_layers_walls_and_memory(problem):
 
 @settings(max_examples=60)
 @given(monotone_problems)
-def test_where_it_is_called_monotone_parts_of_stages_are_allowed_and_no_longer(problem):
+def test_in_monotone_problems_parts_of_stages_are_allowed(problem):
     for stage in range(problem.num_stages):
         for begin, end in itertools.combinations(range(problem.size + 1), 2):
             whole = time_of(problem, stage, begin, end)
@@ -121,7 +121,7 @@ def test_where_it_is_called_monotone_parts_of_stages_are_allowed_and_no_longer(p
         ({"memory_limit": 100, "num_microbatches": 1}, {"shared_bytes": 1}),
     ],
 )
-def test_what_lets_longer_stages_be_better_is_not_monotone(options, layer):
+def test_options_that_favour_longer_stages_are_not_monotone(options, layer):
     layers = [LayerCost(1, activation_bytes=2, boundary_bytes=1, **layer)] * 4
     assert not problem_of(layers, 2, **options).monotone
 
@@ -147,7 +147,7 @@ def test_times_as_python_integers_are_the_same(problem):
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_numbers_with_long_digits_are_exact_or_lie_on_a_grid_within_what_ties(exact):
+def test_long_digits_are_exact_or_on_a_grid(exact):
     values = np.random.default_rng(0).random(300) / 7
     kinds = ((Fraction(1), Fraction(0)), (Fraction(3), Fraction(0)))
     times = ComputeTimes.build(as_stack(values), np.arange(301), kinds, None, exact)
@@ -162,7 +162,7 @@ def test_numbers_with_long_digits_are_exact_or_lie_on_a_grid_within_what_ties(ex
             assert error <= (0 if exact else times.unit * most)
 
 
-def test_a_rounded_bottleneck_ties_with_what_rounding_may_have_moved():
+def test_rounded_bottlenecks_tie():
     values = np.random.default_rng(0).random(3000) / 7
     problem = problem_of(values, 4)
     assert problem.times.rounded
@@ -192,7 +192,7 @@ LAYERS = [
 ]
 
 
-def test_times_are_those_of_the_layers_at_the_speed_and_share_of_each_stage():
+def test_times_follow_speed_and_recomputation_of_each_stage():
     options = Options(
         4,
         speeds=(1.0, 0.5, 1.0, 2.0),
@@ -238,7 +238,7 @@ def test_one_device_sends_nothing_to_itself():
     assert build_problem(stack, Options(2, bandwidth=1.0)).times.transfers is not None
 
 
-def test_there_is_a_memory_model_where_costs_and_schedule_say_enough():
+def test_a_memory_model_needs_bytes_and_microbatches():
     stack, places = as_stack(LAYERS), np.arange(8)
     counted = Options(2, num_microbatches=3)
     assert build_memory(as_stack([1.0] * 7), counted, places, exact=True) is None

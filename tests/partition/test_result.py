@@ -53,6 +53,6 @@ def test_it_is_frozen():
         ('{"boundaries": [0, 1], "stage_costs": [1], "num_virtual_stages": 2}', "must divide"),
     ],
 )
-def test_json_that_is_no_partition_is_refused(text, message):
+def test_invalid_json_is_refused(text, message):
     with pytest.raises(PartitionError, match=message):
         Partition.from_json(text)

@@ -17,15 +17,15 @@ def cost_of(**fields):
     return LayerCost(forward=1, **fields)
 
 
-def test_equal_layers_are_cut_evenly_where_lingvo_puts_one_and_three():
+def test_equal_layers_are_cut_evenly():
     assert partition([1, 1, 1, 1], 2) == Partition((0, 2, 4), (2.0, 2.0))
 
 
-def test_the_list_on_which_block_partition_gives_701_and_101():
+def test_a_list_that_block_partition_cuts_into_701_and_101():
     assert partition([100] * 6 + [101] * 2, 2).stage_costs == (400.0, 402.0)
 
 
-def test_the_list_on_which_block_partition_does_not_return():
+def test_a_list_on_which_block_partition_never_returns():
     assert partition([5, 5, 5, 5, 20, 20], 5).stage_costs == (5, 5, 10, 20, 20)
 
 
@@ -48,7 +48,7 @@ def test_a_slow_device_gets_less():
     assert plan.stage_costs == (4.0, 4.0, 4.0)
 
 
-def test_a_fast_device_late_in_the_pipeline_does_not_mislead_greedy_cuts():
+def test_a_fast_last_device_does_not_mislead_greedy_cuts():
     # Longest stages first leave the slow third device with the layer of 5, which costs it 5.
     plan = partition([0, 0, 0, 2, 5, 0], 4, speeds=[1, 1, 1, 3])
     assert plan.bottleneck == 2.0
@@ -64,7 +64,7 @@ def test_cheap_boundaries_are_preferred_over_even_compute():
     assert partition(layers, 2, bandwidth=10, overlap_transfers=True).stage_costs == (9.0, 3.0)
 
 
-def test_recomputation_costs_a_forward_pass_except_where_the_policy_spares_it():
+def test_recomputation_costs_a_forward_pass():
     layers = [LayerCost(1, backward=2)] * 2
     assert partition(layers, 2, remat="full").stage_costs == (4.0, 4.0)
     assert partition(layers, 2, remat="except_last").stage_costs == (4.0, 3.0)
@@ -93,13 +93,13 @@ def test_virtual_stages_of_equal_layers_are_even_too():
     assert partition([1] * 8, 4, num_virtual_stages=2).stage_costs == (2.0,) * 4
 
 
-def test_a_search_for_virtual_stages_that_grows_too_large_says_so(monkeypatch):
+def test_a_search_for_virtual_stages_may_grow_too_large(monkeypatch):
     monkeypatch.setattr("pipemesh.partition.virtual_stages.MOST_STATES", 100)
     with pytest.raises(PartitionError, match="limit of 100 states; narrow it with min_layers"):
         partition([1.0] * 40, 12, num_virtual_stages=3)
 
 
-def test_a_cut_is_kept_where_the_search_for_what_binds_gives_up():
+def test_a_cut_is_kept_if_the_search_for_binding_gives_up():
     """Without transfers, which take longest here, no state can be ruled out."""
     rng = np.random.default_rng(1)
     costs = [LayerCost(1e-6 * rng.random(), boundary_bytes=1e6 * rng.random()) for _ in range(100)]
@@ -119,11 +119,11 @@ def test_a_cut_is_kept_where_the_search_for_what_binds_gives_up():
         ({"min_layers": 2}, ("min_layers",)),
     ],
 )
-def test_what_binds_is_what_would_have_to_give_way(options, binding):
+def test_options_that_bind_are_named(options, binding):
     assert partition([1, 1, 4, 1, 1, 1], 3, **options).binding == binding
 
 
-def test_nothing_binds_where_only_the_ends_of_layers_are_in_the_way():
+def test_nothing_binds_if_only_layers_are_too_coarse():
     assert partition([2, 2, 2], 2).binding == ()
 
 
@@ -276,7 +276,7 @@ def message_of(*args, **options):
     return str(caught.value)
 
 
-def test_memory_names_the_stage_what_it_needs_and_the_nearest_settings():
+def test_memory_errors_name_the_stage_and_nearest_settings():
     options = {"num_microbatches": 8, "memory_limit": 8 * GIB}
     text = message_of(LAYERS, 4, **options)
     assert re.search(r"stage \d \(layers \d+ to \d+\) needs \d+\.\d GiB, limit is 8\.0 GiB", text)
@@ -361,7 +361,7 @@ def test_groups_that_leave_too_few_pieces():
     assert "leaves only 2 pieces of the 6 layers for 3 stages; use at most 2 stages" in text
 
 
-def test_what_is_too_large_for_a_table_names_the_device_and_a_limit_that_works():
+def test_memory_errors_of_a_table_name_device_and_limit():
     facts = simulate(zb_v(2, 4)).for_partition()
     with pytest.raises(
         PartitionError, match=r"device \d needs .* from a memory_limit of"

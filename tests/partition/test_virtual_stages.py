@@ -89,7 +89,7 @@ def homes(draw):
 
 
 @given(homes())
-def test_at_each_turn_one_end_is_known_and_what_lies_beyond_the_other_is_told(homes):
+def test_each_turn_knows_one_end_and_the_boundary_beyond(homes):
     walk = Walk.over(homes)
     stages = len(homes)
     known = {0, stages, *walk.starts}
@@ -113,7 +113,7 @@ def test_at_each_turn_one_end_is_known_and_what_lies_beyond_the_other_is_told(ho
 
 
 @given(homes())
-def test_before_each_step_boundaries_and_gaps_are_those_of_what_is_done(homes):
+def test_boundaries_and_gaps_before_each_step(homes):
     walk = Walk.over(homes)
     stages = len(homes)
     for step in range(max(homes) + 2):
@@ -135,7 +135,7 @@ def test_before_each_step_boundaries_and_gaps_are_those_of_what_is_done(homes):
 
 @pytest.mark.parametrize("rounds", [1, 2, 3])
 @pytest.mark.parametrize("num_devices", [2, 3, 5])
-def test_walkers_that_go_round_need_to_know_where_each_of_them_starts(num_devices, rounds):
+def test_walkers_that_go_round_know_the_start_of_each(num_devices, rounds):
     walk = Walk.over(tuple(range(num_devices)) * rounds)
     assert walk.starts == tuple(num_devices * walker for walker in range(1, rounds))
     # Of each walker the place, and of all but the first where it started.
