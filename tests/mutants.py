@@ -220,7 +220,9 @@ def noticed(folder, mutant, nodes, seconds):
         path.write_text(source, encoding="utf-8")
     if done.returncode not in (0, 1):
         return set(nodes)
-    failed = [line.split(" ")[1] for line in done.stdout.splitlines() if line[:5] in ("FAILE", "ERROR")]
+    failed = [
+        line.split(" ")[1] for line in done.stdout.splitlines() if line[:5] in ("FAILE", "ERROR")
+    ]
     return {name.partition("[")[0] for name in failed}
 
 

@@ -13,7 +13,7 @@ from pipemesh.layers.feature_extraction import FeatureExtractionLayer
 from pipemesh.layers.layer_list import named_layers
 from pipemesh.layers.meta import layer_flops
 from pipemesh.partition import LayerCost, Partition, partition
-from pipemesh.partition.flights import SCHEDULES
+from pipemesh.partition.memory import SCHEDULES
 from pipemesh.schedule import Schedule, ScheduleSpec, simulate
 from pipemesh.schedule.names import parse
 from pipemesh.text import did_you_mean

@@ -1,4 +1,4 @@
-"""Names for devices and dims: which part of which tensor lies where.
+"""Named devices and dims: the slice of each tensor on each device.
 
 Pure Python: importing this room loads neither TensorFlow nor lingvo.
 
@@ -13,9 +13,8 @@ Example:
     ((50, 3), (50, 0))
 """
 
-from pipemesh.mesh.dim import Dim
 from pipemesh.mesh.layout import LayoutRules, TensorLayout
 from pipemesh.mesh.mesh import Mesh
-from pipemesh.mesh.shape import Shape
+from pipemesh.mesh.shape import Dim, Shape
 
 __all__ = ["Dim", "LayoutRules", "Mesh", "Shape", "TensorLayout"]

@@ -1,4 +1,4 @@
-"""What may be a name, and what a size."""
+"""Checks of names, pairs and sizes."""
 
 from __future__ import annotations
 
@@ -9,28 +9,19 @@ from typing import Any, cast
 
 
 def is_name(value: object) -> bool:
-    """Whether a value is a text of letters, digits and underscores that no digit begins."""
+    """Returns True for a string of letters, digits and underscores that no digit begins."""
     return isinstance(value, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value) is not None
 
 
 def text_of(value: object, error: Callable[[str], Exception], example: str) -> str:
-    """The value, if it is a text.
-
-    Args:
-        value: what was given.
-        error: what is raised otherwise.
-        example: of a text.
-
-    Raises:
-        Exception: `error`: it is none.
-    """
+    """Returns a string; for any other value raises `error` with an example."""
     if not isinstance(value, str):
         raise error(f"{value!r} is no text; write for example {example!r}")
     return value
 
 
 def pairs_of(value: Any) -> list[tuple[Any, Any]] | None:
-    """The value as a list of pairs; None if it is none: a text, a dict, None."""
+    """Returns a list or tuple of pairs as a list; None for anything else."""
     if not isinstance(value, list | tuple):
         return None
     parts: list[Any] = list(cast(Any, value))
@@ -40,7 +31,7 @@ def pairs_of(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def whole_number(value: object) -> int | None:
-    """The value as a number of Python; None if it is none, as 2.5, NaN, True and `"2"` are.
+    """Returns the value as an int; None if it is not whole, such as 2.5, NaN, True and `"2"`.
 
     Example:
         >>> import numpy as np

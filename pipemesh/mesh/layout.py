@@ -1,4 +1,4 @@
-"""Which dims are split over which mesh axes."""
+"""Layouts: the mesh axis over which each dim is split."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RULE = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]*)\s*:\s*([A-Za-z_][A-Za-z0-9_]*)\
 
 @dataclasses.dataclass(frozen=True)
 class LayoutRules:
-    """The global map from dims to mesh axes; a dim that no rule names is whole everywhere.
+    """The global map from dims to mesh axes; a dim without a rule is whole on every device.
 
     Attributes:
         rules: pairs of dim name and axis name.
@@ -36,13 +36,13 @@ class LayoutRules:
     def __post_init__(self) -> None:
         if pairs_of(self.rules) is None:
             raise LayoutError(
-                f"{self.rules!r} are no layout rules; write "
-                "LayoutRules.from_text('batch:data;heads:model'), or give pairs of dim and axis"
+                f"layout rules are {self.rules!r}, but must be pairs of dim and axis; write "
+                "LayoutRules.from_text('batch:data;heads:model')"
             )
         for dim, axis in self.rules:
             if not (is_name(dim) and is_name(axis)):
                 raise LayoutError(
-                    f"the rule {(dim, axis)!r} is no pair of names; write for example "
+                    f"the rule {(dim, axis)!r} is not a pair of names; write for example "
                     "('batch', 'data')"
                 )
             others = [other for name, other in self.rules if name == dim and other != axis]
@@ -55,10 +55,20 @@ class LayoutRules:
 
     @classmethod
     def from_text(cls, text: str) -> LayoutRules:
-        """Parses `dim:axis` pairs that are joined by semicolons; no text means no rules.
+        """Parses `dim:axis` pairs that are joined by semicolons.
+
+        Args:
+            text: for example `batch:data;heads:model`; empty for no rules.
+
+        Returns:
+            The rules.
 
         Raises:
             LayoutError: `text` has another form.
+
+        Example:
+            >>> LayoutRules.from_text("batch:data").rules
+            (('batch', 'data'),)
         """
         if not text_of(text, LayoutError, "batch:data;heads:model").strip():
             return cls()
@@ -74,15 +84,15 @@ class LayoutRules:
         return cls(tuple(rules))
 
     def axis(self, dim: str) -> str | None:
-        """The axis that a dim is split over; None if it is whole everywhere."""
+        """Returns the axis that a dim is split over; None if it is whole on every device."""
         return dict(self.rules).get(dim)
 
     def check(self, mesh: Mesh, dims: Iterable[str] | None = None) -> None:
         """Checks that every name is known.
 
         Args:
-            mesh: whose axes may be named.
-            dims: all names of dims that occur; None if they are not known.
+            mesh: the mesh with the known axes.
+            dims: all known names of dims; None to skip this check.
 
         Raises:
             LayoutError: a rule names an axis or a dim that is unknown.
@@ -108,7 +118,11 @@ does not have; did you mean 'data'? Known: 'data'
                 )
 
     def tensor_layout(self, shape: Shape, mesh: Mesh) -> TensorLayout:
-        """What the rules mean for one tensor.
+        """Returns the layout of one tensor under the rules.
+
+        Args:
+            shape: of the tensor.
+            mesh: the mesh.
 
         Raises:
             LayoutError: two dims of `shape` are split over one axis, a size does not divide, or a
@@ -116,7 +130,7 @@ does not have; did you mean 'data'? Known: 'data'
         """
         if not isinstance(shape, Shape) or not isinstance(mesh, Mesh):  # type: ignore[reportUnnecessaryIsInstance]
             raise LayoutError(
-                f"the layout of {shape!r} on {mesh!r} was asked for; write "
+                f"no layout of {shape!r} on {mesh!r}; give a Shape and a Mesh: "
                 "rules.tensor_layout(shape, mesh) with Shape.from_text('batch:4') and "
                 "Mesh.from_text('data:2')"
             )
@@ -130,14 +144,14 @@ does not have; did you mean 'data'? Known: 'data'
 
 @dataclasses.dataclass(frozen=True)
 class TensorLayout:
-    """Which dims of one tensor are split over which axes, and what part each processor holds.
+    """The axes over which the dims of one tensor are split, and the slice of each processor.
 
-    A processor along whose axes nothing is split holds a copy of what its neighbours hold.
+    Along an axis over which no dim is split, all processors hold equal slices.
 
     Attributes:
         shape: of the whole tensor.
         mesh: the mesh.
-        axes: for each dim of `shape` the axis it is split over, or None.
+        axes: for each dim of `shape` the axis that it is split over, or None.
 
     Raises:
         LayoutError: two dims are split over one axis, or a size does not divide.
@@ -193,7 +207,7 @@ class TensorLayout:
         )
 
     def slice_begin(self, processor: int) -> tuple[int, ...]:
-        """Where the slice of a processor begins in the whole tensor.
+        """Returns the begin of a processor's slice in the whole tensor, an index for each dim.
 
         Args:
             processor: its number.
@@ -201,14 +215,14 @@ class TensorLayout:
         Raises:
             MeshError: the mesh has no such processor.
         """
-        at = self.mesh.coordinates(processor)
+        coordinates = self.mesh.coordinates(processor)
         return tuple(
-            0 if axis is None else at[axis] * size
+            0 if axis is None else coordinates[axis] * size
             for size, axis in zip(self.slice_shape, self.axes, strict=True)
         )
 
     def slice_ranges(self, processor: int) -> tuple[slice, ...]:
-        """What a processor holds, as Python slices of the whole tensor."""
+        """Returns the slice of a processor as Python slices of the whole tensor."""
         return tuple(
             slice(begin, begin + size)
             for begin, size in zip(self.slice_begin(processor), self.slice_shape, strict=True)

@@ -15,7 +15,7 @@ from pipemesh.text import nearest_text
 LAYERS_AXIS = "layers"
 _AXIS = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]*)\s*:\s*([0-9]+(?:\s*,\s*[0-9]+)*)\s*")
 
-# Of an axis; several are those at the places along the axis `layers`.
+# The size of an axis, or one size for each place along the axis `layers`.
 Size = int | tuple[int, ...]
 
 
@@ -24,16 +24,16 @@ class Mesh:
     """An array of processors with named axes.
 
     Processors are numbered row by row: the last axis varies fastest. The axis `layers` indexes
-    the stages of a pipeline; each stage owns the sub-mesh of the remaining axes. These may have
-    another size at each place along `layers`; processors are then numbered place by place.
+    the stages of a pipeline; each stage owns the sub-mesh of the remaining axes. Their sizes may
+    differ from place to place along `layers`; processors are then numbered place by place.
 
     Attributes:
-        axes: pairs of axis name and size, in order; without axes it is a single processor. In
-            place of a size there may be a tuple of one for each place along `layers`.
+        axes: pairs of axis name and size, in order; empty for a single processor. A size may be a
+            tuple with one for each place along `layers`.
 
     Raises:
-        MeshError: an axis is named twice or has a size below 1, or has several sizes, but not one
-            for each place along `layers`.
+        MeshError: an axis is named twice, has a size below 1, or has several sizes, but not one for
+            each place along `layers`.
 
     Example:
         >>> mesh = Mesh.from_text("layers:4;data:2")
@@ -51,19 +51,19 @@ class Mesh:
     def __post_init__(self) -> None:
         if pairs_of(self.axes) is None:
             raise MeshError(
-                f"{self.axes!r} are no axes of a mesh; write Mesh.from_text('layers:2;data:2'), or "
-                "give pairs of axis and size"
+                f"the axes of a mesh are {self.axes!r}, but must be pairs of name and size; write "
+                "Mesh.from_text('layers:2;data:2')"
             )
         names = self.axis_names
         axes: list[tuple[str, Size]] = []
-        for name, given in self.axes:
+        for name, size in self.axes:
             if not is_name(name):
                 raise MeshError(
                     f"{name!r} is no name of an axis; use letters, digits and underscores"
                 )
             if names.count(name) > 1:
                 raise MeshError(f"axis {name!r} is named twice; merge its sizes into one axis")
-            axes.append((name, _size_of(name, given)))
+            axes.append((name, _size_of(name, size)))
         object.__setattr__(self, "axes", tuple(axes))
         self._check_places()
         # Several that are equal are one.
@@ -77,7 +77,7 @@ class Mesh:
             if isinstance(size, int):
                 continue
             if name == LAYERS_AXIS:
-                raise MeshError(f"axis 'layers' of mesh '{self}' has several sizes; it has one")
+                raise MeshError(f"axis 'layers' of mesh '{self}' has several sizes; give it one")
             if len(size) != places:
                 raise MeshError(
                     f"axis {name!r} of mesh '{self}' has {len(size)} sizes, but the number of "
@@ -87,10 +87,20 @@ class Mesh:
 
     @classmethod
     def from_text(cls, text: str) -> Mesh:
-        """Parses `name:size` pairs that are joined by semicolons, several sizes by commas.
+        """Parses `name:size` pairs that are joined by semicolons.
+
+        Args:
+            text: for example `layers:4;data:2`, or with a size for each place `layers:2;model:4,1`.
+
+        Returns:
+            The mesh.
 
         Raises:
             MeshError: `text` has another form.
+
+        Example:
+            >>> Mesh.from_text("layers:4;data:2").num_devices
+            8
         """
         axes: list[tuple[str, Size]] = []
         for part in text_of(text, MeshError, "layers:4;data:2").split(";"):
@@ -110,18 +120,18 @@ class Mesh:
 
     @property
     def num_devices(self) -> int:
-        """The product of the sizes; where they differ from place to place, added up."""
+        """The number of processors."""
         if self.is_even:
             return math.prod(self.shape)
         return sum(self.place_mesh(place).num_devices for place in range(self.num_stages))
 
     @property
     def is_even(self) -> bool:
-        """Whether each axis has one size, at all places along `layers`."""
+        """True if each axis has the same size at all places along `layers`."""
         return all(isinstance(size, int) for _, size in self.axes)
 
     def size(self, axis: str) -> int:
-        """The size of `axis`; an axis that the mesh does not name has size 1.
+        """Returns the size of `axis`; an axis that the mesh does not name has size 1.
 
         Raises:
             MeshError: it has a size for each place along `layers`; see `place_mesh`.
@@ -129,9 +139,8 @@ class Mesh:
         size = dict(self.axes).get(axis, 1)
         if not isinstance(size, int):
             raise MeshError(
-                f"axis {axis!r} of mesh '{self}' has another size at each place along 'layers', "
-                "which only the stages of a pipeline that is lowered by placement may have; give "
-                "it one size"
+                f"axis {axis!r} of mesh '{self}' has several sizes, one for each place along "
+                "'layers'; only pipelines with lowering=placement support that, so give it one size"
             )
         return size
 
@@ -148,7 +157,7 @@ class Mesh:
         """Checks that the mesh has an axis.
 
         Raises:
-            MeshError: it has not.
+            MeshError: the axis is unknown.
         """
         if axis not in self.axis_names:
             raise MeshError(
@@ -156,7 +165,7 @@ class Mesh:
             )
 
     def stride(self, axis: str) -> int:
-        """How far apart in number two neighbours along an axis are.
+        """Returns the difference in number of two neighbours along an axis.
 
         Raises:
             MeshError: there is no such axis.
@@ -165,7 +174,7 @@ class Mesh:
         return math.prod(self.shape[self.axis_names.index(axis) + 1 :])
 
     def coordinates(self, processor: int) -> dict[str, int]:
-        """The coordinate of a processor along each axis.
+        """Returns the coordinate of a processor along each axis.
 
         Raises:
             MeshError: there is no such processor.
@@ -181,7 +190,7 @@ class Mesh:
         return {name: processor // self.stride(name) % self.size(name) for name in self.axis_names}
 
     def processor(self, coordinates: Mapping[str, int]) -> int:
-        """The number of the processor at some coordinates; axes that are left out are at 0.
+        """Returns the number of the processor at some coordinates, 0 along axes that are left out.
 
         Raises:
             MeshError: an axis is unknown or a coordinate outside of it.
@@ -200,7 +209,7 @@ class Mesh:
         return sum(at * self.stride(axis) for axis, at in coordinates.items())
 
     def groups(self, axes: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """The processors that differ along some axes only, group by group, ascending.
+        """Returns groups of processors that differ only along some axes, in ascending order.
 
         Args:
             axes: the axes along which members of a group differ.
@@ -223,7 +232,7 @@ class Mesh:
         return tuple(map(tuple, groups.values()))
 
     def without(self, axis: str) -> Mesh:
-        """The mesh of the other axes."""
+        """Returns the mesh of the other axes."""
         return Mesh(tuple(pair for pair in self.axes if pair[0] != axis))
 
     @property
@@ -236,13 +245,13 @@ class Mesh:
         """The sub-mesh that each stage owns.
 
         Raises:
-            MeshError: not all have the same; see `place_mesh`.
+            MeshError: stages own different sub-meshes; see `place_mesh`.
         """
         self.shape  # noqa: B018
         return self.without(LAYERS_AXIS)
 
     def place_mesh(self, place: int) -> Mesh:
-        """The sub-mesh of the stages at a place along `layers`.
+        """Returns the sub-mesh of the stages at a place along `layers`.
 
         Raises:
             MeshError: there is no such place.
@@ -257,7 +266,7 @@ class Mesh:
         )
 
     def _place_of(self, processor: int) -> tuple[int, int]:
-        """The place of a processor along `layers`, and its number in the sub-mesh there."""
+        """Returns the place of a processor along `layers` and its number in the sub-mesh there."""
         for place in range(self.num_stages):
             size = self.place_mesh(place).num_devices
             if processor < size:
@@ -266,7 +275,7 @@ class Mesh:
         raise AssertionError
 
     def stage_processors(self, stage: int) -> tuple[int, ...]:
-        """The processors of one stage, in the order of its sub-mesh.
+        """Returns the processors of one stage, in the order of its sub-mesh.
 
         Raises:
             MeshError: there is no such stage.
@@ -287,12 +296,12 @@ class Mesh:
         )
 
 
-def _size_of(name: str, given: object) -> Size:
-    """The size, or the sizes, of an axis."""
-    each: list[Any] = list(cast(Any, given)) if isinstance(given, list | tuple) else [given]
-    sizes = [size for one in each if (size := whole_number(one)) is not None and size > 0]
-    if not each or len(sizes) < len(each):
-        text = ",".join(map(repr, each)) or "()"
+def _size_of(name: str, value: object) -> Size:
+    """Returns the size or the sizes of an axis."""
+    values: list[Any] = list(cast(Any, value)) if isinstance(value, list | tuple) else [value]
+    sizes = [size for one in values if (size := whole_number(one)) is not None and size > 0]
+    if not values or len(sizes) < len(values):
+        text = ",".join(map(repr, values)) or "()"
         raise MeshError(f"axis {name!r} has size {text}; sizes are whole numbers from 1 on")
     return sizes[0] if len(sizes) == 1 else tuple(sizes)
 
@@ -302,6 +311,6 @@ def _is_constant(size: Size) -> TypeGuard[tuple[int, ...]]:
 
 
 def check_mesh(mesh: Any) -> None:
-    """Raises a LayoutError unless it is a mesh."""
+    """Raises a LayoutError for anything but a mesh."""
     if not isinstance(mesh, Mesh):
         raise LayoutError(f"the mesh is {mesh!r}; write Mesh.from_text('data:2;model:2')")

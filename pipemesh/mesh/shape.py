@@ -1,16 +1,75 @@
-"""The shape of a tensor: dims in order, each with a name of its own."""
+"""Shapes of tensors: named dims in order."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from pipemesh.errors import ShapeError
-from pipemesh.mesh.checks import text_of
-from pipemesh.mesh.dim import Dim
+from pipemesh.mesh.checks import is_name, text_of, whole_number
 from pipemesh.text import nearest_text
+
+_DIM = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]*)\s*:\s*([0-9]+)\s*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Dim:
+    """A named dim of a tensor with its size over all devices.
+
+    Attributes:
+        name: letters, digits and underscores, not starting with a digit.
+        size: at least 0.
+
+    Raises:
+        ShapeError: the name or the size is invalid.
+
+    Example:
+        >>> Dim("heads", 8), str(Dim.from_text("heads:8"))
+        (Dim(name='heads', size=8), 'heads:8')
+    """
+
+    name: str
+    size: int
+
+    def __post_init__(self) -> None:
+        if not is_name(self.name):
+            raise ShapeError(
+                f"{self.name!r} is no name of a dim; use letters, digits and underscores"
+            )
+        size = whole_number(self.size)
+        if size is None or size < 0:
+            raise ShapeError(
+                f"dim {self.name!r} has size {self.size!r}; sizes are whole numbers from 0 on"
+            )
+        object.__setattr__(self, "size", size)
+
+    @classmethod
+    def from_text(cls, text: str) -> Dim:
+        """Parses `name:size`.
+
+        Args:
+            text: for example `heads:8`.
+
+        Returns:
+            The dim.
+
+        Raises:
+            ShapeError: `text` has another form.
+
+        Example:
+            >>> Dim.from_text("heads:8").size
+            8
+        """
+        match = _DIM.fullmatch(text_of(text, ShapeError, "heads:8"))
+        if match is None:
+            raise ShapeError(f"{text!r} is not name:size; write for example 'heads:8'")
+        return cls(match[1], int(match[2]))
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.size}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,16 +111,26 @@ class Shape:
         for name in names:
             if names.count(name) > 1:
                 raise ShapeError(
-                    f"dim {name!r} occurs twice in {self}; rename one of the two, every dim of a "
-                    "tensor has a name of its own"
+                    f"dim {name!r} occurs twice in {self}; rename one of the two: the dims of a "
+                    "tensor have different names"
                 )
 
     @classmethod
     def from_text(cls, text: str) -> Shape:
-        """Parses `name:size` pairs that are joined by semicolons; nothing is a scalar's shape.
+        """Parses `name:size` pairs that are joined by semicolons.
+
+        Args:
+            text: for example `batch:4;io:3`; empty for the shape of a scalar.
+
+        Returns:
+            The shape.
 
         Raises:
             ShapeError: `text` has another form.
+
+        Example:
+            >>> Shape.from_text("batch:4;io:3").size
+            12
         """
         if not text_of(text, ShapeError, "batch:4;io:3").strip():
             return cls()
@@ -70,6 +139,12 @@ class Shape:
     @classmethod
     def of(cls, **sizes: int) -> Shape:
         """Makes a shape of names and sizes.
+
+        Args:
+            **sizes: the size of each dim by its name, in order.
+
+        Returns:
+            The shape.
 
         Example:
             >>> str(Shape.of(batch=4, io=2))
@@ -96,13 +171,13 @@ class Shape:
         return self.dims[self.index(name)]
 
     def index(self, dim: Dim | str) -> int:
-        """The position of a dim.
+        """Returns the position of a dim.
 
         Args:
-            dim: its name, or itself.
+            dim: its name, or the dim.
 
         Raises:
-            ShapeError: no dim has this name, or the one that has it is of another size.
+            ShapeError: no dim has this name, or it has another size.
         """
         name = dim.name if isinstance(dim, Dim) else dim
         if name not in self.names:
@@ -112,13 +187,16 @@ class Shape:
             )
         position = self.names.index(name)
         if isinstance(dim, Dim) and self.dims[position] != dim:
-            raise ShapeError(f"dim {name!r} has size {dim.size}, but in the shape '{self}' another")
+            raise ShapeError(
+                f"dim {name!r} has size {dim.size}, but in the shape '{self}' it has size "
+                f"{self.dims[position].size}; use one size"
+            )
         return position
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Names what a shape has instead of attributes of TensorFlow's."""
+            """Raises an error that names the attributes of a shape, which TensorFlow's lack."""
             raise AttributeError(
                 f"a Shape has no {name!r}; shape.sizes and shape.names are tuples, "
                 "shape['batch'].size is the size of a dim, len(shape) the number of dims, and "
@@ -136,7 +214,7 @@ class Shape:
 
     def _check_sizes(self, other: Shape) -> None:
         if not isinstance(other, Shape):  # type: ignore[reportUnnecessaryIsInstance]
-            raise ShapeError(f"{other!r} is no Shape; write Shape.from_text('batch:4;io:3')")
+            raise ShapeError(f"{other!r} is not a Shape; write Shape.from_text('batch:4;io:3')")
         for dim in other:
             if dim.name in self.names and self[dim.name] != dim:
                 raise ShapeError(
@@ -161,7 +239,7 @@ class Shape:
         return all(dim in other.dims for dim in self)
 
     def without(self, *names: str) -> Shape:
-        """The shape without some dims.
+        """Returns the shape without some dims.
 
         Raises:
             ShapeError: a name is unknown.
@@ -171,7 +249,7 @@ class Shape:
         return Shape(tuple(dim for dim in self if dim.name not in names))
 
     def select(self, *names: str) -> Shape:
-        """The named dims, in the order of the names.
+        """Returns the named dims, in the order of the names.
 
         Raises:
             ShapeError: a name is unknown or occurs twice.
@@ -179,7 +257,7 @@ class Shape:
         return Shape(tuple(self[name] for name in names))
 
     def replace(self, name: str, *dims: Dim) -> Shape:
-        """The shape with other dims, or none, in the place of one.
+        """Returns the shape with other dims, or none, in the place of one.
 
         Raises:
             ShapeError: the name is unknown, or a name occurs twice in the result.

@@ -17,7 +17,7 @@ Example:
 """
 
 from pipemesh.partition.costs import LayerCost
-from pipemesh.partition.flights import in_flight
+from pipemesh.partition.memory import in_flight
 from pipemesh.partition.profile import MeasuredCost, profile_costs
 from pipemesh.partition.result import Partition
 from pipemesh.partition.solve import partition

@@ -10,8 +10,7 @@ from typing import Any
 
 from pipemesh.errors import PartitionError, ScheduleError
 from pipemesh.partition.compare import comparison
-from pipemesh.partition.flights import SCHEDULES
-from pipemesh.partition.memory import REMAT_POLICIES
+from pipemesh.partition.memory import REMAT_POLICIES, SCHEDULES
 from pipemesh.partition.options import METHODS
 from pipemesh.partition.read import read_costs
 from pipemesh.partition.result import Partition, table

@@ -1,4 +1,8 @@
-"""What one layer costs, and how a user's list of costs becomes arrays."""
+"""Costs of layers: the values that users give, as columns of floats and as exact integers.
+
+In floating point `0.1 + 0.2 != 0.3`, and a partitioner that compares such sums takes one of two
+equal cuts for the better one. So every number becomes an integer multiple of a common unit.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,9 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence, Set
 from decimal import Decimal
+from fractions import Fraction
 from numbers import Integral, Real
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +21,31 @@ from pipemesh.errors import PartitionError
 
 Floats = npt.NDArray[np.float64]
 
-_EXACT_INTEGERS = 2.0**53
+Ints = npt.NDArray[Any]
+"""An array of `int64`, or of Python integers where `int64` is too small."""
+
+SUM_LIMIT = 2**60
+"""Sums stay below this, so that two of them still add up in an `int64`."""
+
+_EXACT_INTEGERS = 2**53
 """Up to here a float holds every integer."""
+
+_MOST_DECIMALS = 15
+
+NUMBERS = (
+    "forward",
+    "backward",
+    "parameter_bytes",
+    "activation_bytes",
+    "boundary_bytes",
+    "shared_bytes",
+)
+"""Fields of a `LayerCost` that hold numbers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerCost:
-    """What one layer costs to train on one microbatch.
+    """Time and bytes that one layer takes in training, for one microbatch.
 
     Time may be in any unit (seconds, FLOPs, milliseconds) as long as every layer uses the same
     one; with `bandwidth` it has to be the unit in which the bandwidth counts (seconds, when the
@@ -31,20 +54,21 @@ class LayerCost:
     Attributes:
         forward: time of the forward pass of one microbatch.
         backward: time of the backward pass of one microbatch, without recomputing the forward
-            pass; `None` means twice `forward`, which is what matrix products take: one product
-            for the gradient of the input and one for the gradient of the weights.
+            pass. `None` means twice `forward`, as for matrix products: one product for the gradient
+            of the input and one for the gradient of the weights.
         parameter_bytes: bytes of the layer's trained parameters.
         activation_bytes: bytes that the layer keeps from the forward pass of one microbatch for
             its backward pass.
-        boundary_bytes: bytes of the layer's output for one microbatch: what crosses to the next
-            device if a stage ends here. The gradient that comes back has the same size.
-        shared_bytes: bytes among `activation_bytes` that the layer before keeps as well, such as
-            an input that is the other's output: kept once if both lie in one stage. Of the first
-            layer they do not count.
-        name: what messages and tables call the layer; empty means its index.
+        boundary_bytes: bytes of the layer's output for one microbatch. If a stage ends here, they
+            go to the next device, and a gradient of the same size comes back.
+        shared_bytes: bytes among `activation_bytes` that the layer before keeps too, such as an
+            input that is the other layer's output. One stage keeps them once. Ignored for the
+            first layer.
+        name: name of the layer in messages and tables; its index if empty.
 
     Raises:
-        PartitionError: a number is negative, infinite or not a number, or more is shared than kept.
+        PartitionError: a number is negative or not finite, or `shared_bytes` exceeds
+            `activation_bytes`.
 
     Example:
         >>> LayerCost(forward=2.0).total
@@ -62,7 +86,7 @@ class LayerCost:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise PartitionError(f"name of a layer is {self.name!r}, but must be a text")
+            raise PartitionError(f"name of a layer is {self.name!r}, but must be a string")
         for field in NUMBERS:
             value: Any = getattr(self, field)
             if field == "backward" and value is None:
@@ -74,8 +98,8 @@ class LayerCost:
         if float(self.shared_bytes) > float(self.activation_bytes):
             label = f" of layer {self.name!r}" if self.name else ""
             raise PartitionError(
-                f"shared_bytes{label} is {self.shared_bytes}, but must be among its "
-                f"activation_bytes, which are {self.activation_bytes}"
+                f"shared_bytes{label} is {self.shared_bytes}, but its activation_bytes are only "
+                f"{self.activation_bytes}; shared_bytes count among them"
             )
 
     @property
@@ -85,29 +109,12 @@ class LayerCost:
 
     @property
     def backward_or_default(self) -> float:
-        """`backward`, or twice `forward` where none was given."""
+        """`backward`, or twice `forward` if it is `None`."""
         return 2.0 * float(self.forward) if self.backward is None else float(self.backward)
 
 
-NUMBERS = (
-    "forward",
-    "backward",
-    "parameter_bytes",
-    "activation_bytes",
-    "boundary_bytes",
-    "shared_bytes",
-)
-
-
 def number_problem(value: object) -> str:
-    """Says what is wrong with a cost, or nothing.
-
-    Args:
-        value: what a user gave as a cost.
-
-    Returns:
-        A clause such as `"but must be finite"`, empty if the value is fine.
-    """
+    """Returns why a value is no valid cost, as a clause of a message; empty if it is valid."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (Real, Decimal)):
         return "but must be a number"
     try:
@@ -129,19 +136,7 @@ def number_problem(value: object) -> str:
 
 
 def whole(name: str, value: object, least: int) -> int:
-    """Checks a whole number.
-
-    Args:
-        name: of the option.
-        value: what was given.
-        least: the smallest number allowed.
-
-    Returns:
-        The number.
-
-    Raises:
-        PartitionError: it is no whole number or too small.
-    """
+    """Returns a whole number that is at least `least`; raises an error that names the option."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise PartitionError(f"{name} is {value!r}, but must be a whole number, {least} or more")
     number = int(cast("int", value))
@@ -151,7 +146,7 @@ def whole(name: str, value: object, least: int) -> int:
 
 
 def is_sequence(value: object) -> bool:
-    """Whether a value is a sequence of items: not a text, nor a mapping or a set, nor one number.
+    """Returns True for lists, tuples and arrays; False for strings, mappings, sets and numbers.
 
     Example:
         >>> is_sequence([1, 2]), is_sequence({0: 1}), is_sequence({1, 2}), is_sequence("12")
@@ -166,21 +161,10 @@ def is_sequence(value: object) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stack:
-    """The costs of all layers as columns.
+    """The costs of all layers as columns; `detailed` if they came as `LayerCost`s."""
 
-    Attributes:
-        forward: time of the forward pass of each layer; for plain numbers, the whole cost.
-        backward: time of the backward pass of each layer; for plain numbers, zero.
-        parameter_bytes: bytes of parameters of each layer.
-        activation_bytes: bytes of kept activations of each layer and one microbatch.
-        boundary_bytes: bytes of the output of each layer and one microbatch.
-        shared_bytes: bytes of the activations of each layer that the one before keeps as well.
-        names: what to call each layer; empty strings where no name was given.
-        detailed: whether the user gave `LayerCost`s and not plain numbers.
-    """
-
-    forward: Floats
-    backward: Floats
+    forward: Floats  # Of plain numbers, the whole cost.
+    backward: Floats  # Of plain numbers, zero.
     parameter_bytes: Floats
     activation_bytes: Floats
     boundary_bytes: Floats
@@ -190,41 +174,23 @@ class Stack:
 
     @property
     def num_layers(self) -> int:
-        """How many layers there are."""
+        """The number of layers."""
         return int(self.forward.size)
 
     def label(self, layer: int) -> str:
-        """Names a layer for a message.
-
-        Args:
-            layer: index of the layer.
-
-        Returns:
-            For example `"layer 3 ('attention')"`.
-        """
+        """Returns the layer's name for a message, such as `"layer 3 ('attention')"`."""
         name = self.names[layer] if self.names else ""
         return f"layer {layer} ({name!r})" if name else f"layer {layer}"
 
 
 def as_stack(costs: Sequence[float] | Sequence[LayerCost] | npt.NDArray[Any]) -> Stack:
-    """Turns a user's costs into columns and checks them.
-
-    Args:
-        costs: numbers, a flat array, or `LayerCost`s; not a mixture.
-
-    Returns:
-        The columns.
-
-    Raises:
-        PartitionError: no costs, a cost that is no finite number of zero or more, a mixture of
-            numbers and `LayerCost`s, or costs that are all zero.
-    """
+    """Turns numbers or `LayerCost`s into columns; raises an error if they are invalid."""
     if not is_sequence(costs):
         raise PartitionError(
             f"costs is {type(costs).__name__}, but must be a sequence of numbers or of LayerCost"
         )
     if len(costs) == 0:
-        raise PartitionError("costs is empty; give a non-empty sequence, one cost a layer")
+        raise PartitionError("costs is empty; give one cost a layer")
     if isinstance(costs, np.ndarray) and costs.dtype != object:
         stack = _from_numbers(costs)
     else:
@@ -254,7 +220,7 @@ def as_stack(costs: Sequence[float] | Sequence[LayerCost] | npt.NDArray[Any]) ->
 
 def _from_list(costs: list[Any]) -> Stack:
     try:
-        # Strings would become numbers here, so only lists that NumPy reads as numbers pass.
+        # Lists with strings or booleans in them are looked at one by one.
         values = np.asarray(costs)
     except ValueError:
         values = np.empty(0, dtype=object)
@@ -293,8 +259,55 @@ def _from_layer_costs(costs: list[LayerCost]) -> Stack:
         parameter_bytes=column([cost.parameter_bytes for cost in costs]),
         activation_bytes=column([cost.activation_bytes for cost in costs]),
         boundary_bytes=column([cost.boundary_bytes for cost in costs]),
-        # Nothing is in front of the first layer.
+        # The first layer has no layer before it.
         shared_bytes=column([0.0, *(cost.shared_bytes for cost in costs[1:])]),
         names=tuple(cost.name for cost in costs),
         detailed=True,
     )
+
+
+def to_integers(values: Floats) -> tuple[Ints, Fraction] | None:
+    """Writes decimals as integers times one unit; `None` if they have too many digits.
+
+    A float stands for the shortest decimal that rounds to it: 0.1 is a tenth and not
+    0.1000000000000000055.
+    """
+    for decimals in range(_MOST_DECIMALS + 1):
+        scale = 10.0**decimals
+        with np.errstate(over="ignore"):
+            rounded = np.rint(values * scale)
+        if rounded.size and float(rounded.max()) >= _EXACT_INTEGERS:
+            return None
+        # Division rounds correctly, so equality holds exactly for floats nearest to a decimal.
+        if np.array_equal(rounded / scale, values):
+            integers = rounded.astype(np.int64)
+            divisor = max(math.gcd(*integers.tolist()), 1)
+            return integers // divisor, Fraction(divisor, 10**decimals)
+    return None
+
+
+def to_big_integers(values: Floats) -> tuple[Ints, Fraction]:
+    """Writes floats at their exact binary value as Python integers times one unit."""
+    pairs = [float(value).as_integer_ratio() for value in values]
+    # All denominators are powers of two, so the largest is the common one.
+    common = max((denominator for _, denominator in pairs), default=1)
+    integers = np.empty(len(pairs), dtype=object)
+    integers[:] = [numerator * (common // denominator) for numerator, denominator in pairs]
+    return integers, Fraction(1, common)
+
+
+def decimal(value: float | Fraction) -> Fraction:
+    """Returns the shortest decimal that rounds to a float; fractions stay as they are."""
+    return value if isinstance(value, Fraction) else Fraction(repr(float(value)))
+
+
+def search(rising: Ints, values: Any, side: Literal["left", "right"]) -> Ints:
+    """Calls `np.searchsorted`; the result is an `int64` array for Python integers too."""
+    return np.asarray(np.searchsorted(rising, values, side=side), dtype=np.int64)
+
+
+def prefix_sums(values: Ints) -> Ints:
+    """Returns the sums of the first 0, 1, ..., n of n values."""
+    sums = np.zeros(values.size + 1, dtype=values.dtype)
+    np.cumsum(values, out=sums[1:])
+    return sums

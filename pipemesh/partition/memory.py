@@ -1,4 +1,9 @@
-"""How many bytes a stage holds, from the microbatches in flight and the remat policy."""
+"""Bytes that a stage holds: weights, optimizer state and activations of microbatches in flight.
+
+How many microbatches are in flight depends on the schedule. Formulas cover the schedules named
+here, at any size and without a table. `pipemesh.schedule.simulate(table).for_partition()` counts
+the same for any table, action by action.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +12,131 @@ from fractions import Fraction
 
 import numpy as np
 
-from pipemesh.partition.costs import Stack
-from pipemesh.partition.integers import (
-    ROOM,
+from pipemesh.errors import PartitionError
+from pipemesh.partition.costs import (
+    SUM_LIMIT,
     Ints,
+    Stack,
     decimal,
     prefix_sums,
     to_big_integers,
     to_integers,
+    whole,
 )
 
 REMAT_POLICIES = ("none", "full", "except_last")
+
+SCHEDULES = (
+    "gpipe",
+    "one_f_one_b",
+    "interleaved_one_f_one_b",
+    "looped_bfs",
+    "zb_h1",
+)
+"""Names of the schedules that have a formula, as in `pipemesh.schedule`."""
+
+_FORWARD_FIRST = ("gpipe", "looped_bfs")
+
+
+def in_flight(
+    schedule: str, num_microbatches: int, num_stages: int, num_virtual_stages: int = 1
+) -> tuple[int, ...]:
+    """Counts the microbatches whose activations each stage holds at its peak.
+
+    * `gpipe` and `looped_bfs` run all forward passes first: every stage holds all M.
+    * `one_f_one_b`: stage s of S holds min(M, S - s).
+    * `zb_h1` moves weight gradients into the bubble, which keeps activations longer on late
+      stages, until all stages hold as many as the first one: min(M, S).
+    * `interleaved_one_f_one_b` on D devices with V stages each: device d runs
+      min(M V, 2 (D - d - 1) + (V - 1) D + 1) forward actions ahead of its first backward action;
+      each stage's own peak is counted by walking through the device's actions.
+
+    Args:
+        schedule: one of `SCHEDULES`.
+        num_microbatches: M, one or more.
+        num_stages: S, all stages, so D = S / V devices.
+        num_virtual_stages: V, the stages of each device.
+
+    Returns:
+        For each stage, the number of microbatches.
+
+    Raises:
+        PartitionError: a number is not whole or below 1, the schedule has no formula, or it does
+            not allow several virtual stages.
+
+    Example:
+        >>> in_flight("one_f_one_b", num_microbatches=3, num_stages=4)
+        (3, 3, 2, 1)
+    """
+    stages = whole("num_stages", num_stages, 1)
+    microbatches = whole("num_microbatches", num_microbatches, 1)
+    whole("num_virtual_stages", num_virtual_stages, 1)
+    if schedule not in SCHEDULES:
+        raise PartitionError(f"schedule is {schedule!r}, but must be one of {', '.join(SCHEDULES)}")
+    if num_virtual_stages > 1 and schedule in ("one_f_one_b", "zb_h1"):
+        raise PartitionError(
+            f"schedule {schedule!r} runs one stage on each device, but num_virtual_stages is "
+            f"{num_virtual_stages}; use schedule 'interleaved_one_f_one_b' or 'looped_bfs', or "
+            "num_virtual_stages=1"
+        )
+    if schedule in _FORWARD_FIRST:
+        return (microbatches,) * stages
+    if schedule == "zb_h1":
+        return (min(microbatches, stages),) * stages
+    if num_virtual_stages == 1:
+        return tuple(min(microbatches, stages - stage) for stage in range(stages))
+    devices = stages // num_virtual_stages
+    counts = [0] * stages
+    for device in range(devices):
+        peaks = _interleaved_peaks(device, devices, num_virtual_stages, microbatches)
+        for round_, peak in enumerate(peaks):
+            counts[round_ * devices + device] = peak
+    return tuple(counts)
+
+
+def _interleaved_peaks(device: int, devices: int, rounds: int, microbatches: int) -> list[int]:
+    """Returns the peak of each stage of one device by walking through its actions."""
+    # Groups of as many microbatches as devices go through all rounds before the next group.
+    forward = [
+        round_
+        for begin in range(0, microbatches, devices)
+        for round_ in range(rounds)
+        for _ in range(min(devices, microbatches - begin))
+    ]
+    backward = [rounds - 1 - round_ for round_ in forward]
+    warm_up = min(len(forward), 2 * (devices - device - 1) + (rounds - 1) * devices + 1)
+    held, peaks = [0] * rounds, [0] * rounds
+    for action, round_ in enumerate(forward):
+        held[round_] += 1
+        peaks[round_] = max(peaks[round_], held[round_])
+        if action + 1 >= warm_up:
+            held[backward[action + 1 - warm_up]] -= 1
+    return peaks
+
+
+def at_once(
+    schedule: str, num_microbatches: int | None, num_stages: int, num_virtual_stages: int = 1
+) -> tuple[Fraction, ...]:
+    """Returns for each stage the share of microbatches that turn around at once.
+
+    Those run their backward pass right after their forward pass. Where all forward passes come
+    first, that is the last microbatch in the last stage of every device; elsewhere it is every
+    microbatch in the last stage of all. A single microbatch turns around wherever nothing else is
+    between. An unknown number of microbatches (`None`) counts as large.
+
+    Example:
+        >>> [str(share) for share in at_once("gpipe", num_microbatches=4, num_stages=2)]
+        ['1/4', '1/4']
+    """
+    last = (
+        num_stages // num_virtual_stages
+        if schedule in _FORWARD_FIRST or num_microbatches == 1
+        else 1
+    )
+    share = Fraction(1)
+    if schedule in _FORWARD_FIRST:
+        share = Fraction(0) if num_microbatches is None else Fraction(1, num_microbatches)
+    return (Fraction(0),) * (num_stages - last) + (share,) * last
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -28,44 +147,24 @@ class MemoryModel:
     `parameters[j] - parameters[i]
     + activation_weight[s] * (activations[j] - activations[i] + shared[i])
     + entry_weight[s] * entry[i]` units.
-
-    Attributes:
-        parameters: prefix sums of parameter and optimizer bytes.
-        activations: prefix sums of activation bytes of one microbatch, each tensor once.
-        shared: bytes that the layer before a boundary keeps for one microbatch as well as the layer
-            after it, which a stage that begins there keeps alone.
-        entry: bytes that enter at a boundary for one microbatch, where inputs of stages are kept.
-        activation_weight: for each stage, how many sets of activations it holds.
-        entry_weight: for each stage, how many stage inputs it holds.
-        unit: bytes of one unit.
-        limit: the most units that a device may hold, or `None`.
     """
 
-    parameters: Ints
-    activations: Ints
-    shared: Ints
-    entry: Ints
-    activation_weight: tuple[int, ...]
-    entry_weight: tuple[int, ...]
-    unit: Fraction
-    limit: int | None
+    parameters: Ints  # Prefix sums of parameter and optimizer bytes.
+    activations: Ints  # Prefix sums of activations of one microbatch, each tensor once.
+    shared: Ints  # At a boundary, activations that the layers on both sides keep.
+    entry: Ints  # At a boundary, the input of the stage behind it, where inputs are kept.
+    activation_weight: tuple[int, ...]  # For each stage, the sets of activations that it holds.
+    entry_weight: tuple[int, ...]  # For each stage, the inputs that it holds.
+    unit: Fraction  # Bytes of a unit.
+    limit: int | None  # Most units of a device.
 
     @property
     def keeps_inputs(self) -> bool:
-        """Whether a later start can need more memory, so that greedy cuts are not enough."""
+        """True if a shorter stage can need more memory, so that greedy cuts prove nothing."""
         return any(self.entry_weight) or bool(self.shared.any())
 
     def units(self, stage: int, begin: Ints | int, end: Ints | int) -> Ints:
-        """Units that a stage holds; arrays broadcast.
-
-        Args:
-            stage: index of the stage.
-            begin: boundaries where it begins.
-            end: boundaries where it ends.
-
-        Returns:
-            Units of memory.
-        """
+        """Returns the units that a stage holds; arrays of boundaries broadcast."""
         weight = self.activation_weight[stage]
         held = self.parameters[end] - self.parameters[begin]
         kept = self.activations[end] - self.activations[begin] + self.shared[begin]
@@ -75,15 +174,7 @@ class MemoryModel:
         return held
 
     def last_end(self, stage: int, begin: Ints) -> Ints:
-        """The last boundary at which a stage may end, less than `begin` if there is none.
-
-        Args:
-            stage: index of the stage.
-            begin: boundaries where it begins.
-
-        Returns:
-            Boundaries.
-        """
+        """Returns the last boundary at which a stage may end; before `begin` if there is none."""
         assert self.limit is not None
         weight = self.activation_weight[stage]
         held = self.parameters + weight * self.activations
@@ -99,47 +190,37 @@ def memory_model(
     *,
     limit: float | None,
     optimizer_bytes_per_parameter_byte: float,
-    flights: tuple[int, ...],
+    microbatches_in_flight: tuple[int, ...],
     remat: str,
     exact: bool,
 ) -> MemoryModel:
-    """Builds the memory model of a stack.
+    """Builds the memory model of a stack over the boundaries at `positions`.
 
-    Args:
-        stack: the costs.
-        positions: the layer index of every allowed boundary.
-        limit: bytes of a device, or `None`.
-        optimizer_bytes_per_parameter_byte: bytes kept beside each byte of parameters.
-        flights: microbatches in flight on each stage.
-        remat: one of `REMAT_POLICIES`.
-        exact: whether numbers that fit no `int64` become Python integers; otherwise they are
-            rounded up to a grid of 2^-50 of the largest stage.
-
-    Returns:
-        The model.
+    With `exact`, numbers that fit no `int64` become Python integers. Without, they are rounded up
+    to a grid of 2^-50 of the largest stage.
     """
     layers = stack.num_layers
     factor = 1 + decimal(optimizer_bytes_per_parameter_byte)
     columns = np.concatenate(
         [stack.parameter_bytes, stack.activation_bytes, stack.boundary_bytes, stack.shared_bytes]
     )
-    most = max(flights)
+    most = max(microbatches_in_flight)
     total = float(factor) * columns[:layers].sum() + (most + 1) * columns[layers:].sum()
-    found = to_integers(columns)
-    if found is None and exact:
-        found = to_big_integers(columns)
-    if found is not None and not exact:
-        # Bytes times the numerator of the factor must leave room in an int64.
-        if total / float(found[1]) * factor.denominator >= ROOM:
-            found = None
-    if found is None:
+    integers_and_unit = to_integers(columns)
+    if integers_and_unit is None and exact:
+        integers_and_unit = to_big_integers(columns)
+    if integers_and_unit is not None and not exact:
+        # Bytes times the numerator of the factor must fit an int64.
+        if total / float(integers_and_unit[1]) * factor.denominator >= SUM_LIMIT:
+            integers_and_unit = None
+    if integers_and_unit is None:
         unit = Fraction(2) ** (int(np.ceil(np.log2(max(total, 1e-300)))) - 50)
         parameters = np.ceil(columns[:layers] * float(factor) / float(unit)).astype(np.int64)
         others = np.ceil(columns[layers:] / float(unit)).astype(np.int64)
-        # What counts is the difference, which must be rounded up as well.
+        # The difference of the two counts, so it must be rounded up too.
         others[:layers] += others[2 * layers :] > 0
     else:
-        integers, unit = found
+        integers, unit = integers_and_unit
         if exact:
             integers = integers.astype(object)
         parameters = integers[:layers] * factor.numerator
@@ -149,17 +230,17 @@ def memory_model(
     keeps_all = remat == "none"
     entry = np.zeros(layers + 1, dtype=others.dtype)
     if not keeps_all:
-        # What enters at boundary i is the output of layer i - 1; the input of the whole stack
-        # belongs to the input pipeline, and the last output to the loss.
+        # The input at boundary i is the output of layer i - 1. The input of the whole stack belongs
+        # to the input pipeline, and the last output to the loss.
         entry[1:layers] = output[:-1]
-    enters = flights if entry.any() else (0,) * len(flights)
+    entry_weight = tuple(held if entry.any() else 0 for held in microbatches_in_flight)
     return MemoryModel(
         parameters=prefix_sums(parameters)[positions],
         activations=prefix_sums(kept - shared)[positions],
         shared=np.append(shared, shared[:1] * 0)[positions],
         entry=entry[positions],
-        activation_weight=tuple(flight if keeps_all else 1 for flight in flights),
-        entry_weight=enters,
+        activation_weight=tuple(held if keeps_all else 1 for held in microbatches_in_flight),
+        entry_weight=entry_weight,
         unit=unit,
         limit=None if limit is None else _whole_units(limit, unit, exact),
     )
@@ -167,5 +248,5 @@ def memory_model(
 
 def _whole_units(limit: float, unit: Fraction, exact: bool) -> int:
     units = int(decimal(limit) // unit)
-    # A limit beyond every sum is no limit, and must not overflow when added to one.
-    return units if exact else min(units, ROOM)
+    # A limit beyond every sum is no limit, and must not overflow when a sum is added to it.
+    return units if exact else min(units, SUM_LIMIT)

@@ -1,7 +1,7 @@
 """Measured costs: forward and backward seconds and bytes of real layers.
 
-TensorFlow is imported when layers are measured and not before, by name, so that this room can be
-imported, and checked by import-linter, without it.
+TensorFlow is imported by name, and only when layers are measured. So this room can be imported, and
+checked by import-linter, without it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ from pipemesh.partition.costs import LayerCost
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredCost(LayerCost):
-    """A `LayerCost` that was measured.
+    """A measured `LayerCost`, in seconds and bytes.
 
     Attributes:
-        forward_spread: seconds between the quartiles of the forward times: how far to trust them.
-        backward_spread: the same for the backward times.
+        forward_spread: seconds between the quartiles of the forward times, to judge their noise.
+        backward_spread: the same for the times of forward and backward pass together.
+
+    Example:
+        >>> MeasuredCost(forward=1.0, forward_spread=0.1).total
+        3.0
     """
 
     forward_spread: float = 0.0
@@ -40,27 +44,27 @@ def profile_costs(
 ) -> list[MeasuredCost]:
     """Measures the layers of a stack on this machine, one after the other.
 
-    The first layer gets `example_inputs`, every other one the outputs of the one before. Each
+    The first layer gets `example_inputs`, every other one the outputs of the layer before. Each
     layer is compiled to a graph once, run `warm_up` times unmeasured, then `repeats` times
-    forward and `repeats` times forward and backward, alternating, so that a slow moment of the
-    machine hits both. The time that calling an empty graph takes is subtracted. Medians are
-    reported: a few disturbed runs do not move them.
+    forward and `repeats` times forward and backward. These alternate, so that a slow moment of the
+    machine hits both. The time of calling an empty graph is subtracted. The results are medians,
+    which a few disturbed runs do not move.
 
     Args:
         callables: Keras layers, lingvo layers (with `FPropDefaultTheta`), or functions of tensors.
         example_inputs: one microbatch: a tensor or array, or a tuple of them.
         warm_up: runs before measuring.
         repeats: measured runs.
-        names: of the layers; their own names, or those of the functions, if left out.
+        names: names of the layers; by default those of the layers or functions themselves.
 
     Returns:
         One cost a layer, in seconds and bytes, ready for `partition`. Activation bytes are those
-        of all forward tensors that the backward graph reads, weights and constants left out; what
-        a layer's compiled inner functions keep to themselves counts as far as it leaves them.
+        of all forward tensors that the backward graph reads, without weights and constants. Tensors
+        inside a layer's own compiled functions count only if they leave them.
 
     Raises:
-        PartitionError: there are no layers, the numbers are too small, a layer returns no
-            tensors or cannot be differentiated at all.
+        PartitionError: there are no layers, `warm_up` or `repeats` is below 1, `names` has another
+            length, a layer returns no tensors, or no gradient reaches its weights.
 
     Example:
         >>> import tensorflow as tf
@@ -76,7 +80,9 @@ def profile_costs(
             f"warm_up is {warm_up} and repeats is {repeats}, but both must be 1 or more"
         )
     if names is not None and len(names) != len(layers):
-        raise PartitionError(f"names has {len(names)} entries for {len(layers)} callables")
+        raise PartitionError(
+            f"names has {len(names)} entries for {len(layers)} callables; give one a callable"
+        )
     tf: Any = importlib.import_module("tensorflow")
     inputs = _as_tuple(tf, example_inputs)
     costs: list[MeasuredCost] = []
@@ -136,11 +142,13 @@ def _measure(
     repeats: int,
 ) -> tuple[MeasuredCost, tuple[Any, ...]]:
     call = _call(layer)
-    # Once outside of a graph: layers create their weights at their first call.
+    # Once outside of a graph: layers create their weights in their first call.
     first = call(*inputs)
     outputs = _as_tuple(tf, first)
     if not outputs or all(part is None for part in outputs):
-        raise PartitionError(f"layer {index} ({name!r}) returned no tensors")
+        raise PartitionError(
+            f"layer {index} ({name!r}) returned no tensors; it must return at least one"
+        )
     weights = _weights(layer)
     kept: list[int] = []
 
@@ -167,7 +175,10 @@ def _measure(
         _run(tf, forward, inputs)
         gradients = _run(tf, both, inputs)[1][1]
     if weights and not gradients:  # pyright: ignore[reportPossiblyUnboundVariable]
-        raise PartitionError(f"layer {index} ({name!r}) has weights and no gradient reaches them")
+        raise PartitionError(
+            f"layer {index} ({name!r}) has weights, but no gradient reaches them; make its outputs "
+            "depend on them by differentiable operations"
+        )
     calls: list[float] = []
     ahead: list[float] = []
     whole: list[float] = []
@@ -210,8 +221,8 @@ def _bytes(tensor: Any) -> int:
 
 
 def _read_by_gradients(graph: Any, before: set[str]) -> int:
-    """Bytes of the forward tensors that operations made after the forward pass read."""
-    found: dict[str, Any] = {}
+    """Returns the bytes of forward tensors that later operations read."""
+    tensors: dict[str, Any] = {}
     for operation in graph.get_operations():
         if operation.name in before:
             continue
@@ -220,5 +231,5 @@ def _read_by_gradients(graph: Any, before: set[str]) -> int:
             if source.name not in before or source.type in ("Const", "ReadVariableOp"):
                 continue
             if tensor.dtype.size and tensor.dtype.name != "resource":
-                found[tensor.name] = tensor
-    return sum(_bytes(tensor) for tensor in found.values())
+                tensors[tensor.name] = tensor
+    return sum(_bytes(tensor) for tensor in tensors.values())

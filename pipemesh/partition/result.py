@@ -1,4 +1,4 @@
-"""What a partition is: stages, their costs and what they need."""
+"""The result of `partition`: stages, their costs and their memory."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ class Partition:
     Attributes:
         boundaries: S + 1 rising layer indices; stage `s` holds the layers
             `boundaries[s] : boundaries[s + 1]`.
-        stage_costs: the time of each stage for one microbatch, in the unit of the costs: layers
-            over the speed of the device, recomputation and transfers included.
+        stage_costs: the time of each stage for one microbatch, in the unit of the costs, with the
+            speed of the device, recomputation and transfers.
         num_virtual_stages: stages of each device, or of the device that has most.
-        placement: for each stage its device; empty where stages go round the devices, so that
-            stage `s` of S runs on device `s % (S / num_virtual_stages)`.
-        stage_memory: bytes that each stage holds at its peak, or `None` where the costs or the
-            number of microbatches do not say.
+        placement: the device of each stage; empty if stages go round the devices, so that stage `s`
+            of S runs on device `s % (S / num_virtual_stages)`.
+        stage_memory: bytes that each stage holds at its peak; `None` if the costs have no bytes or
+            the number of microbatches is unknown.
         memory_limit: bytes of a device, or `None`.
         method: `"exact"`, `"lingvo"` or `"uniform"`.
         layer_names: names of the layers, or empty.
-        binding: what keeps the bottleneck from being smaller: names of options of which each
-            alone would have to give way (`perhaps` before one for which the search gave up),
-            otherwise the one layer (or group) that is as large as the bottleneck, otherwise
-            nothing. Left aside in comparisons.
+        binding: the reason why the bottleneck is not smaller: options, without any of which it
+            would be (with `perhaps` if the search gave up); else the one layer (or group) that is
+            as large as the bottleneck; else empty. Ignored in comparisons.
+
+    Raises:
+        PartitionError: boundaries, costs, placement and numbers do not fit together.
 
     Example:
         >>> Partition(boundaries=(0, 1, 3), stage_costs=(4.0, 3.0)).balance
@@ -56,7 +58,7 @@ class Partition:
         stages = len(self.stage_costs)
         if len(self.boundaries) != stages + 1 or stages == 0:
             raise PartitionError(
-                f"{stages} stage costs need {stages + 1} boundaries and there are "
+                f"{stages} stage costs need {stages + 1} boundaries, but there are "
                 f"{len(self.boundaries)}; a partition has at least one stage"
             )
         if any(a > b for a, b in itertools.pairwise(self.boundaries)) or self.boundaries[0] != 0:
@@ -84,17 +86,17 @@ class Partition:
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are, virtual ones counted one by one."""
+        """The number of stages; every virtual stage counts."""
         return len(self.stage_costs)
 
     @property
     def stage_devices(self) -> tuple[int, ...]:
-        """For each stage its device."""
+        """The device of each stage."""
         return self.placement or round_robin(self.num_stages, self.num_virtual_stages)
 
     @property
     def num_devices(self) -> int:
-        """How many devices the stages run on."""
+        """The number of devices that the stages run on."""
         return max(self.stage_devices) + 1
 
     @property
@@ -109,11 +111,11 @@ class Partition:
 
     @property
     def device_memory(self) -> tuple[float, ...] | None:
-        """The summed bytes of each device's stages, or `None` where not known."""
+        """The summed bytes of each device's stages, or `None` if unknown."""
         return None if self.stage_memory is None else self._on_devices(self.stage_memory)
 
     def _on_devices(self, values: tuple[float, ...]) -> tuple[float, ...]:
-        """Of one value a stage, the sum of each device."""
+        """Sums one value per stage over the stages of each device."""
         owned: list[list[float]] = [[] for _ in range(self.num_devices)]
         for device, value in zip(self.stage_devices, values, strict=True):
             owned[device].append(value)
@@ -153,7 +155,7 @@ class Partition:
 
     @classmethod
     def from_json(cls, text: str) -> Partition:
-        """Reads what `to_json` wrote.
+        """Reads the text that `to_json` wrote.
 
         Args:
             text: the JSON text. `bottleneck` and `balance` are computed anew.
@@ -162,14 +164,16 @@ class Partition:
             The partition.
 
         Raises:
-            PartitionError: the text is no JSON, or not that of a partition.
+            PartitionError: the text is not JSON, or does not describe a partition.
         """
         try:
             loaded: Any = json.loads(text)
         except json.JSONDecodeError as error:
-            raise PartitionError(f"a partition must be JSON: {error}") from error
+            raise PartitionError(f"the partition is not valid JSON: {error}") from error
         if not isinstance(loaded, dict):
-            raise PartitionError("a partition must be a JSON object with boundaries, stage_costs")
+            raise PartitionError(
+                "a partition must be a JSON object with the keys boundaries and stage_costs"
+            )
         fields = cast("dict[str, Any]", loaded)
         known = {field.name for field in dataclasses.fields(cls)}
         unknown = sorted(set(fields) - known - {"bottleneck", "balance"})
@@ -178,7 +182,7 @@ class Partition:
             raise PartitionError(
                 "a partition in JSON has the keys boundaries, stage_costs and optionally "
                 f"{', '.join(sorted(known - {'boundaries', 'stage_costs'}))}; "
-                f"missing: {missing}, not known: {unknown}"
+                f"missing: {missing}, unknown: {unknown}"
             )
         values: dict[str, Any] = {}
         for name in known & set(fields):
@@ -208,13 +212,8 @@ class Partition:
 def table(plan: Partition, block: str = "█") -> str:
     """Draws a partition as a table, one row a stage.
 
-    Args:
-        plan: the partition. Of more than 64 stages, the first and last ones and the most
-            expensive one are shown.
-        block: what to draw bars with.
-
-    Returns:
-        Lines of text.
+    Of more than 64 stages, the first, the last and the most expensive ones are shown. Bars are made
+    of `block`.
     """
     worst = max(range(plan.num_stages), key=lambda stage: plan.stage_costs[stage])
     top = plan.stage_costs[worst] or 1.0
@@ -250,10 +249,10 @@ def table(plan: Partition, block: str = "█") -> str:
     )
     if plan.device_memory is not None:
         most = max(plan.device_memory)
-        of = f" of {bytes_text(plan.memory_limit)}" if plan.memory_limit is not None else ""
-        lines.append(f"most memory {bytes_text(most)}{of}")
+        limit = f" of {bytes_text(plan.memory_limit)}" if plan.memory_limit is not None else ""
+        lines.append(f"most memory {bytes_text(most)}{limit}")
     if plan.binding:
         lines.append(f"the bottleneck is bound by {', '.join(plan.binding)}")
     elif plan.method == "exact" and plan.balance < 1:
-        lines.append("no option binds the bottleneck, only where layers end")
+        lines.append("the bottleneck is limited by layer granularity, not by options")
     return "\n".join(lines)

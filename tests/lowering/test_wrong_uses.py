@@ -68,7 +68,7 @@ WRONG = [
     ("LayoutRules({'batch': 'data'})", "LayoutRules.from_text"),
     ("LayoutRules(['batch:data'])", "LayoutRules.from_text"),
     ("LayoutRules(None)", "LayoutRules.from_text"),
-    ("LayoutRules((('batch', 0),))", "no pair of names"),
+    ("LayoutRules((('batch', 0),))", "not a pair of names"),
     ("LayoutRules.from_text(None)", "None is no text"),
     ("LayoutRules.from_text({'batch': 'data'})", "is no text"),
     ("LayoutRules.from_text('batch=data')", "not dim:axis"),

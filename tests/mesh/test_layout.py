@@ -77,7 +77,7 @@ def test_a_rule_for_a_dim_that_no_tensor_has_is_an_error():
 
 @pytest.mark.parametrize("rule", [("batch", 2), ("ba tch", "data"), (None, "data")])
 def test_rules_are_pairs_of_names(rule):
-    with pytest.raises(LayoutError, match="is no pair of names"):
+    with pytest.raises(LayoutError, match="is not a pair of names"):
         LayoutRules((rule,))
 
 

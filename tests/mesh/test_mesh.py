@@ -112,6 +112,8 @@ def test_sizes_that_places_cannot_have_are_errors(text, message):
         lambda mesh: mesh.stride("layers"),
     ],
 )
-def test_who_needs_an_array_says_that_it_is_none(call):
-    with pytest.raises(MeshError, match=r"another size at each place along 'layers'.*one size"):
+def test_an_uneven_mesh_has_no_shape_and_no_strides(call):
+    with pytest.raises(
+        MeshError, match=r"several sizes, one for each place along 'layers'.*one size"
+    ):
         call(Mesh.from_text("layers:2;model:4,1"))

@@ -1,4 +1,4 @@
-"""Costs: what is left out, and what is none."""
+"""Costs: defaults, checks, and numbers as integers."""
 
 import math
 from decimal import Decimal
@@ -6,10 +6,12 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipemesh.errors import PartitionError
 from pipemesh.partition import LayerCost, partition
-from pipemesh.partition.costs import as_stack
+from pipemesh.partition.costs import as_stack, prefix_sums, to_big_integers, to_integers
 
 
 def test_backward_is_twice_forward_unless_given():
@@ -37,7 +39,7 @@ def test_wrong_numbers_are_named(fields, message):
 @pytest.mark.parametrize(
     ("costs", "message"),
     [
-        ([], "non-empty"),
+        ([], "costs is empty; give one cost a layer"),
         (3, "must be a sequence"),
         ("12", "must be a sequence"),
         ([1, float("nan")], r"costs\[1\] is nan"),
@@ -63,7 +65,7 @@ def test_wrong_numbers_are_named(fields, message):
         (np.asarray([2**63 - 1]), "a float rounds to 9223372036854775808; give .* a larger unit"),
     ],
 )
-def test_costs_that_are_none_are_named(costs, message):
+def test_invalid_costs_are_named(costs, message):
     with pytest.raises(PartitionError, match=message):
         as_stack(costs)
 
@@ -85,3 +87,32 @@ def test_any_kind_of_number_is_a_cost():
         [layer] * 4, 2, speeds=[Fraction(1, 2), 2], bandwidth=Fraction(3, 2), **options
     )
     assert plan == partition([layer] * 4, 2, speeds=[0.5, 2], bandwidth=1.5, **options)
+
+
+@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=5), st.integers(0, 6))
+def test_decimals_become_what_a_person_would_read(numbers, decimals):
+    values = np.asarray([number / 10**decimals for number in numbers])
+    integers, unit = to_integers(values)
+    assert [int(i) * unit for i in integers] == [Fraction(n, 10**decimals) for n in numbers]
+
+
+def test_a_common_divisor_moves_into_the_unit():
+    integers, unit = to_integers(np.asarray([3.0e12, 9.0e12, 0.0]))
+    assert integers.tolist() == [1, 3, 0]
+    assert unit == 3 * 10**12
+
+
+def test_numbers_without_short_decimals_have_no_decimal_form():
+    assert to_integers(np.asarray([1 / 3])) is None
+    assert to_integers(np.asarray([1e300, 1.0])) is None
+
+
+@given(st.lists(st.floats(0, 1e300), min_size=1, max_size=5))
+def test_the_binary_form_loses_nothing(numbers):
+    integers, unit = to_big_integers(np.asarray(numbers))
+    assert [int(i) * unit for i in integers] == [Fraction(n) for n in numbers]
+
+
+def test_prefix_sums_of_python_integers_do_not_overflow():
+    huge = np.asarray([2**70, 1, 2**70], dtype=object)
+    assert prefix_sums(huge).tolist() == [0, 2**70, 2**70 + 1, 2**71 + 1]

@@ -15,14 +15,8 @@ from tests.partition.brute_force import best_key, key_of, number
 CASES = settings(
     max_examples=400, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
 )
+MANY_CASES = settings(max_examples=8000, deadline=None, suppress_health_check=list(HealthCheck))
 
-times = st.one_of(
-    st.integers(0, 9),
-    st.integers(0, 99).map(lambda tenths: tenths / 10),
-    # Few distinct values make many ties; sevenths have no short decimal form.
-    st.sampled_from([1, 2]),
-    st.integers(0, 30).map(lambda sevenths: sevenths / 7),
-)
 sizes = st.integers(0, 6)
 
 
@@ -125,14 +119,12 @@ def check(layers, stages, options, held=None, rounded=False):
 @pytest.fixture
 def large(monkeypatch):
     """Sends small problems through the algorithms for large ones."""
-    monkeypatch.setattr("pipemesh.partition.build.EXACT_PAIRS", -1)
-    monkeypatch.setattr("pipemesh.partition.solve.EXACT_PAIRS", -1)
-    monkeypatch.setattr("pipemesh.partition.search.cover.DENSE_PAIRS", -1)
-    monkeypatch.setattr("pipemesh.partition.search.squares.DENSE_PAIRS", -1)
-    monkeypatch.setattr("pipemesh.partition.search.squares._CORRIDOR", 1)
-    monkeypatch.setattr("pipemesh.partition.search.monge._STRIDE", 2)
-    monkeypatch.setattr("pipemesh.partition.search.monge._BLOCK_NUMBERS", 3)
-    monkeypatch.setattr("pipemesh.partition.search.dense._BLOCK", 2)
+    for module in ("problem", "bottleneck", "even_cut"):
+        monkeypatch.setattr(f"pipemesh.partition.{module}.FEW_PAIRS", -1)
+    monkeypatch.setattr("pipemesh.partition.even_cut._BLOCK", 2)
+    monkeypatch.setattr("pipemesh.partition.even_cut._CORRIDOR", 1)
+    monkeypatch.setattr("pipemesh.partition.even_cut._STRIDE", 2)
+    monkeypatch.setattr("pipemesh.partition.even_cut._BLOCK_NUMBERS", 3)
 
 
 @CASES
@@ -142,21 +134,23 @@ def test_plain_costs(data):
     check(layers, data.draw(st.integers(1, min(5, len(layers)))), {})
 
 
-@CASES
-@given(st.data())
-def test_any_combination_of_options(data):
+def check_any_options(data, rounded=False):
     layers = data.draw(stacks())
     stages = data.draw(st.integers(1, min(5, len(layers))))
-    check(layers, stages, data.draw(choices(layers, stages)))
+    check(layers, stages, data.draw(choices(layers, stages)), rounded=rounded)
+
+
+@CASES
+@given(st.data())
+def test_any_options(data):
+    check_any_options(data)
 
 
 @CASES
 @given(st.data())
 @pytest.mark.slow
-def test_any_combination_of_options_in_large_problems(large, data):
-    layers = data.draw(stacks())
-    stages = data.draw(st.integers(1, min(5, len(layers))))
-    check(layers, stages, data.draw(choices(layers, stages)), rounded=True)
+def test_any_options_in_large_problems(large, data):
+    check_any_options(data, rounded=True)
 
 
 @CASES
@@ -173,7 +167,7 @@ def test_plain_costs_in_large_problems(large, data):
 @CASES
 @given(st.data())
 @pytest.mark.slow
-def test_any_combination_of_options_with_virtual_stages(data):
+def test_any_options_with_virtual_stages(data):
     rounds = data.draw(st.integers(2, 3))
     layers = data.draw(stacks().filter(lambda layers: len(layers) >= rounds))
     devices = data.draw(st.integers(1, min(6, len(layers)) // rounds))
@@ -211,7 +205,7 @@ def tables(draw, layers):
 @CASES
 @given(st.data())
 @pytest.mark.slow
-def test_what_any_table_says_with_any_combination_of_options(data):
+def test_numbers_of_any_table_with_any_options(data):
     layers = data.draw(stacks().filter(lambda layers: len(layers) >= 2))
     table = data.draw(tables(len(layers)))
     stages, devices = table.num_stages, table.num_devices
@@ -227,7 +221,7 @@ def test_what_any_table_says_with_any_combination_of_options(data):
 
 
 @pytest.mark.parametrize("name", ["zb_v", "interleaved"])
-def test_a_memory_limit_moves_layers_between_the_stages_of_a_v_and_of_a_loop(name):
+def test_a_memory_limit_moves_layers_in_a_v_and_in_a_loop(name):
     # Layers that keep much come first: in both tables the first stage holds them longest.
     layers = [
         LayerCost(1, backward=2, parameter_bytes=1, activation_bytes=8 - index, boundary_bytes=1)
@@ -260,7 +254,7 @@ def _stack_of(random, count):
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_the_algorithms_for_large_problems_agree_with_the_dense_one(seed, request):
+def test_searches_of_large_problems_agree_with_the_dense_one(seed, request):
     random = np.random.default_rng(seed)
     layers = _stack_of(random, int(random.integers(40, 110)))
     stages = int(random.integers(5, 20))
@@ -284,25 +278,21 @@ def test_the_algorithms_for_large_problems_agree_with_the_dense_one(seed, reques
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=8000, deadline=None, suppress_health_check=list(HealthCheck))
+@MANY_CASES
 @given(st.data())
-def test_any_combination_of_options_many_times(data):
-    layers = data.draw(stacks())
-    stages = data.draw(st.integers(1, min(5, len(layers))))
-    check(layers, stages, data.draw(choices(layers, stages)))
+def test_any_options_many_times(data):
+    check_any_options(data)
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=8000, deadline=None, suppress_health_check=list(HealthCheck))
+@MANY_CASES
 @given(st.data())
-def test_any_combination_of_options_in_large_problems_many_times(large, data):
-    layers = data.draw(stacks())
-    stages = data.draw(st.integers(1, min(5, len(layers))))
-    check(layers, stages, data.draw(choices(layers, stages)), rounded=True)
+def test_any_options_in_large_problems_many_times(large, data):
+    check_any_options(data, rounded=True)
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck))
+@MANY_CASES
 @given(st.data())
-def test_any_combination_of_options_with_virtual_stages_many_times(data):
-    test_any_combination_of_options_with_virtual_stages.hypothesis.inner_test(data)
+def test_any_options_with_virtual_stages_many_times(data):
+    test_any_options_with_virtual_stages.hypothesis.inner_test(data)

@@ -1,6 +1,8 @@
-"""What a stage holds, in integers, against its definition in fractions."""
+"""Microbatches in flight and bytes of stages, against definitions, tables and fractions."""
 
+import dataclasses
 import itertools
+import json
 from fractions import Fraction
 
 import numpy as np
@@ -9,21 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipemesh.errors import PartitionError
-from pipemesh.partition import LayerCost, partition
+from pipemesh.partition import LayerCost, in_flight, partition
 from pipemesh.partition.costs import as_stack
-from pipemesh.partition.memory import memory_model
+from pipemesh.partition.memory import SCHEDULES, at_once, memory_model
+from pipemesh.plan import Figures, Plan, predict
+from pipemesh.schedule import build, simulate
+from pipemesh.schedule.names import NAMES
 
 
-def held(layers, begin, end, in_flight, remat, optimizer, number):
+def held(layers, begin, end, microbatches, remat, optimizer, number):
     """Bytes of a stage, tensor by tensor."""
     inside = layers[begin:end]
     parameters = sum(number(layer.parameter_bytes) for layer in inside)
     kept = sum(number(layer.activation_bytes) for layer in inside)
     kept -= sum(number(layer.shared_bytes) for layer in inside[1:])
     if remat == "none":
-        kept *= in_flight
+        kept *= microbatches
     elif begin:
-        kept += in_flight * number(layers[begin - 1].boundary_bytes)
+        kept += microbatches * number(layers[begin - 1].boundary_bytes)
     return (1 + Fraction(str(optimizer))) * parameters + kept
 
 
@@ -57,14 +62,14 @@ def layers_of(seed, digits):
     st.sampled_from([0, 0.1, 2]),
     st.booleans(),
 )
-def test_a_stage_holds_what_its_tensors_take(seed, digits, flights, remat, optimizer, exact):
+def test_a_stage_holds_what_its_tensors_take(seed, digits, held_by_stage, remat, optimizer, exact):
     layers = layers_of(seed, digits)
     model = memory_model(
         as_stack(layers),
         np.arange(len(layers) + 1),
         limit=20.5,
         optimizer_bytes_per_parameter_byte=optimizer,
-        flights=flights,
+        microbatches_in_flight=held_by_stage,
         remat=remat,
         exact=exact,
     )
@@ -74,25 +79,27 @@ def test_a_stage_holds_what_its_tensors_take(seed, digits, flights, remat, optim
         """Decimals as they are read, long ones as floats are."""
         return Fraction(value) if digits is None else Fraction(str(value))
 
-    for stage, in_flight in enumerate(flights):
+    for stage, microbatches in enumerate(held_by_stage):
         for begin, end in itertools.combinations(range(len(layers) + 1), 2):
             found = int(model.units(stage, begin, end)) * model.unit
-            expected = held(layers, begin, end, in_flight, remat, optimizer, number)
+            expected = held(layers, begin, end, microbatches, remat, optimizer, number)
             # Rounded up, by at most a unit for each number.
-            most = 0 if exact or digits is not None else (end - begin + 1) * (2 + 3 * in_flight)
+            most = 0 if exact or digits is not None else (end - begin + 1) * (2 + 3 * microbatches)
             assert expected <= found <= expected + most * model.unit
 
 
-def test_what_two_layers_share_is_kept_once_in_a_stage_and_by_both_across_a_cut():
+def test_shared_bytes_count_once_in_a_stage_and_twice_across_a_cut():
     layers = [LayerCost(1, activation_bytes=5, shared_bytes=2)] * 4
     # Nothing is in front of the first layer, so the first stage shares once and the second too.
     plan = partition(layers, 2, in_flight=(3, 1))
     assert plan.stage_memory == (3 * 8.0, 8.0)
-    with pytest.raises(PartitionError, match="shared_bytes of layer 'a' is 3, but must be among"):
+    with pytest.raises(
+        PartitionError, match="shared_bytes of layer 'a' is 3, but its activation_bytes are only 2"
+    ):
         LayerCost(1, activation_bytes=2, shared_bytes=3, name="a")
 
 
-def test_what_layers_share_is_held_by_a_stage_that_begins_between_them_under_remat_too():
+def test_shared_bytes_count_at_the_begin_of_a_stage_with_remat():
     layers = [
         LayerCost(0, boundary_bytes=5),
         LayerCost(0, activation_bytes=6, shared_bytes=1),
@@ -104,3 +111,68 @@ def test_what_layers_share_is_held_by_a_stage_that_begins_between_them_under_rem
     assert partition(layers, 3, memory_limit=21, **options).boundaries == (0, 1, 2, 3)
     with pytest.raises(PartitionError, match="needs 21 B, limit is 20 B"):
         partition(layers, 3, memory_limit=20, **options)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3, 4, 9])
+def test_a_stage_holds_one_to_all_microbatches(microbatches):
+    counts = in_flight("interleaved_one_f_one_b", microbatches, 12, 3)
+    assert all(1 <= count <= microbatches for count in counts)
+
+
+def test_invalid_schedules_are_refused():
+    with pytest.raises(PartitionError, match="runs one stage on each device"):
+        in_flight("zb_h1", 4, 4, 2)
+    with pytest.raises(PartitionError, match="schedule is 'pipe', but must be one of gpipe"):
+        in_flight("pipe", 4, 4)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("devices", [1, 2, 3, 5])
+def test_formulas_equal_the_tables(name, devices):
+    for rounds in (1, 2, 3) if NAMES[name].is_open else (1,):
+        for microbatches in range(1, 13):
+            if rounds > 1 and name == "interleaved_one_f_one_b" and microbatches % devices:
+                continue
+            table = build(name, devices, microbatches, rounds if NAMES[name].is_open else None)
+            facts = simulate(table).for_partition()
+            arguments = (name, microbatches, devices * rounds, rounds)
+            assert in_flight(*arguments) == facts["in_flight"]
+            turning = [share * microbatches for share in at_once(*arguments)]
+            assert turning == list(facts["at_once"])
+
+
+def test_an_unknown_number_of_microbatches_is_a_large_one():
+    for name in SCHEDULES:
+        many = at_once(name, 10**9, 4)
+        assert at_once(name, None, 4) == tuple(Fraction(round(share)) for share in many)
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**40), st.sampled_from(["gpipe", "1f1b"]), st.sampled_from(["none", "full"]))
+def test_the_forecast_of_a_plan_is_just_below_this_rule(seed, schedule, remat):
+    """The rule adds peaks that the forecast, action by action, need not find at the same time.
+
+    They differ by the gradients of a stage at most and, with remat, by one input of the stage.
+    """
+    random = np.random.default_rng(seed)
+    num_stages, num_microbatches = (int(number) for number in random.integers(1, 5, 2))
+    layers = [
+        LayerCost(
+            1,
+            parameter_bytes=int(random.integers(9)),
+            activation_bytes=int(random.integers(5, 20)),
+            boundary_bytes=int(random.integers(1, 6)),
+        )
+        for _ in range(random.integers(num_stages, 9))
+    ]
+    options = {"schedule": schedule, "num_microbatches": num_microbatches, "remat": remat}
+    # Gradients, and two numbers of the optimizer beside each weight.
+    cut = partition(layers, num_stages, optimizer_bytes_per_parameter_byte=3, **options)
+    costs = json.dumps([dataclasses.asdict(layer) for layer in layers])
+    figures = dataclasses.replace(Figures.from_json(costs, "costs"), optimizer=2.0)
+    plan = Plan(f"layers:{num_stages}", boundaries=cut.boundaries, **options)
+    forecast = predict(plan, figures, num_microbatches).memory
+    for stage, inside in enumerate(cut.stages):
+        gradients = sum(layers[layer].parameter_bytes for layer in inside)
+        entry = layers[inside[0] - 1].boundary_bytes if stage and remat == "full" else 0
+        assert 0 <= cut.stage_memory[stage] - forecast[stage] <= gradients + entry

@@ -1,5 +1,6 @@
-"""The options as a value, and checks of single ones."""
+"""The options of a partition, alone and together, and what their errors say."""
 
+import itertools
 import re
 from fractions import Fraction
 
@@ -7,16 +8,19 @@ import numpy as np
 import pytest
 
 from pipemesh.errors import PartitionError
-from pipemesh.partition import in_flight
-from pipemesh.partition.costs import whole
-from pipemesh.partition.flights import at_once
+from pipemesh.partition import LayerCost, in_flight, partition
+from pipemesh.partition.costs import as_stack, whole
+from pipemesh.partition.memory import at_once
 from pipemesh.partition.options import (
     CONSTRAINTS,
     Options,
+    check_options,
+    check_schedule,
     choice,
     positive,
     round_robin,
 )
+from tests.partition.problems import DEFAULTS
 
 GIVEN = {
     "memory_limit": [{"memory_limit": 8.0}],
@@ -45,16 +49,16 @@ def test_without_bandwidth_all_else_stays():
     assert Options(4, bandwidth=2.0).active() == ()
 
 
-def test_what_is_in_flight_is_what_was_given_or_what_the_name_says():
-    assert Options(4, num_microbatches=3).flights() == in_flight("one_f_one_b", 3, 4)
+def test_in_flight_is_given_or_follows_from_the_name():
+    assert Options(4, num_microbatches=3).microbatches_in_flight() == in_flight("one_f_one_b", 3, 4)
     looped = Options(4, schedule="looped_bfs", num_virtual_stages=2, num_microbatches=3)
-    assert looped.flights() == (3, 3, 3, 3)
-    assert Options(4).flights() is None
-    assert Options(2, schedule=None, num_microbatches=3).flights() is None
-    assert Options(2, schedule=None, in_flight=(2, 1)).flights() == (2, 1)
+    assert looped.microbatches_in_flight() == (3, 3, 3, 3)
+    assert Options(4).microbatches_in_flight() is None
+    assert Options(2, schedule=None, num_microbatches=3).microbatches_in_flight() is None
+    assert Options(2, schedule=None, in_flight=(2, 1)).microbatches_in_flight() == (2, 1)
 
 
-def test_who_recomputes():
+def test_recomputed_shares_follow_the_remat_policy():
     assert Options(3, num_microbatches=4).recomputed() == (0, 0, 0)
     assert Options(3, remat="full").recomputed() == (1, 1, 1)
     spares = Options(3, remat="except_last", schedule="gpipe", num_microbatches=4)
@@ -70,28 +74,199 @@ def test_stages_go_round_unless_a_placement_says_otherwise():
     assert Options(3, placement=(1, 0, 1)).num_devices == 2
 
 
-@pytest.mark.parametrize(
-    ("check", "message"),
-    [
-        (lambda: choice("remat", "ful", ["none", "full"]), "did you mean 'full'?"),
-        (lambda: choice("remat", 3, ["none", "full"]), "remat is 3, but must be one of none, full"),
-        (lambda: whole("n", 0, 1), "n is 0, but must be 1 or more"),
-        (lambda: whole("n", True, 0), "n is True, but must be a whole number, 0 or more"),
-        (lambda: whole("n", np.True_, 0), "but must be a whole number, 0 or more"),
-        (lambda: whole("n", 2.0, 0), "n is 2.0, but must be a whole number"),
-        (lambda: positive("b", 0), "b is 0, but must be a finite number above zero"),
-        (lambda: positive("b", -1, zero=True), "b is -1, but must be a finite number zero or more"),
-        (lambda: positive("b", float("inf")), "b is inf, but must be a finite number above zero"),
-        (lambda: positive("b", "1"), "b is '1', but must be a finite number above zero"),
-    ],
-)
-def test_what_is_wrong_is_named_with_what_is_allowed(check, message):
-    with pytest.raises(PartitionError, match=re.escape(message)):
-        check()
-
-
 def test_numbers_of_numpy_become_pythons():
     assert whole("n", np.int64(3), 3) == 3 and type(whole("n", np.int64(3), 3)) is int
     assert type(positive("b", np.float32(0.5))) is float
     assert positive("b", 0, zero=True) == 0
     assert choice("remat", "full", ["none", "full"]) == "full"
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_stages", "options", "message"),
+    [
+        (2, 3, {}, "2 layers allow 1 to 2"),
+        (2, 0, {}, "num_stages is 0"),
+        (2, 1.0, {}, "must be a whole number"),
+        (2, True, {}, "must be a whole number"),
+        (2, np.True_, {}, "but must be a whole number, 1 or more"),
+        (6, 2, {"speeds": [1, float("inf")]}, r"speeds\[1\] is inf, but must be a finite number"),
+        (6, 2, {"speeds": ["1", 1]}, r"speeds\[0\] is '1', but must be a finite number above"),
+        (
+            *(6, 2, {"optimizer_bytes_per_parameter_byte": -1}),
+            "is -1, but must be a finite number zero or more",
+        ),
+        (6, 2, {"remat": 3}, "remat is 3, but must be one of none, full"),
+        (6, 3, {"num_virtual_stages": 2}, "use 2 or 4 stages"),
+        (6, 2, {"schedule": "1f2b"}, "did you mean '1f1b'"),
+        (6, 2, {"num_microbatches": 0}, "num_microbatches is 0, but must be 1 or more"),
+        (
+            *(4, 4, {"num_virtual_stages": 2, "schedule": "one_f_one_b"}),
+            "one stage on each device",
+        ),
+        (6, 2, {"speeds": [1]}, "1 numbers for 2 devices"),
+        (6, 2, {"speeds": [1, 0]}, r"speeds\[1\] is 0, but must be a finite number above"),
+        (6, 2, {"bandwidth": 1}, "bandwidth needs costs with boundary_bytes, but"),
+        (6, 2, {"memory_limit": 1}, "memory_limit needs costs with parameter_bytes and"),
+        (6, 2, {"remat": "full"}, "needs costs with forward, but they are plain"),
+        (6, 2, {"remat": "ful"}, "did you mean 'full'"),
+        (6, 2, {"overlap_transfers": True}, "without bandwidth there are no transfers"),
+        (6, 2, {"min_layers": 4}, "use min_layers=3 or 1 stages"),
+        (6, 2, {"max_layers": 2}, "use max_layers=3 or 3 stages"),
+        (6, 2, {"max_layers": 3, "min_layers": 4}, "use min_layers=3"),
+        (6, 1, {"max_layers": 2, "min_layers": 3}, "max_layers is 2, but min_layers is 3"),
+        (6, 2, {"same_stage": [0, 1]}, r"same_stage\[0\] is 0, but must be a group"),
+        (6, 2, {"same_stage": 5}, "same_stage is 5, but must be a sequence of groups"),
+        (6, 2, {"fixed": 5}, "fixed is 5, but must be layers such as"),
+        (6, 2, {"fixed": "12"}, "fixed is '12', but must be layers such as"),
+        (6, 2, {"fixed": {1: 2, "a": 3}}, "a stage in fixed is 'a', but must be a whole number"),
+        (6, 2, {"speeds": {0: 1, 1: 2}}, "speeds is {0: 1, 1: 2}, but must be a sequence"),
+        (6, 2, {"speeds": 5}, "speeds is 5, but must be a sequence"),
+        (6, 2, {"overlap_transfers": "no"}, "overlap_transfers is 'no', but must be True or"),
+        (6, 2, {"stage_devices": {0: 0, 1: 1}}, "stage_devices is .* but must be a sequence"),
+        (6, 2, {"same_stage": [[0, 6]]}, "layer indices from 0 to 5"),
+        (6, 2, {"same_stage": [[0]]}, "two or more layer indices"),
+        (6, 2, {"fixed": [0]}, "must be 1 or more"),
+        (6, 2, {"fixed": [6]}, "must be a layer from 1 to 5"),
+        (6, 2, {"fixed": [1, 2]}, "use 3 stages"),
+        (6, 2, {"fixed": {2: 3}}, "its stages must be from 1 to 1"),
+        (6, 3, {"fixed": {1: 3, 2: 3}}, "leaves 0 layers for the 1 stages between"),
+        (6, 4, {"fixed": {1: 5}}, "leaves 1 layers for the last 3 stages"),
+        (6, 2, {"fixed": [3], "same_stage": [[2, 3]]}, "keeps the layers 2 to 3 together"),
+    ],
+)
+def test_a_wrong_option_says_what_is_allowed(num_layers, num_stages, options, message):
+    with pytest.raises(PartitionError, match=message):
+        partition([1.0] * num_layers, num_stages, **options)
+
+
+def test_all_that_is_given_is_kept_in_one_form():
+    asked = DEFAULTS | {
+        "same_stage": [[5, 3], (0, np.int64(1))],
+        "fixed": {2: np.int64(6), 1: 2},
+        "max_layers": np.int32(4),
+        "speeds": np.asarray([1, 2, 4]),
+        "bandwidth": 2,
+        "overlap_transfers": 1,
+    }
+    options = check_options(as_stack([LayerCost(1)] * 8), 3, asked)
+    assert options.overlap_transfers is True
+    assert options == Options(
+        3,
+        speeds=(1.0, 2.0, 4.0),
+        bandwidth=2.0,
+        overlap_transfers=True,
+        same_stage=((3, 5), (0, 1)),
+        max_layers=4,
+        pinned=((1, 2), (2, 6)),
+    )
+    asked = DEFAULTS | {"fixed": [8, 1, 8]}
+    assert check_options(as_stack([1.0] * 9), 3, asked) == Options(3, fixed=(1, 8))
+
+
+def test_what_is_suggested_for_numbers_of_layers_is_allowed():
+    for layers, stages, least, most in itertools.product(
+        range(1, 8), range(1, 8), range(1, 5), (None, *range(1, 8))
+    ):
+        if stages > layers:
+            continue
+        stack, asked = as_stack([1.0] * layers), {"min_layers": least, "max_layers": most}
+        fits = least * stages <= layers and (most is None or most * stages >= layers)
+        fits &= most is None or least <= most
+        try:
+            check_options(stack, stages, DEFAULTS | asked)
+        except PartitionError as error:
+            assert not fits
+            found = re.search(r"use (\w+)=(\d+) or (\d+) stages", str(error))
+            if found is None:
+                assert "swap them?" in str(error) and most < least
+                continue
+            name, value, others = found[1], int(found[2]), int(found[3])
+            # Each of the two by itself, as far as the other bound lets it.
+            check_options(stack, stages, DEFAULTS | {name: value})
+            if others:
+                check_options(stack, others, DEFAULTS | {name: asked[name]})
+        else:
+            assert fits
+
+
+LAYERS = [LayerCost(1, backward=2, parameter_bytes=3, activation_bytes=4, boundary_bytes=5)] * 6
+V = {"in_flight": (4, 3, 2, 1), "stage_devices": (0, 1, 1, 0)}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory_limit": 1}, "memory_limit needs num_microbatches: the activations that a stage"),
+        ({"stage_devices": (0, 1, 1, 0), "memory_limit": 9}, "memory_limit needs in_flight beside"),
+        ({**V, "remat": "except_last"}, "remat='except_last' needs at_once beside in_flight"),
+        ({**V, "speeds": [1, 1, 1, 1]}, "speeds has 4 numbers for 2 devices"),
+        (
+            {**V, "schedule": "gpipe"},
+            "schedule is 'gpipe' and in_flight is given too, but both say",
+        ),
+        ({"in_flight": (1, 2)}, "in_flight has 2 numbers for 4 stages; give one a stage"),
+        ({"in_flight": 3}, "in_flight is 3, but must be a sequence"),
+        ({"in_flight": (1, 2, 3, 0.5)}, r"in_flight\[3\] is 0\.5, but must be a whole number"),
+        ({**V, "num_microbatches": 3}, r"in_flight\[0\] is 4, but num_microbatches is 3"),
+        ({"stage_devices": (0, 1)}, "stage_devices has 2 numbers for 4 stages"),
+        ({"stage_devices": (0, 2, 2, 0)}, "no stage is on device 1; number the devices"),
+        ({**V, "num_virtual_stages": 4}, "num_virtual_stages is 4, but stage_devices has 2"),
+        ({"at_once": (0, 0, 0, 2)}, "at_once counts microbatches; give num_microbatches too"),
+        (
+            {"at_once": (0, 0, 0, 2), "num_microbatches": 1},
+            r"at_once\[3\] is 2, but num_microbatch",
+        ),
+        ({"schedule": "zb_v"}, r"schedule is 'zb_v', .* give in_flight and stage_devices \(from"),
+    ],
+)
+def test_what_a_table_says_is_checked(options, message):
+    with pytest.raises(PartitionError, match=message):
+        partition(LAYERS, 4, **options)
+
+
+def checked(stages, **asked):
+    nothing = dict.fromkeys(
+        ("schedule", "in_flight", "stage_devices", "at_once", "num_microbatches"), None
+    )
+    return check_schedule(stages, nothing | {"num_virtual_stages": None} | asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "name", "rounds"),
+    [
+        ({}, "one_f_one_b", 1),
+        ({"num_virtual_stages": 1}, "one_f_one_b", 1),
+        ({"num_virtual_stages": 3}, "interleaved_one_f_one_b", 3),
+        ({"schedule": "interleaved"}, "interleaved_one_f_one_b", 2),
+        ({"schedule": "Looped-BFS:3"}, "looped_bfs", 3),
+        ({"schedule": "looped_bfs", "num_virtual_stages": 6}, "looped_bfs", 6),
+        ({"schedule": "zb_h1"}, "zb_h1", 1),
+    ],
+)
+def test_names_and_stages_of_a_device_imply_each_other(asked, name, rounds):
+    found = checked(6, **asked)
+    assert found == Options(6, schedule=name, num_virtual_stages=rounds)
+
+
+@pytest.mark.parametrize(
+    ("homes", "placement", "rounds"),
+    [
+        ((0, 1, 0, 1), (), 2),  # They go round, as without a word.
+        ((0, 1, 1, 0), (0, 1, 1, 0), 2),
+        ((1, 0, 2, 3), (1, 0, 2, 3), 1),
+        ((0, 0, 0, 0), (), 4),
+        ((0, 0, 1, 0), (0, 0, 1, 0), 3),
+        (np.asarray([0, 1, 2, 3]), (), 1),
+    ],
+)
+def test_a_placement_says_how_many_stages_a_device_has_at_most(homes, placement, rounds):
+    found = checked(4, stage_devices=homes)
+    assert (found.placement, found.num_virtual_stages, found.schedule) == (placement, rounds, None)
+    assert found.stage_devices == tuple(homes)
+
+
+def test_numbers_of_a_table_are_kept_as_pythons():
+    counts = {"in_flight": np.asarray([3, 2]), "at_once": [0, 3], "num_microbatches": np.int64(3)}
+    found = checked(2, **counts)
+    assert found == Options(2, schedule=None, in_flight=(3, 2), at_once=(0, 3), num_microbatches=3)
+    assert all(type(count) is int for count in (*found.in_flight, found.num_microbatches))

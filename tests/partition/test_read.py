@@ -57,7 +57,7 @@ def test_forms(text, costs):
         ('[{"cost": 1}, {"name": "b"}]', "layer 1 has no cost"),
         ('[{"cost": 1, "forward": 2}]', "has cost beside forward"),
         ('[{"cost": "1"}]', "layer 0: cost is '1', but must be a number"),
-        ('[{"forward": 1, "name": 5}]', "layer 0: name of a layer is 5, but must be a text"),
+        ('[{"forward": 1, "name": 5}]', "layer 0: name of a layer is 5, but must be a string"),
         ("[" * 100_000, "nested too deeply"),
         ("[" + "1" * 5000 + "]", "costs.csv"),
         ("1\n" + "2" * 200_000, "line 2 is no CSV: field larger"),

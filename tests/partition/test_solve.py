@@ -1,5 +1,6 @@
-"""`partition` as users call it: known cuts, and what binds."""
+"""`partition` as users call it: known cuts, what binds, and why there is no cut."""
 
+import re
 import time
 
 import numpy as np
@@ -7,23 +8,24 @@ import pytest
 
 from pipemesh.errors import PartitionError
 from pipemesh.partition import LayerCost, Partition, partition
-from pipemesh.partition.flights import SCHEDULES
-from pipemesh.schedule import build, simulate
+from pipemesh.partition.memory import SCHEDULES
+from pipemesh.partition.solve import uniform_boundaries
+from pipemesh.schedule import build, simulate, zb_v
 
 
 def cost_of(**fields):
     return LayerCost(forward=1, **fields)
 
 
-def test_equal_layers_are_cut_evenly_where_lingvo_puts_one_and_three():
+def test_equal_layers_are_cut_evenly():
     assert partition([1, 1, 1, 1], 2) == Partition((0, 2, 4), (2.0, 2.0))
 
 
-def test_the_list_on_which_block_partition_gives_701_and_101():
+def test_a_list_that_block_partition_cuts_into_701_and_101():
     assert partition([100] * 6 + [101] * 2, 2).stage_costs == (400.0, 402.0)
 
 
-def test_the_list_on_which_block_partition_does_not_return():
+def test_a_list_on_which_block_partition_never_returns():
     assert partition([5, 5, 5, 5, 20, 20], 5).stage_costs == (5, 5, 10, 20, 20)
 
 
@@ -46,7 +48,7 @@ def test_a_slow_device_gets_less():
     assert plan.stage_costs == (4.0, 4.0, 4.0)
 
 
-def test_a_fast_device_late_in_the_pipeline_does_not_mislead_greedy_cuts():
+def test_a_fast_last_device_does_not_mislead_greedy_cuts():
     # Longest stages first leave the slow third device with the layer of 5, which costs it 5.
     plan = partition([0, 0, 0, 2, 5, 0], 4, speeds=[1, 1, 1, 3])
     assert plan.bottleneck == 2.0
@@ -62,7 +64,7 @@ def test_cheap_boundaries_are_preferred_over_even_compute():
     assert partition(layers, 2, bandwidth=10, overlap_transfers=True).stage_costs == (9.0, 3.0)
 
 
-def test_recomputation_costs_a_forward_pass_except_where_the_policy_spares_it():
+def test_recomputation_costs_a_forward_pass():
     layers = [LayerCost(1, backward=2)] * 2
     assert partition(layers, 2, remat="full").stage_costs == (4.0, 4.0)
     assert partition(layers, 2, remat="except_last").stage_costs == (4.0, 3.0)
@@ -91,13 +93,13 @@ def test_virtual_stages_of_equal_layers_are_even_too():
     assert partition([1] * 8, 4, num_virtual_stages=2).stage_costs == (2.0,) * 4
 
 
-def test_a_search_for_virtual_stages_that_grows_too_large_says_so(monkeypatch):
-    monkeypatch.setattr("pipemesh.partition.search.interleaved.MOST_STATES", 100)
+def test_a_search_for_virtual_stages_may_grow_too_large(monkeypatch):
+    monkeypatch.setattr("pipemesh.partition.virtual_stages.MOST_STATES", 100)
     with pytest.raises(PartitionError, match="limit of 100 states; narrow it with min_layers"):
         partition([1.0] * 40, 12, num_virtual_stages=3)
 
 
-def test_a_cut_is_kept_where_the_search_for_what_binds_gives_up():
+def test_a_cut_is_kept_if_the_search_for_binding_gives_up():
     """Without transfers, which take longest here, no state can be ruled out."""
     rng = np.random.default_rng(1)
     costs = [LayerCost(1e-6 * rng.random(), boundary_bytes=1e6 * rng.random()) for _ in range(100)]
@@ -117,11 +119,11 @@ def test_a_cut_is_kept_where_the_search_for_what_binds_gives_up():
         ({"min_layers": 2}, ("min_layers",)),
     ],
 )
-def test_what_binds_is_what_would_have_to_give_way(options, binding):
+def test_options_that_bind_are_named(options, binding):
     assert partition([1, 1, 4, 1, 1, 1], 3, **options).binding == binding
 
 
-def test_nothing_binds_where_only_the_ends_of_layers_are_in_the_way():
+def test_nothing_binds_if_only_layers_are_too_coarse():
     assert partition([2, 2, 2], 2).binding == ()
 
 
@@ -213,3 +215,161 @@ def test_speeds_belong_to_devices_wherever_stages_lie():
     plan = partition([6.0, 2, 3], 3, stage_devices=(1, 2, 0), speeds=[1, 3, 1])
     assert plan.stage_costs == (2.0, 2.0, 3.0)
     assert plan.device_costs == (3.0, 2.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("costs", "stages", "counts"),
+    [
+        ([1] * 4, 4, [0, 1, 1, 2]),
+        ([1] * 4, 2, [1, 3]),
+        ([5, 5, 5, 5, 20, 20], 5, [2, 2, 0, 1, 1]),
+        ([10, 1, 1, 1], 2, [0, 4]),
+    ],
+)
+def test_lingvo_puts_layers_where_their_cumulative_share_says(costs, stages, counts):
+    plan = partition(costs, stages, method="lingvo")
+    assert [len(layers) for layers in plan.stages] == counts
+    assert plan.method == "lingvo"
+
+
+def test_uniform_counts_differ_by_one_at_most():
+    assert uniform_boundaries(10, 4) == [0, 3, 6, 8, 10]
+    assert partition([9, 1, 1, 1], 2, method="uniform").stage_costs == (10.0, 2.0)
+
+
+def test_the_rule_is_that_of_lingvo_itself():
+    pytest.importorskip("pipemesh.layers")
+    gpipe = pytest.importorskip("lingvo.core.gpipe")
+    from lingvo.core import base_layer, py_utils, tshape
+
+    class Fake(base_layer.BaseLayer):
+        @classmethod
+        def Params(cls):
+            params = super().Params()
+            params.Define("flops", 0, "What the layer claims to cost.")
+            return params
+
+        @classmethod
+        def FPropMeta(cls, p, *shapes):
+            return py_utils.NestedMap(flops=p.flops, out_shapes=shapes)
+
+    random = np.random.default_rng(0)
+    for _ in range(40):
+        costs = random.integers(1, 30, random.integers(2, 20)).tolist()
+        stages = int(random.integers(1, min(len(costs), 6) + 1))
+        layers = [Fake.Params().Set(flops=cost) for cost in costs]
+        cells = gpipe.PartitionSequentialLayers(layers, stages, tshape.Shape([1]))
+        plan = partition(costs, stages, method="lingvo")
+        assert [len(cell.sub) for cell in cells] == [len(layers) for layers in plan.stages]
+
+
+GIB = 2**30
+LAYERS = [
+    LayerCost(1, parameter_bytes=GIB / 2, activation_bytes=GIB / 4, name=f"block{index}")
+    for index in range(16)
+]
+
+
+def message_of(*args, **options):
+    with pytest.raises(PartitionError) as caught:
+        partition(*args, **options)
+    return str(caught.value)
+
+
+def test_memory_errors_name_the_stage_and_nearest_settings():
+    options = {"num_microbatches": 8, "memory_limit": 8 * GIB}
+    text = message_of(LAYERS, 4, **options)
+    assert re.search(r"stage \d \(layers \d+ to \d+\) needs \d+\.\d GiB, limit is 8\.0 GiB", text)
+    stages = int(re.search(r"from (\d+) stages", text)[1])
+    partition(LAYERS, stages, **options)
+    with pytest.raises(PartitionError):
+        partition(LAYERS, stages - 1, **options)
+    limit = float(re.search(r"memory_limit of (\d+\.\d) GiB", text)[1])
+    partition(LAYERS, 4, num_microbatches=8, memory_limit=limit * GIB)
+    with pytest.raises(PartitionError):
+        partition(LAYERS, 4, num_microbatches=8, memory_limit=(limit - 0.1) * GIB)
+    assert "remat='full'" in text
+    partition(LAYERS, 4, remat="full", **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_virtual_stages": 2}, {"remat": "full"}])
+def test_the_limit_that_is_named_is_the_least_that_works(options):
+    layers = [LayerCost(1.0, parameter_bytes=10, activation_bytes=5, boundary_bytes=1)] * 8
+    stages = 2 * options.get("num_virtual_stages", 1)
+    text = message_of(layers, stages, num_microbatches=8, memory_limit=30, **options)
+    limit = int(re.search(r"memory_limit of (\d+) B", text)[1])
+    partition(layers, stages, num_microbatches=8, memory_limit=limit, **options)
+    message_of(layers, stages, num_microbatches=8, memory_limit=limit - 1, **options)
+
+
+def test_more_microbatches_of_the_same_batch_help_1f1b():
+    options = {"memory_limit": 8 * GIB}
+    text = message_of(LAYERS, 4, num_microbatches=4, **options)
+    count = int(re.search(r"from (\d+) microbatches", text)[1])
+
+    def smaller(microbatches):
+        return [
+            LayerCost(
+                1,
+                parameter_bytes=layer.parameter_bytes,
+                activation_bytes=layer.activation_bytes * 4 / microbatches,
+            )
+            for layer in LAYERS
+        ]
+
+    partition(smaller(count), 4, num_microbatches=count, **options)
+    with pytest.raises(PartitionError):
+        partition(smaller(count - 1), 4, num_microbatches=count - 1, **options)
+
+
+def test_one_layer_that_is_too_large_is_named():
+    layers = [*LAYERS, LayerCost(1, parameter_bytes=9 * GIB, name="softmax")]
+    text = message_of(layers, 17, num_microbatches=1, memory_limit=16 * GIB)
+    assert "stage 16 (layer 16 ('softmax')) needs 27.0 GiB, limit is 16.0 GiB" in text
+    assert "stages" not in text.split(";")[1]
+
+
+def test_devices_are_named_with_virtual_stages():
+    text = message_of(LAYERS[:8], 4, num_virtual_stages=2, num_microbatches=4, memory_limit=3 * GIB)
+    assert re.search(r"device \d needs", text)
+
+
+@pytest.mark.parametrize(
+    ("options", "hints"),
+    [
+        (
+            {"max_layers": 5, "same_stage": [[0, 6]]},
+            ["same_stage=[[0, 6]] and max_layers=5", "from max_layers=7", "without same_stage"],
+        ),
+        ({"min_layers": 3, "fixed": [2]}, ["with min_layers=2", "without fixed"]),
+        ({"max_layers": 4, "fixed": {1: 6}}, ["from max_layers=6", "without fixed"]),
+    ],
+)
+def test_options_that_contradict_each_other(options, hints):
+    text = message_of([1] * 16, 4, **options)
+    for hint in hints:
+        assert hint in text
+
+
+def test_several_culprits_at_once():
+    options = {"min_layers": 3, "fixed": {2: 4}, "max_layers": 5, "same_stage": [[8, 13]]}
+    assert "change at least two of these options" in message_of([1] * 16, 4, **options)
+
+
+def test_groups_that_leave_too_few_pieces():
+    text = message_of([1] * 6, 3, same_stage=[[0, 4]])
+    assert "leaves only 2 pieces of the 6 layers for 3 stages; use at most 2 stages" in text
+
+
+def test_memory_errors_of_a_table_name_device_and_limit():
+    facts = simulate(zb_v(2, 4)).for_partition()
+    with pytest.raises(
+        PartitionError, match=r"device \d needs .* from a memory_limit of"
+    ) as caught:
+        partition(
+            [LayerCost(1, backward=2, parameter_bytes=3, activation_bytes=4, boundary_bytes=5)] * 6,
+            4,
+            memory_limit=20,
+            **facts,
+        )
+    assert "stages," not in str(caught.value) and "microbatches" not in str(caught.value)

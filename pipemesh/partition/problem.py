@@ -1,25 +1,52 @@
-"""The partitioning problem in integers: which stages are allowed, and how long each takes."""
+"""The partitioning problem in integers: allowed stages and their times."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
-from pipemesh.partition.costs import Floats, Stack
-from pipemesh.partition.integers import (
-    ROOM,
+from pipemesh.partition.costs import (
+    SUM_LIMIT,
+    Floats,
     Ints,
+    Stack,
+    decimal,
     prefix_sums,
     to_big_integers,
     to_integers,
 )
-from pipemesh.partition.memory import MemoryModel
+from pipemesh.partition.memory import MemoryModel, memory_model
+from pipemesh.partition.options import Options
+
+Places = Ints | range
+"""Ascending places of one boundary; a range if every place in between is possible."""
+
+Candidates = list[Places]
+"""The places of each of the S + 1 boundaries."""
+
+FEW_PAIRS = 300_000
+"""Up to so many pairs of boundaries, all numbers are exact and every pair is looked at."""
+
+_FEW_LAYERS = 400
+"""The same limit with virtual stages, in layers."""
 
 _CACHED_NUMBERS = 20_000_000
+
+
+def as_array(places: Places) -> Ints:
+    """Returns the places of one boundary as an array."""
+    return np.arange(places.start, places.stop) if isinstance(places, range) else places
+
+
+def num_pairs(candidates: Candidates) -> int:
+    """Returns the number of pairs of consecutive candidates, each of which is a possible stage."""
+    return sum(len(begins) * len(ends) for begins, ends in itertools.pairwise(candidates))
 
 
 class ComputeTimes:
@@ -41,14 +68,7 @@ class ComputeTimes:
         self._cache: dict[int, Ints] = {}
 
     def prefix(self, kind: int) -> Ints:
-        """Compute time before each allowed boundary, in units.
-
-        Args:
-            kind: index of the kind of stage.
-
-        Returns:
-            Rising integers, zero first.
-        """
+        """Returns the compute time before each allowed boundary on a kind of stage, in units."""
         cached = self._cache.get(kind)
         if cached is not None:
             return cached
@@ -56,7 +76,7 @@ class ComputeTimes:
             forward, backward = self._factors[kind]
             sums = self._columns[0] * forward + self._columns[1] * backward
         else:
-            # A power of two, so that scaling by it loses nothing but what falls below the unit.
+            # Scaling by a power of two loses only what falls below the unit.
             layers = np.ldexp(self._layer_times(kind), self._shift)
             sums = prefix_sums(np.rint(layers).astype(np.int64))[self._positions]
         if (len(self._cache) + 1) * sums.size <= _CACHED_NUMBERS:
@@ -64,11 +84,7 @@ class ComputeTimes:
         return sums
 
     def as_objects(self) -> ComputeTimes:
-        """The same times as Python integers, whose squares never overflow.
-
-        Returns:
-            New times of dtype `object`.
-        """
+        """Returns the same times as Python integers, whose squares never overflow."""
         copy = ComputeTimes(self.kinds)
         copy.unit, copy.rounded, copy.dtype = self.unit, self.rounded, object
         if self.transfers is not None:
@@ -92,16 +108,8 @@ class ComputeTimes:
     ) -> ComputeTimes:
         """Scales all times to integers of one unit.
 
-        Args:
-            stack: the costs.
-            positions: the layer index of every allowed boundary.
-            kinds: the speed and the share of forward passes run twice, for each kind of stage.
-            bandwidth: bytes per unit of time, or `None` if transfers are free.
-            exact: whether times that fit no `int64` become Python integers; otherwise they are
-                rounded to a grid of 2^-59 of the whole.
-
-        Returns:
-            The times.
+        With `exact`, times that fit no `int64` become Python integers. Without, they are rounded to
+        a grid of 2^-59 of the total.
         """
         times = cls(kinds)
         times._positions = positions
@@ -130,7 +138,7 @@ class ComputeTimes:
         bandwidth: Fraction | None,
         exact: bool,
     ) -> bool:
-        """Finds a unit of which all times are multiples; says whether that worked."""
+        """Scales times to a unit of which all are multiples; returns False if there is none."""
         costs, compute_unit = compute
         crossing, transfer_unit = transfer
         factors: list[tuple[Fraction, Fraction]] = [
@@ -150,8 +158,8 @@ class ComputeTimes:
         forward, backward = sum(costs[:layers].tolist()), sum(costs[layers:].tolist())
         largest = max(forward * a + backward * b for a, b in integers)
         largest += 4 * by_transfer * max(crossing.tolist(), default=0)
-        # The factors too have to fit, even where all they multiply is zero.
-        fits = max(largest, by_transfer, *(max(pair) for pair in integers)) < ROOM
+        # The factors must fit too, even if they only multiply zeros.
+        fits = max(largest, by_transfer, *(max(pair) for pair in integers)) < SUM_LIMIT
         if not fits and not exact:
             return False
         self.dtype = np.int64 if fits else object
@@ -180,7 +188,7 @@ class ComputeTimes:
 
 
 def _common_unit(numbers: list[Fraction], bits: int) -> Fraction | None:
-    """The largest number of which all are integer multiples, unless it takes too many bits."""
+    """Returns the largest common divisor; `None` if it takes too many bits."""
     denominator = 1
     for number in set(numbers):
         denominator = math.lcm(denominator, number.denominator)
@@ -194,34 +202,19 @@ def _common_unit(numbers: list[Fraction], bits: int) -> Fraction | None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
-    """Everything the solvers need; boundaries are indices into `positions`.
+    """The allowed stages and their times; boundaries are indices into `positions`."""
 
-    Attributes:
-        positions: layer index of each boundary that `same_stage` leaves, 0 and n included.
-        num_stages: S.
-        times: compute and transfer times.
-        kind_of_stage: for each stage, its kind in `times`.
-        overlapped: whether a stage takes the longer of compute and transfers, not their sum.
-        memory: the memory model with a limit, or `None`.
-        min_layers: least layers of a stage.
-        max_layers: most layers of a stage, or `None`.
-        barriers: boundaries that no stage may span, rising.
-        pinned: for some boundary indices, where they must be.
-        num_virtual_stages: V, the most stages of a device.
-        stage_devices: for each stage its device.
-    """
-
-    positions: Ints
+    positions: Ints  # Layer index of each boundary that `same_stage` allows, 0 and n included.
     num_stages: int
     times: ComputeTimes
-    kind_of_stage: tuple[int, ...]
-    overlapped: bool = False
-    memory: MemoryModel | None = None
+    kind_of_stage: tuple[int, ...]  # For each stage, its kind in `times`.
+    overlapped: bool = False  # A stage takes the longer of compute and transfers, not their sum.
+    memory: MemoryModel | None = None  # With a limit.
     min_layers: int = 1
     max_layers: int | None = None
-    barriers: tuple[int, ...] = ()
-    pinned: tuple[tuple[int, int], ...] = ()
-    num_virtual_stages: int = 1
+    barriers: tuple[int, ...] = ()  # Ascending boundaries that no stage may span.
+    pinned: tuple[tuple[int, int], ...] = ()  # Pairs of a boundary's index and its place.
+    num_virtual_stages: int = 1  # Most stages of a device.
     stage_devices: tuple[int, ...] = ()
 
     @property
@@ -231,12 +224,12 @@ class Problem:
 
     @property
     def num_devices(self) -> int:
-        """How many devices the stages run on."""
+        """The number of devices that the stages run on."""
         return max(self.stage_devices) + 1
 
     @property
     def monotone(self) -> bool:
-        """Whether every part of an allowed stage is allowed and takes no longer."""
+        """True if every part of an allowed stage is allowed and takes no longer."""
         return (
             self.times.transfers is None
             and self.min_layers <= 1
@@ -245,43 +238,27 @@ class Problem:
 
     @property
     def forever(self) -> int:
-        """More units of time than any stage or device can take."""
+        """A time longer than that of any stage or device."""
         total = max(int(self.times.prefix(kind)[-1]) for kind in sorted(set(self.kind_of_stage)))
         if self.times.transfers is not None:
             total += 2 * int(self.times.transfers.max()) * self.num_virtual_stages
         return total + 1
 
     def tied(self, bottleneck: int) -> int:
-        """The largest bottleneck that rounding may have made of an equal one.
+        """Returns the largest bottleneck that rounding may have made of an equal one.
 
-        Args:
-            bottleneck: in units.
-
-        Returns:
-            The same where times are exact; otherwise so much more that no cut of equal bottleneck
-            is lost: half a unit for each layer, and the last bits of the float divisions.
+        Rounding moves each layer by half a unit at most, and float division changes the last bits.
         """
         if not self.times.rounded:
             return bottleneck
         return bottleneck + self.size + (bottleneck >> 45)
 
     def prefix(self, stage: int) -> Ints:
-        """Compute time before each boundary on the device of a stage.
-
-        Args:
-            stage: index of the stage.
-
-        Returns:
-            Rising integers.
-        """
+        """Returns the compute time before each boundary on the device of a stage."""
         return self.times.prefix(self.kind_of_stage[stage])
 
     def windows(self) -> tuple[Ints, Ints]:
-        """First and last place of each of the S + 1 boundaries, from counting alone.
-
-        Returns:
-            Two arrays of boundaries.
-        """
+        """Returns the first and last place of each boundary that leave every stage a layer."""
         index: Ints = np.arange(self.num_stages + 1)
         first: Ints = index + 0
         last: Ints = self.size - self.num_stages + index
@@ -296,29 +273,14 @@ class Problem:
         return first, last
 
     def first_end(self, begin: Ints) -> Ints:
-        """The first boundary at which a stage may end.
-
-        Args:
-            begin: boundaries where it begins.
-
-        Returns:
-            Boundaries; `size + 1` where there is none.
-        """
+        """Returns the first boundary at which a stage may end; `size + 1` if there is none."""
         if self.min_layers <= 1:
             return begin + 1
         least = self.positions[begin] + self.min_layers
         return np.searchsorted(self.positions, least, side="left")
 
     def last_end(self, stage: int, begin: Ints) -> Ints:
-        """The last boundary at which a stage may end, time left aside.
-
-        Args:
-            stage: index of the stage.
-            begin: boundaries where it begins.
-
-        Returns:
-            Boundaries; `begin` or less where there is none.
-        """
+        """Returns the last boundary at which a stage may end, whatever its time is."""
         last = np.full(begin.shape, self.size, dtype=np.int64)
         if self.max_layers is not None:
             most = self.positions[begin] + self.max_layers
@@ -331,19 +293,11 @@ class Problem:
         return last
 
     def stage_times(self, stage: int, begin: Ints, end: Ints) -> Ints:
-        """Time of a stage, transfers included; arrays broadcast.
+        """Returns the time of a stage with its transfers; arrays of boundaries broadcast.
 
-        A device sends and receives the activation of one boundary and the gradient of the
-        other, both directions at once, so both boundaries count once. Nothing is sent where the
-        neighbouring stage is on the same device.
-
-        Args:
-            stage: index of the stage.
-            begin: boundaries where it begins.
-            end: boundaries where it ends.
-
-        Returns:
-            Units of time.
+        A device sends and receives the activation of one boundary and the gradient of the other,
+        both directions at once, so each boundary counts once. Two neighbouring stages on one device
+        send nothing to each other.
         """
         prefix = self.prefix(stage)
         compute = prefix[end] - prefix[begin]
@@ -358,22 +312,85 @@ class Problem:
         return np.maximum(np.asarray(compute, dtype), np.asarray(transfer, dtype))
 
     def _crosses(self, boundary: int) -> bool:
-        """Whether there are two devices at a boundary; at both ends nothing is sent anyway."""
+        """Returns True between two devices, and at both ends, where nothing is sent anyway."""
         return (
             self.stage_devices[boundary - 1 : boundary]
             != (self.stage_devices[boundary : boundary + 1])
         )
 
     def allowed(self, stage: int, begin: Ints, end: Ints) -> Ints:
-        """Whether stages are allowed, time left aside.
-
-        Args:
-            stage: index of the stage.
-            begin: boundaries where it begins, n of them.
-            end: boundaries where it ends, m of them.
-
-        Returns:
-            An n x m array of booleans.
-        """
+        """Returns for n begins and m ends whether stages are allowed, whatever their time is."""
         first, last = self.first_end(begin), self.last_end(stage, begin)
         return (end[None, :] >= first[:, None]) & (end[None, :] <= last[:, None])
+
+
+def allowed_positions(layers: int, groups: Sequence[Sequence[int]]) -> Ints:
+    """Returns the layer indices at which no group is cut, 0 and `layers` included."""
+    allowed = np.ones(layers + 1, dtype=bool)
+    for group in groups:
+        allowed[group[0] + 1 : group[-1] + 1] = False
+    return np.flatnonzero(allowed)
+
+
+def build_memory(
+    stack: Stack, options: Options, positions: Ints, exact: bool
+) -> MemoryModel | None:
+    """Builds the memory model; `None` if costs or options do not say enough."""
+    microbatches_in_flight = options.microbatches_in_flight()
+    if not stack.detailed or microbatches_in_flight is None:
+        return None
+    return memory_model(
+        stack,
+        positions,
+        limit=options.memory_limit,
+        optimizer_bytes_per_parameter_byte=options.optimizer_bytes_per_parameter_byte,
+        microbatches_in_flight=microbatches_in_flight,
+        remat=options.remat,
+        exact=exact,
+    )
+
+
+def build_problem(stack: Stack, options: Options) -> Problem:
+    """Turns costs and options into a problem in integers, which may have no solution."""
+    stages = options.num_stages
+    positions = allowed_positions(stack.num_layers, options.same_stage)
+    size = int(positions.size) - 1
+    if options.num_virtual_stages > 1:
+        exact = size <= _FEW_LAYERS
+    else:
+        exact = stages * max(size - stages + 1, 0) ** 2 <= FEW_PAIRS
+    speeds = options.speeds or (1.0,) * options.num_devices
+    kind_by_stage = [
+        (decimal(speeds[device]), again)
+        for device, again in zip(options.stage_devices, options.recomputed(), strict=True)
+    ]
+    kinds = tuple(dict.fromkeys(kind_by_stage))
+    index = {kind: number for number, kind in enumerate(kinds)}
+    # A single device sends nothing.
+    bandwidth = options.bandwidth if options.num_devices > 1 else None
+    times = ComputeTimes.build(
+        stack,
+        positions,
+        kinds,
+        None if bandwidth is None else decimal(bandwidth),
+        exact,
+    )
+    memory = None
+    if options.memory_limit is not None:
+        memory = build_memory(stack, options, positions, exact)
+    return Problem(
+        positions=positions,
+        num_stages=stages,
+        times=times,
+        kind_of_stage=tuple(index[kind] for kind in kind_by_stage),
+        overlapped=options.overlap_transfers,
+        memory=memory,
+        min_layers=options.min_layers,
+        max_layers=options.max_layers,
+        barriers=tuple(np.searchsorted(positions, options.fixed).tolist()),
+        pinned=tuple(
+            (stage, int(np.searchsorted(positions, layer))) for stage, layer in options.pinned
+        ),
+        num_virtual_stages=options.num_virtual_stages,
+        stage_devices=options.stage_devices,
+    )

@@ -1,39 +1,124 @@
 """Exact cuts where devices own several stages that need not be neighbours.
 
-What counts is the device's sum, so a program that goes along the layers would have to carry the
-sums of all devices. This one goes device by device: a step cuts all stages of one device. What the
-devices left need to know is where the boundaries lie between stages that are done and stages that
-are not, so that is a state. With V stages a device that go round, those are V walkers and where
-each of them started; in a V, two walkers that come from both ends. README.md has the complexity.
+A device costs the sum of its stages, so a program that goes along the layers would have to carry
+the sums of all devices. This one goes device by device: a step cuts all stages of one device. A
+state holds the places of the boundaries between stages that are done and stages that are not. With
+V stages a device that go round, those are V walkers and the start of each; in a V, two walkers that
+come from both ends. README.md has the complexity.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from pipemesh.errors import PartitionError
-from pipemesh.partition.integers import Ints, search
-from pipemesh.partition.search.problem import Problem
-from pipemesh.partition.search.walk import Turn, Walk
+from pipemesh.partition.costs import Ints, search
+from pipemesh.partition.problem import Problem
 
 MOST_STATES = 8_000_000
 """States that one search may create before it gives up with an error."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """One stage of a device, in the order in which stages are cut."""
+
+    stage: int
+    knows_begin: bool
+    knows_end: bool
+    beyond: int  # The next known boundary on the side that is not known.
+    between: tuple[int, ...]  # Devices of the stages up to there, each once.
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """The turns of all stages, device by device: step d cuts the stages of device d.
+
+    At least one end of each stage is known by then. Boundaries for which that would not hold are
+    placed before the first step.
+    """
+
+    starts: tuple[int, ...]  # Ascending boundaries that are placed before the first step.
+    turns: tuple[tuple[Turn, ...], ...]  # For each device its stages.
+    # Each of these is for the state before each step and after the last one.
+    open: tuple[tuple[int, ...], ...]  # Boundaries between a stage done and one not, and `starts`.
+    closed: tuple[tuple[int, ...], ...]  # Boundaries that the last step placed between its stages.
+    gaps: tuple[tuple[tuple[int, int], ...], ...]  # Begin and end of each run of stages not done.
+
+    @classmethod
+    @functools.cache
+    def over(cls, stage_devices: tuple[int, ...]) -> Walk:
+        """Returns the walk for the device of each stage.
+
+        Example:
+            >>> Walk.over((0, 1, 2, 0, 1, 2)).starts, Walk.over((0, 1, 2, 2, 1, 0)).starts
+            ((3,), ())
+        """
+        starts: set[int] = set()
+        while True:
+            walk = _walk(stage_devices, sorted(starts))
+            if isinstance(walk, Walk):
+                return walk
+            starts.add(walk)
+
+
+def _walk(stage_devices: tuple[int, ...], starts: Sequence[int]) -> Walk | int:
+    """Returns the walk, or a boundary that must be placed before it."""
+    stages = len(stage_devices)
+    known, done = {0, stages, *starts}, set[int]()
+    turns: list[tuple[Turn, ...]] = []
+    opens, closed = [tuple(starts)], [()]
+    gaps = [tuple(_gaps(stages, done))]
+    for device in range(max(stage_devices) + 1):
+        device_turns: list[Turn] = []
+        placed: set[int] = set()
+        for stage in (stage for stage, owner in enumerate(stage_devices) if owner == device):
+            begin, end = stage in known, stage + 1 in known
+            if not begin and not end:
+                return stage
+            if end:
+                beyond = max((b for b in known if b < stage), default=0)
+                between = stage_devices[beyond:stage]
+            else:
+                beyond = min(b for b in known if b > stage)
+                between = stage_devices[stage + 1 : beyond]
+            device_turns.append(Turn(stage, begin, end, beyond, tuple(sorted(set(between)))))
+            placed |= {stage, stage + 1} - known
+            known |= placed
+            done.add(stage)
+        turns.append(tuple(device_turns))
+        still = {b for b in known if 0 < b < stages and not {b - 1, b} <= done}
+        opens.append(tuple(sorted(still)))
+        closed.append(tuple(sorted(placed - still)))
+        gaps.append(tuple(_gaps(stages, done)))
+    return Walk(tuple(starts), tuple(turns), tuple(opens), tuple(closed), tuple(gaps))
+
+
+def _gaps(stages: int, done: set[int]) -> Iterator[tuple[int, int]]:
+    begin = None
+    for stage in range(stages + 1):
+        if stage < stages and stage not in done:
+            begin = stage if begin is None else begin
+        elif begin is not None:
+            yield begin, stage
+            begin = None
+
+
 @dataclasses.dataclass
 class _States:
-    """Columns of states: where boundaries lie, and the value so far."""
+    """Columns of states: the places of boundaries, and the values so far."""
 
     places: Ints  # A row for each open boundary, then for each closed one; a column a state.
-    values: list[Ints]  # What is minimized, most important first.
+    values: list[Ints]  # Minimized, most important first.
     parents: Ints  # Indices into the states of the step before.
 
     def take(self, index: Ints) -> _States:
-        """Some of the states, in the given order."""
+        """Returns the states at some indices."""
         return _States(
             self.places[:, index], [value[index] for value in self.values], self.parents[index]
         )
@@ -89,11 +174,7 @@ class _Search:
         )
 
     def run(self) -> tuple[list[int], list[Any]] | None:
-        """Steps over all devices.
-
-        Returns:
-            The boundaries and the values of the best cut, or `None` if there is none.
-        """
+        """Steps over all devices; returns boundaries and values of the best cut, if any."""
         states = self._starts()
         history: list[_States] = [states]
         for device in range(self._devices):
@@ -127,7 +208,7 @@ class _Search:
             )
 
     def _starts(self) -> _States:
-        """All ways to place the boundaries that the first step has to know."""
+        """Returns all ways to place the boundaries that the first step must know."""
         problem = self._problem
         places = np.zeros((0, 1), dtype=np.int64)
         before, begin = 0, np.zeros(1, dtype=np.int64)
@@ -151,7 +232,7 @@ class _Search:
         )
 
     def _room_of(self, devices: Iterable[int]) -> float:
-        """The most load that devices can take, each counted once."""
+        """Returns the most load that devices can take, each counted once."""
         return float(sum(self._speeds[device] for device in set(devices)))
 
     def _step(self, states: _States, device: int) -> _States:
@@ -169,7 +250,7 @@ class _Search:
             return np.full(owner.size, problem.size if boundary else 0, dtype=np.int64)
 
         def left_of(step: int, sums: Ints) -> Ints:
-            """What a sum over all layers has in the stages that are not done."""
+            """Returns the part of prefix sums that lies in stages not done yet."""
             left = np.zeros(owner.size, dtype=sums.dtype)
             for first, last in walk.gaps[step]:
                 left = left + sums[place_of(last)] - sums[place_of(first)]
@@ -178,7 +259,7 @@ class _Search:
         spent = np.zeros(count, dtype=problem.times.dtype)
         held: Any = None if problem.memory is None else 0 * spent
         squares = np.zeros(count, dtype=problem.times.dtype)
-        # What this device has to take, so that the devices left can take the rest.
+        # This device must take at least so much, or the devices left cannot take the rest.
         needed = left_of(device, self._loads) - self._room[device + 1] - self._slack
         for turn in walk.turns[device]:
             is_last = turn is walk.turns[device][-1]
@@ -232,7 +313,7 @@ class _Search:
         is_last: bool,
         needed: Ints,
     ) -> tuple[Ints, Ints, Ints]:
-        """All ways to cut a stage, for each state: the state, where it begins and where it ends."""
+        """Returns all ways to cut a stage: for each its state, its begin and its end."""
         problem, stage, loads = self._problem, turn.stage, self._loads
         if turn.knows_begin and turn.knows_end:
             begin, end = place_of(stage), place_of(stage + 1)
@@ -262,7 +343,7 @@ class _Search:
 
 
 def _device_speeds(problem: Problem) -> list[float]:
-    """The speed of each device, in the order of devices."""
+    """Returns the speed of each device."""
     speeds = [0.0] * problem.num_devices
     for device, kind in zip(problem.stage_devices, problem.kind_of_stage, strict=True):
         speeds[device] = float(problem.times.kinds[kind][0])
@@ -270,7 +351,7 @@ def _device_speeds(problem: Problem) -> list[float]:
 
 
 def _expand(low: Ints, high: Ints) -> tuple[Ints, Ints]:
-    """All numbers from low to high for each row: the row of each, and the number."""
+    """Returns all numbers from low to high of each row: the row of each, and the number."""
     lengths = np.maximum(high - low + 1, 0)
     owner = np.repeat(np.arange(low.size), lengths)
     offsets = np.cumsum(lengths) - lengths
@@ -278,7 +359,7 @@ def _expand(low: Ints, high: Ints) -> tuple[Ints, Ints]:
 
 
 def _best_of_each(states: _States, num_open: int, base: int) -> _States:
-    """Of states whose open boundaries lie at the same places, keeps one of least value."""
+    """Keeps one state of least value for each set of places of the open boundaries."""
     count = states.places.shape[1]
     if count < 2:
         return states
@@ -297,27 +378,20 @@ def _best_of_each(states: _States, num_open: int, base: int) -> _States:
     return states.take(order[first])
 
 
-def interleaved_cut(problem: Problem) -> tuple[list[int], int] | None:
-    """Finds the best cut where devices own several stages.
+def virtual_cut(problem: Problem) -> tuple[list[int], int] | None:
+    """Returns the best cut and its largest device sum, or `None` if no cut is allowed.
 
-    Args:
-        problem: the problem.
-
-    Returns:
-        The boundaries and the largest device sum, or `None` if no cut is allowed. The largest
-        sum is least; then the sum of squared device sums; then that of squared stage times.
-
-    Raises:
-        PartitionError: the search grew beyond `MOST_STATES`.
+    The largest sum is least; then the sum of squared device sums; then that of squared stage times.
+    A search that grows beyond `MOST_STATES` raises a `PartitionError`.
     """
-    found = _least_bottleneck(problem)
-    if found is None:
+    least = _least_bottleneck(problem)
+    if least is None:
         return None
-    bottleneck = problem.tied(int(found[1][0]))
+    bottleneck = problem.tied(int(least[1][0]))
     devices = problem.num_devices
     if 4 * devices * bottleneck * bottleneck >= 2**62 and problem.times.dtype is np.int64:
         problem = _with_big_integers(problem)
-    most = _device_squares(problem, found[0])
+    most = _device_squares(problem, least[0])
     best = _Search(problem, bottleneck, squares=True, most=most).run()
     assert best is not None
     return best[0], bottleneck
@@ -326,7 +400,7 @@ def interleaved_cut(problem: Problem) -> tuple[list[int], int] | None:
 def _least_bottleneck(
     problem: Problem, most_states: int | None = None
 ) -> tuple[list[int], list[Any]] | None:
-    """Raises the bound from where it is certainly too low until there is a cut."""
+    """Raises a bound that is certainly too low until there is a cut."""
     low, forever = _least_sum(problem), problem.forever
     step = max(low // 256, 1)
     while True:
@@ -334,36 +408,28 @@ def _least_bottleneck(
         search_ = _Search(problem, trial, squares=False, most=None, most_states=most_states)
         if search_.too_much_memory:
             return None
-        found = search_.run()
-        if found is not None or trial >= forever:
-            return found
+        best = search_.run()
+        if best is not None or trial >= forever:
+            return best
         step *= 2
 
 
-def interleaved_below(problem: Problem, bottleneck: int | None) -> bool:
-    """Whether some cut has all device sums at most the given one.
+def virtual_has_cut(problem: Problem, bottleneck: int | None) -> bool:
+    """Returns True if some cut has no device sum above the bottleneck.
 
-    Args:
-        problem: the problem.
-        bottleneck: the most that a device may sum up to, or `None`.
-
-    Returns:
-        Whether there is such a cut.
-
-    Raises:
-        PartitionError: the search grew beyond a part of `MOST_STATES`.
+    The search raises a `PartitionError` when it grows beyond a part of `MOST_STATES`.
     """
-    # This is asked many times to explain a cut or an error, so it gives up early.
+    # Explanations of cuts and errors call this many times, so it gives up early.
     most_states = MOST_STATES // 16
     if bottleneck is None:
         # From below: without a bound on the sums there would be no bound on the states.
         return _least_bottleneck(problem, most_states) is not None
-    found = _Search(problem, bottleneck, squares=False, most=None, most_states=most_states).run()
-    return found is not None
+    search_ = _Search(problem, bottleneck, squares=False, most=None, most_states=most_states)
+    return search_.run() is not None
 
 
 def _least_sum(problem: Problem) -> int:
-    """Just below a sum that some device certainly reaches."""
+    """Returns a number just below a sum that some device certainly reaches."""
     loads: list[float] = []
     shift = _shift(problem)
     for kind in sorted(set(problem.kind_of_stage)):
@@ -377,7 +443,7 @@ def _least_sum(problem: Problem) -> int:
 
 
 def _shift(problem: Problem) -> int:
-    """By how many bits to shift times before they become floats, which end at 2^1024."""
+    """Returns the bits to shift times before they become floats, which end at 2^1024."""
     return max(problem.forever.bit_length() - 60, 0)
 
 

@@ -1,6 +1,7 @@
 """The problem in integers, against layers and options in fractions."""
 
 import itertools
+import math
 from fractions import Fraction
 from random import Random
 
@@ -11,8 +12,17 @@ from hypothesis import strategies as st
 
 from pipemesh.partition import LayerCost
 from pipemesh.partition.costs import as_stack
-from pipemesh.partition.search.problem import ComputeTimes
-from tests.partition.search.problems import (
+from pipemesh.partition.options import Options
+from pipemesh.partition.problem import (
+    FEW_PAIRS,
+    ComputeTimes,
+    allowed_positions,
+    as_array,
+    build_memory,
+    build_problem,
+    num_pairs,
+)
+from tests.partition.problems import (
     cuts_of,
     monotone_problems,
     problem_of,
@@ -91,7 +101,7 @@ def test_ends_are_bounded_by_layers_walls_and_memory(problem):
 
 @settings(max_examples=60)
 @given(monotone_problems)
-def test_where_it_is_called_monotone_parts_of_stages_are_allowed_and_no_longer(problem):
+def test_in_monotone_problems_parts_of_stages_are_allowed(problem):
     for stage in range(problem.num_stages):
         for begin, end in itertools.combinations(range(problem.size + 1), 2):
             whole = time_of(problem, stage, begin, end)
@@ -111,7 +121,7 @@ def test_where_it_is_called_monotone_parts_of_stages_are_allowed_and_no_longer(p
         ({"memory_limit": 100, "num_microbatches": 1}, {"shared_bytes": 1}),
     ],
 )
-def test_what_lets_longer_stages_be_better_is_not_monotone(options, layer):
+def test_options_that_favour_longer_stages_are_not_monotone(options, layer):
     layers = [LayerCost(1, activation_bytes=2, boundary_bytes=1, **layer)] * 4
     assert not problem_of(layers, 2, **options).monotone
 
@@ -137,7 +147,7 @@ def test_times_as_python_integers_are_the_same(problem):
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_numbers_with_long_digits_are_exact_or_lie_on_a_grid_within_what_ties(exact):
+def test_long_digits_are_exact_or_on_a_grid(exact):
     values = np.random.default_rng(0).random(300) / 7
     kinds = ((Fraction(1), Fraction(0)), (Fraction(3), Fraction(0)))
     times = ComputeTimes.build(as_stack(values), np.arange(301), kinds, None, exact)
@@ -152,9 +162,105 @@ def test_numbers_with_long_digits_are_exact_or_lie_on_a_grid_within_what_ties(ex
             assert error <= (0 if exact else times.unit * most)
 
 
-def test_a_rounded_bottleneck_ties_with_what_rounding_may_have_moved():
+def test_rounded_bottlenecks_tie():
     values = np.random.default_rng(0).random(3000) / 7
     problem = problem_of(values, 4)
     assert problem.times.rounded
     assert problem.tied(5) == 5 + 3000
     assert problem.tied(2**50) == 2**50 + 3000 + 2**5
+
+
+GROUPS = st.lists(st.sets(st.integers(0, 9), min_size=2, max_size=3).map(sorted), max_size=3)
+
+
+@given(st.integers(10, 12), GROUPS)
+def test_a_boundary_is_allowed_where_it_cuts_no_group(layers, groups):
+    allowed = allowed_positions(layers, groups).tolist()
+    for place in range(layers + 1):
+        assert (place in allowed) == (not any(g[0] < place <= g[-1] for g in groups))
+
+
+LAYERS = [
+    LayerCost(
+        n / 10,
+        backward=n + 0.2,
+        parameter_bytes=8.0,
+        activation_bytes=4.0,
+        boundary_bytes=3 * n / 10,
+    )
+    for n in range(7)
+]
+
+
+def test_times_follow_speed_and_recomputation_of_each_stage():
+    options = Options(
+        4,
+        speeds=(1.0, 0.5, 1.0, 2.0),
+        remat="except_last",
+        schedule="gpipe",
+        num_microbatches=3,
+        bandwidth=0.7,
+        same_stage=((1, 2),),
+    )
+    problem = build_problem(as_stack(LAYERS), options)
+    assert problem.positions.tolist() == [0, 1, 3, 4, 5, 6, 7]
+    # Device 0 and 2 are alike.
+    assert problem.kind_of_stage == (0, 1, 0, 2)
+    unit = problem.times.unit
+    for stage, speed in enumerate((1, Fraction(1, 2), 1, 2)):
+        sums = problem.prefix(stage).tolist()
+        for (a, b), (i, j) in zip(
+            itertools.pairwise(sums), itertools.pairwise(problem.positions.tolist()), strict=True
+        ):
+            time = sum(Fraction(n, 10) * Fraction(5, 3) + Fraction(1, 5) + n for n in range(i, j))
+            assert (b - a) * unit == time / speed
+    crossing = [0, *(Fraction(3 * (p - 1), 10) / Fraction(7, 10) for p in (1, 3, 4, 5, 6)), 0]
+    assert [units * unit for units in problem.times.transfers.tolist()] == crossing
+
+
+def test_layers_at_which_stages_begin_become_boundaries():
+    options = Options(3, same_stage=((1, 3),), fixed=(4, 6), num_virtual_stages=3)
+    problem = build_problem(as_stack([1.0] * 7), options)
+    assert problem.positions.tolist() == [0, 1, 4, 5, 6, 7]
+    assert problem.barriers == (2, 4)
+    options = Options(3, same_stage=((1, 3),), pinned=((1, 4), (2, 5)), min_layers=2, max_layers=4)
+    problem = build_problem(as_stack([1.0] * 7), options)
+    assert problem.pinned == ((1, 2), (2, 3))
+    assert (problem.min_layers, problem.max_layers) == (2, 4)
+
+
+def test_one_device_sends_nothing_to_itself():
+    stack = as_stack(LAYERS)
+    assert (
+        build_problem(stack, Options(2, bandwidth=1.0, num_virtual_stages=2)).times.transfers
+        is None
+    )
+    assert build_problem(stack, Options(2, bandwidth=1.0)).times.transfers is not None
+
+
+def test_a_memory_model_needs_bytes_and_microbatches():
+    stack, places = as_stack(LAYERS), np.arange(8)
+    counted = Options(2, num_microbatches=3)
+    assert build_memory(as_stack([1.0] * 7), counted, places, exact=True) is None
+    assert build_memory(stack, Options(2), places, exact=True) is None
+    model = build_memory(stack, counted, places, exact=True)
+    # 7 layers with twice as many bytes of optimizer state beside parameters, two in flight.
+    assert int(model.units(0, 0, 7)) * model.unit == 7 * (3 * 8 + 2 * 4)
+    # But a problem has one only where it is limited.
+    assert build_problem(stack, counted).memory is None
+    limited = build_problem(stack, Options(2, num_microbatches=3, memory_limit=99.5)).memory
+    assert limited.limit * limited.unit <= 99.5 < (limited.limit + 1) * limited.unit
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_small_problems_are_exact_and_large_ones_lie_on_a_grid(more):
+    num_layers = math.isqrt(FEW_PAIRS) + more
+    values = np.random.default_rng(0).random(num_layers) / 7
+    # One stage can lie in the square of that many ways, as pairs are counted.
+    assert build_problem(as_stack(values), Options(1)).times.rounded == bool(more)
+
+
+def test_pairs_of_places_are_counted():
+    assert as_array(range(2, 5)).tolist() == [2, 3, 4]
+    places = [range(1), range(3), np.asarray([4, 7]), range(8, 9)]
+    assert num_pairs(places) == 1 * 3 + 3 * 2 + 2 * 1

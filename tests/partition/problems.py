@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from pipemesh.partition import LayerCost, partition
-from pipemesh.partition.build import build_problem
-from pipemesh.partition.check_options import check_options
 from pipemesh.partition.costs import as_stack
+from pipemesh.partition.options import check_options
+from pipemesh.partition.problem import build_problem
 
 DEFAULTS = {
     name: parameter.default

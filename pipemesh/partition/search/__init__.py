@@ -1,1 +1,0 @@
-"""The algorithms that find the boundaries; `partition/README.md` explains them."""
