@@ -28,10 +28,9 @@ from typing import Any
 
 from pipemesh.errors import PipemeshError
 from pipemesh.plan import Asked, Figures, Plan, predict, search
-from pipemesh.plan.candidates import rated
 from pipemesh.plan.figures import PLAIN
-from pipemesh.plan.search import TRIALS
-from pipemesh.plan.stage_costs import evenly_cut
+from pipemesh.plan.search import TRIALS, rated
+from pipemesh.plan.stages import evenly_cut
 from pipemesh.text import columns
 
 HERE = pathlib.Path(__file__).resolve().parent

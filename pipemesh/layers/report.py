@@ -17,7 +17,7 @@ from pipemesh.layers.named import NamedLayer
 from pipemesh.mesh import Shape
 from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.partition.text import bytes_text
-from pipemesh.plan.places import home_of
+from pipemesh.plan.homes import home_of
 from pipemesh.recurrent import DeviceMemory, Home, Transfer, memory_of, transfers_of
 from pipemesh.schedule import Costs, Schedule, Timeline, simulate
 from pipemesh.text import columns

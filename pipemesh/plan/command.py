@@ -22,12 +22,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipemesh.errors import PlanError
-from pipemesh.plan.candidates import Asked
 from pipemesh.plan.figures import PLAIN, Figures
 from pipemesh.plan.output_file import check_output, write_output
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.predict import Prediction, predict
-from pipemesh.plan.search import search
+from pipemesh.plan.search import Asked, search
 from pipemesh.text import bytes_option, columns, nearest_text
 
 _MB = 1e6

@@ -13,7 +13,7 @@ from pipemesh.errors import LayoutError, PipemeshError, PlanError
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.mesh.checks import whole_number
 from pipemesh.mesh.mesh import LAYERS_AXIS
-from pipemesh.plan import places, text_form
+from pipemesh.plan import homes, text_form
 from pipemesh.plan.remat import CUSTOM, NAMES
 from pipemesh.schedule import Schedule, ScheduleSpec
 from pipemesh.schedule_names import FILE, parse
@@ -127,9 +127,9 @@ replicas; num_microbatches may be 1, 2, 5, 10
                 raise PlanError(f"{name} is {given[name]!r}{near}")
 
     def _check_axes(self) -> None:
-        places.check_axes(self.layout, self.lowering)
-        places.check_uneven(self.mesh, self.layout, self.lowering)
-        cut = places.cut_rules(self.layout)
+        homes.check_axes(self.layout, self.lowering)
+        homes.check_uneven(self.mesh, self.layout, self.lowering)
+        cut = homes.cut_rules(self.layout)
         if self.lowering == "simd" and cut.rules:
             raise LayoutError(
                 f"rule '{cut}' cuts weights over the axis that the batch is split over, of which "
@@ -137,7 +137,7 @@ replicas; num_microbatches may be 1, 2, 5, 10
                 "the rule out, or use lowering='placement'"
             )
         if not self.allow_idle:
-            places.check_no_idle_axis(self.mesh, self.layout)
+            homes.check_no_idle_axis(self.mesh, self.layout)
 
     def _check_boundaries(self, num_stages: int) -> None:
         cuts = self.boundaries or ()
@@ -157,16 +157,16 @@ replicas; num_microbatches may be 1, 2, 5, 10
             PlanError: a table was given that is for other counts, or the schedule has slices.
             ScheduleError: the schedule cannot be had.
         """
-        homes, number = self.mesh.num_stages, self.num_microbatches
+        num_homes, number = self.mesh.num_stages, self.num_microbatches
         if isinstance(self.schedule, str):
             # A file may have changed.
             is_file = parse(self.schedule).name == FILE
-            return (_built if is_file else built)(self.schedule, homes, number)
+            return (_built if is_file else built)(self.schedule, num_homes, number)
         found = self.schedule.num_devices, self.schedule.num_microbatches
-        if found != (homes, number):
+        if found != (num_homes, number):
             raise PlanError(
                 f"the schedule has {found[0]} devices and {found[1]} microbatches, but the axis "
-                f"'layers' of mesh '{self.mesh}' has {homes} places and num_microbatches is "
+                f"'layers' of mesh '{self.mesh}' has {num_homes} places and num_microbatches is "
                 f"{number}; make them equal"
             )
         return of_whole_sequences(self.schedule)
@@ -179,7 +179,7 @@ replicas; num_microbatches may be 1, 2, 5, 10
     @property
     def num_replicas(self) -> int:
         """Over how many places the batch is split."""
-        return places.num_replicas(self.mesh, self.layout)
+        return homes.num_replicas(self.mesh, self.layout)
 
     def home(self, stage: int) -> tuple[int, ...]:
         """The processors that own a stage, in the order of their sub-mesh.
@@ -203,7 +203,7 @@ replicas; num_microbatches may be 1, 2, 5, 10
         if size % replicas:
             raise PlanError(
                 f"a batch of {size} does not divide among the {replicas} replicas along the axis "
-                f"{self.layout.axis(places.BATCH)!r}; use another size of batch or axis"
+                f"{self.layout.axis(homes.BATCH)!r}; use another size of batch or axis"
             )
         if size % (number * replicas):
             of = f" of {replicas} replicas" if replicas > 1 else ""

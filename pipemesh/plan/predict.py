@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 from pipemesh.plan.figures import Figures
 from pipemesh.plan.network import Network
 from pipemesh.plan.plan import Plan
-from pipemesh.plan.stage_costs import (
+from pipemesh.plan.stages import (
     Stages,
     action_costs,
     action_loads,
     bytes_of,
+    device_memory,
     even_costs,
     even_loads,
     stages_of,
     summed,
 )
-from pipemesh.plan.stage_memory import device_memory
 from pipemesh.schedule import Costs, Timeline, simulate, simulate_sharing
 
 _Loads = Mapping[str, Sequence[float]]
@@ -92,7 +92,7 @@ def predict(
 
     Example:
         >>> from pipemesh.partition import LayerCost
-        >>> from pipemesh.plan.layer_figures import figures_of_costs
+        >>> from pipemesh.plan.figures import figures_of_costs
         >>> figures = Figures(tuple(figures_of_costs([LayerCost(1.0)] * 4, rows=1)))
         >>> found = predict(Plan("layers:2", num_microbatches=4, remat="none"), figures, batch=4)
         >>> found.seconds, found.parts["bubble"], found.binds

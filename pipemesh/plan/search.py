@@ -1,17 +1,371 @@
-"""The best plan for some devices, and the nearest one that fits into memory."""
+"""The best plan for some devices, the nearest one that fits, and one for fewer devices."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
 import math
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from pipemesh.errors import PipemeshError, PlanError
-from pipemesh.plan.candidates import Asked, rated
-from pipemesh.plan.cuts import cut_to_fit, fits, with_better_cuts
+from pipemesh.errors import PartitionError, PipemeshError, PlanError
+from pipemesh.mesh import LayoutRules, Mesh
+from pipemesh.mesh.checks import whole_number
+from pipemesh.mesh.mesh import LAYERS_AXIS
+from pipemesh.partition import LayerCost, partition
 from pipemesh.plan.figures import Figures
+from pipemesh.plan.homes import BATCH
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.predict import Prediction, predict
-from pipemesh.plan.stage_costs import evenly_cut
+from pipemesh.plan.remat import NONE
+from pipemesh.plan.stages import evenly_cut, layer_seconds, stages_of
+from pipemesh.schedule import simulate
+from pipemesh.schedule_names import FILE, SEARCHED, parse
+from pipemesh.text import bytes_of
+
+SCHEDULES = (
+    "1f1b",
+    "gpipe",
+    "zb_h1",
+    "zb_h2",
+    "interleaved:2",
+    "zb_v",
+    "v_half",
+    "v_min",
+    "dual_pipe_v",
+)
+# The names of the axes that plans which are found have.
+DATA, MODEL = "data", "model"
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What plans are looked for.
+
+    Attributes:
+        devices: that there are; fewer may be used.
+        batch: rows of a batch.
+        memory: bytes of a device, also as text such as `80GB`; None for no limit.
+        fixed: values of the plan that are asked for, as in `Plan.to_values`.
+        schedules: by name, to be tried.
+
+    Raises:
+        PlanError: there are no devices, no rows or no memory, or a number is none.
+    """
+
+    devices: int
+    batch: int
+    memory: float | None = None
+    fixed: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+    schedules: Sequence[str] = SCHEDULES
+
+    def __post_init__(self) -> None:
+        for name in ("devices", "batch"):
+            number = whole_number(given := getattr(self, name))
+            if number is None or number < 1:
+                raise PlanError(f"{name} is {given!r}; it must be a whole number from 1 on")
+            object.__setattr__(self, name, number)
+        if self.memory is not None:
+            object.__setattr__(self, "memory", memory_of(self.memory))
+
+
+def memory_of(given: object) -> float:
+    """Bytes of a device.
+
+    Args:
+        given: a number, or a text such as `80GB`.
+
+    Raises:
+        PlanError: it is none, or not above 0.
+
+    Example:
+        >>> memory_of("16GiB")
+        17179869184.0
+    """
+    try:
+        size = bytes_of(given) if isinstance(given, str) else float(given)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"memory is {given!r}: {error}") from error
+    if not (math.isfinite(size) and size > 0):
+        raise PlanError(f"memory is {given!r}; it must be a number of bytes above 0")
+    return size
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A plan that is not made yet.
+
+    Attributes:
+        places: along the axis `layers`.
+        replicas: along the axis of the batch.
+        group: along the axis of layers' dims.
+        schedule: by name.
+        num_microbatches: of a batch.
+        remat: `none` or `full`.
+    """
+
+    places: int
+    replicas: int
+    group: int
+    schedule: str
+    num_microbatches: int
+    remat: str
+
+    def plan(self, figures: Figures, asked: Asked) -> Plan:
+        """The plan, without boundaries unless they are fixed.
+
+        Args:
+            figures: of the model.
+            asked: with what is fixed.
+
+        Raises:
+            PipemeshError: there is none, such as of tables for other numbers of microbatches.
+        """
+        axes = [f"layers:{self.places}"]
+        rules: list[str] = []
+        if self.replicas > 1:
+            axes.append(f"{DATA}:{self.replicas}")
+            rules.append(f"batch:{DATA}")
+        if self.group > 1:
+            axes.append(f"{MODEL}:{self.group}")
+            rules.append(figures.rules)
+        values = {
+            "mesh": ";".join(axes),
+            "layout": ";".join(rules),
+            "schedule": self.schedule,
+            "num_microbatches": str(self.num_microbatches),
+            "remat": self.remat,
+        }
+        return Plan.from_values(values | dict(asked.fixed))
+
+
+def candidates(figures: Figures, asked: Asked) -> Iterator[Candidate]:
+    """All that may be tried.
+
+    Args:
+        figures: of the model.
+        asked: with what is fixed.
+
+    Raises:
+        PipemeshError: a value that is fixed is malformed.
+    """
+    fixed = asked.fixed
+    count = len(figures.layers)
+    fixed_number = fixed.get("num_microbatches", "")
+    for places, replicas, group in _meshes(figures, asked):
+        rest = asked.batch // replicas
+        # `Plan` says what is wrong with others.
+        is_number = fixed_number.isdecimal() and int(fixed_number) > 0
+        numbers = [int(fixed_number)] if is_number else divisors(rest)
+        schedules = asked.schedules if places > 1 else ("1f1b",)
+        if "schedule" in fixed:
+            schedules = (fixed["schedule"],)
+        remats = (fixed["remat"],) if "remat" in fixed else ("none", "full")
+        for schedule in schedules:
+            if "mesh" not in fixed and places * _stages_a_device(schedule) > count:
+                continue
+            for number in numbers:
+                for remat in remats:
+                    yield Candidate(places, replicas, group, schedule, number, remat)
+
+
+def _stages_a_device(schedule: str) -> int:
+    if schedule.startswith("table:"):
+        return 1
+    found = parse(schedule)
+    return 1 if found.name in (FILE, SEARCHED) else found.stages()
+
+
+def _meshes(figures: Figures, asked: Asked) -> Iterator[tuple[int, int, int]]:
+    """Places, replicas and devices that share a layer, of no more devices than there are."""
+    if "mesh" in asked.fixed:
+        # Checks what goes with what, and says it.
+        plan = Plan.from_values(
+            {n: v for n, v in asked.fixed.items() if n in ("mesh", "layout", "allow_idle")}
+        )
+        places, replicas = plan.mesh.num_stages, plan.num_replicas
+        if plan.mesh.num_devices > asked.devices:
+            raise PlanError(
+                f"mesh '{plan.mesh}' has {plan.mesh.num_devices} devices, but there are "
+                f"{asked.devices}; use a smaller mesh, or more devices"
+            )
+        yield places, replicas, plan.mesh.num_devices // places // replicas
+        return
+    is_given = bool(LayoutRules.from_text(asked.fixed.get("layout", "")).rules)
+    groups = [n for n in range(1, asked.devices + 1) if figures.can_share(n)]
+    for places in range(1, min(asked.devices, len(figures.layers)) + 1):
+        for replicas in divisors(asked.batch):
+            for group in groups:
+                # A layout that is given is for axes that have other names.
+                if (home := replicas * group) * places <= asked.devices and (
+                    home == 1 or not is_given
+                ):
+                    yield places, replicas, group
+
+
+def rated(figures: Figures, asked: Asked) -> list[Candidate]:
+    """All candidates, those first whose step is shortest by a formula.
+
+    The work of a place, and of all if they share cores; the bubble of a table of its kind for equal
+    stages; sums of gradients.
+
+    Args:
+        figures: of the model.
+        asked: with what is fixed.
+    """
+    seconds = functools.lru_cache(maxsize=None)(functools.partial(_work, figures))
+    sizes = sum(layer.parameter_bytes for layer in figures.layers)
+
+    def rate(each: Candidate) -> float:
+        rows = asked.batch / each.num_microbatches / each.replicas
+        work, longest, load = seconds(rows, each.group, each.remat == "full")
+        kinds = 3 if each.schedule.startswith(("zb", "v_")) else 2
+        virtual = _stages_a_device(each.schedule)
+        # No place takes less than the longest layer.
+        a_place = max(work / each.places, longest) + kinds * virtual * figures.action
+        fill = (each.places - 1) * a_place / (3 if kinds == 3 else virtual)
+        total = each.num_microbatches * a_place
+        length = total + fill
+        home = each.replicas * each.group
+        if figures.cores is not None:
+            length = max(length, total * each.places * home * load / figures.cores)
+        weights = sizes / each.places / each.group
+        return length + figures.transfer.all_reduce(each.replicas, weights)
+
+    return sorted(candidates(figures, asked), key=rate)
+
+
+def _work(figures: Figures, rows: float, group: int, again: bool) -> tuple[float, float, float]:
+    """What a microbatch takes in all layers and in the longest, and cores that it keeps busy."""
+    costs = layer_seconds(figures, rows, group, again)
+    if not any(layer.work for layer in figures.layers):
+        return sum(costs), max(costs), figures.loads.get("B", 1.0)
+    done = sum(
+        (layer.computes("F", rows) + layer.computes("B", rows, again)) / min(group, layer.split)
+        for layer in figures.layers
+    )
+    return sum(costs), max(costs), done / sum(costs) if done else 1.0
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, rising.
+
+    Example:
+        >>> divisors(12)
+        [1, 2, 3, 4, 6, 12]
+    """
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+# Limits that the partitioner is given in turn, from the loosest one to the tightest.
+_LIMITS = 8
+# How many times what devices have they may need on average; other cuts change that little.
+_HOPELESS = 1.25
+
+
+def cut_to_fit(found: Prediction, figures: Figures, asked: Asked) -> Prediction:
+    """Cuts layers by their memory, too, where a step needs more than a device has.
+
+    The partitioner counts less exactly than the forecast, so it is asked with other limits until
+    the forecast fits, those first that leave it most choice.
+
+    Args:
+        found: whose plan has boundaries.
+        figures: of the model's layers.
+        asked: with the limit.
+
+    Returns:
+        The first forecast that fits, else the one that needs least.
+    """
+    if asked.memory is None or fits(found, asked) or found.plan.num_stages == 1:
+        return found
+    if sum(found.memory) > _HOPELESS * asked.memory * len(found.memory):
+        return found
+    stages = stages_of(found.plan, figures, asked.batch)
+    costs = [
+        LayerCost(
+            forward=layer.takes("F", stages.rows) / stages.shared(layer),
+            backward=layer.takes("B", stages.rows) / stages.shared(layer),
+            parameter_bytes=layer.parameter_bytes / stages.shared(layer),
+            activation_bytes=layer.holds(stages.rows, stages.shared(layer)),
+            boundary_bytes=layer.outputs.at(stages.rows),
+        )
+        for own in stages.layers
+        for layer in own
+    ]
+    halves = any(action.kind == "W" for row in stages.table.rows for action in row)
+    is_full = not halves and NONE not in stages.modes.values()
+    facts = simulate(stages.table).for_partition()
+    leanest, tried = found, {found.plan.boundaries}
+    for number in range(_LIMITS):
+        try:
+            cuts = partition(
+                costs,
+                found.plan.num_stages,
+                memory_limit=asked.memory * 2 ** ((_LIMITS - 3 - number) / 4),
+                optimizer_bytes_per_parameter_byte=1 + figures.optimizer / stages.replicas,
+                remat="full" if is_full else "none",
+                **facts,
+            ).boundaries
+        except PartitionError:
+            # Tighter limits cannot be met either.
+            break
+        if cuts in tried:
+            continue
+        tried.add(cuts)
+        other = _with_cuts(found, cuts, figures, asked)
+        if fits(other, asked):
+            return other
+        leanest = min(leanest, other, key=lambda each: max(each.memory))
+    return leanest
+
+
+def fits(found: Prediction, asked: Asked) -> bool:
+    """Whether no device needs more memory than it has."""
+    return asked.memory is None or max(found.memory) <= asked.memory
+
+
+def with_better_cuts(best: Prediction, figures: Figures, asked: Asked, end: float) -> Prediction:
+    """Moves one layer over a cut at a time, as long as that makes the step fit, or shorter.
+
+    Args:
+        best: to begin with; its plan has boundaries.
+        figures: of the model's layers.
+        asked: batch and memory.
+        end: when to stop, by `time.monotonic`.
+    """
+
+    def rate(each: Prediction) -> tuple[float, float]:
+        limit = asked.memory
+        return sum(max(0.0, m - limit) for m in each.memory) if limit else 0.0, each.seconds
+
+    moved = True
+    while moved:
+        moved = False
+        cuts = best.plan.boundaries or ()
+        for place in range(1, len(cuts) - 1):
+            for by in (-1, 1):
+                if time.monotonic() > end:
+                    return best
+                cut = cuts[place] + by
+                if not cuts[place - 1] < cut < cuts[place + 1]:
+                    continue
+                other = _with_cuts(best, (*cuts[:place], cut, *cuts[place + 1 :]), figures, asked)
+                (over, seconds), (most, until) = rate(other), rate(best)
+                if over < most or (over == most and seconds < until * (1 - 1e-9)):
+                    best, moved = other, True
+                    cuts = best.plan.boundaries or ()
+    return best
+
+
+def _with_cuts(
+    found: Prediction, cuts: tuple[int, ...], figures: Figures, asked: Asked
+) -> Prediction:
+    plan = dataclasses.replace(found.plan, boundaries=cuts)
+    return predict(plan, figures, asked.batch, parts=False)
+
 
 TRIALS = 4
 """Of how many of the best plans steps are run: their forecasts differ by less than they are off."""
@@ -50,7 +404,7 @@ def search(
 
     Example:
         >>> from pipemesh.partition import LayerCost
-        >>> from pipemesh.plan.layer_figures import figures_of_costs
+        >>> from pipemesh.plan.figures import figures_of_costs
         >>> figures = Figures(tuple(figures_of_costs([LayerCost(1.0)] * 4, rows=1)), action=0.1)
         >>> best = search(figures, Asked(devices=4, batch=8))[0]
         >>> str(best.plan.mesh)
@@ -206,3 +560,78 @@ def _nothing(
         + (f" with {fixed}" if fixed else "")
         + (f": {refused}" if refused else "; use other numbers, or fix less of the plan")
     )
+
+
+def fewer(plan: Plan, devices: int, check: Callable[[Plan], object] = lambda plan: None) -> Plan:
+    """The plan that is nearest to another one and needs no more than so many devices.
+
+    Axes become shorter, and none longer. What is split over an axis other than `layers` divided by
+    its size, so its new size divides the old one. Of all meshes the one with the most devices is
+    taken, and of these the one that holds least on a device: replicas of the batch go first, then
+    stages. Boundaries are for a number of stages, and go with it.
+
+    Args:
+        plan: the plan.
+        devices: how many there are.
+        check: raises a `PipemeshError` for a plan that the model cannot have; the next one is tried
+            then.
+
+    Returns:
+        The plan, or the given one where that has no more devices.
+
+    Raises:
+        PlanError: there is none.
+
+    Example:
+        >>> str(fewer(Plan("layers:2;data:2", "batch:data", num_microbatches=4), 3))
+        'mesh=layers:2;data:1 layout=batch:data num_microbatches=4'
+        >>> str(fewer(Plan("layers:4", num_microbatches=4), 3))
+        'mesh=layers:3 num_microbatches=4'
+    """
+    if plan.mesh.num_devices <= devices:
+        return plan
+    if not plan.mesh.is_even:
+        raise PlanError(
+            f"mesh={plan.mesh}: its places have {plan.mesh.num_devices} devices of their own, and "
+            f"{devices} are left; such a mesh is not made smaller, so give another one"
+        )
+    why = ""
+    for mesh in _smaller(plan.mesh, plan.layout, devices):
+        try:
+            found = _with_mesh(plan, mesh)
+            check(found)
+        except PipemeshError as error:
+            why = why or f"; with mesh={mesh}: {error}"
+            continue
+        return found
+    raise PlanError(
+        f"mesh={plan.mesh}: it has {plan.mesh.num_devices} devices, {devices} are left, and no "
+        f"smaller mesh goes with the rest of the plan{why}"
+    )
+
+
+def _with_mesh(plan: Plan, mesh: Mesh) -> Plan:
+    if isinstance(plan.schedule, str):
+        kept = plan.boundaries if mesh.num_stages == plan.mesh.num_stages else None
+        return dataclasses.replace(plan, mesh=mesh, boundaries=kept)
+    # A table is for one number of homes.
+    if mesh.num_stages != plan.mesh.num_stages:
+        raise PlanError(f"the table of the schedule is for {plan.mesh.num_stages} places")
+    return dataclasses.replace(plan, mesh=mesh)
+
+
+def _smaller(mesh: Mesh, layout: LayoutRules, devices: int) -> Iterator[Mesh]:
+    """Meshes with shorter axes, the best first."""
+    batch = layout.axis(BATCH)
+    sizes = [
+        [size for size in range(1, most + 1) if name == LAYERS_AXIS or most % size == 0]
+        for name, most in zip(mesh.axis_names, mesh.shape, strict=True)
+    ]
+    found: list[tuple[int, int, int, Mesh]] = []
+    for shape in itertools.product(*sizes):
+        if (count := math.prod(shape)) > devices:
+            continue
+        axes = tuple(zip(mesh.axis_names, shape, strict=True))
+        replicas = math.prod(size for name, size in axes if name == batch)
+        found.append((-count, replicas, -dict(axes).get(LAYERS_AXIS, 1), Mesh(axes)))
+    return (each[-1] for each in sorted(found, key=lambda each: each[:-1]))

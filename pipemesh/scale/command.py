@@ -18,10 +18,9 @@ from typing import Any
 
 from pipemesh.errors import PlanError
 from pipemesh.plan.figures import Figures
+from pipemesh.plan.many_devices import SCHEDULES, Forecast, Job, Reliability, forecast
 from pipemesh.plan.network import Link, Network
 from pipemesh.plan.output_file import check_output, write_output
-from pipemesh.scale.forecast import SCHEDULES, Forecast, Reliability, forecast
-from pipemesh.scale.job import Job
 from pipemesh.text import bytes_of, bytes_option, columns
 
 _HOUR = 3600.0

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from pipemesh.partition import LayerCost
 from pipemesh.plan import Plan
-from pipemesh.plan.figures import Figures
-from pipemesh.plan.layer_figures import Curve, LayerFigures, figures_of_costs
+from pipemesh.plan.figures import Curve, Figures, LayerFigures, figures_of_costs
 from pipemesh.plan.network import Link
 from pipemesh.plan.predict import predict
 from pipemesh.schedule import Schedule

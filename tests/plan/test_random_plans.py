@@ -13,10 +13,10 @@ import pytest
 from pipemesh.errors import PipemeshError
 from pipemesh.partition import LayerCost
 from pipemesh.plan import Asked, Figures, Plan, predict, search
-from pipemesh.plan.candidates import candidates
-from pipemesh.plan.layer_figures import Curve, figures_of_costs
+from pipemesh.plan.figures import Curve, figures_of_costs
+from pipemesh.plan.many_devices import Job, Split, forecast_step
 from pipemesh.plan.network import Link, Network
-from pipemesh.scale import Job, Split, forecast_step
+from pipemesh.plan.search import candidates
 
 FEW = 4
 SEEDS = [

@@ -6,8 +6,8 @@ import tensorflow as tf
 from pipemesh.errors import PipelineError
 from pipemesh.partition import LayerCost
 from pipemesh.plan import Figures, Plan
-from pipemesh.plan.layer_figures import figures_of_costs
-from pipemesh.plan.stage_costs import stages_of
+from pipemesh.plan.figures import figures_of_costs
+from pipemesh.plan.stages import stages_of
 from pipemesh.recurrent import REMAT_POLICIES, ByStage, RematPolicy, Selective
 from pipemesh.recurrent.remat import FULL, NONE, modes_of, policy_of
 from pipemesh.schedule import Schedule, forward_only, gpipe, one_f_one_b, recompute, zb_h1

@@ -13,7 +13,7 @@ from pipemesh.layers.pipeline.homes import mesh_of
 from pipemesh.mesh import Mesh
 from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.plan import Plan
-from pipemesh.plan.places import unused_axes
+from pipemesh.plan.homes import unused_axes
 from pipemesh.recurrent import RematPolicy
 from pipemesh.schedule import Schedule
 

@@ -5,7 +5,7 @@ with those `pipemesh.plan.predict` says what a step under another plan takes.
 
 Example:
     >>> from pipemesh.plan import Figures, Plan
-    >>> from pipemesh.plan.layer_figures import figures_of_costs
+    >>> from pipemesh.plan.figures import figures_of_costs
     >>> from pipemesh.partition import LayerCost
     >>> from pipemesh.schedule import Costs, one_f_one_b, simulate
     >>> flops = Figures(tuple(figures_of_costs([LayerCost(1.0)] * 2, rows=4)))

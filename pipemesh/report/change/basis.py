@@ -9,9 +9,9 @@ from typing import Any
 
 from pipemesh.errors import PipemeshError
 from pipemesh.plan import Figures, Plan
-from pipemesh.plan.layer_figures import Curve, LayerFigures
-from pipemesh.plan.places import home_of
-from pipemesh.plan.stage_costs import bytes_of
+from pipemesh.plan.figures import Curve, LayerFigures
+from pipemesh.plan.homes import home_of
+from pipemesh.plan.stages import bytes_of
 from pipemesh.report.change.changes import Change, changes
 from pipemesh.report.change.corrected import corrected
 from pipemesh.report.run import Run

@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from pipemesh.errors import PipemeshError
 from pipemesh.plan import Asked, Figures, Plan, Prediction, predict
-from pipemesh.plan.candidates import DATA, SCHEDULES, Candidate, divisors
-from pipemesh.plan.cuts import with_better_cuts
 from pipemesh.plan.remat import CUSTOM, NONE
-from pipemesh.plan.stage_costs import evenly_cut
+from pipemesh.plan.search import DATA, SCHEDULES, Candidate, divisors, with_better_cuts
+from pipemesh.plan.stages import evenly_cut
 
 # How much smaller or larger microbatches may be of which nothing was measured: what an action
 # takes is then only known to be about as long as its rows are many.

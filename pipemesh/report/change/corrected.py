@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from pipemesh.plan import Figures, Plan, predict
-from pipemesh.plan.layer_figures import Curve, LayerFigures
+from pipemesh.plan.figures import Curve, LayerFigures
 from pipemesh.plan.network import Link
-from pipemesh.plan.stage_costs import Stages, action_costs, stages_of
+from pipemesh.plan.stages import Stages, action_costs, stages_of
 from pipemesh.report.change.sharing import alone
 from pipemesh.report.difference import waits_of
 from pipemesh.schedule import Timeline
@@ -50,7 +50,7 @@ def corrected(
 
     Example:
         >>> from pipemesh.partition import LayerCost
-        >>> from pipemesh.plan.layer_figures import figures_of_costs
+        >>> from pipemesh.plan.figures import figures_of_costs
         >>> from pipemesh.schedule import Costs, gpipe, simulate
         >>> flops = Figures(tuple(figures_of_costs([LayerCost(1.0), LayerCost(3.0)], rows=4)))
         >>> plan = Plan("layers:2", schedule="gpipe", num_microbatches=2, remat="none")

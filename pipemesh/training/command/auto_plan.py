@@ -15,11 +15,10 @@ from absl import flags
 
 from pipemesh.errors import PlanError
 from pipemesh.partition.text import bytes_text
-from pipemesh.plan.candidates import Asked
 from pipemesh.plan.figures import FILE, Figures
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.predict import predict
-from pipemesh.plan.search import TRIALS, nearest_that_fits, search
+from pipemesh.plan.search import TRIALS, Asked, nearest_that_fits, search
 from pipemesh.text import bytes_of
 from pipemesh.training.command import plan_flags
 from pipemesh.training.command.flags import PLAN, FlagError, device_type, group

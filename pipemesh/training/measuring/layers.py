@@ -14,7 +14,7 @@ from pipemesh.errors import PlanError
 from pipemesh.layers.named.named_layer import NamedLayer
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.plan import Plan
-from pipemesh.plan.layer_figures import Curve, LayerFigures
+from pipemesh.plan.figures import Curve, LayerFigures
 from pipemesh.recurrent.memory import StageMemory
 from pipemesh.schedule import Schedule
 from pipemesh.training.measuring.action_times import ActionTimes, on_one_core, times_of

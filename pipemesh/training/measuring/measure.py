@@ -11,8 +11,8 @@ from typing import Any
 
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.plan import Plan
+from pipemesh.plan.calibration import Measured, fitted
 from pipemesh.plan.figures import PLAIN, Figures
-from pipemesh.plan.fit import Measured, fitted
 from pipemesh.plan.network import Link
 from pipemesh.training.measuring.action_times import in_turn, usual
 from pipemesh.training.measuring.layers import AXIS, Make, MeasuredLayers
@@ -31,8 +31,8 @@ def measure(
     """Measures a model.
 
     Every layer is timed on the first device, in steps in which it is a stage of its own. A few
-    whole steps say the rest (`pipemesh.plan.fit`): what actions and steps take besides, links, and
-    how many cores devices of this machine share.
+    whole steps say the rest (`pipemesh.plan.calibration`): what actions and steps take besides,
+    links, and how many cores devices of this machine share.
 
     Args:
         make: the model under a plan.

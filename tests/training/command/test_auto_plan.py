@@ -7,10 +7,8 @@ import pytest
 
 from pipemesh.partition import LayerCost
 from pipemesh.plan import Plan, predict
-from pipemesh.plan.candidates import Asked
-from pipemesh.plan.figures import Figures
-from pipemesh.plan.layer_figures import figures_of_costs
-from pipemesh.plan.search import search
+from pipemesh.plan.figures import Figures, figures_of_costs
+from pipemesh.plan.search import Asked, search
 from tests.training.command.program import done, refused
 
 MODEL = "--model=tests.training.small_models.PlannedPoints"

@@ -1,16 +1,199 @@
-"""The best way to use so many devices, and what failures leave of it."""
+"""A run on more devices than there are: the best split, failures and checkpoints.
+
+Example:
+    >>> from pipemesh.partition import LayerCost
+    >>> from pipemesh.plan import Link, Network, figures_of_costs
+    >>> layers = figures_of_costs([LayerCost(1e-3, parameter_bytes=1e6)] * 16, rows=1)
+    >>> network = Network(8, Link(1e-6, 1e11), Link(1e-5, 1e10))
+    >>> job = Job(tuple(layers), network, batch=256)
+    >>> found = forecast(job, 64, Reliability(device=1e8, storage=1e9))
+    >>> found.step.split.num_devices, 0.9 < found.goodput < 1
+    (64, True)
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 
 from pipemesh.errors import PipemeshError, PlanError
-from pipemesh.scale.failures import Failures
-from pipemesh.scale.job import Job, Split
-from pipemesh.scale.step import Step, forecast_step
+from pipemesh.plan.failures import Failures, Outcome, simulate_failures
+from pipemesh.plan.figures import Figures, LayerFigures
+from pipemesh.plan.network import Network
+from pipemesh.plan.plan import built
+from pipemesh.plan.predict import StepForecast, forecast_stages
+from pipemesh.plan.stages import cut_stages
 from pipemesh.schedule_names import parse
+
+__all__ = [
+    "Failures",
+    "Forecast",
+    "Job",
+    "Outcome",
+    "Reliability",
+    "Split",
+    "Step",
+    "best_step",
+    "forecast",
+    "forecast_step",
+    "simulate_failures",
+    "splits",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A training that may run on any number of devices.
+
+    Attributes:
+        layers: figures of the layers, first to last.
+        network: what joins the devices.
+        batch: rows of a batch, whatever the number of devices.
+        memory: bytes of a device; None for no limit.
+        action: seconds that an action takes beside its layers.
+        optimizer: bytes of its state for each byte of weights.
+        update: seconds that it takes for each byte of weights.
+        fixed: seconds of a step that belong to no device: reading the batch, calling the graph.
+        update_memory: bytes that an update needs at once for each byte of weights; see `Figures`.
+
+    Raises:
+        PlanError: there are no layers, or no rows, or a number is out of range.
+    """
+
+    layers: tuple[LayerFigures, ...]
+    network: Network
+    batch: int
+    memory: float | None = None
+    action: float = 0.0
+    optimizer: float = 2.0
+    update: float = 0.0
+    fixed: float = 0.0
+    update_memory: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.layers or self.batch < 1:
+            raise PlanError(
+                f"there are {len(self.layers)} layers and a batch of {self.batch} rows; there must "
+                "be one of each at least"
+            )
+        if self.memory is not None and not self.memory > 0:
+            raise PlanError(f"memory is {self.memory}; it must be a number of bytes above 0")
+        # They are checked where they are used.
+        _ = self.figures
+
+    @functools.cached_property
+    def figures(self) -> Figures:
+        """The model on devices that each have their own cores, as `pipemesh.plan` takes it."""
+        return Figures(
+            self.layers,
+            action=self.action,
+            fixed=self.fixed,
+            update=self.update,
+            optimizer=self.optimizer,
+            update_memory=self.update_memory,
+        )
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Of all weights, once."""
+        return sum(layer.parameter_bytes for layer in self.layers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How devices share a training.
+
+    Attributes:
+        layers: places along the axis `layers`.
+        data: replicas.
+        model: devices that share each layer.
+        schedule: by name.
+        num_microbatches: of a batch.
+        again: whether the backward pass computes the forward pass again.
+    """
+
+    layers: int
+    data: int = 1
+    model: int = 1
+    schedule: str = "1f1b"
+    num_microbatches: int = 1
+    again: bool = False
+
+    @property
+    def num_devices(self) -> int:
+        """All in all."""
+        return self.layers * self.data * self.model
+
+    @property
+    def mesh(self) -> str:
+        """The mesh, as text."""
+        axes = (("layers", self.layers), ("data", self.data), ("model", self.model))
+        shown = [f"{name}:{size}" for name, size in axes if size > 1 or name == "layers"]
+        return ";".join(shown)
+
+
+# Microbatches a place, and in any case, after which each takes as long as the one before.
+_STEADY, _AT_LEAST = 4, 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Step(StepForecast):
+    """What is forecast of a step, and how devices share it.
+
+    Attributes:
+        split: how devices share it; see `pipemesh.plan.predict.StepForecast` for the rest.
+    """
+
+    split: Split = dataclasses.field(kw_only=True)
+
+    @property
+    def fullest(self) -> float:
+        """Bytes of the fullest device."""
+        return max(self.memory)
+
+
+def forecast_step(job: Job, split: Split) -> Step:
+    """Forecasts a step as `pipemesh.plan.predict` does, on a network of hosts.
+
+    Slices of a layer are neighbours, then come replicas, then stages, as
+    `pipemesh.plan.network.over_hosts` lays them. A transfer keeps no device busy; sums of devices
+    that share a layer keep all of them waiting. Gradients of replicas are added up, and weights
+    handed out again, when a device has done its last action; each replica updates its share.
+
+    Args:
+        job: what is trained, on what.
+        split: how devices share it; it fits the job, see `splits`.
+
+    Raises:
+        PipemeshError: the layers cannot be cut so, or the schedule cannot be had.
+
+    Example:
+        >>> from pipemesh.partition import LayerCost
+        >>> from pipemesh.plan.figures import figures_of_costs
+        >>> from pipemesh.plan.network import Link, Network
+        >>> layers = figures_of_costs([LayerCost(1.0)] * 4, rows=1)
+        >>> link = Link(0.0, 1e9)
+        >>> job = Job(tuple(layers), Network(8, link, link), batch=8)
+        >>> step = forecast_step(job, Split(layers=4, num_microbatches=8))
+        >>> step.seconds, step.parts["compute"], step.parts["bubble"], step.binds
+        (33.0, 24.0, 9.0, 'bubble')
+    """
+    figures, number = job.figures, split.num_microbatches
+    rows = job.batch / split.data / number
+    # Of even numbers of rounds, so that half as many can be had, too.
+    most = max(_STEADY, 2 * -(-_AT_LEAST // (2 * split.layers))) * split.layers
+    table = built(split.schedule, split.layers, min(number, most))
+    remat = "full" if split.again else "none"
+    stages = cut_stages(figures, rows, split.data, split.model, remat, table, network=job.network)
+    fewer = None
+    if number > most:
+        half = built(split.schedule, split.layers, most // 2)
+        fewer = dataclasses.replace(stages, table=half)
+    found = forecast_stages(stages, figures, fewer=fewer, num_microbatches=number)
+    return Step(**vars(found), split=split)
+
 
 SCHEDULES = ("1f1b", "interleaved:2", "zb_h1", "zb_v")
 # How many of the splits that look best are simulated.

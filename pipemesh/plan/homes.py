@@ -1,4 +1,4 @@
-"""Which processors of a mesh run a stage."""
+"""The processors that own a stage, and the axes that divide a stage among them."""
 
 from __future__ import annotations
 

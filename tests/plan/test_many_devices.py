@@ -1,15 +1,47 @@
-"""A step on many devices: where it is known, and how it grows."""
+"""A training on more devices than there are."""
+
+import contextlib
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipemesh.errors import PlanError, ScheduleError
 from pipemesh.partition import LayerCost
 from pipemesh.plan import Figures, Plan, predict
-from pipemesh.plan.layer_figures import figures_of_costs
+from pipemesh.plan.figures import figures_of_costs
+from pipemesh.plan.many_devices import (
+    Job,
+    Reliability,
+    Split,
+    best_step,
+    forecast,
+    forecast_step,
+    splits,
+)
 from pipemesh.plan.network import Link, Network
-from pipemesh.scale import Job, Split, forecast_step
 from pipemesh.schedule import Costs, ScheduleSpec, simulate
+
+LAYERS = tuple(figures_of_costs([LayerCost(1.0, parameter_bytes=3)] * 2, 1))
+HOSTS = Network(8, Link(0.0, 1.0), Link(0.0, 1.0))
+
+
+def test_a_split_names_its_mesh_as_plans_do():
+    split = Split(layers=4, data=2, model=8)
+    assert split.num_devices == 64
+    assert Plan(split.mesh, "batch:data;d_ff:model").mesh.num_devices == 64
+    assert Split(1).mesh == "layers:1"
+
+
+def test_weights_count_once():
+    assert Job(LAYERS, HOSTS, 8).parameter_bytes == 6
+
+
+@pytest.mark.parametrize(("layers", "batch"), [((), 8), (LAYERS, 0)])
+def test_there_has_to_be_something_to_train(layers, batch):
+    with pytest.raises(PlanError, match="must be one of each"):
+        Job(layers, HOSTS, batch)
+
 
 FREE = Network(8, Link(0.0, 1e30), Link(0.0, 1e30))
 
@@ -104,7 +136,7 @@ def test_many_microbatches_are_told_from_fewer(schedule, places):
     assert step.bubble == pytest.approx(simulate(table, costs).bubble_ratio, abs=1e-3)
 
 
-splits = st.builds(
+any_split = st.builds(
     Split,
     layers=st.sampled_from([1, 2, 4, 8]),
     data=st.sampled_from([1, 2, 4]),
@@ -116,7 +148,7 @@ splits = st.builds(
 
 
 @settings(max_examples=60)
-@given(splits, st.floats(0, 1e-2), st.floats(1e5, 1e12))
+@given(any_split, st.floats(0, 1e-2), st.floats(1e5, 1e12))
 def test_parts_add_up_and_no_step_beats_its_work(split, latency, bandwidth):
     network = Network(4, Link(latency / 10, bandwidth * 10), Link(latency, bandwidth))
     found = job(network=network, action=1e-3, update=1e-9, fixed=0.1)
@@ -128,3 +160,77 @@ def test_parts_add_up_and_no_step_beats_its_work(split, latency, bandwidth):
     # Free links never make it longer.
     free = forecast_step(job(action=1e-3, update=1e-9, fixed=0.1), split)
     assert free.seconds <= step.seconds * (1 + 1e-9)
+
+
+NETWORK = Network(4, Link(1e-6, 1e11), Link(1e-5, 1e9))
+
+
+def small_job(batch=64, layers=8, memory=None):
+    costs = [
+        LayerCost(
+            1e-3, backward=2e-3, parameter_bytes=4e7, activation_bytes=1e7, boundary_bytes=1e6
+        )
+    ] * layers
+    figures = figures_of_costs(costs, 1, split=4, summed=[2e6] * layers)
+    return Job(tuple(figures), NETWORK, batch, memory, action=1e-4)
+
+
+def test_all_splits_use_all_devices():
+    found = list(splits(small_job(), 16))
+    assert {split.num_devices for split in found} == {16}
+    assert len(set(found)) == len(found)
+    assert {split.model for split in found} == {1, 2, 4}
+    assert all(64 % (split.data * split.num_microbatches) == 0 for split in found)
+
+
+def test_the_best_of_some_is_near_the_best_of_all():
+    """What the formula leaves aside is seldom better: here all splits are simulated."""
+    steps = []
+    for split in splits(small_job(), 8):
+        # Some tables are for other numbers of microbatches.
+        with contextlib.suppress(ScheduleError):
+            steps.append(forecast_step(small_job(), split))
+    for memory in (None, 3e8):
+        found, _ = best_step(small_job(memory=memory), 8)
+        best = min(s.seconds for s in steps if memory is None or s.fullest <= memory)
+        assert best <= found.seconds <= 1.02 * best
+
+
+def test_what_does_not_fit_is_not_taken():
+    endless, tight = best_step(small_job(), 8)
+    assert tight == 1
+    limited, tight = best_step(small_job(memory=endless.fullest * 0.6), 8)
+    assert limited.fullest <= endless.fullest * 0.6
+    assert tight == pytest.approx(limited.seconds / endless.seconds) and tight >= 1
+    with pytest.raises(PlanError, match="the leanest needs"):
+        best_step(small_job(memory=1e6), 8)
+
+
+def test_more_devices_than_rows_and_layers_are_an_error():
+    with pytest.raises(PlanError, match="4096 devices cannot share 8 layers"):
+        best_step(small_job(batch=4), 4096)
+
+
+def test_more_devices_fail_more_often():
+    reliability = Reliability(device=1e7, storage=1e9)
+    few, many = (forecast(small_job(), number, reliability) for number in (4, 64))
+    assert few.failures.between == 16 * many.failures.between
+    # As many hosts write their slices at once.
+    assert few.failures.save == 16 * many.failures.save
+    # Devices of a host write together, however few of it are used.
+    saves = [reliability.failures(small_job(), number).save for number in (4, 5, 8, 9)]
+    assert saves == [saves[0], saves[0] / 2, saves[0] / 2, saves[0] / 3]
+    assert 0 < many.goodput < few.goodput < 1
+    assert many.interval == pytest.approx(
+        round(many.interval / many.step.seconds) * many.step.seconds
+    )
+    assert forecast(small_job(), 4).goodput == 1
+
+
+def test_what_binds_is_said():
+    """Of devices that hardly fail slow links cost most, and of others their failures."""
+    slow = Network(1, Link(1e-6, 1e11), Link(1e-5, 1e7))
+    assert forecast(Job(small_job().layers, slow, 64), 8).binds in ("gradients", "transfers")
+    free = Network(1, Link(0.0, 1e30), Link(0.0, 1e30))
+    found = forecast(Job(small_job().layers, free, 64), 2, Reliability(device=2e3, storage=1e9))
+    assert found.binds == "failures"

@@ -1,4 +1,4 @@
-"""Figures that agree with steps that were measured."""
+"""Figures adjusted until forecasts agree with measured steps."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipemesh.errors import PipemeshError, PlanError
-from pipemesh.plan.figures import Figures
-from pipemesh.plan.layer_figures import Curve, LayerFigures
+from pipemesh.plan.figures import Curve, Figures, LayerFigures
 from pipemesh.plan.network import Link
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.predict import predict
@@ -67,7 +66,7 @@ def fitted(figures: Figures, steps: Sequence[Measured]) -> Figures:
 
     Example:
         >>> from pipemesh.partition import LayerCost
-        >>> from pipemesh.plan.layer_figures import figures_of_costs
+        >>> from pipemesh.plan.figures import figures_of_costs
         >>> figures = Figures(tuple(figures_of_costs([LayerCost(1.0)] * 2, rows=1)))
         >>> found = fitted(figures, [Measured(Plan(remat="none"), 4, 26.0)])
         >>> round(predict(Plan(remat="none"), found, 4).seconds)
