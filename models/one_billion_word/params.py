@@ -101,7 +101,7 @@ def stack_of(config: Any, stages: list[Any], tied_weights: dict[str, str]) -> An
         num_micro_batches=plan.num_microbatches,
         schedule=plan.schedule,
         loss_inside=True,
-        remat=plan.remat,
+        remat=str(plan.remat),
         lowering=plan.lowering,
         fprop_dtype=plan.compute_dtype and tf.as_dtype(plan.compute_dtype),
         strict_devices=config.STRICT_DEVICES,

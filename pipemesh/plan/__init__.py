@@ -15,6 +15,7 @@ from pipemesh.plan.figures import Figures, figures_of_costs
 from pipemesh.plan.network import Link, Network
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.predict import Prediction, predict
+from pipemesh.plan.remat import Remat
 from pipemesh.plan.search import Asked, search
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Network",
     "Plan",
     "Prediction",
+    "Remat",
     "figures_of_costs",
     "predict",
     "search",

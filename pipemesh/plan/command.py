@@ -236,7 +236,7 @@ def rows_of(found: Sequence[Prediction], took: Sequence[float] = ()) -> list[tup
                 str(plan.schedule),
                 f"{plan.num_microbatches:,}",
                 ",".join(map(str, cuts)) if cuts and len(cuts) > 2 else "-",
-                plan.remat,
+                str(plan.remat),
                 f"{1e3 * each.seconds:.4g}",
                 f"{each.bubble:.1%}",
                 f"{max(each.memory) / _MB:.4g}",

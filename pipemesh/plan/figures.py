@@ -15,6 +15,7 @@ from pipemesh.errors import PlanError
 from pipemesh.partition import LayerCost
 from pipemesh.plan.network import Link
 from pipemesh.plan.plan import Plan
+from pipemesh.plan.remat import Remat
 
 # Kinds of action; those with a + compute the forward pass again first.
 KINDS = ("F", "B", "I", "W", "B+", "I+", "W+")
@@ -380,7 +381,7 @@ def layers_from_values(values: Any, source: str) -> list[LayerFigures]:
 FILE = "figures.json"
 """What was measured of a model, in the log directory of a training."""
 
-PLAIN = Plan(remat="none")
+PLAIN = Plan(remat=Remat.NONE)
 """The plan of a plain step: one device, one microbatch, nothing is computed again."""
 
 

@@ -24,6 +24,7 @@ from pipemesh.plan.figures import Figures, LayerFigures
 from pipemesh.plan.network import Network
 from pipemesh.plan.plan import built
 from pipemesh.plan.predict import StepForecast, forecast_stages
+from pipemesh.plan.remat import Remat
 from pipemesh.plan.stages import cut_stages
 from pipemesh.schedule_names import parse
 
@@ -111,7 +112,7 @@ class Split:
         model: devices that share each layer.
         schedule: by name.
         num_microbatches: of a batch.
-        again: whether the backward pass computes the forward pass again.
+        remat: what the backward pass computes again.
     """
 
     layers: int
@@ -119,7 +120,7 @@ class Split:
     model: int = 1
     schedule: str = "1f1b"
     num_microbatches: int = 1
-    again: bool = False
+    remat: Remat = Remat.NONE
 
     @property
     def num_devices(self) -> int:
@@ -185,8 +186,9 @@ def forecast_step(job: Job, split: Split) -> Step:
     # Of even numbers of rounds, so that half as many can be had, too.
     most = max(_STEADY, 2 * -(-_AT_LEAST // (2 * split.layers))) * split.layers
     table = built(split.schedule, split.layers, min(number, most))
-    remat = "full" if split.again else "none"
-    stages = cut_stages(figures, rows, split.data, split.model, remat, table, network=job.network)
+    stages = cut_stages(
+        figures, rows, split.data, split.model, split.remat, table, network=job.network
+    )
     fewer = None
     if number > most:
         half = built(split.schedule, split.layers, most // 2)
@@ -297,8 +299,8 @@ def splits(job: Job, num_devices: int, schedules: Sequence[str] = SCHEDULES) -> 
                 for schedule in schedules if layers > 1 else schedules[:1]:
                     if layers * parse(schedule).stages() > len(job.layers):
                         continue
-                    for again in (False, True):
-                        yield Split(layers, data, model, schedule, number, again)
+                    for remat in (Remat.NONE, Remat.FULL):
+                        yield Split(layers, data, model, schedule, number, remat)
 
 
 def best_step(
@@ -367,15 +369,16 @@ def _rate(job: Job, split: Split) -> float:
     """About how long a step takes, by formulas for equal stages."""
     rows = job.batch / split.data / split.num_microbatches
     full = sums = 0.0
+    again = not split.remat.is_none
     for layer in job.layers:
         shared = min(split.model, layer.split)
-        full += (layer.takes("F", rows) + layer.takes("B", rows, split.again)) / shared
+        full += (layer.takes("F", rows) + layer.takes("B", rows, again)) / shared
         if shared > 1 and layer.summed is not None:
             size = layer.summed.at(rows) / layer.sums
             sums += layer.sums * job.network.all_reduce(shared, 1, size)
     virtual = parse(split.schedule).stages()
     actions = (3 if split.schedule.startswith("zb") else 2) * virtual * job.action
-    each = (full + sums * (3 if split.again else 2)) / split.layers + actions
+    each = (full + sums * (3 if again else 2)) / split.layers + actions
     # A zero-bubble table fills its bubble with two thirds of the backward passes.
     bubble = (split.layers - 1) * each / (3 if split.schedule.startswith("zb") else virtual)
     home = split.data * split.model

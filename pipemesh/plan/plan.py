@@ -14,12 +14,11 @@ from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.mesh.checks import whole_number
 from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.plan import homes, text_form
-from pipemesh.plan.remat import CUSTOM, NAMES
+from pipemesh.plan.remat import Remat
 from pipemesh.schedule import Schedule, ScheduleSpec
 from pipemesh.schedule_names import FILE, parse
 from pipemesh.text import nearest_text
 
-REMAT = (*NAMES, CUSTOM)
 LOWERINGS = ("placement", "simd")
 DTYPES = ("float32", "bfloat16", "float16")
 # Fields that say nothing of a model without a pipeline.
@@ -73,7 +72,7 @@ replicas; num_microbatches may be 1, 2, 5, 10
     schedule: str | Schedule = "1f1b"
     num_microbatches: int = 1
     boundaries: tuple[int, ...] | None = None
-    remat: str = "full"
+    remat: Remat = Remat.FULL
     lowering: str = "placement"
     compute_dtype: str | None = None
     allow_idle: bool = False
@@ -84,6 +83,8 @@ replicas; num_microbatches may be 1, 2, 5, 10
             object.__setattr__(self, "mesh", Mesh.from_text(given["mesh"]))
         if isinstance(given["layout"], str):
             object.__setattr__(self, "layout", LayoutRules.from_text(given["layout"]))
+        if isinstance(given["remat"], str):
+            object.__setattr__(self, "remat", Remat.from_text(given["remat"]))
         self._check_types()
         self.layout.check(self.mesh)
         self._check_axes()
@@ -91,16 +92,11 @@ replicas; num_microbatches may be 1, 2, 5, 10
         if self.boundaries is not None:
             object.__setattr__(self, "boundaries", tuple(self.boundaries))
             self._check_boundaries(table.num_stages)
-        policies = len(self.remat.split(","))
-        if policies not in (1, table.num_stages):
-            raise PlanError(
-                f"remat has {policies} policies, one a stage, but there are {table.num_stages} "
-                "stages; give as many, or a single one for all"
-            )
+        self.remat.check_stages(table.num_stages)
 
     def _check_types(self) -> None:
         given: dict[str, Any] = vars(self)
-        for name, kind in (("mesh", Mesh), ("layout", LayoutRules)):
+        for name, kind in (("mesh", Mesh), ("layout", LayoutRules), ("remat", Remat)):
             if not isinstance(given[name], kind):
                 raise PlanError(f"{name} is {given[name]!r}; give a {kind.__name__} or its text")
         if not isinstance(given["schedule"], str | Schedule):
@@ -114,10 +110,6 @@ replicas; num_microbatches may be 1, 2, 5, 10
         object.__setattr__(self, "num_microbatches", number)
         if not isinstance(given["allow_idle"], bool):
             raise PlanError(f"allow_idle is {given['allow_idle']!r}; it must be True or False")
-        for each in str(given["remat"]).split(","):
-            if each not in REMAT:
-                near = nearest_text(each, [name for name in REMAT if name != "custom"])
-                raise PlanError(f"remat is {given['remat']!r}; {each!r} is no policy{near}")
         for name, allowed in (
             ("lowering", LOWERINGS),
             ("compute_dtype", DTYPES),

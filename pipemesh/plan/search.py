@@ -18,7 +18,7 @@ from pipemesh.plan.figures import Figures
 from pipemesh.plan.homes import BATCH
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.predict import Prediction, predict
-from pipemesh.plan.remat import NONE
+from pipemesh.plan.remat import Remat
 from pipemesh.plan.stages import evenly_cut, layer_seconds, stages_of
 from pipemesh.schedule import simulate
 from pipemesh.schedule_names import FILE, SEARCHED, parse
@@ -102,7 +102,7 @@ class Candidate:
         group: along the axis of layers' dims.
         schedule: by name.
         num_microbatches: of a batch.
-        remat: `none` or `full`.
+        remat: the policy.
     """
 
     places: int
@@ -110,7 +110,7 @@ class Candidate:
     group: int
     schedule: str
     num_microbatches: int
-    remat: str
+    remat: Remat
 
     def plan(self, figures: Figures, asked: Asked) -> Plan:
         """The plan, without boundaries unless they are fixed.
@@ -135,7 +135,7 @@ class Candidate:
             "layout": ";".join(rules),
             "schedule": self.schedule,
             "num_microbatches": str(self.num_microbatches),
-            "remat": self.remat,
+            "remat": str(self.remat),
         }
         return Plan.from_values(values | dict(asked.fixed))
 
@@ -161,7 +161,9 @@ def candidates(figures: Figures, asked: Asked) -> Iterator[Candidate]:
         schedules = asked.schedules if places > 1 else ("1f1b",)
         if "schedule" in fixed:
             schedules = (fixed["schedule"],)
-        remats = (fixed["remat"],) if "remat" in fixed else ("none", "full")
+        remats = (Remat.NONE, Remat.FULL)
+        if "remat" in fixed:
+            remats = (Remat.from_text(fixed["remat"]),)
         for schedule in schedules:
             if "mesh" not in fixed and places * _stages_a_device(schedule) > count:
                 continue
@@ -219,7 +221,7 @@ def rated(figures: Figures, asked: Asked) -> list[Candidate]:
 
     def rate(each: Candidate) -> float:
         rows = asked.batch / each.num_microbatches / each.replicas
-        work, longest, load = seconds(rows, each.group, each.remat == "full")
+        work, longest, load = seconds(rows, each.group, not each.remat.is_none)
         kinds = 3 if each.schedule.startswith(("zb", "v_")) else 2
         virtual = _stages_a_device(each.schedule)
         # No place takes less than the longest layer.
@@ -296,7 +298,7 @@ def cut_to_fit(found: Prediction, figures: Figures, asked: Asked) -> Prediction:
         for layer in own
     ]
     halves = any(action.kind == "W" for row in stages.table.rows for action in row)
-    is_full = not halves and NONE not in stages.modes.values()
+    is_full = not halves and "none" not in stages.modes.values()
     facts = simulate(stages.table).for_partition()
     leanest, tried = found, {found.plan.boundaries}
     for number in range(_LIMITS):

@@ -15,7 +15,7 @@ from pipemesh.plan.figures import Figures, LayerFigures
 from pipemesh.plan.homes import home_of
 from pipemesh.plan.network import Link, Network
 from pipemesh.plan.plan import Plan
-from pipemesh.plan.remat import FULL, NONE, TWICE, modes_of
+from pipemesh.plan.remat import Mode, Remat
 from pipemesh.schedule import Action, Costs, Schedule
 from pipemesh.schedule.action import KINDS
 
@@ -29,7 +29,7 @@ class Stages:
         rows: of a microbatch that a replica gets.
         replicas: how many there are.
         group: devices that share a replica's part of a stage.
-        remat: the policy by name, as `Plan.remat`.
+        remat: the policy.
         table: the schedule.
         network: hosts that the devices lie in: those that share a layer side by side, then
             replicas, then stages, as `pipemesh.plan.network` lays them. None if all devices are
@@ -42,15 +42,15 @@ class Stages:
     rows: float
     replicas: int
     group: int
-    remat: str
+    remat: Remat
     table: Schedule
     network: Network | None = None
     cast: float = 0.0
 
     @functools.cached_property
-    def modes(self) -> dict[tuple[int, int], str]:
-        """For each (stage, microbatch) what its backward pass computes again; see `modes_of`."""
-        return modes_of(self.remat, self.table)
+    def modes(self) -> dict[tuple[int, int], Mode]:
+        """For each (stage, microbatch) what its backward pass computes again."""
+        return self.remat.modes(self.table)
 
     @functools.cached_property
     def run(self) -> Schedule:
@@ -62,7 +62,7 @@ class Stages:
 
         def is_added(action: Action) -> bool:
             pair = action.stage, action.microbatch
-            return action.kind in "BI" and pair not in known and self.modes[pair] != NONE
+            return action.kind in "BI" and pair not in known and self.modes[pair] != "none"
 
         rows = tuple(
             tuple(
@@ -78,7 +78,7 @@ class Stages:
     def twice(self) -> frozenset[int]:
         """Stages whose `W` computes the forward pass once more."""
         known = self.table.recomputed()
-        twice = (pair for pair, mode in self.modes.items() if mode == TWICE)
+        twice = (pair for pair, mode in self.modes.items() if mode == "twice")
         return frozenset(stage for stage, m in twice if (stage, m) not in known)
 
     def shared(self, layer: LayerFigures) -> int:
@@ -159,7 +159,7 @@ def cut_stages(
     rows: float,
     replicas: int,
     group: int,
-    remat: str,
+    remat: Remat,
     table: Schedule,
     boundaries: tuple[int, ...] | None = None,
     network: Network | None = None,
@@ -171,14 +171,14 @@ def cut_stages(
         rows: of a microbatch that a replica gets.
         replicas: how many there are.
         group: devices that share a replica's part of a stage.
-        remat: the policy by name.
+        remat: the policy.
         table: the schedule.
         boundaries: None for stages of equal seconds.
         network: see `Stages`.
     """
     if boundaries is None:
-        modes = modes_of(remat, table).values()
-        again = sum(mode != NONE for mode in modes) / len(modes)
+        modes = remat.modes(table).values()
+        again = sum(mode != "none" for mode in modes) / len(modes)
         costs = layer_seconds(figures, rows, group, again)
         boundaries = cut_evenly(tuple(costs), table.stage_devices)
     layers = tuple(figures.layers[a:b] for a, b in itertools.pairwise(boundaries))
@@ -421,7 +421,7 @@ def device_memory(stages: Stages, figures: Figures, place: int) -> float:
     }
     apart = stages.table.recomputed()
     # By stage, kind, mode and whether there are no sums: what is needed, and what is left.
-    known: dict[tuple[int, str, str, bool], tuple[float, float]] = {}
+    known: dict[tuple[int, str, Mode, bool], tuple[float, float]] = {}
     summed: set[int] = set()
     held = most = 0.0
     for action in stages.table.rows[place]:
@@ -430,7 +430,7 @@ def device_memory(stages: Stages, figures: Figures, place: int) -> float:
         mode = stages.modes[pair]
         if pair in apart:
             # An `R` of the table has computed all of it before the backward pass begins.
-            mode = NONE if kind in "BIW" else FULL
+            mode = "none" if kind in "BIW" else "full"
         is_first = stage not in summed
         if (key := (stage, kind, mode, is_first)) not in known:
             of = own[stage]
@@ -468,17 +468,17 @@ class _StageMemory:
         self._given = stages.given(stage)
         self.weights = stages.weights(stage)
 
-    def _left(self, kind: str, mode: str) -> float:
+    def _left(self, kind: str, mode: Mode) -> float:
         """Bytes of a microbatch that are held after its `F`, `R` or `I`."""
-        if kind == "R" or (kind == "F" and mode == NONE):
+        if kind == "R" or (kind == "F" and mode == "none"):
             return sum(self._kept)
         if kind == "F":
             return self._given
         # Half of what a `W` needs are gradients, and half is what layers computed forward, which a
         # `W` that computes again does not need.
-        return self._given + sum(self._pending) / 2 if mode == TWICE else sum(self._pending)
+        return self._given + sum(self._pending) / 2 if mode == "twice" else sum(self._pending)
 
-    def leaves(self, kind: str, mode: str) -> float:
+    def leaves(self, kind: str, mode: Mode) -> float:
         """By how much more is held after an action, sums of gradients left aside.
 
         Args:
@@ -488,7 +488,7 @@ class _StageMemory:
         before = {"F": 0.0, "W": self._left("I", mode)}.get(kind, self._left("F", mode))
         return (self._left(kind, mode) if kind in "FRI" else 0.0) - before
 
-    def needs(self, kind: str, mode: str, is_first: bool) -> float:
+    def needs(self, kind: str, mode: Mode, is_first: bool) -> float:
         """Bytes beside what is held when an action begins.
 
         Args:
@@ -507,7 +507,7 @@ class _StageMemory:
             return again + self._backward([], [max(0.0, p - k) for p, k in pairs], less)
         freed = self._kept if kind == "B" else self._pending
         if kind == "W":
-            again = max(0.0, sum(self._pending) - self._left("I", mode)) if mode == TWICE else 0.0
+            again = max(0.0, sum(self._pending) - self._left("I", mode)) if mode == "twice" else 0.0
         made, working = (self._sums, less) if is_first else ([], self._working)
         return again + self._backward(freed, made, working)
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 from pipemesh.errors import PlanError
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.mesh.checks import text_of
+from pipemesh.plan.remat import Remat
 from pipemesh.schedule import Schedule
 
 # What begins the text of a schedule that is given as a table.
@@ -46,6 +47,8 @@ def parse(name: str, text: str) -> Any:
         return Mesh.from_text(text)
     if name == "layout":
         return LayoutRules.from_text(text)
+    if name == "remat":
+        return Remat.from_text(text)
     if name == "schedule" and text.startswith(_TABLE):
         return Schedule.from_csv(text.removeprefix(_TABLE))
     if name == "num_microbatches":

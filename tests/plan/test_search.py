@@ -11,7 +11,7 @@ import pytest
 
 from pipemesh.errors import PipemeshError, PlanError, ScheduleError
 from pipemesh.partition import LayerCost
-from pipemesh.plan import Plan
+from pipemesh.plan import Plan, Remat
 from pipemesh.plan.figures import Figures, figures_of_costs
 from pipemesh.plan.network import Link
 from pipemesh.plan.predict import predict
@@ -53,7 +53,7 @@ def test_all_combinations_are_there():
     assert "zb_v" not in {each.schedule for each in found if each.places == 8}
     numbers = {each.num_microbatches for each in found if each.replicas == 4}
     assert numbers == {1, 2, 4}
-    assert {each.remat for each in found} == {"none", "full"}
+    assert {str(each.remat) for each in found} == {"none", "full"}
 
 
 def test_nothing_is_split_that_cannot_be():
@@ -73,7 +73,7 @@ def test_nothing_is_split_that_cannot_be():
     [
         ({"schedule": "gpipe"}, lambda each: each.schedule == "gpipe"),
         ({"num_microbatches": "4"}, lambda each: each.num_microbatches == 4),
-        ({"remat": "full"}, lambda each: each.remat == "full"),
+        ({"remat": "full"}, lambda each: each.remat.is_full),
         (
             {"mesh": "layers:2;rows:2", "layout": "batch:rows"},
             lambda each: (each.places, each.replicas, each.group) == (2, 2, 1),
@@ -117,12 +117,12 @@ def test_a_mesh_has_no_more_devices_than_there_are():
 def test_a_candidate_becomes_a_plan():
     asked = Asked(4, 16)
     found = shareable(5, split=2, rules="heads:model")
-    plan = Candidate(2, 1, 2, "zb_h1", 4, "none").plan(found, asked)
+    plan = Candidate(2, 1, 2, "zb_h1", 4, Remat.NONE).plan(found, asked)
     assert str(plan.mesh) == "layers:2;model:2" and str(plan.layout) == "heads:model"
-    assert (plan.schedule, plan.num_microbatches, plan.remat) == ("zb_h1", 4, "none")
+    assert (plan.schedule, plan.num_microbatches, plan.remat) == ("zb_h1", 4, Remat.NONE)
     assert plan.boundaries is None
     with pytest.raises(ScheduleError, match="multiple"):
-        Candidate(2, 1, 1, "interleaved:2", 3, "none").plan(found, asked)
+        Candidate(2, 1, 1, "interleaved:2", 3, Remat.NONE).plan(found, asked)
 
 
 def test_the_formula_puts_good_plans_first():

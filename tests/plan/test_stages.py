@@ -6,7 +6,7 @@ import pytest
 
 from pipemesh.errors import PlanError
 from pipemesh.partition import LayerCost
-from pipemesh.plan import Plan
+from pipemesh.plan import Plan, Remat
 from pipemesh.plan.figures import Curve, Figures, LayerFigures, figures_of_costs
 from pipemesh.plan.network import Link
 from pipemesh.plan.stages import (
@@ -42,7 +42,7 @@ def test_stages_are_those_of_the_boundaries():
     plan = Plan("layers:2", num_microbatches=2, boundaries=(0, 1, 4))
     stages = stages_of(plan, figures(), batch=4)
     assert [[layer.name for layer in own] for own in stages.layers] == [["l0"], ["l1", "l2", "l3"]]
-    assert (stages.rows, stages.replicas, stages.group, stages.remat) == (2, 1, 1, "full")
+    assert (stages.rows, stages.replicas, stages.group, stages.remat) == (2, 1, 1, Remat.FULL)
 
 
 def test_without_boundaries_stages_are_equally_long():

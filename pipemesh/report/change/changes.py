@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from pipemesh.errors import PipemeshError
 from pipemesh.plan import Asked, Figures, Plan, Prediction, predict
-from pipemesh.plan.remat import CUSTOM, NONE
+from pipemesh.plan.remat import Remat
 from pipemesh.plan.search import DATA, SCHEDULES, Candidate, divisors, with_better_cuts
 from pipemesh.plan.stages import evenly_cut
 
@@ -172,8 +172,8 @@ def _others(
                 yield from _scheduled(plan, name, figures, batch, knows_layers)
     if knows_layers and plan.num_stages > 1:
         yield from _recut(plan, figures, batch)
-    if plan.remat != CUSTOM and {*plan.remat.split(",")} != {NONE}:
-        yield from _made("remat", plan, remat="none")
+    if not (plan.remat.is_custom or plan.remat.is_none):
+        yield from _made("remat", plan, remat=Remat.NONE)
     if knows_layers and knows_links:
         yield from _meshes(plan, figures, batch)
 
