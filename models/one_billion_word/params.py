@@ -164,6 +164,17 @@ def cut(config: Any, layers: list[Any]) -> list[Any]:
     return stage_params(layers, Partition(boundaries, costs))
 
 
+def layer_flops_of(config: LanguageModelParams) -> list[float]:
+    """Returns the flops of the forward pass of each layer, for the whole batch."""
+    shape = tshape.Shape([config.BATCH_SIZE, config.SEQUENCE_LENGTH])
+    return list(layer_flops(named_layers(layers_of(config)), *(shape,) * 5))
+
+
+def boundaries_of(config: LanguageModelParams) -> tuple[int, ...]:
+    """Returns the layer indices at which the stages begin, and the number of layers."""
+    return tuple(itertools.accumulate((len(cell.sub) for cell in stages_of(config)), initial=0))
+
+
 def stage_flops_of(config: LanguageModelParams) -> list[float]:
     """The flops of the forward pass of each stage, for the whole batch."""
     shape = tshape.Shape([config.BATCH_SIZE, config.SEQUENCE_LENGTH])

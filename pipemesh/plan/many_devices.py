@@ -186,9 +186,8 @@ def forecast_step(job: Job, split: Split) -> Step:
     # Of even numbers of rounds, so that half as many can be had, too.
     most = max(_STEADY, 2 * -(-_AT_LEAST // (2 * split.layers))) * split.layers
     table = built(split.schedule, split.layers, min(number, most))
-    stages = cut_stages(
-        figures, rows, split.data, split.model, split.remat, table, network=job.network
-    )
+    groups = (split.model,) * table.num_stages
+    stages = cut_stages(figures, rows, split.data, groups, split.remat, table, network=job.network)
     fewer = None
     if number > most:
         half = built(split.schedule, split.layers, most // 2)

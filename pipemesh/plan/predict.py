@@ -127,7 +127,7 @@ def forecast_stages(
     gradients, update, after = _tails(stages, figures)
     with_gradients = max(end + late for end, late in zip(run.ends, gradients, strict=True))
     seconds = with_gradients + update + figures.fixed
-    done = _home(stages) * (run.done + after) + figures.fixed
+    done = run.done + after + figures.fixed
     *before, _ = run.lengths
     makespan = max(run.ends)
     bubble = min(1.0, max(0.0, run.waiting) / makespan) if makespan else 0.0
@@ -163,7 +163,7 @@ class _Run:
         ends: of each place, when its last action ends.
         memory: bytes of each place.
         waiting: seconds that devices wait for each other, on average.
-        done: what all actions compute on one device of each home.
+        done: what all actions compute on all devices.
         actions: what the actions of a device take beside their layers.
     """
 
@@ -201,7 +201,7 @@ def _run(stages: Stages, figures: Figures, parts: bool) -> _Run:
     ends = tuple(timeline.ends[place][-1] for place in places)
     memory = tuple(device_memory(stages, figures, place) for place in places)
     waiting = _waiting(timeline, stages, figures, loads) * timeline.makespan
-    done = _work(timeline, loads)
+    done = _work(timeline, stages, loads)
     if not parts:
         return _Run((timeline.makespan,), ends, memory, waiting, done, 0.0)
     number = stages.table.num_stages
@@ -224,26 +224,26 @@ def _run(stages: Stages, figures: Figures, parts: bool) -> _Run:
     return _Run(lengths, ends, memory, waiting, done, actions)
 
 
-def _home(stages: Stages) -> int:
-    """Devices of a home, which all run each action."""
-    return stages.replicas * stages.group
-
-
 def _simulated(stages: Stages, figures: Figures, costs: Costs, loads: _Loads) -> Timeline:
     if figures.cores is None:
         return simulate(stages.run, costs)
-    home = _home(stages)
-    every = {kind: [home * load for load in of] for kind, of in loads.items()}
+    # All devices of a home run each action.
+    every = {
+        kind: [stages.home_size(stage) * load for stage, load in enumerate(by_stage)]
+        for kind, by_stage in loads.items()
+    }
     return simulate_sharing(
         stages.run, costs, cores=figures.cores, loads=every, crowding=figures.crowding
     )
 
 
-def _work(timeline: Timeline, loads: _Loads) -> float:
-    """What all actions compute on one device of each home, in seconds of a core."""
+def _work(timeline: Timeline, stages: Stages, loads: _Loads) -> float:
+    """Returns what all actions compute on all devices, in seconds of a core."""
     durations = timeline.costs.per_stage(timeline.schedule.num_stages).durations()
     return sum(
-        durations[each.kind][each.stage] * loads[each.kind][each.stage]
+        stages.home_size(each.stage)
+        * durations[each.kind][each.stage]
+        * loads[each.kind][each.stage]
         for row in timeline.schedule.rows
         for each in row
     )
@@ -254,7 +254,7 @@ def _slowed(lone: Timeline, stages: Stages, figures: Figures, loads: _Loads) -> 
     if figures.cores is None:
         return 1.0
     busiest = sum(lone.busy) / len(lone.busy)
-    wanted = _home(stages) * _work(lone, loads)
+    wanted = _work(lone, stages, loads)
     return max(1.0, wanted / figures.cores / busiest) if busiest else 1.0
 
 
@@ -262,11 +262,11 @@ def _waiting(timeline: Timeline, stages: Stages, figures: Figures, loads: _Loads
     """The share of the time in which devices wait for each other while a core is free."""
     if figures.cores is None:
         return timeline.bubble_ratio
-    home, used = _home(stages), {each.kind for row in stages.run.rows for each in row}
+    used = {each.kind for row in stages.run.rows for each in row}
     # A device keeps at most so many cores busy.
     most = max(load for kind in used for load in loads[kind])
-    there = min(figures.cores, home * stages.table.num_devices * most) * timeline.makespan
-    free = 1 - home * _work(timeline, loads) / there if there else 0.0
+    there = min(figures.cores, sum(stages.home_sizes) * most) * timeline.makespan
+    free = 1 - _work(timeline, stages, loads) / there if there else 0.0
     # What one device leaves of its cores, as a forward pass does beside a backward one, is no
     # waiting.
     return max(0.0, min(timeline.bubble_ratio, free))
@@ -275,22 +275,28 @@ def _waiting(timeline: Timeline, stages: Stages, figures: Figures, loads: _Loads
 def _tails(stages: Stages, figures: Figures) -> tuple[list[float], float, float]:
     """What each place adds up after its last action, the update, and what both are to a device.
 
-    Seconds; of the last, those that one device of each home computes, added up.
+    Seconds; of the last, those that all devices compute, added up.
     """
     own = [0.0] * stages.table.num_devices
     for stage, place in enumerate(stages.table.stage_devices):
         own[place] += stages.weights(stage)
-    replicas, group = stages.replicas, stages.group
-    sums = [summed(stages, figures, figures.transfer, replicas, group, size) for size in own]
+    replicas, homes = stages.replicas, stages.home_sizes
+    sums = [
+        summed(stages, figures, figures.transfer, replicas, home // replicas, size)
+        for home, size in zip(homes, own, strict=True)
+    ]
     gradients = [seconds for seconds, _ in sums]
     # Each replica updates its share.
     each = [size / stages.replicas * figures.update for size in own]
-    after = sum(work for _, work in sums) + sum(each)
+    updates = sum(home * seconds for home, seconds in zip(homes, each, strict=True))
+    after = sum(home * work for home, (_, work) in zip(homes, sums, strict=True)) + updates
     if figures.cores is None:
         return gradients, max(each), after
     # All weights of all devices at once, on as many cores as there are.
     largest = max(
-        layer.parameter_bytes / stages.shared(layer) for of in stages.layers for layer in of
+        layer.parameter_bytes / stages.shared(stage, layer)
+        for stage, layers in enumerate(stages.layers)
+        for layer in layers
     )
     alone = largest / stages.replicas * figures.update
-    return gradients, max(alone, sum(each) * _home(stages) / figures.cores), after
+    return gradients, max(alone, updates / figures.cores), after

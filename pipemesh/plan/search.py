@@ -288,14 +288,14 @@ def cut_to_fit(found: Prediction, figures: Figures, asked: Asked) -> Prediction:
     stages = stages_of(found.plan, figures, asked.batch)
     costs = [
         LayerCost(
-            forward=layer.takes("F", stages.rows) / stages.shared(layer),
-            backward=layer.takes("B", stages.rows) / stages.shared(layer),
-            parameter_bytes=layer.parameter_bytes / stages.shared(layer),
-            activation_bytes=layer.holds(stages.rows, stages.shared(layer)),
+            forward=layer.takes("F", stages.rows) / (shared := stages.shared(stage, layer)),
+            backward=layer.takes("B", stages.rows) / shared,
+            parameter_bytes=layer.parameter_bytes / shared,
+            activation_bytes=layer.holds(stages.rows, shared),
             boundary_bytes=layer.outputs.at(stages.rows),
         )
-        for own in stages.layers
-        for layer in own
+        for stage, layers in enumerate(stages.layers)
+        for layer in layers
     ]
     halves = any(action.kind == "W" for row in stages.table.rows for action in row)
     is_full = not halves and "none" not in stages.modes.values()

@@ -28,7 +28,7 @@ class Stages:
         layers: figures of the layers of each stage.
         rows: of a microbatch that a replica gets.
         replicas: how many there are.
-        group: devices that share a replica's part of a stage.
+        groups: for each stage the devices that share a replica's part of it.
         remat: the policy.
         table: the schedule.
         network: hosts that the devices lie in: those that share a layer side by side, then
@@ -41,7 +41,7 @@ class Stages:
     layers: tuple[tuple[LayerFigures, ...], ...]
     rows: float
     replicas: int
-    group: int
+    groups: tuple[int, ...]
     remat: Remat
     table: Schedule
     network: Network | None = None
@@ -81,13 +81,24 @@ class Stages:
         twice = (pair for pair, mode in self.modes.items() if mode == "twice")
         return frozenset(stage for stage, m in twice if (stage, m) not in known)
 
-    def shared(self, layer: LayerFigures) -> int:
-        """Among how many devices of a replica a layer is split."""
-        return min(self.group, layer.split)
+    def home_size(self, stage: int) -> int:
+        """The number of devices of a stage's home."""
+        return self.replicas * self.groups[stage]
+
+    @functools.cached_property
+    def home_sizes(self) -> tuple[int, ...]:
+        """The number of devices of each home, along the axis `layers`."""
+        sizes = {home: self.home_size(s) for s, home in enumerate(self.table.stage_devices)}
+        return tuple(sizes[home] for home in range(self.table.num_devices))
+
+    def shared(self, stage: int, layer: LayerFigures) -> int:
+        """The number of devices of a replica among which a layer is split."""
+        return min(self.groups[stage], layer.split)
 
     def weights(self, stage: int) -> float:
         """Bytes of a device's slices of a stage's weights."""
-        return sum(layer.parameter_bytes / self.shared(layer) for layer in self.layers[stage])
+        layers = self.layers[stage]
+        return sum(layer.parameter_bytes / self.shared(stage, layer) for layer in layers)
 
     def given(self, stage: int) -> float:
         """Bytes of a stage's inputs on a device, of a microbatch."""
@@ -113,18 +124,14 @@ def stages_of(plan: Plan, figures: Figures, batch: int, network: Network | None 
             f"lowering={plan.lowering} has no actions, of which forecasts are made; use "
             "lowering=placement"
         )
-    if not plan.mesh.is_even:
-        raise PlanError(
-            f"mesh '{plan.mesh}' has homes of different sizes, of which no forecast is made; give "
-            "each axis one size"
-        )
     plan.check_batch(batch)
     plan.check_layers(len(figures.layers))
     replicas = plan.num_replicas
     rows = batch / plan.num_microbatches / replicas
-    group = len(home_of(plan.mesh, plan.layout, 0)) // replicas
+    homes = [home_of(plan.mesh, plan.layout, place) for place in range(plan.mesh.num_stages)]
+    groups = tuple(len(homes[place]) // replicas for place in plan.table.stage_devices)
     stages = cut_stages(
-        figures, rows, replicas, group, plan.remat, plan.table, plan.boundaries, network
+        figures, rows, replicas, groups, plan.remat, plan.table, plan.boundaries, network
     )
     share = bytes_of(plan.compute_dtype) / bytes_of(None)
     if share == 1:
@@ -158,7 +165,7 @@ def cut_stages(
     figures: Figures,
     rows: float,
     replicas: int,
-    group: int,
+    groups: tuple[int, ...],
     remat: Remat,
     table: Schedule,
     boundaries: tuple[int, ...] | None = None,
@@ -170,7 +177,7 @@ def cut_stages(
         figures: of the layers.
         rows: of a microbatch that a replica gets.
         replicas: how many there are.
-        group: devices that share a replica's part of a stage.
+        groups: for each stage the devices that share a replica's part of it.
         remat: the policy.
         table: the schedule.
         boundaries: None for stages of equal seconds.
@@ -179,10 +186,11 @@ def cut_stages(
     if boundaries is None:
         modes = remat.modes(table).values()
         again = sum(mode != "none" for mode in modes) / len(modes)
-        costs = layer_seconds(figures, rows, group, again)
-        boundaries = cut_evenly(tuple(costs), table.stage_devices)
+        is_even = len(set(groups)) == 1
+        costs = layer_seconds(figures, rows, groups[0] if is_even else 1, again)
+        boundaries = cut_evenly(tuple(costs), table.stage_devices, () if is_even else groups)
     layers = tuple(figures.layers[a:b] for a, b in itertools.pairwise(boundaries))
-    return Stages(layers, rows, replicas, group, remat, table, network)
+    return Stages(layers, rows, replicas, groups, remat, table, network)
 
 
 def layer_seconds(figures: Figures, rows: float, group: int, again: float) -> list[float]:
@@ -203,12 +211,15 @@ def layer_seconds(figures: Figures, rows: float, group: int, again: float) -> li
 
 
 @functools.lru_cache(maxsize=1024)
-def cut_evenly(costs: tuple[float, ...], stage_devices: tuple[int, ...]) -> tuple[int, ...]:
+def cut_evenly(
+    costs: tuple[float, ...], stage_devices: tuple[int, ...], speeds: tuple[int, ...] = ()
+) -> tuple[int, ...]:
     """Boundaries for which the busiest device does least.
 
     Args:
         costs: of the layers.
         stage_devices: of each stage.
+        speeds: relative speed of the home of each stage; none if all are equally fast.
 
     Example:
         >>> cut_evenly((1.0, 1.0, 1.0, 3.0), (0, 1))
@@ -216,7 +227,7 @@ def cut_evenly(costs: tuple[float, ...], stage_devices: tuple[int, ...]) -> tupl
     """
     number = len(stage_devices)
     if len(set(stage_devices)) == number:
-        return partition(list(costs), number).boundaries
+        return partition(list(costs), number, speeds=speeds or None).boundaries
     try:
         return partition(list(costs), number, stage_devices=list(stage_devices)).boundaries
     except PartitionError:
@@ -242,7 +253,8 @@ def action_costs(
         return [
             (figures.action if kind != "R" else 0.0)
             + sum(
-                _takes(stages, stage, number, kind, LayerFigures.takes) / stages.shared(layer)
+                _takes(stages, stage, number, kind, LayerFigures.takes)
+                / stages.shared(stage, layer)
                 + (_sum(stages, figures, stage, layer, kind)[0] if sums else 0.0)
                 for number, layer in enumerate(layers)
             )
@@ -255,13 +267,14 @@ def action_costs(
 
 def _transfers(stages: Stages, figures: Figures) -> list[float]:
     """Seconds over the boundary above each stage; each slice goes to its own in the next home."""
-    homes, home = stages.table.stage_devices, stages.replicas * stages.group
+    homes, sizes = stages.table.stage_devices, stages.home_sizes
+    begins = [0, *itertools.accumulate(sizes)]
     found: list[float] = []
     for stage, layers in enumerate(stages.layers):
         link = figures.transfer
         if (network := stages.network) is not None:
-            above = min(stage + 1, len(homes) - 1)
-            link = network.joining(home * homes[stage], home * homes[above], home)
+            here, above = homes[stage], homes[min(stage + 1, len(homes) - 1)]
+            link = network.joining(begins[here], begins[above], min(sizes[here], sizes[above]))
         found.append(link.seconds(layers[-1].outputs.at(stages.rows)))
     return found
 
@@ -289,7 +302,7 @@ def action_loads(
         for number, layer in enumerate(layers):
             done = _takes(stages, stage, number, kind, LayerFigures.computes)
             alone = _takes(stages, stage, number, kind, LayerFigures.takes)
-            more += (done - alone) / stages.shared(layer)
+            more += (done - alone) / stages.shared(stage, layer)
             if sums:
                 seconds, work = _sum(stages, figures, stage, layer, kind)
                 more += work - seconds
@@ -348,7 +361,7 @@ def _sum(
     stages: Stages, figures: Figures, stage: int, layer: LayerFigures, kind: str
 ) -> tuple[float, float]:
     """What an action takes because a layer is shared, and what each device computes for that."""
-    shared = stages.shared(layer)
+    shared = stages.shared(stage, layer)
     has_none = kind == "W" and stage not in stages.twice
     if shared == 1 or layer.summed is None or has_none:
         return 0.0, 0.0
@@ -458,13 +471,12 @@ class _StageMemory:
 
     def __init__(self, stages: Stages, stage: int) -> None:
         layers, rows = stages.layers[stage], stages.rows
-        self._sums = [layer.parameter_bytes / stages.shared(layer) for layer in layers]
-        self._kept = [layer.holds(rows, stages.shared(layer)) for layer in layers]
-        self._pending = [layer.holds(rows, stages.shared(layer), True) for layer in layers]
-        self._working = [
-            layer.working.at(rows) / stages.shared(layer) if layer.working else 0.0
-            for layer in layers
-        ]
+        shared = [stages.shared(stage, layer) for layer in layers]
+        pairs = list(zip(layers, shared, strict=True))
+        self._sums = [layer.parameter_bytes / n for layer, n in pairs]
+        self._kept = [layer.holds(rows, n) for layer, n in pairs]
+        self._pending = [layer.holds(rows, n, True) for layer, n in pairs]
+        self._working = [layer.working.at(rows) / n if layer.working else 0.0 for layer, n in pairs]
         self._given = stages.given(stage)
         self.weights = stages.weights(stage)
 

@@ -6,7 +6,7 @@ import pytest
 
 from pipemesh.errors import PlanError
 from pipemesh.partition import LayerCost
-from pipemesh.plan import Plan, Remat
+from pipemesh.plan import Plan, Remat, predict
 from pipemesh.plan.figures import Curve, Figures, LayerFigures, figures_of_costs
 from pipemesh.plan.network import Link
 from pipemesh.plan.stages import (
@@ -42,7 +42,7 @@ def test_stages_are_those_of_the_boundaries():
     plan = Plan("layers:2", num_microbatches=2, boundaries=(0, 1, 4))
     stages = stages_of(plan, figures(), batch=4)
     assert [[layer.name for layer in own] for own in stages.layers] == [["l0"], ["l1", "l2", "l3"]]
-    assert (stages.rows, stages.replicas, stages.group, stages.remat) == (2, 1, 1, Remat.FULL)
+    assert (stages.rows, stages.replicas, stages.groups, stages.remat) == (2, 1, (1, 1), Remat.FULL)
 
 
 def test_without_boundaries_stages_are_equally_long():
@@ -55,7 +55,7 @@ def test_replicas_have_fewer_rows_and_groups_less_of_each():
         "layers:1;data:2;model:2", "batch:data;heads:model", num_microbatches=2, remat="none"
     )
     stages = stages_of(plan, figures(split=4), batch=8)
-    assert (stages.rows, stages.replicas, stages.group) == (2, 2, 2)
+    assert (stages.rows, stages.replicas, stages.groups) == (2, 2, (2,))
     assert stages.weights(0) == 4 * 8 / 2
     costs = action_costs(stages, figures(split=4), sums=False)
     # Two rows, half of each layer.
@@ -150,7 +150,6 @@ def test_even_costs_are_as_much_work():
     ("plan", "batch", "told"),
     [
         (Plan("layers:2", lowering="simd"), 4, "lowering=simd has no actions"),
-        (Plan("layers:2;model:2,1", "heads:model"), 4, "homes of different sizes"),
         (Plan("layers:2", num_microbatches=3), 4, "does not divide"),
         (Plan("layers:8"), 8, "8 stages"),
     ],
@@ -299,3 +298,30 @@ def test_replicas_share_the_update():
     plan = Plan("layers:1;data:2", "batch:data", num_microbatches=2, remat="none")
     # A whole gradient each, and a half of what is made of it.
     assert memory(plan, keeping(10, 0.1), update_memory=2.0) == 10 + 10 + 10 + 5
+
+
+def test_homes_may_have_different_sizes():
+    """Four devices take four times the work of one in the same time."""
+    found = figures((4.0, 1.0), split=4)
+    plan = Plan("layers:2;model:4,1", "heads:model", num_microbatches=8, remat="none")
+    stages = stages_of(plan, found, 8)
+    assert (stages.groups, stages.home_sizes) == ((4, 1), (4, 1))
+    assert [len(layers) for layers in stages.layers] == [1, 1]
+    costs = action_costs(stages, found, sums=False)
+    assert costs.forward == (1.0, 1.0) and costs.backward == (2.0, 2.0)
+    assert (stages.weights(0), stages.weights(1)) == (2.0, 8.0)
+    # The larger home gets more of equal layers.
+    wide = stages_of(plan, figures((1.0,) * 10, split=4), 8)
+    assert [len(layers) for layers in wide.layers] == [8, 2]
+
+
+def test_work_of_unequal_homes_adds_up():
+    free = dataclasses.replace(figures((4.0, 1.0), split=4), transfer=Link(0.0, 1e30))
+    plan = Plan("layers:2;model:4,1", "heads:model", num_microbatches=8, remat="none")
+    even = predict(plan, free, 8)
+    assert even.seconds == pytest.approx((8 + 1) * 3) and even.bubble == pytest.approx(1 / 9)
+    assert even.work == pytest.approx(8 * 3 * 5.0)
+    shared = predict(plan, dataclasses.replace(free, cores=5.0), 8)
+    assert shared.seconds == pytest.approx(even.seconds)
+    one = predict(plan, dataclasses.replace(free, cores=1.0), 8)
+    assert one.seconds == pytest.approx(8 * 3 * 5.0) and one.bubble == pytest.approx(0, abs=1e-9)

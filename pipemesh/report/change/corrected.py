@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from pipemesh.errors import PlanError
 from pipemesh.plan import Figures, Plan, predict
 from pipemesh.plan.figures import Curve, LayerFigures
 from pipemesh.plan.network import Link
@@ -59,13 +60,18 @@ def corrected(
         >>> [round(layer.takes("F", 4), 3) for layer in found.layers], round(found.fixed, 3)
         ([0.1, 0.4], 0.8)
     """
+    if not plan.mesh.is_even:
+        raise PlanError(
+            f"mesh '{plan.mesh}' has homes of different sizes, which are not corrected for; "
+            "give each axis one size"
+        )
     stages = stages_of(plan, figures, batch)
     waits = waits_of(measured)
     number = stages.table.num_stages
     # What is computed again is in none of the actions; a device does it when it would pause.
     own = max(0.0, waits.own - _again(stages, measured))
     beside = max(0.0, figures.action - own)
-    costs, loads = alone(measured, figures.cores, stages.replicas * stages.group, others)
+    costs, loads = alone(measured, figures.cores, stages.home_size(0), others)
     figures = dataclasses.replace(figures, loads=loads)
     durations = costs.per_stage(number).durations()
     ran = {action.kind for row in measured.schedule.rows for action in row}
@@ -85,7 +91,7 @@ def corrected(
         }
         there = {kind: expected[kind][stage] for kind in "FBIW"}
         _complete(wanted, there, loads)
-        layers += [_scaled(layer, wanted, there, stages, len(members)) for layer in members]
+        layers += [_scaled(layer, wanted, there, stages, stage) for layer in members]
     link = figures.transfer
     sent = [link.seconds(of_stage[-1].outputs.at(stages.rows)) for of_stage in stages.layers[:-1]]
     if waits.sent and sent:
@@ -150,7 +156,7 @@ def _scaled(
     wanted: Mapping[str, float],
     there: Mapping[str, float],
     stages: Stages,
-    members: int,
+    stage: int,
 ) -> LayerFigures:
     """A layer that takes its share of what is wanted of its stage."""
     places = [x for x, _ in layer.seconds["F"].points]
@@ -160,7 +166,8 @@ def _scaled(
             factor = wanted[kind] / there[kind]
             return Curve(tuple((x, factor * layer.takes(kind, x)) for x in places))
         # Of layers that have no cost all are alike.
-        return Curve(((stages.rows, wanted[kind] / members * stages.shared(layer)),))
+        number = len(stages.layers[stage])
+        return Curve(((stages.rows, wanted[kind] / number * stages.shared(stage, layer)),))
 
     seconds = {kind: curve(kind) for kind in "FBIW"}
     # Cores are as busy as the step says.
