@@ -184,26 +184,15 @@ replicas; num_microbatches may be 1, 2, 5, 10
         return self.mesh.stage_processors(self.table.stage_devices[stage])
 
     def check_batch(self, size: int) -> None:
-        """Checks that every replica gets as many examples of every microbatch.
+        """Checks that every replica gets equally many rows of every microbatch.
 
         Raises:
             PlanError: the batch does not divide.
         """
-        number, replicas = self.num_microbatches, self.num_replicas
         if (rows := whole_number(size)) is None or rows < 1:
             raise PlanError(f"batch is {size!r}; it must be a whole number of rows from 1 on")
-        if size % replicas:
-            raise PlanError(
-                f"a batch of {size} does not divide among the {replicas} replicas along the axis "
-                f"{self.layout.axis(homes.BATCH)!r}; use another size of batch or axis"
-            )
-        if size % (number * replicas):
-            of = f" of {replicas} replicas" if replicas > 1 else ""
-            allowed = ", ".join(map(str, _divisors(size // replicas)))
-            raise PlanError(
-                f"a batch of {size} does not divide into {number} microbatches{of}; "
-                f"num_microbatches may be {allowed}"
-            )
+        axis = self.layout.axis(homes.BATCH)
+        check_batch(rows, self.num_microbatches, self.num_replicas, axis=axis)
 
     def check_dims(self, dims: Iterable[str]) -> None:
         """Checks that every rule of the layout is for a dim that the model has.
@@ -296,7 +285,49 @@ replicas; num_microbatches may be 1, 2, 5, 10
         return cls.from_values(text_form.from_json(text))
 
 
-def _divisors(number: int) -> list[int]:
+def check_batch(
+    size: int,
+    num_microbatches: int,
+    num_replicas: int = 1,
+    *,
+    axis: str | None = None,
+    name: str = "num_microbatches",
+) -> None:
+    """Checks that a batch divides into microbatches, and each of these among replicas.
+
+    Args:
+        size: rows of the batch.
+        num_microbatches: the number of microbatches.
+        num_replicas: the number of replicas.
+        axis: the mesh axis of the replicas, for the message.
+        name: of the number of microbatches, for the message.
+
+    Raises:
+        PlanError: it does not divide.
+    """
+    if size % num_replicas:
+        along = "" if axis is None else f" along the axis {axis!r}"
+        raise PlanError(
+            f"a batch of {size} does not divide among the {num_replicas} replicas{along}; use a "
+            f"multiple of {num_microbatches * num_replicas} (microbatches times replicas), or "
+            "another number of replicas"
+        )
+    if size % (num_microbatches * num_replicas):
+        replicas = f" of {num_replicas} replicas" if num_replicas > 1 else ""
+        allowed = ", ".join(map(str, divisors(size // num_replicas)))
+        raise PlanError(
+            f"a batch of {size} does not divide into {num_microbatches} microbatches{replicas}; "
+            f"{name} may be {allowed}"
+        )
+
+
+def divisors(number: int) -> list[int]:
+    """Returns all divisors in ascending order.
+
+    Example:
+        >>> divisors(12)
+        [1, 2, 3, 4, 6, 12]
+    """
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 

@@ -16,7 +16,7 @@ from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.partition import LayerCost, partition
 from pipemesh.plan.figures import Figures
 from pipemesh.plan.homes import BATCH
-from pipemesh.plan.plan import Plan
+from pipemesh.plan.plan import Plan, divisors
 from pipemesh.plan.predict import Prediction, predict
 from pipemesh.plan.remat import Remat
 from pipemesh.plan.stages import evenly_cut, layer_seconds, stages_of
@@ -248,17 +248,6 @@ def _work(figures: Figures, rows: float, group: int, again: bool) -> tuple[float
         for layer in figures.layers
     )
     return sum(costs), max(costs), done / sum(costs) if done else 1.0
-
-
-def divisors(number: int) -> list[int]:
-    """All of them, rising.
-
-    Example:
-        >>> divisors(12)
-        [1, 2, 3, 4, 6, 12]
-    """
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
 
 
 # Limits that the partitioner is given in turn, from the loosest one to the tightest.

@@ -20,7 +20,6 @@ from pipemesh.plan.search import (
     Candidate,
     candidates,
     cut_to_fit,
-    divisors,
     fewer,
     fits,
     nearest_that_fits,
@@ -136,10 +135,6 @@ def test_the_formula_puts_good_plans_first():
                 plan = each.plan(found, asked)
                 seconds.append(predict(plan, found, 16, parts=False).seconds)
         assert min(seconds[: len(seconds) // 10]) <= 1.001 * min(seconds)
-
-
-def test_divisors_are_all():
-    assert divisors(36) == [n for n in range(1, 37) if 36 % n == 0]
 
 
 def test_layers_are_cut_by_memory_where_seconds_need_too_much():

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from pipemesh.errors import PipemeshError
 from pipemesh.plan import Asked, Figures, Plan, Prediction, predict
+from pipemesh.plan.plan import divisors
 from pipemesh.plan.remat import Remat
-from pipemesh.plan.search import DATA, SCHEDULES, Candidate, divisors, with_better_cuts
+from pipemesh.plan.search import DATA, SCHEDULES, Candidate, with_better_cuts
 from pipemesh.plan.stages import evenly_cut
 
 # How much smaller or larger microbatches may be of which nothing was measured: what an action
