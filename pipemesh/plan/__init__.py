@@ -16,16 +16,16 @@ from pipemesh.plan.network import Link, Network
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.predict import Prediction, predict
 from pipemesh.plan.remat import Remat
-from pipemesh.plan.search import Asked, search
+from pipemesh.plan.search import SearchSpace, search
 
 __all__ = [
-    "Asked",
     "Figures",
     "Link",
     "Network",
     "Plan",
     "Prediction",
     "Remat",
+    "SearchSpace",
     "figures_of_costs",
     "predict",
     "search",

@@ -26,7 +26,7 @@ from pipemesh.plan.figures import PLAIN, Figures
 from pipemesh.plan.output_file import check_output, write_output
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.predict import Prediction, predict
-from pipemesh.plan.search import Asked, search
+from pipemesh.plan.search import SearchSpace, search
 from pipemesh.text import bytes_option, columns, nearest_text
 
 _MB = 1e6
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"a batch of {arguments.model} has {model.rows} rows, so trials cannot be of {batch}; "
             "give --batch and figures that say the same, or leave --trials out"
         )
-    asked = Asked(arguments.devices, batch, arguments.memory, fixed)
+    asked = SearchSpace(arguments.devices, batch, arguments.memory, fixed)
     count = max(arguments.count, arguments.trials)
     found = search(figures, asked, seconds=arguments.seconds, count=count)
     took: list[float] = []
@@ -128,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _has_plain_step(figures: Figures, asked: Asked) -> bool:
+def _has_plain_step(figures: Figures, asked: SearchSpace) -> bool:
     """Whether it is known what a plain step took, and one can be run here."""
     if not figures.plain_step or asked.batch != figures.batch:
         return False

@@ -25,6 +25,7 @@ from pipemesh.plan.network import Network
 from pipemesh.plan.plan import built
 from pipemesh.plan.predict import StepForecast, forecast_stages
 from pipemesh.plan.remat import Remat
+from pipemesh.plan.search import Split, rough_seconds
 from pipemesh.plan.stages import cut_stages
 from pipemesh.schedule_names import parse
 
@@ -100,39 +101,6 @@ class Job:
     def parameter_bytes(self) -> int:
         """Of all weights, once."""
         return sum(layer.parameter_bytes for layer in self.layers)
-
-
-@dataclasses.dataclass(frozen=True)
-class Split:
-    """How devices share a training.
-
-    Attributes:
-        layers: places along the axis `layers`.
-        data: replicas.
-        model: devices that share each layer.
-        schedule: by name.
-        num_microbatches: of a batch.
-        remat: what the backward pass computes again.
-    """
-
-    layers: int
-    data: int = 1
-    model: int = 1
-    schedule: str = "1f1b"
-    num_microbatches: int = 1
-    remat: Remat = Remat.NONE
-
-    @property
-    def num_devices(self) -> int:
-        """All in all."""
-        return self.layers * self.data * self.model
-
-    @property
-    def mesh(self) -> str:
-        """The mesh, as text."""
-        axes = (("layers", self.layers), ("data", self.data), ("model", self.model))
-        shown = [f"{name}:{size}" for name, size in axes if size > 1 or name == "layers"]
-        return ";".join(shown)
 
 
 # Microbatches a place, and in any case, after which each takes as long as the one before.
@@ -320,7 +288,8 @@ def best_step(
     Raises:
         PlanError: there is no way, or none fits.
     """
-    rated = sorted(splits(job, num_devices, schedules), key=lambda split: _rate(job, split))
+    rate = rough_seconds(job.figures, job.batch, job.network)
+    rated = sorted(splits(job, num_devices, schedules), key=rate)
     if not rated:
         raise PlanError(
             f"{num_devices} devices cannot share {len(job.layers)} layers and a batch of "
@@ -362,30 +331,6 @@ def _least_memory(job: Job, split: Split) -> float:
     """Bytes that some device holds in any case."""
     weights = job.parameter_bytes / split.layers / split.model
     return weights * (2 + job.optimizer / split.data)
-
-
-def _rate(job: Job, split: Split) -> float:
-    """About how long a step takes, by formulas for equal stages."""
-    rows = job.batch / split.data / split.num_microbatches
-    full = sums = 0.0
-    again = not split.remat.is_none
-    for layer in job.layers:
-        shared = min(split.model, layer.split)
-        full += (layer.takes("F", rows) + layer.takes("B", rows, again)) / shared
-        if shared > 1 and layer.summed is not None:
-            size = layer.summed.at(rows) / layer.sums
-            sums += layer.sums * job.network.all_reduce(shared, 1, size)
-    virtual = parse(split.schedule).stages()
-    actions = (3 if split.schedule.startswith("zb") else 2) * virtual * job.action
-    each = (full + sums * (3 if again else 2)) / split.layers + actions
-    # A zero-bubble table fills its bubble with two thirds of the backward passes.
-    bubble = (split.layers - 1) * each / (3 if split.schedule.startswith("zb") else virtual)
-    home = split.data * split.model
-    link = job.network.link(2 * home)
-    sent = 2 * (split.layers - 1) * link.seconds(job.layers[0].outputs.at(rows))
-    weights = job.parameter_bytes / split.layers / split.model
-    tail = job.network.all_reduce(split.data, split.model, weights)
-    return split.num_microbatches * each + bubble + sent + tail + weights * job.update / split.data
 
 
 def _powers(most: int) -> list[int]:

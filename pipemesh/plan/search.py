@@ -16,6 +16,7 @@ from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.partition import LayerCost, partition
 from pipemesh.plan.figures import Figures
 from pipemesh.plan.homes import BATCH
+from pipemesh.plan.network import Network
 from pipemesh.plan.plan import Plan, divisors
 from pipemesh.plan.predict import Prediction, predict
 from pipemesh.plan.remat import Remat
@@ -40,14 +41,14 @@ DATA, MODEL = "data", "model"
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class SearchSpace:
     """What plans are looked for.
 
     Attributes:
         devices: that there are; fewer may be used.
         batch: rows of a batch.
         memory: bytes of a device, also as text such as `80GB`; None for no limit.
-        fixed: values of the plan that are asked for, as in `Plan.to_values`.
+        fixed: values of the plan that stay, as in `Plan.to_values`.
         schedules: by name, to be tried.
 
     Raises:
@@ -93,72 +94,83 @@ def memory_of(given: object) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class Candidate:
-    """A plan that is not made yet.
+class Split:
+    """How devices share a run, and the schedule that they follow.
 
     Attributes:
-        places: along the axis `layers`.
-        replicas: along the axis of the batch.
-        group: along the axis of layers' dims.
+        layers: the size of the axis `layers`.
+        data: the number of replicas.
+        model: the number of devices that share each layer.
         schedule: by name.
         num_microbatches: of a batch.
-        remat: the policy.
+        remat: what the backward pass computes again.
+
+    Example:
+        >>> split = Split(layers=4, data=2, num_microbatches=8)
+        >>> split.num_devices, split.mesh
+        (8, 'layers:4;data:2')
     """
 
-    places: int
-    replicas: int
-    group: int
-    schedule: str
-    num_microbatches: int
-    remat: Remat
+    layers: int
+    data: int = 1
+    model: int = 1
+    schedule: str = "1f1b"
+    num_microbatches: int = 1
+    remat: Remat = Remat.NONE
 
-    def plan(self, figures: Figures, asked: Asked) -> Plan:
-        """The plan, without boundaries unless they are fixed.
+    @property
+    def num_devices(self) -> int:
+        """The number of devices of the mesh."""
+        return self.layers * self.data * self.model
+
+    @property
+    def mesh(self) -> str:
+        """The mesh, as text."""
+        axes = ((LAYERS_AXIS, self.layers), (DATA, self.data), (MODEL, self.model))
+        return ";".join(f"{name}:{size}" for name, size in axes if size > 1 or name == LAYERS_AXIS)
+
+    def plan(self, figures: Figures, space: SearchSpace) -> Plan:
+        """Returns the plan, without boundaries unless they are fixed.
 
         Args:
-            figures: of the model.
-            asked: with what is fixed.
+            figures: of the model; their rules say what devices can share of a layer.
+            space: the search, with the values that are fixed.
 
         Raises:
-            PipemeshError: there is none, such as of tables for other numbers of microbatches.
+            PipemeshError: the plan is invalid, such as a schedule for other numbers of
+                microbatches.
         """
-        axes = [f"layers:{self.places}"]
-        rules: list[str] = []
-        if self.replicas > 1:
-            axes.append(f"{DATA}:{self.replicas}")
-            rules.append(f"batch:{DATA}")
-        if self.group > 1:
-            axes.append(f"{MODEL}:{self.group}")
-            rules.append(figures.rules)
+        rules = [f"batch:{DATA}"] if self.data > 1 else []
+        rules += [figures.rules] if self.model > 1 else []
         values = {
-            "mesh": ";".join(axes),
+            "mesh": self.mesh,
             "layout": ";".join(rules),
             "schedule": self.schedule,
             "num_microbatches": str(self.num_microbatches),
             "remat": str(self.remat),
         }
-        return Plan.from_values(values | dict(asked.fixed))
+        return Plan.from_values(values | dict(space.fixed))
 
 
-def candidates(figures: Figures, asked: Asked) -> Iterator[Candidate]:
+def candidates(figures: Figures, space: SearchSpace) -> Iterator[Split]:
     """All that may be tried.
 
     Args:
         figures: of the model.
-        asked: with what is fixed.
+        space: with what is fixed.
 
     Raises:
         PipemeshError: a value that is fixed is malformed.
     """
-    fixed = asked.fixed
+    fixed = space.fixed
     count = len(figures.layers)
     fixed_number = fixed.get("num_microbatches", "")
-    for places, replicas, group in _meshes(figures, asked):
-        rest = asked.batch // replicas
+    for places, replicas, group in _meshes(figures, space):
+        rest = space.batch // replicas
         # `Plan` says what is wrong with others.
         is_number = fixed_number.isdecimal() and int(fixed_number) > 0
         numbers = [int(fixed_number)] if is_number else divisors(rest)
-        schedules = asked.schedules if places > 1 else ("1f1b",)
+        schedules = space.schedules if places > 1 else ("1f1b",)
         if "schedule" in fixed:
             schedules = (fixed["schedule"],)
         remats = (Remat.NONE, Remat.FULL)
@@ -169,7 +181,7 @@ def candidates(figures: Figures, asked: Asked) -> Iterator[Candidate]:
                 continue
             for number in numbers:
                 for remat in remats:
-                    yield Candidate(places, replicas, group, schedule, number, remat)
+                    yield Split(places, replicas, group, schedule, number, remat)
 
 
 def _stages_a_device(schedule: str) -> int:
@@ -179,75 +191,100 @@ def _stages_a_device(schedule: str) -> int:
     return 1 if found.name in (FILE, SEARCHED) else found.stages()
 
 
-def _meshes(figures: Figures, asked: Asked) -> Iterator[tuple[int, int, int]]:
+def _meshes(figures: Figures, space: SearchSpace) -> Iterator[tuple[int, int, int]]:
     """Places, replicas and devices that share a layer, of no more devices than there are."""
-    if "mesh" in asked.fixed:
+    if "mesh" in space.fixed:
         # Checks what goes with what, and says it.
         plan = Plan.from_values(
-            {n: v for n, v in asked.fixed.items() if n in ("mesh", "layout", "allow_idle")}
+            {n: v for n, v in space.fixed.items() if n in ("mesh", "layout", "allow_idle")}
         )
         places, replicas = plan.mesh.num_stages, plan.num_replicas
-        if plan.mesh.num_devices > asked.devices:
+        if plan.mesh.num_devices > space.devices:
             raise PlanError(
                 f"mesh '{plan.mesh}' has {plan.mesh.num_devices} devices, but there are "
-                f"{asked.devices}; use a smaller mesh, or more devices"
+                f"{space.devices}; use a smaller mesh, or more devices"
             )
         yield places, replicas, plan.mesh.num_devices // places // replicas
         return
-    is_given = bool(LayoutRules.from_text(asked.fixed.get("layout", "")).rules)
-    groups = [n for n in range(1, asked.devices + 1) if figures.can_share(n)]
-    for places in range(1, min(asked.devices, len(figures.layers)) + 1):
-        for replicas in divisors(asked.batch):
+    is_given = bool(LayoutRules.from_text(space.fixed.get("layout", "")).rules)
+    groups = [n for n in range(1, space.devices + 1) if figures.can_share(n)]
+    for places in range(1, min(space.devices, len(figures.layers)) + 1):
+        for replicas in divisors(space.batch):
             for group in groups:
                 # A layout that is given is for axes that have other names.
-                if (home := replicas * group) * places <= asked.devices and (
+                if (home := replicas * group) * places <= space.devices and (
                     home == 1 or not is_given
                 ):
                     yield places, replicas, group
 
 
-def rated(figures: Figures, asked: Asked) -> list[Candidate]:
-    """All candidates, those first whose step is shortest by a formula.
+def rated(figures: Figures, space: SearchSpace) -> list[Split]:
+    """Returns all candidates in the order of `rough_seconds`."""
+    return sorted(candidates(figures, space), key=rough_seconds(figures, space.batch))
 
-    The work of a place, and of all if they share cores; the bubble of a table of its kind for equal
-    stages; sums of gradients.
+
+def rough_seconds(
+    figures: Figures, batch: int, network: Network | None = None
+) -> Callable[[Split], float]:
+    """Returns a formula for about how long a step takes, with equal stages.
+
+    It adds up the work of a home (of all homes, if devices share cores), the bubble that schedules
+    of this kind have, transfers, sums, gradients and the update.
 
     Args:
         figures: of the model.
-        asked: with what is fixed.
+        batch: rows of a batch.
+        network: hosts that the devices lie in; None if the figures' links join them.
     """
-    seconds = functools.lru_cache(maxsize=None)(functools.partial(_work, figures))
-    sizes = sum(layer.parameter_bytes for layer in figures.layers)
+    weights = sum(layer.parameter_bytes for layer in figures.layers)
 
-    def rate(each: Candidate) -> float:
-        rows = asked.batch / each.num_microbatches / each.replicas
-        work, longest, load = seconds(rows, each.group, not each.remat.is_none)
-        kinds = 3 if each.schedule.startswith(("zb", "v_")) else 2
-        virtual = _stages_a_device(each.schedule)
-        # No place takes less than the longest layer.
-        a_place = max(work / each.places, longest) + kinds * virtual * figures.action
-        fill = (each.places - 1) * a_place / (3 if kinds == 3 else virtual)
-        total = each.num_microbatches * a_place
-        length = total + fill
-        home = each.replicas * each.group
+    @functools.cache
+    def layers(rows: float, group: int, again: bool) -> tuple[float, float, float, float]:
+        """A microbatch's seconds in all layers, in the longest, its sums, and the cores it uses."""
+        costs = layer_seconds(figures, rows, group, again)
+        sums = 0.0
+        for layer in figures.layers:
+            if (shared := min(group, layer.split)) > 1 and layer.summed is not None:
+                size = layer.summed.at(rows) / layer.sums
+                link = figures.sums or figures.transfer
+                one = (
+                    network.all_reduce(shared, 1, size)
+                    if network
+                    else (link.all_reduce(shared, size))
+                )
+                sums += (3 if again else 2) * layer.sums * one
+        if not any(layer.work for layer in figures.layers):
+            return sum(costs), max(costs), sums, figures.loads.get("B", 1.0)
+        done = sum(
+            (layer.computes("F", rows) + layer.computes("B", rows, again)) / min(group, layer.split)
+            for layer in figures.layers
+        )
+        return sum(costs), max(costs), sums, done / sum(costs) if done else 1.0
+
+    def seconds(split: Split) -> float:
+        rows = batch / split.num_microbatches / split.data
+        work, longest, sums, load = layers(rows, split.model, not split.remat.is_none)
+        is_zero_bubble = split.schedule.startswith(("zb", "v_"))
+        virtual = _stages_a_device(split.schedule)
+        # No home takes less than the longest layer.
+        home = max((work + sums) / split.layers, longest)
+        home += (3 if is_zero_bubble else 2) * virtual * figures.action
+        total = split.num_microbatches * home
+        # Zero-bubble schedules fill their bubble with two thirds of the backward passes.
+        length = total + (split.layers - 1) * home / (3 if is_zero_bubble else virtual)
         if figures.cores is not None:
-            length = max(length, total * each.places * home * load / figures.cores)
-        weights = sizes / each.places / each.group
-        return length + figures.transfer.all_reduce(each.replicas, weights)
+            length = max(length, total * split.num_devices * load / figures.cores)
+        link = network.link(2 * split.data * split.model) if network else figures.transfer
+        sent = 2 * (split.layers - 1) * link.seconds(figures.layers[0].outputs.at(rows))
+        own = weights / split.layers / split.model
+        gradients = (
+            network.all_reduce(split.data, split.model, own)
+            if network
+            else link.all_reduce(split.data, own)
+        )
+        return length + sent + gradients + own * figures.update / split.data
 
-    return sorted(candidates(figures, asked), key=rate)
-
-
-def _work(figures: Figures, rows: float, group: int, again: bool) -> tuple[float, float, float]:
-    """What a microbatch takes in all layers and in the longest, and cores that it keeps busy."""
-    costs = layer_seconds(figures, rows, group, again)
-    if not any(layer.work for layer in figures.layers):
-        return sum(costs), max(costs), figures.loads.get("B", 1.0)
-    done = sum(
-        (layer.computes("F", rows) + layer.computes("B", rows, again)) / min(group, layer.split)
-        for layer in figures.layers
-    )
-    return sum(costs), max(costs), done / sum(costs) if done else 1.0
+    return seconds
 
 
 # Limits that the partitioner is given in turn, from the loosest one to the tightest.
@@ -256,25 +293,25 @@ _LIMITS = 8
 _HOPELESS = 1.25
 
 
-def cut_to_fit(found: Prediction, figures: Figures, asked: Asked) -> Prediction:
+def cut_to_fit(found: Prediction, figures: Figures, space: SearchSpace) -> Prediction:
     """Cuts layers by their memory, too, where a step needs more than a device has.
 
-    The partitioner counts less exactly than the forecast, so it is asked with other limits until
+    The partitioner counts less exactly than the forecast, so it gets other limits until
     the forecast fits, those first that leave it most choice.
 
     Args:
         found: whose plan has boundaries.
         figures: of the model's layers.
-        asked: with the limit.
+        space: with the limit.
 
     Returns:
         The first forecast that fits, else the one that needs least.
     """
-    if asked.memory is None or fits(found, asked) or found.plan.num_stages == 1:
+    if space.memory is None or fits(found, space) or found.plan.num_stages == 1:
         return found
-    if sum(found.memory) > _HOPELESS * asked.memory * len(found.memory):
+    if sum(found.memory) > _HOPELESS * space.memory * len(found.memory):
         return found
-    stages = stages_of(found.plan, figures, asked.batch)
+    stages = stages_of(found.plan, figures, space.batch)
     costs = [
         LayerCost(
             forward=layer.takes("F", stages.rows) / (shared := stages.shared(stage, layer)),
@@ -295,7 +332,7 @@ def cut_to_fit(found: Prediction, figures: Figures, asked: Asked) -> Prediction:
             cuts = partition(
                 costs,
                 found.plan.num_stages,
-                memory_limit=asked.memory * 2 ** ((_LIMITS - 3 - number) / 4),
+                memory_limit=space.memory * 2 ** ((_LIMITS - 3 - number) / 4),
                 optimizer_bytes_per_parameter_byte=1 + figures.optimizer / stages.replicas,
                 remat="full" if is_full else "none",
                 **facts,
@@ -306,30 +343,32 @@ def cut_to_fit(found: Prediction, figures: Figures, asked: Asked) -> Prediction:
         if cuts in tried:
             continue
         tried.add(cuts)
-        other = _with_cuts(found, cuts, figures, asked)
-        if fits(other, asked):
+        other = _with_cuts(found, cuts, figures, space)
+        if fits(other, space):
             return other
         leanest = min(leanest, other, key=lambda each: max(each.memory))
     return leanest
 
 
-def fits(found: Prediction, asked: Asked) -> bool:
+def fits(found: Prediction, space: SearchSpace) -> bool:
     """Whether no device needs more memory than it has."""
-    return asked.memory is None or max(found.memory) <= asked.memory
+    return space.memory is None or max(found.memory) <= space.memory
 
 
-def with_better_cuts(best: Prediction, figures: Figures, asked: Asked, end: float) -> Prediction:
+def with_better_cuts(
+    best: Prediction, figures: Figures, space: SearchSpace, end: float
+) -> Prediction:
     """Moves one layer over a cut at a time, as long as that makes the step fit, or shorter.
 
     Args:
         best: to begin with; its plan has boundaries.
         figures: of the model's layers.
-        asked: batch and memory.
+        space: batch and memory.
         end: when to stop, by `time.monotonic`.
     """
 
     def rate(each: Prediction) -> tuple[float, float]:
-        limit = asked.memory
+        limit = space.memory
         return sum(max(0.0, m - limit) for m in each.memory) if limit else 0.0, each.seconds
 
     moved = True
@@ -343,7 +382,7 @@ def with_better_cuts(best: Prediction, figures: Figures, asked: Asked, end: floa
                 cut = cuts[place] + by
                 if not cuts[place - 1] < cut < cuts[place + 1]:
                     continue
-                other = _with_cuts(best, (*cuts[:place], cut, *cuts[place + 1 :]), figures, asked)
+                other = _with_cuts(best, (*cuts[:place], cut, *cuts[place + 1 :]), figures, space)
                 (over, seconds), (most, until) = rate(other), rate(best)
                 if over < most or (over == most and seconds < until * (1 - 1e-9)):
                     best, moved = other, True
@@ -352,10 +391,10 @@ def with_better_cuts(best: Prediction, figures: Figures, asked: Asked, end: floa
 
 
 def _with_cuts(
-    found: Prediction, cuts: tuple[int, ...], figures: Figures, asked: Asked
+    found: Prediction, cuts: tuple[int, ...], figures: Figures, space: SearchSpace
 ) -> Prediction:
     plan = dataclasses.replace(found.plan, boundaries=cuts)
-    return predict(plan, figures, asked.batch, parts=False)
+    return predict(plan, figures, space.batch, parts=False)
 
 
 TRIALS = 4
@@ -372,7 +411,7 @@ _SLACK = 1.5
 
 
 def search(
-    figures: Figures, asked: Asked, *, seconds: float = 8.0, count: int = 10
+    figures: Figures, space: SearchSpace, *, seconds: float = 8.0, count: int = 10
 ) -> list[Prediction]:
     """The shortest steps that fit, of mesh, layout, partition, schedule, microbatches and remat.
 
@@ -382,7 +421,7 @@ def search(
 
     Args:
         figures: of the model's layers on the machine.
-        asked: devices, batch, memory, and what of the plan is fixed.
+        space: devices, batch, memory, and what of the plan is fixed.
         seconds: that it may take.
         count: how many to return at most.
 
@@ -397,7 +436,7 @@ def search(
         >>> from pipemesh.partition import LayerCost
         >>> from pipemesh.plan.figures import figures_of_costs
         >>> figures = Figures(tuple(figures_of_costs([LayerCost(1.0)] * 4, rows=1)), action=0.1)
-        >>> best = search(figures, Asked(devices=4, batch=8))[0]
+        >>> best = search(figures, SearchSpace(devices=4, batch=8))[0]
         >>> str(best.plan.mesh)
         'layers:1;data:4'
     """
@@ -405,7 +444,7 @@ def search(
     found: list[Prediction] = []
     tight: list[Prediction] = []
     refused: PipemeshError | None = None
-    for candidate in rated(figures, asked):
+    for candidate in rated(figures, space):
         # To find any plan is worth as much time again.
         if time.monotonic() > (end - _FOR_CUTS * seconds if found else end + seconds):
             break
@@ -413,31 +452,31 @@ def search(
         try:
             # Other cuts are hardly faster than those of equal seconds, so few need to be found.
             until = sorted(_SLACK * each.seconds for each in found)[count - 1 : count]
-            plan = candidate.plan(figures, asked)
-            each = _fitting(plan, figures, asked, *until)
+            plan = candidate.plan(figures, space)
+            each = _fitting(plan, figures, space, *until)
         except PipemeshError as error:
             # Such as of a table for other numbers of microbatches. Of a plan that can be made the
             # reason says more.
             refused = error if refused is None or plan is not None else refused
             continue
-        (found if fits(each, asked) else tight).append(each)
+        (found if fits(each, space) else tight).append(each)
     found, tight = _different(found), _different(tight)
-    if "boundaries" not in asked.fixed:
+    if "boundaries" not in space.fixed:
         for number, each in enumerate(found[:_MOVED]):
-            found[number] = with_better_cuts(each, figures, asked, end)
+            found[number] = with_better_cuts(each, figures, space, end)
         last = end if found else max(end, time.monotonic() + seconds)
-        found += _made_to_fit(found, tight, figures, asked, last)
+        found += _made_to_fit(found, tight, figures, space, last)
     if not found:
         leanest = min(tight, key=lambda each: max(each.memory), default=None)
-        raise _nothing(figures, asked, leanest, refused)
-    return [predict(each.plan, figures, asked.batch) for each in _different(found)[:count]]
+        raise _nothing(figures, space, leanest, refused)
+    return [predict(each.plan, figures, space.batch) for each in _different(found)[:count]]
 
 
 def _made_to_fit(
     found: list[Prediction],
     tight: list[Prediction],
     figures: Figures,
-    asked: Asked,
+    space: SearchSpace,
     end: float,
 ) -> list[Prediction]:
     """Plans that fit with other cuts: those that may be faster than what fits already, or any.
@@ -446,7 +485,7 @@ def _made_to_fit(
         found: what fits.
         tight: what does not, shortest step first.
         figures: of the model's layers.
-        asked: batch and memory.
+        space: batch and memory.
         end: when to stop, by `time.monotonic`.
     """
     best = min((each.seconds for each in found), default=math.inf)
@@ -456,30 +495,32 @@ def _made_to_fit(
     for each in tight:
         if each.seconds >= _SLACK * best or time.monotonic() > end:
             break
-        moved = with_better_cuts(each, figures, asked, end)
-        if fits(moved, asked):
+        moved = with_better_cuts(each, figures, space, end)
+        if fits(moved, space):
             made.append(moved)
             best = min(best, moved.seconds)
     return made
 
 
-def _fitting(plan: Plan, figures: Figures, asked: Asked, until: float = math.inf) -> Prediction:
+def _fitting(
+    plan: Plan, figures: Figures, space: SearchSpace, until: float = math.inf
+) -> Prediction:
     """The forecast of a plan, cut into stages of equal seconds, or else of such as fit.
 
     Args:
         plan: with boundaries, which stay, or without.
         figures: of the model's layers.
-        asked: batch and memory.
+        space: batch and memory.
         until: seconds from which on it does not matter whether the plan fits.
 
     Raises:
         PipemeshError: the batch or the layers cannot be cut so.
     """
     if plan.boundaries is not None:
-        return predict(plan, figures, asked.batch, parts=False)
-    plan = evenly_cut(plan, figures, asked.batch)
-    each = predict(plan, figures, asked.batch, parts=False)
-    return cut_to_fit(each, figures, asked) if each.seconds < until else each
+        return predict(plan, figures, space.batch, parts=False)
+    plan = evenly_cut(plan, figures, space.batch)
+    each = predict(plan, figures, space.batch, parts=False)
+    return cut_to_fit(each, figures, space) if each.seconds < until else each
 
 
 def _different(found: list[Prediction]) -> list[Prediction]:
@@ -495,13 +536,13 @@ def _different(found: list[Prediction]) -> list[Prediction]:
     return kept
 
 
-def nearest_that_fits(plan: Plan, figures: Figures, asked: Asked) -> Prediction:
+def nearest_that_fits(plan: Plan, figures: Figures, space: SearchSpace) -> Prediction:
     """Of all plans that fit the one of which least is otherwise, and of these the fastest.
 
     Args:
         plan: that does not fit.
         figures: of the model's layers on the machine.
-        asked: devices, batch and memory; what is fixed stays.
+        space: devices, batch and memory; what is fixed stays.
 
     Raises:
         PlanError: none fits.
@@ -512,42 +553,42 @@ def nearest_that_fits(plan: Plan, figures: Figures, asked: Asked) -> Prediction:
     leanest: Prediction | None = None
     refused: PipemeshError | None = None
     end = time.monotonic() + _FOR_NEAREST
-    for candidate in rated(figures, asked):
+    for candidate in rated(figures, space):
         if time.monotonic() > end:
             break
         try:
-            other = candidate.plan(figures, asked)
+            other = candidate.plan(figures, space)
             theirs = other.to_values()
             # Where layers are cut follows from the rest.
             changes = sum(mine[n] != theirs[n] for n in mine if n not in ("boundaries", "layout"))
             if best is not None and changes > best[0]:
                 continue
-            each = _fitting(other, figures, asked)
+            each = _fitting(other, figures, space)
         except PipemeshError as error:
             refused = refused or error
             continue
-        if not fits(each, asked):
+        if not fits(each, space):
             if leanest is None or max(each.memory) < max(leanest.memory):
                 leanest = each
         elif best is None or (changes, each.seconds) < best:
             best, chosen = (changes, each.seconds), each
     if chosen is None:
-        raise _nothing(figures, asked, leanest, refused)
-    return predict(chosen.plan, figures, asked.batch)
+        raise _nothing(figures, space, leanest, refused)
+    return predict(chosen.plan, figures, space.batch)
 
 
 def _nothing(
-    figures: Figures, asked: Asked, leanest: Prediction | None, refused: PipemeshError | None
+    figures: Figures, space: SearchSpace, leanest: Prediction | None, refused: PipemeshError | None
 ) -> PlanError:
     if leanest is not None:
         return PlanError(
-            f"no plan fits into {asked.memory:,.0f} bytes a device, of those that were tried; the "
+            f"no plan fits into {space.memory:,.0f} bytes a device, of those that were tried; the "
             f"one that needs least, {max(leanest.memory):,.0f}, is '{leanest.plan}'; use more "
             "devices or memory, a smaller batch, or fix less of the plan"
         )
-    fixed = " ".join(f"{name}={text}" for name, text in asked.fixed.items())
+    fixed = " ".join(f"{name}={text}" for name, text in space.fixed.items())
     return PlanError(
-        f"no plan of {asked.devices} devices, {len(figures.layers)} layers and {asked.batch} rows"
+        f"no plan of {space.devices} devices, {len(figures.layers)} layers and {space.batch} rows"
         + (f" with {fixed}" if fixed else "")
         + (f": {refused}" if refused else "; use other numbers, or fix less of the plan")
     )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pipemesh.errors import PipemeshError
 from pipemesh.partition import LayerCost
-from pipemesh.plan import Asked, Figures, Plan, Remat, predict, search
+from pipemesh.plan import Figures, Plan, Remat, SearchSpace, predict, search
 from pipemesh.plan.figures import Curve, figures_of_costs
 from pipemesh.plan.many_devices import Job, Split, forecast_step
 from pipemesh.plan.network import Link, Network
@@ -133,28 +133,31 @@ def test_scale_says_what_predict_says(split, draw):
     assert (other.parts, other.memory) == (told.parts, told.memory)
 
 
-def every(found, asked):
+def every(found, space):
     """Forecasts of all plans, with all cuts."""
     count = len(found.layers)
-    for candidate in candidates(found, asked):
+    for candidate in candidates(found, space):
         with contextlib.suppress(PipemeshError):
-            plan = candidate.plan(found, asked)
+            plan = candidate.plan(found, space)
             plan.check_layers(count)
             for cuts in itertools.combinations(range(1, count), plan.num_stages - 1):
                 cut = dataclasses.replace(plan, boundaries=(0, *cuts, count))
-                yield predict(cut, found, asked.batch, parts=False)
+                yield predict(cut, found, space.batch, parts=False)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_search_finds_what_all_plans_have(seed):
     """A plan wherever one fits, and within 5% of the best; with more memory it is no slower."""
     draw = random.Random(seed)
-    found, asked = stack(draw), Asked(draw.choice((2, 3)), 4, schedules=("1f1b", "zb_h2", "zb_v"))
-    forecasts = list(every(found, asked))
+    found, space = (
+        stack(draw),
+        SearchSpace(draw.choice((2, 3)), 4, schedules=("1f1b", "zb_h2", "zb_v")),
+    )
+    forecasts = list(every(found, space))
     needed = sorted(max(each.memory) for each in forecasts)
     last = float("inf")
     for limit in (needed[0], needed[len(needed) // 5], None):
-        limited = dataclasses.replace(asked, memory=limit)
+        limited = dataclasses.replace(space, memory=limit)
         best = min(e.seconds for e in forecasts if limit is None or max(e.memory) <= limit)
         chosen = search(found, limited, seconds=30, count=3)[0]
         assert limit is None or max(chosen.memory) <= limit

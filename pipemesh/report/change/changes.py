@@ -8,10 +8,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from pipemesh.errors import PipemeshError
-from pipemesh.plan import Asked, Figures, Plan, Prediction, predict
+from pipemesh.plan import Figures, Plan, Prediction, SearchSpace, predict
 from pipemesh.plan.plan import divisors
 from pipemesh.plan.remat import Remat
-from pipemesh.plan.search import DATA, SCHEDULES, Candidate, with_better_cuts
+from pipemesh.plan.search import DATA, SCHEDULES, Split, with_better_cuts
 from pipemesh.plan.stages import evenly_cut
 
 # How much smaller or larger microbatches may be of which nothing was measured: what an action
@@ -198,11 +198,11 @@ def _scheduled(
 
 
 def _recut(plan: Plan, figures: Figures, batch: int) -> Iterator[tuple[str, Plan]]:
-    asked = Asked(plan.mesh.num_devices, batch)
+    space = SearchSpace(plan.mesh.num_devices, batch)
     end = time.monotonic() + _SECONDS
     for begin in dict.fromkeys((evenly_cut(plan, figures, batch), plan)):
         best = predict(begin, figures, batch, parts=False)
-        better = with_better_cuts(best, figures, asked, end).plan
+        better = with_better_cuts(best, figures, space, end).plan
         if better.boundaries != plan.boundaries:
             yield "cuts", better
 
@@ -220,7 +220,7 @@ def _meshes(plan: Plan, figures: Figures, batch: int) -> Iterator[tuple[str, Pla
         for name, text in plan.to_values().items()
         if name not in ("mesh", "layout", "boundaries", "schedule", "num_microbatches", "remat")
     }
-    asked = Asked(plan.mesh.num_devices, batch, fixed=fixed)
+    space = SearchSpace(plan.mesh.num_devices, batch, fixed=fixed)
     for fewer in divisors(places):
         if fewer == places:
             continue
@@ -228,9 +228,9 @@ def _meshes(plan: Plan, figures: Figures, batch: int) -> Iterator[tuple[str, Pla
         more = replicas * places // fewer
         # As many as now, and as large as now.
         for number in {plan.num_microbatches, max(1, plan.num_microbatches * fewer // places)}:
-            candidate = Candidate(fewer, more, 1, schedule, number, plan.remat)
+            candidate = Split(fewer, more, 1, schedule, number, plan.remat)
             try:
-                yield "mesh", evenly_cut(candidate.plan(figures, asked), figures, batch)
+                yield "mesh", evenly_cut(candidate.plan(figures, space), figures, batch)
             except PipemeshError:
                 # No such table for so many homes and microbatches.
                 continue
