@@ -57,11 +57,7 @@ class Curve:
         object.__setattr__(self, "points", points)
 
     def at(self, rows: float) -> float:
-        """The quantity for so many rows.
-
-        Args:
-            rows: above 0.
-        """
+        """Returns the quantity for a number of rows."""
         points = self.points
         if len(points) == 1:
             return points[0][1] * rows / points[0][0]
@@ -75,7 +71,7 @@ class Curve:
         return max(found, y * rows / x) if rows < x else found
 
     def rising(self) -> Curve:
-        """The nearest curve, by least squares, that never falls.
+        """Returns the nearest curve, by least squares, that never falls.
 
         Where values fall, all points from one to the other get their mean (isotonic regression:
         Barlow, Bartholomew, Bremner, Brunk, "Statistical inference under order restrictions",
@@ -97,17 +93,13 @@ class Curve:
         return Curve(tuple((x, y) for (x, _), y in zip(self.points, values, strict=True)))
 
     def scaled(self, factor: float) -> Curve:
-        """So many times the quantity, for all rows.
-
-        Args:
-            factor: not below 0.
-        """
+        """Returns the curve times a factor."""
         return Curve(tuple((x, y * factor) for x, y in self.points))
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerFigures:
-    """What one layer takes and holds.
+    """The times and bytes of one layer.
 
     Attributes:
         name: of the layer.
@@ -165,48 +157,17 @@ class LayerFigures:
         object.__setattr__(self, "seconds", rising)
 
     def takes(self, kind: str, rows: float, again: bool = False) -> float:
-        """What an action takes on one device, in seconds.
-
-        What was not measured follows from what was: a `B` is an `I` and a `W`, each of these is
-        half of it, and who computes again needs an `F` more, at the first of its actions.
-
-        Args:
-            kind: `F`, `B`, `I` or `W`.
-            rows: of the microbatch.
-            again: whether its forward pass is computed again.
-
-        Example:
-            >>> line = Curve(((1, 2.0),))
-            >>> layer = LayerFigures("a", {"F": line, "B": line}, 0, line, line)
-            >>> layer.takes("I", 3), layer.takes("B", 3, again=True)
-            (3.0, 12.0)
-        """
+        """Returns the seconds of an action on one device, with recomputation on demand."""
+        # Missing kinds follow from the others: a `B` is an `I` and a `W`, each of these is half a
+        # `B`, and recomputation adds an `F` to the first action of a backward pass.
         return _at(self.seconds, kind, rows, again)
 
     def computes(self, kind: str, rows: float, again: bool = False) -> float:
-        """What all cores of a device compute for an action, in seconds; `takes` if nothing is said.
-
-        Args:
-            kind: `F`, `B`, `I` or `W`.
-            rows: of the microbatch.
-            again: whether its forward pass is computed again.
-        """
+        """Returns the core seconds that an action computes on a device; `takes` if unknown."""
         return _at(self.work or self.seconds, kind, rows, again)
 
     def holds(self, rows: float, shared: int, pending: bool = False) -> float:
-        """Bytes that one of the devices that share it keeps of a microbatch.
-
-        Args:
-            rows: of the microbatch.
-            shared: among how many devices it is split.
-            pending: whether between an `I` and its `W`, and not from `F` on.
-
-        Example:
-            >>> line, own = Curve(((1, 8.0),)), Curve(((1, 2.0),))
-            >>> layer = LayerFigures("a", {"F": line, "B": line}, 0, line, line, whole=own)
-            >>> layer.holds(1, shared=1), layer.holds(1, shared=2)
-            (8.0, 5.0)
-        """
+        """Returns the bytes of a microbatch that each of the sharing devices keeps."""
         curve, whole = self.kept, self.whole
         if pending and self.pending is not None:
             curve, whole = self.pending, self.pending_whole
@@ -215,31 +176,14 @@ class LayerFigures:
         return alike + (found - alike) / shared
 
     def narrower(self, share: float) -> LayerFigures:
-        """The same layer whose values take a share of the bytes; seconds and weights are as before.
-
-        Args:
-            share: above 0; 0.5 for values of two bytes where those measured have four.
-
-        Example:
-            >>> line = Curve(((1, 8.0),))
-            >>> layer = LayerFigures("a", {"F": line, "B": line}, 0, line, line)
-            >>> layer.narrower(0.5).holds(1, shared=1)
-            4.0
-        """
+        """Returns the layer with values of a share of the bytes; seconds and weights stay."""
         bytes_of = ("kept", "outputs", "summed", "whole", "pending", "pending_whole")
         curves: dict[str, Curve | None] = {name: getattr(self, name) for name in bytes_of}
         scaled: Any = {name: curve and curve.scaled(share) for name, curve in curves.items()}
         return dataclasses.replace(self, **scaled)
 
     def faster(self, factor: float) -> LayerFigures:
-        """The same layer on a device that computes so many times as fast.
-
-        Args:
-            factor: above 0.
-
-        Raises:
-            PlanError: it is not.
-        """
+        """Returns the layer on a device that computes faster by a factor."""
         if not (factor > 0 and math.isfinite(factor)):
             raise PlanError(f"a device is {factor} times as fast; it must be a number above 0")
         return dataclasses.replace(
@@ -265,7 +209,7 @@ def _at(curves: Mapping[str, Curve], kind: str, rows: float, again: bool) -> flo
 def figures_of_costs(
     costs: Sequence[LayerCost], rows: float, *, split: int = 1, summed: Sequence[float] = ()
 ) -> list[LayerFigures]:
-    """Figures of layers whose costs are known for one size of microbatch.
+    """Returns figures of layers whose costs are known for one size of microbatch.
 
     Args:
         costs: in seconds and bytes, as `layer_costs` of `pipemesh.layers` finds them.
@@ -303,7 +247,7 @@ def figures_of_costs(
 
 
 def layers_to_values(layers: Sequence[LayerFigures]) -> list[dict[str, Any]]:
-    """Layers as JSON has them."""
+    """Returns layers as JSON values."""
 
     def points(curve: Curve | None) -> Any:
         return None if curve is None else [list(point) for point in curve.points]
@@ -330,21 +274,7 @@ def layers_to_values(layers: Sequence[LayerFigures]) -> list[dict[str, Any]]:
 
 
 def layers_from_values(values: Any, source: str) -> list[LayerFigures]:
-    """Reads what `layers_to_values` writes.
-
-    Args:
-        values: of JSON.
-        source: what messages call the file.
-
-    Raises:
-        PlanError: they are malformed.
-
-    Example:
-        >>> import json
-        >>> layers = figures_of_costs([LayerCost(2.0, name="a")], rows=4)
-        >>> layers_from_values(json.loads(json.dumps(layers_to_values(layers))), "x") == layers
-        True
-    """
+    """Reads the values that `layers_to_values` writes; `source` names them in errors."""
 
     def curve(points: Any) -> Curve | None:
         return None if points is None else Curve(tuple((x, y) for x, y in points))
@@ -387,7 +317,7 @@ PLAIN = Plan(remat=Remat.NONE)
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """A model's layers on a machine, and what a step takes besides.
+    """A model's layers on a machine, and the other costs of a step.
 
     Attributes:
         layers: first to last.
@@ -455,7 +385,7 @@ class Figures:
             raise PlanError(f"loads are {self.loads}; each is of F, B, I or W, and 0 or more")
 
     def can_share(self, devices: int) -> bool:
-        """Whether so many devices can have a slice each of every layer that can be split.
+        """Returns whether a number of devices can each have a slice of every divisible layer.
 
         Args:
             devices: at least 1.
@@ -472,9 +402,10 @@ class Figures:
         return devices == 1 or bool(self.rules and splits and not math.gcd(*splits) % devices)
 
     def at_pace(self, plain_step: float) -> Figures:
-        """The same of a machine that has become faster or slower: all seconds by one factor.
+        """Returns the figures scaled to a machine that has become faster or slower.
 
-        Machines do, by 5% to 15% from one hour to another: other programs, other clock rates.
+        All seconds change by one factor. The speed of machines drifts by 5% to 15% within hours:
+        other programs, other clock rates.
 
         Args:
             plain_step: seconds that a step of `PLAIN` takes now.
@@ -509,7 +440,7 @@ class Figures:
         )
 
     def to_json(self) -> str:
-        """All of it, as a JSON object."""
+        """Returns all figures as a JSON object."""
         values = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)

@@ -87,7 +87,7 @@ class Job:
 
     @functools.cached_property
     def figures(self) -> Figures:
-        """The model on devices that each have their own cores, as `pipemesh.plan` takes it."""
+        """Figures of the model on devices that have their own cores."""
         return Figures(
             self.layers,
             action=self.action,
@@ -99,7 +99,7 @@ class Job:
 
     @property
     def parameter_bytes(self) -> int:
-        """Of all weights, once."""
+        """Bytes of all weights, each counted once."""
         return sum(layer.parameter_bytes for layer in self.layers)
 
 
@@ -109,7 +109,7 @@ _STEADY, _AT_LEAST = 4, 64
 
 @dataclasses.dataclass(frozen=True)
 class Step(StepForecast):
-    """What is forecast of a step, and how devices share it.
+    """The forecast of a step, and how devices share it.
 
     Attributes:
         split: how devices share it; see `pipemesh.plan.predict.StepForecast` for the rest.
@@ -171,13 +171,13 @@ _TRIED = 24
 
 @dataclasses.dataclass(frozen=True)
 class Reliability:
-    """How often devices fail, and what it takes to save and to go on.
+    """The failure rate of devices, and the cost of saving and restarting.
 
     Attributes:
-        device: seconds from one failure of a device to the next on average.
-        storage: bytes a second that a host writes to where checkpoints lie, and reads.
-        notice: seconds until a failure is noticed and a device stands in.
-        start: seconds until the first step runs: the graph is built and made ready.
+        device: mean seconds between two failures of a device.
+        storage: bytes a second that a host writes to storage, and reads.
+        notice: seconds until a failure is noticed and a device is replaced.
+        start: seconds until the first step runs, graph construction included.
 
     Raises:
         PlanError: a number is out of range.
@@ -195,14 +195,13 @@ class Reliability:
                 raise PlanError(f"{name} is {number}; it must be a number {must}")
 
     def failures(self, job: Job, num_devices: int) -> Failures:
-        """Those of a training on so many devices.
+        """Returns the failures of a run on a number of devices.
 
-        Weights and the optimizer's state are written by all hosts, each its slices, while training
-        waits.
+        All hosts write their slices of weights and optimizer state while training waits.
 
         Args:
-            job: what is trained.
-            num_devices: among which it is spread.
+            job: the run.
+            num_devices: its devices.
 
         Raises:
             PlanError: see `Failures`.
@@ -215,14 +214,14 @@ class Reliability:
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """What so many devices are good for.
+    """The forecast of a run on a number of devices.
 
     Attributes:
-        step: of the best split that was found.
-        failures: of so many devices; None if nothing is known of them.
-        interval: seconds of work between checkpoints that is best; whole steps.
-        goodput: the share of the time that does work which is not lost.
-        tight: how many times as long the step is as it would be with endless memory.
+        step: of the best split found.
+        failures: of the devices; None if they never fail.
+        interval: the best number of seconds between checkpoints; whole steps.
+        goodput: the share of the time that does lasting work.
+        tight: the ratio of the step to one with unlimited memory.
     """
 
     step: Step
@@ -233,12 +232,12 @@ class Forecast:
 
     @property
     def rows(self) -> float:
-        """Rows a second, failures included, for a batch of one row."""
+        """Rows a second for a batch of one row, failures included."""
         return self.goodput / self.step.seconds
 
     @property
     def binds(self) -> str:
-        """What costs most besides computing."""
+        """The largest cost besides computing."""
         costs = {n: value for n, value in self.step.parts.items() if n != "compute"}
         costs["failures"] = self.step.seconds * (1 / self.goodput - 1) if self.goodput else 1e99
         costs["memory"] = self.step.seconds * (1 - 1 / self.tight)
@@ -246,12 +245,12 @@ class Forecast:
 
 
 def splits(job: Job, num_devices: int, schedules: Sequence[str] = SCHEDULES) -> Iterator[Split]:
-    """All ways to share a training whose parts are powers of two of each other.
+    """Yields all splits whose parts are powers of two of each other.
 
     Args:
-        job: what is trained, on what.
-        num_devices: all of which are used.
-        schedules: by name.
+        job: the run.
+        num_devices: all of them are used.
+        schedules: names of the schedules to try.
     """
     for model in _powers(job.network.host_size):
         if num_devices % model or model > max(layer.split for layer in job.layers):
@@ -273,20 +272,20 @@ def splits(job: Job, num_devices: int, schedules: Sequence[str] = SCHEDULES) -> 
 def best_step(
     job: Job, num_devices: int, schedules: Sequence[str] = SCHEDULES
 ) -> tuple[Step, float]:
-    """The shortest step that fits into memory, of those that were tried.
+    """Returns the shortest step that fits into memory.
 
-    All splits are rated by a formula, the two dozen that look best are simulated.
+    A formula rates all splits, and the best two dozen are simulated.
 
     Args:
-        job: what is trained, on what.
-        num_devices: all of which are used.
-        schedules: by name.
+        job: the run.
+        num_devices: all of them are used.
+        schedules: names of the schedules to try.
 
     Returns:
-        The step, and how many times as long it is as the shortest one without a limit of memory.
+        The step, and its ratio to the shortest one without a memory limit.
 
     Raises:
-        PlanError: there is no way, or none fits.
+        PlanError: there is no split, or none fits.
     """
     rate = rough_seconds(job.figures, job.batch, job.network)
     rated = sorted(splits(job, num_devices, schedules), key=rate)
@@ -310,7 +309,7 @@ def best_step(
 
 
 def _simulated(job: Job, rated: Sequence[Split], memory: float | None) -> list[Step]:
-    """The first two dozen steps that can be had and fit, shortest first."""
+    """Returns the first two dozen steps that are valid and fit, shortest first."""
     found: list[Step] = []
     for split in rated:
         if memory is not None and _least_memory(job, split) > memory:
@@ -328,7 +327,7 @@ def _simulated(job: Job, rated: Sequence[Split], memory: float | None) -> list[S
 
 
 def _least_memory(job: Job, split: Split) -> float:
-    """Bytes that some device holds in any case."""
+    """Returns a lower bound of the bytes of the fullest device."""
     weights = job.parameter_bytes / split.layers / split.model
     return weights * (2 + job.optimizer / split.data)
 
@@ -343,13 +342,13 @@ def forecast(
     reliability: Reliability | None = None,
     schedules: Sequence[str] = SCHEDULES,
 ) -> Forecast:
-    """What so many devices are good for.
+    """Forecasts a run on a number of devices.
 
     Args:
-        job: what is trained, on what.
-        num_devices: all of which are used.
-        reliability: how often they fail; None for never.
-        schedules: by name.
+        job: the run.
+        num_devices: all of them are used.
+        reliability: the failure rate; None for no failures.
+        schedules: names of the schedules to try.
 
     Raises:
         PlanError: see `best_step`.

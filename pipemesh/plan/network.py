@@ -13,7 +13,7 @@ from pipemesh.plan.homes import home_of, inner_axes, inner_mesh
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """What joins two devices.
+    """The link between two devices.
 
     Attributes:
         latency: seconds from the call until the first byte arrives.
@@ -42,7 +42,7 @@ class Link:
             )
 
     def seconds(self, size: float) -> float:
-        """How long so many bytes take; nothing is sent in no time.
+        """Returns the seconds of sending a number of bytes; 0 for none.
 
         Args:
             size: in bytes.
@@ -50,7 +50,7 @@ class Link:
         return self.latency + size / self.bandwidth if size else 0.0
 
     def all_reduce(self, members: int, size: float) -> float:
-        """How long a sum takes that all members of a group get.
+        """Returns the seconds of an all-reduce over a group.
 
         The faster of two ways: a ring, which sends least and waits for each member in turn
         (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
@@ -72,7 +72,7 @@ class Link:
         return min(ring, trees)
 
     def all_gather(self, members: int, size: float) -> float:
-        """How long it takes until each member has what all put in, by a ring.
+        """Returns the seconds of an all-gather by a ring.
 
         As long as a reduce-scatter of a sum of `members * size`.
 
@@ -110,7 +110,7 @@ class Network:
             raise PlanError(f"a host has {self.host_size} devices; it must have at least 1")
 
     def link(self, distance: int) -> Link:
-        """The link between a device and one that lies behind so many neighbours, itself counted.
+        """Returns the link between two devices at a distance.
 
         Args:
             distance: how many devices both and all between them are.
@@ -118,7 +118,7 @@ class Network:
         return self.inside if distance <= self.host_size else self.between
 
     def joining(self, here: int, there: int, number: int) -> Link:
-        """The link from some neighbours to as many others, each to its own.
+        """Returns the link from some neighbours to as many others, each to its own.
 
         Args:
             here: the first of them.
@@ -130,7 +130,7 @@ class Network:
         return self.inside if near else self.between
 
     def all_reduce(self, members: int, stride: int, size: float) -> float:
-        """How long a sum takes over a group of which several members may share a host.
+        """Returns the seconds of an all-reduce over a group whose members may share hosts.
 
         Those of a host add up their parts first, then parts go round the hosts, then each host
         hands them out: what leaves a host is as small as if it had one member.
@@ -155,13 +155,13 @@ class Network:
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Where the processors of a mesh lie.
+    """The positions of a mesh's processors on hosts.
 
     Attributes:
-        places: of each processor the number of its host, and that of its device there.
-        crossing: axes inside of a replica along which slices lie on several hosts, so that
-            what is exchanged in every layer goes from host to host.
-        idle: hosts on which no processor lies.
+        places: for each processor its host and its device there.
+        crossing: axes inside a replica whose slices lie on several hosts, so that every layer sends
+            between hosts.
+        idle: hosts without a processor.
     """
 
     places: tuple[tuple[int, int], ...]
@@ -170,25 +170,10 @@ class Places:
 
 
 def over_hosts(mesh: Mesh, layout: LayoutRules, devices: Sequence[int]) -> Places:
-    """Spreads a mesh evenly over hosts, such that what is exchanged most often stays on one.
-
-    Stage after stage, in it replica after replica, and in that slice after slice: slices of a layer
-    are exchanged in every layer, gradients of replicas once a step, and what goes from stage to
-    stage is small. So slices are neighbours, and stages are what hosts are told apart by.
-
-    Args:
-        mesh: the mesh.
-        layout: its rules.
-        devices: how many each host has.
-
-    Raises:
-        PlanError: there are fewer devices than the mesh has processors.
-
-    Example:
-        >>> mesh = Mesh.from_text("model:2;layers:2")
-        >>> over_hosts(mesh, LayoutRules.from_text("d_ff:model"), [4, 4]).places
-        ((0, 0), (1, 0), (0, 1), (1, 1))
-    """
+    """Spreads a mesh evenly over hosts, so that the most frequent exchanges stay on one."""
+    # Stage after stage, in it replica after replica, and in that slice after slice: slices of a
+    # layer are exchanged in every layer, gradients of replicas once a step, and a boundary between
+    # stages is small. So slices are neighbours, and stages are the first to lie on different hosts.
     wanted = mesh.num_devices
     if wanted > sum(devices):
         raise PlanError(
@@ -211,7 +196,7 @@ def over_hosts(mesh: Mesh, layout: LayoutRules, devices: Sequence[int]) -> Place
 
 
 def _shares(wanted: int, devices: Sequence[int]) -> list[int]:
-    """How many of each host's devices are taken: of all as many, as far as they have them."""
+    """Returns the number of devices used on each host, as even as they allow."""
     shares = [0] * len(devices)
     while wanted:
         open_hosts = [host for host, there in enumerate(devices) if shares[host] < there]
@@ -230,7 +215,7 @@ def _crossing(
     homes: Sequence[Sequence[int]],
     places: Sequence[tuple[int, int]],
 ) -> tuple[str, ...]:
-    """The axes along which a replica's processors lie on several hosts."""
+    """Returns the axes along which a replica's processors lie on several hosts."""
     axes = inner_axes(mesh, layout)
     found: set[str] = set()
     for place, home in enumerate(homes):

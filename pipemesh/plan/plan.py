@@ -29,9 +29,9 @@ _NO_RULES = LayoutRules()
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a stack of layers is run: everything that changes speed and memory, and nothing else.
+    """The plan of a stack of layers: everything that changes speed and memory, and nothing else.
 
-    What is written as text may be given as text: `mesh="layers:2;data:2"`.
+    Values that have a text form may be given as text: `mesh="layers:2;data:2"`.
 
     Attributes:
         mesh: the devices; its axis `layers` has a place for each home.
@@ -165,12 +165,12 @@ replicas; num_microbatches may be 1, 2, 5, 10
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are, virtual ones counted one by one."""
+        """The number of stages, virtual ones included."""
         return self.table.num_stages
 
     @property
     def num_replicas(self) -> int:
-        """Over how many places the batch is split."""
+        """The number of replicas over which the batch is split."""
         return homes.num_replicas(self.mesh, self.layout)
 
     def home(self, stage: int) -> tuple[int, ...]:
@@ -206,7 +206,7 @@ replicas; num_microbatches may be 1, 2, 5, 10
         self.layout.check(self.mesh, dims)
 
     def check_layers(self, count: int) -> None:
-        """Checks that so many layers can be cut as the plan says.
+        """Checks that a number of layers can be cut as the plan says.
 
         Raises:
             PlanError: they cannot.
@@ -222,19 +222,19 @@ replicas; num_microbatches may be 1, 2, 5, 10
             )
 
     def changes(self, other: Plan) -> dict[str, tuple[str, str]]:
-        """What another plan has otherwise: its values here and there, as text, by name."""
+        """Returns the values that differ from another plan's: both texts, by name."""
         mine, theirs = self.to_values(), other.to_values()
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
 
     def to_values(self) -> dict[str, str]:
-        """All of it as texts by name, defaults too; `from_values` parses them."""
+        """Returns all values as texts by name, defaults included; `from_values` parses them."""
         return {
             field.name: text_form.of_value(getattr(self, field.name))
             for field in dataclasses.fields(self)
         }
 
     def __str__(self) -> str:
-        """The mesh, and whatever is not the default; `from_text` parses it."""
+        """The mesh and all values that differ from their default; `from_text` parses it."""
         defaults = _default().to_values()
         chosen = {
             name: text
@@ -245,17 +245,16 @@ replicas; num_microbatches may be 1, 2, 5, 10
 
     @classmethod
     def from_text(cls, text: str) -> Plan:
-        """Parses `name=value` pairs that are joined by blanks; what is left out is the default.
+        """Parses `name=value` pairs separated by blanks; missing values have their default.
 
         Raises:
-            PipemeshError: see the class; or a name is unknown (suggests the nearest) or given
-                twice.
+            PipemeshError: see the class; or a name is unknown (suggests the nearest) or repeated.
         """
         return cls.from_values(text_form.split(text))
 
     @classmethod
     def from_values(cls, values: Mapping[str, str]) -> Plan:
-        """A plan of texts by name, such as flags.
+        """Makes a plan of texts by name, such as flags.
 
         Raises:
             PipemeshError: as `from_text`.
@@ -272,7 +271,7 @@ replicas; num_microbatches may be 1, 2, 5, 10
         return cls(**parsed)
 
     def to_json(self) -> str:
-        """All of it as a JSON object of texts, defaults too."""
+        """Returns all values as a JSON object of texts, defaults included."""
         return text_form.to_json(self.to_values())
 
     @classmethod
@@ -293,18 +292,7 @@ def check_batch(
     axis: str | None = None,
     name: str = "num_microbatches",
 ) -> None:
-    """Checks that a batch divides into microbatches, and each of these among replicas.
-
-    Args:
-        size: rows of the batch.
-        num_microbatches: the number of microbatches.
-        num_replicas: the number of replicas.
-        axis: the mesh axis of the replicas, for the message.
-        name: of the number of microbatches, for the message.
-
-    Raises:
-        PlanError: it does not divide.
-    """
+    """Checks that a batch divides into microbatches, and each of these among replicas."""
     if size % num_replicas:
         along = "" if axis is None else f" along the axis {axis!r}"
         raise PlanError(
@@ -322,12 +310,7 @@ def check_batch(
 
 
 def divisors(number: int) -> list[int]:
-    """Returns all divisors in ascending order.
-
-    Example:
-        >>> divisors(12)
-        [1, 2, 3, 4, 6, 12]
-    """
+    """Returns all divisors in ascending order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 
@@ -338,12 +321,7 @@ def _default() -> Plan:
 
 
 def _built(schedule: str, homes: int, num_microbatches: int) -> Schedule:
-    """The table of a schedule that has a name.
-
-    Raises:
-        PlanError: it has slices.
-        ScheduleError: it cannot be built.
-    """
+    """Returns the table of a named schedule."""
     return of_whole_sequences(ScheduleSpec.from_text(schedule).build(homes, num_microbatches))
 
 
@@ -351,11 +329,7 @@ built = functools.lru_cache(maxsize=256)(_built)
 
 
 def of_whole_sequences(schedule: Schedule) -> Schedule:
-    """A schedule that layers can be run by.
-
-    Raises:
-        PlanError: it has slices.
-    """
+    """Returns a schedule after a check that it does not slice sequences."""
     if schedule.num_slices > 1:
         raise PlanError(
             f"the schedule cuts sequences into {schedule.num_slices} slices, but layers take whole "

@@ -1,4 +1,4 @@
-"""How long a step under a plan takes, what it holds, and what binds it."""
+"""Forecasts of a step: its time, its parts, its bubble and its memory."""
 
 from __future__ import annotations
 
@@ -26,18 +26,17 @@ _Loads = Mapping[str, Sequence[float]]
 
 @dataclasses.dataclass(frozen=True)
 class StepForecast:
-    """What is expected of a step of some stages.
+    """The forecast of a step of some stages.
 
     Attributes:
         seconds: of the whole step.
-        bubble: the share of their time that devices wait for each other while a core is free.
-        memory: bytes of each place along `layers`, of one device there.
-        work: seconds of a step that all devices compute, added up: what their cores do, however
-            they share them.
-        parts: by name the seconds that each thing adds to the step, none below 0; empty unless they
-            are asked for. `compute`, the work spread evenly over all devices or cores; `actions`,
-            what actions take beside it; `bubble`; `imbalance` of the stages; `sums` of devices that
-            share layers; `transfers`; `gradients` of replicas; `optimizer`; `fixed`.
+        bubble: the share of the time that devices wait for each other while a core is free.
+        memory: bytes of each home, of one device there.
+        work: seconds of a step that all devices compute, added up, however they share cores.
+        parts: by name the seconds that each part adds to the step, none below 0; empty unless
+            requested. `compute`, the work spread evenly over all devices or cores; `actions`, the
+            overhead of actions; `bubble`; `imbalance` of the stages; `sums` of devices that share
+            layers; `transfers`; `gradients` of replicas; `optimizer`; `fixed`.
     """
 
     seconds: float
@@ -48,24 +47,31 @@ class StepForecast:
 
     @property
     def binds(self) -> str:
-        """What takes most besides computing; "" if the parts were not asked for."""
+        """The largest part besides computing; "" if parts were not requested."""
         others = {name: value for name, value in self.parts.items() if name != "compute"}
         return max(others, key=others.__getitem__) if others else ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction(StepForecast):
-    """What is expected of a step, and the plan that it runs under.
+    """The forecast of a step under a plan.
 
     Attributes:
-        plan: that it runs under; see `StepForecast` for the rest.
+        plan: the plan; see `StepForecast` for the rest.
+
+    Example:
+        >>> from pipemesh.plan import Figures, figures_of_costs
+        >>> from pipemesh.partition import LayerCost
+        >>> figures = Figures(tuple(figures_of_costs([LayerCost(1.0)] * 2, rows=1)))
+        >>> predict(Plan("layers:2", num_microbatches=2), figures, batch=2).binds
+        'bubble'
     """
 
     plan: Plan = dataclasses.field(kw_only=True)
 
     @property
     def supposed(self) -> str:
-        """What no figures say and is supposed; "" if nothing is."""
+        """An assumption that no figures support; "" if there is none."""
         dtype = self.plan.compute_dtype
         if bytes_of(dtype) == bytes_of(None):
             return ""
@@ -75,20 +81,20 @@ class Prediction(StepForecast):
 def predict(
     plan: Plan, figures: Figures, batch: int, *, parts: bool = True, network: Network | None = None
 ) -> Prediction:
-    """What is expected of a step under a plan.
+    """Forecasts a step under a plan.
 
-    The schedule is simulated with what was measured of the layers. Where devices share cores they
-    slow each other down (`pipemesh.schedule.simulate_sharing`).
+    The schedule is simulated with the figures of the layers. Devices that share cores slow each
+    other down (`pipemesh.schedule.simulate_sharing`).
 
     Args:
-        plan: how it is run. Of its `compute_dtype` bytes are forecast, and no seconds.
+        plan: the plan. Its `compute_dtype` changes the forecast of bytes, not of seconds.
         figures: of the model's layers on the machine.
         batch: rows of a batch.
-        parts: whether it is to be said what the step is made of, for three more simulations.
+        parts: whether to split the step into parts, which takes three more simulations.
         network: hosts that the devices lie in; None if the figures' links join them.
 
     Raises:
-        PlanError: the batch or the layers cannot be cut so, or nothing is known of such a plan.
+        PlanError: the batch or the layers do not divide so, or such a plan is not forecast.
 
     Example:
         >>> from pipemesh.partition import LayerCost
@@ -110,16 +116,9 @@ def forecast_stages(
     fewer: Stages | None = None,
     num_microbatches: int = 0,
 ) -> StepForecast:
-    """What is expected of a step of some stages.
-
-    Args:
-        stages: of a plan.
-        figures: of the layers.
-        parts: whether it is to be said what the step is made of.
-        fewer: the same stages with a table of fewer microbatches. In the steady state each
-            microbatch adds as much as the one before, so two tables tell of longer ones.
-        num_microbatches: with `fewer`, how many the forecast is for.
-    """
+    """Forecasts a step of some stages, with `fewer` that of a longer table."""
+    # In the steady state each microbatch adds as much as the one before, so two tables, `stages`
+    # and `fewer`, tell what `num_microbatches` take.
     run = _run(stages, figures, parts)
     if fewer is not None:
         here, there = stages.table.num_microbatches, fewer.table.num_microbatches
@@ -155,16 +154,16 @@ def forecast_stages(
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """What simulations of a table say; all of it grows evenly with many microbatches.
+    """Results of simulating a table; all of them grow evenly with many microbatches.
 
     Attributes:
-        lengths: what all work takes that is spread evenly; makespans with equal stages, with those
-            there are, with sums; with transfers. The last one alone, unless parts are asked for.
-        ends: of each place, when its last action ends.
-        memory: bytes of each place.
+        lengths: the time of all work spread evenly; makespans with equal stages, with the given
+            stages, with sums, with transfers. The last one alone if parts are not requested.
+        ends: for each home the end of its last action.
+        memory: bytes of each home.
         waiting: seconds that devices wait for each other, on average.
-        done: what all actions compute on all devices.
-        actions: what the actions of a device take beside their layers.
+        done: core seconds of all actions on all devices.
+        actions: the overhead of the actions of a device.
     """
 
     lengths: tuple[float, ...]
@@ -175,7 +174,7 @@ class _Run:
     actions: float
 
     def beyond(self, before: _Run, times: float) -> _Run:
-        """The same so many times farther on as it is from an earlier one to here."""
+        """Extrapolates from an earlier run by a multiple of the distance to it."""
 
         def on(a: float, b: float) -> float:
             return a + (a - b) * times
@@ -238,7 +237,7 @@ def _simulated(stages: Stages, figures: Figures, costs: Costs, loads: _Loads) ->
 
 
 def _work(timeline: Timeline, stages: Stages, loads: _Loads) -> float:
-    """Returns what all actions compute on all devices, in seconds of a core."""
+    """Returns the core seconds of all actions on all devices."""
     durations = timeline.costs.per_stage(timeline.schedule.num_stages).durations()
     return sum(
         stages.home_size(each.stage)
@@ -250,7 +249,7 @@ def _work(timeline: Timeline, stages: Stages, loads: _Loads) -> float:
 
 
 def _slowed(lone: Timeline, stages: Stages, figures: Figures, loads: _Loads) -> float:
-    """How many times as long all work takes on the cores there are as on a device each."""
+    """Returns the slowdown of all work on the shared cores, against a device each."""
     if figures.cores is None:
         return 1.0
     busiest = sum(lone.busy) / len(lone.busy)
@@ -259,7 +258,7 @@ def _slowed(lone: Timeline, stages: Stages, figures: Figures, loads: _Loads) -> 
 
 
 def _waiting(timeline: Timeline, stages: Stages, figures: Figures, loads: _Loads) -> float:
-    """The share of the time in which devices wait for each other while a core is free."""
+    """Returns the share of the time that devices wait for each other while a core is free."""
     if figures.cores is None:
         return timeline.bubble_ratio
     used = {each.kind for row in stages.run.rows for each in row}
@@ -273,10 +272,7 @@ def _waiting(timeline: Timeline, stages: Stages, figures: Figures, loads: _Loads
 
 
 def _tails(stages: Stages, figures: Figures) -> tuple[list[float], float, float]:
-    """What each place adds up after its last action, the update, and what both are to a device.
-
-    Seconds; of the last, those that all devices compute, added up.
-    """
+    """Returns each home's seconds of gradient sums, those of the update, and the work of both."""
     own = [0.0] * stages.table.num_devices
     for stage, place in enumerate(stages.table.stage_devices):
         own[place] += stages.weights(stage)

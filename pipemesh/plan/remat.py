@@ -1,4 +1,4 @@
-"""Remat: which backward passes compute their forward pass again."""
+"""Remat: the policy of which backward passes compute their forward pass again."""
 
 from __future__ import annotations
 
@@ -70,17 +70,17 @@ class Remat:
 
     @property
     def is_full(self) -> bool:
-        """Whether every backward pass computes everything again, once."""
+        """True if every backward pass computes everything again, once."""
         return {*self.policies} == {"full"}
 
     @property
     def is_none(self) -> bool:
-        """Whether no backward pass computes anything again."""
+        """True if no backward pass computes anything again."""
         return {*self.policies} == {"none"}
 
     @property
     def is_custom(self) -> bool:
-        """Whether only Python knows the policy of some stage."""
+        """True if only Python knows the policy of some stage."""
         return CUSTOM in self.policies
 
     def check_stages(self, num_stages: int) -> None:

@@ -42,17 +42,21 @@ DATA, MODEL = "data", "model"
 
 @dataclasses.dataclass(frozen=True)
 class SearchSpace:
-    """What plans are looked for.
+    """The plans that a search may return.
 
     Attributes:
-        devices: that there are; fewer may be used.
+        devices: the number of devices; fewer may be used.
         batch: rows of a batch.
         memory: bytes of a device, also as text such as `80GB`; None for no limit.
         fixed: values of the plan that stay, as in `Plan.to_values`.
-        schedules: by name, to be tried.
+        schedules: names of the schedules to try.
 
     Raises:
-        PlanError: there are no devices, no rows or no memory, or a number is none.
+        PlanError: a number is invalid.
+
+    Example:
+        >>> SearchSpace(devices=8, batch=64, memory="16GiB").memory
+        17179869184.0
     """
 
     devices: int
@@ -72,18 +76,7 @@ class SearchSpace:
 
 
 def memory_of(given: object) -> float:
-    """Bytes of a device.
-
-    Args:
-        given: a number, or a text such as `80GB`.
-
-    Raises:
-        PlanError: it is none, or not above 0.
-
-    Example:
-        >>> memory_of("16GiB")
-        17179869184.0
-    """
+    """Returns the bytes of a device, of a number or of a text such as `80GB`."""
     try:
         size = bytes_of(given) if isinstance(given, str) else float(given)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
@@ -153,15 +146,7 @@ class Split:
 
 
 def candidates(figures: Figures, space: SearchSpace) -> Iterator[Split]:
-    """All that may be tried.
-
-    Args:
-        figures: of the model.
-        space: with what is fixed.
-
-    Raises:
-        PipemeshError: a value that is fixed is malformed.
-    """
+    """Yields all splits of a search; malformed fixed values are errors."""
     fixed = space.fixed
     count = len(figures.layers)
     fixed_number = fixed.get("num_microbatches", "")
@@ -192,7 +177,7 @@ def _stages_a_device(schedule: str) -> int:
 
 
 def _meshes(figures: Figures, space: SearchSpace) -> Iterator[tuple[int, int, int]]:
-    """Places, replicas and devices that share a layer, of no more devices than there are."""
+    """Yields the sizes of the axes for stages, replicas and slices of all meshes."""
     if "mesh" in space.fixed:
         # Checks what goes with what, and says it.
         plan = Plan.from_values(
@@ -226,21 +211,14 @@ def rated(figures: Figures, space: SearchSpace) -> list[Split]:
 def rough_seconds(
     figures: Figures, batch: int, network: Network | None = None
 ) -> Callable[[Split], float]:
-    """Returns a formula for about how long a step takes, with equal stages.
-
-    It adds up the work of a home (of all homes, if devices share cores), the bubble that schedules
-    of this kind have, transfers, sums, gradients and the update.
-
-    Args:
-        figures: of the model.
-        batch: rows of a batch.
-        network: hosts that the devices lie in; None if the figures' links join them.
-    """
+    """Returns a formula for about how long a step takes, with equal stages."""
+    # It adds up the work of a home (of all homes, if devices share cores), the bubble of schedules
+    # of this kind, transfers, sums, gradients and the update.
     weights = sum(layer.parameter_bytes for layer in figures.layers)
 
     @functools.cache
     def layers(rows: float, group: int, again: bool) -> tuple[float, float, float, float]:
-        """A microbatch's seconds in all layers, in the longest, its sums, and the cores it uses."""
+        """Returns seconds of all layers, of the longest, and of sums, and the busy cores."""
         costs = layer_seconds(figures, rows, group, again)
         sums = 0.0
         for layer in figures.layers:
@@ -294,19 +272,9 @@ _HOPELESS = 1.25
 
 
 def cut_to_fit(found: Prediction, figures: Figures, space: SearchSpace) -> Prediction:
-    """Cuts layers by their memory, too, where a step needs more than a device has.
-
-    The partitioner counts less exactly than the forecast, so it gets other limits until
-    the forecast fits, those first that leave it most choice.
-
-    Args:
-        found: whose plan has boundaries.
-        figures: of the model's layers.
-        space: with the limit.
-
-    Returns:
-        The first forecast that fits, else the one that needs least.
-    """
+    """Returns the first forecast with other cuts that fits into memory, else the leanest."""
+    # The partitioner counts less exactly than the forecast, so it gets other limits until the
+    # forecast fits, beginning with those that leave it most choice.
     if space.memory is None or fits(found, space) or found.plan.num_stages == 1:
         return found
     if sum(found.memory) > _HOPELESS * space.memory * len(found.memory):
@@ -351,21 +319,14 @@ def cut_to_fit(found: Prediction, figures: Figures, space: SearchSpace) -> Predi
 
 
 def fits(found: Prediction, space: SearchSpace) -> bool:
-    """Whether no device needs more memory than it has."""
+    """Returns whether a forecast fits into the memory of every device."""
     return space.memory is None or max(found.memory) <= space.memory
 
 
 def with_better_cuts(
     best: Prediction, figures: Figures, space: SearchSpace, end: float
 ) -> Prediction:
-    """Moves one layer over a cut at a time, as long as that makes the step fit, or shorter.
-
-    Args:
-        best: to begin with; its plan has boundaries.
-        figures: of the model's layers.
-        space: batch and memory.
-        end: when to stop, by `time.monotonic`.
-    """
+    """Moves one layer over a cut at a time while the step fits better or is shorter."""
 
     def rate(each: Prediction) -> tuple[float, float]:
         limit = space.memory
@@ -413,28 +374,28 @@ _SLACK = 1.5
 def search(
     figures: Figures, space: SearchSpace, *, seconds: float = 8.0, count: int = 10
 ) -> list[Prediction]:
-    """The shortest steps that fit, of mesh, layout, partition, schedule, microbatches and remat.
+    """Returns the shortest steps that fit into memory.
 
-    All combinations are rated by a formula and simulated in that order, until the time is over
-    (twice as much while none fits) or all are done. Then layers are moved over the cuts of the best
-    ones, as long as that helps.
+    A formula rates all combinations of mesh, layout, partition, schedule, microbatches and remat.
+    They are simulated in that order until the time is over (twice as much while none fits). Then
+    layers are moved over the cuts of the best plans while that helps.
 
     Args:
         figures: of the model's layers on the machine.
-        space: devices, batch, memory, and what of the plan is fixed.
-        seconds: that it may take.
-        count: how many to return at most.
+        space: devices, batch, memory, and fixed values.
+        seconds: limit of the search time.
+        count: the maximum number of results.
 
     Returns:
-        Shortest first.
+        Forecasts, shortest first.
 
     Raises:
-        PlanError: there is no plan, or none fits; it says which needs least memory.
-        PipemeshError: what is fixed is malformed.
+        PlanError: there is no plan, or none fits; the error names the leanest.
+        PipemeshError: a fixed value is malformed.
 
     Example:
         >>> from pipemesh.partition import LayerCost
-        >>> from pipemesh.plan.figures import figures_of_costs
+        >>> from pipemesh.plan import figures_of_costs
         >>> figures = Figures(tuple(figures_of_costs([LayerCost(1.0)] * 4, rows=1)), action=0.1)
         >>> best = search(figures, SearchSpace(devices=4, batch=8))[0]
         >>> str(best.plan.mesh)
@@ -479,15 +440,8 @@ def _made_to_fit(
     space: SearchSpace,
     end: float,
 ) -> list[Prediction]:
-    """Plans that fit with other cuts: those that may be faster than what fits already, or any.
-
-    Args:
-        found: what fits.
-        tight: what does not, shortest step first.
-        figures: of the model's layers.
-        space: batch and memory.
-        end: when to stop, by `time.monotonic`.
-    """
+    """Returns plans that fit with other cuts, if they may be faster than those that fit."""
+    # `tight` are forecasts that do not fit, shortest step first.
     best = min((each.seconds for each in found), default=math.inf)
     made: list[Prediction] = []
     if not found:
@@ -505,17 +459,8 @@ def _made_to_fit(
 def _fitting(
     plan: Plan, figures: Figures, space: SearchSpace, until: float = math.inf
 ) -> Prediction:
-    """The forecast of a plan, cut into stages of equal seconds, or else of such as fit.
-
-    Args:
-        plan: with boundaries, which stay, or without.
-        figures: of the model's layers.
-        space: batch and memory.
-        until: seconds from which on it does not matter whether the plan fits.
-
-    Raises:
-        PipemeshError: the batch or the layers cannot be cut so.
-    """
+    """Returns the forecast of a plan, cut into stages of equal seconds, or to fit."""
+    # From `until` seconds on it does not matter whether the plan fits.
     if plan.boundaries is not None:
         return predict(plan, figures, space.batch, parts=False)
     plan = evenly_cut(plan, figures, space.batch)
@@ -524,7 +469,7 @@ def _fitting(
 
 
 def _different(found: list[Prediction]) -> list[Prediction]:
-    """Forecasts, shortest first, without schedules that are the same table by another name."""
+    """Returns forecasts, shortest first, without equal tables under other names."""
     known: set[tuple[object, ...]] = set()
     kept: list[Prediction] = []
     for each in sorted(found, key=lambda each: each.seconds):
@@ -537,16 +482,7 @@ def _different(found: list[Prediction]) -> list[Prediction]:
 
 
 def nearest_that_fits(plan: Plan, figures: Figures, space: SearchSpace) -> Prediction:
-    """Of all plans that fit the one of which least is otherwise, and of these the fastest.
-
-    Args:
-        plan: that does not fit.
-        figures: of the model's layers on the machine.
-        space: devices, batch and memory; what is fixed stays.
-
-    Raises:
-        PlanError: none fits.
-    """
+    """Returns the plan that fits with the fewest changed values, and of those the fastest."""
     mine = plan.to_values()
     best: tuple[int, float] | None = None
     chosen: Prediction | None = None
@@ -595,31 +531,12 @@ def _nothing(
 
 
 def fewer(plan: Plan, devices: int, check: Callable[[Plan], object] = lambda plan: None) -> Plan:
-    """The plan that is nearest to another one and needs no more than so many devices.
-
-    Axes become shorter, and none longer. What is split over an axis other than `layers` divided by
-    its size, so its new size divides the old one. Of all meshes the one with the most devices is
-    taken, and of these the one that holds least on a device: replicas of the batch go first, then
-    stages. Boundaries are for a number of stages, and go with it.
-
-    Args:
-        plan: the plan.
-        devices: how many there are.
-        check: raises a `PipemeshError` for a plan that the model cannot have; the next one is tried
-            then.
-
-    Returns:
-        The plan, or the given one where that has no more devices.
-
-    Raises:
-        PlanError: there is none.
-
-    Example:
-        >>> str(fewer(Plan("layers:2;data:2", "batch:data", num_microbatches=4), 3))
-        'mesh=layers:2;data:1 layout=batch:data num_microbatches=4'
-        >>> str(fewer(Plan("layers:4", num_microbatches=4), 3))
-        'mesh=layers:3 num_microbatches=4'
-    """
+    """Returns the nearest plan that needs no more than a number of devices."""
+    # Axes become shorter, and none longer. A dim that divides by the old size of its axis divides
+    # by each divisor of it. Of all meshes the one with the most devices is taken, and of these the
+    # leanest: replicas of the batch go first, then stages. Boundaries go with the number of stages.
+    # `check` raises a `PipemeshError` for a plan that the model cannot run; the next one is tried
+    # then.
     if plan.mesh.num_devices <= devices:
         return plan
     if not plan.mesh.is_even:
@@ -653,7 +570,7 @@ def _with_mesh(plan: Plan, mesh: Mesh) -> Plan:
 
 
 def _smaller(mesh: Mesh, layout: LayoutRules, devices: int) -> Iterator[Mesh]:
-    """Meshes with shorter axes, the best first."""
+    """Yields meshes with shorter axes, the best first."""
     batch = layout.axis(BATCH)
     sizes = [
         [size for size in range(1, most + 1) if name == LAYERS_AXIS or most % size == 0]

@@ -108,17 +108,7 @@ class Stages:
 
 
 def stages_of(plan: Plan, figures: Figures, batch: int, network: Network | None = None) -> Stages:
-    """The stages of a plan.
-
-    Args:
-        plan: with boundaries, or else its layers are cut into stages of equal seconds.
-        figures: of the layers.
-        batch: rows of a batch.
-        network: see `Stages`.
-
-    Raises:
-        PlanError: the batch or the layers cannot be cut so, or nothing is known of such a plan.
-    """
+    """Returns the stages of a plan, cut at its boundaries or else into equal seconds."""
     if plan.lowering != "placement":
         raise PlanError(
             f"lowering={plan.lowering} has no actions, of which forecasts are made; use "
@@ -141,21 +131,12 @@ def stages_of(plan: Plan, figures: Figures, batch: int, network: Network | None 
 
 
 def bytes_of(compute_dtype: str | None) -> int:
-    """Bytes of a value, by `Plan.compute_dtype`; figures are of float32."""
+    """Returns the bytes of a value of a `Plan.compute_dtype`; figures are of float32."""
     return 2 if compute_dtype in ("bfloat16", "float16") else 4
 
 
 def evenly_cut(plan: Plan, figures: Figures, batch: int) -> Plan:
-    """The plan with boundaries for which stages take equally many seconds.
-
-    Args:
-        plan: whose own boundaries do not count.
-        figures: of the layers.
-        batch: rows of a batch.
-
-    Raises:
-        PlanError: see `stages_of`.
-    """
+    """Returns the plan with boundaries of stages that take equally many seconds."""
     stages = stages_of(dataclasses.replace(plan, boundaries=None), figures, batch)
     cuts = itertools.accumulate(map(len, stages.layers), initial=0)
     return dataclasses.replace(plan, boundaries=tuple(cuts))
@@ -171,18 +152,7 @@ def cut_stages(
     boundaries: tuple[int, ...] | None = None,
     network: Network | None = None,
 ) -> Stages:
-    """Layers cut into the stages of a table.
-
-    Args:
-        figures: of the layers.
-        rows: of a microbatch that a replica gets.
-        replicas: how many there are.
-        groups: for each stage the devices that share a replica's part of it.
-        remat: the policy.
-        table: the schedule.
-        boundaries: None for stages of equal seconds.
-        network: see `Stages`.
-    """
+    """Cuts layers into the stages of a table, without boundaries into equal seconds."""
     if boundaries is None:
         modes = remat.modes(table).values()
         again = sum(mode != "none" for mode in modes) / len(modes)
@@ -194,14 +164,7 @@ def cut_stages(
 
 
 def layer_seconds(figures: Figures, rows: float, group: int, again: float) -> list[float]:
-    """What each layer takes of a device for a microbatch, forward and backward.
-
-    Args:
-        figures: of the layers.
-        rows: that a replica gets.
-        group: devices that share it.
-        again: the share of backward passes that compute the forward pass again.
-    """
+    """Returns the seconds of each layer for a microbatch, `again` of it computed twice."""
     found: list[float] = []
     for layer in figures.layers:
         plain, more = layer.takes("B", rows), layer.takes("B", rows, True)
@@ -214,12 +177,7 @@ def layer_seconds(figures: Figures, rows: float, group: int, again: float) -> li
 def cut_evenly(
     costs: tuple[float, ...], stage_devices: tuple[int, ...], speeds: tuple[int, ...] = ()
 ) -> tuple[int, ...]:
-    """Boundaries for which the busiest device does least.
-
-    Args:
-        costs: of the layers.
-        stage_devices: of each stage.
-        speeds: relative speed of the home of each stage; none if all are equally fast.
+    """Returns the boundaries for which the busiest device does least; homes may differ in speed.
 
     Example:
         >>> cut_evenly((1.0, 1.0, 1.0, 3.0), (0, 1))
@@ -238,16 +196,8 @@ def cut_evenly(
 def action_costs(
     stages: Stages, figures: Figures, *, sums: bool = True, transfers: bool = True
 ) -> Costs:
-    """Durations of the actions of each stage, of one that runs alone.
-
-    What is computed again is the `R` of `Stages.run`, and no action has overhead of it.
-
-    Args:
-        stages: of the plan.
-        figures: of the layers.
-        sums: whether sums of devices that share layers count.
-        transfers: whether transfers between stages count.
-    """
+    """Returns the durations of each stage's actions, with or without sums and transfers."""
+    # Recomputation is the `R` of `Stages.run`, which has no overhead.
 
     def of(kind: str) -> list[float]:
         return [
@@ -266,7 +216,7 @@ def action_costs(
 
 
 def _transfers(stages: Stages, figures: Figures) -> list[float]:
-    """Seconds over the boundary above each stage; each slice goes to its own in the next home."""
+    """Returns the seconds over the boundary above each stage, slice to slice."""
     homes, sizes = stages.table.stage_devices, stages.home_sizes
     begins = [0, *itertools.accumulate(sizes)]
     found: list[float] = []
@@ -282,14 +232,7 @@ def _transfers(stages: Stages, figures: Figures) -> list[float]:
 def action_loads(
     stages: Stages, figures: Figures, costs: Costs, *, sums: bool = True
 ) -> dict[str, list[float]]:
-    """By kind of action, for each stage, how many cores one on one device keeps busy alone.
-
-    Args:
-        stages: of the plan.
-        figures: of the layers.
-        costs: what actions take, of the same stages, with or without sums.
-        sums: whether they have sums.
-    """
+    """Returns the cores that an action of each kind and stage keeps busy when alone."""
     durations = costs.per_stage(len(stages.layers)).durations()
 
     def load(kind: str, stage: int) -> float:
@@ -318,15 +261,7 @@ def _takes(
     kind: str,
     of: Callable[[LayerFigures, str, float, bool], float],
 ) -> float:
-    """What a layer takes for an action, or computes for it.
-
-    Args:
-        stages: of the plan.
-        stage: of the layer.
-        number: of the layer in its stage.
-        kind: of the action.
-        of: `LayerFigures.takes` or `LayerFigures.computes`.
-    """
+    """Returns the seconds or the work of a layer for an action, as `quantity` says."""
     layers, rows = stages.layers[stage], stages.rows
     layer = layers[number]
     is_twice = kind == "W" and stage in stages.twice
@@ -340,13 +275,7 @@ def _takes(
 def even_loads(
     loads: Mapping[str, Sequence[float]], costs: Costs, number: int
 ) -> dict[str, list[float]]:
-    """Loads of stages of equal length that compute as much as the stages that there are.
-
-    Args:
-        loads: of each stage.
-        costs: of each stage.
-        number: of stages.
-    """
+    """Returns the loads of equal stages that compute as much as the given ones."""
     durations = costs.per_stage(number).durations()
 
     def mean(kind: str) -> float:
@@ -360,7 +289,7 @@ def even_loads(
 def _sum(
     stages: Stages, figures: Figures, stage: int, layer: LayerFigures, kind: str
 ) -> tuple[float, float]:
-    """What an action takes because a layer is shared, and what each device computes for that."""
+    """Returns the seconds of a shared layer's sums for an action, and their work on each device."""
     shared = stages.shared(stage, layer)
     has_none = kind == "W" and stage not in stages.twice
     if shared == 1 or layer.summed is None or has_none:
@@ -374,18 +303,8 @@ def _sum(
 def summed(
     stages: Stages, figures: Figures, link: Link, members: int, stride: int, size: float
 ) -> tuple[float, float]:
-    """What a sum takes that all members of a group get, and what each of them computes for it.
-
-    Devices that share cores share memory, too: they add pairs up a tree, and copy nothing.
-
-    Args:
-        stages: of the plan.
-        figures: that say whether devices share cores.
-        link: between two devices, where there is no network.
-        members: of the group.
-        stride: from a member to the next one, in devices.
-        size: what each puts in, in bytes.
-    """
+    """Returns the seconds of an all-reduce over a group, and its work on each device."""
+    # Devices that share cores share memory, too: they add pairs up a tree, and copy nothing.
     if stages.network is not None:
         seconds = stages.network.all_reduce(members, stride, size)
         return seconds, seconds
@@ -397,12 +316,7 @@ def summed(
 
 
 def even_costs(costs: Costs, number: int) -> Costs:
-    """The same work in stages of equal length, which wait for no transfer.
-
-    Args:
-        costs: of each stage.
-        number: of stages.
-    """
+    """Returns the costs of equal stages without transfers, with as much work."""
     each = costs.per_stage(number)
     fields: Sequence[tuple[float, ...]] = (
         each.forward,
@@ -416,17 +330,10 @@ def even_costs(costs: Costs, number: int) -> Costs:
 
 
 def device_memory(stages: Stages, figures: Figures, place: int) -> float:
-    """The most bytes of one device of a place at once.
-
-    Weights and the optimizer's share are there all the time; sums of gradients from the first `B`
-    or `W` of a stage on, which makes them as it lets go of what was kept. Beside what is held an
-    action needs something while it runs, and so does the update after the last one.
-
-    Args:
-        stages: of the plan.
-        figures: of the layers.
-        place: along `layers`.
-    """
+    """Returns the maximum bytes of one device at an index along `layers`."""
+    # Weights and the optimizer's share are there all the time. Sums of gradients exist from the
+    # first `B` or `W` of a stage on, which frees kept values as it makes them. An action needs
+    # working memory while it runs, and so does the update after the last one.
     own = {
         stage: _StageMemory(stages, stage)
         for stage, owner in enumerate(stages.table.stage_devices)
@@ -462,12 +369,7 @@ def device_memory(stages: Stages, figures: Figures, place: int) -> float:
 
 
 class _StageMemory:
-    """What a microbatch leaves of a stage on one device, and what its actions need.
-
-    Args:
-        stages: of the plan.
-        stage: which one.
-    """
+    """The bytes that a microbatch leaves of a stage on one device, and that its actions need."""
 
     def __init__(self, stages: Stages, stage: int) -> None:
         layers, rows = stages.layers[stage], stages.rows
@@ -481,7 +383,7 @@ class _StageMemory:
         self.weights = stages.weights(stage)
 
     def _left(self, kind: str, mode: Mode) -> float:
-        """Bytes of a microbatch that are held after its `F`, `R` or `I`."""
+        """Returns the bytes of a microbatch that are held after its `F`, `R` or `I`."""
         if kind == "R" or (kind == "F" and mode == "none"):
             return sum(self._kept)
         if kind == "F":
@@ -491,23 +393,12 @@ class _StageMemory:
         return self._given + sum(self._pending) / 2 if mode == "twice" else sum(self._pending)
 
     def leaves(self, kind: str, mode: Mode) -> float:
-        """By how much more is held after an action, sums of gradients left aside.
-
-        Args:
-            kind: of the action.
-            mode: what its backward pass computes again.
-        """
+        """Returns the bytes that an action adds to those held, without gradient sums."""
         before = {"F": 0.0, "W": self._left("I", mode)}.get(kind, self._left("F", mode))
         return (self._left(kind, mode) if kind in "FRI" else 0.0) - before
 
     def needs(self, kind: str, mode: Mode, is_first: bool) -> float:
-        """Bytes beside what is held when an action begins.
-
-        Args:
-            kind: of the action.
-            mode: what its backward pass computes again.
-            is_first: whether there are no sums of the stage's gradients yet.
-        """
+        """Returns the bytes that an action needs beside those held when it begins."""
         # Without gradients of weights; where nothing is added to them, they are the sums.
         less = [max(0.0, w - s) for w, s in zip(self._working, self._sums, strict=True)]
         # While an action computes its stage again it has all of that, too.
@@ -525,16 +416,10 @@ class _StageMemory:
 
     @staticmethod
     def _backward(freed: Sequence[float], made: Sequence[float], working: Sequence[float]) -> float:
-        """The most while a pass goes from the last layer to the first one.
-
-        Products of a layer wait while the one before it begins, so two at a time are at work, and
-        nothing of both is let go of.
-
-        Args:
-            freed: bytes that each layer lets go of when it is done; none for nothing.
-            made: bytes that it adds, and that stay; none for nothing.
-            working: bytes that it needs meanwhile.
-        """
+        """Returns the maximum while a pass goes from the last layer to the first."""
+        # Products of a layer wait while the one before it begins, so two layers are at work at a
+        # time, and neither frees anything. `freed` and `made` are bytes that each layer frees and
+        # adds at its end.
         most = changed = 0.0
         for i in reversed(range(len(working))):
             grown = made[i] if made else 0.0
