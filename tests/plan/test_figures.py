@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import pathlib
 
 import pytest
 from hypothesis import given
@@ -169,6 +170,19 @@ def test_figures_go_through_json():
     shared = dataclasses.replace(figures, sums=Link(1e-5, math.inf), crowding=0.5)
     assert Figures.from_json(shared.to_json(), "x") == shared
     assert Figures.from_json(Figures(LAYERS).to_json(), "x").transfer.bandwidth == math.inf
+
+
+@pytest.mark.parametrize("name", ["dense.json", "language.json"])
+def test_saved_figures_are_read(name):
+    path = pathlib.Path(__file__).parents[2] / "benchmarks" / "plan" / name
+    figures = Figures.read(str(path))
+    saved, again = json.loads(path.read_text()), json.loads(figures.to_json())
+    # Measured times that fall with the rows are levelled.
+    layers = saved.pop("layers"), again.pop("layers")
+    assert again | saved == again
+    for old, new in zip(*layers, strict=True):
+        assert new | {**old, "seconds": new["seconds"]} == new
+    assert Figures.from_json(figures.to_json(), name) == figures
 
 
 def test_a_file_of_before_can_be_read():

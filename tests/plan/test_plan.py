@@ -1,6 +1,7 @@
 """A plan is a value: it is checked whole, printed, parsed back and compared."""
 
 import dataclasses
+import json
 
 import pytest
 from hypothesis import given, settings
@@ -67,6 +68,25 @@ def test_a_file_of_a_schedule(tmp_path):
     path.write_text(one_f_one_b(2, 4).to_csv())
     plan = Plan("layers:2", schedule=f"file:{path}", num_microbatches=4)
     assert Plan.from_text(str(plan)).table == one_f_one_b(2, 4)
+
+
+def test_texts_of_saved_plans_stay():
+    """Checkpoints, records and `config.toml` keep these."""
+    values = {
+        "mesh": "layers:2;data:2",
+        "layout": "batch:data",
+        "schedule": "zb_h1",
+        "num_microbatches": "4",
+        "boundaries": "0,3,7",
+        "remat": "full,custom",
+        "lowering": "placement",
+        "compute_dtype": "bfloat16",
+        "allow_idle": "false",
+    }
+    plan = Plan.from_values(values)
+    assert plan.to_values() == values and json.loads(plan.to_json()) == values
+    assert plan.remat == Remat(("full", "custom"))
+    assert str(plan).endswith("boundaries=0,3,7 remat=full,custom compute_dtype=bfloat16")
 
 
 def test_what_is_not_said_is_the_default_and_is_not_written():
