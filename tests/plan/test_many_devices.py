@@ -77,11 +77,6 @@ def test_replicas_and_slices_share_the_work():
     assert shared == pytest.approx(whole / 4)
 
 
-def test_what_cannot_be_split_is_computed_by_all():
-    step = forecast_step(job(split=1), Split(2, model=4, num_microbatches=8))
-    assert step.seconds == forecast_step(job(split=1), Split(2, num_microbatches=8)).seconds
-
-
 def test_gradients_of_replicas_are_summed_once():
     network = Network(8, Link(0.0, 1e6), Link(0.0, 1e6))
     step = forecast_step(job(network=network), Split(2, data=4, num_microbatches=8))
