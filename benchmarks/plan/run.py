@@ -27,11 +27,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pipemesh.errors import PipemeshError
-from pipemesh.plan import Asked, Figures, Plan, predict, search
-from pipemesh.plan.candidates import rated
+from pipemesh.plan import Figures, Plan, SearchSpace, predict, search
 from pipemesh.plan.figures import PLAIN
-from pipemesh.plan.search import TRIALS
-from pipemesh.plan.stage_costs import evenly_cut
+from pipemesh.plan.search import TRIALS, rated
+from pipemesh.plan.stages import evenly_cut
 from pipemesh.text import columns
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -74,12 +73,12 @@ def plans_of(figures: Figures, seed: int) -> list[Plan]:
     """All plans of the search that can be built here, in an order that a seed draws."""
     from pipemesh.training.measuring.measure import plans_to_fit
 
-    asked = Asked(DEVICES, figures.batch, schedules=SCHEDULES)
+    asked = SearchSpace(DEVICES, figures.batch, schedules=SCHEDULES)
     fitted = {_uncut(plan) for plan in (*plans_to_fit(figures, DEVICES), PLAIN)}
     found: dict[str, Plan] = {}
     for candidate in rated(figures, asked):
-        home = candidate.replicas * candidate.group
-        if DEVICES % (candidate.places * home) or candidate.num_microbatches > MOST_MICROBATCHES:
+        home = candidate.data * candidate.model
+        if DEVICES % (candidate.layers * home) or candidate.num_microbatches > MOST_MICROBATCHES:
             continue
         try:
             plan = evenly_cut(candidate.plan(figures, asked), figures, figures.batch)
@@ -260,7 +259,7 @@ def report(arguments: argparse.Namespace) -> None:
         figures = Figures.from_json(path.read_text(encoding="utf-8"), str(path))
         plans = [Plan.from_text(row["plan"]) for row in rows]
         begin = time.perf_counter()
-        search(figures, Asked(DEVICES, figures.batch, schedules=SCHEDULES))
+        search(figures, SearchSpace(DEVICES, figures.batch, schedules=SCHEDULES))
         took = f"{time.perf_counter() - begin:.1f}"
         usual = statistics.median(x for row in rows for x in row["plain"])
         turn = [usual * shares(row) for row in rows]

@@ -21,8 +21,7 @@ from pipemesh.layers.meta import layer_metas
 from pipemesh.layers.named import lowering_scope
 from pipemesh.lowering import PlacementLowering
 from pipemesh.mesh import LayoutRules, Mesh
-from pipemesh.plan.figures import Figures
-from pipemesh.plan.layer_figures import Curve, LayerFigures
+from pipemesh.plan.figures import Curve, Figures, LayerFigures
 from pipemesh.recurrent import ActionClock
 from pipemesh.schedule import Schedule
 

@@ -13,7 +13,7 @@ import time
 
 from pipemesh.cli import main as pipemesh
 from pipemesh.plan.figures import Figures
-from pipemesh.scale import Failures, simulate_failures
+from pipemesh.plan.many_devices import Failures, simulate_failures
 from pipemesh.text import columns
 
 HERE = pathlib.Path(__file__).resolve().parent

@@ -1,4 +1,4 @@
-"""How a batch is cut, and what is computed again, where nobody says: the fastest that fits."""
+"""The default number of microbatches and remat: the fastest plan that fits into memory."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ import pathlib
 from collections.abc import Sequence
 
 from pipemesh.errors import ScheduleError
-from pipemesh.plan import Plan
-from pipemesh.schedule import Costs, simulate
+from pipemesh.mesh import LayoutRules
+from pipemesh.mesh.mesh import LAYERS_AXIS
+from pipemesh.plan import Figures, Plan, Remat, predict
+from pipemesh.plan.figures import Curve, LayerFigures
 
 from .sizes import Settings
 
-# What a core of a CPU and a GPU compute in a second, and what an action costs besides. Only their
-# ratio matters, and only where microbatches are small.
+# Flops a second of a CPU core and of a GPU, and the overhead of an action. Only their ratio
+# matters, and only where microbatches are small.
 _FLOPS = {"CPU": 3e10, "GPU": 3e13}
-_SECONDS_AN_ACTION = 2e-3
+_SECONDS_AN_ACTION = 3e-3
 # The share of a machine's memory that is planned with.
 _SHARE = 0.5
-# A weight, its gradient, two moments of Adam, and its cast or the gradient of one stage more.
-_COPIES = 5
+_FLOAT = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,20 +50,22 @@ class Choice:
 
 def choose(
     settings: Settings,
-    stage_flops: Sequence[float],
+    layer_flops: Sequence[float],
+    boundaries: tuple[int, ...],
     device_type: str,
     available: int | None,
 ) -> Choice:
-    """The fastest way to run a step that fits into memory.
+    """Returns the fastest plan whose step fits into memory, by default figures.
 
     Args:
-        settings: of the model; `CHOSEN` names what of its plan is free.
-        stage_flops: of the forward pass of each stage, for the whole batch.
+        settings: of the model; `CHOSEN` names the free values of its plan.
+        layer_flops: of the forward pass of each layer, for the whole batch.
+        boundaries: where the layers are cut.
         device_type: `CPU` or `GPU`.
         available: bytes of memory a device; None if that is not known.
 
     Returns:
-        The choice; if nothing fits, what needs least memory.
+        The choice; if nothing fits, the one that needs least memory.
     """
     batch, plan, free = settings.BATCH_SIZE, settings.PLAN, set(settings.CHOSEN)
     plans = [plan]
@@ -70,8 +73,10 @@ def choose(
         numbers = [n for n in range(1, batch + 1) if batch % (n * plan.num_replicas) == 0]
         plans = [other for n in numbers if (other := _with_number(plan, n)) is not None]
     if "remat" in free and available is not None:
-        plans = [dataclasses.replace(p, remat=remat) for remat in ("none", "full") for p in plans]
-    rated = [_rated(settings, stage_flops, device_type, available, plan) for plan in plans]
+        remats = (Remat.NONE, Remat.FULL)
+        plans = [dataclasses.replace(p, remat=remat) for remat in remats for p in plans]
+    figures = default_figures(settings, layer_flops, device_type)
+    rated = [_rated(settings, figures, boundaries, available, plan) for plan in plans]
     fitting = [r for r in rated if available is None or r[1].memory <= available]
     if not fitting:
         return min((choice for _, choice in rated), key=lambda choice: choice.memory)
@@ -79,7 +84,7 @@ def choose(
 
 
 def _with_number(plan: Plan, number: int) -> Plan | None:
-    """The plan with so many microbatches; None if its schedule cannot be had for them."""
+    """Returns the plan with another number of microbatches; None if its schedule has none."""
     try:
         return dataclasses.replace(plan, num_microbatches=number)
     except ScheduleError:
@@ -88,56 +93,74 @@ def _with_number(plan: Plan, number: int) -> Plan | None:
 
 def _rated(
     settings: Settings,
-    stage_flops: Sequence[float],
-    device_type: str,
+    figures: Figures,
+    boundaries: tuple[int, ...],
     available: int | None,
     plan: Plan,
 ) -> tuple[float, Choice]:
-    """How long a step would take in seconds, and the choice."""
-    devices, parts = plan.mesh.num_stages, plan.num_microbatches * plan.num_replicas
-    speed = _FLOPS[device_type]
-    if device_type == "CPU":
-        # Its cores are all that its logical devices have.
-        cores = os.cpu_count() or 1
-        speed *= cores / min(devices * plan.num_replicas, cores)
-    homes = [len(plan.home(stage)) for stage in range(len(stage_flops))]
-    forward = [
-        flops * max(homes) / home / parts / speed + _SECONDS_AN_ACTION
-        for flops, home in zip(stage_flops, homes, strict=True)
-    ]
-    again = plan.remat == "full"
-    input_grad = [(1 + again) * seconds for seconds in forward]
-    timeline = simulate(plan.table, Costs(forward, input_grad=input_grad, weight_grad=forward))
-    stages = len(stage_flops) / devices
-    in_flight = max(timeline.peak_activations) / stages
-    memory = _memory(settings, parts, in_flight, again, devices)
+    """Returns the seconds of a step, and the choice."""
+    cut = dataclasses.replace(plan, boundaries=boundaries)
     if plan.lowering == "simd":
-        # All devices compute the softmax for all microbatches at once.
-        memory += (parts // plan.num_replicas - 1) * _softmax(settings, parts)
-    return timeline.makespan, Choice(plan, timeline.bubble_ratio, memory, available)
+        # Its devices run the same table tick by tick; the axis of the stages splits the softmax.
+        rules = tuple(rule for rule in plan.layout.rules if rule[1] != LAYERS_AXIS)
+        cut = dataclasses.replace(cut, layout=LayoutRules(rules), lowering="placement")
+    forecast = predict(cut, figures, settings.BATCH_SIZE, parts=False)
+    memory = max(forecast.memory)
+    if plan.lowering == "simd":
+        # All devices compute the softmax of all microbatches at once.
+        rows = settings.BATCH_SIZE / plan.num_microbatches / plan.num_replicas
+        memory += (plan.num_microbatches - 1) * figures.layers[-1].kept.at(rows)
+    return forecast.seconds, Choice(plan, forecast.bubble, int(memory), available)
 
 
-def _memory(settings: Settings, number: int, in_flight: float, again: bool, devices: int) -> int:
-    """Bytes on the device that holds most, where the batch is cut into a number of parts.
+def default_figures(settings: Settings, layer_flops: Sequence[float], device_type: str) -> Figures:
+    """Returns figures of a machine on which nothing was measured.
 
     The activations of a block are those of Korthikanti et al., "Reducing Activation Recomputation
-    in Large Transformer Models", 2022, equation 1, in 32 bits: 2 s b h (34 + 5 a s / h) bytes.
+    in Large Transformer Models", 2022, equation 1, in 32 bits: 2 s b h (34 + 5 a s / h) bytes. The
+    softmax keeps its logits and two results of their size.
+
+    Args:
+        settings: of the model.
+        layer_flops: of the forward pass of each layer, for the whole batch.
+        device_type: `CPU` or `GPU`.
     """
-    rows = settings.BATCH_SIZE // number
-    length, dim = settings.SEQUENCE_LENGTH, settings.MODEL_DIM
-    tokens = rows * length
-    block = 2 * tokens * dim * (34 + 5 * settings.NUM_HEADS * length / dim)
-    blocks = settings.NUM_LAYERS / devices
-    stage = blocks * block + _softmax(settings, number)
-    held = in_flight * 4 * tokens * dim + stage if again else in_flight * stage
-    weights = blocks * (4 * dim**2 + 2 * dim * settings.HIDDEN_DIM) + settings.VOCAB_SIZE * dim
-    return int(held + _COPIES * 4 * weights)
+    plan, length, dim = settings.PLAN, settings.SEQUENCE_LENGTH, settings.MODEL_DIM
+    speed = _FLOPS[device_type]
+    if device_type == "CPU":
+        # Logical devices share the cores.
+        speed *= (os.cpu_count() or 1) / plan.mesh.num_devices
+    outputs = _FLOAT * length * dim
+    block = 2 * length * dim * (34 + 5 * settings.NUM_HEADS * length / dim)
+    hidden = 2 * dim * settings.HIDDEN_DIM * max(1, settings.NUM_EXPERTS)
+    table = settings.VOCAB_SIZE * dim
+    kept = [outputs, *[block] * settings.NUM_LAYERS, 3 * _FLOAT * length * settings.VOCAB_SIZE]
+    weights = [table, *[4 * dim**2 + hidden] * settings.NUM_LAYERS, table]
+    # As many devices as a replica has can share a layer.
+    split = max(len(plan.home(stage)) for stage in range(plan.num_stages)) // plan.num_replicas
 
+    def line(value: float) -> Curve:
+        return Curve(((1, value),))
 
-def _softmax(settings: Settings, number: int) -> int:
-    """Bytes of the logits of a microbatch, and of what is made of them."""
-    tokens = settings.BATCH_SIZE // number * settings.SEQUENCE_LENGTH
-    return 3 * 4 * tokens * settings.VOCAB_SIZE
+    layers = tuple(
+        LayerFigures(
+            name=str(number),
+            seconds={
+                kind: line(times * flops / settings.BATCH_SIZE / speed)
+                for kind, times in (("F", 1), ("B", 2))
+            },
+            parameter_bytes=_FLOAT * size,
+            kept=line(kept_bytes),
+            outputs=line(outputs),
+            split=split,
+            # A gradient before it is added to its sum.
+            working=Curve(((1, _FLOAT * size), (2, _FLOAT * size))),
+        )
+        for number, (flops, size, kept_bytes) in enumerate(
+            zip(layer_flops, weights, kept, strict=True)
+        )
+    )
+    return Figures(layers, action=_SECONDS_AN_ACTION, optimizer=2.0, update_memory=2.0)
 
 
 def memory_of_cpu_device(devices: int) -> int:

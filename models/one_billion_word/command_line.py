@@ -14,7 +14,7 @@ from absl import flags
 
 from pipemesh.errors import PipemeshError, PlanError
 from pipemesh.mesh import LayoutRules
-from pipemesh.plan import Plan
+from pipemesh.plan import Plan, Remat
 from pipemesh.text import nearest
 from pipemesh.training.command import host_flags, plan_flags, training_flags
 from pipemesh.training.command.flags import FILES, MODEL, FlagError, check_number, check_seed, group
@@ -293,4 +293,4 @@ def _set_plain(settings: Settings) -> None:
     plan = settings.PLAN
     plan_flags.check_plain(plan.mesh.num_devices, plan.compute_dtype)
     settings.PIPELINED, settings.CHOSEN = False, ()
-    settings.PLAN = dataclasses.replace(plan, num_microbatches=1, remat="none")
+    settings.PLAN = dataclasses.replace(plan, num_microbatches=1, remat=Remat.NONE)

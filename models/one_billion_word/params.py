@@ -101,7 +101,7 @@ def stack_of(config: Any, stages: list[Any], tied_weights: dict[str, str]) -> An
         num_micro_batches=plan.num_microbatches,
         schedule=plan.schedule,
         loss_inside=True,
-        remat=plan.remat,
+        remat=str(plan.remat),
         lowering=plan.lowering,
         fprop_dtype=plan.compute_dtype and tf.as_dtype(plan.compute_dtype),
         strict_devices=config.STRICT_DEVICES,
@@ -162,6 +162,17 @@ def cut(config: Any, layers: list[Any]) -> list[Any]:
     flops = layer_flops(layers, *shapes)
     costs = tuple(sum(flops[a:b]) for a, b in itertools.pairwise(boundaries))
     return stage_params(layers, Partition(boundaries, costs))
+
+
+def layer_flops_of(config: LanguageModelParams) -> list[float]:
+    """Returns the flops of the forward pass of each layer, for the whole batch."""
+    shape = tshape.Shape([config.BATCH_SIZE, config.SEQUENCE_LENGTH])
+    return list(layer_flops(named_layers(layers_of(config)), *(shape,) * 5))
+
+
+def boundaries_of(config: LanguageModelParams) -> tuple[int, ...]:
+    """Returns the layer indices at which the stages begin, and the number of layers."""
+    return tuple(itertools.accumulate((len(cell.sub) for cell in stages_of(config)), initial=0))
 
 
 def stage_flops_of(config: LanguageModelParams) -> list[float]:

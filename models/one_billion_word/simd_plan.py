@@ -49,7 +49,7 @@ def check_simd(settings: Settings, trace_schedule: bool) -> None:
             "runs gpipe, or looped_bfs:V with V stages a device",
             "use one of these",
         )
-    if plan.remat != "full":
+    if not plan.remat.is_full:
         _refuse(f"remat={plan.remat}", "computes all again", "leave --remat out")
     if plan.compute_dtype == "float16":
         _refuse("compute_dtype=float16", "does not scale the loss", "use --compute_dtype=bfloat16")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.plan import Plan
-from pipemesh.plan.places import cut_rules
+from pipemesh.plan.homes import cut_rules
 
 
 class Settings:

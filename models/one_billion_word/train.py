@@ -155,7 +155,7 @@ def make_subject(request: Any, text: Text) -> tuple[Any, Any]:
         # Only now: TensorFlow reads the number of devices and threads when it starts.
         from lingvo.core import py_utils
 
-        from .params import CONFIGURATIONS, stage_flops_of
+        from .params import CONFIGURATIONS, boundaries_of, layer_flops_of
         from .subject import LanguageModelSubject
 
         # Modules of the trainer are loaded here, where it is said that it takes time.
@@ -169,7 +169,7 @@ def make_subject(request: Any, text: Text) -> tuple[Any, Any]:
         settings.CHOSEN = there.keep_choice(now(), settings)
         vars(config).update(vars(settings))
     if settings.CHOSEN:
-        choice = _choose(request, stage_flops_of(config))
+        choice = _choose(request, layer_flops_of(config), boundaries_of(config))
         settings.PLAN = choice.plan
         vars(config).update(vars(settings))
     auto_plan.check_memory(settings.PLAN, request.logdir)
@@ -202,14 +202,14 @@ def _keeps_place(there: Any, now: Any) -> bool:
     )
 
 
-def _choose(request: Any, stage_flops: Sequence[float]) -> Any:
+def _choose(request: Any, layer_flops: Sequence[float], boundaries: tuple[int, ...]) -> Any:
     from .choice import choose, memory_of_cpu_device
 
     available = None
     device_type = _device_type(request)
     if device_type == "CPU":
         available = memory_of_cpu_device(request.plan.mesh.num_devices)
-    return choose(request.settings, stage_flops, device_type, available)
+    return choose(request.settings, layer_flops, boundaries, device_type, available)
 
 
 def start_together(request: Any) -> None:

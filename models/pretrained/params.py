@@ -12,6 +12,7 @@ from pipemesh.errors import DataError, PlanError
 from pipemesh.layers import DatasetInput, named
 from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
+from pipemesh.plan.plan import check_batch
 
 from ..one_billion_word.named_transformer import NamedBlock, NamedEmbedding, NamedSoftmax
 from ..one_billion_word.params import cut, optimizer_of, stack_of
@@ -126,13 +127,14 @@ def stages_of(params: PretrainedParams) -> list[Any]:
     Raises:
         PlanError: a batch does not divide into microbatches.
     """
-    number = params.PLAN.num_microbatches
-    if params.BATCH_SIZE % number:
+    number, name = params.PLAN.num_microbatches, type(params).__name__
+    try:
+        check_batch(params.BATCH_SIZE, number)
+    except PlanError as error:
         raise PlanError(
-            f"num_microbatches={number}: batches of {type(params).__name__} have "
-            f"{params.BATCH_SIZE} rows, which do not divide into as many; give another number, or "
-            "derive a class with another BATCH_SIZE"
-        )
+            f"num_microbatches={number}: {error}; or derive a class from {name} with another "
+            "BATCH_SIZE"
+        ) from error
 
     class Sizes:
         PLAN, BATCH_SIZE = params.PLAN, params.BATCH_SIZE

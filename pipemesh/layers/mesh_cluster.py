@@ -15,8 +15,8 @@ from pipemesh.backend.processes import Processes, current_processes
 from pipemesh.errors import DeviceError, LayoutError, MeshError, PlanError
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.mesh.mesh import LAYERS_AXIS
-from pipemesh.plan.hosts import over_hosts
-from pipemesh.plan.places import check_axes, check_uneven, home_of, unused_axes, without
+from pipemesh.plan.homes import check_axes, check_uneven, home_of, unused_axes, without
+from pipemesh.plan.network import over_hosts
 from pipemesh.text import several
 
 

@@ -17,8 +17,9 @@ from pipemesh.layers.named import NamedLayer
 from pipemesh.mesh import Shape
 from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.partition.text import bytes_text
-from pipemesh.plan.places import home_of
+from pipemesh.plan.homes import home_of
 from pipemesh.recurrent import DeviceMemory, Home, Transfer, memory_of, transfers_of
+from pipemesh.recurrent.remat import remat_of
 from pipemesh.schedule import Costs, Schedule, Timeline, simulate
 from pipemesh.text import columns
 
@@ -175,14 +176,19 @@ def report(stack: Any, run: Any, shapes: Sequence[Any], optimizer: Sequence[Any]
     )
 
 
-def _again(remat: Any, schedule: Schedule) -> list[tuple[int, int]]:
-    """How often each stage's input gradient and weight gradient compute it again."""
-    names = remat.split(",") if isinstance(remat, str) else [""]
-    names = names * schedule.num_stages if len(names) == 1 else names
-    apart = {stage for stage, _ in schedule.recomputed()}
+def _again(remat: Any, schedule: Schedule) -> list[tuple[float, float]]:
+    """How often each stage's input gradient and weight gradient compute it again, on average."""
+    number, policy = schedule.num_microbatches, remat_of(remat)
+    if policy.is_custom:
+        return [(0, 0)] * schedule.num_stages
+    modes, apart = policy.modes(schedule), schedule.recomputed()
+    again = [
+        [modes[stage, m] if (stage, m) not in apart else "none" for m in range(number)]
+        for stage in range(schedule.num_stages)
+    ]
     return [
-        (0, 0) if stage in apart else (int(name in ("full", "twice")), int(name == "twice"))
-        for stage, name in enumerate(names)
+        (sum(mode != "none" for mode in of_stage) / number, of_stage.count("twice") / number)
+        for of_stage in again
     ]
 
 

@@ -1,4 +1,4 @@
-"""How a stack is run, as one value: printed, compared, parsed back, checked, forecast and found.
+"""The plan of a run as one value, its forecast, and the search for the best one.
 
 Pure Python: importing this room loads neither TensorFlow nor lingvo.
 
@@ -11,10 +11,22 @@ Example:
     True
 """
 
-from pipemesh.plan.candidates import Asked
-from pipemesh.plan.figures import Figures
+from pipemesh.plan.figures import Figures, figures_of_costs
+from pipemesh.plan.network import Link, Network
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.predict import Prediction, predict
-from pipemesh.plan.search import search
+from pipemesh.plan.remat import Remat
+from pipemesh.plan.search import SearchSpace, search
 
-__all__ = ["Asked", "Figures", "Plan", "Prediction", "predict", "search"]
+__all__ = [
+    "Figures",
+    "Link",
+    "Network",
+    "Plan",
+    "Prediction",
+    "Remat",
+    "SearchSpace",
+    "figures_of_costs",
+    "predict",
+    "search",
+]

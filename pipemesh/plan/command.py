@@ -22,12 +22,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipemesh.errors import PlanError
-from pipemesh.plan.candidates import Asked
 from pipemesh.plan.figures import PLAIN, Figures
 from pipemesh.plan.output_file import check_output, write_output
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.predict import Prediction, predict
-from pipemesh.plan.search import search
+from pipemesh.plan.search import SearchSpace, search
 from pipemesh.text import bytes_option, columns, nearest_text
 
 _MB = 1e6
@@ -100,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"a batch of {arguments.model} has {model.rows} rows, so trials cannot be of {batch}; "
             "give --batch and figures that say the same, or leave --trials out"
         )
-    asked = Asked(arguments.devices, batch, arguments.memory, fixed)
+    asked = SearchSpace(arguments.devices, batch, arguments.memory, fixed)
     count = max(arguments.count, arguments.trials)
     found = search(figures, asked, seconds=arguments.seconds, count=count)
     took: list[float] = []
@@ -129,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _has_plain_step(figures: Figures, asked: Asked) -> bool:
+def _has_plain_step(figures: Figures, asked: SearchSpace) -> bool:
     """Whether it is known what a plain step took, and one can be run here."""
     if not figures.plain_step or asked.batch != figures.batch:
         return False
@@ -237,7 +236,7 @@ def rows_of(found: Sequence[Prediction], took: Sequence[float] = ()) -> list[tup
                 str(plan.schedule),
                 f"{plan.num_microbatches:,}",
                 ",".join(map(str, cuts)) if cuts and len(cuts) > 2 else "-",
-                plan.remat,
+                str(plan.remat),
                 f"{1e3 * each.seconds:.4g}",
                 f"{each.bubble:.1%}",
                 f"{max(each.memory) / _MB:.4g}",

@@ -1,16 +1,19 @@
-"""How long it takes to send: links, and what groups of devices do together."""
+"""Links, groups of devices, and the hosts that a mesh lies on."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 from pipemesh.errors import PlanError
+from pipemesh.mesh import LayoutRules, Mesh
+from pipemesh.plan.homes import home_of, inner_axes, inner_mesh
 
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """What joins two devices.
+    """The link between two devices.
 
     Attributes:
         latency: seconds from the call until the first byte arrives.
@@ -39,7 +42,7 @@ class Link:
             )
 
     def seconds(self, size: float) -> float:
-        """How long so many bytes take; nothing is sent in no time.
+        """Returns the seconds of sending a number of bytes; 0 for none.
 
         Args:
             size: in bytes.
@@ -47,7 +50,7 @@ class Link:
         return self.latency + size / self.bandwidth if size else 0.0
 
     def all_reduce(self, members: int, size: float) -> float:
-        """How long a sum takes that all members of a group get.
+        """Returns the seconds of an all-reduce over a group.
 
         The faster of two ways: a ring, which sends least and waits for each member in turn
         (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
@@ -69,7 +72,7 @@ class Link:
         return min(ring, trees)
 
     def all_gather(self, members: int, size: float) -> float:
-        """How long it takes until each member has what all put in, by a ring.
+        """Returns the seconds of an all-gather by a ring.
 
         As long as a reduce-scatter of a sum of `members * size`.
 
@@ -107,7 +110,7 @@ class Network:
             raise PlanError(f"a host has {self.host_size} devices; it must have at least 1")
 
     def link(self, distance: int) -> Link:
-        """The link between a device and one that lies behind so many neighbours, itself counted.
+        """Returns the link between two devices at a distance.
 
         Args:
             distance: how many devices both and all between them are.
@@ -115,7 +118,7 @@ class Network:
         return self.inside if distance <= self.host_size else self.between
 
     def joining(self, here: int, there: int, number: int) -> Link:
-        """The link from some neighbours to as many others, each to its own.
+        """Returns the link from some neighbours to as many others, each to its own.
 
         Args:
             here: the first of them.
@@ -127,7 +130,7 @@ class Network:
         return self.inside if near else self.between
 
     def all_reduce(self, members: int, stride: int, size: float) -> float:
-        """How long a sum takes over a group of which several members may share a host.
+        """Returns the seconds of an all-reduce over a group whose members may share hosts.
 
         Those of a host add up their parts first, then parts go round the hosts, then each host
         hands them out: what leaves a host is as small as if it had one member.
@@ -148,3 +151,83 @@ class Network:
         hosts = math.ceil(members / here)
         gather = self.inside.all_gather(here, size / here) if here > 1 else 0.0
         return 2 * gather + self.between.all_reduce(hosts, size / here)
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """The positions of a mesh's processors on hosts.
+
+    Attributes:
+        places: for each processor its host and its device there.
+        crossing: axes inside a replica whose slices lie on several hosts, so that every layer sends
+            between hosts.
+        idle: hosts without a processor.
+    """
+
+    places: tuple[tuple[int, int], ...]
+    crossing: tuple[str, ...]
+    idle: tuple[int, ...]
+
+
+def over_hosts(mesh: Mesh, layout: LayoutRules, devices: Sequence[int]) -> Places:
+    """Spreads a mesh evenly over hosts, so that the most frequent exchanges stay on one."""
+    # Stage after stage, in it replica after replica, and in that slice after slice: slices of a
+    # layer are exchanged in every layer, gradients of replicas once a step, and a boundary between
+    # stages is small. So slices are neighbours, and stages are the first to lie on different hosts.
+    wanted = mesh.num_devices
+    if wanted > sum(devices):
+        raise PlanError(
+            f"mesh={mesh}: it has {wanted} processors, but {len(devices)} workers have "
+            f"{sum(devices)} devices; use a smaller mesh, or more workers"
+        )
+    homes = [home_of(mesh, layout, place) for place in range(mesh.num_stages)]
+    order = [processor for home in homes for processor in home]
+    # Those that idle come last.
+    order += [processor for processor in range(wanted) if processor not in set(order)]
+    free = [(host, i) for host, n in enumerate(_shares(wanted, devices)) for i in range(n)]
+    at = dict(zip(order, free, strict=True))
+    places = tuple(at[processor] for processor in range(wanted))
+    used = {host for host, _ in places}
+    return Places(
+        places,
+        _crossing(mesh, layout, homes, places),
+        tuple(host for host in range(len(devices)) if host not in used),
+    )
+
+
+def _shares(wanted: int, devices: Sequence[int]) -> list[int]:
+    """Returns the number of devices used on each host, as even as they allow."""
+    shares = [0] * len(devices)
+    while wanted:
+        open_hosts = [host for host, there in enumerate(devices) if shares[host] < there]
+        # At least one each; the first hosts have what does not divide.
+        each, more = divmod(wanted, len(open_hosts))
+        for number, host in enumerate(open_hosts):
+            taken = min(each + (number < more), devices[host] - shares[host])
+            shares[host] += taken
+            wanted -= taken
+    return shares
+
+
+def _crossing(
+    mesh: Mesh,
+    layout: LayoutRules,
+    homes: Sequence[Sequence[int]],
+    places: Sequence[tuple[int, int]],
+) -> tuple[str, ...]:
+    """Returns the axes along which a replica's processors lie on several hosts."""
+    axes = inner_axes(mesh, layout)
+    found: set[str] = set()
+    for place, home in enumerate(homes):
+        inside = inner_mesh(mesh, layout, place)
+        hosts = [places[processor][0] for processor in home]
+        # Neighbours along the last axis stand side by side.
+        step = 1
+        for axis in reversed(axes if inside else []):
+            size = inside.size(axis) if inside else 1
+            for at, host in enumerate(hosts):
+                first = at - at // step % size * step
+                if hosts[first] != host:
+                    found.add(axis)
+            step *= size
+    return tuple(axis for axis in axes if axis in found)

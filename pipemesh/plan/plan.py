@@ -13,13 +13,12 @@ from pipemesh.errors import LayoutError, PipemeshError, PlanError
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.mesh.checks import whole_number
 from pipemesh.mesh.mesh import LAYERS_AXIS
-from pipemesh.plan import places, text_form
-from pipemesh.plan.remat import CUSTOM, NAMES
+from pipemesh.plan import homes, text_form
+from pipemesh.plan.remat import Remat
 from pipemesh.schedule import Schedule, ScheduleSpec
 from pipemesh.schedule.names import FILE, parse
 from pipemesh.text import nearest_text
 
-REMAT = (*NAMES, CUSTOM)
 LOWERINGS = ("placement", "simd")
 DTYPES = ("float32", "bfloat16", "float16")
 # Fields that say nothing of a model without a pipeline.
@@ -30,9 +29,9 @@ _NO_RULES = LayoutRules()
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a stack of layers is run: everything that changes speed and memory, and nothing else.
+    """The plan of a stack of layers: everything that changes speed and memory, and nothing else.
 
-    What is written as text may be given as text: `mesh="layers:2;data:2"`.
+    Values that have a text form may be given as text: `mesh="layers:2;data:2"`.
 
     Attributes:
         mesh: the devices; its axis `layers` has a place for each home.
@@ -73,7 +72,7 @@ replicas; num_microbatches may be 1, 2, 5, 10
     schedule: str | Schedule = "1f1b"
     num_microbatches: int = 1
     boundaries: tuple[int, ...] | None = None
-    remat: str = "full"
+    remat: Remat = Remat.FULL
     lowering: str = "placement"
     compute_dtype: str | None = None
     allow_idle: bool = False
@@ -84,6 +83,8 @@ replicas; num_microbatches may be 1, 2, 5, 10
             object.__setattr__(self, "mesh", Mesh.from_text(given["mesh"]))
         if isinstance(given["layout"], str):
             object.__setattr__(self, "layout", LayoutRules.from_text(given["layout"]))
+        if isinstance(given["remat"], str):
+            object.__setattr__(self, "remat", Remat.from_text(given["remat"]))
         self._check_types()
         self.layout.check(self.mesh)
         self._check_axes()
@@ -91,16 +92,11 @@ replicas; num_microbatches may be 1, 2, 5, 10
         if self.boundaries is not None:
             object.__setattr__(self, "boundaries", tuple(self.boundaries))
             self._check_boundaries(table.num_stages)
-        policies = len(self.remat.split(","))
-        if policies not in (1, table.num_stages):
-            raise PlanError(
-                f"remat has {policies} policies, one a stage, but there are {table.num_stages} "
-                "stages; give as many, or a single one for all"
-            )
+        self.remat.check_stages(table.num_stages)
 
     def _check_types(self) -> None:
         given: dict[str, Any] = vars(self)
-        for name, kind in (("mesh", Mesh), ("layout", LayoutRules)):
+        for name, kind in (("mesh", Mesh), ("layout", LayoutRules), ("remat", Remat)):
             if not isinstance(given[name], kind):
                 raise PlanError(f"{name} is {given[name]!r}; give a {kind.__name__} or its text")
         if not isinstance(given["schedule"], str | Schedule):
@@ -114,10 +110,6 @@ replicas; num_microbatches may be 1, 2, 5, 10
         object.__setattr__(self, "num_microbatches", number)
         if not isinstance(given["allow_idle"], bool):
             raise PlanError(f"allow_idle is {given['allow_idle']!r}; it must be True or False")
-        for each in str(given["remat"]).split(","):
-            if each not in REMAT:
-                near = nearest_text(each, [name for name in REMAT if name != "custom"])
-                raise PlanError(f"remat is {given['remat']!r}; {each!r} is no policy{near}")
         for name, allowed in (
             ("lowering", LOWERINGS),
             ("compute_dtype", DTYPES),
@@ -127,9 +119,9 @@ replicas; num_microbatches may be 1, 2, 5, 10
                 raise PlanError(f"{name} is {given[name]!r}{near}")
 
     def _check_axes(self) -> None:
-        places.check_axes(self.layout, self.lowering)
-        places.check_uneven(self.mesh, self.layout, self.lowering)
-        cut = places.cut_rules(self.layout)
+        homes.check_axes(self.layout, self.lowering)
+        homes.check_uneven(self.mesh, self.layout, self.lowering)
+        cut = homes.cut_rules(self.layout)
         if self.lowering == "simd" and cut.rules:
             raise LayoutError(
                 f"rule '{cut}' cuts weights over the axis that the batch is split over, of which "
@@ -137,7 +129,7 @@ replicas; num_microbatches may be 1, 2, 5, 10
                 "the rule out, or use lowering='placement'"
             )
         if not self.allow_idle:
-            places.check_no_idle_axis(self.mesh, self.layout)
+            homes.check_no_idle_axis(self.mesh, self.layout)
 
     def _check_boundaries(self, num_stages: int) -> None:
         cuts = self.boundaries or ()
@@ -157,29 +149,29 @@ replicas; num_microbatches may be 1, 2, 5, 10
             PlanError: a table was given that is for other counts, or the schedule has slices.
             ScheduleError: the schedule cannot be had.
         """
-        homes, number = self.mesh.num_stages, self.num_microbatches
+        num_homes, number = self.mesh.num_stages, self.num_microbatches
         if isinstance(self.schedule, str):
             # A file may have changed.
             is_file = parse(self.schedule).name == FILE
-            return (_built if is_file else built)(self.schedule, homes, number)
+            return (_built if is_file else built)(self.schedule, num_homes, number)
         found = self.schedule.num_devices, self.schedule.num_microbatches
-        if found != (homes, number):
+        if found != (num_homes, number):
             raise PlanError(
                 f"the schedule has {found[0]} devices and {found[1]} microbatches, but the axis "
-                f"'layers' of mesh '{self.mesh}' has {homes} places and num_microbatches is "
+                f"'layers' of mesh '{self.mesh}' has {num_homes} places and num_microbatches is "
                 f"{number}; make them equal"
             )
         return of_whole_sequences(self.schedule)
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are, virtual ones counted one by one."""
+        """The number of stages, virtual ones included."""
         return self.table.num_stages
 
     @property
     def num_replicas(self) -> int:
-        """Over how many places the batch is split."""
-        return places.num_replicas(self.mesh, self.layout)
+        """The number of replicas over which the batch is split."""
+        return homes.num_replicas(self.mesh, self.layout)
 
     def home(self, stage: int) -> tuple[int, ...]:
         """The processors that own a stage, in the order of their sub-mesh.
@@ -192,26 +184,15 @@ replicas; num_microbatches may be 1, 2, 5, 10
         return self.mesh.stage_processors(self.table.stage_devices[stage])
 
     def check_batch(self, size: int) -> None:
-        """Checks that every replica gets as many examples of every microbatch.
+        """Checks that every replica gets equally many rows of every microbatch.
 
         Raises:
             PlanError: the batch does not divide.
         """
-        number, replicas = self.num_microbatches, self.num_replicas
         if (rows := whole_number(size)) is None or rows < 1:
             raise PlanError(f"batch is {size!r}; it must be a whole number of rows from 1 on")
-        if size % replicas:
-            raise PlanError(
-                f"a batch of {size} does not divide among the {replicas} replicas along the axis "
-                f"{self.layout.axis(places.BATCH)!r}; use another size of batch or axis"
-            )
-        if size % (number * replicas):
-            of = f" of {replicas} replicas" if replicas > 1 else ""
-            allowed = ", ".join(map(str, _divisors(size // replicas)))
-            raise PlanError(
-                f"a batch of {size} does not divide into {number} microbatches{of}; "
-                f"num_microbatches may be {allowed}"
-            )
+        axis = self.layout.axis(homes.BATCH)
+        check_batch(rows, self.num_microbatches, self.num_replicas, axis=axis)
 
     def check_dims(self, dims: Iterable[str]) -> None:
         """Checks that every rule of the layout is for a dim that the model has.
@@ -225,7 +206,7 @@ replicas; num_microbatches may be 1, 2, 5, 10
         self.layout.check(self.mesh, dims)
 
     def check_layers(self, count: int) -> None:
-        """Checks that so many layers can be cut as the plan says.
+        """Checks that a number of layers can be cut as the plan says.
 
         Raises:
             PlanError: they cannot.
@@ -241,19 +222,19 @@ replicas; num_microbatches may be 1, 2, 5, 10
             )
 
     def changes(self, other: Plan) -> dict[str, tuple[str, str]]:
-        """What another plan has otherwise: its values here and there, as text, by name."""
+        """Returns the values that differ from another plan's: both texts, by name."""
         mine, theirs = self.to_values(), other.to_values()
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
 
     def to_values(self) -> dict[str, str]:
-        """All of it as texts by name, defaults too; `from_values` parses them."""
+        """Returns all values as texts by name, defaults included; `from_values` parses them."""
         return {
             field.name: text_form.of_value(getattr(self, field.name))
             for field in dataclasses.fields(self)
         }
 
     def __str__(self) -> str:
-        """The mesh, and whatever is not the default; `from_text` parses it."""
+        """The mesh and all values that differ from their default; `from_text` parses it."""
         defaults = _default().to_values()
         chosen = {
             name: text
@@ -264,17 +245,16 @@ replicas; num_microbatches may be 1, 2, 5, 10
 
     @classmethod
     def from_text(cls, text: str) -> Plan:
-        """Parses `name=value` pairs that are joined by blanks; what is left out is the default.
+        """Parses `name=value` pairs separated by blanks; missing values have their default.
 
         Raises:
-            PipemeshError: see the class; or a name is unknown (suggests the nearest) or given
-                twice.
+            PipemeshError: see the class; or a name is unknown (suggests the nearest) or repeated.
         """
         return cls.from_values(text_form.split(text))
 
     @classmethod
     def from_values(cls, values: Mapping[str, str]) -> Plan:
-        """A plan of texts by name, such as flags.
+        """Makes a plan of texts by name, such as flags.
 
         Raises:
             PipemeshError: as `from_text`.
@@ -291,7 +271,7 @@ replicas; num_microbatches may be 1, 2, 5, 10
         return cls(**parsed)
 
     def to_json(self) -> str:
-        """All of it as a JSON object of texts, defaults too."""
+        """Returns all values as a JSON object of texts, defaults included."""
         return text_form.to_json(self.to_values())
 
     @classmethod
@@ -304,7 +284,33 @@ replicas; num_microbatches may be 1, 2, 5, 10
         return cls.from_values(text_form.from_json(text))
 
 
-def _divisors(number: int) -> list[int]:
+def check_batch(
+    size: int,
+    num_microbatches: int,
+    num_replicas: int = 1,
+    *,
+    axis: str | None = None,
+    name: str = "num_microbatches",
+) -> None:
+    """Checks that a batch divides into microbatches, and each of these among replicas."""
+    if size % num_replicas:
+        along = "" if axis is None else f" along the axis {axis!r}"
+        raise PlanError(
+            f"a batch of {size} does not divide among the {num_replicas} replicas{along}; use a "
+            f"multiple of {num_microbatches * num_replicas} (microbatches times replicas), or "
+            "another number of replicas"
+        )
+    if size % (num_microbatches * num_replicas):
+        replicas = f" of {num_replicas} replicas" if num_replicas > 1 else ""
+        allowed = ", ".join(map(str, divisors(size // num_replicas)))
+        raise PlanError(
+            f"a batch of {size} does not divide into {num_microbatches} microbatches{replicas}; "
+            f"{name} may be {allowed}"
+        )
+
+
+def divisors(number: int) -> list[int]:
+    """Returns all divisors in ascending order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 
@@ -315,12 +321,7 @@ def _default() -> Plan:
 
 
 def _built(schedule: str, homes: int, num_microbatches: int) -> Schedule:
-    """The table of a schedule that has a name.
-
-    Raises:
-        PlanError: it has slices.
-        ScheduleError: it cannot be built.
-    """
+    """Returns the table of a named schedule."""
     return of_whole_sequences(ScheduleSpec.from_text(schedule).build(homes, num_microbatches))
 
 
@@ -328,11 +329,7 @@ built = functools.lru_cache(maxsize=256)(_built)
 
 
 def of_whole_sequences(schedule: Schedule) -> Schedule:
-    """A schedule that layers can be run by.
-
-    Raises:
-        PlanError: it has slices.
-    """
+    """Returns a schedule after a check that it does not slice sequences."""
     if schedule.num_slices > 1:
         raise PlanError(
             f"the schedule cuts sequences into {schedule.num_slices} slices, but layers take whole "

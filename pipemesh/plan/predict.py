@@ -1,4 +1,4 @@
-"""How long a step under a plan takes, what it holds, and what binds it."""
+"""Forecasts of a step: its time, its parts, its bubble and its memory."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 from pipemesh.plan.figures import Figures
 from pipemesh.plan.network import Network
 from pipemesh.plan.plan import Plan
-from pipemesh.plan.stage_costs import (
+from pipemesh.plan.stages import (
     Stages,
     action_costs,
     action_loads,
     bytes_of,
+    device_memory,
     even_costs,
     even_loads,
     stages_of,
     summed,
 )
-from pipemesh.plan.stage_memory import device_memory
 from pipemesh.schedule import Costs, Timeline, simulate
 
 _Loads = Mapping[str, Sequence[float]]
@@ -26,18 +26,17 @@ _Loads = Mapping[str, Sequence[float]]
 
 @dataclasses.dataclass(frozen=True)
 class StepForecast:
-    """What is expected of a step of some stages.
+    """The forecast of a step of some stages.
 
     Attributes:
         seconds: of the whole step.
-        bubble: the share of their time that devices wait for each other while a core is free.
-        memory: bytes of each place along `layers`, of one device there.
-        work: seconds of a step that all devices compute, added up: what their cores do, however
-            they share them.
-        parts: by name the seconds that each thing adds to the step, none below 0; empty unless they
-            are asked for. `compute`, the work spread evenly over all devices or cores; `actions`,
-            what actions take beside it; `bubble`; `imbalance` of the stages; `sums` of devices that
-            share layers; `transfers`; `gradients` of replicas; `optimizer`; `fixed`.
+        bubble: the share of the time that devices wait for each other while a core is free.
+        memory: bytes of each home, of one device there.
+        work: seconds of a step that all devices compute, added up, however they share cores.
+        parts: by name the seconds that each part adds to the step, none below 0; empty unless
+            requested. `compute`, the work spread evenly over all devices or cores; `actions`, the
+            overhead of actions; `bubble`; `imbalance` of the stages; `sums` of devices that share
+            layers; `transfers`; `gradients` of replicas; `optimizer`; `fixed`.
     """
 
     seconds: float
@@ -48,24 +47,31 @@ class StepForecast:
 
     @property
     def binds(self) -> str:
-        """What takes most besides computing; "" if the parts were not asked for."""
+        """The largest part besides computing; "" if parts were not requested."""
         others = {name: value for name, value in self.parts.items() if name != "compute"}
         return max(others, key=others.__getitem__) if others else ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction(StepForecast):
-    """What is expected of a step, and the plan that it runs under.
+    """The forecast of a step under a plan.
 
     Attributes:
-        plan: that it runs under; see `StepForecast` for the rest.
+        plan: the plan; see `StepForecast` for the rest.
+
+    Example:
+        >>> from pipemesh.plan import Figures, figures_of_costs
+        >>> from pipemesh.partition import LayerCost
+        >>> figures = Figures(tuple(figures_of_costs([LayerCost(1.0)] * 2, rows=1)))
+        >>> predict(Plan("layers:2", num_microbatches=2), figures, batch=2).binds
+        'bubble'
     """
 
     plan: Plan = dataclasses.field(kw_only=True)
 
     @property
     def supposed(self) -> str:
-        """What no figures say and is supposed; "" if nothing is."""
+        """An assumption that no figures support; "" if there is none."""
         dtype = self.plan.compute_dtype
         if bytes_of(dtype) == bytes_of(None):
             return ""
@@ -75,24 +81,24 @@ class Prediction(StepForecast):
 def predict(
     plan: Plan, figures: Figures, batch: int, *, parts: bool = True, network: Network | None = None
 ) -> Prediction:
-    """What is expected of a step under a plan.
+    """Forecasts a step under a plan.
 
-    The schedule is simulated with what was measured of the layers. Where devices share cores they
-    slow each other down (`pipemesh.schedule.simulate`).
+    The schedule is simulated with the figures of the layers. Devices that share cores slow each
+    other down (`pipemesh.schedule.simulate`).
 
     Args:
-        plan: how it is run. Of its `compute_dtype` bytes are forecast, and no seconds.
+        plan: the plan. Its `compute_dtype` changes the forecast of bytes, not of seconds.
         figures: of the model's layers on the machine.
         batch: rows of a batch.
-        parts: whether it is to be said what the step is made of, for three more simulations.
+        parts: whether to split the step into parts, which takes three more simulations.
         network: hosts that the devices lie in; None if the figures' links join them.
 
     Raises:
-        PlanError: the batch or the layers cannot be cut so, or nothing is known of such a plan.
+        PlanError: the batch or the layers do not divide so, or such a plan is not forecast.
 
     Example:
         >>> from pipemesh.partition import LayerCost
-        >>> from pipemesh.plan.layer_figures import figures_of_costs
+        >>> from pipemesh.plan.figures import figures_of_costs
         >>> figures = Figures(tuple(figures_of_costs([LayerCost(1.0)] * 4, rows=1)))
         >>> found = predict(Plan("layers:2", num_microbatches=4, remat="none"), figures, batch=4)
         >>> found.seconds, found.parts["bubble"], found.binds
@@ -110,16 +116,9 @@ def forecast_stages(
     fewer: Stages | None = None,
     num_microbatches: int = 0,
 ) -> StepForecast:
-    """What is expected of a step of some stages.
-
-    Args:
-        stages: of a plan.
-        figures: of the layers.
-        parts: whether it is to be said what the step is made of.
-        fewer: the same stages with a table of fewer microbatches. In the steady state each
-            microbatch adds as much as the one before, so two tables tell of longer ones.
-        num_microbatches: with `fewer`, how many the forecast is for.
-    """
+    """Forecasts a step of some stages, with `fewer` that of a longer table."""
+    # In the steady state each microbatch adds as much as the one before, so two tables, `stages`
+    # and `fewer`, tell what `num_microbatches` take.
     run = _run(stages, figures, parts)
     if fewer is not None:
         here, there = stages.table.num_microbatches, fewer.table.num_microbatches
@@ -127,7 +126,7 @@ def forecast_stages(
     gradients, update, after = _tails(stages, figures)
     with_gradients = max(end + late for end, late in zip(run.ends, gradients, strict=True))
     seconds = with_gradients + update + figures.fixed
-    done = _home(stages) * (run.done + after) + figures.fixed
+    done = run.done + after + figures.fixed
     *before, _ = run.lengths
     makespan = max(run.ends)
     bubble = min(1.0, max(0.0, run.waiting) / makespan) if makespan else 0.0
@@ -155,16 +154,16 @@ def forecast_stages(
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """What simulations of a table say; all of it grows evenly with many microbatches.
+    """Results of simulating a table; all of them grow evenly with many microbatches.
 
     Attributes:
-        lengths: what all work takes that is spread evenly; makespans with equal stages, with those
-            there are, with sums; with transfers. The last one alone, unless parts are asked for.
-        ends: of each place, when its last action ends.
-        memory: bytes of each place.
+        lengths: the time of all work spread evenly; makespans with equal stages, with the given
+            stages, with sums, with transfers. The last one alone if parts are not requested.
+        ends: for each home the end of its last action.
+        memory: bytes of each home.
         waiting: seconds that devices wait for each other, on average.
-        done: what all actions compute on one device of each home.
-        actions: what the actions of a device take beside their layers.
+        done: core seconds of all actions on all devices.
+        actions: the overhead of the actions of a device.
     """
 
     lengths: tuple[float, ...]
@@ -175,7 +174,7 @@ class _Run:
     actions: float
 
     def beyond(self, before: _Run, times: float) -> _Run:
-        """The same so many times farther on as it is from an earlier one to here."""
+        """Extrapolates from an earlier run by a multiple of the distance to it."""
 
         def on(a: float, b: float) -> float:
             return a + (a - b) * times
@@ -201,7 +200,7 @@ def _run(stages: Stages, figures: Figures, parts: bool) -> _Run:
     ends = tuple(timeline.ends[place][-1] for place in places)
     memory = tuple(device_memory(stages, figures, place) for place in places)
     waiting = _waiting(timeline, stages, figures, loads) * timeline.makespan
-    done = _work(timeline, loads)
+    done = _work(timeline, stages, loads)
     if not parts:
         return _Run((timeline.makespan,), ends, memory, waiting, done, 0.0)
     number = stages.table.num_stages
@@ -224,71 +223,74 @@ def _run(stages: Stages, figures: Figures, parts: bool) -> _Run:
     return _Run(lengths, ends, memory, waiting, done, actions)
 
 
-def _home(stages: Stages) -> int:
-    """Devices of a home, which all run each action."""
-    return stages.replicas * stages.group
-
-
 def _simulated(stages: Stages, figures: Figures, costs: Costs, loads: _Loads) -> Timeline:
     if figures.cores is None:
         return simulate(stages.run, costs)
-    home = _home(stages)
-    every = {kind: [home * load for load in of] for kind, of in loads.items()}
+    # All devices of a home run each action.
+    every = {
+        kind: [stages.home_size(stage) * load for stage, load in enumerate(by_stage)]
+        for kind, by_stage in loads.items()
+    }
     return simulate(stages.run, costs, cores=figures.cores, loads=every, crowding=figures.crowding)
 
 
-def _work(timeline: Timeline, loads: _Loads) -> float:
-    """What all actions compute on one device of each home, in seconds of a core."""
+def _work(timeline: Timeline, stages: Stages, loads: _Loads) -> float:
+    """Returns the core seconds of all actions on all devices."""
     durations = timeline.costs.per_stage(timeline.schedule.num_stages).durations()
     return sum(
-        durations[each.kind][each.stage] * loads[each.kind][each.stage]
+        stages.home_size(each.stage)
+        * durations[each.kind][each.stage]
+        * loads[each.kind][each.stage]
         for row in timeline.schedule.rows
         for each in row
     )
 
 
 def _slowed(lone: Timeline, stages: Stages, figures: Figures, loads: _Loads) -> float:
-    """How many times as long all work takes on the cores there are as on a device each."""
+    """Returns the slowdown of all work on the shared cores, against a device each."""
     if figures.cores is None:
         return 1.0
     busiest = sum(lone.busy) / len(lone.busy)
-    wanted = _home(stages) * _work(lone, loads)
+    wanted = _work(lone, stages, loads)
     return max(1.0, wanted / figures.cores / busiest) if busiest else 1.0
 
 
 def _waiting(timeline: Timeline, stages: Stages, figures: Figures, loads: _Loads) -> float:
-    """The share of the time in which devices wait for each other while a core is free."""
+    """Returns the share of the time that devices wait for each other while a core is free."""
     if figures.cores is None:
         return timeline.bubble_ratio
-    home, used = _home(stages), {each.kind for row in stages.run.rows for each in row}
+    used = {each.kind for row in stages.run.rows for each in row}
     # A device keeps at most so many cores busy.
     most = max(load for kind in used for load in loads[kind])
-    there = min(figures.cores, home * stages.table.num_devices * most) * timeline.makespan
-    free = 1 - home * _work(timeline, loads) / there if there else 0.0
+    there = min(figures.cores, sum(stages.home_sizes) * most) * timeline.makespan
+    free = 1 - _work(timeline, stages, loads) / there if there else 0.0
     # What one device leaves of its cores, as a forward pass does beside a backward one, is no
     # waiting.
     return max(0.0, min(timeline.bubble_ratio, free))
 
 
 def _tails(stages: Stages, figures: Figures) -> tuple[list[float], float, float]:
-    """What each place adds up after its last action, the update, and what both are to a device.
-
-    Seconds; of the last, those that one device of each home computes, added up.
-    """
+    """Returns each home's seconds of gradient sums, those of the update, and the work of both."""
     own = [0.0] * stages.table.num_devices
     for stage, place in enumerate(stages.table.stage_devices):
         own[place] += stages.weights(stage)
-    replicas, group = stages.replicas, stages.group
-    sums = [summed(stages, figures, figures.transfer, replicas, group, size) for size in own]
+    replicas, homes = stages.replicas, stages.home_sizes
+    sums = [
+        summed(stages, figures, figures.transfer, replicas, home // replicas, size)
+        for home, size in zip(homes, own, strict=True)
+    ]
     gradients = [seconds for seconds, _ in sums]
     # Each replica updates its share.
     each = [size / stages.replicas * figures.update for size in own]
-    after = sum(work for _, work in sums) + sum(each)
+    updates = sum(home * seconds for home, seconds in zip(homes, each, strict=True))
+    after = sum(home * work for home, (_, work) in zip(homes, sums, strict=True)) + updates
     if figures.cores is None:
         return gradients, max(each), after
     # All weights of all devices at once, on as many cores as there are.
     largest = max(
-        layer.parameter_bytes / stages.shared(layer) for of in stages.layers for layer in of
+        layer.parameter_bytes / stages.shared(stage, layer)
+        for stage, layers in enumerate(stages.layers)
+        for layer in layers
     )
     alone = largest / stages.replicas * figures.update
-    return gradients, max(alone, sum(each) * _home(stages) / figures.cores), after
+    return gradients, max(alone, updates / figures.cores), after

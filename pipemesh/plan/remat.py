@@ -1,43 +1,129 @@
-"""Which backward passes compute their forward pass again, by the name of a policy."""
+"""Remat: the policy of which backward passes compute their forward pass again."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from typing import ClassVar, Literal
 
+from pipemesh.errors import PlanError
+from pipemesh.mesh.checks import text_of
 from pipemesh.schedule import Schedule
+from pipemesh.text import nearest_text
 
-FULL, NONE, EXCEPT_LAST, TWICE = NAMES = ("full", "none", "except_last", "twice")
+NAMES = ("full", "none", "except_last", "twice")
+"""The policies that a text can name; `custom` stands for one that only Python knows."""
 CUSTOM = "custom"
-"""A policy that only Python knows; forecasts take it for `full`."""
+
+Mode = Literal["full", "none", "twice"]
+"""What one backward pass computes again: all once, nothing, or all once more in its `W`."""
 
 
-def modes_of(remat: str, schedule: Schedule) -> dict[tuple[int, int], str]:
-    """Returns for each (stage, microbatch) what its backward pass computes again.
+@dataclasses.dataclass(frozen=True)
+class Remat:
+    """A policy of recomputation, for all stages or for each stage.
 
-    `full` is all, once; `twice` is all, and once more in a `W`; `none` is nothing. `except_last` is
-    `none` where the backward pass follows the forward pass at once, else `full`. (In torchgpipe,
-    from which it has its name, that is the last microbatch.)
+    `full` computes everything again, `none` nothing, and `twice` everything, and once more in a
+    `W`. `except_last` is `none` where the backward pass follows the forward pass at once, else
+    `full`. (In torchgpipe, from which the name comes, that is the last microbatch.) `custom` stands
+    for a policy in Python; forecasts take it for `full`.
 
-    Args:
-        remat: the name of a policy, or one name a stage with commas between.
-        schedule: a valid schedule.
+    Attributes:
+        policies: a name for all stages, or one for each stage.
+
+    Raises:
+        PlanError: a policy is unknown.
 
     Example:
         >>> from pipemesh.schedule import gpipe
-        >>> modes_of("except_last,twice", gpipe(2, 2))
+        >>> remat = Remat.from_text("except_last,twice")
+        >>> remat.modes(gpipe(2, 2))
         {(0, 0): 'full', (0, 1): 'none', (1, 0): 'twice', (1, 1): 'twice'}
+        >>> str(remat), Remat.from_text("none") == Remat.NONE
+        ('except_last,twice', True)
     """
-    names = remat.split(",")
-    by_stage: Sequence[str] = names * schedule.num_stages if len(names) == 1 else names
-    at_once = schedule.turns_at_once() if EXCEPT_LAST in names else frozenset[tuple[int, int]]()
 
-    def mode(stage: int, microbatch: int) -> str:
-        if by_stage[stage] == EXCEPT_LAST:
-            return NONE if (stage, microbatch) in at_once else FULL
-        return FULL if by_stage[stage] == CUSTOM else by_stage[stage]
+    policies: tuple[str, ...] = ("full",)
 
-    return {
-        (stage, microbatch): mode(stage, microbatch)
-        for stage in range(schedule.num_stages)
-        for microbatch in range(schedule.num_microbatches)
-    }
+    FULL: ClassVar[Remat]
+    NONE: ClassVar[Remat]
+    CUSTOM: ClassVar[Remat]
+
+    def __post_init__(self) -> None:
+        for name in self.policies:
+            if name not in (*NAMES, CUSTOM):
+                raise PlanError(
+                    f"remat is {str(self)!r}; {name!r} is no policy{nearest_text(name, NAMES)}"
+                )
+
+    @classmethod
+    def from_text(cls, text: str) -> Remat:
+        """Parses the name of a policy, or names with commas between, one for each stage.
+
+        Raises:
+            PlanError: a policy is unknown.
+        """
+        return cls(tuple(text_of(text, PlanError, "full,none").split(",")))
+
+    def __str__(self) -> str:
+        """The text that `from_text` parses."""
+        return ",".join(self.policies)
+
+    @property
+    def is_full(self) -> bool:
+        """True if every backward pass computes everything again, once."""
+        return {*self.policies} == {"full"}
+
+    @property
+    def is_none(self) -> bool:
+        """True if no backward pass computes anything again."""
+        return {*self.policies} == {"none"}
+
+    @property
+    def is_custom(self) -> bool:
+        """True if only Python knows the policy of some stage."""
+        return CUSTOM in self.policies
+
+    def check_stages(self, num_stages: int) -> None:
+        """Checks that the policy is for a number of stages.
+
+        Raises:
+            PlanError: it names policies for another number.
+        """
+        number = len(self.policies)
+        if number not in (1, num_stages):
+            raise PlanError(
+                f"remat is {str(self)!r}, which has {number} policies, but there are {num_stages} "
+                "stages; give one policy for each stage, or one for all"
+            )
+
+    def modes(self, schedule: Schedule) -> dict[tuple[int, int], Mode]:
+        """Returns for each (stage, microbatch) what its backward pass computes again.
+
+        Args:
+            schedule: a valid schedule.
+
+        Raises:
+            PlanError: the policy is for another number of stages.
+        """
+        self.check_stages(schedule.num_stages)
+        names = self.policies * (schedule.num_stages if len(self.policies) == 1 else 1)
+        at_once: frozenset[tuple[int, int]] = frozenset()
+        if "except_last" in names:
+            at_once = schedule.turns_at_once()
+
+        def mode(stage: int, microbatch: int) -> Mode:
+            name = names[stage]
+            if name == "none" or (name == "except_last" and (stage, microbatch) in at_once):
+                return "none"
+            return "twice" if name == "twice" else "full"
+
+        return {
+            (stage, microbatch): mode(stage, microbatch)
+            for stage in range(schedule.num_stages)
+            for microbatch in range(schedule.num_microbatches)
+        }
+
+
+Remat.FULL = Remat(("full",))
+Remat.NONE = Remat(("none",))
+Remat.CUSTOM = Remat((CUSTOM,))

@@ -1,17 +1,362 @@
-"""The best plan for some devices, and the nearest one that fits into memory."""
+"""The best plan for some devices, the nearest one that fits, and one for fewer devices."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
 import math
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from pipemesh.errors import PipemeshError, PlanError
-from pipemesh.plan.candidates import Asked, rated
-from pipemesh.plan.cuts import cut_to_fit, fits, with_better_cuts
+from pipemesh.errors import PartitionError, PipemeshError, PlanError
+from pipemesh.mesh import LayoutRules, Mesh
+from pipemesh.mesh.checks import whole_number
+from pipemesh.mesh.mesh import LAYERS_AXIS
+from pipemesh.partition import LayerCost, partition
 from pipemesh.plan.figures import Figures
-from pipemesh.plan.plan import Plan
+from pipemesh.plan.homes import BATCH
+from pipemesh.plan.network import Network
+from pipemesh.plan.plan import Plan, divisors
 from pipemesh.plan.predict import Prediction, predict
-from pipemesh.plan.stage_costs import evenly_cut
+from pipemesh.plan.remat import Remat
+from pipemesh.plan.stages import evenly_cut, layer_seconds, stages_of
+from pipemesh.schedule import simulate
+from pipemesh.schedule_names import FILE, SEARCHED, parse
+from pipemesh.text import bytes_of
+
+SCHEDULES = (
+    "1f1b",
+    "gpipe",
+    "zb_h1",
+    "zb_h2",
+    "interleaved:2",
+    "zb_v",
+    "v_half",
+    "v_min",
+    "dual_pipe_v",
+)
+# The names of the axes that plans which are found have.
+DATA, MODEL = "data", "model"
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchSpace:
+    """The plans that a search may return.
+
+    Attributes:
+        devices: the number of devices; fewer may be used.
+        batch: rows of a batch.
+        memory: bytes of a device, also as text such as `80GB`; None for no limit.
+        fixed: values of the plan that stay, as in `Plan.to_values`.
+        schedules: names of the schedules to try.
+
+    Raises:
+        PlanError: a number is invalid.
+
+    Example:
+        >>> SearchSpace(devices=8, batch=64, memory="16GiB").memory
+        17179869184.0
+    """
+
+    devices: int
+    batch: int
+    memory: float | None = None
+    fixed: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+    schedules: Sequence[str] = SCHEDULES
+
+    def __post_init__(self) -> None:
+        for name in ("devices", "batch"):
+            number = whole_number(given := getattr(self, name))
+            if number is None or number < 1:
+                raise PlanError(f"{name} is {given!r}; it must be a whole number from 1 on")
+            object.__setattr__(self, name, number)
+        if self.memory is not None:
+            object.__setattr__(self, "memory", memory_of(self.memory))
+
+
+def memory_of(given: object) -> float:
+    """Returns the bytes of a device, of a number or of a text such as `80GB`."""
+    try:
+        size = bytes_of(given) if isinstance(given, str) else float(given)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"memory is {given!r}: {error}") from error
+    if not (math.isfinite(size) and size > 0):
+        raise PlanError(f"memory is {given!r}; it must be a number of bytes above 0")
+    return size
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How devices share a run, and the schedule that they follow.
+
+    Attributes:
+        layers: the size of the axis `layers`.
+        data: the number of replicas.
+        model: the number of devices that share each layer.
+        schedule: by name.
+        num_microbatches: of a batch.
+        remat: what the backward pass computes again.
+
+    Example:
+        >>> split = Split(layers=4, data=2, num_microbatches=8)
+        >>> split.num_devices, split.mesh
+        (8, 'layers:4;data:2')
+    """
+
+    layers: int
+    data: int = 1
+    model: int = 1
+    schedule: str = "1f1b"
+    num_microbatches: int = 1
+    remat: Remat = Remat.NONE
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices of the mesh."""
+        return self.layers * self.data * self.model
+
+    @property
+    def mesh(self) -> str:
+        """The mesh, as text."""
+        axes = ((LAYERS_AXIS, self.layers), (DATA, self.data), (MODEL, self.model))
+        return ";".join(f"{name}:{size}" for name, size in axes if size > 1 or name == LAYERS_AXIS)
+
+    def plan(self, figures: Figures, space: SearchSpace) -> Plan:
+        """Returns the plan, without boundaries unless they are fixed.
+
+        Args:
+            figures: of the model; their rules say what devices can share of a layer.
+            space: the search, with the values that are fixed.
+
+        Raises:
+            PipemeshError: the plan is invalid, such as a schedule for other numbers of
+                microbatches.
+        """
+        rules = [f"batch:{DATA}"] if self.data > 1 else []
+        rules += [figures.rules] if self.model > 1 else []
+        values = {
+            "mesh": self.mesh,
+            "layout": ";".join(rules),
+            "schedule": self.schedule,
+            "num_microbatches": str(self.num_microbatches),
+            "remat": str(self.remat),
+        }
+        return Plan.from_values(values | dict(space.fixed))
+
+
+def candidates(figures: Figures, space: SearchSpace) -> Iterator[Split]:
+    """Yields all splits of a search; malformed fixed values are errors."""
+    fixed = space.fixed
+    count = len(figures.layers)
+    fixed_number = fixed.get("num_microbatches", "")
+    for places, replicas, group in _meshes(figures, space):
+        rest = space.batch // replicas
+        # `Plan` says what is wrong with others.
+        is_number = fixed_number.isdecimal() and int(fixed_number) > 0
+        numbers = [int(fixed_number)] if is_number else divisors(rest)
+        schedules = space.schedules if places > 1 else ("1f1b",)
+        if "schedule" in fixed:
+            schedules = (fixed["schedule"],)
+        remats = (Remat.NONE, Remat.FULL)
+        if "remat" in fixed:
+            remats = (Remat.from_text(fixed["remat"]),)
+        for schedule in schedules:
+            if "mesh" not in fixed and places * _stages_a_device(schedule) > count:
+                continue
+            for number in numbers:
+                for remat in remats:
+                    yield Split(places, replicas, group, schedule, number, remat)
+
+
+def _stages_a_device(schedule: str) -> int:
+    if schedule.startswith("table:"):
+        return 1
+    found = parse(schedule)
+    return 1 if found.name in (FILE, SEARCHED) else found.stages()
+
+
+def _meshes(figures: Figures, space: SearchSpace) -> Iterator[tuple[int, int, int]]:
+    """Yields the sizes of the axes for stages, replicas and slices of all meshes."""
+    if "mesh" in space.fixed:
+        # Checks what goes with what, and says it.
+        plan = Plan.from_values(
+            {n: v for n, v in space.fixed.items() if n in ("mesh", "layout", "allow_idle")}
+        )
+        places, replicas = plan.mesh.num_stages, plan.num_replicas
+        if plan.mesh.num_devices > space.devices:
+            raise PlanError(
+                f"mesh '{plan.mesh}' has {plan.mesh.num_devices} devices, but there are "
+                f"{space.devices}; use a smaller mesh, or more devices"
+            )
+        yield places, replicas, plan.mesh.num_devices // places // replicas
+        return
+    is_given = bool(LayoutRules.from_text(space.fixed.get("layout", "")).rules)
+    groups = [n for n in range(1, space.devices + 1) if figures.can_share(n)]
+    for places in range(1, min(space.devices, len(figures.layers)) + 1):
+        for replicas in divisors(space.batch):
+            for group in groups:
+                # A layout that is given is for axes that have other names.
+                if (home := replicas * group) * places <= space.devices and (
+                    home == 1 or not is_given
+                ):
+                    yield places, replicas, group
+
+
+def rated(figures: Figures, space: SearchSpace) -> list[Split]:
+    """Returns all candidates in the order of `rough_seconds`."""
+    return sorted(candidates(figures, space), key=rough_seconds(figures, space.batch))
+
+
+def rough_seconds(
+    figures: Figures, batch: int, network: Network | None = None
+) -> Callable[[Split], float]:
+    """Returns a formula for about how long a step takes, with equal stages."""
+    # It adds up the work of a home (of all homes, if devices share cores), the bubble of schedules
+    # of this kind, transfers, sums, gradients and the update.
+    weights = sum(layer.parameter_bytes for layer in figures.layers)
+
+    @functools.cache
+    def layers(rows: float, group: int, again: bool) -> tuple[float, float, float, float]:
+        """Returns seconds of all layers, of the longest, and of sums, and the busy cores."""
+        costs = layer_seconds(figures, rows, group, again)
+        sums = 0.0
+        for layer in figures.layers:
+            if (shared := min(group, layer.split)) > 1 and layer.summed is not None:
+                size = layer.summed.at(rows) / layer.sums
+                link = figures.sums or figures.transfer
+                one = (
+                    network.all_reduce(shared, 1, size)
+                    if network
+                    else (link.all_reduce(shared, size))
+                )
+                sums += (3 if again else 2) * layer.sums * one
+        if not any(layer.work for layer in figures.layers):
+            return sum(costs), max(costs), sums, figures.loads.get("B", 1.0)
+        done = sum(
+            (layer.computes("F", rows) + layer.computes("B", rows, again)) / min(group, layer.split)
+            for layer in figures.layers
+        )
+        return sum(costs), max(costs), sums, done / sum(costs) if done else 1.0
+
+    def seconds(split: Split) -> float:
+        rows = batch / split.num_microbatches / split.data
+        work, longest, sums, load = layers(rows, split.model, not split.remat.is_none)
+        is_zero_bubble = split.schedule.startswith(("zb", "v_"))
+        virtual = _stages_a_device(split.schedule)
+        # No home takes less than the longest layer.
+        home = max((work + sums) / split.layers, longest)
+        home += (3 if is_zero_bubble else 2) * virtual * figures.action
+        total = split.num_microbatches * home
+        # Zero-bubble schedules fill their bubble with two thirds of the backward passes.
+        length = total + (split.layers - 1) * home / (3 if is_zero_bubble else virtual)
+        if figures.cores is not None:
+            length = max(length, total * split.num_devices * load / figures.cores)
+        link = network.link(2 * split.data * split.model) if network else figures.transfer
+        sent = 2 * (split.layers - 1) * link.seconds(figures.layers[0].outputs.at(rows))
+        own = weights / split.layers / split.model
+        gradients = (
+            network.all_reduce(split.data, split.model, own)
+            if network
+            else link.all_reduce(split.data, own)
+        )
+        return length + sent + gradients + own * figures.update / split.data
+
+    return seconds
+
+
+# Limits that the partitioner is given in turn, from the loosest one to the tightest.
+_LIMITS = 8
+# How many times what devices have they may need on average; other cuts change that little.
+_HOPELESS = 1.25
+
+
+def cut_to_fit(found: Prediction, figures: Figures, space: SearchSpace) -> Prediction:
+    """Returns the first forecast with other cuts that fits into memory, else the leanest."""
+    # The partitioner counts less exactly than the forecast, so it gets other limits until the
+    # forecast fits, beginning with those that leave it most choice.
+    if space.memory is None or fits(found, space) or found.plan.num_stages == 1:
+        return found
+    if sum(found.memory) > _HOPELESS * space.memory * len(found.memory):
+        return found
+    stages = stages_of(found.plan, figures, space.batch)
+    costs = [
+        LayerCost(
+            forward=layer.takes("F", stages.rows) / (shared := stages.shared(stage, layer)),
+            backward=layer.takes("B", stages.rows) / shared,
+            parameter_bytes=layer.parameter_bytes / shared,
+            activation_bytes=layer.holds(stages.rows, shared),
+            boundary_bytes=layer.outputs.at(stages.rows),
+        )
+        for stage, layers in enumerate(stages.layers)
+        for layer in layers
+    ]
+    halves = any(action.kind == "W" for row in stages.table.rows for action in row)
+    is_full = not halves and "none" not in stages.modes.values()
+    facts = simulate(stages.table).for_partition()
+    leanest, tried = found, {found.plan.boundaries}
+    for number in range(_LIMITS):
+        try:
+            cuts = partition(
+                costs,
+                found.plan.num_stages,
+                memory_limit=space.memory * 2 ** ((_LIMITS - 3 - number) / 4),
+                optimizer_bytes_per_parameter_byte=1 + figures.optimizer / stages.replicas,
+                remat="full" if is_full else "none",
+                **facts,
+            ).boundaries
+        except PartitionError:
+            # Tighter limits cannot be met either.
+            break
+        if cuts in tried:
+            continue
+        tried.add(cuts)
+        other = _with_cuts(found, cuts, figures, space)
+        if fits(other, space):
+            return other
+        leanest = min(leanest, other, key=lambda each: max(each.memory))
+    return leanest
+
+
+def fits(found: Prediction, space: SearchSpace) -> bool:
+    """Returns whether a forecast fits into the memory of every device."""
+    return space.memory is None or max(found.memory) <= space.memory
+
+
+def with_better_cuts(
+    best: Prediction, figures: Figures, space: SearchSpace, end: float
+) -> Prediction:
+    """Moves one layer over a cut at a time while the step fits better or is shorter."""
+
+    def rate(each: Prediction) -> tuple[float, float]:
+        limit = space.memory
+        return sum(max(0.0, m - limit) for m in each.memory) if limit else 0.0, each.seconds
+
+    moved = True
+    while moved:
+        moved = False
+        cuts = best.plan.boundaries or ()
+        for place in range(1, len(cuts) - 1):
+            for by in (-1, 1):
+                if time.monotonic() > end:
+                    return best
+                cut = cuts[place] + by
+                if not cuts[place - 1] < cut < cuts[place + 1]:
+                    continue
+                other = _with_cuts(best, (*cuts[:place], cut, *cuts[place + 1 :]), figures, space)
+                (over, seconds), (most, until) = rate(other), rate(best)
+                if over < most or (over == most and seconds < until * (1 - 1e-9)):
+                    best, moved = other, True
+                    cuts = best.plan.boundaries or ()
+    return best
+
+
+def _with_cuts(
+    found: Prediction, cuts: tuple[int, ...], figures: Figures, space: SearchSpace
+) -> Prediction:
+    plan = dataclasses.replace(found.plan, boundaries=cuts)
+    return predict(plan, figures, space.batch, parts=False)
+
 
 TRIALS = 4
 """Of how many of the best plans steps are run: their forecasts differ by less than they are off."""
@@ -27,32 +372,32 @@ _SLACK = 1.5
 
 
 def search(
-    figures: Figures, asked: Asked, *, seconds: float = 8.0, count: int = 10
+    figures: Figures, space: SearchSpace, *, seconds: float = 8.0, count: int = 10
 ) -> list[Prediction]:
-    """The shortest steps that fit, of mesh, layout, partition, schedule, microbatches and remat.
+    """Returns the shortest steps that fit into memory.
 
-    All combinations are rated by a formula and simulated in that order, until the time is over
-    (twice as much while none fits) or all are done. Then layers are moved over the cuts of the best
-    ones, as long as that helps.
+    A formula rates all combinations of mesh, layout, partition, schedule, microbatches and remat.
+    They are simulated in that order until the time is over (twice as much while none fits). Then
+    layers are moved over the cuts of the best plans while that helps.
 
     Args:
         figures: of the model's layers on the machine.
-        asked: devices, batch, memory, and what of the plan is fixed.
-        seconds: that it may take.
-        count: how many to return at most.
+        space: devices, batch, memory, and fixed values.
+        seconds: limit of the search time.
+        count: the maximum number of results.
 
     Returns:
-        Shortest first.
+        Forecasts, shortest first.
 
     Raises:
-        PlanError: there is no plan, or none fits; it says which needs least memory.
-        PipemeshError: what is fixed is malformed.
+        PlanError: there is no plan, or none fits; the error names the leanest.
+        PipemeshError: a fixed value is malformed.
 
     Example:
         >>> from pipemesh.partition import LayerCost
-        >>> from pipemesh.plan.layer_figures import figures_of_costs
+        >>> from pipemesh.plan import figures_of_costs
         >>> figures = Figures(tuple(figures_of_costs([LayerCost(1.0)] * 4, rows=1)), action=0.1)
-        >>> best = search(figures, Asked(devices=4, batch=8))[0]
+        >>> best = search(figures, SearchSpace(devices=4, batch=8))[0]
         >>> str(best.plan.mesh)
         'layers:1;data:4'
     """
@@ -60,7 +405,7 @@ def search(
     found: list[Prediction] = []
     tight: list[Prediction] = []
     refused: PipemeshError | None = None
-    for candidate in rated(figures, asked):
+    for candidate in rated(figures, space):
         # To find any plan is worth as much time again.
         if time.monotonic() > (end - _FOR_CUTS * seconds if found else end + seconds):
             break
@@ -68,42 +413,35 @@ def search(
         try:
             # Other cuts are hardly faster than those of equal seconds, so few need to be found.
             until = sorted(_SLACK * each.seconds for each in found)[count - 1 : count]
-            plan = candidate.plan(figures, asked)
-            each = _fitting(plan, figures, asked, *until)
+            plan = candidate.plan(figures, space)
+            each = _fitting(plan, figures, space, *until)
         except PipemeshError as error:
             # Such as of a table for other numbers of microbatches. Of a plan that can be made the
             # reason says more.
             refused = error if refused is None or plan is not None else refused
             continue
-        (found if fits(each, asked) else tight).append(each)
+        (found if fits(each, space) else tight).append(each)
     found, tight = _different(found), _different(tight)
-    if "boundaries" not in asked.fixed:
+    if "boundaries" not in space.fixed:
         for number, each in enumerate(found[:_MOVED]):
-            found[number] = with_better_cuts(each, figures, asked, end)
+            found[number] = with_better_cuts(each, figures, space, end)
         last = end if found else max(end, time.monotonic() + seconds)
-        found += _made_to_fit(found, tight, figures, asked, last)
+        found += _made_to_fit(found, tight, figures, space, last)
     if not found:
         leanest = min(tight, key=lambda each: max(each.memory), default=None)
-        raise _nothing(figures, asked, leanest, refused)
-    return [predict(each.plan, figures, asked.batch) for each in _different(found)[:count]]
+        raise _nothing(figures, space, leanest, refused)
+    return [predict(each.plan, figures, space.batch) for each in _different(found)[:count]]
 
 
 def _made_to_fit(
     found: list[Prediction],
     tight: list[Prediction],
     figures: Figures,
-    asked: Asked,
+    space: SearchSpace,
     end: float,
 ) -> list[Prediction]:
-    """Plans that fit with other cuts: those that may be faster than what fits already, or any.
-
-    Args:
-        found: what fits.
-        tight: what does not, shortest step first.
-        figures: of the model's layers.
-        asked: batch and memory.
-        end: when to stop, by `time.monotonic`.
-    """
+    """Returns plans that fit with other cuts, if they may be faster than those that fit."""
+    # `tight` are forecasts that do not fit, shortest step first.
     best = min((each.seconds for each in found), default=math.inf)
     made: list[Prediction] = []
     if not found:
@@ -111,34 +449,27 @@ def _made_to_fit(
     for each in tight:
         if each.seconds >= _SLACK * best or time.monotonic() > end:
             break
-        moved = with_better_cuts(each, figures, asked, end)
-        if fits(moved, asked):
+        moved = with_better_cuts(each, figures, space, end)
+        if fits(moved, space):
             made.append(moved)
             best = min(best, moved.seconds)
     return made
 
 
-def _fitting(plan: Plan, figures: Figures, asked: Asked, until: float = math.inf) -> Prediction:
-    """The forecast of a plan, cut into stages of equal seconds, or else of such as fit.
-
-    Args:
-        plan: with boundaries, which stay, or without.
-        figures: of the model's layers.
-        asked: batch and memory.
-        until: seconds from which on it does not matter whether the plan fits.
-
-    Raises:
-        PipemeshError: the batch or the layers cannot be cut so.
-    """
+def _fitting(
+    plan: Plan, figures: Figures, space: SearchSpace, until: float = math.inf
+) -> Prediction:
+    """Returns the forecast of a plan, cut into stages of equal seconds, or to fit."""
+    # From `until` seconds on it does not matter whether the plan fits.
     if plan.boundaries is not None:
-        return predict(plan, figures, asked.batch, parts=False)
-    plan = evenly_cut(plan, figures, asked.batch)
-    each = predict(plan, figures, asked.batch, parts=False)
-    return cut_to_fit(each, figures, asked) if each.seconds < until else each
+        return predict(plan, figures, space.batch, parts=False)
+    plan = evenly_cut(plan, figures, space.batch)
+    each = predict(plan, figures, space.batch, parts=False)
+    return cut_to_fit(each, figures, space) if each.seconds < until else each
 
 
 def _different(found: list[Prediction]) -> list[Prediction]:
-    """Forecasts, shortest first, without schedules that are the same table by another name."""
+    """Returns forecasts, shortest first, without equal tables under other names."""
     known: set[tuple[object, ...]] = set()
     kept: list[Prediction] = []
     for each in sorted(found, key=lambda each: each.seconds):
@@ -150,59 +481,106 @@ def _different(found: list[Prediction]) -> list[Prediction]:
     return kept
 
 
-def nearest_that_fits(plan: Plan, figures: Figures, asked: Asked) -> Prediction:
-    """Of all plans that fit the one of which least is otherwise, and of these the fastest.
-
-    Args:
-        plan: that does not fit.
-        figures: of the model's layers on the machine.
-        asked: devices, batch and memory; what is fixed stays.
-
-    Raises:
-        PlanError: none fits.
-    """
+def nearest_that_fits(plan: Plan, figures: Figures, space: SearchSpace) -> Prediction:
+    """Returns the plan that fits with the fewest changed values, and of those the fastest."""
     mine = plan.to_values()
     best: tuple[int, float] | None = None
     chosen: Prediction | None = None
     leanest: Prediction | None = None
     refused: PipemeshError | None = None
     end = time.monotonic() + _FOR_NEAREST
-    for candidate in rated(figures, asked):
+    for candidate in rated(figures, space):
         if time.monotonic() > end:
             break
         try:
-            other = candidate.plan(figures, asked)
+            other = candidate.plan(figures, space)
             theirs = other.to_values()
             # Where layers are cut follows from the rest.
             changes = sum(mine[n] != theirs[n] for n in mine if n not in ("boundaries", "layout"))
             if best is not None and changes > best[0]:
                 continue
-            each = _fitting(other, figures, asked)
+            each = _fitting(other, figures, space)
         except PipemeshError as error:
             refused = refused or error
             continue
-        if not fits(each, asked):
+        if not fits(each, space):
             if leanest is None or max(each.memory) < max(leanest.memory):
                 leanest = each
         elif best is None or (changes, each.seconds) < best:
             best, chosen = (changes, each.seconds), each
     if chosen is None:
-        raise _nothing(figures, asked, leanest, refused)
-    return predict(chosen.plan, figures, asked.batch)
+        raise _nothing(figures, space, leanest, refused)
+    return predict(chosen.plan, figures, space.batch)
 
 
 def _nothing(
-    figures: Figures, asked: Asked, leanest: Prediction | None, refused: PipemeshError | None
+    figures: Figures, space: SearchSpace, leanest: Prediction | None, refused: PipemeshError | None
 ) -> PlanError:
     if leanest is not None:
         return PlanError(
-            f"no plan fits into {asked.memory:,.0f} bytes a device, of those that were tried; the "
+            f"no plan fits into {space.memory:,.0f} bytes a device, of those that were tried; the "
             f"one that needs least, {max(leanest.memory):,.0f}, is '{leanest.plan}'; use more "
             "devices or memory, a smaller batch, or fix less of the plan"
         )
-    fixed = " ".join(f"{name}={text}" for name, text in asked.fixed.items())
+    fixed = " ".join(f"{name}={text}" for name, text in space.fixed.items())
     return PlanError(
-        f"no plan of {asked.devices} devices, {len(figures.layers)} layers and {asked.batch} rows"
+        f"no plan of {space.devices} devices, {len(figures.layers)} layers and {space.batch} rows"
         + (f" with {fixed}" if fixed else "")
         + (f": {refused}" if refused else "; use other numbers, or fix less of the plan")
     )
+
+
+def fewer(plan: Plan, devices: int, check: Callable[[Plan], object] = lambda plan: None) -> Plan:
+    """Returns the nearest plan that needs no more than a number of devices."""
+    # Axes become shorter, and none longer. A dim that divides by the old size of its axis divides
+    # by each divisor of it. Of all meshes the one with the most devices is taken, and of these the
+    # leanest: replicas of the batch go first, then stages. Boundaries go with the number of stages.
+    # `check` raises a `PipemeshError` for a plan that the model cannot run; the next one is tried
+    # then.
+    if plan.mesh.num_devices <= devices:
+        return plan
+    if not plan.mesh.is_even:
+        raise PlanError(
+            f"mesh={plan.mesh}: its places have {plan.mesh.num_devices} devices of their own, and "
+            f"{devices} are left; such a mesh is not made smaller, so give another one"
+        )
+    why = ""
+    for mesh in _smaller(plan.mesh, plan.layout, devices):
+        try:
+            found = _with_mesh(plan, mesh)
+            check(found)
+        except PipemeshError as error:
+            why = why or f"; with mesh={mesh}: {error}"
+            continue
+        return found
+    raise PlanError(
+        f"mesh={plan.mesh}: it has {plan.mesh.num_devices} devices, {devices} are left, and no "
+        f"smaller mesh goes with the rest of the plan{why}"
+    )
+
+
+def _with_mesh(plan: Plan, mesh: Mesh) -> Plan:
+    if isinstance(plan.schedule, str):
+        kept = plan.boundaries if mesh.num_stages == plan.mesh.num_stages else None
+        return dataclasses.replace(plan, mesh=mesh, boundaries=kept)
+    # A table is for one number of homes.
+    if mesh.num_stages != plan.mesh.num_stages:
+        raise PlanError(f"the table of the schedule is for {plan.mesh.num_stages} places")
+    return dataclasses.replace(plan, mesh=mesh)
+
+
+def _smaller(mesh: Mesh, layout: LayoutRules, devices: int) -> Iterator[Mesh]:
+    """Yields meshes with shorter axes, the best first."""
+    batch = layout.axis(BATCH)
+    sizes = [
+        [size for size in range(1, most + 1) if name == LAYERS_AXIS or most % size == 0]
+        for name, most in zip(mesh.axis_names, mesh.shape, strict=True)
+    ]
+    found: list[tuple[int, int, int, Mesh]] = []
+    for shape in itertools.product(*sizes):
+        if (count := math.prod(shape)) > devices:
+            continue
+        axes = tuple(zip(mesh.axis_names, shape, strict=True))
+        replicas = math.prod(size for name, size in axes if name == batch)
+        found.append((-count, replicas, -dict(axes).get(LAYERS_AXIS, 1), Mesh(axes)))
+    return (each[-1] for each in sorted(found, key=lambda each: each[:-1]))

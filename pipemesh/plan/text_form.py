@@ -1,4 +1,4 @@
-"""The texts of a plan's values, and how they are joined."""
+"""The text forms of a plan's values."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, cast
 from pipemesh.errors import PlanError
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.mesh.checks import text_of
+from pipemesh.plan.remat import Remat
 from pipemesh.schedule import Schedule, from_csv, write_csv
 
 # What begins the text of a schedule that is given as a table.
@@ -17,12 +18,7 @@ _TABLE = "table:"
 
 
 def of_value(value: Any) -> str:
-    """The text of one of a plan's values.
-
-    Example:
-        >>> of_value((0, 3, 5)), of_value(True), of_value(None)
-        ('0,3,5', 'true', '')
-    """
+    """Returns the text of a plan's value."""
     if isinstance(value, Schedule):
         return _TABLE + write_csv(value).strip()
     if isinstance(value, tuple):
@@ -33,19 +29,13 @@ def of_value(value: Any) -> str:
 
 
 def parse(name: str, text: str) -> Any:
-    """The value that a text stands for.
-
-    Args:
-        name: of the value.
-        text: as `of_value` writes it.
-
-    Raises:
-        PipemeshError: it is malformed.
-    """
+    """Parses the text of a plan's value."""
     if name == "mesh":
         return Mesh.from_text(text)
     if name == "layout":
         return LayoutRules.from_text(text)
+    if name == "remat":
+        return Remat.from_text(text)
     if name == "schedule" and text.startswith(_TABLE):
         return from_csv(text.removeprefix(_TABLE))
     if name == "num_microbatches":
@@ -68,7 +58,7 @@ def _whole(text: str) -> int:
 
 
 def joined(texts: Mapping[str, str]) -> str:
-    """Pairs of name and text, joined by blanks; texts with blanks are quoted as shells do."""
+    """Joins pairs of name and text by blanks; texts with blanks are quoted as in a shell."""
     return " ".join(f"{name}={_quoted(text)}" for name, text in texts.items())
 
 
@@ -80,11 +70,7 @@ def _quoted(text: str) -> str:
 
 
 def split(text: str) -> dict[str, str]:
-    """Takes apart what `joined` joins.
-
-    Raises:
-        PlanError: a part is no pair, or a name is given twice.
-    """
+    """Splits the text that `joined` writes."""
     text = text_of(text, PlanError, "mesh=layers:2 schedule=1f1b")
     try:
         parts = shlex.split(text)
@@ -105,16 +91,12 @@ def split(text: str) -> dict[str, str]:
 
 
 def to_json(texts: Mapping[str, str]) -> str:
-    """A JSON object, one line a value."""
+    """Returns a JSON object with a line for each value."""
     return json.dumps(texts, indent=1)
 
 
 def from_json(text: str) -> dict[str, str]:
-    """Reads what `to_json` writes.
-
-    Raises:
-        PlanError: it is no JSON object of texts.
-    """
+    """Reads the text that `to_json` writes."""
     try:
         found: Any = json.loads(text)
     except ValueError as error:

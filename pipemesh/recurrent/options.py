@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pipemesh.errors import PipelineError
 from pipemesh.recurrent.precision import LossScale, check_compute_dtype
-from pipemesh.recurrent.remat import Remat, policy_of
+from pipemesh.recurrent.remat import AnyRemat, policy_of
 from pipemesh.recurrent.watch.clock import Stamps
 from pipemesh.recurrent.watch.health import OF_GRADIENTS, check_policy
 
@@ -57,7 +57,7 @@ class Options:
 
     batch_dim: int = 0
     sequence_dim: int = 1
-    remat: Remat = "full"
+    remat: AnyRemat = "full"
     rolled: bool | Literal["ticks"] | None = None
     compute_dtype: Any = None
     uncast_inputs: frozenset[int] = frozenset()

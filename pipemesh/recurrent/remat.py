@@ -6,8 +6,9 @@ import abc
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from pipemesh.errors import PipelineError
-from pipemesh.plan import remat as remat_names
+from pipemesh.errors import PipelineError, PlanError
+from pipemesh.plan import Remat
+from pipemesh.plan.remat import NAMES
 from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.schedule import Schedule
 
@@ -48,16 +49,17 @@ class RematPolicy(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Named(RematPolicy):
-    """A policy that has a name; forecasts ask the same function."""
+class _Planned(RematPolicy):
+    """The policy of a plan; forecasts ask the same value."""
 
-    name: str
+    remat: Remat
 
     def modes(self, schedule: Schedule) -> dict[tuple[int, int], Mode]:
-        named = {mode.name: mode for mode in (FULL, TWICE, NONE)}
-        return {
-            pair: named[name] for pair, name in remat_names.modes_of(self.name, schedule).items()
-        }
+        modes = {mode.name: mode for mode in (FULL, TWICE, NONE)}
+        try:
+            return {pair: modes[name] for pair, name in self.remat.modes(schedule).items()}
+        except PlanError as error:
+            raise PipelineError(str(error)) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,32 +132,45 @@ class ByStage(RematPolicy):
         return {pair: every[pair[0]][pair] for pair in _pairs(schedule)}
 
 
-# Those that have a name.
-POLICIES: dict[str, RematPolicy] = {name: _Named(name) for name in remat_names.NAMES}
-REMAT_POLICIES = tuple(POLICIES)
+REMAT_POLICIES = NAMES
 
-Remat = str | RematPolicy
+AnyRemat = str | Remat | RematPolicy
 
 
-def policy_of(remat: Remat) -> RematPolicy:
-    """The policy of a name, of names with commas between, one a stage, or the one that is given.
+def remat_of(remat: AnyRemat) -> Remat:
+    """Returns the plan's value for a policy; `custom` for one that only Python knows.
 
     Raises:
-        PipelineError: it is none of them.
+        PlanError: a policy is unknown.
+    """
+    if isinstance(remat, RematPolicy):
+        return Remat.CUSTOM
+    return remat if isinstance(remat, Remat) else Remat.from_text(remat)
+
+
+def policy_of(remat: AnyRemat) -> RematPolicy:
+    """Returns the policy of a text, of a plan's value, or the given policy itself.
+
+    Raises:
+        PipelineError: it is none of them, or `custom`, which names no policy.
     """
     if isinstance(remat, RematPolicy):
         return remat
-    names = remat.split(",") if isinstance(remat, str) else []
-    if names and all(name in POLICIES for name in names):
-        return POLICIES[remat] if len(names) == 1 else ByStage(names)
+    try:
+        value = remat_of(remat)
+    except PlanError:
+        value = Remat.CUSTOM
+    if not value.is_custom:
+        return _Planned(value)
     allowed = ", ".join(REMAT_POLICIES)
+    given = str(remat) if isinstance(remat, Remat) else remat
     raise PipelineError(
-        f"remat is {remat!r}; allowed are {allowed}, one of them for each stage with commas "
+        f"remat is {given!r}; allowed are {allowed}, one of them for each stage with commas "
         "between, Selective(predicate) and ByStage(policies)"
     )
 
 
-def modes_of(remat: Remat, schedule: Schedule) -> dict[tuple[int, int], Mode]:
+def modes_of(remat: AnyRemat, schedule: Schedule) -> dict[tuple[int, int], Mode]:
     """For each (stage, microbatch) of a valid schedule how its backward pass is done.
 
     An `R` of the schedule computes all of its stage again, or what a `Selective` picks, whatever

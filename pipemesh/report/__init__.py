@@ -29,7 +29,7 @@ with those `pipemesh.plan.predict` says how long a step takes under another plan
 
     >>> from pipemesh.partition import LayerCost
     >>> from pipemesh.plan import Figures, Plan
-    >>> from pipemesh.plan.layer_figures import figures_of_costs
+    >>> from pipemesh.plan.figures import figures_of_costs
     >>> from pipemesh.report import changes, corrected
     >>> flops = Figures(tuple(figures_of_costs([LayerCost(1.0)] * 2, rows=4)))
     >>> plan = Plan("layers:2", num_microbatches=2, remat="none")

@@ -7,10 +7,11 @@ import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 
+from pipemesh.errors import PlanError
 from pipemesh.plan import Figures, Plan, predict
-from pipemesh.plan.layer_figures import Curve, LayerFigures
+from pipemesh.plan.figures import Curve, LayerFigures
 from pipemesh.plan.network import Link
-from pipemesh.plan.stage_costs import Stages, action_costs, stages_of
+from pipemesh.plan.stages import Stages, action_costs, stages_of
 from pipemesh.report.difference import waits_of
 from pipemesh.schedule import Costs, Timeline
 
@@ -61,7 +62,7 @@ def corrected(
 
     Example:
         >>> from pipemesh.partition import LayerCost
-        >>> from pipemesh.plan.layer_figures import figures_of_costs
+        >>> from pipemesh.plan.figures import figures_of_costs
         >>> from pipemesh.schedule import Costs, gpipe, simulate
         >>> flops = Figures(tuple(figures_of_costs([LayerCost(1.0), LayerCost(3.0)], rows=4)))
         >>> plan = Plan("layers:2", schedule="gpipe", num_microbatches=2, remat="none")
@@ -70,13 +71,18 @@ def corrected(
         >>> [round(layer.takes("F", 4), 3) for layer in result.layers], round(result.fixed, 3)
         ([0.1, 0.4], 0.8)
     """
+    if not plan.mesh.is_even:
+        raise PlanError(
+            f"mesh '{plan.mesh}' has homes of different sizes, which are not corrected for; "
+            "give each axis one size"
+        )
     stages = stages_of(plan, figures, batch)
     waits = waits_of(measured)
     number = stages.table.num_stages
     # Recomputation is in none of the timed actions; a device does it in its pauses.
     pause = max(0.0, waits.own - _again(stages, measured))
     beside = max(0.0, figures.action - pause)
-    costs, loads = alone(measured, figures.cores, stages.replicas * stages.group, others)
+    costs, loads = alone(measured, figures.cores, stages.home_size(0), others)
     figures = dataclasses.replace(figures, loads=loads)
     durations = costs.per_stage(number).durations()
     ran = {action.kind for row in measured.schedule.rows for action in row}
@@ -96,7 +102,7 @@ def corrected(
         }
         before = {kind: expected[kind][stage] for kind in "FBIW"}
         _complete(wanted, before, loads)
-        layers += [_scaled(layer, wanted, before, stages, len(members)) for layer in members]
+        layers += [_scaled(layer, wanted, before, stages, stage) for layer in members]
     link = figures.transfer
     sent = [link.seconds(of_stage[-1].outputs.at(stages.rows)) for of_stage in stages.layers[:-1]]
     if waits.sent and sent:
@@ -162,7 +168,7 @@ def _scaled(
     wanted: Mapping[str, float],
     before: Mapping[str, float],
     stages: Stages,
-    members: int,
+    stage: int,
 ) -> LayerFigures:
     """Returns a layer that takes its share of the wanted time of its stage."""
     row_counts = [x for x, _ in layer.seconds["F"].points]
@@ -172,7 +178,8 @@ def _scaled(
             factor = wanted[kind] / before[kind]
             return Curve(tuple((x, factor * layer.takes(kind, x)) for x in row_counts))
         # Layers without any cost share equally.
-        return Curve(((stages.rows, wanted[kind] / members * stages.shared(layer)),))
+        number = len(stages.layers[stage])
+        return Curve(((stages.rows, wanted[kind] / number * stages.shared(stage, layer)),))
 
     seconds = {kind: curve(kind) for kind in "FBIW"}
     # The step's own loads replace the measured work.

@@ -10,13 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pipemesh.errors import PipemeshError
-from pipemesh.plan import Asked, Figures, Plan, Prediction, predict
-from pipemesh.plan.candidates import DATA, SCHEDULES, Candidate, divisors
-from pipemesh.plan.cuts import with_better_cuts
-from pipemesh.plan.layer_figures import Curve, LayerFigures
-from pipemesh.plan.places import home_of
-from pipemesh.plan.remat import CUSTOM, NONE
-from pipemesh.plan.stage_costs import bytes_of, evenly_cut
+from pipemesh.plan import Figures, Plan, Prediction, Remat, SearchSpace, predict
+from pipemesh.plan.figures import Curve, LayerFigures
+from pipemesh.plan.homes import home_of
+from pipemesh.plan.plan import divisors
+from pipemesh.plan.search import DATA, SCHEDULES, Split, with_better_cuts
+from pipemesh.plan.stages import bytes_of, evenly_cut
 from pipemesh.report.correction import corrected
 from pipemesh.report.run import Run
 from pipemesh.schedule import Costs, Timeline
@@ -100,7 +99,7 @@ def changes(
 
     Example:
         >>> from pipemesh.partition import LayerCost
-        >>> from pipemesh.plan.layer_figures import figures_of_costs
+        >>> from pipemesh.plan.figures import figures_of_costs
         >>> figures = Figures(tuple(figures_of_costs([LayerCost(1.0)] * 2, rows=4)))
         >>> plan = Plan("layers:2", num_microbatches=2, boundaries=(0, 1, 2), remat="none")
         >>> changes(plan, figures, batch=8, knows_links=False)[0].flags
@@ -186,8 +185,8 @@ def _others(
                 yield from _scheduled(plan, name, figures, batch, knows_layers)
     if knows_layers and plan.num_stages > 1:
         yield from _recut(plan, figures, batch)
-    if plan.remat != CUSTOM and {*plan.remat.split(",")} != {NONE}:
-        yield from _made("remat", plan, remat="none")
+    if not (plan.remat.is_custom or plan.remat.is_none):
+        yield from _made("remat", plan, remat=Remat.NONE)
     if knows_layers and knows_links:
         yield from _meshes(plan, figures, batch)
 
@@ -214,11 +213,11 @@ def _scheduled(
 
 def _recut(plan: Plan, figures: Figures, batch: int) -> Iterator[tuple[str, Plan]]:
     """Returns plans with other boundaries."""
-    request = Asked(plan.mesh.num_devices, batch)
+    space = SearchSpace(plan.mesh.num_devices, batch)
     end = time.monotonic() + _SECONDS
     for begin in dict.fromkeys((evenly_cut(plan, figures, batch), plan)):
         best = predict(begin, figures, batch, parts=False)
-        better = with_better_cuts(best, figures, request, end).plan
+        better = with_better_cuts(best, figures, space, end).plan
         if better.boundaries != plan.boundaries:
             yield "cuts", better
 
@@ -236,7 +235,7 @@ def _meshes(plan: Plan, figures: Figures, batch: int) -> Iterator[tuple[str, Pla
         for name, text in plan.to_values().items()
         if name not in ("mesh", "layout", "boundaries", "schedule", "num_microbatches", "remat")
     }
-    request = Asked(plan.mesh.num_devices, batch, fixed=fixed)
+    space = SearchSpace(plan.mesh.num_devices, batch, fixed=fixed)
     for fewer in divisors(num_homes):
         if fewer == num_homes:
             continue
@@ -244,9 +243,9 @@ def _meshes(plan: Plan, figures: Figures, batch: int) -> Iterator[tuple[str, Pla
         more = replicas * num_homes // fewer
         # The same number of microbatches, and the same size.
         for number in {plan.num_microbatches, max(1, plan.num_microbatches * fewer // num_homes)}:
-            candidate = Candidate(fewer, more, 1, schedule, number, plan.remat)
+            candidate = Split(fewer, more, 1, schedule, number, plan.remat)
             try:
-                yield "mesh", evenly_cut(candidate.plan(figures, request), figures, batch)
+                yield "mesh", evenly_cut(candidate.plan(figures, space), figures, batch)
             except PipemeshError:
                 # No such table for so many homes and microbatches.
                 continue

@@ -18,10 +18,9 @@ from typing import Any
 
 from pipemesh.errors import PlanError
 from pipemesh.plan.figures import Figures
+from pipemesh.plan.many_devices import SCHEDULES, Forecast, Job, Reliability, forecast
 from pipemesh.plan.network import Link, Network
 from pipemesh.plan.output_file import check_output, write_output
-from pipemesh.scale.forecast import SCHEDULES, Forecast, Reliability, forecast
-from pipemesh.scale.job import Job
 from pipemesh.text import bytes_of, bytes_option, columns
 
 _HOUR = 3600.0
@@ -247,7 +246,7 @@ def _rows(job: Job, found: dict[int, Forecast]) -> list[tuple[str, ...]]:
                 split.mesh,
                 split.schedule,
                 f"{split.num_microbatches:,}",
-                "full" if split.again else "none",
+                str(split.remat),
                 f"{step.seconds:.3g}",
                 f"{step.bubble:.1%}",
                 f"{step.fullest / 1e9:.3g}",
@@ -275,7 +274,7 @@ def _values(job: Job, each: Forecast) -> dict[str, Any]:
         "mesh": step.split.mesh,
         "schedule": step.split.schedule,
         "num_microbatches": step.split.num_microbatches,
-        "remat": "full" if step.split.again else "none",
+        "remat": str(step.split.remat),
         "seconds": step.seconds,
         "parts": step.parts,
         "bubble": step.bubble,

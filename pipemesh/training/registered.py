@@ -18,6 +18,7 @@ from pipemesh.layers import PipeliningLayer, mesh_cluster
 from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
 from pipemesh.plan.text_form import of_value
+from pipemesh.recurrent.remat import remat_of
 from pipemesh.schedule import Schedule, ScheduleSpec
 from pipemesh.text import is_missing, nearest_text
 from pipemesh.training.inputs import heldout_batches, training_dataset
@@ -320,11 +321,10 @@ def _plan_of(task: Any, name: str, values: dict[str, str], plain: bool) -> Plan:
 
 def _own_values(stack: Any) -> dict[str, str]:
     """What a stack's params say of its plan."""
-    is_text = isinstance(stack.remat, str)
     return {
         "schedule": of_value(stack.schedule),
         "num_microbatches": str(stack.num_micro_batches),
-        "remat": stack.remat if is_text else "custom",
+        "remat": str(remat_of(stack.remat)),
         "lowering": stack.lowering,
         "layout": str(stack.layout or ""),
         "allow_idle": of_value(bool(stack.allow_idle)),

@@ -7,7 +7,7 @@ import pytest
 
 from pipemesh.partition import LayerCost
 from pipemesh.plan import Figures
-from pipemesh.plan.layer_figures import figures_of_costs
+from pipemesh.plan.figures import figures_of_costs
 from tests.benchmarks.conftest import BENCHMARKS
 
 BATCH, LAYERS = 32, 7

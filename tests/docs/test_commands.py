@@ -44,7 +44,6 @@ QUICK = {
     "docs/guides/schedules.md",
     "docs/guides/which_schedule.md",
     "pipemesh/partition/README.md",
-    "pipemesh/scale/README.md",
     "pipemesh/schedule/README.md",
 }
 LANGUAGE_MODEL = "python -m models.one_billion_word.train --mesh_shape=layers:2 --logdir="

@@ -14,8 +14,7 @@ from pipemesh.cli import main
 from pipemesh.errors import PlanError
 from pipemesh.partition import LayerCost
 from pipemesh.plan import Plan, command
-from pipemesh.plan.figures import Figures
-from pipemesh.plan.layer_figures import figures_of_costs
+from pipemesh.plan.figures import Figures, figures_of_costs
 
 
 @pytest.fixture

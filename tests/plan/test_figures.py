@@ -1,16 +1,165 @@
-"""Figures of a model on a machine, as a file."""
+"""Curves of layers, figures of a machine, and their file."""
 
 import dataclasses
+import itertools
+import json
 import math
+import pathlib
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipemesh.errors import PlanError
 from pipemesh.partition import LayerCost
 from pipemesh.plan import Plan, predict
-from pipemesh.plan.figures import PLAIN, Figures
-from pipemesh.plan.layer_figures import figures_of_costs
+from pipemesh.plan.figures import (
+    PLAIN,
+    Curve,
+    Figures,
+    LayerFigures,
+    figures_of_costs,
+    layers_from_values,
+    layers_to_values,
+)
 from pipemesh.plan.network import Link
+
+rising = st.lists(
+    st.tuples(st.floats(0.1, 100), st.floats(0, 1e3)),
+    min_size=1,
+    max_size=6,
+    unique_by=lambda point: point[0],
+).map(lambda points: tuple(sorted(points)))
+
+
+@given(rising)
+def test_times_never_fall_with_the_rows(points):
+    """Neither between measured rows nor beyond them; what does not fall stays as it is."""
+    line = Curve(((1, 1.0),))
+    times = {"F": Curve(points), "B": Curve(points)}
+    layer = LayerFigures("a", times, 0, line, line)
+    [read] = layers_from_values(layers_to_values([layer]), "text")
+    assert read == layer
+    rows = sorted({0.05, 7.5, 1e3, 1e4, *(x for x, _ in points)})
+    taken = [layer.takes("F", each) for each in rows]
+    assert all(a <= b * (1 + 1e-9) + 1e-9 for a, b in itertools.pairwise(taken))
+    values = [y for _, y in points]
+    if values == sorted(values):
+        assert layer.seconds["F"] == Curve(points)
+    # As much in all.
+    assert math.isclose(sum(y for _, y in layer.seconds["F"].points), sum(values), abs_tol=1e-6)
+
+
+def test_more_rows_than_were_measured_take_longer_though_the_last_took_less():
+    measured = Curve(((1, 1.0), (8, 4.8), (16, 4.1)))
+    layer = LayerFigures("a", {"F": measured, "B": measured}, 0, measured, measured)
+    assert layer.takes("F", 16) == pytest.approx(4.45)
+    assert layer.takes("F", 64) == pytest.approx(4.45 + 48 * 3.45 / 15)
+
+
+@given(rising)
+def test_a_curve_goes_through_its_points(points):
+    curve = Curve(points)
+    for rows, value in points:
+        assert math.isclose(curve.at(rows), value, abs_tol=1e-9)
+
+
+@given(rising, st.floats(0.01, 1e4))
+def test_a_curve_is_never_below_nothing_and_stays_between_neighbours(points, rows):
+    found = Curve(points).at(rows)
+    assert found >= 0
+    for (x, y), (end, then) in itertools.pairwise(points):
+        if x <= rows <= end:
+            assert min(y, then) - 1e-9 <= found <= max(y, then) + 1e-9
+
+
+def test_fewer_rows_than_were_measured_still_take_time():
+    """Two points that rise faster than their rows: the line falls below 0 before the first."""
+    curve = Curve(((2, 1.0), (4, 10.0)))
+    assert curve.at(1) == 0.5
+    # With a fixed part it is the line.
+    assert Curve(((2, 5.0), (4, 6.0))).at(1) == 4.5
+
+
+@pytest.mark.parametrize(
+    "points",
+    [(), ((1, 1), (1, 2)), ((2, 1), (1, 2)), ((0, 1),), ((1, -1),), ((1, math.inf),)],
+)
+def test_what_is_no_curve_is_an_error(points):
+    with pytest.raises(PlanError, match="a curve has the points"):
+        Curve(points)
+
+
+def layer(**seconds):
+    line = Curve(((1, 1.0),))
+    curves = {kind.replace("_", "+"): Curve(((1, s),)) for kind, s in seconds.items()}
+    return LayerFigures("a", curves, 0, line, line)
+
+
+def test_what_was_not_measured_follows():
+    split = layer(F=1.0, I=2.0, W=3.0)
+    assert split.takes("B", 2) == 10.0
+    # The first action of the backward pass computes again, the other finds it.
+    assert split.takes("I", 1, again=True) == 3.0
+    assert split.takes("W", 1, again=True) == 3.0
+    assert split.takes("F", 1, again=True) == 1.0
+    whole = layer(F=1.0, B=4.0, B_=4.5)
+    assert (whole.takes("I", 1), whole.takes("W", 1)) == (2.0, 2.0)
+    assert whole.takes("B", 1, again=True) == 4.5
+
+
+def test_times_have_to_be_there():
+    with pytest.raises(PlanError, match="needs that of F"):
+        layer(F=1.0, I=1.0)
+    with pytest.raises(PlanError, match="times of \\['X'\\]"):
+        layer(F=1.0, B=1.0, X=1.0)
+
+
+def test_a_faster_device_takes_less():
+    assert layer(F=1.0, B=4.0).faster(4).takes("B", 2) == 2.0
+    with pytest.raises(PlanError, match="times as fast"):
+        layer(F=1.0, B=4.0).faster(0)
+
+
+def test_sums_are_given_of_all_layers_or_none():
+    costs = [LayerCost(1.0), LayerCost(2.0)]
+    one, two = figures_of_costs(costs, 2, split=8, summed=[0, 100])
+    assert (one.split, one.summed) == (1, None)
+    assert two.split == 8 and two.summed is not None and two.summed.at(4) == 200
+    with pytest.raises(PlanError, match="of 1 layers, but there are 2"):
+        figures_of_costs(costs, 2, summed=[1])
+
+
+def test_layers_go_through_json():
+    layers = [layer(F=1.0, B=4.0, B_=4.5), *figures_of_costs([LayerCost(1.0)], 2)]
+    assert layers_from_values(json.loads(json.dumps(layers_to_values(layers))), "x") == layers
+
+
+@pytest.mark.parametrize("values", [[1], [{"name": "a"}], 3, [{"name": "a", "seconds": 1}]])
+def test_what_is_malformed_names_the_file(values):
+    with pytest.raises(PlanError, match=r"figures\.json"):
+        layers_from_values(values, "figures.json")
+
+
+def test_work_follows_as_times_do_and_goes_with_the_device():
+    """Two products at once: a `B` takes as long as an `F`, and is twice as much work."""
+    line, twice = Curve(((1, 1.0),)), Curve(((1, 2.0),))
+    layer = LayerFigures("a", {"F": line, "B": line}, 0, line, line, work={"F": line, "B": twice})
+    assert (layer.takes("B", 3), layer.computes("B", 3)) == (3, 6)
+    assert layer.computes("B", 3, again=True) == 9 and layer.computes("W", 3) == 3
+    fast = layer.faster(2.0)
+    assert (fast.takes("B", 3), fast.computes("B", 3)) == (1.5, 3)
+    [read] = layers_from_values(json.loads(json.dumps(layers_to_values([layer]))), "x")
+    assert read == layer
+    plain = LayerFigures("a", {"F": line, "B": twice}, 0, line, line)
+    assert plain.computes("B", 3, again=True) == plain.takes("B", 3, again=True) == 9
+
+
+def test_work_of_unknown_kinds_is_an_error():
+    line = Curve(((1, 1.0),))
+    with pytest.raises(PlanError, match="it needs that of F"):
+        LayerFigures("a", {"F": line, "B": line}, 0, line, line, work={"B": line})
+
 
 LAYERS = tuple(figures_of_costs([LayerCost(1.0, name="a"), LayerCost(2.0, name="b")], rows=2))
 
@@ -21,6 +170,19 @@ def test_figures_go_through_json():
     shared = dataclasses.replace(figures, sums=Link(1e-5, math.inf), crowding=0.5)
     assert Figures.from_json(shared.to_json(), "x") == shared
     assert Figures.from_json(Figures(LAYERS).to_json(), "x").transfer.bandwidth == math.inf
+
+
+@pytest.mark.parametrize("name", ["dense.json", "language.json"])
+def test_saved_figures_are_read(name):
+    path = pathlib.Path(__file__).parents[2] / "benchmarks" / "plan" / name
+    figures = Figures.read(str(path))
+    saved, again = json.loads(path.read_text()), json.loads(figures.to_json())
+    # Measured times that fall with the rows are levelled.
+    layers = saved.pop("layers"), again.pop("layers")
+    assert again | saved == again
+    for old, new in zip(*layers, strict=True):
+        assert new | {**old, "seconds": new["seconds"]} == new
+    assert Figures.from_json(figures.to_json(), name) == figures
 
 
 def test_a_file_of_before_can_be_read():

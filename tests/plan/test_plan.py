@@ -1,6 +1,7 @@
 """A plan is a value: it is checked whole, printed, parsed back and compared."""
 
 import dataclasses
+import json
 
 import pytest
 from hypothesis import given, settings
@@ -8,8 +9,9 @@ from hypothesis import strategies as st
 
 from pipemesh.errors import LayoutError, MeshError, PipemeshError, PlanError, ScheduleError
 from pipemesh.mesh import LayoutRules, Mesh
-from pipemesh.plan import Plan
-from pipemesh.plan.plan import DTYPES, LOWERINGS, REMAT
+from pipemesh.plan import Plan, Remat
+from pipemesh.plan.plan import DTYPES, LOWERINGS
+from pipemesh.plan.remat import CUSTOM, NAMES
 from pipemesh.schedule import Costs, list_schedule, one_f_one_b, write_csv
 
 TABLE = list_schedule(Costs(), 2, 4, stage_devices=(0, 1, 1, 0))
@@ -32,7 +34,7 @@ def plans(draw):
         name,
         number,
         boundaries,
-        draw(st.sampled_from(REMAT)),
+        Remat((draw(st.sampled_from((*NAMES, CUSTOM))),)),
         draw(st.sampled_from(LOWERINGS)),
         draw(st.sampled_from((None, *DTYPES))),
         draw(st.booleans()),
@@ -66,6 +68,25 @@ def test_a_file_of_a_schedule(tmp_path):
     path.write_text(write_csv(one_f_one_b(2, 4)))
     plan = Plan("layers:2", schedule=f"file:{path}", num_microbatches=4)
     assert Plan.from_text(str(plan)).table == one_f_one_b(2, 4)
+
+
+def test_texts_of_saved_plans_stay():
+    """Checkpoints, records and `config.toml` keep these."""
+    values = {
+        "mesh": "layers:2;data:2",
+        "layout": "batch:data",
+        "schedule": "zb_h1",
+        "num_microbatches": "4",
+        "boundaries": "0,3,7",
+        "remat": "full,custom",
+        "lowering": "placement",
+        "compute_dtype": "bfloat16",
+        "allow_idle": "false",
+    }
+    plan = Plan.from_values(values)
+    assert plan.to_values() == values and json.loads(plan.to_json()) == values
+    assert plan.remat == Remat(("full", "custom"))
+    assert str(plan).endswith("boundaries=0,3,7 remat=full,custom compute_dtype=bfloat16")
 
 
 def test_what_is_not_said_is_the_default_and_is_not_written():
@@ -103,7 +124,11 @@ BAD = [
     (lambda: Plan(num_microbatches=0), PlanError, "a whole number from 1 on"),
     (lambda: Plan(num_microbatches=True), PlanError, "a whole number from 1 on"),
     (lambda: Plan(remat="ful"), PlanError, "'ful' is no policy; did you mean 'full'"),
-    (lambda: Plan(remat="full,none"), PlanError, "remat has 2 policies, .* there are 1 stages"),
+    (
+        lambda: Plan(remat="full,none"),
+        PlanError,
+        "remat is 'full,none', which has 2 policies, but there are 1 stages",
+    ),
     (lambda: Plan(lowering="placment"), PlanError, "did you mean 'placement'"),
     (lambda: Plan(compute_dtype="half"), PlanError, "known: 'float32', 'bfloat16', 'float16'"),
     (lambda: Plan(mesh=None), PlanError, "mesh is None; give a Mesh or its text"),
@@ -121,19 +146,13 @@ BAD = [
     (lambda: Plan("layers:2").home(2), PlanError, "there is no stage 2; the plan has 0 to 1"),
     (lambda: Plan.from_text("layers:2"), PlanError, "'layers:2' in plan .* is not name=value"),
     (lambda: Plan.from_text("mehs=layers:2"), PlanError, "did you mean 'mesh'"),
-    (lambda: Plan.from_text("remat=full remat=none"), PlanError, "'remat' is given twice"),
-    (lambda: Plan.from_text("remat='full"), PlanError, "cannot be read: No closing quotation"),
     (
         lambda: Plan.from_text("num_microbatches=x"),
         PlanError,
         "num_microbatches='x': 'x' is no who",
     ),
-    (lambda: Plan.from_text("boundaries=0,-1"), PlanError, "'-1' is no whole number"),
     (lambda: Plan.from_text("mesh=layers:x"), MeshError, "mesh='layers:x': "),
-    (lambda: Plan.from_text("allow_idle=yes"), PlanError, "it must be true or false"),
     (lambda: Plan.from_text(None), PlanError, "None is no text"),
-    (lambda: Plan.from_json("{"), PlanError, "is no JSON"),
-    (lambda: Plan.from_json("[]"), PlanError, "must be a JSON object of texts"),
     (lambda: Plan.from_json('{"num_microbatches": 3}'), PlanError, "is 3; it must be a text"),
 ]
 

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from pipemesh.partition import LayerCost
 from pipemesh.plan import Plan
-from pipemesh.plan.figures import Figures
-from pipemesh.plan.layer_figures import Curve, LayerFigures, figures_of_costs
+from pipemesh.plan.figures import Curve, Figures, LayerFigures, figures_of_costs
 from pipemesh.plan.network import Link
 from pipemesh.plan.predict import predict
 from pipemesh.schedule import Schedule
@@ -163,7 +162,7 @@ def test_parts_add_up_and_no_step_beats_its_work(plan, cores, latency):
     more = {"action": 0.05, "fixed": 0.5, "update": 0.01, "transfer": Link(latency, 50.0)}
     found = predict(plan, figures(8, split=2, cores=cores, **more), 16)
     assert sum(found.parts.values()) == pytest.approx(found.seconds)
-    work = 8 * 16 * (4 if plan.remat == "full" else 3)
+    work = 8 * 16 * (3 if plan.remat.is_none else 4)
     assert found.seconds >= work / min(plan.mesh.num_devices, cores or 1e9) * (1 - 1e-9)
     free = predict(plan, figures(8, split=2, cores=cores), 16)
     assert free.seconds <= found.seconds * (1 + 1e-9)

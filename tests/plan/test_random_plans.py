@@ -9,14 +9,16 @@ import itertools
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipemesh.errors import PipemeshError
 from pipemesh.partition import LayerCost
-from pipemesh.plan import Asked, Figures, Plan, predict, search
-from pipemesh.plan.candidates import candidates
-from pipemesh.plan.layer_figures import Curve, figures_of_costs
+from pipemesh.plan import Figures, Plan, Remat, SearchSpace, predict, search
+from pipemesh.plan.figures import Curve, figures_of_costs
+from pipemesh.plan.many_devices import Job, Split, forecast_step
 from pipemesh.plan.network import Link, Network
-from pipemesh.scale import Job, Split, forecast_step
+from pipemesh.plan.search import candidates
 
 FEW = 4
 SEEDS = [
@@ -86,66 +88,76 @@ def test_laws_of_forecasts(seed):
         every = [dataclasses.replace(plan, remat=remat) for remat in ("none", plan.remat, "twice")]
         seconds = [predict(each, found, 16, parts=False).seconds for each in every]
         assert seconds == sorted(seconds)
-        # A policy for each stage is that policy.
-        for remat in POLICIES:
-            by_stage = ",".join([remat] * plan.num_stages)
-            one, each = (
-                predict(dataclasses.replace(plan, remat=name), found, 16)
-                for name in (remat, by_stage)
-            )
-            assert (one.parts, one.memory) == (each.parts, each.memory)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_scale_says_what_predict_says(seed):
-    """Of any split; of many microbatches it simulates fewer, and goes on from there."""
-    draw = random.Random(seed)
+@st.composite
+def splits(draw):
+    """Splits with every spelling of remat: for all stages, and for each stage."""
+    places, schedule = draw(st.sampled_from((1, 2, 4))), draw(st.sampled_from(SCHEDULES))
+    number = draw(st.sampled_from((1, 4, 16, 128)))
+    if places == 1 or number % places:
+        schedule = "1f1b"
+    stages = Plan(f"layers:{places}", schedule=schedule, num_microbatches=number).num_stages
+    policy = st.sampled_from((*POLICIES, "custom"))
+    policies = draw(st.lists(policy, min_size=stages, max_size=stages) | policy.map(lambda p: [p]))
+    group = draw(st.sampled_from((1, 2)))
+    return Split(places, 2, group, schedule, number, Remat(tuple(policies)))
+
+
+@settings(max_examples=30, deadline=None)
+@given(splits(), st.randoms(use_true_random=False))
+def test_scale_says_what_predict_says(split, draw):
+    """Of any split and policy; of many microbatches it simulates fewer, and goes on from there."""
+    found = stack(draw, layers=8)
     network = Network(4, Link(1e-5, 1e9), Link(1e-4, 1e8))
-    for number in (1, 4, 16, 128):
-        found = stack(draw, layers=8)
-        places, schedule = draw.choice((1, 2, 4)), draw.choice(SCHEDULES)
-        if places == 1 or number % places:
-            schedule = "1f1b"
-        split = Split(places, 2, draw.choice((1, 2)), schedule, number, draw.random() < 0.5)
-        plan = Plan(
-            f"layers:{places};data:2;model:{split.model}",
-            "batch:data;d:model",
-            schedule,
-            number,
-            remat="full" if split.again else "none",
-        )
-        told = predict(plan, found, 256, network=network)
-        job = Job(found.layers, network, 256, action=found.action)
-        step = forecast_step(job, split)
-        assert step.seconds == pytest.approx(told.seconds, rel=2e-3)
-        assert step.memory == pytest.approx(told.memory, rel=1e-9)
-        assert step.bubble == pytest.approx(told.bubble, abs=2e-3)
-        if number <= 16:
-            assert step.parts == pytest.approx(told.parts)
+    plan = Plan(
+        f"layers:{split.layers};data:2;model:{split.model}",
+        "batch:data;d:model",
+        split.schedule,
+        split.num_microbatches,
+        remat=split.remat,
+    )
+    told = predict(plan, found, 256, network=network)
+    step = forecast_step(Job(found.layers, network, 256, action=found.action), split)
+    assert step.seconds == pytest.approx(told.seconds, rel=2e-3)
+    assert step.memory == pytest.approx(told.memory, rel=1e-9)
+    assert step.bubble == pytest.approx(told.bubble, abs=2e-3)
+    if split.num_microbatches <= 16:
+        assert step.parts == pytest.approx(told.parts)
+    # One policy for all stages is that policy for each, and custom counts as full.
+    policies = split.remat.policies
+    if len(policies) == 1:
+        policies *= plan.num_stages
+    spelled = tuple("full" if policy == "custom" else policy for policy in policies)
+    other = predict(dataclasses.replace(plan, remat=Remat(spelled)), found, 256, network=network)
+    assert (other.parts, other.memory) == (told.parts, told.memory)
 
 
-def every(found, asked):
+def every(found, space):
     """Forecasts of all plans, with all cuts."""
     count = len(found.layers)
-    for candidate in candidates(found, asked):
+    for candidate in candidates(found, space):
         with contextlib.suppress(PipemeshError):
-            plan = candidate.plan(found, asked)
+            plan = candidate.plan(found, space)
             plan.check_layers(count)
             for cuts in itertools.combinations(range(1, count), plan.num_stages - 1):
                 cut = dataclasses.replace(plan, boundaries=(0, *cuts, count))
-                yield predict(cut, found, asked.batch, parts=False)
+                yield predict(cut, found, space.batch, parts=False)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_search_finds_what_all_plans_have(seed):
     """A plan wherever one fits, and within 5% of the best; with more memory it is no slower."""
     draw = random.Random(seed)
-    found, asked = stack(draw), Asked(draw.choice((2, 3)), 4, schedules=("1f1b", "zb_h2", "zb_v"))
-    forecasts = list(every(found, asked))
+    found, space = (
+        stack(draw),
+        SearchSpace(draw.choice((2, 3)), 4, schedules=("1f1b", "zb_h2", "zb_v")),
+    )
+    forecasts = list(every(found, space))
     needed = sorted(max(each.memory) for each in forecasts)
     last = float("inf")
     for limit in (needed[0], needed[len(needed) // 5], None):
-        limited = dataclasses.replace(asked, memory=limit)
+        limited = dataclasses.replace(space, memory=limit)
         best = min(e.seconds for e in forecasts if limit is None or max(e.memory) <= limit)
         chosen = search(found, limited, seconds=30, count=3)[0]
         assert limit is None or max(chosen.memory) <= limit

@@ -1,20 +1,158 @@
-"""The best plan for some devices, and the nearest one that fits."""
+"""Candidates, cuts, the best plan, the nearest that fits, and one for fewer devices."""
 
 import contextlib
+import math
 import re
 import time
+from fractions import Fraction
 
+import numpy as np
 import pytest
 
-from pipemesh.errors import PipemeshError, PlanError
+from pipemesh.errors import PipemeshError, PlanError, ScheduleError
 from pipemesh.partition import LayerCost
-from pipemesh.plan import Plan
-from pipemesh.plan.candidates import Asked, rated
-from pipemesh.plan.figures import Figures
-from pipemesh.plan.layer_figures import figures_of_costs
+from pipemesh.plan import Plan, Remat
+from pipemesh.plan.figures import Figures, figures_of_costs
 from pipemesh.plan.network import Link
 from pipemesh.plan.predict import predict
-from pipemesh.plan.search import nearest_that_fits, search
+from pipemesh.plan.search import (
+    SearchSpace,
+    Split,
+    candidates,
+    cut_to_fit,
+    fewer,
+    fits,
+    nearest_that_fits,
+    rated,
+    search,
+    with_better_cuts,
+)
+
+
+def shareable(layers=4, split=1, rules="", **more):
+    costs = [
+        LayerCost(1.0, backward=2.0, parameter_bytes=8.0, activation_bytes=4.0, boundary_bytes=2.0)
+    ] * layers
+    summed = [6.0] * layers if split > 1 else []
+    layers_ = figures_of_costs(costs, 1, split=split, summed=summed)
+    return Figures(tuple(layers_), rules=rules, **more)
+
+
+def test_all_combinations_are_there():
+    found = set(candidates(shareable(8, split=4, rules="heads:model"), SearchSpace(8, 16)))
+    meshes = {(each.layers, each.data, each.model) for each in found}
+    # Up to 8 devices, of which no more than 4 share a layer.
+    wanted = {
+        (p, d, m) for p in range(1, 9) for d in (1, 2, 4, 8) for m in (1, 2, 4) if p * d * m <= 8
+    }
+    assert meshes == wanted
+    assert {each.schedule for each in found if each.layers == 1} == {"1f1b"}
+    assert {"zb_v", "interleaved:2"} <= {each.schedule for each in found if each.layers == 4}
+    # Two stages a device are more than there are layers.
+    assert "zb_v" not in {each.schedule for each in found if each.layers == 8}
+    numbers = {each.num_microbatches for each in found if each.data == 4}
+    assert numbers == {1, 2, 4}
+    assert {str(each.remat) for each in found} == {"none", "full"}
+
+
+def test_nothing_is_split_that_cannot_be():
+    assert {each.model for each in candidates(shareable(), SearchSpace(8, 16))} == {1}
+    # Slices are equal: 6 heads are not for four devices, nor 4 in one layer and 6 in another.
+    six = shareable(split=6, rules="heads:model")
+    assert {each.model for each in candidates(six, SearchSpace(8, 16))} == {1, 2, 3, 6}
+    both = (*six.layers, *shareable(split=4).layers)
+    mixed = Figures(both, rules="heads:model")
+    assert {each.model for each in candidates(mixed, SearchSpace(12, 24))} == {1, 2}
+    # A batch of odd rows has no replicas.
+    assert {each.data for each in candidates(shareable(), SearchSpace(4, 15))} == {1, 3}
+
+
+@pytest.mark.parametrize(
+    ("fixed", "of"),
+    [
+        ({"schedule": "gpipe"}, lambda each: each.schedule == "gpipe"),
+        ({"num_microbatches": "4"}, lambda each: each.num_microbatches == 4),
+        ({"remat": "full"}, lambda each: each.remat.is_full),
+        (
+            {"mesh": "layers:2;rows:2", "layout": "batch:rows"},
+            lambda each: (each.layers, each.data, each.model) == (2, 2, 1),
+        ),
+    ],
+)
+def test_what_is_asked_for_stays(fixed, of):
+    space = SearchSpace(4, 16, fixed=fixed)
+    found = list(candidates(shareable(), space))
+    assert found and all(map(of, found))
+    for each in found:
+        with contextlib.suppress(ScheduleError):
+            values = each.plan(shareable(), space).to_values()
+            assert {name: str(values[name]) for name in fixed} == fixed
+
+
+def test_what_is_malformed_is_an_error():
+    with pytest.raises(PipemeshError, match="names axis 'x'"):
+        list(
+            candidates(
+                shareable(), SearchSpace(4, 16, fixed={"mesh": "layers:2", "layout": "batch:x"})
+            )
+        )
+    with pytest.raises(PipemeshError):
+        list(candidates(shareable(), SearchSpace(4, 16, fixed={"schedule": "1f1c"})))
+    for wrong in ((0, 16), (2.5, 16), (4, -1), (4, 16, "80 boxes"), (4, 16, 0), (4, 16, math.nan)):
+        with pytest.raises(PlanError):
+            SearchSpace(*wrong)
+
+
+def test_numbers_may_be_of_numpy_and_bytes_may_be_text():
+    numbers = (
+        (np.int64(2), np.int32(4), np.float32(8e9)),
+        (2, 4, Fraction(8 * 10**9)),
+        (2, 4, "8GB"),
+    )
+    assert all(SearchSpace(*each) == SearchSpace(2, 4, 8e9) for each in numbers)
+
+
+def test_a_mesh_has_no_more_devices_than_there_are():
+    with pytest.raises(PlanError, match="'layers:4' has 4 devices, but there are 2"):
+        list(candidates(shareable(), SearchSpace(2, 4, fixed={"mesh": "layers:4"})))
+
+
+def test_a_candidate_becomes_a_plan():
+    space = SearchSpace(4, 16)
+    found = shareable(5, split=2, rules="heads:model")
+    plan = Split(2, 1, 2, "zb_h1", 4, Remat.NONE).plan(found, space)
+    assert str(plan.mesh) == "layers:2;model:2" and str(plan.layout) == "heads:model"
+    assert (plan.schedule, plan.num_microbatches, plan.remat) == ("zb_h1", 4, Remat.NONE)
+    assert plan.boundaries is None
+    with pytest.raises(ScheduleError, match="multiple"):
+        Split(2, 1, 1, "interleaved:2", 3, Remat.NONE).plan(found, space)
+
+
+def test_the_formula_puts_good_plans_first():
+    """The best of all is among the first tenth, whether devices share cores or not."""
+    for cores in (None, 2.0):
+        found = shareable(8, action=0.01, cores=cores)
+        space = SearchSpace(4, 16, schedules=("1f1b", "gpipe", "zb_h1"))
+        seconds = []
+        for each in rated(found, space):
+            with contextlib.suppress(PipemeshError):
+                plan = each.plan(found, space)
+                seconds.append(predict(plan, found, 16, parts=False).seconds)
+        assert min(seconds[: len(seconds) // 10]) <= 1.001 * min(seconds)
+
+
+def test_layers_are_cut_by_memory_where_seconds_need_too_much():
+    seconds, kept = (1e-3, 1e-3, 2e-3), (4e6, 4e6, 1e6)
+    costs = [LayerCost(forward=s, activation_bytes=k) for s, k in zip(seconds, kept, strict=True)]
+    figures = Figures(tuple(figures_of_costs(costs, 1)))
+    plan = Plan("layers:2", num_microbatches=4, boundaries=(0, 2, 3), remat="none")
+    tight, space = predict(plan, figures, 4), SearchSpace(2, 4, 10e6)
+    assert not fits(tight, space)
+    for found in (
+        cut_to_fit(tight, figures, space),
+        with_better_cuts(tight, figures, space, math.inf),
+    ):
+        assert fits(found, space) and found.plan.boundaries == (0, 1, 3)
 
 
 def figures(layers=4, seconds=None, **more):
@@ -26,21 +164,21 @@ def figures(layers=4, seconds=None, **more):
     return Figures(tuple(figures_of_costs(costs, 1)), **more)
 
 
-def all_of(found, asked):
+def all_of(found, space):
     forecasts = []
-    for each in rated(found, asked):
+    for each in rated(found, space):
         with contextlib.suppress(PipemeshError):
-            plan = each.plan(found, asked)
-            forecasts.append(predict(plan, found, asked.batch, parts=False))
+            plan = each.plan(found, space)
+            forecasts.append(predict(plan, found, space.batch, parts=False))
     return forecasts
 
 
 def test_nothing_is_better_than_what_is_found():
     found = figures(6, [3.0, 1.0, 1.0, 1.0, 1.0, 2.0])
     for memory in (None, 120.0):
-        asked = Asked(4, 8, memory)
-        best = search(found, asked)
-        every = all_of(found, asked)
+        space = SearchSpace(4, 8, memory)
+        best = search(found, space)
+        every = all_of(found, space)
         fitting = [each.seconds for each in every if memory is None or max(each.memory) <= memory]
         assert best[0].seconds <= min(fitting)
         assert [each.seconds for each in best] == sorted(each.seconds for each in best)
@@ -49,7 +187,7 @@ def test_nothing_is_better_than_what_is_found():
 
 
 def test_what_is_found_says_what_it_is_made_of():
-    [best] = search(figures(), Asked(4, 8), count=1)
+    [best] = search(figures(), SearchSpace(4, 8), count=1)
     assert sum(best.parts.values()) == pytest.approx(best.seconds)
     assert best == predict(best.plan, figures(), 8)
 
@@ -57,27 +195,27 @@ def test_what_is_found_says_what_it_is_made_of():
 def test_cuts_are_moved_where_that_helps():
     """Equal stages are not best where a stage waits for its transfers."""
     found = figures(8, [1.0, 2.0, 1.0, 3.0, 1.0, 1.0, 2.0, 1.0])
-    asked = Asked(4, 8, fixed={"mesh": "layers:4"})
-    before = min(all_of(found, asked), key=lambda each: each.seconds)
-    assert search(found, asked, count=1)[0].seconds <= before.seconds
+    space = SearchSpace(4, 8, fixed={"mesh": "layers:4"})
+    before = min(all_of(found, space), key=lambda each: each.seconds)
+    assert search(found, space, count=1)[0].seconds <= before.seconds
 
 
 def test_cuts_that_are_asked_for_stay():
-    asked = Asked(2, 8, fixed={"mesh": "layers:2", "schedule": "1f1b", "boundaries": "0,1,4"})
-    assert {each.plan.boundaries for each in search(figures(), asked)} == {(0, 1, 4)}
+    space = SearchSpace(2, 8, fixed={"mesh": "layers:2", "schedule": "1f1b", "boundaries": "0,1,4"})
+    assert {each.plan.boundaries for each in search(figures(), space)} == {(0, 1, 4)}
 
 
 def test_the_time_is_kept():
     found = figures(48)
     begin = time.monotonic()
-    best = search(found, Asked(16, 128), seconds=1.0)
+    best = search(found, SearchSpace(16, 128), seconds=1.0)
     assert time.monotonic() - begin < 6
     assert len(best) == 10
 
 
 def test_nothing_that_fits_is_an_error_that_names_the_leanest():
     with pytest.raises(PlanError, match=r"no plan fits into 10 bytes a device.* is 'mesh=layers:4"):
-        search(figures(), Asked(4, 8, memory=10.0))
+        search(figures(), SearchSpace(4, 8, memory=10.0))
 
 
 @pytest.mark.parametrize(
@@ -96,21 +234,21 @@ def test_nothing_that_fits_is_an_error_that_names_the_leanest():
 )
 def test_a_fixed_value_is_refused_with_its_own_reason(fixed, told):
     with pytest.raises(PlanError, match=re.escape(told)):
-        search(figures(), Asked(7, 8, fixed=fixed))
+        search(figures(), SearchSpace(7, 8, fixed=fixed))
 
 
 def test_a_search_in_which_nothing_fits_ends():
     """It went on until all combinations were tried, however little time there was."""
     with pytest.raises(PlanError, match="no plan fits into 10 bytes a device, of those that were"):
         begin = time.monotonic()
-        search(figures(24), Asked(24, 64, memory=10), seconds=0.5)
+        search(figures(24), SearchSpace(24, 64, memory=10), seconds=0.5)
     assert time.monotonic() - begin < 30
 
 
 def test_one_table_is_one_plan_by_whatever_name():
     """With one microbatch GPipe and 1F1B are the same."""
     fixed = {"num_microbatches": "1", "mesh": "layers:2", "remat": "none"}
-    found = search(figures(), Asked(2, 8, fixed=fixed, schedules=("gpipe", "1f1b")))
+    found = search(figures(), SearchSpace(2, 8, fixed=fixed, schedules=("gpipe", "1f1b")))
     assert len(found) == 1
 
 
@@ -118,9 +256,9 @@ def test_the_nearest_plan_differs_in_least():
     found = figures(4)
     plan = Plan("layers:2", schedule="gpipe", num_microbatches=8, remat="none")
     held = max(predict(plan, found, 8).memory)
-    asked = Asked(2, 8, memory=held * 0.9)
-    nearest = nearest_that_fits(plan, found, asked)
-    assert max(nearest.memory) <= asked.memory
+    space = SearchSpace(2, 8, memory=held * 0.9)
+    nearest = nearest_that_fits(plan, found, space)
+    assert max(nearest.memory) <= space.memory
     mine, theirs = plan.to_values(), nearest.plan.to_values()
     differ = [n for n in mine if mine[n] != theirs[n] and n not in ("boundaries", "layout")]
     assert len(differ) == 1
@@ -131,4 +269,72 @@ def test_the_nearest_plan_differs_in_least():
 def test_no_nearest_plan_is_an_error():
     plan = Plan("layers:2", num_microbatches=8)
     with pytest.raises(PlanError, match="no plan fits"):
-        nearest_that_fits(plan, figures(), Asked(2, 8, memory=1.0))
+        nearest_that_fits(plan, figures(), SearchSpace(2, 8, memory=1.0))
+
+
+SPLIT = "layout=batch:data;d_ff:model"
+
+
+@pytest.mark.parametrize(
+    ("plan", "devices", "wanted"),
+    [
+        ("mesh=layers:4 num_microbatches=8", 3, "layers:3"),
+        ("mesh=layers:4 num_microbatches=8", 1, "layers:1"),
+        # Replicas hold most of all, so they go first; what is split stays so.
+        ("mesh=layers:2;data:2 layout=batch:data", 2, "layers:2;data:1"),
+        ("mesh=layers:2;data:4 layout=batch:data", 7, "layers:2;data:2"),
+        (f"mesh=layers:2;data:2;model:2 {SPLIT}", 4, "layers:2;data:1;model:2"),
+        # A dim that divides by 6 divides by 3, 2 and 1.
+        ("mesh=layers:1;model:6 layout=d_ff:model", 5, "layers:1;model:3"),
+        ("mesh=layers:2;data:2 layout=batch:data", 4, "layers:2;data:2"),
+        ("mesh=layers:2;data:2 layout=batch:data", 9, "layers:2;data:2"),
+    ],
+)
+def test_the_mesh_with_the_most_devices_and_the_fewest_replicas_is_taken(plan, devices, wanted):
+    before = Plan.from_text(plan)
+    found = fewer(before, devices)
+    assert str(found.mesh) == wanted
+    assert set(before.changes(found)) <= {"mesh"}
+
+
+def test_boundaries_go_with_the_number_of_stages():
+    plan = Plan("layers:3", num_microbatches=4, boundaries=(0, 1, 2, 5))
+    assert fewer(plan, 2).boundaries is None
+    plan = Plan("layers:2;data:2", "batch:data", num_microbatches=4, boundaries=(0, 3, 5))
+    assert fewer(plan, 3).boundaries == (0, 3, 5)
+
+
+def test_what_the_model_cannot_have_is_passed_over():
+    def check(plan):
+        plan.check_batch(8)
+        if plan.num_stages == 3:
+            raise PlanError("blocks do not divide")
+
+    assert str(fewer(Plan("layers:4", num_microbatches=4), 3, check).mesh) == "layers:2"
+
+
+def test_what_the_schedule_cannot_have_is_passed_over():
+    # On 3 devices interleaved stages need a multiple of 3 microbatches.
+    plan = Plan("layers:4", schedule="interleaved:2", num_microbatches=8)
+    assert str(fewer(plan, 3).mesh) == "layers:2"
+
+
+def test_if_nothing_fits_it_is_said_why():
+    def check(plan):
+        raise PlanError("it has no such layer")
+
+    with pytest.raises(PlanError, match=r"1 are left, and no smaller mesh .* no such layer"):
+        fewer(Plan("layers:2"), 1, check)
+
+
+def test_a_mesh_with_unequal_places_is_not_made_smaller():
+    with pytest.raises(PlanError, match="not made smaller"):
+        fewer(Plan("layers:2;model:2,1", "d_ff:model"), 2)
+
+
+def test_a_table_is_for_its_number_of_places():
+    plan = Plan("layers:2;data:2", "batch:data", num_microbatches=2)
+    plan = Plan(plan.mesh, plan.layout, plan.table, num_microbatches=2)
+    assert str(fewer(plan, 2).mesh) == "layers:2;data:1"
+    with pytest.raises(PlanError, match="is for 2 places"):
+        fewer(plan, 1)

@@ -4,7 +4,7 @@ import pytest
 
 from pipemesh.errors import MeshError, PipemeshError, PlanError
 from pipemesh.mesh import LayoutRules, Mesh
-from pipemesh.plan import text_form
+from pipemesh.plan import Remat, text_form
 from pipemesh.schedule import one_f_one_b
 
 
@@ -22,7 +22,8 @@ from pipemesh.schedule import one_f_one_b
         ("compute_dtype", None, ""),
         ("allow_idle", True, "true"),
         ("allow_idle", False, "false"),
-        ("remat", "full", "full"),
+        ("remat", Remat.FULL, "full"),
+        ("remat", Remat(("full", "custom")), "full,custom"),
     ],
 )
 def test_values_and_texts_stand_for_each_other(name, value, text):
@@ -36,7 +37,8 @@ def test_a_schedule_as_a_table_comes_back():
     text = text_form.of_value(schedule)
     assert text.startswith("table:")
     assert text_form.parse("schedule", text) == schedule
-    assert text_form.parse("remat", text) == text, "only schedules are tables"
+    with pytest.raises(PlanError, match="is no policy"):
+        text_form.parse("remat", text)
 
 
 @pytest.mark.parametrize(

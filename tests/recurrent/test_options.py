@@ -1,13 +1,28 @@
 """Options that contradict themselves are errors when they are made."""
 
 import dataclasses
+import pathlib
 
 import pytest
 import tensorflow as tf
+from lingvo.core import hyperparams
 
+from pipemesh import recurrent
 from pipemesh.errors import PipelineError
+from pipemesh.layers.pipeline.pipelining_params import define_pipelining
 from pipemesh.recurrent import LossScale, Options, Selective
+from pipemesh.recurrent.table.forms import ROLL_ABOVE
 from pipemesh.recurrent.watch.health import CHECKS
+
+
+def test_all_texts_say_from_which_size_on_there_are_loops():
+    told = f"more than {ROLL_ABOVE:,} nodes"
+    assert told in " ".join(str(Options.__doc__).split())
+    p = hyperparams.Params()
+    define_pipelining(p)
+    assert told in p._params["rolled"]._description
+    readme = pathlib.Path(recurrent.__file__).with_name("README.md").read_text(encoding="utf-8")
+    assert told in " ".join(readme.split())
 
 
 @pytest.fixture

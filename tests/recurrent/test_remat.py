@@ -5,11 +5,13 @@ import tensorflow as tf
 
 from pipemesh.errors import PipelineError
 from pipemesh.partition import LayerCost
-from pipemesh.plan import Figures, Plan
-from pipemesh.plan.layer_figures import figures_of_costs
-from pipemesh.plan.stage_costs import stages_of
+from pipemesh.plan import Figures, Plan, Remat
+from pipemesh.plan.figures import figures_of_costs
+from pipemesh.plan.stages import stages_of
 from pipemesh.recurrent import REMAT_POLICIES, ByStage, RematPolicy, Selective
-from pipemesh.recurrent.remat import FULL, NONE, modes_of, policy_of
+from pipemesh.recurrent.circular.alike_pipeline import check_options
+from pipemesh.recurrent.options import Options
+from pipemesh.recurrent.remat import FULL, NONE, modes_of, policy_of, remat_of
 from pipemesh.schedule import Schedule, forward_only, gpipe, one_f_one_b, recompute, zb_h1
 from tests.recurrent.passes.traced import traced_stage, two_layers
 
@@ -31,6 +33,27 @@ def test_a_policy_of_ones_own_is_taken_as_it_is():
     policy = FirstStage()
     assert policy_of(policy) is policy
     assert policy.modes(gpipe(2, 1)) == {(0, 0): FULL, (1, 0): NONE}
+
+
+@pytest.mark.parametrize("text", [*REMAT_POLICIES, "twice,except_last"])
+def test_a_plans_value_is_the_policy_of_its_text(text):
+    schedule, value = one_f_one_b(2, 3), Remat.from_text(text)
+    assert modes_of(value, schedule) == modes_of(text, schedule)
+    assert remat_of(value) == remat_of(text) == value
+    assert Options(remat=value).remat is value
+
+
+def test_only_python_knows_a_custom_policy():
+    assert remat_of(Selective(bool)) == Remat.CUSTOM
+    with pytest.raises(PipelineError, match="remat is 'custom'; allowed are full"):
+        policy_of(Remat.CUSTOM)
+
+
+@pytest.mark.parametrize("remat", ["full", "full,full", Remat.FULL])
+def test_a_loop_over_ticks_computes_all_again(remat):
+    check_options(Options(remat=remat))
+    with pytest.raises(PipelineError, match="remat"):
+        check_options(Options(remat="full,none"))
 
 
 @pytest.mark.parametrize("remat", ["last", None, bool, ["full"], "full,", "full,last"])
@@ -109,7 +132,7 @@ def test_each_stage_may_have_a_policy_of_its_own(remat):
     assert {pair: mode.name for pair, mode in found.items()} == {
         (s, m): ("twice", "none")[s] for s in range(2) for m in range(3)
     }
-    with pytest.raises(PipelineError, match=r"has 2 policies, one a stage, but .* has 3 st"):
+    with pytest.raises(PipelineError, match=r"has 2 policies, .*but .* 3 stages"):
         modes_of(remat, one_f_one_b(3, 3))
 
 

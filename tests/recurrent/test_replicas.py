@@ -513,7 +513,10 @@ def test_prints_say_which_replica(capfd):
     ("homes", "text"),
     [
         ([HOMES[0], "CPU:2"], "stage 's0' has 2 replicas .CPU:0, CPU:1., but stage 's1' has 1"),
-        ([Home(tuple(f"CPU:{i}" for i in range(3)))] * 2, "4 examples does not divide among the 3"),
+        (
+            [Home(tuple(f"CPU:{i}" for i in range(3)))] * 2,
+            "a batch of 8 does not divide among the 3",
+        ),
     ],
 )
 def test_homes_that_do_not_fit_are_errors(homes, text):

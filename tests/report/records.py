@@ -5,7 +5,7 @@ import math
 import random
 
 from pipemesh.plan import Figures, Plan, predict
-from pipemesh.plan.layer_figures import Curve, LayerFigures
+from pipemesh.plan.figures import Curve, LayerFigures
 from pipemesh.report import Record, read
 from pipemesh.schedule import Costs, one_f_one_b, simulate
 

@@ -6,9 +6,9 @@ import pytest
 
 from pipemesh.partition import LayerCost
 from pipemesh.plan import Figures, Plan, predict
-from pipemesh.plan.layer_figures import Curve, LayerFigures, figures_of_costs
+from pipemesh.plan.figures import Curve, LayerFigures, figures_of_costs
 from pipemesh.plan.network import Link
-from pipemesh.plan.stage_costs import action_costs, stages_of
+from pipemesh.plan.stages import action_costs, stages_of
 from pipemesh.report import corrected
 from pipemesh.report.correction import alone
 from pipemesh.schedule import Costs, Timeline, gpipe, one_f_one_b, simulate, zb_h1

@@ -6,7 +6,7 @@ import pytest
 
 from pipemesh.partition import LayerCost
 from pipemesh.plan import Figures, Plan, Prediction, predict
-from pipemesh.plan.layer_figures import figures_of_costs
+from pipemesh.plan.figures import figures_of_costs
 from pipemesh.plan.network import Link
 from pipemesh.report import Basis, Change, Record, basis_of, changes, read
 from pipemesh.report.plan_changes import best, best_of_each

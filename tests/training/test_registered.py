@@ -255,7 +255,7 @@ def test_the_plan_tells_what_a_stack_declares():
             return p
 
     plan = RegisteredModel(Model(), "Model").plan
-    assert plan.table == one_f_one_b(2, 2) and plan.remat == "custom"
+    assert plan.table == one_f_one_b(2, 2) and plan.remat.is_custom
     plain = RegisteredModel(Model(), "Model", plain=True)
     assert plain.plan.mesh.num_devices == 1 and not plain.has_actions()
 

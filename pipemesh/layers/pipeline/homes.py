@@ -10,7 +10,7 @@ from pipemesh.backend.processes import current_processes
 from pipemesh.errors import PipelineError, PipemeshError
 from pipemesh.layers.mesh_cluster import MeshCluster, check_layout
 from pipemesh.mesh import LayoutRules, Mesh
-from pipemesh.plan.places import check_no_idle_axis, home_of, num_replicas
+from pipemesh.plan.homes import check_no_idle_axis, home_of, num_replicas
 from pipemesh.recurrent import Home
 
 

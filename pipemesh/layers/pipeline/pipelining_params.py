@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipemesh.recurrent.table.forms import ROLL_ABOVE
 from pipemesh.schedule.names import listing
 
 
@@ -54,8 +55,9 @@ def define_pipelining(p: Any) -> None:
         "rolled",
         None,
         "Whether the repeating part of the schedule becomes a loop of the graph, which then "
-        "does not grow with the number of microbatches; by default if there are more than 100 "
-        "actions, and that leaves at most half of them in the graph.",
+        "does not grow with the number of microbatches; by default if operations of their own for "
+        f"all actions would be more than {ROLL_ABOVE:,} nodes, and a loop leaves at most half of "
+        "the actions in the graph.",
     )
     p.Define(
         "check_numerics",

@@ -13,8 +13,8 @@ from pipemesh.layers.pipeline.homes import mesh_of
 from pipemesh.mesh import Mesh
 from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.plan import Plan
-from pipemesh.plan.places import unused_axes
-from pipemesh.recurrent import RematPolicy
+from pipemesh.plan.homes import unused_axes
+from pipemesh.recurrent.remat import remat_of
 from pipemesh.schedule import Schedule
 
 
@@ -46,7 +46,7 @@ def plan_of(p: Any, schedule: Schedule, cluster: Any) -> Plan:
             p.num_micro_batches,
             # A stage may have no layer of its own, only hand on what it is given.
             boundaries=tuple(itertools.accumulate(sizes, initial=0)) if all(sizes) else None,
-            remat="custom" if isinstance(p.remat, RematPolicy) else p.remat,
+            remat=remat_of(p.remat),
             lowering=p.lowering,
             compute_dtype=None if p.fprop_dtype is None else tf.as_dtype(p.fprop_dtype).name,
             # Whoever asked for them was told.

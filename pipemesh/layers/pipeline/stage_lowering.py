@@ -17,7 +17,7 @@ from pipemesh.layers.named.replica_cut import ReplicaCut, replica_cut_scope
 from pipemesh.layers.pipeline.spread_weights import replica_of
 from pipemesh.lowering import PlacementLowering
 from pipemesh.mesh import LayoutRules, Mesh
-from pipemesh.plan.places import BATCH, cut_rules, inner_mesh, inner_rules, replica_axis
+from pipemesh.plan.homes import BATCH, cut_rules, inner_mesh, inner_rules, replica_axis
 from pipemesh.recurrent import Home
 from pipemesh.text import nearest_text
 

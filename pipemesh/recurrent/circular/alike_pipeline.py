@@ -22,7 +22,7 @@ from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.passes.cutting import Cutting
 from pipemesh.recurrent.passes.part import Grads, Tensors
 from pipemesh.recurrent.passes.traced_stage import TracedStage
-from pipemesh.recurrent.remat import Mode
+from pipemesh.recurrent.remat import Mode, remat_of
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.machine import Machine, State
 from pipemesh.recurrent.watch.health import LOCATING
@@ -99,7 +99,11 @@ def check_options(options: Options) -> None:
     """
     locating = {policy for policies in LOCATING.values() for policy in policies}
     for name, wrong, allowed in (
-        ("remat", options.remat != "full", "the stage is always computed again ('full')"),
+        (
+            "remat",
+            not remat_of(options.remat).is_full,
+            "the stage is always computed again ('full')",
+        ),
         ("rolled", options.rolled in (False, "ticks"), "it is always a loop (None or True)"),
         ("clock", options.clock is not None, "no action of its own can be noted (None)"),
         (

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 import tensorflow as tf
 
 from pipemesh.backend.static_shape import static_sizes
-from pipemesh.errors import PipelineError, ScheduleError
+from pipemesh.errors import PipelineError, PlanError, ScheduleError
+from pipemesh.plan.plan import check_batch
 from pipemesh.recurrent.passes.cutting import Cutting
 from pipemesh.recurrent.passes.graph_cut import node_of
 from pipemesh.recurrent.passes.traced_stage import TracedStage
@@ -62,20 +63,11 @@ def microbatch_size(
             f"the inputs have batch sizes {found} in dim {batch_dim} (batch_dim); they must be one"
         )
     (batch,) = sizes
-    if batch % num_microbatches:
-        divisors = [str(n) for n in range(1, batch + 1) if batch % n == 0]
-        raise PipelineError(
-            f"a batch of {batch} does not divide into {num_microbatches} microbatches; "
-            f"num_micro_batches may be {', '.join(divisors)}"
-        )
-    size = batch // num_microbatches
-    if size % replicas:
-        raise PipelineError(
-            f"a microbatch of {size} examples does not divide among the {replicas} replicas of a "
-            f"stage; the batch, {batch}, must be a multiple of {num_microbatches * replicas} (the "
-            "microbatches times the replicas)"
-        )
-    return size
+    try:
+        check_batch(batch, num_microbatches, replicas, name="num_micro_batches")
+    except PlanError as error:
+        raise PipelineError(str(error)) from error
+    return batch // num_microbatches
 
 
 def num_replicas(stages: Sequence[Stage], stage_devices: Sequence[int]) -> int:

@@ -15,11 +15,10 @@ from absl import flags
 
 from pipemesh.errors import PlanError
 from pipemesh.partition.text import bytes_text
-from pipemesh.plan.candidates import Asked
 from pipemesh.plan.figures import FILE, Figures
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.predict import predict
-from pipemesh.plan.search import TRIALS, nearest_that_fits, search
+from pipemesh.plan.search import TRIALS, SearchSpace, nearest_that_fits, search
 from pipemesh.text import bytes_of
 from pipemesh.training.command import plan_flags
 from pipemesh.training.command.flags import PLAN, FlagError, device_type, group
@@ -118,7 +117,7 @@ def take(logdir: str) -> None:
             best = dataclasses.replace(predict(plan, figures, batch), seconds=first["seconds"])
             trial = f"{1e3 * first['trial']:.4g} ms a step in a trial, "
         else:
-            best = search(figures, Asked(devices, batch, _memory(), fixed), count=1)[0]
+            best = search(figures, SearchSpace(devices, batch, _memory(), fixed), count=1)[0]
     except PlanError as error:
         raise FlagError(f"{asked}: {error}") from error
     values = best.plan.to_values()
@@ -162,7 +161,7 @@ def check_memory(plan: Plan, logdir: str) -> None:
     try:
         # The only value that changes results.
         fixed = {n: v for n, v in plan.to_values().items() if n == "compute_dtype" and v}
-        near = nearest_that_fits(plan, figures, Asked(devices, batch, memory, fixed))
+        near = nearest_that_fits(plan, figures, SearchSpace(devices, batch, memory, fixed))
     except PlanError as error:
         raise FlagError(f"{told}{error}") from error
     raise FlagError(

@@ -11,7 +11,7 @@ from pipemesh.errors import DeviceError, PlanError
 from pipemesh.hosts import Cluster
 from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
-from pipemesh.plan.fewer import fewer
+from pipemesh.plan.search import fewer
 from pipemesh.training.command.flags import (
     WORKERS,
     FlagError,

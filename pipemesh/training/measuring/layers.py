@@ -13,8 +13,8 @@ from pipemesh.backend.static_shape import num_bytes
 from pipemesh.errors import PlanError
 from pipemesh.layers.named.named_layer import NamedLayer
 from pipemesh.mesh import LayoutRules, Mesh
-from pipemesh.plan import Plan
-from pipemesh.plan.layer_figures import Curve, LayerFigures
+from pipemesh.plan import Plan, Remat
+from pipemesh.plan.figures import Curve, LayerFigures
 from pipemesh.recurrent.memory import StageMemory
 from pipemesh.schedule import Schedule
 from pipemesh.training.measuring.action_times import ActionTimes, on_one_core, times_of
@@ -156,7 +156,7 @@ def _step(
         layout,
         schedule=Schedule.from_text(f"0: {' '.join(row)}"),
         num_microbatches=_MICROBATCHES,
-        remat="full" if "R" in kinds else "none",
+        remat=Remat.FULL if "R" in kinds else Remat.NONE,
         boundaries=(0, layers) if layers else tuple(range(stages + 1)),
     )
     return TimedStep(make(plan), with_rows(batch, rows * _MICROBATCHES), clocked=True)

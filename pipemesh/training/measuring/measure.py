@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pipemesh.mesh import LayoutRules, Mesh
-from pipemesh.plan import Plan
+from pipemesh.plan import Plan, Remat
+from pipemesh.plan.calibration import Measured, fitted
 from pipemesh.plan.figures import PLAIN, Figures
-from pipemesh.plan.fit import Measured, fitted
 from pipemesh.plan.network import Link
 from pipemesh.training.measuring.action_times import in_turn, usual
 from pipemesh.training.measuring.layers import AXIS, Make, MeasuredLayers
@@ -31,8 +31,8 @@ def measure(
     """Measures a model.
 
     Every layer is timed on the first device, in steps in which it is a stage of its own. A few
-    whole steps say the rest (`pipemesh.plan.fit`): what actions and steps take besides, links, and
-    how many cores devices of this machine share.
+    whole steps say the rest (`pipemesh.plan.calibration`): what actions and steps take besides,
+    links, and how many cores devices of this machine share.
 
     Args:
         make: the model under a plan.
@@ -95,20 +95,20 @@ def plans_to_fit(figures: Figures, devices: int) -> Iterator[Plan]:
         return max(n for n in range(1, most + 1) if of % n == 0)
 
     yield PLAIN
-    yield Plan(num_microbatches=divisor(rows, 8), remat="none")
-    yield Plan(num_microbatches=divisor(rows, 2), remat="full")
+    yield Plan(num_microbatches=divisor(rows, 8), remat=Remat.NONE)
+    yield Plan(num_microbatches=divisor(rows, 2), remat=Remat.FULL)
     if devices < 2:
         return
     if len(figures.layers) > 1:
-        yield Plan(Mesh.from_text("layers:2"), num_microbatches=divisor(rows, 4), remat="none")
+        yield Plan(Mesh.from_text("layers:2"), num_microbatches=divisor(rows, 4), remat=Remat.NONE)
     most = divisor(devices, len(figures.layers))
     if most > 1:
         # Many actions, each of little work.
         mesh = Mesh.from_text(f"layers:{most}")
-        yield Plan(mesh, schedule="zb_h1", num_microbatches=divisor(rows, 8), remat="full")
+        yield Plan(mesh, schedule="zb_h1", num_microbatches=divisor(rows, 8), remat=Remat.FULL)
     if rows % 2 == 0:
         yield Plan(
-            Mesh.from_text("layers:1;data:2"), LayoutRules.from_text("batch:data"), remat="none"
+            Mesh.from_text("layers:1;data:2"), LayoutRules.from_text("batch:data"), remat=Remat.NONE
         )
     if devices > 2 and rows % devices == 0:
         # As many sums of gradients as there can be, and few rows.
@@ -120,9 +120,9 @@ def plans_to_fit(figures: Figures, devices: int) -> Iterator[Plan]:
     rules = LayoutRules.from_text(figures.rules)
     for number in sorted({1, divisor(rows, 8)}):
         mesh = Mesh.from_text(f"layers:1;{AXIS}:2")
-        yield Plan(mesh, rules, num_microbatches=number, remat="none")
+        yield Plan(mesh, rules, num_microbatches=number, remat=Remat.NONE)
     most = max(n for n in range(1, devices + 1) if not devices % n and figures.can_share(n))
     if most > 2:
         # As many slices as there can be.
         mesh = Mesh.from_text(f"layers:1;{AXIS}:{most}")
-        yield Plan(mesh, rules, num_microbatches=divisor(rows, 2), remat="full")
+        yield Plan(mesh, rules, num_microbatches=divisor(rows, 2), remat=Remat.FULL)

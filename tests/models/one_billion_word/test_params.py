@@ -4,7 +4,7 @@ import pytest
 from lingvo import model_registry
 from lingvo.core import optimizer, schedule
 
-from models.one_billion_word.choice import choose
+from models.one_billion_word.choice import choose, default_figures
 from models.one_billion_word.named_transformer import (
     ExpertsBlock,
     ExpertsEmbedding,
@@ -12,10 +12,15 @@ from models.one_billion_word.named_transformer import (
     NamedEmbedding,
     NamedSoftmax,
 )
-from models.one_billion_word.params import CONFIGURATIONS, OneBillionWordGPipe32
+from models.one_billion_word.params import (
+    CONFIGURATIONS,
+    OneBillionWordGPipe32,
+    boundaries_of,
+    layer_flops_of,
+)
 from models.one_billion_word.sizes import LAYERS
 from models.one_billion_word.transformer import Block, Embedding, Softmax
-from pipemesh.plan import Plan
+from pipemesh.plan import Plan, predict
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
@@ -84,9 +89,37 @@ def test_a_home_with_more_devices_takes_more_of_the_layers(mesh, sizes):
 def test_what_is_chosen_counts_on_the_devices_of_each_home():
     """Four times the flops on four times the devices take as long, so nobody waits for long."""
     config = CONFIGURATIONS["OneBillionWordTiny"]()
-    config.CHOSEN, flops = (), [4e12, 1e12]
+    config.CHOSEN, flops = (), [4e14 / 3] * 3 + [1e14 / 4] * 4
     bubbles = []
     for mesh in ("layers:2;model:4,1", "layers:2;model:4"):
-        config.PLAN = Plan(mesh, "heads:model;d_ff:model", num_microbatches=8)
-        bubbles.append(choose(config, flops, "GPU", None).bubble)
+        config.PLAN = Plan(mesh, "heads:model;d_ff:model", num_microbatches=8, remat="none")
+        bubbles.append(choose(config, flops, (0, 3, 7), "GPU", None).bubble)
     assert bubbles[0] == pytest.approx(1 / 9, abs=1e-3) and bubbles[1] > 0.3
+
+
+def test_the_choice_is_the_fastest_forecast_that_fits():
+    config = CONFIGURATIONS["OneBillionWordBase"]()
+    flops, cuts, available = layer_flops_of(config), boundaries_of(config), 10**9
+    choice = choose(config, flops, cuts, "CPU", available)
+    figures = default_figures(config, flops, "CPU")
+
+    def forecast(number, remat):
+        plan = Plan(config.PLAN.mesh, num_microbatches=number, remat=remat, boundaries=cuts)
+        return predict(plan, figures, config.BATCH_SIZE)
+
+    every = [forecast(2**n, remat) for n in range(7) for remat in ("none", "full")]
+    fitting = [each for each in every if max(each.memory) <= available]
+    best = min(fitting, key=lambda each: each.seconds)
+    assert 0 < len(fitting) < len(every)
+    assert dict(best.plan.changes(choice.plan)).keys() == {"boundaries"}
+    assert (choice.memory, choice.bubble) == (int(max(best.memory)), best.bubble)
+
+
+def test_one_program_may_split_the_softmax_along_the_stages():
+    config = CONFIGURATIONS["OneBillionWordTiny"]()
+    config.CHOSEN = ("num_microbatches",)
+    config.PLAN = Plan("layers:2", "vocab:layers", "gpipe", 8, lowering="simd")
+    cuts = boundaries_of(config)
+    choice = choose(config, layer_flops_of(config), cuts, "CPU", None)
+    assert choice.plan.lowering == "simd" and choice.plan.layout == config.PLAN.layout
+    assert choice.plan.num_microbatches > 1 and choice.plan.boundaries is None

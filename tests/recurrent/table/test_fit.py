@@ -46,7 +46,7 @@ def test_a_microbatch_is_an_equal_part_of_the_batch():
         ([[4, 4], [4]], (2, 1), r"input 1 has shape \(4,\) and no dim 1 \(batch_dim\)"),
         ([[4], [8]], (2, 0), r"batch sizes 4 \(input 0\), 8 \(input 1\) in dim 0"),
         ([[6]], (4, 0), "6 does not divide into 4 .* num_micro_batches may be 1, 2, 3, 6"),
-        ([[8]], (2, 0, None, 3), r"4 examples does not divide among the 3 .* a multiple of 6"),
+        ([[8]], (2, 0, None, 3), r"8 does not divide among the 3 replicas; use a multiple of 6"),
         ([[4], [8]], (2, 0, ["ids", "labels"]), r"4 \(ids\), 8 \(labels\)"),
     ],
 )

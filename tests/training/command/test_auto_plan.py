@@ -7,10 +7,8 @@ import pytest
 
 from pipemesh.partition import LayerCost
 from pipemesh.plan import Plan, predict
-from pipemesh.plan.candidates import Asked
-from pipemesh.plan.figures import Figures
-from pipemesh.plan.layer_figures import figures_of_costs
-from pipemesh.plan.search import search
+from pipemesh.plan.figures import Figures, figures_of_costs
+from pipemesh.plan.search import SearchSpace, search
 from tests.training.command.program import done, refused
 
 MODEL = "--model=tests.training.small_models.PlannedPoints"
@@ -36,7 +34,7 @@ def test_the_best_plan_is_taken_said_kept_and_gone_on_with(tmp_path, figures):
     logdir = tmp_path / "run"
     flags = ["--mesh_shape=auto:2", f"--figures={path}", "--layout=", "--schedule=1f1b"]
     fixed = {"schedule": "1f1b", "layout": ""}
-    best = search(found, Asked(2, 8, fixed=fixed), count=1)[0].plan
+    best = search(found, SearchSpace(2, 8, fixed=fixed), count=1)[0].plan
     out = done("train", MODEL, *flags, "--steps=2", f"--logdir={logdir}")
     (line,) = [line for line in out.splitlines() if line.startswith("chosen for 2 devices: ")]
     assert f"--mesh_shape={best.mesh} " in line

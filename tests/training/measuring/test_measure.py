@@ -86,7 +86,7 @@ def test_rows_are_cut_and_repeated():
 
 def test_plans_to_fit_use_what_there_is(tmp_path):
     from pipemesh.partition import LayerCost
-    from pipemesh.plan.layer_figures import figures_of_costs
+    from pipemesh.plan.figures import figures_of_costs
 
     costs = [LayerCost(1.0)] * 3
     plain = Figures(tuple(figures_of_costs(costs, 1)), batch=12)

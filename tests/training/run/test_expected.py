@@ -7,7 +7,7 @@ import pytest
 
 from pipemesh.partition import LayerCost
 from pipemesh.plan import Figures, Plan, predict
-from pipemesh.plan.layer_figures import figures_of_costs
+from pipemesh.plan.figures import figures_of_costs
 from pipemesh.report import Basis, basis_of, read
 from pipemesh.training import Loop, Options, Trainer
 from pipemesh.training.registered import RegisteredModel

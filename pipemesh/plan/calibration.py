@@ -1,4 +1,4 @@
-"""Figures that agree with steps that were measured."""
+"""Figures adjusted until forecasts agree with measured steps."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipemesh.errors import PipemeshError, PlanError
-from pipemesh.plan.figures import Figures
-from pipemesh.plan.layer_figures import Curve, LayerFigures
+from pipemesh.plan.figures import Curve, Figures, LayerFigures
 from pipemesh.plan.network import Link
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.predict import predict
@@ -30,15 +29,15 @@ _STEADY = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A step that was measured.
+    """A measured step.
 
     Attributes:
-        plan: that it ran under.
-        batch: rows.
-        seconds: that it took.
-        is_work: whether they are seconds of all cores together, `Prediction.work`, which other
-            programs on the machine disturb less than the clock.
-        spread: by what share its times differ among each other; the more, the less it counts.
+        plan: the plan of the step.
+        batch: rows of the batch.
+        seconds: the measured time.
+        is_work: whether `seconds` is the work of all cores, `Prediction.work`, which other programs
+            on the machine disturb less than the clock.
+        spread: the relative spread of the measured times; the larger, the less the step counts.
     """
 
     plan: Plan
@@ -49,30 +48,12 @@ class Measured:
 
 
 def fitted(figures: Figures, steps: Sequence[Measured]) -> Figures:
-    """The same figures, moved until forecasts of some steps agree with what they took.
-
-    What cannot be measured on its own is moved: links, and what waits for cores. What was measured
-    is moved, too, which costs more: what actions take beside their layers, what a step takes
-    besides, the update; what all layers take and compute, by a factor each, and one each for what
-    they do however few the rows; and the cores that devices share. Squares of the logarithms of
-    errors are made small (`scipy.optimize.least_squares`), with a little weight on staying where
-    figures were.
-
-    Args:
-        figures: as they were measured; what is 0, endless or None stays so.
-        steps: that were measured, of plans that differ in what is to be told apart.
-
-    Raises:
-        PlanError: a step took no time, or nothing can be said of a plan.
-
-    Example:
-        >>> from pipemesh.partition import LayerCost
-        >>> from pipemesh.plan.layer_figures import figures_of_costs
-        >>> figures = Figures(tuple(figures_of_costs([LayerCost(1.0)] * 2, rows=1)))
-        >>> found = fitted(figures, [Measured(Plan(remat="none"), 4, 26.0)])
-        >>> round(predict(Plan(remat="none"), found, 4).seconds)
-        26
-    """
+    """Returns the figures, adjusted until forecasts agree with measured steps."""
+    # Values that cannot be measured alone are free: links, and what waits for cores. Measured
+    # values may move, too, at a higher cost: the overhead of actions and steps, the update, the
+    # time, work and fixed cost of all layers by a factor each, and the number of cores. The squared
+    # logarithms of the errors are minimized, with a small weight on staying near the given figures.
+    # Values that are 0, infinite or None stay.
     # SciPy is slow to import, and only those who measure need it.
     optimize: Any = importlib.import_module("scipy.optimize")
 
@@ -83,7 +64,7 @@ def fitted(figures: Figures, steps: Sequence[Measured]) -> Figures:
     measured = dict.fromkeys((step.plan, step.batch) for step in steps)
 
     def apart(factors: Sequence[float]) -> list[float]:
-        """How far factors are from nothing, and forecasts from steps, as logarithms."""
+        """Returns the logarithms of all factors and of the errors of forecasts."""
         there = _moved(figures, dict(zip(names, factors, strict=True)))
         found = [
             math.sqrt(_FACTORS[name][2]) * factor
@@ -116,7 +97,7 @@ def _layers(figures: Figures, factor: float) -> Figures:
 
 
 def _curves(figures: Figures, moved: Callable[[Curve], Curve], names: Sequence[str]) -> Figures:
-    """Figures with curves of their layers' times moved."""
+    """Returns figures with moved curves of their layers."""
 
     def of(layer: LayerFigures) -> LayerFigures:
         every = {name: {k: moved(c) for k, c in getattr(layer, name).items()} for name in names}
@@ -126,7 +107,7 @@ def _curves(figures: Figures, moved: Callable[[Curve], Curve], names: Sequence[s
 
 
 def _start(names: Sequence[str]) -> Callable[[Figures, float], Figures]:
-    """What layers take or compute for no rows at all: what their first line begins with."""
+    """Returns a factor of the fixed cost of layers: the value of their first line at 0 rows."""
 
     def moved(curve: Curve, factor: float) -> Curve:
         if len(curve.points) == 1:
@@ -140,18 +121,18 @@ def _start(names: Sequence[str]) -> Callable[[Figures, float], Figures]:
 
 
 def _work(figures: Figures, factor: float) -> Figures:
-    """Layers keep more or fewer cores busy than was measured."""
+    """Scales the number of cores that layers keep busy."""
     return _curves(figures, lambda curve: curve.scaled(factor), ("work",))
 
 
 def _crowding(figures: Figures, factor: float) -> Figures:
-    """The ratio of what is lost to what is not is moved, so that both stay shares."""
+    """Scales the odds of crowding, so that it stays between 0 and 1."""
     odds = figures.crowding / (1 - figures.crowding) * factor**_WIDE
     return dataclasses.replace(figures, crowding=odds / (1 + odds))
 
 
 def _starts(name: str) -> Callable[[Figures], bool]:
-    """Whether curves of that name say something of few rows and of many."""
+    """Returns a test for curves of a name that are known for few rows and for many."""
 
     def found(figures: Figures) -> bool:
         curves = [c for layer in figures.layers for c in getattr(layer, name).values()]
@@ -170,7 +151,7 @@ def _number(name: str) -> tuple[Callable[[Figures], bool], Callable[[Figures, fl
 def _link(
     name: str, part: str
 ) -> tuple[Callable[[Figures], bool], Callable[[Figures, float], Figures], float]:
-    """The latency of a link, or what a byte takes."""
+    """Returns the factor of a link's latency or bandwidth."""
 
     def seconds(link: Link | None) -> float:
         return 0.0 if link is None else link.latency if part == "latency" else 1 / link.bandwidth

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipemesh.errors import PlanError
-from pipemesh.scale import Failures, simulate_failures
+from pipemesh.plan.many_devices import Failures, simulate_failures
 
 any_failures = st.builds(Failures, st.floats(60, 1e7), st.floats(0.1, 600), st.floats(0, 600))
 

@@ -1,4 +1,4 @@
-"""Failures, checkpoints, and what of the time is left for work."""
+"""Failures and checkpoints of a run, and the share of its time that does lasting work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipemesh.errors import PlanError
 
 @dataclasses.dataclass(frozen=True)
 class Failures:
-    """Devices that fail at any time, independently of each other, and what it takes to go on.
+    """Devices that fail at any time, independently of each other, and the cost of going on.
 
     A failure loses what was done since the last checkpoint, and the one that is being written. One
     during a restart begins it anew.
@@ -89,7 +89,7 @@ class Failures:
         return (low + high) / 2 * self.between
 
     def goodput(self, interval: float) -> float:
-        """The share of the time that does work which is not lost.
+        """Returns the share of the time that does lasting work.
 
         Exact for failures that do not depend on each other (Daly 2006, equation 20): a piece of
         `interval` and its checkpoint takes `between exp(restart / between)
@@ -117,13 +117,13 @@ class Failures:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a training with failures went.
+    """The result of a simulated run with failures.
 
     Attributes:
-        seconds: that it took.
-        failures: how many there were.
-        lost: seconds of work and of checkpoints that were done in vain.
-        goodput: the share of the time that did work which was not lost.
+        seconds: of the run.
+        failures: their number.
+        lost: seconds of work and checkpoints that failures destroyed.
+        goodput: the share of the time that did lasting work.
     """
 
     seconds: float
@@ -168,7 +168,7 @@ def simulate_failures(
     count, done = 0, 0
 
     def passes(begin: float, seconds: float) -> tuple[bool, float]:
-        """Whether nothing fails for so long, and when that ends or a device fails."""
+        """Returns whether nothing fails in a span, and when it ends or a device fails."""
         nonlocal count
         failure = fails[0]
         if failure >= begin + seconds:

@@ -1,4 +1,4 @@
-"""Which processors of a mesh run a stage."""
+"""The processors that own a stage, and the axes that divide a stage among them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,7 @@ BATCH = "batch"
 
 
 def check_axes(layout: LayoutRules, lowering: str = "placement") -> None:
-    """Checks that stages can be split over the axes that a layout names.
-
-    Args:
-        layout: the rules.
-        lowering: of the plan. Under `simd` all devices compute what stands before and behind the
-            stages, so dims of that may be split over the axis `layers`, too.
-
-    Raises:
-        LayoutError: the batch is split over the axis along which the stages lie, or another dim
-            over that axis.
-    """
+    """Checks that a layout does not split stages over `layers`; under `simd` other dims may."""
     if layout.axis(BATCH) == LAYERS_AXIS:
         raise LayoutError(
             f"layout '{layout}' splits the batch over the axis 'layers', along which the stages "
@@ -41,17 +31,7 @@ def check_axes(layout: LayoutRules, lowering: str = "placement") -> None:
 
 
 def check_uneven(mesh: Mesh, layout: LayoutRules, lowering: str = "placement") -> None:
-    """Checks that homes may differ as those of a mesh do; see `Mesh.place_mesh`.
-
-    Args:
-        mesh: the mesh.
-        layout: its rules.
-        lowering: of the plan.
-
-    Raises:
-        LayoutError: the batch, or weights with it, are split over axes of homes that differ.
-        MeshError: homes differ, and the lowering has one program for all.
-    """
+    """Checks that a lowering and layout support homes of different sizes."""
     if mesh.is_even:
         return
     if lowering != "placement":
@@ -75,71 +55,45 @@ def check_uneven(mesh: Mesh, layout: LayoutRules, lowering: str = "placement") -
 
 
 def num_replicas(mesh: Mesh, layout: LayoutRules) -> int:
-    """Over how many places the batch is split."""
+    """Returns the number of replicas: the size of the axis that splits the batch."""
     axis = layout.axis(BATCH)
     return 1 if axis is None else mesh.size(axis)
 
 
 def replica_axis(mesh: Mesh, layout: LayoutRules) -> tuple[str, int] | None:
-    """The axis that the batch is split over, with its size; None if there is one replica."""
+    """Returns the axis that splits the batch, with its size; None for one replica."""
     axis, number = layout.axis(BATCH), num_replicas(mesh, layout)
     return None if axis is None or number == 1 else (axis, number)
 
 
 def cut_rules(layout: LayoutRules) -> LayoutRules:
-    """The rules for dims that are split as the batch is: weights that have them are cut so.
-
-    Example:
-        >>> str(cut_rules(LayoutRules.from_text("batch:data;embed:data;d_ff:model")))
-        'embed:data'
-    """
+    """Returns the rules that split weights over the axis of the batch."""
     axis = layout.axis(BATCH)
     return LayoutRules(tuple((dim, of) for dim, of in layout.rules if dim != BATCH and of == axis))
 
 
 def inner_axes(mesh: Mesh, layout: LayoutRules) -> list[str]:
-    """The axes over which dims are split inside of a replica, in the order of the mesh."""
+    """Returns the axes that split dims inside a replica, in the order of the mesh."""
     used = {axis for _, axis in inner_rules(layout).rules}
     return [name for name in mesh.axis_names if name in used]
 
 
 def inner_mesh(mesh: Mesh, layout: LayoutRules, place: int = 0) -> Mesh | None:
-    """The sub-mesh of a replica; None if nothing but the batch is split.
-
-    Args:
-        mesh: the mesh.
-        layout: its rules.
-        place: of the stage along the axis `layers`; it matters where homes differ.
-    """
+    """Returns the sub-mesh of a replica at an index along `layers`; None without inner axes."""
     axes, of_place = inner_axes(mesh, layout), mesh.place_mesh(place)
     return Mesh(tuple((name, of_place.size(name)) for name in axes)) if axes else None
 
 
 def inner_rules(layout: LayoutRules) -> LayoutRules:
-    """The rules for what is split inside of a replica."""
+    """Returns the rules that split dims inside a replica."""
     outside = (LAYERS_AXIS, layout.axis(BATCH))
     return LayoutRules(tuple((dim, axis) for dim, axis in layout.rules if axis not in outside))
 
 
 def home_of(mesh: Mesh, layout: LayoutRules, place: int) -> list[int]:
-    """The processors that run a stage: those of its first replica, of its second, and so on.
-
-    Args:
-        mesh: the mesh.
-        layout: its rules.
-        place: of the stage along the axis `layers`.
-
-    Returns:
-        Within a replica in the order of the axes that its dims are split over. Of processors that
-        differ in axes only over which nothing is split there is the first.
-
-    Example:
-        >>> mesh = Mesh.from_text("layers:2;model:2;data:2")
-        >>> home_of(mesh, LayoutRules.from_text("batch:data"), 1)
-        [4, 5]
-        >>> home_of(mesh, LayoutRules.from_text("batch:data;d_ff:model"), 1)
-        [4, 6, 5, 7]
-    """
+    """Returns the processors of a home at an index along `layers`, replica after replica."""
+    # Within a replica they are in the order of its axes. Of processors that differ only along
+    # unused axes, the first one counts.
     order = [name for name in [layout.axis(BATCH)] if name is not None]
     order += inner_axes(mesh, layout)
     at = {p: mesh.coordinates(p) for p in mesh.stage_processors(place)}
@@ -149,12 +103,12 @@ def home_of(mesh: Mesh, layout: LayoutRules, place: int) -> list[int]:
 
 
 def without(mesh: Mesh, axes: Sequence[str]) -> Mesh:
-    """The mesh without some of its axes."""
+    """Returns the mesh without some of its axes."""
     return Mesh(tuple(axis for axis in mesh.axes if axis[0] not in axes))
 
 
 def unused_axes(mesh: Mesh, layout: LayoutRules) -> list[str]:
-    """Axes of several places, other than `layers`, over which the layout splits nothing."""
+    """Returns axes other than `layers`, longer than 1, that no rule uses."""
     used = {axis for _, axis in layout.rules}
     return [
         name for name, size in mesh.axes if size != 1 and name != LAYERS_AXIS and name not in used
@@ -162,11 +116,7 @@ def unused_axes(mesh: Mesh, layout: LayoutRules) -> list[str]:
 
 
 def check_no_idle_axis(mesh: Mesh, layout: LayoutRules) -> None:
-    """Checks that something is split over each axis other than `layers`.
-
-    Raises:
-        PlanError: over one there is nothing.
-    """
+    """Checks that a rule uses each axis other than `layers`."""
     unused = unused_axes(mesh, layout)
     if not unused:
         return

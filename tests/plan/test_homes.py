@@ -1,10 +1,10 @@
-"""Which processors of a mesh run what is split over the batch alone."""
+"""The processors that own a stage."""
 
 import pytest
 
 from pipemesh.errors import LayoutError, MeshError, PlanError
 from pipemesh.mesh import LayoutRules, Mesh
-from pipemesh.plan import Plan, places
+from pipemesh.plan import Plan, homes
 
 BY_DATA = LayoutRules.from_text("batch:data")
 
@@ -14,10 +14,10 @@ def mesh(text):
 
 
 def test_the_batch_is_not_split_along_the_stages():
-    places.check_axes(LayoutRules())
-    places.check_axes(BY_DATA)
+    homes.check_axes(LayoutRules())
+    homes.check_axes(BY_DATA)
     with pytest.raises(LayoutError, match="'batch:layers' splits the batch over the axis 'layers'"):
-        places.check_axes(LayoutRules.from_text("batch:layers"))
+        homes.check_axes(LayoutRules.from_text("batch:layers"))
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_the_batch_is_not_split_along_the_stages():
     ],
 )
 def test_replicas_are_the_places_of_the_batchs_axis(text, layout, number):
-    assert places.num_replicas(mesh(text), LayoutRules.from_text(layout)) == number
+    assert homes.num_replicas(mesh(text), LayoutRules.from_text(layout)) == number
 
 
 @pytest.mark.parametrize(
@@ -49,81 +49,81 @@ def test_of_processors_that_differ_in_other_axes_the_first_runs_a_stage(
     text, layout, of_each_place
 ):
     rules = LayoutRules.from_text(layout)
-    found = [places.home_of(mesh(text), rules, i) for i in range(len(of_each_place))]
+    found = [homes.home_of(mesh(text), rules, i) for i in range(len(of_each_place))]
     assert found == of_each_place
 
 
 def test_axes_can_be_left_out():
     whole = mesh("layers:2;data:3;model:4")
-    assert places.without(whole, ["data", "other"]) == mesh("layers:2;model:4")
-    assert places.without(whole, []) == whole
+    assert homes.without(whole, ["data", "other"]) == mesh("layers:2;model:4")
+    assert homes.without(whole, []) == whole
 
 
 def test_an_axis_of_several_places_over_which_nothing_is_split_is_unused():
     whole = mesh("layers:2;data:3;model:4;one:1")
-    assert places.unused_axes(whole, LayoutRules()) == ["data", "model"]
-    assert places.unused_axes(whole, LayoutRules.from_text("hidden:data")) == ["model"]
-    assert places.unused_axes(mesh("layers:2;one:1"), LayoutRules()) == []
+    assert homes.unused_axes(whole, LayoutRules()) == ["data", "model"]
+    assert homes.unused_axes(whole, LayoutRules.from_text("hidden:data")) == ["model"]
+    assert homes.unused_axes(mesh("layers:2;one:1"), LayoutRules()) == []
 
 
 def test_devices_may_not_idle():
-    places.check_no_idle_axis(mesh("layers:2;data:3"), BY_DATA)
+    homes.check_no_idle_axis(mesh("layers:2;data:3"), BY_DATA)
     with pytest.raises(PlanError, match=r"axis 'data' of mesh 'layers:2;data:3'.*; add a rule"):
-        places.check_no_idle_axis(mesh("layers:2;data:3"), LayoutRules())
+        homes.check_no_idle_axis(mesh("layers:2;data:3"), LayoutRules())
     with pytest.raises(PlanError, match=r"axis 'model' .* or compute the same; leave the axis out"):
-        places.check_no_idle_axis(mesh("layers:2;data:3;model:2"), BY_DATA)
+        homes.check_no_idle_axis(mesh("layers:2;data:3;model:2"), BY_DATA)
     with pytest.raises(PlanError, match=r"compute the same; leave the axis out"):
-        places.check_no_idle_axis(mesh("layers:2;model:2,1"), LayoutRules())
+        homes.check_no_idle_axis(mesh("layers:2;model:2,1"), LayoutRules())
 
 
 def test_the_mesh_of_a_replica_has_the_axes_that_other_dims_than_the_batch_are_split_over():
     whole = mesh("model:2;layers:2;data:2;idle:1")
     rules = LayoutRules.from_text("batch:data;d_ff:model;heads:model")
-    assert str(places.inner_mesh(whole, rules)) == "model:2"
-    assert str(places.inner_rules(rules)) == "d_ff:model;heads:model"
-    assert places.inner_mesh(whole, BY_DATA) is None
+    assert str(homes.inner_mesh(whole, rules)) == "model:2"
+    assert str(homes.inner_rules(rules)) == "d_ff:model;heads:model"
+    assert homes.inner_mesh(whole, BY_DATA) is None
 
 
 def test_what_is_split_as_the_batch_is_are_weights_and_nothing_inside_of_a_replica():
     whole = mesh("model:2;layers:2;data:2")
     rules = LayoutRules.from_text("batch:data;embed:data;d_ff:model")
-    places.check_axes(rules)
-    assert str(places.cut_rules(rules)) == "embed:data"
-    assert str(places.inner_rules(rules)) == "d_ff:model"
-    assert str(places.inner_mesh(whole, rules)) == "model:2"
-    assert places.replica_axis(whole, rules) == ("data", 2)
-    assert places.home_of(whole, rules, 1) == [2, 6, 3, 7]
+    homes.check_axes(rules)
+    assert str(homes.cut_rules(rules)) == "embed:data"
+    assert str(homes.inner_rules(rules)) == "d_ff:model"
+    assert str(homes.inner_mesh(whole, rules)) == "model:2"
+    assert homes.replica_axis(whole, rules) == ("data", 2)
+    assert homes.home_of(whole, rules, 1) == [2, 6, 3, 7]
     for text in ("d_ff:model", "batch:rows"):
-        assert places.replica_axis(mesh("model:2;rows:1"), LayoutRules.from_text(text)) is None
+        assert homes.replica_axis(mesh("model:2;rows:1"), LayoutRules.from_text(text)) is None
 
 
 def test_no_dim_is_split_along_the_stages():
     text = "splits the dim 'd_ff' over the axis 'layers', along which the stages lie"
     with pytest.raises(LayoutError, match=text):
-        places.check_axes(LayoutRules.from_text("d_ff:layers"))
+        homes.check_axes(LayoutRules.from_text("d_ff:layers"))
 
 
 def test_in_one_program_dims_of_what_all_devices_compute_may_lie_along_the_stages():
     rules = LayoutRules.from_text("vocab:layers;batch:data;heads:model")
-    places.check_axes(rules, "simd")
+    homes.check_axes(rules, "simd")
     whole = Mesh.from_text("layers:2;data:2;model:2")
-    assert str(places.inner_mesh(whole, rules)) == "model:2"
-    assert str(places.inner_rules(rules)) == "heads:model"
+    assert str(homes.inner_mesh(whole, rules)) == "model:2"
+    assert str(homes.inner_rules(rules)) == "heads:model"
     with pytest.raises(LayoutError, match="splits the batch over the axis 'layers'"):
-        places.check_axes(LayoutRules.from_text("batch:layers"), "simd")
+        homes.check_axes(LayoutRules.from_text("batch:layers"), "simd")
 
 
 def test_homes_may_differ_in_what_is_inside_of_a_replica():
     whole = mesh("layers:2;data:2;model:2,1")
     rules = LayoutRules.from_text("batch:data;d_ff:model")
-    places.check_uneven(whole, rules)
-    assert [str(places.inner_mesh(whole, rules, place)) for place in (0, 1)] == [
+    homes.check_uneven(whole, rules)
+    assert [str(homes.inner_mesh(whole, rules, place)) for place in (0, 1)] == [
         "model:2",
         "model:1",
     ]
-    assert [places.home_of(whole, rules, place) for place in (0, 1)] == [[0, 1, 2, 3], [4, 5]]
-    assert places.unused_axes(whole, BY_DATA) == ["model"]
-    assert places.num_replicas(whole, rules) == 2
+    assert [homes.home_of(whole, rules, place) for place in (0, 1)] == [[0, 1, 2, 3], [4, 5]]
+    assert homes.unused_axes(whole, BY_DATA) == ["model"]
+    assert homes.num_replicas(whole, rules) == 2
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_homes_may_differ_in_what_is_inside_of_a_replica():
 def test_what_homes_that_differ_cannot_have_is_an_error(text, rules, lowering, error, message):
     layout = LayoutRules.from_text(rules)
     with pytest.raises(error, match=message):
-        places.check_uneven(mesh(text), layout, lowering)
+        homes.check_uneven(mesh(text), layout, lowering)
     with pytest.raises(error, match=message):
         Plan(mesh(text), layout, num_microbatches=2, lowering=lowering)
-    places.check_uneven(mesh("layers:2;data:2;model:2"), layout, lowering)
+    homes.check_uneven(mesh("layers:2;data:2;model:2"), layout, lowering)

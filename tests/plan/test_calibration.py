@@ -1,4 +1,4 @@
-"""Figures that agree with steps that were measured."""
+"""Figures adjusted until forecasts agree with measured steps."""
 
 import math
 
@@ -7,9 +7,8 @@ import pytest
 from pipemesh.errors import PlanError
 from pipemesh.partition import LayerCost
 from pipemesh.plan import Plan
-from pipemesh.plan.figures import Figures
-from pipemesh.plan.fit import Measured, _moved, fitted
-from pipemesh.plan.layer_figures import Curve, LayerFigures, figures_of_costs
+from pipemesh.plan.calibration import Measured, _moved, fitted
+from pipemesh.plan.figures import Curve, Figures, LayerFigures, figures_of_costs
 from pipemesh.plan.network import Link
 from pipemesh.plan.predict import predict
 

@@ -1,0 +1,428 @@
+"""The stages of a plan: what their actions take and hold, from the figures of their layers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+
+from pipemesh.errors import PartitionError, PlanError
+from pipemesh.partition import partition
+from pipemesh.plan.figures import Figures, LayerFigures
+from pipemesh.plan.homes import home_of
+from pipemesh.plan.network import Link, Network
+from pipemesh.plan.plan import Plan
+from pipemesh.plan.remat import Mode, Remat
+from pipemesh.schedule import Action, Costs, Schedule
+from pipemesh.schedule.action import KINDS
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """The stages of a plan, and how its devices share them.
+
+    Attributes:
+        layers: figures of the layers of each stage.
+        rows: of a microbatch that a replica gets.
+        replicas: how many there are.
+        groups: for each stage the devices that share a replica's part of it.
+        remat: the policy.
+        table: the schedule.
+        network: hosts that the devices lie in: those that share a layer side by side, then
+            replicas, then stages, as `pipemesh.plan.network` lays them. None if all devices are
+            joined by the links of the figures.
+        cast: bytes of a copy of the weights in the dtype of computation, for each byte of them; 0
+            if there is none.
+    """
+
+    layers: tuple[tuple[LayerFigures, ...], ...]
+    rows: float
+    replicas: int
+    groups: tuple[int, ...]
+    remat: Remat
+    table: Schedule
+    network: Network | None = None
+    cast: float = 0.0
+
+    @functools.cached_property
+    def modes(self) -> dict[tuple[int, int], Mode]:
+        """For each (stage, microbatch) what its backward pass computes again."""
+        return self.remat.modes(self.table)
+
+    @functools.cached_property
+    def run(self) -> Schedule:
+        """The schedule with an `R` before each backward pass that computes again.
+
+        It needs no gradient, so a device that waits for one does it meanwhile.
+        """
+        known = self.table.recomputed()
+
+        def is_added(action: Action) -> bool:
+            pair = action.stage, action.microbatch
+            return action.kind in "BI" and pair not in known and self.modes[pair] != "none"
+
+        rows = tuple(
+            tuple(
+                each
+                for action in row
+                for each in ([action.also("R")] if is_added(action) else []) + [action]
+            )
+            for row in self.table.rows
+        )
+        return dataclasses.replace(self.table, rows=rows)
+
+    @functools.cached_property
+    def twice(self) -> frozenset[int]:
+        """Stages whose `W` computes the forward pass once more."""
+        known = self.table.recomputed()
+        twice = (pair for pair, mode in self.modes.items() if mode == "twice")
+        return frozenset(stage for stage, m in twice if (stage, m) not in known)
+
+    def home_size(self, stage: int) -> int:
+        """The number of devices of a stage's home."""
+        return self.replicas * self.groups[stage]
+
+    @functools.cached_property
+    def home_sizes(self) -> tuple[int, ...]:
+        """The number of devices of each home, along the axis `layers`."""
+        sizes = {home: self.home_size(s) for s, home in enumerate(self.table.stage_devices)}
+        return tuple(sizes[home] for home in range(self.table.num_devices))
+
+    def shared(self, stage: int, layer: LayerFigures) -> int:
+        """The number of devices of a replica among which a layer is split."""
+        return min(self.groups[stage], layer.split)
+
+    def weights(self, stage: int) -> float:
+        """Bytes of a device's slices of a stage's weights."""
+        layers = self.layers[stage]
+        return sum(layer.parameter_bytes / self.shared(stage, layer) for layer in layers)
+
+    def given(self, stage: int) -> float:
+        """Bytes of a stage's inputs on a device, of a microbatch."""
+        if not stage:
+            return 0.0
+        return self.layers[stage - 1][-1].outputs.at(self.rows)
+
+
+def stages_of(plan: Plan, figures: Figures, batch: int, network: Network | None = None) -> Stages:
+    """Returns the stages of a plan, cut at its boundaries or else into equal seconds."""
+    if plan.lowering != "placement":
+        raise PlanError(
+            f"lowering={plan.lowering} has no actions, of which forecasts are made; use "
+            "lowering=placement"
+        )
+    plan.check_batch(batch)
+    plan.check_layers(len(figures.layers))
+    replicas = plan.num_replicas
+    rows = batch / plan.num_microbatches / replicas
+    homes = [home_of(plan.mesh, plan.layout, place) for place in range(plan.mesh.num_stages)]
+    groups = tuple(len(homes[place]) // replicas for place in plan.table.stage_devices)
+    stages = cut_stages(
+        figures, rows, replicas, groups, plan.remat, plan.table, plan.boundaries, network
+    )
+    share = bytes_of(plan.compute_dtype) / bytes_of(None)
+    if share == 1:
+        return stages
+    layers = tuple(tuple(layer.narrower(share) for layer in own) for own in stages.layers)
+    return dataclasses.replace(stages, layers=layers, cast=share)
+
+
+def bytes_of(compute_dtype: str | None) -> int:
+    """Returns the bytes of a value of a `Plan.compute_dtype`; figures are of float32."""
+    return 2 if compute_dtype in ("bfloat16", "float16") else 4
+
+
+def evenly_cut(plan: Plan, figures: Figures, batch: int) -> Plan:
+    """Returns the plan with boundaries of stages that take equally many seconds."""
+    stages = stages_of(dataclasses.replace(plan, boundaries=None), figures, batch)
+    cuts = itertools.accumulate(map(len, stages.layers), initial=0)
+    return dataclasses.replace(plan, boundaries=tuple(cuts))
+
+
+def cut_stages(
+    figures: Figures,
+    rows: float,
+    replicas: int,
+    groups: tuple[int, ...],
+    remat: Remat,
+    table: Schedule,
+    boundaries: tuple[int, ...] | None = None,
+    network: Network | None = None,
+) -> Stages:
+    """Cuts layers into the stages of a table, without boundaries into equal seconds."""
+    if boundaries is None:
+        modes = remat.modes(table).values()
+        again = sum(mode != "none" for mode in modes) / len(modes)
+        is_even = len(set(groups)) == 1
+        costs = layer_seconds(figures, rows, groups[0] if is_even else 1, again)
+        boundaries = cut_evenly(tuple(costs), table.stage_devices, () if is_even else groups)
+    layers = tuple(figures.layers[a:b] for a, b in itertools.pairwise(boundaries))
+    return Stages(layers, rows, replicas, groups, remat, table, network)
+
+
+def layer_seconds(figures: Figures, rows: float, group: int, again: float) -> list[float]:
+    """Returns the seconds of each layer for a microbatch, `again` of it computed twice."""
+    found: list[float] = []
+    for layer in figures.layers:
+        plain, more = layer.takes("B", rows), layer.takes("B", rows, True)
+        whole = layer.takes("F", rows) + plain + again * (more - plain)
+        found.append(whole / min(group, layer.split))
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def cut_evenly(
+    costs: tuple[float, ...], stage_devices: tuple[int, ...], speeds: tuple[int, ...] = ()
+) -> tuple[int, ...]:
+    """Returns the boundaries for which the busiest device does least; homes may differ in speed.
+
+    Example:
+        >>> cut_evenly((1.0, 1.0, 1.0, 3.0), (0, 1))
+        (0, 3, 4)
+    """
+    number = len(stage_devices)
+    if len(set(stage_devices)) == number:
+        return partition(list(costs), number, speeds=speeds or None).boundaries
+    try:
+        return partition(list(costs), number, stage_devices=list(stage_devices)).boundaries
+    except PartitionError:
+        # The search of devices with several stages grows too large for many layers.
+        return partition(list(costs), number).boundaries
+
+
+def action_costs(
+    stages: Stages, figures: Figures, *, sums: bool = True, transfers: bool = True
+) -> Costs:
+    """Returns the durations of each stage's actions, with or without sums and transfers."""
+    # Recomputation is the `R` of `Stages.run`, which has no overhead.
+
+    def of(kind: str) -> list[float]:
+        return [
+            (figures.action if kind != "R" else 0.0)
+            + sum(
+                _takes(stages, stage, number, kind, LayerFigures.takes)
+                / stages.shared(stage, layer)
+                + (_sum(stages, figures, stage, layer, kind)[0] if sums else 0.0)
+                for number, layer in enumerate(layers)
+            )
+            for stage, layers in enumerate(stages.layers)
+        ]
+
+    sent = _transfers(stages, figures) if transfers else [0.0] * len(stages.layers)
+    return Costs(of("F"), of("B"), of("I"), of("W"), sent, of("R"))
+
+
+def _transfers(stages: Stages, figures: Figures) -> list[float]:
+    """Returns the seconds over the boundary above each stage, slice to slice."""
+    homes, sizes = stages.table.stage_devices, stages.home_sizes
+    begins = [0, *itertools.accumulate(sizes)]
+    found: list[float] = []
+    for stage, layers in enumerate(stages.layers):
+        link = figures.transfer
+        if (network := stages.network) is not None:
+            here, above = homes[stage], homes[min(stage + 1, len(homes) - 1)]
+            link = network.joining(begins[here], begins[above], min(sizes[here], sizes[above]))
+        found.append(link.seconds(layers[-1].outputs.at(stages.rows)))
+    return found
+
+
+def action_loads(
+    stages: Stages, figures: Figures, costs: Costs, *, sums: bool = True
+) -> dict[str, list[float]]:
+    """Returns the cores that an action of each kind and stage keeps busy when alone."""
+    durations = costs.per_stage(len(stages.layers)).durations()
+
+    def load(kind: str, stage: int) -> float:
+        took = durations[kind][stage]
+        layers = stages.layers[stage]
+        if not took or not any(layer.work for layer in layers):
+            return figures.loads.get("F" if kind == "R" else kind, 1.0)
+        # What actions take besides keeps a core busy.
+        more = 0.0
+        for number, layer in enumerate(layers):
+            done = _takes(stages, stage, number, kind, LayerFigures.computes)
+            alone = _takes(stages, stage, number, kind, LayerFigures.takes)
+            more += (done - alone) / stages.shared(stage, layer)
+            if sums:
+                seconds, work = _sum(stages, figures, stage, layer, kind)
+                more += work - seconds
+        return max(0.0, 1 + more / took)
+
+    return {kind: [load(kind, s) for s in range(len(stages.layers))] for kind in KINDS}
+
+
+def _takes(
+    stages: Stages,
+    stage: int,
+    number: int,
+    kind: str,
+    of: Callable[[LayerFigures, str, float, bool], float],
+) -> float:
+    """Returns the seconds or the work of a layer for an action, as `quantity` says."""
+    layers, rows = stages.layers[stage], stages.rows
+    layer = layers[number]
+    is_twice = kind == "W" and stage in stages.twice
+    seconds = of(layer, kind, rows, False) if kind != "R" else 0.0
+    if kind == "R" or is_twice:
+        again = max(0.0, of(layer, "B", rows, True) - of(layer, "B", rows, False))
+        seconds += again * (layer.again if number == len(layers) - 1 else 1.0)
+    return seconds
+
+
+def even_loads(
+    loads: Mapping[str, Sequence[float]], costs: Costs, number: int
+) -> dict[str, list[float]]:
+    """Returns the loads of equal stages that compute as much as the given ones."""
+    durations = costs.per_stage(number).durations()
+
+    def mean(kind: str) -> float:
+        took = sum(durations[kind])
+        done = sum(map(operator.mul, durations[kind], loads[kind]))
+        return done / took if took else 1.0
+
+    return {kind: [mean(kind)] * number for kind in loads}
+
+
+def _sum(
+    stages: Stages, figures: Figures, stage: int, layer: LayerFigures, kind: str
+) -> tuple[float, float]:
+    """Returns the seconds of a shared layer's sums for an action, and their work on each device."""
+    shared = stages.shared(stage, layer)
+    has_none = kind == "W" and stage not in stages.twice
+    if shared == 1 or layer.summed is None or has_none:
+        return 0.0, 0.0
+    size = layer.summed.at(stages.rows) / layer.sums
+    link = figures.sums or figures.transfer
+    seconds, work = summed(stages, figures, link, shared, 1, size)
+    return layer.sums * seconds, layer.sums * work
+
+
+def summed(
+    stages: Stages, figures: Figures, link: Link, members: int, stride: int, size: float
+) -> tuple[float, float]:
+    """Returns the seconds of an all-reduce over a group, and its work on each device."""
+    # Devices that share cores share memory, too: they add pairs up a tree, and copy nothing.
+    if stages.network is not None:
+        seconds = stages.network.all_reduce(members, stride, size)
+        return seconds, seconds
+    if figures.cores is None or members == 1 or not size:
+        seconds = link.all_reduce(members, size)
+        return seconds, seconds
+    pair = link.seconds(size)
+    return math.ceil(math.log2(members)) * pair, (members - 1) / members * pair
+
+
+def even_costs(costs: Costs, number: int) -> Costs:
+    """Returns the costs of equal stages without transfers, with as much work."""
+    each = costs.per_stage(number)
+    fields: Sequence[tuple[float, ...]] = (
+        each.forward,
+        each.backward,
+        each.input_grad,
+        each.weight_grad,
+        each.recompute,
+    )
+    forward, backward, input_grad, weight_grad, again = (sum(field) / number for field in fields)
+    return Costs(forward, backward, input_grad, weight_grad, recompute=again)
+
+
+def device_memory(stages: Stages, figures: Figures, place: int) -> float:
+    """Returns the maximum bytes of one device at an index along `layers`."""
+    # Weights and the optimizer's share are there all the time. Sums of gradients exist from the
+    # first `B` or `W` of a stage on, which frees kept values as it makes them. An action needs
+    # working memory while it runs, and so does the update after the last one.
+    own = {
+        stage: _StageMemory(stages, stage)
+        for stage, owner in enumerate(stages.table.stage_devices)
+        if owner == place
+    }
+    apart = stages.table.recomputed()
+    # By stage, kind, mode and whether there are no sums: what is needed, and what is left.
+    known: dict[tuple[int, str, Mode, bool], tuple[float, float]] = {}
+    summed: set[int] = set()
+    held = most = 0.0
+    for action in stages.table.rows[place]:
+        stage, kind = action.stage, action.kind
+        pair = stage, action.microbatch
+        mode = stages.modes[pair]
+        if pair in apart:
+            # An `R` of the table has computed all of it before the backward pass begins.
+            mode = "none" if kind in "BIW" else "full"
+        is_first = stage not in summed
+        if (key := (stage, kind, mode, is_first)) not in known:
+            of = own[stage]
+            known[key] = of.needs(kind, mode, is_first), of.leaves(kind, mode)
+        needed, left = known[key]
+        most = max(most, held + needed)
+        held += left
+        if kind in "BW" and is_first:
+            summed.add(stage)
+            held += own[stage].weights
+    weights = sum(of.weights for of in own.values())
+    states = weights * (1 + stages.cast + figures.optimizer / stages.replicas)
+    # Each replica updates its share.
+    update = weights * (1 + (figures.update_memory - 1) / stages.replicas)
+    return states + max(most, update)
+
+
+class _StageMemory:
+    """The bytes that a microbatch leaves of a stage on one device, and that its actions need."""
+
+    def __init__(self, stages: Stages, stage: int) -> None:
+        layers, rows = stages.layers[stage], stages.rows
+        shared = [stages.shared(stage, layer) for layer in layers]
+        pairs = list(zip(layers, shared, strict=True))
+        self._sums = [layer.parameter_bytes / n for layer, n in pairs]
+        self._kept = [layer.holds(rows, n) for layer, n in pairs]
+        self._pending = [layer.holds(rows, n, True) for layer, n in pairs]
+        self._working = [layer.working.at(rows) / n if layer.working else 0.0 for layer, n in pairs]
+        self._given = stages.given(stage)
+        self.weights = stages.weights(stage)
+
+    def _left(self, kind: str, mode: Mode) -> float:
+        """Returns the bytes of a microbatch that are held after its `F`, `R` or `I`."""
+        if kind == "R" or (kind == "F" and mode == "none"):
+            return sum(self._kept)
+        if kind == "F":
+            return self._given
+        # Half of what a `W` needs are gradients, and half is what layers computed forward, which a
+        # `W` that computes again does not need.
+        return self._given + sum(self._pending) / 2 if mode == "twice" else sum(self._pending)
+
+    def leaves(self, kind: str, mode: Mode) -> float:
+        """Returns the bytes that an action adds to those held, without gradient sums."""
+        before = {"F": 0.0, "W": self._left("I", mode)}.get(kind, self._left("F", mode))
+        return (self._left(kind, mode) if kind in "FRI" else 0.0) - before
+
+    def needs(self, kind: str, mode: Mode, is_first: bool) -> float:
+        """Returns the bytes that an action needs beside those held when it begins."""
+        # Without gradients of weights; where nothing is added to them, they are the sums.
+        less = [max(0.0, w - s) for w, s in zip(self._working, self._sums, strict=True)]
+        # While an action computes its stage again it has all of that, too.
+        again = max(0.0, sum(self._kept) - self._left("F", mode))
+        if kind in "FR":
+            return max(0.0, self.leaves(kind, mode)) + max(less)
+        if kind == "I":
+            pairs = zip(self._pending, self._kept, strict=True)
+            return again + self._backward([], [max(0.0, p - k) for p, k in pairs], less)
+        freed = self._kept if kind == "B" else self._pending
+        if kind == "W":
+            again = max(0.0, sum(self._pending) - self._left("I", mode)) if mode == "twice" else 0.0
+        made, working = (self._sums, less) if is_first else ([], self._working)
+        return again + self._backward(freed, made, working)
+
+    @staticmethod
+    def _backward(freed: Sequence[float], made: Sequence[float], working: Sequence[float]) -> float:
+        """Returns the maximum while a pass goes from the last layer to the first."""
+        # Products of a layer wait while the one before it begins, so two layers are at work at a
+        # time, and neither frees anything. `freed` and `made` are bytes that each layer frees and
+        # adds at its end.
+        most = changed = 0.0
+        for i in reversed(range(len(working))):
+            grown = made[i] if made else 0.0
+            most = max(most, changed + grown + sum(working[max(0, i - 1) : i + 1]))
+            changed += grown - (freed[i] if freed else 0.0)
+        return most

@@ -1,0 +1,327 @@
+"""Stages of a plan: what their actions take and hold."""
+
+import dataclasses
+
+import pytest
+
+from pipemesh.errors import PlanError
+from pipemesh.partition import LayerCost
+from pipemesh.plan import Plan, Remat, predict
+from pipemesh.plan.figures import Curve, Figures, LayerFigures, figures_of_costs
+from pipemesh.plan.network import Link
+from pipemesh.plan.stages import (
+    action_costs,
+    action_loads,
+    cut_evenly,
+    device_memory,
+    even_costs,
+    even_loads,
+    layer_seconds,
+    stages_of,
+)
+from pipemesh.schedule import Schedule
+
+
+def figures(seconds=(1.0, 1.0, 1.0, 3.0), split=1, **more):
+    costs = [
+        LayerCost(
+            s,
+            backward=2 * s,
+            parameter_bytes=8.0,
+            activation_bytes=4.0,
+            boundary_bytes=2.0,
+            name=f"l{n}",
+        )
+        for n, s in enumerate(seconds)
+    ]
+    summed = [6.0] * len(costs) if split > 1 else []
+    return Figures(tuple(figures_of_costs(costs, 1, split=split, summed=summed)), **more)
+
+
+def test_stages_are_those_of_the_boundaries():
+    plan = Plan("layers:2", num_microbatches=2, boundaries=(0, 1, 4))
+    stages = stages_of(plan, figures(), batch=4)
+    assert [[layer.name for layer in own] for own in stages.layers] == [["l0"], ["l1", "l2", "l3"]]
+    assert (stages.rows, stages.replicas, stages.groups, stages.remat) == (2, 1, (1, 1), Remat.FULL)
+
+
+def test_without_boundaries_stages_are_equally_long():
+    stages = stages_of(Plan("layers:2"), figures(), batch=4)
+    assert [len(own) for own in stages.layers] == [3, 1]
+
+
+def test_replicas_have_fewer_rows_and_groups_less_of_each():
+    plan = Plan(
+        "layers:1;data:2;model:2", "batch:data;heads:model", num_microbatches=2, remat="none"
+    )
+    stages = stages_of(plan, figures(split=4), batch=8)
+    assert (stages.rows, stages.replicas, stages.groups) == (2, 2, (2,))
+    assert stages.weights(0) == 4 * 8 / 2
+    costs = action_costs(stages, figures(split=4), sums=False)
+    # Two rows, half of each layer.
+    assert costs.forward == (6.0,) and costs.backward == (12.0,)
+
+
+def test_a_layer_that_cannot_be_split_is_computed_by_all():
+    plan = Plan("layers:1;model:2", "heads:model", allow_idle=True)
+    stages = stages_of(plan, figures(), batch=1)
+    assert stages.weights(0) == 4 * 8
+    assert action_costs(stages, figures()).forward == (6.0,)
+
+
+def test_actions_cost_something_themselves():
+    plan = Plan("layers:2", num_microbatches=4, remat="none")
+    found = figures((1.0, 1.0), action=0.5, transfer=Link(0.25, 1.0))
+    costs = action_costs(stages_of(plan, found, 4), found)
+    assert costs.forward == (1.5, 1.5) and costs.backward == (2.5, 2.5)
+    assert costs.input_grad == costs.weight_grad == (1.5, 1.5)
+    # Two bytes of outputs at one a second.
+    assert costs.per_stage(2).transfer[0] == 2.25
+    free = action_costs(stages_of(plan, found, 4), found, transfers=False)
+    assert free.per_stage(2).transfer[0] == 0
+
+
+def test_recomputation_comes_before_the_first_action_backward():
+    plan = Plan("layers:1", schedule="1f1b", remat="full")
+    found = figures((1.0,))
+    stages = stages_of(plan, found, 1)
+    costs = action_costs(stages, found)
+    assert costs.backward == (2.0,) and costs.input_grad == (1.0,) and costs.weight_grad == (1.0,)
+    assert costs.recompute == (1.0,) and str(stages.run) == "0: 0F0 0R0 0B0"
+    halves = stages_of(Plan("layers:2", schedule="zb_h1", remat="full"), figures(), 1)
+    assert str(halves.run) == "0: 0F0 0R0 0I0 0W0\n1: 1F0 1R0 1I0 1W0"
+
+
+def test_the_last_layer_of_a_stage_computes_less_again():
+    """Its own results are only handed on."""
+    plan = Plan("layers:2", remat="full", boundaries=(0, 2, 3))
+    found = figures((1.0, 1.0, 1.0))
+    layers = tuple(dataclasses.replace(layer, again=0.5) for layer in found.layers)
+    found = dataclasses.replace(found, layers=layers)
+    costs = action_costs(stages_of(plan, found, 1), found)
+    assert costs.recompute == (1.5, 0.5) and costs.forward == (2.0, 1.0)
+
+
+def test_sums_wait_for_all():
+    """A forward pass has one, its backward one more, and recomputation another."""
+    link = Link(0.0, 1.0)
+    found = figures((1.0,), split=2, transfer=link)
+    each = link.all_reduce(2, 6.0)
+    for remat, times in (("none", 1), ("full", 2)):
+        plan = Plan("layers:1;model:2", "heads:model", remat=remat)
+        stages = stages_of(plan, found, 1)
+        with_sums, without = action_costs(stages, found), action_costs(stages, found, sums=False)
+        assert with_sums.forward[0] - without.forward[0] == pytest.approx(each)
+        again = with_sums.recompute[0] - without.recompute[0] if remat == "full" else 0.0
+        assert with_sums.backward[0] - without.backward[0] == pytest.approx(each)
+        assert again == pytest.approx((times - 1) * each)
+        assert with_sums.weight_grad == without.weight_grad
+
+
+def test_seconds_of_layers_are_forward_and_backward():
+    assert layer_seconds(figures((1.0, 3.0)), rows=2, group=1, again=False) == [6.0, 18.0]
+    assert layer_seconds(figures((1.0, 3.0)), rows=2, group=1, again=True) == [8.0, 24.0]
+
+
+def test_curves_are_asked_for_the_rows_of_a_replica():
+    line = Curve(((1, 3.0), (2, 4.0)))
+    layer = LayerFigures("a", {"F": line, "B": line}, 0, line, line)
+    found = Figures((layer,))
+    costs = action_costs(stages_of(Plan(num_microbatches=2, remat="none"), found, 4), found)
+    assert costs.forward == (4.0,)
+
+
+def test_cuts_know_which_device_has_which_stages():
+    # On a V the first and the last stage are of one device.
+    assert cut_evenly((4.0, 1.0, 1.0, 1.0, 1.0, 4.0), (0, 1, 1, 0))[1] == 1
+    assert cut_evenly((1.0, 1.0, 1.0, 3.0), (0, 1)) == (0, 3, 4)
+
+
+def test_even_costs_are_as_much_work():
+    plan = Plan("layers:2", num_microbatches=4)
+    found = figures()
+    costs = action_costs(stages_of(plan, found, 4), found)
+    even = even_costs(costs, 2)
+    assert 2 * even.forward == sum(costs.forward)
+    assert 2 * even.backward == sum(costs.backward)
+
+
+@pytest.mark.parametrize(
+    ("plan", "batch", "told"),
+    [
+        (Plan("layers:2", lowering="simd"), 4, "lowering=simd has no actions"),
+        (Plan("layers:2", num_microbatches=3), 4, "does not divide"),
+        (Plan("layers:8"), 8, "8 stages"),
+    ],
+)
+def test_what_nothing_is_known_of_is_an_error(plan, batch, told):
+    with pytest.raises(PlanError, match=told):
+        stages_of(plan, figures(), batch)
+
+
+def test_loads_are_what_layers_compute_in_their_time():
+    """A layer whose backward pass keeps two cores busy, and one that keeps one busy."""
+    line, two = Curve(((1, 1.0),)), Curve(((1, 2.0),))
+    wide = LayerFigures("a", {"F": line, "B": line}, 0, line, line, work={"F": line, "B": two})
+    thin = LayerFigures("b", {"F": line, "B": line}, 0, line, line)
+    found = Figures((wide, thin, wide), action=1.0, loads={"B": 1.5})
+    plan = Plan("layers:2", num_microbatches=1, boundaries=(0, 2, 3), remat="none")
+    stages = stages_of(plan, found, 1)
+    costs = action_costs(stages, found)
+    loads = action_loads(stages, found, costs)
+    # Of a second each of the action and of either layer; what is not known of a layer is one core.
+    assert loads["B"] == [4 / 3, 3 / 2] and loads["F"] == [1, 1]
+    assert even_loads(loads, costs, 2)["B"] == pytest.approx([7 / 5] * 2)
+    # Of layers of which nothing is known figures say something for all.
+    known = Figures((thin, thin), loads={"B": 1.5})
+    stages = stages_of(Plan("layers:2", remat="none"), known, 1)
+    assert action_loads(stages, known, action_costs(stages, known))["B"] == [1.5, 1.5]
+
+
+LINE = Curve(((1, 1.0),))
+
+
+def memory(plan, *layers, batch=4, place=0, **more):
+    figures = Figures(layers, optimizer=2.0, **more)
+    return device_memory(stages_of(plan, figures, batch), figures, place)
+
+
+def keeping(weights, kept, **more):
+    times = {"F": LINE, "B": LINE}
+    return LayerFigures("a", times, weights, Curve(((1, kept),)), Curve(((1, 1.0),)), **more)
+
+
+def test_gradients_come_as_what_is_kept_goes():
+    """One microbatch: a layer's gradient is there before what it kept is gone."""
+    plan = Plan(remat="none")
+    states = 3 * 10 * 3
+    assert memory(plan, *[keeping(10, 10.0)] * 3, batch=1) == states + 4 * 10
+    # With few gradients the peak is the first forward pass.
+    small = [keeping(1, 10.0)] * 3
+    assert memory(plan, *small, batch=1) == 3 * 3 + 30 + 1
+    # Of several microbatches all but the first one find them.
+    several = Plan(schedule="gpipe", num_microbatches=4, remat="none")
+    assert memory(several, *[keeping(10, 10.0)] * 3) == states + 4 * 30 + 10
+    one_by_one = Plan(num_microbatches=4, remat="none")
+    assert memory(one_by_one, *[keeping(10, 10.0)] * 3) == states + 30 + 30
+
+
+def test_what_is_made_for_sums_that_are_not_there_yet_is_those_sums():
+    plan = Plan(remat="none")
+    assert memory(plan, keeping(10, 5.0, working=Curve(((1, 12.0),))), batch=1) == 30 + 5 + 12
+    later = Plan(num_microbatches=4, remat="none")
+    assert memory(later, keeping(10, 5.0, working=Curve(((1, 12.0),)))) == 30 + 10 + 5 + 12
+
+
+def test_sums_are_made_by_the_first_half_that_has_weights():
+    table = Schedule.from_text("0: 0F0 0F1 0I0 0I1 0W0 0W1")
+    plan = Plan(schedule=table, num_microbatches=2, remat="none")
+    # Both microbatches are pending when the first W begins.
+    found = memory(plan, keeping(10, 2.0, pending=Curve(((1, 3.0),))), batch=2)
+    assert found == 30 + 2 * 3 + 10
+
+
+def test_an_update_may_need_more_than_all_actions():
+    plan = Plan(num_microbatches=4, remat="none")
+    assert memory(plan, keeping(10, 1.0)) == 30 + 10 + 1
+    assert memory(plan, keeping(10, 1.0), update_memory=1.5) == 30 + 15
+
+
+def test_each_stage_keeps_what_its_own_policy_needs():
+    layers = [keeping(10, 8.0)] * 2
+    for remat, held in (("full,none", (10 + 8, 10 + 8)), ("none,full", (10 + 16, 10 + 8))):
+        plan = Plan("layers:2", num_microbatches=4, remat=remat)
+        assert tuple(memory(plan, *layers, place=p) - 30 for p in (0, 1)) == held
+
+
+def test_a_w_that_computes_again_was_left_gradients_alone():
+    """Half of what is pending, and what the stage was given, a byte."""
+    table = Schedule.from_text("0F0 0F1 0I0 0I1 0W0 0W1\n1F0 1I0 1F1 1I1 1W0 1W1")
+    layers = [keeping(0, 8.0)] * 2
+    full, twice = (
+        memory(
+            Plan("layers:2", schedule=table, num_microbatches=2, remat=remat),
+            *layers,
+            batch=2,
+            place=1,
+        )
+        for remat in ("full", "twice")
+    )
+    assert full == 2 * 8
+    # The first one is pending while the second one's stage is computed again.
+    assert twice == (1 + 8 / 2) + 8
+
+
+def test_an_r_of_the_table_holds_all_from_there_on():
+    table = Schedule.from_text("0F0 0F1 0R0 0R1 0B0 0B1")
+    plan = Plan(schedule=table, num_microbatches=2, remat="none")
+    assert memory(plan, keeping(0, 8.0), batch=2) == 2 * 8
+
+
+def test_narrow_values_take_fewer_bytes_and_weights_a_copy():
+    plan = Plan("layers:1", schedule="gpipe", num_microbatches=4, remat="none")
+    wide, narrow = (
+        memory(dataclasses.replace(plan, compute_dtype=dtype), keeping(10, 8.0))
+        for dtype in (None, "bfloat16")
+    )
+    assert wide == 30 + 10 + 4 * 8 and narrow == 30 + 10 + 4 * 4 + 5
+
+
+def test_what_is_computed_again_has_what_it_was_given_in_it():
+    plan = Plan("layers:2", num_microbatches=4, remat="full")
+    layers = [keeping(10, 8.0), keeping(10, 8.0)]
+    # Two microbatches in flight have nothing that is given; one stage is computed again at a time.
+    assert memory(plan, *layers) == 30 + 10 + 8
+    assert memory(plan, *layers, place=1) == 30 + 10 + 8
+
+
+def test_replicas_have_fewer_rows_and_slices_less_of_each():
+    plan = Plan(
+        "layers:1;data:2;model:2", "batch:data;heads:model", num_microbatches=2, remat="none"
+    )
+    layers = [keeping(10, 4.0, split=2, summed=LINE)] * 4
+    # Half of all weights and gradients, a quarter of the optimizer's state; of two rows half.
+    found = memory(plan, *layers, batch=8, rules="heads:model")
+    assert found == 20 + 20 + 20 + 4 * 2 * 4 / 2
+
+
+def test_a_forward_pass_makes_no_gradients():
+    """As of an embedding, which makes the gradient of its whole table, and nothing else."""
+    table = keeping(100, 0.0, working=Curve(((1, 100.0),)))
+    blocks = [keeping(1, 50.0, working=Curve(((1, 2.0),)))] * 3
+    states = 103 * 3
+    # Where the last block goes back, before anything that the table makes; then where it does.
+    assert memory(Plan(remat="none"), table, *blocks, batch=1) == states + 150 + 3
+
+
+def test_replicas_share_the_update():
+    plan = Plan("layers:1;data:2", "batch:data", num_microbatches=2, remat="none")
+    # A whole gradient each, and a half of what is made of it.
+    assert memory(plan, keeping(10, 0.1), update_memory=2.0) == 10 + 10 + 10 + 5
+
+
+def test_homes_may_have_different_sizes():
+    """Four devices take four times the work of one in the same time."""
+    found = figures((4.0, 1.0), split=4)
+    plan = Plan("layers:2;model:4,1", "heads:model", num_microbatches=8, remat="none")
+    stages = stages_of(plan, found, 8)
+    assert (stages.groups, stages.home_sizes) == ((4, 1), (4, 1))
+    assert [len(layers) for layers in stages.layers] == [1, 1]
+    costs = action_costs(stages, found, sums=False)
+    assert costs.forward == (1.0, 1.0) and costs.backward == (2.0, 2.0)
+    assert (stages.weights(0), stages.weights(1)) == (2.0, 8.0)
+    # The larger home gets more of equal layers.
+    wide = stages_of(plan, figures((1.0,) * 10, split=4), 8)
+    assert [len(layers) for layers in wide.layers] == [8, 2]
+
+
+def test_work_of_unequal_homes_adds_up():
+    free = dataclasses.replace(figures((4.0, 1.0), split=4), transfer=Link(0.0, 1e30))
+    plan = Plan("layers:2;model:4,1", "heads:model", num_microbatches=8, remat="none")
+    even = predict(plan, free, 8)
+    assert even.seconds == pytest.approx((8 + 1) * 3) and even.bubble == pytest.approx(1 / 9)
+    assert even.work == pytest.approx(8 * 3 * 5.0)
+    shared = predict(plan, dataclasses.replace(free, cores=5.0), 8)
+    assert shared.seconds == pytest.approx(even.seconds)
+    one = predict(plan, dataclasses.replace(free, cores=1.0), 8)
+    assert one.seconds == pytest.approx(8 * 3 * 5.0) and one.bubble == pytest.approx(0, abs=1e-9)
