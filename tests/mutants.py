@@ -197,7 +197,7 @@ def tests_by_line(folder, paths):
 
 
 def _node(context):
-    """Returns pytest's name of a test function: `tests.a.test_b.test_c` is in `tests/a/test_b.py`."""
+    """Returns pytest's name of a test function, such as `tests.a.test_b.test_c`."""
     parts = context.split(".")
     module = next(n for n, part in enumerate(parts) if n and part.startswith("test_")) + 1
     return "::".join(["/".join(parts[:module]) + ".py", *parts[module:]])

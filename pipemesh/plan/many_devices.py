@@ -27,7 +27,7 @@ from pipemesh.plan.predict import StepForecast, forecast_stages
 from pipemesh.plan.remat import Remat
 from pipemesh.plan.search import Split, rough_seconds
 from pipemesh.plan.stages import cut_stages
-from pipemesh.schedule_names import parse
+from pipemesh.schedule.names import parse
 
 __all__ = [
     "Failures",

@@ -22,7 +22,7 @@ from pipemesh.plan.predict import Prediction, predict
 from pipemesh.plan.remat import Remat
 from pipemesh.plan.stages import evenly_cut, layer_seconds, stages_of
 from pipemesh.schedule import simulate
-from pipemesh.schedule_names import FILE, SEARCHED, parse
+from pipemesh.schedule.names import FILE, SEARCHED, parse
 from pipemesh.text import bytes_of
 
 SCHEDULES = (
