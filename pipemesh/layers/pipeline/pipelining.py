@@ -375,6 +375,7 @@ class PipeliningLayer(SeqLayer):
         return Options(
             batch_dim=p.batch_dim,
             remat=p.remat,
+            loop=p.loop,
             rolled=p.rolled,
             compute_dtype=p.fprop_dtype,
             uncast_inputs=uncast,

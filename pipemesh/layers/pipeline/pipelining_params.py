@@ -51,12 +51,12 @@ def define_pipelining(p: Any) -> None:
         "ByStage(policies), gives each stage its own.",
     )
     p.Define(
-        "rolled",
+        "loop",
         None,
-        "Whether the repeating part of the schedule becomes a loop of the graph, which then "
-        "does not grow with the number of microbatches; by default if there are more than 100 "
-        "actions, and that leaves at most half of them in the graph.",
+        "True: the schedule is one loop of the graph, which then grows with the number of stages "
+        "only. False: each action has operations of its own. None: chosen by size; see Options.",
     )
+    p.Define("rolled", None, "Old name of loop, for one release.")
     p.Define(
         "check_numerics",
         None,

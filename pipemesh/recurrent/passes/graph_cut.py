@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from pipemesh.backend import nccl
 from pipemesh.backend.functions import Bodies
-from pipemesh.backend.operation_kinds import CHECK_AND_HAND_ON, RESHAPES
+from pipemesh.backend.operation_kinds import CHECK_AND_HAND_ON, COLLECTIVES, RESHAPES
 from pipemesh.backend.purity import check_pure, has_effect
 from pipemesh.recurrent.passes.common_nodes import use_first
 
@@ -173,6 +173,7 @@ class GraphCut:
         fetches: Sequence[str],
         effects: Sequence[str] = (),
         checked: Container[str] = (),
+        collectives_after: tf.Tensor | None = None,
     ) -> list[tf.Tensor]:
         """Rebuilds in the current graph what computes `fetches` from `values`.
 
@@ -182,6 +183,9 @@ class GraphCut:
             effects: names of nodes that are to be there, too.
             checked: names of nodes that were computed before: values that they check are not
                 checked again.
+            collectives_after: a tensor that all collectives wait for. Where it is dead, in an
+                action that is not due, none of a group is performed, even one whose input is a
+                constant: the others would not come.
 
         Returns:
             The fetches.
@@ -202,9 +206,15 @@ class GraphCut:
                 node.op = "Identity"
                 node.attr.pop("message", None)
         used = {tensor_name(s) for node in nodes for s in node.input} & given.keys()
+        input_map = {name: given[name] for name in used}
+        if collectives_after is not None:
+            for node in part.node:
+                if node.op in COLLECTIVES:
+                    node.input.append("^collectives_after")
+                    input_map["^collectives_after"] = collectives_after
         pasted = tf.graph_util.import_graph_def(
             part,
-            input_map={name: given[name] for name in used},
+            input_map=input_map,
             return_elements=computed,
             name="",
         )

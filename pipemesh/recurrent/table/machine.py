@@ -20,9 +20,17 @@ from pipemesh.recurrent.passes.tracing import WholeBatch, specs_of
 from pipemesh.recurrent.precision import sum_dtype
 from pipemesh.recurrent.remat import FULL, NONE, Mode
 from pipemesh.recurrent.stage import Stage
-from pipemesh.recurrent.table.kinds import GRADS, KEPT, OUTPUTS, PENDING, REMADE, Kind
-from pipemesh.recurrent.table.state import State, Values
 from pipemesh.recurrent.table.thetas import guarded, of_every_replica, with_fetched
+from pipemesh.recurrent.table.values import (
+    GRADS,
+    KEPT,
+    OUTPUTS,
+    PENDING,
+    REMADE,
+    Kind,
+    State,
+    Values,
+)
 from pipemesh.recurrent.watch.clock import Stamps
 from pipemesh.recurrent.watch.health import LOCATING, Direction
 from pipemesh.recurrent.watch.probes import Probe

@@ -12,8 +12,8 @@ from pipemesh.backend.static_shape import num_bytes
 from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.recurrent.passes.tracing import specs_of
 from pipemesh.recurrent.remat import Mode
-from pipemesh.recurrent.table.kinds import GRADS, OUTPUTS, Kind
 from pipemesh.recurrent.table.machine import Machine
+from pipemesh.recurrent.table.values import GRADS, OUTPUTS, Kind
 from pipemesh.schedule import Action
 
 

@@ -1,29 +1,70 @@
-"""What stages and devices hold from one action to the next."""
+"""Values that actions hand to each other, and the state that stages and devices hold."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Generic, NamedTuple, Protocol
 
 import tensorflow as tf
 
 from pipemesh.backend.operations import MaybeTensor
 from pipemesh.recurrent.passes.part import Grads, Tensors
 from pipemesh.recurrent.stage import Stage
-from pipemesh.recurrent.table.kinds import Kind
 from pipemesh.recurrent.watch.health import Direction, empty_note
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Kind(Generic[MaybeTensor]):
+    """A kind of value that an action leaves of each microbatch: a list of tensors.
+
+    The list has the tensors of the first replica, then those of the second, and so on.
+
+    Attributes:
+        name: names the kind.
+        by_mode: True if the mode of remat decides which tensors it has.
+    """
+
+    name: str
+    by_mode: bool = False
+
+
+# The outputs of a stage; those of stage -1 are the pipeline's inputs.
+OUTPUTS: Kind[tf.Tensor] = Kind("outputs")
+# Tensors that an `F` keeps for the backward pass of its stage.
+KEPT: Kind[tf.Tensor] = Kind("kept", by_mode=True)
+# Tensors that an `R` computes again for it instead.
+REMADE: Kind[tf.Tensor] = Kind("remade")
+# The gradients of a stage's inputs. The stage behind the last one stands for the loss.
+GRADS: Kind[tf.Tensor | None] = Kind("grads")
+# Tensors that an `I` leaves for the `W` of its stage.
+PENDING: Kind[tf.Tensor] = Kind("pending", by_mode=True)
+
+
+class Channel(NamedTuple):
+    """A kind of value of a stage."""
+
+    kind: Kind[Any]
+    stage: int
+
+
+class Slot(NamedTuple):
+    """A channel's value for one microbatch."""
+
+    channel: Channel
+    microbatch: int
+
 
 Tokens = list[list[list[tf.Operation]]]
 
 
 @dataclasses.dataclass
 class State:
-    """What stages and devices hold between their actions.
+    """State that stages and devices hold between their actions.
 
     Attributes:
-        carries: of each stage, what it hands to its next microbatch.
-        carry_grads: of each stage, the gradient of what it handed on, if it is recurrent.
+        carries: of each stage, the tensors for its next microbatch.
+        carry_grads: of each recurrent stage, the gradients of these tensors.
         accumulators: of each stage, the sums of its weights' gradients; None before the first.
         tokens: of each home, for each of its devices the operations that end its latest action.
         notes: of each stage, forward and backward, for each replica where a value was not finite;
@@ -53,17 +94,8 @@ class State:
             notes={"forward": empty_notes(stages), "backward": empty_notes(stages)},
         )
 
-    def values(self) -> list[Any]:
-        """All of it that are tensors; `with_values` takes it back."""
-        return [self.carries, self.carry_grads, self.accumulators, self.notes]
-
-    def with_values(self, values: list[Any], tokens: Tokens) -> State:
-        """The state that has other tensors and tokens."""
-        carries, carry_grads, accumulators, notes = values
-        return State(carries, carry_grads, accumulators, tokens, notes)
-
     def forget_tokens_of_other_graphs(self) -> None:
-        """A function called eagerly has its gradient in another graph, which runs after it."""
+        """Drops tokens of another graph: an eager function's gradient has its own, run later."""
         graph = tf.compat.v1.get_default_graph()
         self.tokens = [
             [[op for op in token if op.graph is graph] for token in home] for home in self.tokens
@@ -71,27 +103,22 @@ class State:
 
 
 def empty_notes(stages: Sequence[Stage]) -> list[Tensors]:
-    """The notes of stages whose replicas have found nothing."""
+    """Returns notes that say that all values are finite."""
     return [[empty_note() for _ in range(stage.of_home.num_replicas)] for stage in stages]
 
 
 class Values(Protocol):
-    """Where actions find what others made.
-
-    What belongs to a microbatch is addressed by a kind and a stage, for the microbatch of the
-    action that is being performed. What a stage or a device holds from action to action is in
-    `state`.
-    """
+    """Values as one action reads and writes them: those of its microbatch, and the state."""
 
     @property
     def state(self) -> State:
-        """What is held from action to action."""
+        """The state before the action; the action changes it."""
         ...
 
     def read(self, kind: Kind[MaybeTensor], stage: int) -> list[MaybeTensor]:
-        """What was written."""
+        """Returns a value of the microbatch."""
         ...
 
     def write(self, kind: Kind[MaybeTensor], stage: int, value: Sequence[MaybeTensor]) -> None:
-        """Leaves something for a later action."""
+        """Leaves a value for a later action."""
         ...

@@ -1,9 +1,25 @@
-"""What stages and devices hold, before the first action and when it goes through a loop."""
+"""Values that actions hand to each other, and the state before the first action."""
 
 import tensorflow as tf
 
 from pipemesh.recurrent import Stage
-from pipemesh.recurrent.table.state import State, empty_notes
+from pipemesh.recurrent.table.values import (
+    GRADS,
+    KEPT,
+    PENDING,
+    Channel,
+    Kind,
+    Slot,
+    State,
+    empty_notes,
+)
+
+
+def test_channels_and_slots_are_equal_by_what_they_name():
+    assert Channel(Kind("grads"), 1) == Channel(GRADS, 1) != Channel(GRADS, 2)
+    slots = {Slot(Channel(kind, 1), m) for kind in (KEPT, PENDING, KEPT) for m in (0, 1)}
+    assert len(slots) == 4
+    assert {slot.channel for slot in slots} == {Channel(KEPT, 1), Channel(PENDING, 1)}
 
 
 def stages():
@@ -34,15 +50,6 @@ def test_a_note_of_nothing_is_no_place():
     notes = empty_notes(stages())
     assert [[int(note) for note in of_stage] for of_stage in notes] == [[-1, -1], [-1, -1]]
     assert notes[0][0].dtype == tf.int64
-
-
-def test_values_are_taken_back_with_other_tokens():
-    state = State.before(stages(), [0, 0])
-    state.accumulators = [[tf.constant(3.0)], None]
-    tokens = [[["x"], ["y"]]]
-    again = state.with_values(state.values(), tokens)
-    assert again == State(state.carries, state.carry_grads, state.accumulators, tokens, state.notes)
-    assert again.tokens is tokens and state.tokens == [[[], []]]
 
 
 def test_operations_of_another_graph_are_waited_for_by_none():
