@@ -23,14 +23,14 @@ class ActionByAction:
 
     Args:
         machine: performs actions.
-        state: what stages hold.
+        state: of stages and devices.
         stages: the stages.
         inputs: of the pipeline, the whole batch.
         cutting: how the batch is cut.
         modes: of remat, for each stage and microbatch.
 
     Attributes:
-        state: what stages hold.
+        state: of stages and devices.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ActionByAction:
                 self._machine.act(action.kind, action.stage, mode, numbers[key], self)
 
     def read(self, kind: Kind[MaybeTensor], stage: int) -> list[MaybeTensor]:
-        """What was written for the current microbatch."""
+        """Returns a value of the current microbatch."""
         return self._values[Slot(Channel(kind, stage), self._microbatch)]
 
     def write(self, kind: Kind[MaybeTensor], stage: int, value: Sequence[MaybeTensor]) -> None:
@@ -83,11 +83,11 @@ class ActionByAction:
             self._values[Slot(channel, m)] = grads * self._cutting.replicas
 
     def outputs(self) -> Tensors:
-        """Those of the last stage for the whole batch."""
+        """Returns the last stage's outputs for the whole batch."""
         return self._joined(OUTPUTS, len(self._stages) - 1)
 
     def input_grads(self) -> Grads:
-        """The gradients of the pipeline's inputs."""
+        """Returns the gradients of the pipeline's inputs."""
         return self._joined(GRADS, 0)
 
     def _joined(self, kind: Kind[MaybeTensor], stage: int) -> list[MaybeTensor]:
@@ -107,7 +107,7 @@ class ActionByAction:
     def _put(
         self, kind: Kind[MaybeTensor], stage: int, tensors: Sequence[MaybeTensor], device: str
     ) -> None:
-        """Gives each piece its parts of tensors: those of the first replica come first."""
+        """Gives each piece its parts of tensors, replica by replica."""
         none = [[None] * self._cutting.replicas] * self._cutting.num_pieces
         with tf.device(device):
             pieces = [none if t is None else split(t, self._cutting) for t in tensors]

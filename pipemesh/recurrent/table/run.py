@@ -50,7 +50,7 @@ _OWN_NODES_IN_LOOP = 100
 
 
 class Performer(Protocol):
-    """Performs actions, and holds what is handed from one to the other."""
+    """Performs actions, and holds the values that they hand to each other."""
 
     state: State
 
@@ -63,11 +63,11 @@ class Performer(Protocol):
         ...
 
     def outputs(self) -> Tensors:
-        """Those of the last stage for the whole batch."""
+        """Returns the last stage's outputs for the whole batch."""
         ...
 
     def input_grads(self) -> Grads:
-        """The gradients of the pipeline's inputs."""
+        """Returns the gradients of the pipeline's inputs."""
         ...
 
 
@@ -85,11 +85,11 @@ class Run:
 
     Attributes:
         order: all actions, in order.
-        sources: what gradients flow to: the inputs, each stage's theta, recurrent stages' states.
-        schedule: as given, with each slice of a microbatch as one of its own.
-        stages: as given.
+        sources: the tensors that get gradients: inputs, theta, and states of recurrent stages.
+        schedule: the table, with each slice of a microbatch as a microbatch.
+        stages: the stages.
         last_specs: of the last stage's outputs for one microbatch.
-        sizes: what it holds and sends, in bytes.
+        sizes: bytes that the run holds and sends.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class Run:
 
     @property
     def state(self) -> State:
-        """What stages hold."""
+        """The state of stages and devices."""
         return self._values.state
 
     def perform(self, actions: Sequence[Action]) -> None:
@@ -210,7 +210,7 @@ class Run:
         self._values.perform(actions)
 
     def finish_carries(self, after: Callable[[Tensors, str], Tensors]) -> None:
-        """Lets what the stages return besides wait for checks, and collects their summaries."""
+        """Makes the carries wait for checks, and collects the summaries in them."""
         for number, traced in enumerate(self._machine.traced):
             carry = after(self.state.carries[number], traced.stage.device)
             if traced.summaries is not None:
@@ -220,14 +220,14 @@ class Run:
             self.state.carries[number] = [] if ends else carry
 
     def outputs(self) -> list[tf.Tensor]:
-        """The outputs of the last stage for the whole batch."""
+        """Returns the last stage's outputs for the whole batch."""
         outputs = self._values.outputs()
         return self._after_clock(outputs, self._stages[-1].device)
 
     def _after_clock(
         self, tensors: list[MaybeTensor], devices: str | Sequence[str]
     ) -> list[MaybeTensor]:
-        """Nothing but what is returned is run, so the last notes of a clock hang on that."""
+        """Ties a clock's last stamps to results; TensorFlow prunes operations without a user."""
         if not self._has_clock:
             return tensors
         tokens = [op for home in self.state.tokens for token in home for op in token]
@@ -235,11 +235,11 @@ class Run:
             return pin_each(tensors, devices)
 
     def recurrent(self, values: Sequence[Any]) -> list[Any]:
-        """Of one value a stage those of the recurrent stages, whose state is a result."""
+        """Returns the values of recurrent stages, whose state is a result."""
         return [v for v, stage in zip(values, self._stages, strict=True) if self._hands_out(stage)]
 
     def _hands_out(self, stage: Stage) -> bool:
-        """Whether gradients flow through what a stage hands on after the last microbatch."""
+        """Returns True if a stage's carry after the last microbatch is a result."""
         return stage.recurrent and self._given.num_slices == 1
 
     def seed(self, output_grads: Grads, state_grads: Grads) -> None:
@@ -275,7 +275,7 @@ class Run:
         ]
 
     def gradients(self, factor: tf.Tensor | None = None) -> list[Grads]:
-        """The gradients of all sources, multiplied by `factor`, in the sources' dtypes."""
+        """Returns the gradients of all sources, multiplied by `factor`, in their dtypes."""
         totals = [self._machine.total_gradients(s, self.state) for s in range(len(self._stages))]
         states = [
             grads if self._hands_out(stage) else []
@@ -319,7 +319,7 @@ class Run:
 
 
 def _held(tensor: tf.Tensor, compute_dtype: tf.DType | None) -> tf.Tensor:
-    """An input without a gradient, in the dtype of computation."""
+    """Returns an input without a gradient, in the dtype of computation."""
     held = tf.stop_gradient(cast_floating(tensor, compute_dtype))
     if tf.compat.v1.executing_eagerly_outside_functions() or not is_constant(tensor):
         return held
@@ -329,7 +329,7 @@ def _held(tensor: tf.Tensor, compute_dtype: tf.DType | None) -> tf.Tensor:
 
 
 def _frozen(stage: Stage, compute_dtype: tf.DType | None) -> Stage:
-    """The stage with tensors that carry no gradient themselves, in the dtype of computation."""
+    """Returns the stage with tensors without a gradient, in the dtype of computation."""
     dtypes = stage.dtypes or [compute_dtype] * len(stage.theta)
     theta = []
     for t, dtype, device in zip(stage.theta, dtypes, stage.theta_devices, strict=True):
@@ -341,15 +341,15 @@ def _frozen(stage: Stage, compute_dtype: tf.DType | None) -> Stage:
 
 
 def _by_place(stage: Stage, num_more: int = 0) -> dict[int, list[int]]:
-    """For each of a home's devices the numbers of the weights on it, the first device first.
+    """Returns for each device of a home the numbers of the weights on it.
 
     Args:
         stage: the stage.
-        num_more: how many weights it has besides, on the first device.
+        num_more: number of further weights, on the first device.
     """
     places = [*stage.owners, *[0] * num_more]
     return {
-        place: [i for i, found in enumerate(places) if found == place]
+        place: [i for i, owner in enumerate(places) if owner == place]
         for place in sorted({0, *places})
     }
 
@@ -374,9 +374,9 @@ def loop_pays(
 
 
 def with_loss(stage: Stage) -> Stage:
-    """The last stage with a gradient of its first output alone.
+    """Returns the last stage with a gradient of its first output only.
 
-    The others would be given a gradient of zeros, and zero times infinity is NaN.
+    Other outputs would get a gradient of zeros, and zero times infinity is NaN.
     """
 
     def forward(*args: Any) -> Any:

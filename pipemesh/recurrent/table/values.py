@@ -14,7 +14,7 @@ from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.watch.health import Direction, empty_note
 
 
-@dataclasses.dataclass(frozen=True, order=True)
+@dataclasses.dataclass(frozen=True)
 class Kind(Generic[MaybeTensor]):
     """A kind of value that an action leaves of each microbatch: a list of tensors.
 
