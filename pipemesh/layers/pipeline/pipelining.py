@@ -59,8 +59,8 @@ from pipemesh.recurrent import (
 )
 from pipemesh.recurrent.passes.captures import check_fresh
 from pipemesh.recurrent.precision import INITIAL_SCALE
-from pipemesh.recurrent.table.fit import microbatch_size
 from pipemesh.recurrent.table.run import with_loss
+from pipemesh.recurrent.table.validation import microbatch_size
 from pipemesh.recurrent.watch.clock import Stamps
 from pipemesh.schedule import Schedule
 

@@ -23,7 +23,10 @@ from pipemesh.recurrent.sequence import starting_anew
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.action_by_action import ActionByAction
 from pipemesh.recurrent.table.checks import Checks
-from pipemesh.recurrent.table.fit import (
+from pipemesh.recurrent.table.loop import Loop
+from pipemesh.recurrent.table.machine import Machine
+from pipemesh.recurrent.table.sizes import Sizes
+from pipemesh.recurrent.table.validation import (
     check_descending,
     check_joined,
     check_phases,
@@ -31,9 +34,6 @@ from pipemesh.recurrent.table.fit import (
     cutting_of,
     num_replicas,
 )
-from pipemesh.recurrent.table.loop import Loop
-from pipemesh.recurrent.table.machine import Machine
-from pipemesh.recurrent.table.sizes import Sizes
 from pipemesh.recurrent.table.values import State, empty_notes
 from pipemesh.recurrent.watch.strict_devices import check_devices
 from pipemesh.recurrent.watch.wrong_kernels import check_kernels
