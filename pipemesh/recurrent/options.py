@@ -33,7 +33,7 @@ class Options:
         loop: True makes the schedule one loop of the graph, which then grows with the number of
             stages only. False gives each action operations of its own, with which steps are a
             little shorter. None chooses by size: a loop if the actions would have more than 30,000
-            nodes together, or more than 4,000 if they have 100 each, and the loop at most half.
+            nodes together, or more than 10,000 if they have 100 each, and the loop at most half.
         compute_dtype: `float32`, `bfloat16` or `float16`: floating weights and inputs are cast to
             it, on their device, before the stages see them, but for the weights of stages that
             have dtypes of their own. Gradients are summed over microbatches

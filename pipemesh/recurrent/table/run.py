@@ -41,9 +41,9 @@ from pipemesh.schedule import Action, Schedule, execution_order
 
 # Before the first step, TensorFlow needs 0.2 to 0.3 ms of CPU time for each node of the graph. A
 # loop's body has each kind of action once, with some hundred nodes besides, but costs each step
-# 0.03 to 0.1 ms of CPU time an action. Next to large actions that is little.
+# 0.03 to 0.6 ms of CPU time an action. Next to large actions that is little.
 LOOP_ABOVE = 30_000
-LOOP_LARGE_ACTIONS_ABOVE = 4_000
+LOOP_LARGE_ACTIONS_ABOVE = 10_000
 _LARGE_ACTION = 100
 _OWN_NODES = 10
 _OWN_NODES_IN_LOOP = 100
