@@ -40,9 +40,9 @@ def measure(devices: int, microbatches: int) -> Iterator[dict[str, Any]]:
             tf.Variable(rng.normal(size=[WIDTH, WIDTH]).astype(np.float32))
             for _ in range(table.schedule.num_stages)
         ]
-        for form, rolled in FORMS.items():
+        for form, loop in FORMS.items():
             begin, cpu = time.perf_counter(), time.process_time()
-            step = compiled(table, lambda i, t=table: dense_stage(t, i), rolled, weights, x)
+            step = compiled(table, lambda i, t=table: dense_stage(t, i), loop, weights, x)
             traced = time.perf_counter()
             step(x)
             first, cpu = time.perf_counter(), time.process_time() - cpu

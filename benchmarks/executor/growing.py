@@ -15,7 +15,7 @@ from waiting import Clock, Table, compiled, waiting_stage
 # Both halves of the first step, tracing and TensorFlow's own work, at the most devices.
 BAR = 15.0
 MICROBATCHES_A_DEVICE = 4
-FORMS = {"default": None, "ticks": "ticks", "rolled": True, "unrolled": False}
+FORMS = {"default": None, "loop": True, "actions": False}
 
 
 def measure(name: str, devices: int, form: str, waits: bool) -> dict[str, Any]:

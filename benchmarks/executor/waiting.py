@@ -39,7 +39,7 @@ SLICED, SLICES = "seq_one_f_one_b", 4
 SLICED_SHARE = 2
 TABLES = [*(name for name in BUILDERS if name not in ("decode", SLICED)), SLICED]
 TABLES += [SEARCHED, RECOMPUTED]
-FORMS = {"unrolled": False, "rolled": True, "ticks": "ticks"}
+FORMS = {"actions": False, "loop": True}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,14 +199,14 @@ def waiting_stage(clock: Clock, table: Table, number: int) -> Any:
 
 
 def compiled(
-    table: Table, stage_function: Any, rolled: Any, weights: Any, x: Any, state: Any = ()
+    table: Table, stage_function: Any, loop: Any, weights: Any, x: Any, state: Any = ()
 ) -> Any:
     """The traced step: the loss and all gradients, or the loss alone if nothing goes backward.
 
     Args:
         table: the schedule.
         stage_function: gives that of a stage, by its number.
-        rolled: whether actions become loops.
+        loop: True for one loop, False for action by action, None to choose by size.
         weights: one a stage.
         x: the batch.
         state: the shapes of what each stage hands from slice to slice.
@@ -233,7 +233,7 @@ def compiled(
                 )
                 for number, weight in enumerate(weights)
             ]
-            options = Options(remat="none", rolled=rolled)
+            options = Options(remat="none", loop=loop)
             loss, _, _ = pipeline_loss(stages, [x], schedule, options=options)
         return loss if schedule.is_forward_only else (loss, tape.gradient(loss, weights))
 
@@ -308,9 +308,9 @@ def measure(
         x = tf.constant(rng.normal(size=table.batch).astype(np.float32))
         state = [[1, 1]] if table.is_sliced else []
         weights = [tf.Variable(1.0) for _ in range(table.schedule.num_stages)]
-        for form, rolled in FORMS.items():
+        for form, loop in FORMS.items():
             step = compiled(
-                table, lambda i, t=table: waiting_stage(clock, t, i), rolled, weights, x, state
+                table, lambda i, t=table: waiting_stage(clock, t, i), loop, weights, x, state
             )
             clock.spans.clear()
             step(x)

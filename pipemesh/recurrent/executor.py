@@ -39,8 +39,7 @@ def pipeline(
             the outputs is known only after all of them; see `pipeline_loss` for other schedules.
         step: int64 scalar, the global step, that random numbers are keyed by.
         options: how it runs.
-        performer: makes what performs the actions, if they are not to be operations of the graph
-            or loops over them; see `circular`.
+        performer: makes another object that performs the actions; see `circular`.
 
     Returns:
         The outputs of the last stage for the whole batch, and each stage's carry after the last
@@ -173,7 +172,7 @@ def pipeline_loss(
     if options.noted_run is not None:
         options.noted_run(run)
     run.seed_loss()
-    run.perform(run.items)
+    run.perform(run.order)
     losses, *others = run.outputs()
     with tf.device(stages[-1].device):
         # Of few bits, a sum over microbatches would lose some.

@@ -10,8 +10,8 @@ import tensorflow as tf
 from pipemesh.backend.static_shape import num_bytes
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.stage import Stage
-from pipemesh.recurrent.table.kinds import KEPT, PENDING, REMADE, given, taken
 from pipemesh.recurrent.table.run import Run
+from pipemesh.recurrent.table.values import KEPT, PENDING, REMADE, given, taken
 from pipemesh.schedule import Schedule
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from pipemesh.errors import PipelineError
 from pipemesh.recurrent.precision import LossScale, check_compute_dtype
@@ -29,12 +30,10 @@ class Options:
             the layers again that the predicate picks. `ByStage(policies)`, or names with commas
             between, gives each stage its own. An `R` of the schedule computes its stage again in
             any case.
-        rolled: whether the repeating part of the schedule becomes a loop of the graph, whose
-            size then does not depend on the number of microbatches; with `ticks` all of it is
-            one loop whose actions are data, so that the graph grows with the number of stages
-            alone. By default there are loops where operations of their own for all actions would
-            be more than 4,000 nodes and loops leave at most half of the actions, and one loop
-            where else more than 30,000 nodes and 32 actions a device would be left.
+        loop: True makes the schedule one loop of the graph, which then grows with the number of
+            stages only. False gives each action operations of its own, with which steps are a
+            little shorter. None chooses by size: a loop if the actions would have more than 30,000
+            nodes together, or more than 10,000 if they have 100 each, and the loop at most half.
         compute_dtype: `float32`, `bfloat16` or `float16`: floating weights and inputs are cast to
             it, on their device, before the stages see them, but for the weights of stages that
             have dtypes of their own. Gradients are summed over microbatches
@@ -53,12 +52,13 @@ class Options:
         strict_devices: whether an operation of a stage that is pinned to another device, or has no
             kernel for the device of its stage, is an error; see also `placement`.
         noted_run: is given the run before it is performed, for `memory_of` and `transfers_of`.
+        rolled: the old name of `loop`, for one release; `'ticks'` means True.
     """
 
     batch_dim: int = 0
     sequence_dim: int = 1
     remat: AnyRemat = "full"
-    rolled: bool | Literal["ticks"] | None = None
+    loop: bool | None = None
     compute_dtype: Any = None
     uncast_inputs: frozenset[int] = frozenset()
     loss_scale: LossScale | None = None
@@ -66,12 +66,15 @@ class Options:
     clock: Stamps | None = None
     strict_devices: bool = False
     noted_run: Callable[[Any], None] | None = None
+    rolled: dataclasses.InitVar[bool | str | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, rolled: bool | str | None) -> None:
         policy_of(self.remat)
-        if self.rolled not in (None, False, True, "ticks"):
+        if rolled is not None:
+            self._set_loop(rolled)
+        if self.loop not in (None, False, True):
             raise PipelineError(
-                f"rolled is {self.rolled!r}; give True, False, 'ticks', or None to have it chosen"
+                f"loop={self.loop!r} is invalid. Use True, False, or None to choose by size."
             )
         default = "results" if self.loss_scale is None else "loss"
         object.__setattr__(self, "check_numerics", check_policy(self.check_numerics or default))
@@ -81,3 +84,19 @@ class Options:
                 "overflow now and then; use 'forward' or 'loss', or no loss_scale"
             )
         object.__setattr__(self, "compute_dtype", check_compute_dtype(self.compute_dtype))
+
+    def _set_loop(self, rolled: bool | str) -> None:
+        """Sets `loop` from its old name."""
+        if rolled not in (False, True, "ticks"):
+            raise PipelineError(f"rolled={rolled!r} is invalid. Use loop=True or loop=False.")
+        loop = bool(rolled)
+        if self.loop is not None:
+            raise PipelineError(
+                f"rolled={rolled!r} and loop={self.loop!r} were given. Use loop, the new name."
+            )
+        warnings.warn(
+            f"rolled={rolled!r} is the old name of an option; use loop={loop}",
+            FutureWarning,
+            stacklevel=4,
+        )
+        object.__setattr__(self, "loop", loop)

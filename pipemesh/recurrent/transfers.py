@@ -12,8 +12,8 @@ from pipemesh.backend.static_shape import num_bytes
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.passes.tracing import specs_of
 from pipemesh.recurrent.stage import Stage
-from pipemesh.recurrent.table.kinds import OUTPUTS
 from pipemesh.recurrent.table.run import Run
+from pipemesh.recurrent.table.values import OUTPUTS
 from pipemesh.schedule import Schedule
 from pipemesh.text import columns
 

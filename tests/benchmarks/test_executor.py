@@ -11,7 +11,7 @@ from tests.benchmarks.conftest import BENCHMARKS
 PROGRAM = """
 import json, sys
 import growing
-print(json.dumps(growing.measure("one_f_one_b", 2, "ticks", json.loads(sys.argv[1]))))
+print(json.dumps(growing.measure("one_f_one_b", 2, "loop", json.loads(sys.argv[1]))))
 """
 
 

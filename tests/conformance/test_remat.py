@@ -48,12 +48,12 @@ def expected():
     return run_tf2(plain)
 
 
-@pytest.mark.parametrize("rolled", [False, True], ids=["unrolled", "rolled"])
+@pytest.mark.parametrize("loop", [False, True], ids=["actions", "loop"])
 @pytest.mark.parametrize("name", REMAT)
-def test_outputs_gradients_and_trained_weights_are_the_plain_stacks(expected, name, rolled):
+def test_outputs_gradients_and_trained_weights_are_the_plain_stacks(expected, name, loop):
     """With dropout on, which must draw the same when it is computed again."""
     loss, weight, grads, each, counts, values = run_tf2(
-        lambda theta: pipelined(theta, SCHEDULE, remat=REMAT[name], rolled=rolled)
+        lambda theta: pipelined(theta, SCHEDULE, remat=REMAT[name], loop=loop)
     )
     plain_loss, plain_weight, plain_grads, plain_each, plain_values = expected
     assert weight == plain_weight
@@ -97,7 +97,7 @@ def work(name):
     def run(variables):
         with tf.GradientTape() as tape:
             tape.watch(variables)
-            options = {"remat": REMAT[name], "rolled": False}
+            options = {"remat": REMAT[name], "loop": False}
             loss = pipelined(unstacked(variables), SCHEDULE, **options)[0]
         return tape.gradient(loss, variables)
 

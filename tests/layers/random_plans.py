@@ -92,7 +92,7 @@ class Plan:
             "schedule": name,
             "num_micro_batches": draw.choice(microbatches),
             "remat": "full" if is_simd else draw.choice(("full", "none", "except_last", "twice")),
-            "rolled": None if is_simd else draw.choice((None, None, True, False)),
+            "loop": None if is_simd else draw.choice((None, None, True, False)),
             "lowering": "simd" if is_simd else "placement",
             "loss_inside": True,
         }

@@ -112,7 +112,7 @@ def test_selective_remat_picks_layers_by_name(run, expected):
 
 @pytest.mark.slow
 def test_a_schedule_as_a_loop(run, expected):
-    params = pipelined(2, 8, schedule="1f1b", rolled=True)
+    params = pipelined(2, 8, schedule="1f1b", loop=True)
     with mock.patch.object(tf, "while_loop", wraps=tf.while_loop) as loops:
         result = run(params, [X, X], steps=3, num_devices=2, loss=mean)
     assert loops.called

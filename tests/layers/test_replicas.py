@@ -40,7 +40,7 @@ def expected():
     [
         ("layers:2;data:2", 2, 2, {}),
         ("data:4;layers:2", 2, 1, {"remat": "none"}),
-        ("layers:1;data:2", 1, 4, {"rolled": True}),
+        ("layers:1;data:2", 1, 4, {"loop": True}),
         ("layers:2;data:2", 4, 4, {"schedule": "looped_bfs:2"}),
     ],
 )

@@ -137,7 +137,7 @@ def test_what_is_no_list_of_layers_before_the_stages_is_an_error(before, message
         ({"batch_dim": "0"}, "batch_dim is '0'; it must be a whole number, 0 or more"),
         ({"batch_dim": None}, "batch_dim is None; it must be a whole number, 0 or more"),
         ({"batch_dim": True}, "batch_dim is True; it must be a whole number, 0 or more"),
-        ({"rolled": "yes"}, "rolled is 'yes'; it must be True, False or None"),
+        ({"loop": "yes"}, "loop is 'yes'; it must be True, False or None"),
         ({"strict_devices": "no"}, "strict_devices is 'no'; it must be True or False"),
         ({"loss_inside": "no"}, "loss_inside is 'no'; it must be True or False"),
         ({"nested_map_fprop": "no"}, "nested_map_fprop is 'no'; it must be True or False"),

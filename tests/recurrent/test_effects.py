@@ -41,10 +41,8 @@ def run_tf1(build):
 
 
 MODES = pytest.mark.parametrize("run", [run_tf1, run_tf2])
-WAYS = [{}, {"rolled": True}, {"rolled": "ticks"}, {"remat": "none"}, {"check_numerics": "all"}]
-OPTIONS = pytest.mark.parametrize(
-    "options", WAYS, ids=["unrolled", "rolled", "ticks", "none", "all"]
-)
+WAYS = [{}, {"loop": True}, {"remat": "none"}, {"check_numerics": "all"}]
+OPTIONS = pytest.mark.parametrize("options", WAYS, ids=["actions", "loop", "none", "all"])
 
 
 def asserted(x):
@@ -107,8 +105,8 @@ def test_an_assertion_in_a_stage_fires_without_a_gradient():
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"rolled": True}, {"rolled": "ticks"}, {"remat": "none"}],
-    ids=["unrolled", "rolled", "ticks", "none"],
+    [{}, {"loop": True}, {"remat": "none"}],
+    ids=["actions", "loop", "none"],
 )
 @MODES
 def test_a_print_in_a_stage_says_which_microbatch_it_is_of(run, options, capfd):
@@ -143,8 +141,8 @@ def scalars(path):
     return found
 
 
-@pytest.mark.parametrize("rolled", [False, True, "ticks"])
-def test_summaries_of_tf2_are_written_once_a_microbatch(tmp_path, rolled):
+@pytest.mark.parametrize("loop", [False, True])
+def test_summaries_of_tf2_are_written_once_a_microbatch(tmp_path, loop):
     writer = tf.summary.create_file_writer(str(tmp_path))
 
     def body(x):
@@ -153,15 +151,15 @@ def test_summaries_of_tf2_are_written_once_a_microbatch(tmp_path, rolled):
 
     def build():
         with writer.as_default(step=3):
-            return loss_of(body, rolled=rolled)
+            return loss_of(body, loop=loop)
 
     run_tf2(build)
     writer.close()
     assert scalars(tmp_path) == {f"stage.s0/first/microbatch_{m}": 2.0 * m for m in range(4)}
 
 
-@pytest.mark.parametrize("rolled", [False, True, "ticks"])
-def test_summaries_of_tf1_are_collected_with_those_of_the_graph(rolled):
+@pytest.mark.parametrize("loop", [False, True])
+def test_summaries_of_tf1_are_collected_with_those_of_the_graph(loop):
     def body(x):
         tf.compat.v1.summary.scalar("first", x[0], collections=["mine"])
         tf.compat.v1.summary.histogram("all", x)
@@ -169,7 +167,7 @@ def test_summaries_of_tf1_are_collected_with_those_of_the_graph(rolled):
 
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         tf.compat.v1.summary.scalar("outside", 7.0)
-        results = loss_of(body, rolled=rolled)
+        results = loss_of(body, loop=loop)
         assert len(tf.compat.v1.get_collection("mine")) == 1
         merged = tf.compat.v1.summary.merge_all()
         loss, summary = session.run([results[0], merged])

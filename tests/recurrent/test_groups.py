@@ -112,10 +112,10 @@ def stages_of(schedule, variables, replicas=1):
 
 
 @pytest.mark.parametrize(
-    ("name", "replicas", "remat", "rolled"),
-    pairwise(list(SCHEDULES), [1, 2], ["full", "none"], [False, True, "ticks"]),
+    ("name", "replicas", "remat", "loop"),
+    pairwise(list(SCHEDULES), [1, 2], ["full", "none"], [False, True]),
 )
-def test_slices_of_weights_and_activations_equal_the_plain_model(name, replicas, remat, rolled):
+def test_slices_of_weights_and_activations_equal_the_plain_model(name, replicas, remat, loop):
     schedule = SCHEDULES[name]
     if schedule.num_devices * 2 * replicas > len(tf.config.list_logical_devices("CPU")):
         pytest.skip("needs more devices")
@@ -131,7 +131,7 @@ def test_slices_of_weights_and_activations_equal_the_plain_model(name, replicas,
                 stages_of(schedule, variables, replicas),
                 [x],
                 schedule,
-                options=Options(remat=remat, rolled=rolled, strict_devices=True),
+                options=Options(remat=remat, loop=loop, strict_devices=True),
             )
         return found, tape.gradient(found, [x, variables])
 
@@ -162,7 +162,7 @@ def sends(schedule, replicas, **options):
                 stages_of(schedule, variables, replicas),
                 [x],
                 schedule,
-                options=Options(check_numerics="off", rolled=False, **options),
+                options=Options(check_numerics="off", loop=False, **options),
             )
         # What a function returns goes to the first device of all.
         each = [variable for own in variables for variable in own]

@@ -107,11 +107,9 @@ def test_half_the_bits_take_half_the_memory_but_not_the_gradients():
     assert half[0].gradients == full[0].gradients == np.prod([2, WIDTH, HIDDEN, FLOAT])
 
 
-@pytest.mark.parametrize("rolled", [False, True])
+@pytest.mark.parametrize("loop", [False, True])
 @pytest.mark.parametrize("remat", ["full", "none"])
-def test_what_follows_from_the_losses_gradient_alone_is_not_kept_for_every_microbatch(
-    remat, rolled
-):
+def test_what_follows_from_the_losses_gradient_alone_is_not_kept_for_every_microbatch(remat, loop):
     # Ones of the shape of y: a constant, if the optimizer can see it, of each backward action.
     microbatches, rows, width = 32, 1024, 256
     one_mb = rows * width * FLOAT
@@ -130,7 +128,7 @@ def test_what_follows_from_the_losses_gradient_alone_is_not_kept_for_every_micro
                 stages,
                 [x],
                 one_f_one_b(1, microbatches),
-                options=Options(remat=remat, rolled=rolled),
+                options=Options(remat=remat, loop=loop),
             )
         return loss, tape.gradient(loss, weight)
 

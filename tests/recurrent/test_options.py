@@ -5,24 +5,19 @@ import pathlib
 
 import pytest
 import tensorflow as tf
-from lingvo.core import hyperparams
 
 from pipemesh import recurrent
 from pipemesh.errors import PipelineError
-from pipemesh.layers.pipeline.pipelining_params import define_pipelining
 from pipemesh.recurrent import LossScale, Options, Selective
-from pipemesh.recurrent.table.forms import ROLL_ABOVE
+from pipemesh.recurrent.table.run import LOOP_ABOVE, LOOP_LARGE_ACTIONS_ABOVE
 from pipemesh.recurrent.watch.health import CHECKS
 
 
-def test_all_texts_say_from_which_size_on_there_are_loops():
-    told = f"more than {ROLL_ABOVE:,} nodes"
-    assert told in " ".join(str(Options.__doc__).split())
-    p = hyperparams.Params()
-    define_pipelining(p)
-    assert told in p._params["rolled"]._description
+@pytest.mark.parametrize("nodes", [LOOP_ABOVE, LOOP_LARGE_ACTIONS_ABOVE])
+def test_texts_say_from_which_size_on_there_is_a_loop(nodes):
     readme = pathlib.Path(recurrent.__file__).with_name("README.md").read_text(encoding="utf-8")
-    assert told in " ".join(readme.split())
+    for text in (str(Options.__doc__), readme):
+        assert f"more than {nodes:,}" in " ".join(text.split())
 
 
 @pytest.fixture
@@ -32,10 +27,29 @@ def loss_scale():
 
 def test_the_defaults_change_no_results():
     options = Options()
-    assert (options.batch_dim, options.remat, options.rolled) == (0, "full", None)
+    assert (options.batch_dim, options.remat, options.loop) == (0, "full", None)
     assert options.compute_dtype is None and options.loss_scale is None
     assert options.uncast_inputs == frozenset()
     assert not options.strict_devices
+
+
+@pytest.mark.parametrize(("rolled", "loop"), [(False, False), (True, True), ("ticks", True)])
+def test_the_old_name_of_loop_is_taken_with_a_warning(rolled, loop):
+    with pytest.warns(FutureWarning, match=f"old name of an option; use loop={loop}") as warned:
+        options = Options(rolled=rolled)
+    assert options.loop is loop
+    assert warned[0].filename == __file__
+    # A copy is not asked for the old name.
+    assert dataclasses.replace(options, batch_dim=1).loop is loop
+
+
+def test_wrong_values_of_loop_are_errors():
+    with pytest.raises(PipelineError, match=r"loop='ticks' is invalid\. Use True, False, or None"):
+        Options(loop="ticks")
+    with pytest.raises(PipelineError, match=r"rolled='yes' is invalid\. Use loop=True"):
+        Options(rolled="yes")
+    with pytest.raises(PipelineError, match=r"rolled=True and loop=False were given\. Use loop"):
+        Options(rolled=True, loop=False)
 
 
 def test_gradients_are_checked_unless_their_overflow_is_expected(loss_scale):

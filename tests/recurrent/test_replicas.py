@@ -58,15 +58,15 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("mode", "rolled", "name", "num_homes", "num_microbatches", "replicas", "remat"),
-    in_turn([(mode, rolled) for mode in RUNNERS for rolled in (False, True, "ticks")], CASES),
+    ("mode", "loop", "name", "num_homes", "num_microbatches", "replicas", "remat"),
+    in_turn([(mode, loop) for mode in RUNNERS for loop in (False, True)], CASES),
     indirect=["mode"],
 )
 def test_replicas_equal_the_plain_model(
-    mode, name, num_homes, num_microbatches, replicas, remat, rolled
+    mode, name, num_homes, num_microbatches, replicas, remat, loop
 ):
     schedule = build(name, num_homes, num_microbatches)
-    assert_equal(mode, schedule, replicas, remat=remat, rolled=rolled)
+    assert_equal(mode, schedule, replicas, remat=remat, loop=loop)
 
 
 def product(theta, carry, inputs, microbatch, step):
@@ -140,9 +140,9 @@ def test_weights_go_out_once_and_their_gradients_come_back_once_a_step():
         ]
 
 
-@pytest.mark.parametrize("rolled", [False, True, "ticks"])
+@pytest.mark.parametrize("loop", [False, True])
 @pytest.mark.parametrize("use", ["variable", "rows", "tensor"])
-def test_integers_that_are_captured_are_read_once_and_copied_once(use, rolled):
+def test_integers_that_are_captured_are_read_once_and_copied_once(use, loop):
     numbers = tf.Variable(np.arange(5, dtype=np.int64))
 
     @tf.function(autograph=False)
@@ -156,7 +156,7 @@ def test_integers_that_are_captured_are_read_once_and_copied_once(use, rolled):
                 first = tf.gather(numbers, 2) if use == "rows" else numbers[2]
             return [inputs[0] * tf.cast(first, tf.float32)], []
 
-        options = Options(check_numerics="off", rolled=rolled)
+        options = Options(check_numerics="off", loop=loop)
         x = tf.constant(X)
         y = pipeline([Stage("s", forward, [], [], HOMES[0])], [x], gpipe(1, 4), options=options)[0]
         return y[0], tf.gradients(y, x)[0]
@@ -168,7 +168,7 @@ def test_integers_that_are_captured_are_read_once_and_copied_once(use, rolled):
     nodes = [node for graph in graphs.partition_graphs for node in graph.node]
     reads = ("ReadVariableOp", "ResourceGather", "_ReadVariablesOp")
     assert [node.op for node in nodes if node.op in reads] == ["ReadVariableOp"]
-    if not rolled:
+    if not loop:
         # What holds the numbers goes to the other device once a step.
         int64 = tf.int64.as_datatype_enum
         sent = [node.attr["T"].type for node in nodes if node.op == "_Send"]
@@ -305,12 +305,12 @@ def test_summaries_say_which_replica(tmp_path):
 
 
 @pytest.mark.parametrize("replica", [0, 1])
-@pytest.mark.parametrize("rolled", [False, True, "ticks"])
-def test_what_is_not_finite_is_found_with_its_replica(replica, rolled):
+@pytest.mark.parametrize("loop", [False, True])
+def test_what_is_not_finite_is_found_with_its_replica(replica, loop):
     x = X.copy()
     # Four microbatches of two examples, one for each replica.
     x[2 * 2 + replica] = np.nan
-    run = trained(one_f_one_b(2, 4), x=x, check_numerics="all", rolled=rolled)
+    run = trained(one_f_one_b(2, 4), x=x, check_numerics="all", loop=loop)
     with pytest.raises(tf.errors.InvalidArgumentError) as error:
         run()
     found = f"stage 's0' (CPU:{replica}), microbatch 2, forward: its output is not finite"
@@ -387,10 +387,10 @@ def test_a_device_that_a_home_names_twice_holds_what_both_replicas_hold():
     ]
 
 
-@pytest.mark.parametrize("rolled", [False, True, "ticks"])
-def test_one_device_may_have_several_replicas(rolled):
+@pytest.mark.parametrize("loop", [False, True])
+def test_one_device_may_have_several_replicas(loop):
     homes = [Home(("CPU:0", "CPU:0")), Home(("CPU:1", "CPU:1"))]
-    found = trained(one_f_one_b(2, 2), homes, forwards=(checked, squares), rolled=rolled)()
+    found = trained(one_f_one_b(2, 2), homes, forwards=(checked, squares), loop=loop)()
     wanted = trained(one_f_one_b(2, 4), ["CPU:0", "CPU:1"], forwards=(checked, squares))()
     for got, want in zip(found, wanted, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
@@ -474,8 +474,8 @@ def test_outputs_come_back_in_the_order_of_the_batch():
 
 
 @pytest.mark.parametrize("batch_dim", [0, 1])
-@pytest.mark.parametrize("rolled", [False, True, "ticks"])
-def test_the_batch_may_be_any_dim(batch_dim, rolled):
+@pytest.mark.parametrize("loop", [False, True])
+def test_the_batch_may_be_any_dim(batch_dim, loop):
     x = np.random.default_rng(3).normal(size=[4, 12, 4] if batch_dim else [12, 4, 4])
     x = x.astype(np.float32)
     homes = [*HOMES, Home(("CPU:4", "CPU:5"))]
@@ -483,7 +483,7 @@ def test_the_batch_may_be_any_dim(batch_dim, rolled):
     @tf.function(autograph=False)
     def run(x):
         stages = [Stage(f"s{i}", product, [tf.constant(W)], [], homes[i]) for i in range(3)]
-        options = Options(batch_dim=batch_dim, rolled=rolled)
+        options = Options(batch_dim=batch_dim, loop=loop)
         y = pipeline(stages, [x], gpipe(3, 6), options=options)[0][0]
         return y, tf.gradients(tf.reduce_sum(y * x), x)[0]
 

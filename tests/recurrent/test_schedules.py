@@ -63,26 +63,17 @@ def test_loss_gradients_and_trained_weights_equal_the_plain_model(mode, name, re
 
 
 @pytest.mark.parametrize(
-    ("mode", "remat", "name"),
-    in_turn([(mode, remat) for mode in RUNNERS for remat in ("full", "except_last")], NAMES),
-    indirect=["mode"],
-)
-def test_a_loop_of_the_graph_gives_the_same(mode, name, remat):
-    assert_equal(mode, build(name, 2, 12), remat=remat, rolled=True)
-
-
-@pytest.mark.parametrize(
-    ("mode", "remat", "rolled", "name"),
+    ("mode", "remat", "loop", "name"),
     in_turn(
-        [(m, r, f) for m in RUNNERS for r in ("none", "full") for f in (False, True, "ticks")],
+        [(m, r, f) for m in RUNNERS for r in ("none", "full") for f in (False, True)],
         ["gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_v"],
     ),
     indirect=["mode"],
 )
-def test_recomputations_that_are_actions_of_their_own_give_the_same(mode, remat, rolled, name):
+def test_recomputations_that_are_actions_of_their_own_give_the_same(mode, remat, loop, name):
     schedule = recompute(build(name, 2, 12))
     assert schedule.recomputed()
-    assert_equal(mode, schedule, remat=remat, rolled=rolled)
+    assert_equal(mode, schedule, remat=remat, loop=loop)
 
 
 def test_another_policy_for_each_stage(mode):
@@ -95,10 +86,8 @@ def test_another_policy_for_each_stage(mode):
     in_turn([(mode, remat) for mode in RUNNERS for remat in REMAT], NAMES),
     indirect=["mode"],
 )
-def test_one_loop_over_ticks_gives_the_same(mode, name, remat):
-    assert_equal(
-        mode, build(name, 2 + (name == "looped_bfs"), 12), remat=REMAT[remat], rolled="ticks"
-    )
+def test_one_loop_gives_the_same(mode, name, remat):
+    assert_equal(mode, build(name, 2 + (name == "looped_bfs"), 12), remat=REMAT[remat], loop=True)
 
 
 def graph_size(schedule, **options):
@@ -114,32 +103,26 @@ def graph_size(schedule, **options):
 
 
 @pytest.mark.slow
-def test_the_graph_of_a_loop_does_not_grow_with_the_number_of_microbatches():
-    sizes = [graph_size(one_f_one_b(2, m), rolled=True) for m in (6, 12)]
-    assert abs(sizes[1] - sizes[0]) < 10
-    unrolled = [graph_size(one_f_one_b(2, m), rolled=False) for m in (6, 12)]
-    assert unrolled[1] - unrolled[0] > 100
-
-
-@pytest.mark.slow
-def test_the_graph_of_one_loop_over_ticks_does_not_grow_with_the_table():
+def test_the_graph_of_a_loop_does_not_grow_with_the_schedule():
     """Neither with its microbatches nor with the square of the number of its stages."""
-    few, more = (graph_size(one_f_one_b(2, m), rolled="ticks") for m in (6, 12))
+    few, more = (graph_size(one_f_one_b(2, m), loop=True) for m in (6, 12))
     assert abs(more - few) < 10
-    two, four, eight = (graph_size(one_f_one_b(s, 12), rolled="ticks") for s in (2, 4, 8))
+    few, more = (graph_size(one_f_one_b(2, m), loop=False) for m in (6, 12))
+    assert more - few > 100
+    two, four, eight = (graph_size(one_f_one_b(s, 12), loop=True) for s in (2, 4, 8))
     assert eight - four <= 2.2 * (four - two)
 
 
 @pytest.mark.slow
 def test_a_tick_sends_to_a_neighbour_what_one_action_sends_and_no_flags():
-    """A flag of each register went to where its data are made, and each register's copy back."""
+    """Without a hold, a flag of each buffer goes to where its data are made, and a copy back."""
 
     @tf.function(autograph=False)
     def run(variables):
         with tf.GradientTape() as tape:
             tape.watch(variables)
             schedule = build("interleaved", 4, 12)
-            loss = pipelined(unstacked(variables), schedule, rolled="ticks")[0]
+            loss = pipelined(unstacked(variables), schedule, loop=True)[0]
         return tape.gradient(loss, variables)
 
     with record_placement() as graphs:
@@ -158,13 +141,13 @@ def test_a_tick_sends_to_a_neighbour_what_one_action_sends_and_no_flags():
 
 
 @pytest.mark.slow
-def test_large_tables_become_loops_by_themselves(monkeypatch):
-    assert graph_size(one_f_one_b(2, 4)) == graph_size(one_f_one_b(2, 4), rolled=False)
+def test_large_schedules_are_loops_by_default(monkeypatch):
+    assert graph_size(one_f_one_b(2, 4)) == graph_size(one_f_one_b(2, 4), loop=False)
     schedule = one_f_one_b(2, 12)
-    monkeypatch.setattr("pipemesh.recurrent.table.forms.ROLL_ABOVE", 10_000)
-    assert graph_size(schedule) == graph_size(schedule, rolled=False)
-    monkeypatch.setattr("pipemesh.recurrent.table.forms.ROLL_ABOVE", 40)
-    assert graph_size(schedule) == graph_size(schedule, rolled=True)
+    assert graph_size(schedule) == graph_size(schedule, loop=False)
+    monkeypatch.setattr("pipemesh.recurrent.table.run.LOOP_ABOVE", 40)
+    monkeypatch.setattr("pipemesh.recurrent.table.run._OWN_NODES_IN_LOOP", 0)
+    assert graph_size(schedule) == graph_size(schedule, loop=True)
 
 
 def test_a_table_of_ones_own(mode):

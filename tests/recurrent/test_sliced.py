@@ -35,24 +35,21 @@ from tests.recurrent import sliced
 
 PICKED = Selective(lambda layer: layer in ("layer1", "layer2"))
 CASES = {
-    "unrolled": (seq_one_f_one_b(2, 2, 2), {"remat": "none", "rolled": False}),
-    "loops": (seq_one_f_one_b(2, 4, 2), {"remat": "full", "rolled": True}),
-    "ticks": (seq_one_f_one_b(4, 2, 4), {"remat": "except_last", "rolled": "ticks"}),
-    "halves": (sliced.sliced(zb_h1(2, 4), 2), {"remat": "twice", "rolled": "ticks"}),
-    "recomputed": (recompute(seq_one_f_one_b(2, 2, 2)), {"remat": PICKED, "rolled": True}),
+    "actions": (seq_one_f_one_b(2, 2, 2), {"remat": "none", "loop": False}),
+    "loop": (seq_one_f_one_b(4, 2, 4), {"remat": "except_last", "loop": True}),
+    "halves": (sliced.sliced(zb_h1(2, 4), 2), {"remat": "twice", "loop": True}),
+    "recomputed": (recompute(seq_one_f_one_b(2, 2, 2)), {"remat": PICKED, "loop": True}),
 }
 MORE = {
-    "as many slices as microbatches": (seq_one_f_one_b(2, 4, 4), {"rolled": True}),
+    "as many slices as microbatches": (seq_one_f_one_b(2, 4, 4), {"remat": "full", "loop": True}),
     "one microbatch": (seq_one_f_one_b(2, 1, 4), {"remat": "full"}),
     "one stage": (seq_one_f_one_b(1, 2, 4), {"remat": "none"}),
-    "gpipe": (sliced.sliced(gpipe(2, 4), 2), {"remat": PICKED, "rolled": True}),
-    "halves in loops": (sliced.sliced(zb_h1(2, 8), 2), {"remat": "none", "rolled": True}),
-    "V": (sliced.sliced(zb_v(2, 2), 2), {"remat": "full", "rolled": False}),
+    "gpipe": (sliced.sliced(gpipe(2, 4), 2), {"remat": PICKED, "loop": True}),
+    "V": (sliced.sliced(zb_v(2, 2), 2), {"remat": "full", "loop": False}),
     "two stages a device": (
         sliced.sliced(interleaved_one_f_one_b(2, 4, 2), 2),
-        {"remat": "none", "rolled": "ticks"},
+        {"remat": "none", "loop": True},
     ),
-    "recomputed in ticks": (recompute(seq_one_f_one_b(2, 2, 4)), {"rolled": "ticks"}),
     "all checks": (seq_one_f_one_b(2, 2, 2), {"check_numerics": "all"}),
 }
 PARAMS = [
@@ -79,13 +76,11 @@ def test_loss_and_gradients_equal_those_of_whole_sequences(schedule, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "rolled", [False, *(pytest.param(r, marks=pytest.mark.exhaustive) for r in (True, "ticks"))]
-)
-def test_outputs_with_the_loss_outside_equal_those_of_whole_sequences(rolled):
+@pytest.mark.parametrize("loop", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_outputs_with_the_loss_outside_equal_those_of_whole_sequences(loop):
     schedule = sliced.sliced(gpipe(2, 2), 2)
     got = sliced.with_gradients(
-        lambda *args: sliced.pipelined_outputs(*args, schedule, rolled=rolled), sliced.X
+        lambda *args: sliced.pipelined_outputs(*args, schedule, loop=loop), sliced.X
     )
 
     def build(weights, x):
@@ -109,15 +104,15 @@ def recurrence(weight, state, x):
 
 
 @pytest.mark.parametrize(
-    ("text", "rolled"),
+    ("text", "loop"),
     [
         ("0F0.0 0F0.1 0F0.2 0F1.0 0F1.1 0F1.2 0B1.2 0B1.1 0B1.0 0B0.2 0B0.1 0B0.0", True),
-        ("0F1.0 0F1.1 0F1.2 0B1.2 0B1.1 0B1.0 0F0.0 0F0.1 0F0.2 0B0.2 0B0.1 0B0.0", "ticks"),
+        ("0F1.0 0F1.1 0F1.2 0B1.2 0B1.1 0B1.0 0F0.0 0F0.1 0F0.2 0B0.2 0B0.1 0B0.0", True),
         ("0F0.0 0F0.1 0F0.2 0I0.2 0W0.2 0F1.0 0I0.1 0I0.0 0W0.0 0F1.1 0F1.2 0W0.1 0B1.2 0B1.1 "
          "0B1.0", False),
     ],
 )  # fmt: skip
-def test_the_gradient_of_the_initial_state_is_summed_over_microbatches(text, rolled):
+def test_the_gradient_of_the_initial_state_is_summed_over_microbatches(text, loop):
     """Each microbatch starts from it, in whatever order they come."""
     schedule = Schedule.from_text(text)
     weight = tf.Variable(np.random.default_rng(1).normal(size=[WIDTH, WIDTH]).astype(np.float32))
@@ -130,7 +125,7 @@ def test_the_gradient_of_the_initial_state_is_summed_over_microbatches(text, rol
     def pipelined(x, scales):
         state = tf.tile(start[None], [BATCH // 2, 1])
         made = Stage("s", stage, [weight], [state], "CPU:0", recurrent=True, takes_slices=True)
-        options = Options(batch_dim=1, sequence_dim=0, rolled=rolled)
+        options = Options(batch_dim=1, sequence_dim=0, loop=loop)
         return pipeline_loss([made], [x, scales], schedule, options=options)[0]
 
     def plain(x, scales):
@@ -241,9 +236,9 @@ def two_recurrences_of_whole_sequences():
 
 @pytest.mark.slow
 @settings(max_examples=8, deadline=None, derandomize=True)
-@given(tables(), st.sampled_from(REMAT_POLICIES), st.sampled_from([False, True, "ticks"]))
-def test_any_table_that_a_state_can_take_gives_the_same(schedule, remat, rolled):
-    got = gradients_of(lambda *args: two_recurrences(*args, schedule, remat=remat, rolled=rolled))
+@given(tables(), st.sampled_from(REMAT_POLICIES), st.sampled_from([False, True]))
+def test_any_table_that_a_state_can_take_gives_the_same(schedule, remat, loop):
+    got = gradients_of(lambda *args: two_recurrences(*args, schedule, remat=remat, loop=loop))
     sliced.assert_same(got, two_recurrences_of_whole_sequences())
 
 
@@ -263,8 +258,8 @@ def small_stages(home="CPU:0", **more):
     ]
 
 
-@pytest.mark.parametrize("rolled", [False, True, "ticks"])
-def test_stages_without_a_state_have_replicas(rolled):
+@pytest.mark.parametrize("loop", [False, True])
+def test_stages_without_a_state_have_replicas(loop):
     x = np.arange(8 * 6, dtype=np.float32).reshape([8, 6])
 
     @tf.function(autograph=False)
@@ -273,7 +268,7 @@ def test_stages_without_a_state_have_replicas(rolled):
             tape.watch(x)
             stages = small_stages(("CPU:0", "CPU:1"))
             loss, (y,), carries = pipeline_loss(
-                stages, [x], seq_one_f_one_b(2, 2, 3), options=Options(rolled=rolled)
+                stages, [x], seq_one_f_one_b(2, 2, 3), options=Options(loop=loop)
             )
         return loss, y, carries[0][0], tape.gradient(loss, x)
 

@@ -60,7 +60,7 @@ def sent(schedule, homes, owner, check_numerics="off"):
                 stages_of(variables, homes, owner),
                 [tf.constant(X)],
                 schedule,
-                options=Options(check_numerics=check_numerics, rolled=False),
+                options=Options(check_numerics=check_numerics, loop=False),
             )
         for variable, grad in zip(variables, tape.gradient(loss, variables), strict=True):
             variable.assign_sub(grad)

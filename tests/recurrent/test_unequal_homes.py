@@ -115,23 +115,19 @@ def mode(request):
 
 
 @pytest.mark.parametrize(
-    ("mode", "name", "groups", "replicas", "remat", "rolled"),
-    pairwise(
-        list(RUNNERS), SCHEDULES, list(GROUPS), [1, 2], ["full", "none"], [False, True, "ticks"]
-    ),
+    ("mode", "name", "groups", "replicas", "remat", "loop"),
+    pairwise(list(RUNNERS), SCHEDULES, list(GROUPS), [1, 2], ["full", "none"], [False, True]),
     indirect=["mode"],
 )
 def test_loss_gradients_and_trained_weights_equal_the_plain_model(
-    mode, name, groups, replicas, remat, rolled
+    mode, name, groups, replicas, remat, loop
 ):
     run, wanted = mode
     groups = GROUPS[groups]
     if sum(groups) * replicas > len(tf.config.list_logical_devices("CPU")):
         groups = groups[:2]
     schedule = build(name, len(groups), 6)
-    found = run(
-        lambda theta: pipelined(theta, schedule, groups, replicas, remat=remat, rolled=rolled)
-    )
+    found = run(lambda theta: pipelined(theta, schedule, groups, replicas, remat=remat, loop=loop))
     for got, want in zip(tf.nest.flatten(found), tf.nest.flatten(wanted), strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6 * max(1, np.abs(want).max()))
 
@@ -200,7 +196,7 @@ def test_nothing_else_is_sent_at_the_boundary():
                 [tf.constant(IDS), tf.constant(LABELS)],
                 schedule,
                 step=tf.constant(STEP, tf.int64),
-                options=Options(check_numerics="off", rolled=False),
+                options=Options(check_numerics="off", loop=False),
             )[0]
         for variable, grad in zip(each, tape.gradient(loss, each), strict=True):
             variable.assign_sub(tf.convert_to_tensor(grad))

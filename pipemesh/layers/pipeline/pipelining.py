@@ -59,8 +59,8 @@ from pipemesh.recurrent import (
 )
 from pipemesh.recurrent.passes.captures import check_fresh
 from pipemesh.recurrent.precision import INITIAL_SCALE
-from pipemesh.recurrent.table.fit import microbatch_size
 from pipemesh.recurrent.table.run import with_loss
+from pipemesh.recurrent.table.validation import microbatch_size
 from pipemesh.recurrent.watch.clock import Stamps
 from pipemesh.schedule import Schedule
 
@@ -375,6 +375,7 @@ class PipeliningLayer(SeqLayer):
         return Options(
             batch_dim=p.batch_dim,
             remat=p.remat,
+            loop=p.loop,
             rolled=p.rolled,
             compute_dtype=p.fprop_dtype,
             uncast_inputs=uncast,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipemesh.recurrent.table.forms import ROLL_ABOVE
 from pipemesh.schedule.names import listing
 
 
@@ -52,13 +51,12 @@ def define_pipelining(p: Any) -> None:
         "ByStage(policies), gives each stage its own.",
     )
     p.Define(
-        "rolled",
+        "loop",
         None,
-        "Whether the repeating part of the schedule becomes a loop of the graph, which then "
-        "does not grow with the number of microbatches; by default if operations of their own for "
-        f"all actions would be more than {ROLL_ABOVE:,} nodes, and a loop leaves at most half of "
-        "the actions in the graph.",
+        "True: the schedule is one loop of the graph, which then grows with the number of stages "
+        "only. False: each action has operations of its own. None: chosen by size; see Options.",
     )
+    p.Define("rolled", None, "Old name of loop, for one release.")
     p.Define(
         "check_numerics",
         None,

@@ -18,7 +18,7 @@ from pipemesh.layers.pipeline.alike_stages import check_lowering
 from pipemesh.layers.pipeline.aux_losses import ACCUMULATIONS
 from pipemesh.layers.pipeline.simd_cut import check_simd
 from pipemesh.recurrent.remat import policy_of
-from pipemesh.recurrent.table.fit import check_phases
+from pipemesh.recurrent.table.validation import check_phases
 from pipemesh.schedule import Schedule, ScheduleSpec
 
 
@@ -39,7 +39,9 @@ def schedule_of(p: Any) -> Schedule:
         check_whole(p.name, "micro_batch_size", p.micro_batch_size, 1)
     check_batch_dim(p)
     check_flags(
-        p, ("loss_inside", "nested_map_fprop", "pipelined", "strict_devices"), or_none=("rolled",)
+        p,
+        ("loss_inside", "nested_map_fprop", "pipelined", "strict_devices"),
+        or_none=("loop", "rolled"),
     )
     check_floating(p.name, "state_dtype", p.state_dtype)
     if p.aux_loss_microbatch_accumulation is not None:

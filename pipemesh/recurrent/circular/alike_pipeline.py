@@ -24,10 +24,10 @@ from pipemesh.recurrent.passes.part import Grads, Tensors
 from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.recurrent.remat import Mode, remat_of
 from pipemesh.recurrent.stage import Stage
-from pipemesh.recurrent.table.machine import Machine, State
+from pipemesh.recurrent.table.machine import Machine
+from pipemesh.recurrent.table.values import State
 from pipemesh.recurrent.watch.health import LOCATING
 from pipemesh.schedule import Action, Schedule, looped_bfs
-from pipemesh.schedule.repeats import Loop
 
 
 def alike_pipeline(
@@ -104,7 +104,7 @@ def check_options(options: Options) -> None:
             not remat_of(options.remat).is_full,
             "the stage is always computed again ('full')",
         ),
-        ("rolled", options.rolled in (False, "ticks"), "it is always a loop (None or True)"),
+        ("loop", options.loop is False, "it is always a loop (None or True)"),
         ("clock", options.clock is not None, "no action of its own can be noted (None)"),
         (
             "check_numerics",
@@ -188,10 +188,9 @@ class Circular:
         self._seeds: Grads = []
         self._grads: Leaves = ()
 
-    def perform(self, items: Sequence[Action | Loop]) -> None:
+    def perform(self, actions: Sequence[Action]) -> None:
         """Runs the loop that these actions are."""
-        first = items[0]
-        if isinstance(first, Action) and first.kind == "F":
+        if actions[0].kind == "F":
             stream = tuple(self._cut(tensor) for tensor in self._inputs)
             self._outputs, self._saved = self._loop.forward(stream, [])
             return

@@ -9,7 +9,13 @@ import tensorflow as tf
 
 from pipemesh.backend import collectives
 from pipemesh.backend.graphs import Bodies
-from pipemesh.backend.operation_kinds import CHECK_AND_HAND_ON, RESHAPES, check_pure, has_effect
+from pipemesh.backend.operation_kinds import (
+    CHECK_AND_HAND_ON,
+    COLLECTIVES,
+    RESHAPES,
+    check_pure,
+    has_effect,
+)
 from pipemesh.recurrent.passes.common_nodes import use_first
 
 
@@ -172,6 +178,7 @@ class GraphCut:
         fetches: Sequence[str],
         effects: Sequence[str] = (),
         checked: Container[str] = (),
+        collectives_after: tf.Tensor | None = None,
     ) -> list[tf.Tensor]:
         """Rebuilds in the current graph what computes `fetches` from `values`.
 
@@ -181,6 +188,9 @@ class GraphCut:
             effects: names of nodes that are to be there, too.
             checked: names of nodes that were computed before: values that they check are not
                 checked again.
+            collectives_after: a tensor that all collectives wait for. Where it is dead, in an
+                action that is not due, none of a group is performed, even one whose input is a
+                constant: the others would not come.
 
         Returns:
             The fetches.
@@ -201,9 +211,15 @@ class GraphCut:
                 node.op = "Identity"
                 node.attr.pop("message", None)
         used = {tensor_name(s) for node in nodes for s in node.input} & given.keys()
+        input_map = {name: given[name] for name in used}
+        if collectives_after is not None:
+            for node in part.node:
+                if node.op in COLLECTIVES:
+                    node.input.append("^collectives_after")
+                    input_map["^collectives_after"] = collectives_after
         pasted = tf.graph_util.import_graph_def(
             part,
-            input_map={name: given[name] for name in used},
+            input_map=input_map,
             return_elements=computed,
             name="",
         )

@@ -376,7 +376,7 @@ class Passes:
         every = [*traced.theta, *arguments, *traced.scalars]
         nodes = [f"{name}:0" for name in effects]
         used = traced.cut.used([*wanted, *fetches, *probed, *nodes], every)
-        if probes:
+        if probes or traced.cut.has_collectives:
             used.add(traced.scalars[0])
         taken = [i for i, name in enumerate(every) if name in used]
         names = [every[i] for i in taken]
@@ -395,8 +395,9 @@ class Passes:
             before = tensors[len(names) :][: len(totals)] if adds else [None] * len(totals)
             with tf.device(device):
                 # Results get an identity each, which waits for all that checks or tells.
+                due = values[traced.scalars[0]] if traced.cut.has_collectives else None
                 pasted = iter(
-                    traced.cut.paste(values, [*wanted, *fetches, *probed], effects, checked)
+                    traced.cut.paste(values, [*wanted, *fetches, *probed], effects, checked, due)
                 )
                 results = accumulated(before, grads, totals, where, pasted) if gradients else []
                 results += [next(pasted) for _ in fetches]

@@ -1,4 +1,4 @@
-"""Lets nothing leave a pipeline before its loss or its gradients are known to be finite."""
+"""Checks that losses, outputs and gradients are finite before a pipeline returns them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pipemesh.recurrent.watch.health import (
 )
 from pipemesh.recurrent.watch.probes import Probe
 
-# For each stage those of its replicas.
+# For each stage the notes of its replicas.
 Notes = Sequence[Sequence[tf.Tensor]]
 
 
@@ -53,11 +53,11 @@ class Checks:
         self._both: list[tf.Operation] = []
 
     def forward(self, results: Sequence[tf.Tensor], what: str, notes: Notes) -> None:
-        """From now on, what is passed through `after_forward` waits for a check.
+        """Makes tensors passed through `after_forward` wait for a check.
 
         Args:
             results: the loss or the outputs, on the device of the last stage.
-            what: how to call them.
+            what: their name in errors.
             notes: of the stages.
         """
         if self._policy == "off":
@@ -72,15 +72,15 @@ class Checks:
     def after_forward(
         self, tensors: list[MaybeTensor], devices: str | Sequence[str]
     ) -> list[MaybeTensor]:
-        """The tensors, on their device or devices, once the check has passed."""
+        """Returns the tensors, on their device or devices, once the check has passed."""
         return _after(self._forward, tensors, devices)
 
     def after_both(
         self, tensors: list[MaybeTensor], devices: str | Sequence[str]
     ) -> list[MaybeTensor]:
-        """The tensors, once the forward pass and the gradients, if there are any, have passed.
+        """Returns the tensors once the checks of the forward pass and any gradients have passed.
 
-        Nothing that the gradients depend on may depend on these tensors.
+        No gradient may depend on these tensors.
         """
         if self._forward and not self._both:
             with tf.control_dependencies(self._forward):
@@ -88,7 +88,7 @@ class Checks:
         return _after(self._both, tensors, devices)
 
     def backward(self, grads: Sequence[Grads], notes: Notes) -> None:
-        """From now on, what is passed through `after_backward` waits for a check.
+        """Makes tensors passed through `after_backward` wait for a check.
 
         Args:
             grads: for each stage the sums of its weights' gradients and, if it is recurrent, the
@@ -114,13 +114,13 @@ class Checks:
             self._backward = [tf.no_op()] if before else []
 
     def after_backward(self, tensors: Grads, devices: str | Sequence[str]) -> Grads:
-        """The tensors, on their device or devices, once the check has passed."""
+        """Returns the tensors, on their device or devices, once the check has passed."""
         return _after(self._backward, tensors, devices)
 
     def input_grads(self, grads: Grads) -> Grads:
-        """The gradients of the pipeline's inputs, which somebody asks for, once they are checked.
+        """Returns the gradients of the pipeline's inputs once they are checked.
 
-        The others wait for that, too. They were returned before it was known that somebody asks.
+        Gradients of weights wait for that, too, although they were returned before.
         """
         first = self._traced[0]
         if self._policy in OF_GRADIENTS and any(grad is not None for grad in grads):
@@ -156,7 +156,7 @@ class Checks:
         users = [*layers, *([()] * (len(grads) - len(layers)))]
         present = [(g, u) for g, u in zip(grads, users, strict=True) if g is not None]
         stage = traced.stage
-        # Where each lies, so that a flag travels and no gradient.
+        # The device of each, so that a flag travels and no gradient.
         devices = [*stage.theta_devices, *([stage.device] * len(grads))]
         at = [device for device, grad in zip(devices, grads, strict=False) if grad is not None]
         with tf.device(stage.device):
@@ -201,7 +201,7 @@ class Checks:
 
 
 def place(stage: Stage, layers: Sequence[str], rest: str, replica: int = 0) -> str:
-    """Names stage, device and layers."""
+    """Returns the names of stage, device and layers."""
     name = ", ".join(stage.of_home.replica(replica))
     device = f" ({name})" if name else ""
     layer = f", layer {' or '.join(map(repr, layers))}" if layers else ""

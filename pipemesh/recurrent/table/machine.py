@@ -1,4 +1,4 @@
-"""Performs the actions of a schedule, one call a time, on the devices of their stages."""
+"""Performs single actions of a schedule on the devices of their stages."""
 
 from __future__ import annotations
 
@@ -20,9 +20,17 @@ from pipemesh.recurrent.passes.tracing import WholeBatch, specs_of
 from pipemesh.recurrent.precision import sum_dtype
 from pipemesh.recurrent.remat import FULL, NONE, Mode
 from pipemesh.recurrent.stage import Stage
-from pipemesh.recurrent.table.kinds import GRADS, KEPT, OUTPUTS, PENDING, REMADE, Kind
-from pipemesh.recurrent.table.state import State, Values
 from pipemesh.recurrent.table.thetas import guarded, of_every_replica, with_fetched
+from pipemesh.recurrent.table.values import (
+    GRADS,
+    KEPT,
+    OUTPUTS,
+    PENDING,
+    REMADE,
+    Kind,
+    State,
+    Values,
+)
 from pipemesh.recurrent.watch.clock import Stamps
 from pipemesh.recurrent.watch.health import LOCATING, Direction
 from pipemesh.recurrent.watch.probes import Probe
@@ -41,9 +49,9 @@ class Machine:
         cutting: how the batch is cut.
         step: int64 scalar, or None if there is no global step.
         accumulator_dtypes: for each stage the dtypes of the sums of its weights' gradients.
-        check_numerics: what is checked to be finite; see `health`.
-        clock: notes when actions run; None to note nothing.
-        is_forward_only: whether no gradient is ever asked for.
+        check_numerics: the policy of checks for finite values; see `health`.
+        clock: stamps the start and end of actions, if any.
+        is_forward_only: True if the schedule has no backward actions.
 
     Attributes:
         traced: the stages' graphs.
@@ -120,7 +128,7 @@ class Machine:
         return traced
 
     def passes(self, stage: int, mode: Mode) -> Passes:
-        """The functions of a stage under a mode of remat."""
+        """Returns the functions of a stage under a mode of remat."""
         if (stage, mode) not in self._passes:
             traced = self.traced[stage]
             self._passes[stage, mode] = Passes(
@@ -163,9 +171,9 @@ class Machine:
 
     @contextlib.contextmanager
     def guarding(self) -> Iterator[None]:
-        """All that actions compute inside hangs on the tokens of their home.
+        """Makes all operations of actions inside depend on the tokens of their home.
 
-        So nothing is computed where these do not come.
+        So an action whose tokens are dead computes nothing.
         """
         self._guards = True
         try:
@@ -175,21 +183,21 @@ class Machine:
 
     @contextlib.contextmanager
     def acting(self, name: str, stage: int) -> Iterator[None]:
-        """Operations made inside belong to an action and lie on its stage's first device."""
+        """Names operations made inside after an action, on its stage's first device."""
         with tf.name_scope(name), tf.device(self._stages[stage].device):
             yield
 
     def _pin(
         self, stage: int, tensors: list[MaybeTensor], places: Sequence[int], state: State
     ) -> list[MaybeTensor]:
-        """Pins those that are not None, each on its device."""
+        """Pins tensors that are not None, each on its device."""
         devices = self._stages[stage].devices
         if not self._guards:
             return pin_each(tensors, [devices[place] for place in places])
-        # What depends on nothing that an action is given would be there without it.
+        # A result that depends on no argument of the action would be alive without it.
         home, pinned = state.tokens[self.stage_devices[stage]], [*tensors]
         for place, device in enumerate(devices):
-            mine = [i for i, own in enumerate(places) if own == place]
+            mine = [i for i, number in enumerate(places) if number == place]
             with tf.control_dependencies(home[place]):
                 results = pin_each([tensors[i] for i in mine], device)
             for i, result in zip(mine, results, strict=True):
@@ -209,7 +217,7 @@ class Machine:
         state.carries[stage] = carry
         values.write(OUTPUTS, stage, outputs)
         values.write(KEPT, stage, kept)
-        # What replicas hand to each other keeps none of them from going on.
+        # The carry from replica to replica delays only the operations that use it.
         handed_on = carry if self._stages[stage].of_home.num_replicas == 1 else []
         self._finish(stage, state, (outputs, where), (handed_on, [0] * len(handed_on)))
 
@@ -246,8 +254,8 @@ class Machine:
             pending = self._pin(stage, result.pending, places, state)
             values.write(PENDING, stage, pending)
         notes[stage] = result.notes
-        # Nothing waits for the gradients of the pipeline's inputs, so that TensorFlow leaves
-        # them out where nobody asks for them.
+        # No token waits for the gradients of the pipeline's inputs, so TensorFlow prunes them if
+        # they are not used.
         input_grads, where = result.input_grads, self.input_places(stage)
         if stage:
             input_grads = self._pin(stage, input_grads, where, state)
@@ -261,11 +269,11 @@ class Machine:
     def _gated(
         self, passes: Passes, stage: int, values: Values, left: Kind[tf.Tensor]
     ) -> tuple[Tensors, Tensors]:
-        """What a backward action starts from: what is kept, and the gradients of the results.
+        """Returns the kept values and the gradients of the results, through gates.
 
-        There are two gates where something is computed again, which may be so while the gradient is
-        still on its way. Gradients that are constants go through the first one. What follows from
-        them alone TensorFlow would else compute beforehand, and keep for every microbatch.
+        If a stage is computed again, there are two gates, so that it may be while the gradient is
+        still on its way. Constant gradients go through the first gate. Else TensorFlow computes
+        what follows from them before the first step, and keeps it for every microbatch.
         """
         kept, grads = values.read(left, stage), self._result_grads(stage, values)
         place = self.traced[stage].place
@@ -291,7 +299,7 @@ class Machine:
         self._finish(stage, state, (new, passes.accumulator_places))
 
     def _theta(self, stage: int, state: State) -> Tensors:
-        """The weights of each replica, for one action."""
+        """Returns the weights of each replica, for one action."""
         tokens = state.tokens[self.stage_devices[stage]]
         thetas = self._thetas[stage]
         if self._guards:
@@ -299,7 +307,7 @@ class Machine:
         return with_fetched(self._stages[stage], thetas, tokens)
 
     def _result_grads(self, stage: int, values: Values) -> Tensors:
-        """The gradients of all floating results of a stage; zeros where none has arrived."""
+        """Returns the gradients of all floating results of a stage, zeros for missing ones."""
         traced = self.traced[stage]
         arrived = values.read(GRADS, stage + 1)
         grads = []
@@ -312,7 +320,7 @@ class Machine:
         return [*grads, *carried]
 
     def _filled(self, stage: int, carry_grads: Grads) -> Grads:
-        """With zeros where a state of a recurrent stage has no gradient."""
+        """Returns the gradients of a recurrent stage's carry, zeros for missing ones."""
         filled = list(carry_grads)
         for i in self.traced[stage].gradients.of_carry_out:
             filled[i] = self._or_zeros(stage, i, filled[i])
@@ -324,7 +332,7 @@ class Machine:
         return carry_grad
 
     def _gate(self, stage: int, tensors: Tensors, places: Sequence[int], state: State) -> Tensors:
-        """The tensors on their devices, once these have finished what they did."""
+        """Returns the tensors on their devices, once these have finished earlier actions."""
         gated = list(tensors)
         home = state.tokens[self.stage_devices[stage]]
         for number, device in enumerate(self._stages[stage].devices):
@@ -346,7 +354,7 @@ class Machine:
     def _finish(
         self, stage: int, state: State, *results: tuple[Sequence[tf.Tensor | None], Sequence[int]]
     ) -> None:
-        """From now on, each device of the home waits for its part of the results."""
+        """Makes each device's results its token for later actions."""
         home = state.tokens[self.stage_devices[stage]]
         for number, device in enumerate(self._stages[stage].devices):
             operations = {
@@ -355,7 +363,7 @@ class Machine:
                 for t, place in zip(tensors, places, strict=True)
                 if place == number and t is not None
             }
-            # Where nothing comes of an action, a stamp would have nothing to wait for.
+            # Without a result, a stamp would have nothing to wait for.
             if self._stamp is not None and operations:
                 with tf.control_dependencies(list(operations.values())), tf.device(device):
                     operations["end"] = self._stamp(is_end=True, device=device, replica=number)
@@ -363,14 +371,14 @@ class Machine:
                 home[number] = list(operations.values())
 
     def begin(self, stage: int, state: State) -> None:
-        """Gives a stage that has not gone backward yet its zeros to start from."""
+        """Starts the gradients of a stage with zeros before its first backward action."""
         with tf.device(self._stages[stage].device):
             if state.accumulators[stage] is None:
                 state.accumulators[stage] = self._any_passes(stage).zero_gradients()
             state.carry_grads[stage] = self._filled(stage, state.carry_grads[stage])
 
     def total_gradients(self, stage: int, state: State) -> Grads:
-        """The gradient of each theta of a stage, summed over microbatches and replicas."""
+        """Returns the gradient of each theta of a stage, summed over microbatches and replicas."""
         with tf.device(self._stages[stage].device):
             return self._any_passes(stage).theta_gradients(state.accumulators[stage] or [])
 
@@ -379,7 +387,7 @@ class Machine:
         return next(found, None) or self.passes(stage, FULL)
 
     def specs(self, kind: Kind[Any], stage: int, mode: Mode = FULL) -> list[tf.TensorSpec | None]:
-        """Shapes and dtypes of the values of a kind."""
+        """Returns shapes and dtypes of the values of a kind."""
         traced = self.traced[stage]
         if kind == OUTPUTS:
             return [*traced.output_specs] * len(traced.replicas)
@@ -389,7 +397,7 @@ class Machine:
         return [*map(traced.spec, self._cut(kind, stage, mode))]
 
     def places(self, kind: Kind[Any], stage: int, mode: Mode = FULL) -> list[int]:
-        """The devices of the home, by their numbers, that the values of a kind lie on."""
+        """Returns the devices of the home, by number, of the values of a kind."""
         traced = self.traced[stage]
         if kind == OUTPUTS:
             return [*map(traced.place, traced.outputs)]
@@ -398,7 +406,7 @@ class Machine:
         return [*map(traced.place, self._cut(kind, stage, mode))]
 
     def input_places(self, stage: int) -> list[int]:
-        """The replicas that the inputs of a stage belong to."""
+        """Returns the devices of the home, by number, of a stage's inputs."""
         return [*map(self.traced[stage].place, self.traced[stage].inputs)]
 
     def _cut(self, kind: Kind[Any], stage: int, mode: Mode) -> list[str]:

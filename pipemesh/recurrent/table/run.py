@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import tensorflow as tf
@@ -17,11 +17,15 @@ from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.passes.captures import is_constant
 from pipemesh.recurrent.passes.part import Grads, Tensors
 from pipemesh.recurrent.precision import cast_floating, sum_dtype
-from pipemesh.recurrent.remat import modes_of
+from pipemesh.recurrent.remat import Mode, modes_of
 from pipemesh.recurrent.sequence import starting_anew
 from pipemesh.recurrent.stage import Stage
+from pipemesh.recurrent.table.action_by_action import ActionByAction
 from pipemesh.recurrent.table.checks import Checks
-from pipemesh.recurrent.table.fit import (
+from pipemesh.recurrent.table.loop import Loop
+from pipemesh.recurrent.table.machine import Machine
+from pipemesh.recurrent.table.sizes import Sizes
+from pipemesh.recurrent.table.validation import (
     check_descending,
     check_joined,
     check_phases,
@@ -29,27 +33,28 @@ from pipemesh.recurrent.table.fit import (
     cutting_of,
     num_replicas,
 )
-from pipemesh.recurrent.table.forms import form_of
-from pipemesh.recurrent.table.listed import Listed
-from pipemesh.recurrent.table.machine import Machine
-from pipemesh.recurrent.table.rolled import Rolled
-from pipemesh.recurrent.table.sizes import Sizes
-from pipemesh.recurrent.table.state import State, empty_notes
-from pipemesh.recurrent.table.ticks.ticked import Ticked
-from pipemesh.recurrent.table.unrolled import Unrolled
+from pipemesh.recurrent.table.values import State, empty_notes
 from pipemesh.recurrent.watch.strict_devices import check_devices
 from pipemesh.recurrent.watch.wrong_kernels import check_kernels
 from pipemesh.schedule import Action, Schedule, execution_order
-from pipemesh.schedule.repeats import Loop
+
+# Before the first step, TensorFlow needs 0.2 to 0.3 ms of CPU time for each node of the graph. A
+# loop's body has each kind of action once, with some hundred nodes besides, but costs each step
+# 0.03 to 0.6 ms of CPU time an action. Next to large actions that is little.
+LOOP_ABOVE = 30_000
+LOOP_LARGE_ACTIONS_ABOVE = 10_000
+_LARGE_ACTION = 100
+_OWN_NODES = 10
+_OWN_NODES_IN_LOOP = 100
 
 
 class Performer(Protocol):
-    """Performs actions, and holds what is handed from one to the other."""
+    """Performs actions, and holds the values that they hand to each other."""
 
     state: State
 
-    def perform(self, items: Sequence[Action | Loop]) -> None:
-        """Performs actions and loops in order."""
+    def perform(self, actions: Sequence[Action]) -> None:
+        """Performs actions in order."""
         ...
 
     def seed(self, output_grads: Grads) -> None:
@@ -57,11 +62,11 @@ class Performer(Protocol):
         ...
 
     def outputs(self) -> Tensors:
-        """Those of the last stage for the whole batch."""
+        """Returns the last stage's outputs for the whole batch."""
         ...
 
     def input_grads(self) -> Grads:
-        """The gradients of the pipeline's inputs."""
+        """Returns the gradients of the pipeline's inputs."""
         ...
 
 
@@ -74,16 +79,16 @@ class Run:
         schedule: the table.
         step: int64 scalar, or None if there is no global step.
         options: how it runs.
-        performer: makes what performs the actions; by default operations of their own for each
-            action, or loops.
+        performer: makes the object that performs the actions; by default `ActionByAction` or
+            `Loop`.
 
     Attributes:
-        items: everything there is to perform, in order.
-        sources: what gradients flow to: the inputs, each stage's theta, recurrent stages' states.
-        schedule: as given, with each slice of a microbatch as one of its own.
-        stages: as given.
+        order: all actions, in order.
+        sources: the tensors that get gradients: inputs, theta, and states of recurrent stages.
+        schedule: the table, with each slice of a microbatch as a microbatch.
+        stages: the stages.
         last_specs: of the last stage's outputs for one microbatch.
-        sizes: what it holds and sends, in bytes.
+        sizes: bytes that the run holds and sends.
     """
 
     def __init__(
@@ -173,42 +178,38 @@ class Run:
         self.sizes = Sizes(self._machine, mode_of)
         arguments = (self._machine, state, self._stages, held, cutting, mode_of)
         order = tuple(map(schedule.as_piece, execution_order(schedule)))
-        self.items: Sequence[Action | Loop] = order
+        self.order: Sequence[Action] = order
         self._values: Performer
         if performer is not None:
             self._values = performer(*arguments)
             return
-        form, self.items = form_of(
-            order, options.rolled, mode_of, self._machine.traced, schedule.num_devices
-        )
-        if form == "unrolled":
-            self._values = Unrolled(*arguments)
-        elif form == "ticks":
-            self._values = Ticked(*arguments, order)
-        else:
-            self._values = Rolled(*arguments, self.items)
+        is_loop = options.loop
+        if is_loop is None:
+            num_nodes = cutting.num_pieces * sum(t.num_nodes() for t in self._machine.traced)
+            is_loop = loop_pays(order, mode_of, num_nodes)
+        self._values = Loop(*arguments, order) if is_loop else ActionByAction(*arguments)
 
-    def phases(self) -> tuple[Sequence[Action | Loop], Sequence[Action | Loop]]:
-        """The forward and the backward part of the items.
+    def phases(self) -> tuple[Sequence[Action], Sequence[Action]]:
+        """Returns the forward and the backward actions.
 
         Raises:
-            ScheduleError: on some device they cannot be told apart.
+            ScheduleError: on some device a forward action follows a backward one.
         """
         check_phases(self._given)
-        forwards = [item for item in self.items if _first(item).kind == "F"]
-        return forwards, self.items[len(forwards) :]
+        forwards = [action for action in self.order if action.kind == "F"]
+        return forwards, self.order[len(forwards) :]
 
     @property
     def state(self) -> State:
-        """What stages hold."""
+        """The state of stages and devices."""
         return self._values.state
 
-    def perform(self, items: Sequence[Action | Loop]) -> None:
-        """Performs actions and loops in order."""
-        self._values.perform(items)
+    def perform(self, actions: Sequence[Action]) -> None:
+        """Performs actions in order."""
+        self._values.perform(actions)
 
     def finish_carries(self, after: Callable[[Tensors, str], Tensors]) -> None:
-        """Lets what the stages return besides wait for checks, and collects their summaries."""
+        """Makes the carries wait for checks, and collects the summaries in them."""
         for number, traced in enumerate(self._machine.traced):
             carry = after(self.state.carries[number], traced.stage.device)
             if traced.summaries is not None:
@@ -218,14 +219,14 @@ class Run:
             self.state.carries[number] = [] if ends else carry
 
     def outputs(self) -> list[tf.Tensor]:
-        """The outputs of the last stage for the whole batch."""
+        """Returns the last stage's outputs for the whole batch."""
         outputs = self._values.outputs()
         return self._after_clock(outputs, self._stages[-1].device)
 
     def _after_clock(
         self, tensors: list[MaybeTensor], devices: str | Sequence[str]
     ) -> list[MaybeTensor]:
-        """Nothing but what is returned is run, so the last notes of a clock hang on that."""
+        """Ties a clock's last stamps to results; TensorFlow prunes operations without a user."""
         if not self._has_clock:
             return tensors
         tokens = [op for home in self.state.tokens for token in home for op in token]
@@ -233,11 +234,11 @@ class Run:
             return pin_each(tensors, devices)
 
     def recurrent(self, values: Sequence[Any]) -> list[Any]:
-        """Of one value a stage those of the recurrent stages, whose state is a result."""
+        """Returns the values of recurrent stages, whose state is a result."""
         return [v for v, stage in zip(values, self._stages, strict=True) if self._hands_out(stage)]
 
     def _hands_out(self, stage: Stage) -> bool:
-        """Whether gradients flow through what a stage hands on after the last microbatch."""
+        """Returns True if a stage's carry after the last microbatch is a result."""
         return stage.recurrent and self._given.num_slices == 1
 
     def seed(self, output_grads: Grads, state_grads: Grads) -> None:
@@ -262,7 +263,7 @@ class Run:
             if self._loss_scale is not None:
                 (one,) = self._scaled([one])
         # The loss is inside of the pipeline, which only a table allows.
-        assert isinstance(self._values, Unrolled | Listed)
+        assert isinstance(self._values, ActionByAction | Loop)
         self._values.seed_all([one, *[None] * (len(self.last_specs) - 1)])
 
     def _scaled(self, grads: Grads) -> Grads:
@@ -273,7 +274,7 @@ class Run:
         ]
 
     def gradients(self, factor: tf.Tensor | None = None) -> list[Grads]:
-        """The gradients of all sources, multiplied by `factor`, in the sources' dtypes."""
+        """Returns the gradients of all sources, multiplied by `factor`, in their dtypes."""
         totals = [self._machine.total_gradients(s, self.state) for s in range(len(self._stages))]
         states = [
             grads if self._hands_out(stage) else []
@@ -317,7 +318,7 @@ class Run:
 
 
 def _held(tensor: tf.Tensor, compute_dtype: tf.DType | None) -> tf.Tensor:
-    """An input without a gradient, in the dtype of computation."""
+    """Returns an input without a gradient, in the dtype of computation."""
     held = tf.stop_gradient(cast_floating(tensor, compute_dtype))
     if tf.compat.v1.executing_eagerly_outside_functions() or not is_constant(tensor):
         return held
@@ -327,7 +328,7 @@ def _held(tensor: tf.Tensor, compute_dtype: tf.DType | None) -> tf.Tensor:
 
 
 def _frozen(stage: Stage, compute_dtype: tf.DType | None) -> Stage:
-    """The stage with tensors that carry no gradient themselves, in the dtype of computation."""
+    """Returns the stage with tensors without a gradient, in the dtype of computation."""
     dtypes = stage.dtypes or [compute_dtype] * len(stage.theta)
     theta = []
     for t, dtype, device in zip(stage.theta, dtypes, stage.theta_devices, strict=True):
@@ -339,27 +340,42 @@ def _frozen(stage: Stage, compute_dtype: tf.DType | None) -> Stage:
 
 
 def _by_place(stage: Stage, num_more: int = 0) -> dict[int, list[int]]:
-    """For each of a home's devices the numbers of the weights on it, the first device first.
+    """Returns for each device of a home the numbers of the weights on it.
 
     Args:
         stage: the stage.
-        num_more: how many weights it has besides, on the first device.
+        num_more: number of further weights, on the first device.
     """
     places = [*stage.owners, *[0] * num_more]
     return {
-        place: [i for i, found in enumerate(places) if found == place]
+        place: [i for i, owner in enumerate(places) if owner == place]
         for place in sorted({0, *places})
     }
 
 
-def _first(item: Action | Loop) -> Action:
-    return item.body[0] if isinstance(item, Loop) else item
+def loop_pays(
+    order: Sequence[Action], modes: Mapping[tuple[int, int], Mode], num_nodes: int
+) -> bool:
+    """Returns True if one loop is better than operations of their own for all actions.
+
+    Args:
+        order: all actions, in order.
+        modes: of remat, for each stage and microbatch.
+        num_nodes: of the stages' operations, for all actions together.
+    """
+    kinds = {(a.kind, a.stage, modes[a.stage, a.microbatch].name) for a in order}
+    of_action = num_nodes / max(1, len(order))
+    nodes = num_nodes + _OWN_NODES * len(order)
+    is_large = nodes > LOOP_ABOVE or (
+        of_action >= _LARGE_ACTION and num_nodes > LOOP_LARGE_ACTIONS_ABOVE
+    )
+    return is_large and 2 * len(kinds) * (of_action + _OWN_NODES_IN_LOOP) <= nodes
 
 
 def with_loss(stage: Stage) -> Stage:
-    """The last stage with a gradient of its first output alone.
+    """Returns the last stage with a gradient of its first output only.
 
-    The others would be given a gradient of zeros, and zero times infinity is NaN.
+    Other outputs would get a gradient of zeros, and zero times infinity is NaN.
     """
 
     def forward(*args: Any) -> Any:

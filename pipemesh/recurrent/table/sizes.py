@@ -1,4 +1,4 @@
-"""What a run holds and sends, in bytes."""
+"""Bytes that a run holds and sends."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pipemesh.backend.static_shape import num_bytes
 from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.recurrent.passes.tracing import specs_of
 from pipemesh.recurrent.remat import Mode
-from pipemesh.recurrent.table.kinds import GRADS, OUTPUTS, Kind
 from pipemesh.recurrent.table.machine import Machine
+from pipemesh.recurrent.table.values import GRADS, OUTPUTS, Kind
 from pipemesh.schedule import Action
 
 
@@ -30,16 +30,16 @@ class Sizes:
         self._modes = modes
 
     def weights(self, stage: int, places: Sequence[int]) -> int:
-        """What devices of a stage's home, by their numbers, hold of weights.
+        """Returns the bytes of weights on devices of a stage's home, given by number.
 
-        They may be one device that is named several times: what is alike on them counts once.
+        Several numbers may name one device; equal weights on it count once.
         """
         held = self._machine.stages[stage]
         chosen = [i for i in range(len(held.theta)) if not {*held.holders(i)}.isdisjoint(places)]
         return num_bytes(specs_of([held.theta[i] for i in chosen]))
 
     def weights_sent(self, stage: int) -> Mapping[tuple[int, int], int]:
-        """What of a stage's weights goes from device to device of its home, by their numbers."""
+        """Returns the bytes of a stage's weights sent from device to device of its home."""
         held, sent = self._machine.stages[stage], collections.Counter[tuple[int, int]]()
         for i, (spec, owner) in enumerate(zip(specs_of(held.theta), held.owners, strict=True)):
             for place in held.holders(i):
@@ -47,7 +47,7 @@ class Sizes:
         return sent
 
     def weights_fetched(self, action: Action) -> Mapping[tuple[int, int], int]:
-        """What of its stage's weights an action gets, from device to device of the home."""
+        """Returns the bytes of weights that an action fetches, from device to device."""
         held, sent = self._machine.stages[action.stage], collections.Counter[tuple[int, int]]()
         if not held.fetched:
             return sent
@@ -59,7 +59,7 @@ class Sizes:
         return sent
 
     def sums_sent(self, stage: int) -> Mapping[tuple[int, int], int]:
-        """What of the sums of weights' gradients goes from device to device of the home."""
+        """Returns the bytes of summed gradients sent from device to device of the home."""
         passes = self._machine.passes(stage, self._modes[stage, 0])
         sent = collections.Counter[tuple[int, int]]()
         for spec, place, owner in zip(
@@ -72,16 +72,16 @@ class Sizes:
         return sent
 
     def carries(self, stage: int) -> int:
-        """What a stage hands from microbatch to microbatch, and from replica to replica."""
+        """Returns the bytes that go from microbatch to microbatch, and replica to replica."""
         return num_bytes(specs_of(self._machine.stages[stage].carry))
 
     def sums(self, stage: int, place: int) -> int:
-        """What a device of a stage's home, by its number, holds of sums of weights' gradients."""
+        """Returns the bytes of summed gradients on a device of a stage's home."""
         passes = self._machine.passes(stage, self._modes[stage, 0])
         return _of_place(passes.accumulator_specs, passes.accumulator_places, place)
 
     def values(self, kind: Kind[Any], stage: int, place: int, microbatch: int = 0) -> int:
-        """What a device of a stage's home, by its number, leaves of a kind.
+        """Returns the bytes of a kind of value on a device of a stage's home.
 
         The `OUTPUTS` of stage -1 are the pipeline's inputs.
         """
@@ -94,10 +94,10 @@ class Sizes:
         return _of_place(specs, places, place)
 
     def handed_on(self, action: Action) -> Mapping[tuple[int, int], int]:
-        """What an action hands to the home of the stage after it or, backward, before it.
+        """Returns the bytes that an action sends to the next home or, backward, the previous.
 
         Returns:
-            Bytes by the numbers of two devices, from where in its home and to where in the other.
+            Bytes by the numbers of two devices: one of its home, one of the other.
         """
         machine, stage = self._machine, action.stage
         sent = collections.Counter[tuple[int, int]]()
@@ -114,36 +114,37 @@ class Sizes:
         return sent
 
     def crossing(self, action: Action) -> dict[tuple[int, int], int]:
-        """What goes from device to device of a home while an action computes.
+        """Returns the bytes sent from device to device of a home while an action computes.
 
         Returns:
-            Bytes by the numbers of two devices, from where and to where.
+            Bytes by the numbers of two devices, sender first.
         """
         traced = self._machine.traced[action.stage]
-        found: dict[tuple[int, int], int] = {}
+        crossing: dict[tuple[int, int], int] = {}
         sent: set[tuple[str, int]] = set()
         for tensor, node in traced.cut.uses(self._nodes(action)):
             source, target = traced.place(tensor), traced.place(f"{node}:0")
-            # Of what several nodes of a device take, it gets one.
+            # A tensor that several nodes of a device take is sent once.
             if source != target and (tensor, target) not in sent:
                 sent.add((tensor, target))
                 size = num_bytes([traced.spec(tensor)])
-                found[source, target] = found.get((source, target), 0) + size
-        return found
+                crossing[source, target] = crossing.get((source, target), 0) + size
+        return crossing
 
     def _nodes(self, action: Action) -> set[str]:
-        """What an action computes of its stage's graph."""
+        """Returns the nodes of its stage's graph that an action computes."""
         stage = action.stage
         mode = self._modes[stage, action.microbatch]
         passes = self._machine.passes(stage, mode if action.kind in "FR" else mode.backward)
         return passes.cuts.nodes(action.kind, stage == 0)
 
     def kept_names(self, stage: int) -> tuple[TracedStage, list[str]]:
-        """A stage, and the tensors that its forward pass of the first microbatch leaves."""
+        """Returns a stage, and the tensors that its first forward pass keeps."""
         passes = self._machine.passes(stage, self._modes[stage, 0])
         return self._machine.traced[stage], passes.cuts.kept
 
 
 def _of_place(specs: Sequence[tf.TensorSpec | None], places: Sequence[int], place: int) -> int:
-    mine = zip(specs, places, strict=True)
-    return num_bytes([spec for spec, found in mine if found == place and spec is not None])
+    return num_bytes(
+        [s for s, number in zip(specs, places, strict=True) if number == place and s is not None]
+    )

@@ -1,4 +1,4 @@
-"""The weights of a stage as its replicas get them: once a step, or anew for each action."""
+"""Weights for the replicas of a stage: copied once a step, or fetched for each action."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from pipemesh.recurrent.stage import Stage
 
 
 def of_every_replica(stage: Stage) -> list[tf.Tensor]:
-    """The weights of a stage for each replica: copies, made once a step, of those of others.
+    """Returns the weights of each replica, copied once a step from other devices.
 
-    Those that are fetched are there once for each as they lie.
+    A fetched weight stays on its owner, and is listed once for each replica.
     """
-    home, found = stage.of_home, list[tf.Tensor]()
+    home, thetas = stage.of_home, list[tf.Tensor]()
     for replica in range(home.num_replicas):
         for i, tensor in enumerate(stage.theta):
             place = replica * home.group + stage.theta_places[i]
             if place in stage.holders(i) and place != stage.owners[i]:
                 with tf.device(home.devices[place]):
                     tensor = tf.identity(tensor)
-            found.append(tensor)
-    return found
+            thetas.append(tensor)
+    return thetas
 
 
 def with_fetched(
     stage: Stage, thetas: Sequence[tf.Tensor], tokens: Sequence[Sequence[tf.Operation]]
 ) -> list[tf.Tensor]:
-    """The weights for one action, of which those that are fetched leave their owners now.
+    """Returns the weights for one action, and makes owners send those that are fetched.
 
-    What waits until the device that wants them is free is an operation of the owner's: TensorFlow
-    sends as soon as there is something to send, and to each device only once what is one tensor.
+    An operation of the owner waits until the device of the action is free: TensorFlow sends a
+    tensor as soon as it exists, and only once to each device.
 
     Args:
         stage: the stage.
-        thetas: what `of_every_replica` gave.
-        tokens: for each of the home's devices what it has to finish before.
+        thetas: result of `of_every_replica`.
+        tokens: for each device of the home, the operations that it must finish before.
     """
-    home, found = stage.of_home, [*thetas]
+    home, fetched = stage.of_home, [*thetas]
     for replica in range(home.num_replicas if stage.fetched else 0):
         ways: dict[tuple[int, int], list[int]] = {}
         for i in sorted(stage.fetched):
@@ -50,21 +50,21 @@ def with_fetched(
             with tf.device(home.devices[owner]), tf.control_dependencies(tokens[target]):
                 sent = pin([thetas[number] for number in numbers])
             for number, tensor in zip(numbers, sent, strict=True):
-                found[number] = tensor
-    return found
+                fetched[number] = tensor
+    return fetched
 
 
 def guarded(
     stage: Stage, thetas: Sequence[tf.Tensor], tokens: Sequence[Sequence[tf.Operation]]
 ) -> list[tf.Tensor]:
-    """The weights for one action, which are there only if the tokens of its home are.
+    """Returns the weights for one action, dead where the tokens of its home are.
 
     Args:
         stage: the stage.
-        thetas: what `of_every_replica` gave.
-        tokens: for each of the home's devices what it has to finish before.
+        thetas: result of `of_every_replica`.
+        tokens: for each device of the home, the operations that it must finish before.
     """
-    home, found = stage.of_home, [*thetas]
+    home, guarded_thetas = stage.of_home, [*thetas]
     ways: dict[int, list[int]] = {}
     for number in range(len(thetas)):
         replica, i = divmod(number, len(stage.theta))
@@ -72,7 +72,7 @@ def guarded(
         ways.setdefault(stage.owners[i] if i in stage.fetched else place, []).append(number)
     for place, numbers in ways.items():
         with tf.device(home.devices[place]), tf.control_dependencies(tokens[place]):
-            there = pin([thetas[number] for number in numbers])
-        for number, tensor in zip(numbers, there, strict=True):
-            found[number] = tensor
-    return found
+            pinned = pin([thetas[number] for number in numbers])
+        for number, tensor in zip(numbers, pinned, strict=True):
+            guarded_thetas[number] = tensor
+    return guarded_thetas

@@ -152,7 +152,7 @@ def StackedRecurrent(
             padded,
             gpipe(len(made), count),
             # Each chunk is a loop of its own; in a graph with all of them they would cost too much.
-            options=Options(remat=remat, rolled=True),
+            options=Options(remat=remat, loop=True),
         )
         states = [layer.finish(carry) for layer, carry in zip(made, carries, strict=True)]
         with tf.device(devices[-1]):

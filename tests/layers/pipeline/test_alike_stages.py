@@ -210,7 +210,7 @@ def test_layers_that_are_not_alike_are_named_with_what_differs(cells, words):
         ({"schedule": "1f1b"}, "use schedule='gpipe'"),
         ({"remat": "none"}, "remat is 'none'"),
         ({"remat": Selective(bool)}, "remat is Selective"),
-        ({"rolled": False}, "rolled is False"),
+        ({"loop": False}, "loop is False"),
         ({"check_numerics": "all"}, "check_numerics is 'all'"),
         ({"loss_inside": True}, "put the head behind the stack"),
         ({"mesh_shape": "layers:2;data:2", "layout": "batch:data"}, "one device a stage"),

@@ -43,7 +43,7 @@ def test_a_table_is_taken_as_it_is():
         (2, {"micro_batch_size": 0}, PipelineError, "micro_batch_size is 0"),
         (2, {"batch_dim": -1}, PipelineError, "batch_dim is -1"),
         (2, {"pipelined": None}, PipelineError, "pipelined is None; it must be True or False$"),
-        (2, {"rolled": 1}, PipelineError, "rolled is 1; it must be True, False or None"),
+        (2, {"loop": 1}, PipelineError, "loop is 1; it must be True, False or None"),
         (2, {"state_dtype": tf.int32}, PipelineError, "state_dtype is"),
         (
             2,

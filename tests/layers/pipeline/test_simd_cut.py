@@ -60,7 +60,7 @@ FC = [layers.FCLayer.Params().Set(name=f"fc{i}", input_dim=4, output_dim=4) for 
         (stack([0, 3, 6], tied={"named_block1.norm": "named_block0.norm"}), "which .* stacks"),
         (stack([0, 3, 6], schedule="1f1b"), "lowering is 'simd'.* use schedule='gpipe'"),
         (stack([0, 3, 6], remat="none"), "remat is 'none'"),
-        (stack([0, 3, 6], rolled=False), "rolled is False"),
+        (stack([0, 3, 6], loop=False), "loop is False"),
         (stack([0, 3, 6], fprop_dtype=layers.tf.float16), "the loss is not scaled"),
         (stack([0, 3, 6], state_dtype=layers.tf.bfloat16), "activations keep their dtype"),
         (stack([0, 3, 6], strict_devices=True), "strict_devices is True"),

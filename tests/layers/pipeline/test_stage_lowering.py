@@ -106,7 +106,7 @@ def expected():
         [run_tf1, run_tf2],
         [
             ("model:4;layers:2 d_ff:model", 2, 4, {"remat": "none"}),
-            ("layers:1;model:2 d_ff:model", 1, 4, {"rolled": True}),
+            ("layers:1;model:2 d_ff:model", 1, 4, {"loop": True}),
             ("layers:2;model:2;sequence:2 d_ff:model;length:sequence", 2, 2, {}),
             ("data:2;layers:2;model:2 d_ff:model", 4, 4, {"schedule": "looped_bfs:2"}),
         ],

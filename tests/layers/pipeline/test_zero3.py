@@ -79,10 +79,10 @@ def expected():
         pytest.param(
             *("layers:2;data:2 d_ff:data", 2, {"remat": "none"}), marks=pytest.mark.exhaustive
         ),
-        pytest.param("layers:1;data:4 embed:data", 1, {"rolled": True}, marks=pytest.mark.slow),
+        pytest.param("layers:1;data:4 embed:data", 1, {"loop": True}, marks=pytest.mark.slow),
         ("data:2;layers:2 embed:data", 4, {"schedule": "looped_bfs:2"}),
         ("layers:2;data:2;model:2 embed:data;d_ff:model", 2, {}),
-        ("model:2;layers:1;data:2 embed:data;d_ff:model", 1, {"remat": "none", "rolled": True}),
+        ("model:2;layers:1;data:2 embed:data;d_ff:model", 1, {"remat": "none", "loop": True}),
     ],
 )
 def test_everything_equals_the_plain_model_with_dropout_on(expected, mesh, num_stages, kwargs):

@@ -134,6 +134,6 @@ def test_other_schedules_and_options_are_errors():
     stages = [Stage("a", same, [], [], "CPU:0")] * 2
     with pytest.raises(ScheduleError, match="use schedule='gpipe'"):
         traced(stages, one_f_one_b(2, 2))
-    for name, value in (("remat", "none"), ("rolled", False), ("check_numerics", "forward")):
+    for name, value in (("remat", "none"), ("loop", False), ("check_numerics", "forward")):
         with pytest.raises(PipelineError, match=f"{name} is "):
             traced(stages, gpipe(2, 2), **{name: value})

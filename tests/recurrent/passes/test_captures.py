@@ -116,10 +116,10 @@ def run_tf2(*args, **options):
         [read, computed, looked_up, looked_up_by_tuples, *INSIDE],
         [
             (one_f_one_b(2, 4), {}),
-            (one_f_one_b(2, 4), {"rolled": True, "remat": "none"}),
+            (one_f_one_b(2, 4), {"loop": True, "remat": "none"}),
             (zb_h1(2, 4), {"remat": "none"}),
             (one_f_one_b(2, 2), {"replicas": 2}),
-            (one_f_one_b(2, 4), {"replicas": 2, "rolled": True, "remat": "none"}),
+            (one_f_one_b(2, 4), {"replicas": 2, "loop": True, "remat": "none"}),
         ],
     ),
 )
@@ -196,8 +196,8 @@ def cut_off(theta, x):
 
 
 @pytest.mark.parametrize("schedule", [one_f_one_b(3, 4), zb_h1(3, 4), gpipe(3, 4)])
-@pytest.mark.parametrize("rolled", [False, True, "ticks"])
-def test_weights_below_a_stopped_gradient_have_none_wherever_the_cut_is(schedule, rolled):
+@pytest.mark.parametrize("loop", [False, True])
+def test_weights_below_a_stopped_gradient_have_none_wherever_the_cut_is(schedule, loop):
     weights = [tf.Variable(2.0) for _ in range(3)]
 
     @tf.function(autograph=False)
@@ -215,7 +215,7 @@ def test_weights_below_a_stopped_gradient_have_none_wherever_the_cut_is(schedule
                 [make(s) for s in range(3)],
                 [tf.constant(X), tf.constant(X)],
                 schedule,
-                options=Options(rolled=rolled),
+                options=Options(loop=loop),
             )
         return [g is None for g in tape.gradient(loss, weights)]
 

@@ -63,12 +63,28 @@ def groups(graph):
 
 @pytest.mark.parametrize(("remat", "number"), [("none", 1), ("full", 2)])
 @pytest.mark.parametrize("build", [gpipe, one_f_one_b])
-def test_each_action_has_collectives_of_its_own(build, remat, number):
-    found = groups(graph_of(split, build(2, 4), remat=remat, rolled=False))
+@pytest.mark.parametrize(("loop", "count"), [(False, 4), (True, 1)])
+def test_each_action_has_collectives_of_its_own(build, remat, number, loop, count):
+    """In a loop, the kinds of actions; TensorFlow tells its repetitions apart."""
+    found = groups(graph_of(split, build(2, 4), remat=remat, loop=loop))
     # One where the forward pass is computed again; that of the gradient is no reduction.
-    assert len({name for _, name in found}) == 4 * number
+    assert len({name for _, name in found}) == count * number
     # No device waits for one that does not come.
     assert set(found.values()) == {2}
+
+
+def test_collectives_of_an_action_that_is_not_due_are_dead():
+    """Even if an input is a constant: the other devices of the group would not come."""
+
+    def masked(theta, carry, inputs, microbatch, step):
+        return split(theta, carry, [tf.ones_like(inputs[0])], microbatch, step)
+
+    graph = graph_of(masked, one_f_one_b(2, 4), loop=True)
+    collectives = [op for _, op in operations_within(graph) if op.type == "NcclAllReduce"]
+    assert len(collectives) >= 2
+    for collective in collectives:
+        # An argument of the action's function, which hangs on the token of its device.
+        assert [op.type for op in collective.control_inputs] == ["Placeholder"]
 
 
 def test_a_collective_in_a_function_is_an_error():

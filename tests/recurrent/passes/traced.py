@@ -57,9 +57,17 @@ def traced_stage(
     return traced
 
 
-def run(fetches):
-    """What a session gives for tensors of the current graph, wherever its devices are."""
+def run(fetches, optimizes=True):
+    """What a session gives for tensors of the current graph, wherever its devices are.
+
+    Args:
+        fetches: tensors.
+        optimizes: False leaves operations as they are, and so the last bits of results.
+    """
     config = tf.compat.v1.ConfigProto(device_count={"CPU": 4})
+    if not optimizes:
+        config.graph_options.rewrite_options.disable_meta_optimizer = True
+        config.graph_options.optimizer_options.opt_level = -1
     with tf.compat.v1.Session(config=config) as session:
         session.run(tf.compat.v1.global_variables_initializer())
         return session.run(fetches)

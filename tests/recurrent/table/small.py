@@ -7,7 +7,7 @@ from pipemesh.recurrent import Stage
 from pipemesh.recurrent.passes.cutting import Cutting
 from pipemesh.recurrent.remat import FULL
 from pipemesh.recurrent.table.machine import Machine
-from pipemesh.recurrent.table.state import State
+from pipemesh.recurrent.table.values import State
 from pipemesh.schedule import one_f_one_b
 
 MICROBATCHES, ROWS, WIDTH = 6, 2, 3

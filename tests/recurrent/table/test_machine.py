@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.recurrent.remat import FULL, NONE
-from pipemesh.recurrent.table.kinds import GRADS, KEPT, OUTPUTS, PENDING
+from pipemesh.recurrent.table.values import GRADS, KEPT, OUTPUTS, PENDING
 from tests.recurrent.passes.traced import run
 from tests.recurrent.table.small import DY, ROWS, WEIGHTS, WIDTH, X, assert_close, small_machine
 

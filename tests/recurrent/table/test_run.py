@@ -6,9 +6,9 @@ import tensorflow as tf
 
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.recurrent import Options
-from pipemesh.recurrent.table.run import Run, with_loss
-from pipemesh.schedule import execution_order, gpipe, one_f_one_b
-from pipemesh.schedule.repeats import Loop
+from pipemesh.recurrent.remat import FULL
+from pipemesh.recurrent.table.run import Run, loop_pays, with_loss
+from pipemesh.schedule import execution_order, gpipe, interleaved_one_f_one_b, one_f_one_b
 from tests.recurrent.table.small import MICROBATCHES, WEIGHTS, X, small_stages
 
 
@@ -40,12 +40,37 @@ def test_phases_are_what_comes_before_the_loss_and_after_it():
             run_of(one_f_one_b(2, MICROBATCHES)).phases()
 
 
-def test_what_repeats_becomes_a_loop_where_that_is_wanted():
-    with tf.Graph().as_default():
-        rolled = run_of(gpipe(2, MICROBATCHES), rolled=True)
-        plain = run_of(gpipe(2, MICROBATCHES), rolled=False)
-    assert any(isinstance(item, Loop) for item in rolled.items)
-    assert not any(isinstance(item, Loop) for item in plain.items)
+@pytest.mark.parametrize("loop", [False, True])
+def test_a_run_is_a_loop_if_requested(loop):
+    with tf.Graph().as_default() as graph:
+        run = run_of(gpipe(2, MICROBATCHES), loop=loop)
+        run.perform(run.phases()[0])
+        assert any("While" in op.type for op in graph.get_operations()) == loop
+
+
+def pays(schedule, nodes_of_action):
+    order = execution_order(schedule)
+    modes = {(action.stage, action.microbatch): FULL for action in order}
+    return loop_pays(order, modes, nodes_of_action * len(order))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "nodes_of_action", "is_loop"),
+    [
+        # Small in all.
+        (one_f_one_b(2, 8), 5, False),
+        (one_f_one_b(2, 4), 200, False),
+        # Many small actions.
+        (interleaved_one_f_one_b(8, 32), 10, False),
+        (one_f_one_b(32, 64), 10, True),
+        # Large actions.
+        (gpipe(2, 16), 200, True),
+        # The loop would have each action, too.
+        (gpipe(16, 1), 5_000, False),
+    ],
+)
+def test_the_size_of_the_graph_decides_by_default(schedule, nodes_of_action, is_loop):
+    assert pays(schedule, nodes_of_action) == is_loop
 
 
 def test_gradients_flow_to_inputs_and_weights_on_their_devices():

@@ -4,8 +4,8 @@ import tensorflow as tf
 
 from pipemesh.backend.static_shape import num_bytes
 from pipemesh.recurrent import Home, Options, Stage
-from pipemesh.recurrent.table.kinds import GRADS, KEPT, OUTPUTS
 from pipemesh.recurrent.table.run import Run
+from pipemesh.recurrent.table.values import GRADS, KEPT, OUTPUTS
 from pipemesh.schedule import gpipe
 from tests.recurrent.table.small import MICROBATCHES, X, small_stages
 

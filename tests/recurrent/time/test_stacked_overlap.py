@@ -1,4 +1,4 @@
-"""The layers of a recurrent stack really compute at the same time, as a rolled pipeline too."""
+"""The layers of a recurrent stack really compute at the same time."""
 
 import subprocess
 import textwrap

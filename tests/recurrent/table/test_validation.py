@@ -8,7 +8,7 @@ from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.recurrent import Home, Stage
 from pipemesh.recurrent.passes.cutting import Cutting
 from pipemesh.recurrent.passes.traced_stage import TracedStage
-from pipemesh.recurrent.table.fit import (
+from pipemesh.recurrent.table.validation import (
     check_descending,
     check_joined,
     check_phases,

@@ -1,4 +1,4 @@
-"""Values of all microbatches in lists, put and taken by number."""
+"""Values in buffers, put and taken by index."""
 
 import types
 
@@ -9,44 +9,46 @@ import tensorflow as tf
 from pipemesh.recurrent import Stage
 from pipemesh.recurrent.passes.cutting import Cutting
 from pipemesh.recurrent.remat import FULL, NONE
-from pipemesh.recurrent.table.kinds import GRADS, KEPT, OUTPUTS, PENDING
-from pipemesh.recurrent.table.lists import Lists
+from pipemesh.recurrent.table.buffers import Buffers, key_of
+from pipemesh.recurrent.table.values import GRADS, KEPT, OUTPUTS, PENDING, Channel
 from tests.recurrent.passes.traced import run
 
 DEVICES = ("CPU:1", "CPU:2")
-KEY = Lists.key(OUTPUTS, 0, FULL)
+KEY = key_of(Channel(OUTPUTS, 0))
 
 
-def lists_of(specs, places=None, num_microbatches=3, devices=DEVICES):
-    """Lists of a machine that knows these shapes alone."""
+def buffers_of(specs, places=None, size=3, devices=DEVICES):
+    """Buffers of a machine that knows these shapes alone."""
     machine = types.SimpleNamespace(
         specs=lambda *key: specs, places=lambda *key: places or [0] * len(specs)
     )
-    return Lists(machine, [Stage("s", None, [], [], devices)], num_microbatches)
+    buffers = Buffers(machine, [Stage("s", None, [], [], devices)], {KEY: size})
+    buffers.reserve(KEY)
+    return buffers
 
 
 def number(value):
-    return tf.constant(value, tf.int64)
+    return tf.constant(value, tf.int32)
 
 
 def test_only_what_is_kept_depends_on_the_mode_of_remat():
-    assert Lists.key(KEPT, 1, FULL) == (KEPT, 1, FULL)
-    assert Lists.key(PENDING, 1, NONE) == (PENDING, 1, NONE)
-    assert Lists.key(OUTPUTS, 1, FULL) == Lists.key(OUTPUTS, 1, NONE)
-    assert Lists.key(GRADS, 1, FULL) != Lists.key(GRADS, 2, FULL)
+    assert key_of(Channel(KEPT, 1), FULL) == (KEPT, 1, FULL)
+    assert key_of(Channel(PENDING, 1), NONE) == (PENDING, 1, NONE)
+    assert key_of(Channel(OUTPUTS, 1), FULL) == key_of(Channel(OUTPUTS, 1), NONE)
+    assert key_of(Channel(GRADS, 1)) != key_of(Channel(GRADS, 2))
 
 
 def test_what_was_put_is_taken_by_its_number_and_is_gone_then():
     with tf.Graph().as_default():
-        lists = lists_of([tf.TensorSpec([2]), None, tf.TensorSpec([], tf.int32)])
+        buffers = buffers_of([tf.TensorSpec([2]), None, tf.TensorSpec([], tf.int32)])
         for m in (2, 0):
-            lists.put(KEY, number(m), [tf.fill([2], float(m)), None, tf.constant(10 * m)])
-        taken = lists.take(KEY, number(2))
-        assert taken[1] is None and lists.handles[KEY][1] is None
+            buffers.put(KEY, number(m), [tf.fill([2], float(m)), None, tf.constant(10 * m)])
+        taken = buffers.take(KEY, number(2))
+        assert taken[1] is None and buffers.handles[KEY][1] is None
         assert [t.shape for t in (taken[0], taken[2])] == [[2], []]
-        later = lists.take(KEY, number(0))
+        later = buffers.take(KEY, number(0))
         left = tf.raw_ops.TensorListGetItem(
-            input_handle=lists.handles[KEY][0],
+            input_handle=buffers.handles[KEY][0],
             index=tf.constant(2),
             element_shape=tf.constant(-1),
             element_dtype=tf.float32,
@@ -58,14 +60,13 @@ def test_what_was_put_is_taken_by_its_number_and_is_gone_then():
     assert found[4].size == 0
 
 
-def test_lists_lie_where_their_replicas_do_and_are_made_once():
+def test_buffers_lie_where_their_replicas_do_and_are_made_once():
     with tf.Graph().as_default():
-        lists = lists_of([tf.TensorSpec([2])] * 3, [1, 0, 1])
-        lists.reserve([KEY])
-        made = lists.handles[KEY]
+        buffers = buffers_of([tf.TensorSpec([2])] * 3, [1, 0, 1])
+        made = buffers.handles[KEY]
         assert [t.device for t in made] == [f"/device:{DEVICES[i]}" for i in (1, 0, 1)]
-        lists.reserve([KEY])
-        assert all(one is other for one, other in zip(lists.handles[KEY], made, strict=True))
+        buffers.reserve(KEY)
+        assert all(one is other for one, other in zip(buffers.handles[KEY], made, strict=True))
 
 
 @pytest.mark.parametrize("batch_dim", [0, 1])
@@ -75,20 +76,20 @@ def test_joined_they_are_the_whole_batch(batch_dim, replicas):
     parts = np.arange(3 * replicas * 8, dtype=np.float32).reshape([3, replicas, *shape])
     with tf.Graph().as_default():
         specs = [tf.TensorSpec(shape)] * replicas
-        lists = lists_of(specs, [*range(replicas)], devices=DEVICES[:replicas])
+        buffers = buffers_of(specs, [*range(replicas)], devices=DEVICES[:replicas])
         for m in (1, 0, 2):
-            lists.put(KEY, number(m), [tf.constant(part) for part in parts[m]])
-        (joined,) = lists.joined(KEY, Cutting(3, 2 * replicas, batch_dim, replicas))
+            buffers.put(KEY, number(m), [tf.constant(part) for part in parts[m]])
+        (joined,) = buffers.joined(KEY, Cutting(3, 2 * replicas, batch_dim, replicas))
         found = run(joined)
     np.testing.assert_array_equal(found, np.concatenate([*parts.reshape([-1, *shape])], batch_dim))
 
 
 def test_joined_scalars_are_a_vector_and_what_does_not_exist_is_none():
     with tf.Graph().as_default():
-        lists = lists_of([tf.TensorSpec([]), None], devices="CPU:1")
+        buffers = buffers_of([tf.TensorSpec([]), None], devices="CPU:1")
         for m in range(3):
-            lists.put(KEY, number(m), [tf.constant(float(m)), None])
-        losses, none = lists.joined(KEY, Cutting(3, 2, 0))
+            buffers.put(KEY, number(m), [tf.constant(float(m)), None])
+        losses, none = buffers.joined(KEY, Cutting(3, 2, 0))
         assert none is None and losses.shape == [3]
         np.testing.assert_array_equal(run(losses), [0, 1, 2])
 
@@ -101,10 +102,10 @@ def test_joined_slices_are_whole_sequences_or_a_sum(sequence_dim):
     cutting = Cutting(2, shape[batch_dim], batch_dim, 1, 3, shape[0], sequence_dim)
     parts = np.random.default_rng(0).normal(size=[2, 3, *shape]).astype(np.float32)
     with tf.Graph().as_default():
-        lists = lists_of([tf.TensorSpec(shape)], num_microbatches=6, devices="CPU:0")
+        buffers = buffers_of([tf.TensorSpec(shape)], size=6, devices="CPU:0")
         for piece in range(6):
-            lists.put(KEY, number(piece), [tf.constant(parts[divmod(piece, 3)])])
-        found = run(lists.joined(KEY, cutting)[0])
+            buffers.put(KEY, number(piece), [tf.constant(parts[divmod(piece, 3)])])
+        found = run(buffers.joined(KEY, cutting)[0])
     if sequence_dim == 2:
         rows = parts.sum(1)
     else:

@@ -1,4 +1,4 @@
-"""Whether a batch and a schedule fit the pipeline that is to run them."""
+"""Checks that a batch and a schedule fit the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def microbatch_size(
     names: Sequence[str] | None = None,
     replicas: int = 1,
 ) -> int:
-    """The number of examples in a microbatch.
+    """Returns the number of examples in a microbatch, and checks that the batch divides.
 
     Args:
         inputs: of the pipeline, for the whole batch.
-        num_microbatches: how many microbatches it is cut into.
-        batch_dim: the dim along which it is cut.
+        num_microbatches: number of microbatches.
+        batch_dim: the dim of the batch.
         names: of the inputs, for errors.
-        replicas: into how many parts each microbatch is cut.
+        replicas: number of parts of a microbatch.
 
     Raises:
         PipelineError: there is no input, a shape is not static, batch sizes differ, or the batch
@@ -71,7 +71,7 @@ def microbatch_size(
 
 
 def num_replicas(stages: Sequence[Stage], stage_devices: Sequence[int]) -> int:
-    """How many replicas each stage has.
+    """Returns the number of replicas of each stage, and checks that all have as many.
 
     Args:
         stages: the stages.
@@ -110,10 +110,10 @@ def num_replicas(stages: Sequence[Stage], stage_devices: Sequence[int]) -> int:
 
 
 def check_sliced(stages: Sequence[Stage], schedule: Schedule) -> None:
-    """Checks that all stages can be given slices of sequences, if the schedule has some.
+    """Checks that all stages take slices of sequences, if the schedule has some.
 
     Raises:
-        PipelineError: one cannot, as far as it says.
+        PipelineError: a stage has `takes_slices` False.
     """
     for stage in stages if schedule.num_slices > 1 else ():
         if not stage.takes_slices:
@@ -128,12 +128,11 @@ def check_sliced(stages: Sequence[Stage], schedule: Schedule) -> None:
 
 
 def check_joined(traced: TracedStage, cutting: Cutting, has_step: bool) -> None:
-    """Checks that the last stage's outputs for parts of the batch make up those of the whole.
+    """Checks that the last stage's outputs for parts of the batch can be joined.
 
-    That is so if each is cut along the batch dim, and along that of the sequences if there are
-    slices, or a scalar, of which there is one a part. Where the size of a part alone does not tell
-    whether a dim is that one, because another dim is as large, or the output is the same for any
-    input, the stage is traced for the whole batch, or whole sequences, as well.
+    Each must be cut along the batch dim, and along the sequence dim if there are slices, or be a
+    scalar. The size of a part may not tell which dim that is: another dim may be as large, or the
+    output the same for any input. Then the stage is traced for the whole batch, too.
 
     Raises:
         PipelineError: an output is not cut along the batch or the sequences.
@@ -146,18 +145,18 @@ def check_joined(traced: TracedStage, cutting: Cutting, has_step: bool) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Along:
-    """A dim that outputs are cut along.
+    """A dim that outputs are cut along, with the words for errors.
 
     Attributes:
         dim: the dim.
-        name: of the option that says it.
+        name: of its option.
         size: of a part.
-        count: how many parts there are.
-        of: what a part has so many of.
-        part: what to call a part.
-        parts: what to call them.
-        whole: what they are joined to.
-        each: what there is one of for each of `of`.
+        count: number of parts.
+        of: the elements of a part, as "examples".
+        part: one part, as "a slice".
+        parts: several parts, as "slices".
+        whole: the joined parts, as "sequence".
+        each: one element, as "position".
     """
 
     dim: int
@@ -213,7 +212,7 @@ def _check_along(traced: TracedStage, along: _Along, cutting: Cutting, has_step:
 
 
 def _doubtful(traced: TracedStage, number: int, along: _Along) -> bool:
-    """Whether an output may have the size of a part by chance."""
+    """Returns True if an output may have the size of a part by chance."""
     size, dim = along.size, along.dim
     computed = traced.cut.ancestors([traced.outputs[number]])
     if not any(node_of(name) in computed for name in traced.inputs):
@@ -226,7 +225,7 @@ def _doubtful(traced: TracedStage, number: int, along: _Along) -> bool:
 def _whole_outputs(
     traced: TracedStage, along: _Along, cutting: Cutting, has_step: bool
 ) -> Specs | None:
-    """What the last stage returns for what parts are joined to; None if that cannot be told."""
+    """Returns the last stage's outputs for joined parts, or None if the trace fails."""
     size, dim = along.size, along.dim
     specs = []
     for name in traced.inputs[: len(traced.replicas[0].inputs)]:
@@ -241,7 +240,7 @@ def _whole_outputs(
     try:
         return output_specs(given, specs, has_step)
     except (ValueError, TypeError, tf.errors.OpError):
-        # What goes between stages need not be cut along the batch, and then this guess is wrong.
+        # Tensors between stages need not be cut along the batch; then this guess is wrong.
         return None
 
 
@@ -262,14 +261,14 @@ def cutting_of(
     sequence_dim: int,
     replicas: int,
 ) -> Cutting:
-    """How the batch is cut for a schedule.
+    """Returns the cutting of the batch for a schedule.
 
     Args:
         inputs: of the pipeline, for the whole batch.
         schedule: the table.
         batch_dim: the dim along which microbatches are cut.
         sequence_dim: the dim along which slices are cut, if there are several.
-        replicas: into how many parts each microbatch is cut.
+        replicas: number of parts of a microbatch.
 
     Raises:
         PipelineError: see `microbatch_size`; or no input has the dim of sequences, their lengths
@@ -315,7 +314,7 @@ def _sequence_length(
 
 
 def check_phases(schedule: Schedule) -> None:
-    """With the loss outside, on each device all forwards come before all backwards.
+    """Checks that on each device all forward actions come first, as the loss outside requires.
 
     Raises:
         ScheduleError: a forward action follows a backward one on its device.
@@ -333,10 +332,10 @@ def check_phases(schedule: Schedule) -> None:
 
 
 def check_descending(schedule: Schedule) -> None:
-    """The state of recurrent stages is handed on, and its gradient back, without a detour.
+    """Checks that the state of recurrent stages goes in order, and its gradient back.
 
     With whole sequences a stage goes forward through the microbatches and backward from the last.
-    With slices it goes so through those of each microbatch, which begins with a new state; then
+    With slices it goes so through those of each microbatch, which begins with a new state. Then
     microbatches may come in any order, but all slices of one before those of another.
 
     Raises:

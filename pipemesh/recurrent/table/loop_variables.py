@@ -1,0 +1,432 @@
+"""Variables of the loop, which go from tick to tick, and switches that give them to actions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from pipemesh.backend.devices import processor_beside
+from pipemesh.backend.operations import merge, pin_each, switch, switch_to, table
+from pipemesh.recurrent.passes.part import Grads
+from pipemesh.recurrent.stage import Stage
+from pipemesh.recurrent.table.buffers import Buffers, key_of, nothing
+from pipemesh.recurrent.table.loop_program import (
+    CLEARS,
+    KEEPS,
+    NOTHING,
+    TAKES,
+    Access,
+    Code,
+    Column,
+    HomeProgram,
+    Role,
+)
+from pipemesh.recurrent.table.machine import Machine
+from pipemesh.recurrent.table.values import OUTPUTS, Channel, State
+
+# Channels from one home to another of which a tick has at most one, sent as one.
+ChannelGroup = tuple[Channel, ...]
+# Gives for a place of a home the boolean, or the number, that is there.
+Predicate = Callable[[int], tf.Tensor]
+Number = Callable[[int], tf.Tensor]
+
+
+class Name(NamedTuple):
+    """The name of a variable.
+
+    Attributes:
+        what: `tick`, `token`, `arrival`, `indexed`, `home`, or an attribute of `State`.
+        key: the home, channel, buffer or stage.
+        number: of the arrival buffer.
+    """
+
+    what: str
+    key: Any
+    number: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Variable:
+    """Tensors that go from tick to tick.
+
+    Attributes:
+        start: their values before the first tick.
+        devices: of each tensor.
+        places: the numbers of these devices in their home.
+        keeps_shapes: True if their shapes are always those of the start.
+    """
+
+    start: Grads
+    devices: list[str]
+    places: list[int]
+    keeps_shapes: bool = True
+
+
+class Variables:
+    """All variables of a loop.
+
+    Args:
+        programs: of each home.
+        machine: the stages, ready to act.
+        stages: the stages.
+        homes: for each stage the number of its home.
+        state: before the loop.
+        buffers: the existing ones; those that the loop needs are added.
+
+    Attributes:
+        devices: of each home.
+        named: the variables.
+        flags: for each home a table of booleans, a row a tick, one for each of its devices.
+        numbers: for each home a table of numbers, likewise.
+        groups: for each channel that arrives somewhere, all those that are sent with it.
+    """
+
+    def __init__(
+        self,
+        programs: Mapping[int, HomeProgram],
+        machine: Machine,
+        stages: Sequence[Stage],
+        homes: Sequence[int],
+        state: State,
+        buffers: Buffers,
+    ) -> None:
+        self._machine = machine
+        self._stages = stages
+        self._state = state
+        self._buffers = buffers
+        self.devices = {
+            home: list(stage.devices) for home, stage in zip(homes, stages, strict=True)
+        }
+        self.named: dict[Name, Variable] = {}
+        self.flags: dict[int, Table] = {}
+        self.numbers: dict[int, Table] = {}
+        self.groups: dict[Channel, ChannelGroup] = {}
+        for home, program in programs.items():
+            self._add_groups([*program.arrival_buffers, *program.indexed_arrivals], homes)
+            self._add_home(home, program)
+
+    def _add_groups(self, channels: Sequence[Channel], homes: Sequence[int]) -> None:
+        """Groups a home's arrivals that come from one home and are alike.
+
+        A home performs an action a tick, and an action sends one value at most. Sending and waiting
+        for nothing takes as long as all of the operations of a small action.
+        """
+        alike: dict[Any, list[Channel]] = {}
+        for channel in channels:
+            specs = [
+                None if spec is None else (str(spec.shape), spec.dtype)
+                for spec in self._machine.specs(*channel)
+            ]
+            places = self._machine.places(*channel), self.arrival_places(channel)
+            alike.setdefault(repr((homes[channel.stage], specs, places)), []).append(channel)
+        self.groups |= {c: tuple(group) for group in alike.values() for c in group}
+
+    def sending_devices(self, channel: Channel) -> list[str]:
+        """Returns the devices that make the tensors of a channel."""
+        devices = self._stages[channel.stage].devices
+        return [devices[place] for place in self._machine.places(*channel)]
+
+    def _add_home(self, home: int, program: HomeProgram) -> None:
+        hosts = [processor_beside(device) for device in self.devices[home]]
+        places = [*range(len(hosts))]
+        zeros: Grads = [_constant(0, tf.int32, host) for host in hosts]
+        self.named[Name("tick", home)] = Variable(zeros, hosts, places)
+        tokens: Grads = []
+        for device, ends in zip(self.devices[home], self._state.tokens[home], strict=True):
+            with tf.control_dependencies(ends), tf.device(device):
+                tokens.append(tf.ensure_shape(tf.zeros([]), []))
+        self.named[Name("token", home)] = Variable(tokens, self.devices[home], places)
+        for role in program.roles:
+            for name, tensors, places in self.held(role.code):
+                self._add(home, name, tensors, places)
+        flags: dict[Any, Any] = {
+            ("code", i): _where(program.code, i)
+            for i, role in enumerate(program.roles)
+            if self._has_branch(role, program)
+        }
+        idle = len(program.roles)
+        numbers: dict[Any, Any] = {
+            "code": [idle if code == NOTHING else code for code in program.code],
+            "microbatch": program.microbatch,
+        }
+        for channel, columns in program.arrival_buffers.items():
+            for number, column in enumerate(columns):
+                self._add_arrival_buffer(home, channel, number)
+                for becomes in (KEEPS, CLEARS):
+                    flags[channel, number, becomes] = _where(column, becomes)
+                flags["read", channel, number] = _where(program.arrival_reads[channel], number)
+            takers = self.takers(program, channel)
+            numbers["takes", self.groups[channel]] = self._taker(program, takers)
+        for channel, column in program.indexed_arrivals.items():
+            flags["arrives", channel] = ~_where(column, NOTHING)
+            numbers["arrives", channel] = [max(0, index) for index in column]
+            places = self.arrival_places(channel)
+            self._buffers.elsewhere[key_of(channel)] = [self.devices[home][p] for p in places]
+            # The loop of an earlier phase has left it empty.
+            self._buffers.handles.pop(key_of(channel), None)
+        for key, column in program.indices.items():
+            numbers["index", key] = column
+            channel = Channel(key.kind, key.stage)
+            places = self._machine.places(*key)
+            if channel in program.indexed_arrivals:
+                places = self.arrival_places(channel)
+            self._buffers.reserve(key)
+            self._add(home, Name("indexed", key), self._buffers.handles[key], places)
+        for buffer, columns in program.slots.items():
+            for number, column in enumerate(columns):
+                numbers[Access(buffer, number)] = column
+            self._buffers.reserve_one(buffer, buffer.dtype, self.devices[home][buffer.place])
+            self._add(home, Name("home", buffer), self._buffers.handles[buffer], [buffer.place])
+        self.flags[home] = Table(flags, hosts, np.bool_)
+        self.numbers[home] = Table(numbers, hosts, np.int32)
+
+    def _has_branch(self, role: Role, program: HomeProgram) -> bool:
+        """Returns True if a role changes variables that not all roles change."""
+        puts = any(key in program.indices for key in role.puts)
+        arrived = any(channel in program.indexed_arrivals for channel in role.receives)
+        return puts or arrived or bool(self.held(role.code))
+
+    def takers(self, program: HomeProgram, channel: Channel) -> list[tuple[Channel, int]]:
+        """Returns the arrival buffers that may take what comes with the group of a channel."""
+        return [
+            (c, i)
+            for c in self.groups[channel]
+            for i in range(len(program.arrival_buffers.get(c, [])))
+        ]
+
+    def _taker(self, program: HomeProgram, takers: Sequence[tuple[Channel, int]]) -> np.ndarray:
+        """Returns for each tick the number of the one that does, or how many there are."""
+        chosen = np.full(len(program.code), len(takers))
+        for i, (channel, number) in enumerate(takers):
+            chosen[_where(program.arrival_buffers[channel][number], TAKES)] = i
+        return chosen
+
+    def _add(
+        self, home: int, name: Name, start: Sequence[tf.Tensor | None], places: Sequence[int]
+    ) -> None:
+        devices = [self.devices[home][place] for place in places]
+        self.named[name] = Variable(pin_each(list(start), devices), devices, [*places])
+
+    def _add_arrival_buffer(self, home: int, channel: Channel, number: int) -> None:
+        places = self.arrival_places(channel)
+        devices = [self.devices[home][place] for place in places]
+        start = self.nothing(channel, devices)
+        self.named[Name("arrival", channel, number)] = Variable(start, devices, places, False)
+
+    def arrival_places(self, channel: Channel) -> list[int]:
+        """Returns the devices of the user's home, by number, where a channel arrives."""
+        if channel.kind == OUTPUTS:
+            return self._machine.input_places(channel.stage + 1)
+        return self._machine.places(OUTPUTS, channel.stage - 1)
+
+    def nothing(self, channel: Channel, devices: Sequence[str]) -> Grads:
+        """Returns tensors that stand for a missing value of a channel."""
+        made: Grads = []
+        specs = self._machine.specs(channel.kind, channel.stage)
+        for spec, device in zip(specs, devices, strict=True):
+            with tf.device(device):
+                made.append(None if spec is None else nothing(spec.dtype))
+        return made
+
+    def held(self, code: Code) -> list[tuple[Name, Sequence[tf.Tensor | None], Sequence[int]]]:
+        """Returns the parts of its stage's state that an action changes, with their places."""
+        state, stage = self._state, code.stage
+        home = self._stages[stage].of_home
+        replicas = [replica * home.group for replica in range(home.num_replicas)]
+        held: list[tuple[Name, Sequence[tf.Tensor | None], Sequence[int]]] = []
+        direction = "forward" if code.kind == "F" else "backward"
+        if code.kind == "F":
+            carry = state.carries[stage]
+            held.append((Name("carries", stage), carry, [0] * len(carry)))
+        if code.kind in "BI":
+            grads = state.carry_grads[stage]
+            held.append((Name("carry_grads", stage), grads, [0] * len(grads)))
+        if code.kind not in "RW" and self._machine.probes[direction][stage]:
+            held.append((Name(direction, stage), state.notes[direction][stage], replicas))
+        if code.kind in "BW":
+            places = self._machine.passes(stage, code.mode.backward).accumulator_places
+            held.append((Name("accumulators", stage), state.accumulators[stage] or [], places))
+        return [
+            (name, tensors, places)
+            for name, tensors, places in held
+            if any(t is not None for t in tensors)
+        ]
+
+    def flatten(self, values: Mapping[Name, Sequence[tf.Tensor | None]]) -> list[tf.Tensor]:
+        """Returns the tensors of all variables."""
+        return [t for name in self.named for t in values[name] if t is not None]
+
+    def pack(self, flat: Sequence[tf.Tensor]) -> dict[Name, Grads]:
+        """Returns the values of the variables."""
+        tensors = iter(flat)
+        return {
+            name: [None if t is None else next(tensors) for t in variable.start]
+            for name, variable in self.named.items()
+        }
+
+    def shapes(self) -> list[tf.TensorShape]:
+        """Returns the shapes that the tensors have at all ticks."""
+        return [
+            t.shape if variable.keeps_shapes else tf.TensorShape(None)  # type: ignore
+            for variable in self.named.values()
+            for t in variable.start
+            if t is not None
+        ]
+
+
+class Table:
+    """Columns of numbers of which each tick has a row.
+
+    Args:
+        columns: by their names.
+        devices: each has the table.
+        dtype: of the numbers.
+    """
+
+    def __init__(self, columns: Mapping[Any, Any], devices: Sequence[str], dtype: Any) -> None:
+        self._order = {name: i for i, name in enumerate(columns)}
+        self._rows = np.transpose([np.asarray(c, dtype) for c in columns.values()])
+        self._devices = devices
+
+    def row(self, ticks: Sequence[Any]) -> Callable[[int, Any], tf.Tensor]:
+        """Returns a function that gives the number of a device and a column at a tick.
+
+        The table is a constant of the loop's body. One from outside would go through each tick like
+        a variable, by four operations.
+
+        Args:
+            ticks: the number of the tick, on each device.
+        """
+        rows = []
+        for device, tick in zip(self._devices, ticks, strict=True):
+            if not self._order:
+                rows.append([])
+                continue
+            with tf.device(device):
+                # Unlike `tf.gather` without a constant for the axis.
+                row = tf.raw_ops.Gather(
+                    params=table(self._rows), indices=tick, validate_indices=False
+                )
+                rows.append(tf.unstack(row, num=len(self._order)))
+        return lambda place, name: rows[place][self._order[name]]
+
+
+class Branching:
+    """A list of tensors on its way through actions, of which at most one is performed.
+
+    TensorFlow's own conditionals take all that any branch uses through each branch, and lie on one
+    device. Here each tensor is switched on its own device, for those actions that use it.
+
+    Args:
+        tensors: the values before; None stays None.
+        devices: of each.
+        places: the number of each one's device in its home.
+    """
+
+    def __init__(
+        self, tensors: Sequence[tf.Tensor | None], devices: Sequence[str], places: Sequence[int]
+    ) -> None:
+        self._rest: Grads = list(tensors)
+        self._devices = devices
+        self._places = places
+        self._shapes = [None if t is None else t.shape for t in tensors]
+        self._results: list[Grads] = []
+
+    def enter(self, predicate: Predicate) -> Grads:
+        """Returns the values for one action, alive only if the predicate holds."""
+        taken: Grads = [None] * len(self._rest)
+        for i, tensor in enumerate(self._rest):
+            if tensor is not None:
+                with tf.device(self._devices[i]):
+                    self._rest[i], taken[i] = switch(tensor, predicate(self._places[i]))
+        return taken
+
+    def leave(self, values: Sequence[tf.Tensor | None]) -> None:
+        """Takes an action's results, of the same shapes; None stays None."""
+        self._results.append(list(values))
+
+    def merged(self) -> Grads:
+        """Returns the values after the action that was performed, if any."""
+        return _with_shapes(merged([self._rest, *self._results], self._devices), self._shapes)
+
+
+class Fan:
+    """A list of tensors that goes to one of some users; the step says to which.
+
+    One operation a tensor, where `Branching` has one for each user.
+
+    Args:
+        tensors: the values before; None stays None.
+        devices: of each.
+        places: the number of each one's device in its home.
+        number: of the user, from 0; on each device an int32 scalar.
+        count: of users; with the number `count`, it is none of them.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[tf.Tensor | None],
+        devices: Sequence[str],
+        places: Sequence[int],
+        number: Number,
+        count: int,
+    ) -> None:
+        self._devices = devices
+        self._shapes = [None if t is None else t.shape for t in tensors]
+        self._results: list[Grads] = [[None] * len(tensors) for _ in range(count + 1)]
+        for i, (tensor, device, place) in enumerate(zip(tensors, devices, places, strict=True)):
+            if tensor is None:
+                continue
+            with tf.device(device):
+                sides = switch_to(tensor, number(place), count + 1)
+            for result, side in zip(self._results, sides, strict=True):
+                result[i] = side
+
+    def to(self, user: int) -> Grads:
+        """Returns the values for one user, as it has changed them so far."""
+        return self._results[user]
+
+    def leave(self, user: int, values: Sequence[tf.Tensor | None]) -> None:
+        """Takes a user's results, of the same shapes."""
+        self._results[user] = [*values]
+
+    def merged(self) -> Grads:
+        """Returns the values after the user to which they went, if any."""
+        return _with_shapes(merged(self._results, self._devices), self._shapes)
+
+
+def merged(choices: Sequence[Sequence[tf.Tensor | None]], devices: Sequence[str]) -> Grads:
+    """Returns of several lists of tensors the one that is alive; None where none ever is.
+
+    Args:
+        choices: the lists.
+        devices: of each tensor of the result.
+    """
+    if len(choices) == 1:
+        return [*choices[0]]
+    chosen: Grads = []
+    for device, *tensors in zip(devices, *choices, strict=True):
+        present = [t for t in tensors if t is not None]
+        with tf.device(device):
+            chosen.append(merge(present) if present else None)
+    return chosen
+
+
+def _with_shapes(tensors: Grads, shapes: Sequence[tf.TensorShape | None]) -> Grads:
+    for tensor, shape in zip(tensors, shapes, strict=True):
+        if tensor is not None:
+            tensor.set_shape(shape)
+    return tensors
+
+
+def _where(column: Column, number: int) -> np.ndarray:
+    return np.asarray(column) == number
+
+
+def _constant(value: Any, dtype: tf.DType, device: str) -> tf.Tensor:
+    with tf.device(device):
+        return tf.constant(value, dtype)

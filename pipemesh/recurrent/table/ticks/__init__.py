@@ -1,1 +1,0 @@
-"""A table as one loop over its ticks, whose actions are data."""

@@ -1,0 +1,203 @@
+"""A table as numbers: replayed, every action finds what it needs where the numbers say."""
+
+import pytest
+
+from pipemesh.recurrent.remat import FULL, NONE
+from pipemesh.recurrent.table.buffers import key_of
+from pipemesh.recurrent.table.loop_program import (
+    CLEARS,
+    KEEPS,
+    MAX_ARRIVAL_BUFFERS,
+    NOTHING,
+    TAKES,
+    HomeBuffer,
+    Roles,
+    Slots,
+    program,
+    ticks_of,
+)
+from pipemesh.recurrent.table.values import GRADS, KEPT, OUTPUTS, PENDING, Channel
+from pipemesh.schedule import (
+    Action,
+    execution_order,
+    forward_only,
+    interleaved_one_f_one_b,
+    looped_bfs,
+    one_f_one_b,
+    zb_v,
+)
+from pipemesh.schedule.builders import BUILDERS, build
+
+
+def roles_of(schedule, mode=FULL):
+    order = execution_order(schedule)
+    modes = {(action.stage, action.microbatch): mode for action in order}
+    return Roles(order, schedule.stage_devices, modes)
+
+
+def test_what_stays_on_a_home_lies_in_lists_and_the_rest_is_sent():
+    roles = roles_of(one_f_one_b(3, 3), NONE)
+    forward, backward = roles.of(Action(1, "F", 0)), roles.of(Action(1, "B", 0))
+    kept = key_of(Channel(KEPT, 1), NONE)
+    assert (forward.takes, forward.puts) == ((), (kept,))
+    assert (forward.receives, forward.sends) == ((Channel(OUTPUTS, 0),), (Channel(OUTPUTS, 1),))
+    assert (backward.takes, backward.puts) == ((kept,), ())
+    assert (backward.receives, backward.sends) == ((Channel(GRADS, 2),), (Channel(GRADS, 1),))
+
+
+def test_what_leaves_the_pipeline_lies_in_a_list():
+    roles = roles_of(one_f_one_b(2, 3))
+    assert key_of(Channel(OUTPUTS, 1), FULL) in roles.of(Action(1, "F", 0)).puts
+    assert roles.of(Action(0, "B", 0)).puts == (key_of(Channel(GRADS, 0), FULL),)
+    assert roles.leaves(Channel(GRADS, 0)) and not roles.leaves(Channel(GRADS, 1))
+
+
+def test_neighbours_on_one_home_send_nothing():
+    """At the turn of a V."""
+    roles = roles_of(zb_v(2, 4))
+    assert roles.of(Action(1, "F", 0)).sends == ()
+    assert roles.of(Action(2, "F", 0)).takes == (key_of(Channel(OUTPUTS, 1), FULL),)
+    assert key_of(Channel(PENDING, 1), FULL) in roles.of(Action(1, "I", 0)).puts
+
+
+def test_what_nobody_takes_is_not_kept():
+    role = roles_of(forward_only(2, 3)).of(Action(0, "F", 0))
+    assert (role.puts, role.sends) == ((), (Channel(OUTPUTS, 0),))
+
+
+def buffers(schedule, widths=None):
+    """Each value has one tensor of one dtype; or as many as it is said to have, None among them."""
+
+    def of(key):
+        buffer = HomeBuffer(schedule.stage_devices[key.stage], 0, "float32")
+        return [buffer] * (widths or {}).get(key.kind, 1)
+
+    return of
+
+
+def programmed(schedule, widths=None):
+    order = execution_order(schedule)
+    modes = {(action.stage, action.microbatch): FULL for action in order}
+    roles = Roles(order, schedule.stage_devices, modes)
+    slots = Slots(order, roles, schedule.num_microbatches, buffers(schedule, widths))
+    return (*program(order, schedule.stage_devices, roles, slots), slots)
+
+
+def replayed(schedule):
+    """Performs the program, home by home within each tick, with microbatches for values."""
+    homes, count, _ = programmed(schedule)
+    kept, indexed, arrived, rows = {}, {}, {}, {home: [] for home in homes}
+    for tick in range(count):
+        sent = {}
+        for home, home_program in homes.items():
+            if home_program.code[tick] == NOTHING:
+                continue
+            role, m = home_program.roles[home_program.code[tick]], home_program.microbatch[tick]
+            rows[home].append((role.code.stage, role.code.kind, m))
+            accesses = home_program.accesses[home_program.code[tick]]
+            for key in role.takes:
+                assert kept.pop(slot_of(home_program, accesses[key], tick)) == (key, m)
+            for channel in role.receives:
+                if channel in home_program.indexed_arrivals:
+                    assert (
+                        indexed[key_of(channel)].pop(home_program.indices[key_of(channel)][tick])
+                        == m
+                    )
+                else:
+                    assert arrived[channel, home_program.arrival_reads[channel][tick]] == m
+            for key in role.puts:
+                if key in accesses:
+                    slot = slot_of(home_program, accesses[key], tick)
+                    assert slot not in kept
+                    kept[slot] = key, m
+                    continue
+                index = home_program.indices[key][tick]
+                assert index not in indexed.setdefault(key, {})
+                indexed[key][index] = m
+            sent.update(dict.fromkeys(role.sends, m))
+        for home_program in homes.values():
+            for channel, columns in home_program.arrival_buffers.items():
+                for number, column in enumerate(columns):
+                    if column[tick] == TAKES:
+                        arrived[channel, number] = sent[channel]
+                    elif column[tick] == CLEARS:
+                        arrived[channel, number] = None
+                    assert column[tick] in (TAKES, CLEARS, KEEPS)
+            for channel, column in home_program.indexed_arrivals.items():
+                if column[tick] != NOTHING:
+                    indexed.setdefault(key_of(channel), {})[column[tick]] = sent[channel]
+    assert not kept
+    return rows, indexed
+
+
+def slot_of(home_program, accesses, tick):
+    """Where the one tensor of a value lies."""
+    (access,) = accesses
+    return access.buffer, home_program.slots[access.buffer][access.number][tick]
+
+
+@pytest.mark.parametrize("name", [name for name in BUILDERS if name != "decode"])
+@pytest.mark.parametrize("num_devices", [1, 2, 4])
+def test_every_action_finds_what_it_needs(name, num_devices):
+    schedule = build(name, num_devices, 3 * num_devices)
+    rows, indexed = replayed(schedule)
+    wanted = [[(a.stage, a.kind, a.microbatch) for a in row] for row in schedule.rows]
+    assert [rows[home] for home in sorted(rows)] == wanted
+    # What is left is what leaves the pipeline, of each microbatch at its number.
+    left = {key: values for key, values in indexed.items() if values}
+    assert all(values == {m: m for m in range(3 * num_devices)} for values in left.values())
+    assert {(key.kind.name, key.stage) for key in left} <= {
+        ("outputs", schedule.num_stages - 1),
+        ("grads", 0),
+    }
+
+
+def test_shelves_hold_what_is_in_flight_and_not_all():
+    _, _, slots = programmed(one_f_one_b(4, 32))
+    assert [slots.sizes[HomeBuffer(home, 0, "float32")] for home in range(4)] == [4, 3, 2, 1]
+    assert slots.sizes[key_of(Channel(OUTPUTS, 3), FULL)] == 32
+
+
+def test_what_a_home_keeps_for_different_stages_shares_one_list():
+    """It is as long as most tensors are held at once: what one action gives up, another takes."""
+    widths = {KEPT: 2, PENDING: 3}
+    homes, _, slots = programmed(zb_v(2, 8), widths)
+    for home_program in homes.values():
+        (buffer,) = home_program.slots
+        held = most = 0
+        for code in home_program.code:
+            if code != NOTHING:
+                role = home_program.roles[code]
+                held -= sum(widths.get(key.kind, 1) for key in role.takes)
+                held += sum(widths.get(key.kind, 1) for key in role.puts if slots.stays(key))
+                most = max(most, held)
+        assert (held, most) == (0, slots.sizes[buffer])
+
+
+def test_an_action_that_takes_two_values_finds_them_at_different_places():
+    homes, _, _ = programmed(zb_v(2, 8), {KEPT: 2})
+    home_program = homes[0]
+    for number, role in enumerate(home_program.roles):
+        accesses = [a for found in home_program.accesses[number].values() for a in found]
+        assert [access.number for access in accesses] == [*range(len(accesses))]
+        for tick, code in enumerate(home_program.code):
+            if code == number and role.code.kind == "F":
+                slots = [home_program.slots[a.buffer][a.number][tick] for a in accesses]
+                assert len({*slots}) == len(slots)
+
+
+def test_a_table_has_as_many_ticks_as_its_longest_way():
+    schedule = one_f_one_b(4, 8)
+    order = execution_order(schedule)
+    roles = Roles(order, schedule.stage_devices, {(a.stage, a.microbatch): FULL for a in order})
+    assert max(ticks_of(order, roles, schedule.stage_devices)) + 1 == 2 * (8 + 4 - 1)
+
+
+def test_what_waits_long_lies_in_a_list_and_nothing_else_does():
+    homes, _, slots = programmed(looped_bfs(4, 16))
+    around = Channel(OUTPUTS, 3)
+    assert [*homes[0].indexed_arrivals] == [around] and around not in homes[0].arrival_buffers
+    assert slots.sizes[key_of(around)] > MAX_ARRIVAL_BUFFERS
+    homes, _, _ = programmed(interleaved_one_f_one_b(8, 16))
+    assert not any(home.indexed_arrivals for home in homes.values())
+    assert max(len(r) for home in homes.values() for r in home.arrival_buffers.values()) == 4
