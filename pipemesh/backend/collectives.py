@@ -55,26 +55,6 @@ def all_to_all(x: tf.Tensor, meeting: Meeting) -> tf.Tensor:
     return gen_collective_ops.collective_all_to_all_v2(x, *meeting.arguments())
 
 
-def send(x: tf.Tensor, meeting: Meeting) -> tf.Operation:
-    """Gives a tensor to the other one of a group of two; nothing puts it into an order."""
-    size, group, instance, _ = meeting.arguments()
-    return gen_collective_ops.collective_bcast_send_v2(x, size, group, instance).op
-
-
-def receive(like: tf.Tensor, meeting: Meeting) -> tf.Tensor:
-    """What the other one of a group of two sends.
-
-    Args:
-        like: has its dtype and sizes.
-        meeting: as of the other one.
-    """
-    size, group, instance, _ = meeting.arguments()
-    found = gen_collective_ops.collective_bcast_recv_v2(
-        size, group, instance, tf.shape(like), T=like.dtype
-    )
-    return tf.ensure_shape(found, like.shape)
-
-
 def abort(why: str) -> None:
     """Fails all collectives of this process, those that wait and those to come.
 

@@ -39,8 +39,8 @@ class Slice:
         return f"{' '.join(map(str, self.whole))} {parts}"
 
 
-# Where a variable keeps which slice it is, and which of several processes speaks for it.
-_MARK, _OWNER = "_pipemesh_slice", "_pipemesh_owner"
+# Where a variable keeps which slice it is.
+_MARK = "_pipemesh_slice"
 
 
 def mark_slice(variable: tf.Variable, name: str, part: Slice) -> None:
@@ -61,16 +61,6 @@ def slice_of(variable: Any) -> tuple[str, Slice] | None:
         None for a variable that is no slice.
     """
     return getattr(variable, _MARK, None)
-
-
-def mark_owner(variable: tf.Variable, process: int) -> None:
-    """Notes on a variable which of the processes that have it speaks for it."""
-    setattr(variable, _OWNER, process)
-
-
-def owner_of(variable: Any) -> int:
-    """The process that speaks for a variable: the first one for what nobody has marked."""
-    return getattr(variable, _OWNER, 0)
 
 
 class SlicedVariable(Trackable):

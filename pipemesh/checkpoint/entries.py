@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,8 +10,7 @@ import tensorflow as tf
 
 from pipemesh.backend.cluster import host_of, own_host
 from pipemesh.backend.iterators import is_iterator, iterator_state, set_iterator_state
-from pipemesh.backend.processes import current_processes
-from pipemesh.backend.sliced_variables import SlicedVariable, owner_of
+from pipemesh.backend.sliced_variables import SlicedVariable
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import CheckpointError
 
@@ -27,7 +25,6 @@ class Part:
         host: the CPU of the process that has it.
         read: gives its value now, on a host.
         assign: gives it another value.
-        owner: of several processes that have it the one that saves it.
     """
 
     spec: str
@@ -35,7 +32,6 @@ class Part:
     host: str
     read: Callable[[str], tf.Tensor]
     assign: Callable[[tf.Tensor], object]
-    owner: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,18 +73,16 @@ class Snapshot:
         specs: which slice each part is; "" for all of a tensor.
         hosts: which host each lies on.
         tensors: the values.
-        elements: of each whole tensor, whichever process saves it; None if that may differ.
     """
 
     names: list[str]
     specs: list[str]
     hosts: list[str]
     tensors: list[tf.Tensor]
-    elements: dict[str, int | None]
 
     @classmethod
     def of(cls, entries: Sequence[Entry], left_there: Collection[str] = ()) -> Snapshot:
-        """The values now; of several processes each takes what it is the one to save.
+        """Takes the values of now.
 
         On a host nothing is copied: a variable that is changed while somebody else holds its value
         gets memory of its own then. From other devices values are copied.
@@ -97,20 +91,13 @@ class Snapshot:
             entries: of these.
             left_there: hosts whose values stay with them; others are brought to this process.
         """
-        every = [(entry.name, part) for entry in entries for part in entry.parts]
-        processes = current_processes()
-        parts = [
-            (name, part)
-            for name, part in every
-            if processes is None or part.owner == processes.index
-        ]
+        parts = [(entry.name, part) for entry in entries for part in entry.parts]
         hosts = [part.host if part.host in left_there else own_host() for _, part in parts]
         return cls(
             [name for name, _ in parts],
             [part.spec for _, part in parts],
             hosts,
             [part.read(host) for (_, part), host in zip(parts, hosts, strict=True)],
-            {e.name: None if e.shape is None else math.prod(e.shape) for e in entries},
         )
 
 
@@ -141,7 +128,7 @@ def _part(variable: tf.Variable, spec: str) -> Part:
             return variable.read_value()
 
     size = variable.dtype.size * (variable.shape.num_elements() or 0)
-    return Part(spec, size, host_of(variable.device), read, variable.assign, owner_of(variable))
+    return Part(spec, size, host_of(variable.device), read, variable.assign)
 
 
 def chunks(parts: Iterable[tuple[Entry, Part]], most: int) -> Iterator[list[tuple[Entry, Part]]]:

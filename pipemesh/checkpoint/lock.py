@@ -27,8 +27,6 @@ class Folder:
 
     Args:
         path: the folder.
-        shared: whether others that share it may hold it, too: several processes say among each
-            other which of them writes, and one that was stopped still holds what it held.
 
     Raises:
         CheckpointError: it is no folder, cannot be written to, another training holds it, or its
@@ -41,8 +39,8 @@ class Folder:
         'run'
     """
 
-    def __init__(self, path: str, shared: bool = False) -> None:
-        self.path, self._shared = path, shared
+    def __init__(self, path: str) -> None:
+        self.path = path
         check_path(path)
         if os.path.lexists(path) and not os.path.isdir(path):
             what = "a file" if os.path.exists(path) else "a link to nothing"
@@ -60,7 +58,7 @@ class Folder:
 
     def __enter__(self) -> Folder:
         try:
-            self._lock(self._fd)
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._fd)
             raise CheckpointError(
@@ -78,10 +76,6 @@ class Folder:
         remove_leftovers(self.path)
         return self
 
-    def _lock(self, fd: int) -> None:
-        kind = fcntl.LOCK_SH if self._shared else fcntl.LOCK_EX
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
-
     def check(self) -> None:
         """Checks that its path still leads to the folder that was locked.
 
@@ -95,7 +89,7 @@ class Folder:
             return
         fd = os.open(self.path, os.O_RDONLY)
         try:
-            self._lock(fd)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(fd)
             raise SaveError(
