@@ -13,11 +13,10 @@ import tensorflow as tf
 
 from pipemesh.checkpoint import folder as folders
 from pipemesh.checkpoint.entries import Snapshot, entries_of
-from pipemesh.checkpoint.joined import JoinedFiles
 from pipemesh.checkpoint.lock import check_held, held_by_none
 from pipemesh.checkpoint.manifest import Manifest
 from pipemesh.checkpoint.reader import reason, restore
-from pipemesh.checkpoint.shared_folder import writers
+from pipemesh.checkpoint.shared_folder import JoinedFiles, writers
 from pipemesh.errors import SaveError
 
 

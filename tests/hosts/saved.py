@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from pipemesh.backend.cluster import task_of, worker_devices
 from pipemesh.backend.sliced_variables import Slice, SlicedVariable
-from pipemesh.checkpoint import Checkpoints, joined, newest_whole
+from pipemesh.checkpoint import Checkpoints, newest_whole, shared_folder
 from pipemesh.checkpoint import checkpoints as module
 from pipemesh.errors import SaveError
 from pipemesh.hosts import Cluster
@@ -149,8 +149,8 @@ def failing(folder, devices):
 
     saver = Checkpoints(folder, values)
     saver.save(1, {})
-    absolute = joined.absolute
-    joined.absolute = lambda prefix, host: (
+    absolute = shared_folder.absolute
+    shared_folder.absolute = lambda prefix, host: (
         "/proc/none/ckpt" if task_of(host) == 1 else absolute(prefix, host)
     )
     error = None
@@ -164,7 +164,7 @@ def failing(folder, devices):
         except SaveError as found:
             error = str(found)
         step()
-    joined.absolute = absolute
+    shared_folder.absolute = absolute
     return {"error": error, "newest": saver.save(3, {})}
 
 
