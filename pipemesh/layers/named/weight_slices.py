@@ -204,7 +204,7 @@ def from_slices(
         if len(copies) != len(group):
             raise ShapeError(
                 f"a slice of weight {name!r} was given as {len(copies)} copies, but processors "
-                f"{group} of mesh '{layout.mesh}' hold it; give one for each, or one tensor"
+                f"{list(group)} of mesh '{layout.mesh}' hold it; give one for each, or one tensor"
             )
         held.update(zip(group, copies, strict=True))
     return tuple(held[processor] for processor in range(lowering.num_slices))
