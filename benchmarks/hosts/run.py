@@ -24,7 +24,7 @@ from shared.contender import ROOT, Contender, serve_timed, take_turns
 sys.path.insert(0, str(ROOT))
 
 ONE, TWO, UNMARKED = "one process", "two workers", "two workers without marks"
-ONE_PROGRAM, TOGETHER = "one process, simd", "two processes, simd"
+ONE_PROGRAM, TOGETHER = "one process, simd", "two workers, simd"
 PLANS = {
     "layers:2": ["--mesh_shape=layers:2"],
     "data:2": ["--mesh_shape=layers:1;data:2", "--layout=batch:data"],
@@ -52,20 +52,15 @@ def serve(flags: list[str], folder: str, marks: bool) -> None:
 
         pipemesh.training.trainer.followed = lambda pipelines: None
     from models.one_billion_word import command_line
-    from models.one_billion_word.train import make_trainer, read_text, start_together
-    from pipemesh.training.command import together
+    from models.one_billion_word.train import make_trainer, read_text
 
     words = ["benchmark", *flags, "--num_microbatches=4", f"--logdir={folder}"]
     command_line.parse(words, None)
     request = command_line.request()
-    start_together(request)
-    trainer, _ = make_trainer(request, together.in_turn(lambda: read_text(request)))
-    while not together.is_chief():
-        # As soon as the first one does.
-        trainer.train_step()
+    trainer, _ = make_trainer(request, read_text(request))
     serve_timed(lambda: (trainer.train_step()["loss"],))
     sys.stdout.flush()
-    # Python would wait for another process, which waits for a step.
+    # Python would wait for what is connected.
     os._exit(0)
 
 
@@ -98,10 +93,10 @@ def compare(rounds: int) -> dict[str, float]:
 
 
 def sent(flags: list[str]) -> dict[str, float]:
-    """Bytes a step that go from process to process, by TCP, and what was predicted of them.
+    """Bytes a step between two workers, by TCP, those through the client, and what was predicted.
 
-    Of processes that run one program, replicas of each other, each sends its gradients once: half
-    of them to be summed by the other one, and half of the sums (Patarasu and Yuan, 2009).
+    Of a program for all devices only the sum of gradients is predicted: each parameter is sent to
+    the other replica, and its gradient back.
     """
     with tempfile.TemporaryDirectory() as folder:
         first, last = SENT_STEPS
@@ -115,7 +110,7 @@ def sent(flags: list[str]) -> dict[str, float]:
             cwd=ROOT,
         )
         assert process.stdout
-        counted, predicted = {}, 0.0
+        counted, through_client, predicted = {}, {}, 0.0
         try:
             for line in process.stdout:
                 event = json.loads(line)
@@ -123,10 +118,12 @@ def sent(flags: list[str]) -> dict[str, float]:
                     ((names, *rows),) = event["stages"]
                     numbers = [row[names.index("parameters")] for row in rows]
                     predicted = 2 * 4 * sum(int(number.replace(",", "")) for number in numbers)
-                if event["event"] == "forecast":
+                if event["event"] == "forecast" and "sent" in event:
                     predicted = sum(each["bytes"] for each in event["sent"])
                 if event["event"] == "step" and event["step"] in SENT_STEPS:
-                    counted[event["step"]] = _bytes_between(_children(process.pid)[:2])
+                    processes = _children(process.pid)
+                    counted[event["step"]] = between = _bytes_between(processes[:2])
+                    through_client[event["step"]] = _bytes_between(processes) - between
                     if event["step"] == last:
                         break
         finally:
@@ -134,8 +131,11 @@ def sent(flags: list[str]) -> dict[str, float]:
             process.terminate()
             process.communicate()
     # Each step is told when it has ended, and so is the next one in part when bytes are counted.
-    measured = (counted[last] - counted[first]) / (last - first)
-    return {"measured": measured, "predicted": predicted, "ratio": measured / predicted}
+    measured, client = (
+        (number[last] - number[first]) / (last - first) for number in (counted, through_client)
+    )
+    ratio = measured / predicted
+    return {"measured": measured, "client": client, "predicted": predicted, "ratio": ratio}
 
 
 def _children(pid: int) -> list[int]:
@@ -218,7 +218,10 @@ def main() -> None:
     together = {"data:2, simd": [*PLANS["data:2"], *SIMD]}
     for name, flags in {**PLANS, **together}.items() if "sent" in parts else ():
         found = figures[f"sent, {name}"] = sent(flags)
-        told = "{measured:,.0f} bytes a step between the two, {ratio:.3f} of {predicted:,.0f}"
+        told = (
+            "{measured:,.0f} bytes a step between the two, {ratio:.3f} of {predicted:,.0f}; "
+            "{client:,.0f} from and to the client"
+        )
         print(f"{name:12} {told.format(**found)}", flush=True)
     signals = (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP))
     for name, number in signals if "lost" in parts else ():

@@ -263,18 +263,6 @@ def fitting(settings: Settings, device_type: str) -> Plan:
     return host_flags.fitting(settings.PLAN, device_type, _other_plan(settings))
 
 
-def agree(request: Request) -> Plan:
-    """The plan that is asked for, or that processes have agreed on; see `host_flags.agree`.
-
-    Args:
-        request: what is asked for.
-
-    Raises:
-        PipemeshError: there is none, or processes are missing.
-    """
-    return host_flags.agree(request.plan, request.logdir, _other_plan(request.settings))
-
-
 def _other_plan(settings: Settings) -> Callable[[Plan], None]:
     """Raises a `PipemeshError` for a plan that a model cannot have."""
 

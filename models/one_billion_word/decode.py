@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import Any
 
 from pipemesh.training.command import program
-from pipemesh.training.command.together import leave
 
 # Flags of the model that play a part when texts are continued or scored.
 _OF_MODEL = ("layers", "vocab_size", "sequence_length")
@@ -32,7 +31,6 @@ def main(argv: list[str]) -> int:
     settings.CHOSEN, settings.PLAN = (), dataclasses.replace(settings.PLAN, num_microbatches=1)
     subject, tokens = _subject(request, path, there)
     decode.decode(subject, path, tokens, texts)
-    leave()
     return 0
 
 
@@ -45,7 +43,6 @@ def score(argv: list[str]) -> int:
     request, path, there = _model()
     subject, tokens = _subject(request, path, there)
     score.score(subject, path, tokens, request.settings.BATCH_SIZE, texts)
-    leave()
     return 0
 
 
@@ -85,15 +82,12 @@ def _model(own: Collection[str] = ()) -> tuple[Any, str, Any]:
     """
     from pipemesh.checkpoint import Manifest
     from pipemesh.training.command.evaluate import checkpoint_of
-    from pipemesh.training.command.together import of_chief
 
     from . import about, command_line
-    from .train import start_together
 
     command_line.take_up(command_line.FLAGS.checkpoint, own, tells=False)
     request = command_line.request()
-    start_together(request)
-    path = of_chief(checkpoint_of(request.logdir))
+    path = checkpoint_of(request.logdir)
     there = about.About.from_note(Manifest.read(path).note)
     there.check_model(request.model, request.settings, request.logdir)
     return request, path, there

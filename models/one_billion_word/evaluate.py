@@ -22,22 +22,19 @@ def main(argv: list[str]) -> int:
         judge,
     )
     from pipemesh.training.command.flags import define_for
-    from pipemesh.training.command.together import leave, of_chief
     from pipemesh.training.command.training_flags import OF_TRAINING
 
     from . import command_line
-    from .train import make_subject, read_text, start_together
+    from .train import make_subject, read_text
 
     define_for(command_line, define_checkpoint)
     command_line.parse(argv, __doc__, set(names(command_line)).difference(OF_TRAINING))
     check_flags()
     command_line.take_up(command_line.FLAGS.checkpoint, OF_TRAINING)
     request = command_line.request()
-    start_together(request)
-    path = of_chief(checkpoint_of(request.logdir))
+    path = checkpoint_of(request.logdir)
     subject, _ = make_subject(request, read_text(request, path, Manifest.read(path)))
     judge(subject, path)
-    leave()
     return 0
 
 

@@ -29,24 +29,22 @@ def main(argv: list[str]) -> int:
     with console.objects_alone(command_line.FLAGS.log_format == "json"):
         command_line.take_up()
         request = command_line.request()
-        start_together(request)
         return run(request)
 
 
 def run(request: Any) -> int:
     """Trains as it is asked for; returns the exit code."""
+    from pipemesh.checkpoint import Folder, newest_whole
     from pipemesh.checkpoint.files import remove_unfinished
-    from pipemesh.training.command import together
     from pipemesh.training.command.train import carry_out
 
     from . import about
 
-    with together.folder(request.logdir):
-        if together.is_chief():
-            remove_unfinished(os.path.join(request.logdir, "vocabulary"), "vocab-*.model")
-            remove_unfinished(request.logdir, "config.toml")
-        found, manifest = together.newest(request.logdir) or (None, None)
-        text = together.in_turn(lambda: read_text(request, found, manifest))
+    with Folder(request.logdir):
+        remove_unfinished(os.path.join(request.logdir, "vocabulary"), "vocab-*.model")
+        remove_unfinished(request.logdir, "config.toml")
+        found, manifest = newest_whole(request.logdir) or (None, None)
+        text = read_text(request, found, manifest)
         trainer, choice = make_trainer(request, text)
         config, there, now = request.settings, text.there, trainer.subject.about
         plan = config.PLAN
@@ -210,21 +208,6 @@ def _choose(request: Any, layer_flops: Sequence[float], boundaries: tuple[int, .
     if device_type == "CPU":
         available = memory_of_cpu_device(request.plan.mesh.num_devices)
     return choose(request.settings, layer_flops, boundaries, device_type, available)
-
-
-def start_together(request: Any) -> None:
-    """Connects this process with the others that run this command, if there are any.
-
-    Args:
-        request: what is asked for.
-    """
-    from pipemesh.training.command.host_flags import processes
-
-    from . import command_line
-
-    if processes() is not None:
-        request.settings.PLAN = command_line.agree(request)
-        _start_devices(request)
 
 
 def _start_devices(request: Any) -> None:

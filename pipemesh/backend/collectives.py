@@ -55,21 +55,6 @@ def all_to_all(x: tf.Tensor, meeting: Meeting) -> tf.Tensor:
     return gen_collective_ops.collective_all_to_all_v2(x, *meeting.arguments())
 
 
-def send(x: tf.Tensor, meeting: Meeting) -> tf.Operation:
-    """Sends a tensor to the other core of a group of two, in no order with other operations."""
-    size, group, instance, _ = meeting.arguments()
-    return gen_collective_ops.collective_bcast_send_v2(x, size, group, instance).op
-
-
-def receive(like: tf.Tensor, meeting: Meeting) -> tf.Tensor:
-    """Returns the tensor that the other core of a group of two sends, shaped like `like`."""
-    size, group, instance, _ = meeting.arguments()
-    received = gen_collective_ops.collective_bcast_recv_v2(
-        size, group, instance, tf.shape(like), T=like.dtype
-    )
-    return tf.ensure_shape(received, like.shape)
-
-
 def abort(why: str) -> None:
     """Fails all collectives of this process, waiting and future ones, with this message."""
     eager_context().abort_collective_ops(tf.errors.ABORTED, why)

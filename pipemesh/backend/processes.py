@@ -2,63 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import tensorflow as tf
 from tensorflow.core.protobuf import tensorflow_server_pb2
 
 from pipemesh.addresses import check_addresses, use_no_proxy
-from pipemesh.backend import collectives
 from pipemesh.backend.devices import eager_context
 from pipemesh.errors import DeviceError
 from pipemesh.mesh.checks import whole_number
 
 _JOB = "worker"
-
-
-@dataclasses.dataclass(frozen=True)
-class Processes:
-    """The processes that run one program together, as one of them sees them.
-
-    Attributes:
-        addresses: `host:port` of each process.
-        index: the number of this process.
-    """
-
-    addresses: tuple[str, ...]
-    index: int
-
-    @property
-    def is_chief(self) -> bool:
-        """True for the first process, which reports and writes for all."""
-        return not self.index
-
-    def __len__(self) -> int:
-        return len(self.addresses)
-
-    def device(self, process: int, kind: str, number: int) -> str:
-        """Returns the name by which all processes know a device of one of them.
-
-        Example:
-            >>> Processes(("a:1", "b:1"), 0).device(1, "CPU", 3)
-            '/job:worker/replica:0/task:1/device:CPU:3'
-        """
-        return f"/job:{_JOB}/replica:0/task:{process}/device:{kind}:{number}"
-
-    def owner(self, device: str) -> int:
-        """Returns the number of the process that a device belongs to."""
-        spec = tf.DeviceSpec.from_string(device)
-        return spec.task if spec.job == _JOB and spec.task is not None else self.index
-
-
-def current_processes() -> Processes | None:
-    """Returns the processes that this one is connected with, None if it runs alone."""
-    server = collectives.server()
-    if server is None:
-        return None
-    (job,) = [job for job in server.cluster.job if job.name == server.job_name]
-    return Processes(tuple(job.tasks[i] for i in sorted(job.tasks)), server.task_index)
 
 
 def connect_processes(addresses: Sequence[str], process: int, kind: str = "CPU") -> list[str]:

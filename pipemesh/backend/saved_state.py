@@ -29,8 +29,8 @@ class Slice:
         return f"{' '.join(map(str, self.whole))} {parts}"
 
 
-# Attributes of a variable: its slice, and the process that reports and saves it.
-_MARK, _OWNER = "_pipemesh_slice", "_pipemesh_owner"
+# An attribute of a variable: its slice.
+_MARK = "_pipemesh_slice"
 
 
 def mark_slice(variable: tf.Variable, name: str, part: Slice) -> None:
@@ -41,16 +41,6 @@ def mark_slice(variable: tf.Variable, name: str, part: Slice) -> None:
 def slice_of(variable: Any) -> tuple[str, Slice] | None:
     """Returns the whole tensor's name and the slice of it that a variable holds, or None."""
     return getattr(variable, _MARK, None)
-
-
-def mark_owner(variable: tf.Variable, process: int) -> None:
-    """Notes on a variable which of the processes that hold it reports and saves it."""
-    setattr(variable, _OWNER, process)
-
-
-def owner_of(variable: Any) -> int:
-    """Returns the process that reports and saves a variable: the first one by default."""
-    return getattr(variable, _OWNER, 0)
 
 
 class SlicedVariable(Trackable):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import shutil
 import threading
 from collections.abc import Mapping
@@ -12,16 +11,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.backend.processes import current_processes
 from pipemesh.checkpoint import folder as folders
 from pipemesh.checkpoint.entries import Snapshot, entries_of
 from pipemesh.checkpoint.lock import check_held, held_by_none
 from pipemesh.checkpoint.manifest import Manifest
-from pipemesh.checkpoint.parts import join_parts, write_part
 from pipemesh.checkpoint.reader import reason, restore
 from pipemesh.checkpoint.workers import JoinedFiles, writers
 from pipemesh.errors import SaveError
-from pipemesh.lowering.simd.process_talk import from_chief
 
 
 class Checkpoints:
@@ -33,9 +29,7 @@ class Checkpoints:
     shows to be bad replace nothing. A process that is killed at any instant leaves the last
     complete checkpoint.
 
-    Workers that see the folder write their own values, and their files are joined. If several
-    processes run one program, each writes its values and the first one joins them: all of them
-    begin and confirm the same checkpoints in the same order.
+    Workers that see the folder write their own values, and their files are joined.
 
     Args:
         folder: an existing folder; see `Folder`.
@@ -122,11 +116,9 @@ class Checkpoints:
             SaveError: the previous checkpoint could not be written; this one was not begun.
         """
         self.wait()
-        # The first process has removed its earlier files in a folder of this name.
-        mark = from_chief(secrets.token_hex(8)) or ""
         snapshot = Snapshot.of(self._entries, self._hosts_that_write())
         path = folders.path_of(self.folder, step)
-        self._writing = _Writing(self, path, snapshot, mark, step, note, score)
+        self._writing = _Writing(self, path, snapshot, step, note, score)
         return path
 
     def confirm(self) -> None:
@@ -232,7 +224,6 @@ class _Writing:
         owner: Checkpoints,
         path: str,
         snapshot: Snapshot,
-        mark: str,
         step: int,
         note: Mapping[str, Any],
         score: float | None,
@@ -244,7 +235,7 @@ class _Writing:
         self._thread = threading.Thread(
             # In a list that the thread empties: it keeps its arguments until it ends.
             target=self._run,
-            args=([snapshot], mark, step, note, score),
+            args=([snapshot], step, note, score),
             name="checkpoint",
             daemon=True,
         )
@@ -275,7 +266,6 @@ class _Writing:
     def _run(
         self,
         held: list[Snapshot],
-        mark: str,
         step: int,
         note: Mapping[str, Any],
         score: float | None,
@@ -287,31 +277,16 @@ class _Writing:
             # Not the folder above it: if that was removed, it is an error.
             with contextlib.suppress(FileExistsError):
                 os.mkdir(folder)
-            processes = current_processes()
-            if processes is not None:
-                write_part(folder, held.pop(), processes.index, mark)
-                if not processes.is_chief:
-                    return
-                join_parts(folder, temporary, processes, mark)
-            else:
-                self._owner._files.write(held.pop(), temporary)
+            self._owner._files.write(held.pop(), temporary)
             Manifest.of(temporary, step=step, note=note, score=score).write(temporary)
             self._decided.wait()
             if self._good:
                 self._owner._finish(temporary, self._path)
         except BaseException as error:
-            # Any error: the thread that joins raises it. In several processes the first one does,
-            # which gives up for all.
-            self._error = error if _writes_for_all() else None
+            # Any error: the thread that joins raises it.
+            self._error = error
         finally:
-            if _writes_for_all():
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _writes_for_all() -> bool:
-    """Returns whether this process is alone, or the first one."""
-    processes = current_processes()
-    return processes is None or processes.is_chief
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write_through(path: str) -> None:

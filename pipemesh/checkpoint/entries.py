@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from pipemesh.backend.cluster import host_of, own_host
-from pipemesh.backend.processes import current_processes
 from pipemesh.backend.saved_state import (
     SlicedVariable,
     is_iterator,
     iterator_state,
-    owner_of,
     set_iterator_state,
 )
 from pipemesh.backend.static_shape import static_sizes
@@ -35,8 +32,6 @@ class Part:
     # Returns the current value, on a host.
     read: Callable[[str], tf.Tensor]
     assign: Callable[[tf.Tensor], object]
-    # Of several processes that hold it, the one that saves it.
-    owner: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,29 +60,20 @@ class Snapshot:
     specs: list[str]
     hosts: list[str]
     tensors: list[tf.Tensor]
-    # The size of each whole tensor, whichever process saves it; None if it may differ.
-    elements: dict[str, int | None]
 
     @classmethod
     def of(cls, entries: Sequence[Entry], left_there: Collection[str] = ()) -> Snapshot:
-        """Returns the current values; of several processes each takes those that it saves."""
+        """Returns the current values."""
         # On a host nothing is copied: a variable that is updated while its value is held gets new
         # memory. From other devices values are copied. Hosts in `left_there` keep their values;
         # values of other hosts are fetched to this process.
-        all_parts = [(entry.name, part) for entry in entries for part in entry.parts]
-        processes = current_processes()
-        parts = [
-            (name, part)
-            for name, part in all_parts
-            if processes is None or part.owner == processes.index
-        ]
+        parts = [(entry.name, part) for entry in entries for part in entry.parts]
         hosts = [part.host if part.host in left_there else own_host() for _, part in parts]
         return cls(
             [name for name, _ in parts],
             [part.spec for _, part in parts],
             hosts,
             [part.read(host) for (_, part), host in zip(parts, hosts, strict=True)],
-            {e.name: None if e.shape is None else math.prod(e.shape) for e in entries},
         )
 
 
@@ -118,7 +104,7 @@ def _part(variable: tf.Variable, spec: str) -> Part:
             return variable.read_value()
 
     size = variable.dtype.size * (variable.shape.num_elements() or 0)
-    return Part(spec, size, host_of(variable.device), read, variable.assign, owner_of(variable))
+    return Part(spec, size, host_of(variable.device), read, variable.assign)
 
 
 def chunks(parts: Iterable[tuple[Entry, Part]], most: int) -> Iterator[list[tuple[Entry, Part]]]:

@@ -30,8 +30,6 @@ class Folder:
 
     Args:
         path: the folder.
-        shared: allow other processes that share it to hold it, too. Such processes agree which of
-            them writes, and a stopped one still holds its lock.
 
     Raises:
         CheckpointError: the path is not a folder, is not writable, is not UTF-8, or another run
@@ -44,8 +42,8 @@ class Folder:
         'run'
     """
 
-    def __init__(self, path: str, shared: bool = False) -> None:
-        self.path, self._shared = path, shared
+    def __init__(self, path: str) -> None:
+        self.path = path
         check_path(path)
         if os.path.lexists(path) and not os.path.isdir(path):
             kind = "a file" if os.path.exists(path) else "a link to nothing"
@@ -63,7 +61,7 @@ class Folder:
 
     def __enter__(self) -> Folder:
         try:
-            self._lock(self._fd)
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._fd)
             raise CheckpointError(
@@ -81,10 +79,6 @@ class Folder:
         remove_leftovers(self.path)
         return self
 
-    def _lock(self, fd: int) -> None:
-        kind = fcntl.LOCK_SH if self._shared else fcntl.LOCK_EX
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
-
     def check(self) -> None:
         """Checks that the path still leads to the locked folder.
 
@@ -98,7 +92,7 @@ class Folder:
             return
         fd = os.open(self.path, os.O_RDONLY)
         try:
-            self._lock(fd)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(fd)
             raise SaveError(

@@ -1,4 +1,4 @@
-"""This process as the client of workers: connected, watched, begun again when one is lost."""
+"""This process as the client of workers: waits for them, connects, restarts when one is lost."""
 
 from __future__ import annotations
 
@@ -6,28 +6,29 @@ import collections
 import contextlib
 import fcntl
 import os
-import shutil
 import sys
-import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from pipemesh.hosts import silence, watch
-from pipemesh.hosts.children import death_signal, set_death_signal
+from pipemesh.errors import DeviceError
+from pipemesh.hosts import process, watch
 from pipemesh.hosts.cluster import Cluster
-from pipemesh.hosts.gather import gather
+from pipemesh.hosts.health import Asker, Health, check_distinct
 
-# How often in a row a program was begun again without a step in between.
-_AGAIN = "PIPEMESH_BEGUN_AGAIN"
-_MOST_AGAIN = 5
+# How often in a row a program was restarted without a step in between.
+_RESTARTS = "PIPEMESH_BEGUN_AGAIN"
+_MOST_RESTARTS = 5
 _LOST = 3
-# Seconds after which connecting with a worker is said to hang; after twice as many it is given up.
+# Between two questions to workers that are missing.
+_PAUSE = 0.3
+# Seconds after which connecting with a worker is reported; after twice as many it is given up.
 _CONNECTED = 60.0
 # Seconds to wait for standard output to be written.
 _FLUSHED = 5.0
-# Of the thread that Python began with; whichever begins again passes it on.
-_DEATH_SIGNAL = death_signal()
+# Of the thread that Python began with; whichever thread restarts the program passes it on.
+_DEATH_SIGNAL = process.death_signal()
 
 
 def connect(
@@ -40,30 +41,35 @@ def connect(
     fewer: float | None = None,
     step_limit: float | None = None,
 ) -> None:
-    """Makes the workers' devices those of this process, and watches them from now on.
+    """Makes the workers' devices those of this process, and watches the workers from now on.
 
-    To be called before TensorFlow's first operation.
+    Call it before TensorFlow's first operation.
 
     Args:
         cluster: the workers.
-        address: `host:port` of this process, as workers reach it; by default found.
-        answer: seconds in which a worker has to say that it is there; it is asked twice.
-        wait: seconds to wait for workers that are not there.
-        again: whether this program is to be begun again when a worker is lost: it goes on by
-            itself from what it has saved. Otherwise it ends.
-        fewer: seconds after which those workers that are there are enough; None if all are
-            needed.
-        step_limit: seconds after which it is said of a step that does not end who waits for whom;
-            after twice as many a worker is taken for lost. By default it depends on the steps
-            before.
+        address: `host:port` of this process, as workers reach it. Default: its address towards the
+            first worker, with a free port.
+        answer: seconds in which a worker must answer; it is asked twice.
+        wait: seconds to wait for missing workers.
+        again: if True, this program restarts when a worker is lost and resumes from its last
+            checkpoint; otherwise it ends.
+        fewer: seconds after which the available workers are enough; None if all are needed.
+        step_limit: seconds after which a step is reported as blocked, with the worker that blocks
+            it; after twice as many a worker counts as lost. Default: a multiple of the last steps.
 
     Raises:
-        DeviceError: a worker is not there, two addresses lead to one, a worker does not reach this
-            process, or TensorFlow has started.
+        DeviceError: a worker is missing, two addresses lead to one worker, a worker does not reach
+            this process, or TensorFlow has started.
+
+    Example:
+        >>> connect(Cluster(("127.0.0.1:9",)), wait=0.0)
+        Traceback (most recent call last):
+        pipemesh.errors.DeviceError: worker 0 (127.0.0.1:9) is not there (connection refused), \
+after 0 s of waiting; start it there with `pipemesh worker`, or give other addresses
     """
     from pipemesh.backend.cluster import check_way_back, connect_workers
 
-    places, healths = gather(cluster, wait, answer, say, fewer=fewer)
+    places, healths = gather(cluster, wait, answer, say, fewer)
     if has_begun_again() and len(places) == len(cluster.workers):
         say("all workers are there")
     watched = watch.Watch(
@@ -89,50 +95,101 @@ def connect(
         raise
 
 
+def gather(
+    cluster: Cluster,
+    seconds: float,
+    answer: float,
+    tell: Callable[[str], object],
+    fewer: float | None = None,
+) -> tuple[dict[int, str], list[Health]]:
+    """Waits for workers, and returns the address for each worker's number with its answer.
+
+    A spare takes the place of a worker that gives no answer for `answer` seconds. After `fewer`
+    seconds the available workers are enough. `tell` gets lines for the user.
+
+    Raises:
+        DeviceError: a worker is missing after `seconds`, or two addresses lead to one worker.
+    """
+    addresses = [*cluster.workers, *cluster.spares]
+    asker, begun, is_told = Asker(addresses), time.monotonic(), False
+    try:
+        while True:
+            healths = dict(zip(addresses, asker.ask(answer), strict=True))
+            check_distinct(healths)
+            waited = time.monotonic() - begun
+            spares = [a for a in cluster.spares if not healths[a].trouble]
+            places: dict[int, str] = {}
+            missing: list[int] = []
+            for number, address in enumerate(cluster.workers):
+                if healths[address].trouble and spares and waited >= answer:
+                    places[number] = spares.pop(0)
+                    continue
+                places[number] = address
+                if healths[address].trouble:
+                    missing.append(number)
+            if missing and fewer is not None and waited >= fewer and len(missing) < len(places):
+                for number in missing:
+                    address = places.pop(number)
+                    trouble = healths[address].trouble
+                    tell(f"going on without worker {number} ({address}), which {trouble}")
+                missing = []
+            if not missing:
+                for number, address in places.items():
+                    if address != (lost := cluster.workers[number]):
+                        tell(f"spare {address} takes the place of worker {number} ({lost})")
+                return places, [healths[address] for address in places.values()]
+            first = missing[0]
+            trouble = f"worker {first} ({places[first]}) {healths[places[first]].trouble}"
+            if waited >= seconds:
+                raise DeviceError(
+                    f"{trouble}, after {waited:.0f} s of waiting; start it there with `pipemesh "
+                    "worker`, or give other addresses"
+                )
+            if not is_told:
+                tell(f"waiting for {len(missing)} of {len(addresses)} workers: {trouble}")
+                is_told = True
+            time.sleep(_PAUSE)
+    finally:
+        asker.close()
+
+
 def has_begun_again() -> bool:
-    """Whether this program was begun again by itself."""
-    return os.environ.get(_AGAIN) is not None
+    """Returns whether this program has restarted itself."""
+    return os.environ.get(_RESTARTS) is not None
 
 
 def note_stages(devices: Sequence[Sequence[str]]) -> None:
-    """Notes which stages lie on which workers, to be said of one that is lost.
-
-    Args:
-        devices: those of each stage.
-    """
+    """Notes which worker has which stages, from the devices of each stage, for messages."""
     watched = watch.current()
     if watched is None:
         return
     from pipemesh.backend.cluster import task_of
-    from pipemesh.backend.processes import current_processes
 
-    processes = current_processes()
-    owner = processes.owner if processes else task_of
     stages: dict[int, list[int]] = collections.defaultdict(list)
     for stage, home in enumerate(devices):
-        for task in sorted({task for d in home if (task := owner(d)) is not None}):
+        for task in sorted({task for d in home if (task := task_of(d)) is not None}):
             stages[task].append(stage)
     watched.stages = {
-        task: f"stage{'s' * (len(found) > 1)} {', '.join(map(str, found))}"
-        for task, found in stages.items()
+        task: f"stage{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+        for task, numbers in stages.items()
     }
 
 
-def begin_again(what: str) -> NoReturn:
-    """Replaces this process by the same program: TensorFlow cannot forget a worker that is lost.
+def begin_again(reason: str) -> NoReturn:
+    """Replaces this process by the same program: TensorFlow cannot forget a lost worker.
 
-    Whatever it was about ends here, in the middle of it; it goes on from what it has saved.
+    Whatever is under way ends here; the program resumes from its last checkpoint.
     """
     try:
         watched = watch.current()
         steps = watched.steps if watched else 0
-        times = 0 if steps else int(os.environ.get(_AGAIN, "0")) + 1
-        if times > _MOST_AGAIN:
-            end(f"{what}\n{times} times in a row no step was finished in between")
-        first, *more = what.split("\n")
+        times = 0 if steps else int(os.environ.get(_RESTARTS, "0")) + 1
+        if times > _MOST_RESTARTS:
+            end(f"{reason}\n{times} times in a row no step was finished in between")
+        first, *more = reason.split("\n")
         say("\n".join([f"{first}; going on from the last checkpoint", *more]))
         _leave()
-        os.environ[_AGAIN] = str(times)
+        os.environ[_RESTARTS] = str(times)
         for name in os.listdir("/proc/self/fd"):
             if (number := int(name)) > 2:
                 try:
@@ -141,50 +198,34 @@ def begin_again(what: str) -> NoReturn:
                 except OSError:
                     # The one of the listing.
                     continue
-        set_death_signal(_DEATH_SIGNAL)
+        process.set_death_signal(_DEATH_SIGNAL)
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     except Exception as error:
-        end(f"{what}\nthis program could not be begun again ({error})")
+        end(f"{reason}\nthis program could not be restarted ({error})")
 
 
-def end(what: str) -> NoReturn:
-    """Ends this process: what TensorFlow waits for does not come."""
-    silence.say(f"error: {what}")
+def end(reason: str) -> NoReturn:
+    """Ends this process, which may be blocked inside TensorFlow."""
+    process.say(f"error: {reason}")
     _leave()
     os._exit(_LOST)
 
 
 def say(text: str) -> None:
     """Writes a line on standard error."""
-    silence.say(f"pipemesh: {text}")
-
-
-@contextlib.contextmanager
-def scratch() -> Iterator[str]:
-    """A temporary folder, removed at the end; also when this program begins again or is ended."""
-    with tempfile.TemporaryDirectory() as path:
-        _scratch.add(path)
-        try:
-            yield path
-        finally:
-            _scratch.remove(path)
-
-
-_scratch: set[str] = set()
+    process.say(f"pipemesh: {text}")
 
 
 def _leave() -> None:
-    """Does what Python does at the end of a program that matters after it, within seconds."""
+    """Does within seconds what Python does at its end, as far as it matters afterwards."""
 
     def work() -> None:
-        for path in list(_scratch):
-            shutil.rmtree(path, ignore_errors=True)
         for name, module in list(sys.modules.items()):
             # What AutoGraph wrote is removed at the end of Python, which does not come.
             if name.startswith("__autograph_generated_file"):
                 with contextlib.suppress(OSError, TypeError):
                     os.unlink(str(module.__file__))
-        # Nobody may read it, or it is being written to by a thread that will not return.
+        # Nobody may read it, or a thread that will not return may be writing to it.
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             sys.stdout.flush()
 

@@ -1,4 +1,4 @@
-"""Which workers there are: from a command line, `TF_CONFIG`, Slurm or Kubernetes."""
+"""The addresses of workers: from a command line, `TF_CONFIG`, Slurm or Kubernetes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pipemesh.addresses import check_addresses
 from pipemesh.errors import DeviceError
 
 TF_CONFIG, SLURM, KUBERNETES = "tf_config", "slurm", "kubernetes"
-# The port that workers have where nobody says: as TensorFlow's resolvers have it.
+# The default port of workers, that of TensorFlow's resolvers.
 PORT = 8888
-# Addresses that this machine alone reaches, and those that whoever can may reach.
+# The address that only this machine reaches, and those that stand for all addresses.
 LOOPBACK, EVERYWHERE = "127.0.0.1", ("0.0.0.0", "::")
 _WORKER, _SPARE = "worker", "spare"
-# So much of a malformed text is shown.
+# The characters of a malformed text that an error shows.
 _SHOWN = 200
-# Of Slurm, on a node.
+# Tasks of Slurm on a node, at most.
 _MOST_TASKS = 1024
 
 
@@ -30,7 +30,7 @@ class Cluster:
 
     Attributes:
         workers: `host:port` of each, in their order.
-        spares: of those that take the place of one that is lost.
+        spares: of workers that take the place of a lost one.
     """
 
     workers: tuple[str, ...]
@@ -43,15 +43,18 @@ class Cluster:
 
     @classmethod
     def from_text(cls, text: str, spares: str = "") -> Cluster:
-        """The workers that a command line names.
+        """Returns the workers that a command line names.
 
         Args:
-            text: addresses with commas between, or who knows them: `tf_config`, `slurm` or
+            text: addresses separated by commas, or their source: `tf_config`, `slurm` or
                 `kubernetes:LABEL=VALUE`.
-            spares: addresses with commas between.
+            spares: addresses separated by commas.
+
+        Returns:
+            The cluster.
 
         Raises:
-            DeviceError: there is none, or one is malformed.
+            DeviceError: there is no address, or one is malformed.
 
         Example:
             >>> Cluster.from_text("a:1,a")
@@ -61,13 +64,13 @@ class Cluster:
         kind, _, selector = text.partition(":")
         extra = _listed(spares)
         if text == TF_CONFIG:
-            found = cls.from_environment()
-            if found is None:
+            named = cls.from_environment()
+            if named is None:
                 raise DeviceError(
                     "TF_CONFIG is not set, or has no cluster with a job 'worker'; give host:port "
                     "of each worker"
                 )
-            return cls(found.workers, extra or found.spares)
+            return cls(named.workers, extra or named.spares)
         if text == SLURM:
             return cls(_of_slurm(), extra)
         if kind == KUBERNETES:
@@ -75,19 +78,19 @@ class Cluster:
         return cls(_listed(text), extra)
 
     @classmethod
-    def from_environment(
-        cls, environment: Mapping[str, str] | None = None, together: bool = False
-    ) -> Cluster | None:
-        """The workers that the variable `TF_CONFIG` names; None if it names none.
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Cluster | None:
+        """Returns the workers that the variable `TF_CONFIG` names.
 
-        Its job `worker` is the workers, a job `spare` those that may take their places.
+        Its job `worker` has the workers, a job `spare` those that may take their places.
 
         Args:
             environment: by default that of this process.
-            together: whether this process may be one of them, or a spare: all run one program.
+
+        Returns:
+            The cluster; None if the variable names no worker.
 
         Raises:
-            DeviceError: it is no JSON, or it says that this process is a worker itself.
+            DeviceError: the variable is malformed, or it says that this process is a worker itself.
 
         Example:
             >>> Cluster.from_environment({"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}'})
@@ -97,62 +100,37 @@ class Cluster:
         text = environment.get("TF_CONFIG", "")
         if not text.strip():
             return None
-        jobs, own, _ = _read(text)
+        jobs, kind = _read(text)
         if not jobs[_WORKER]:
             return None
-        if own in (_WORKER, _SPARE) and not together:
+        if kind in (_WORKER, _SPARE):
             raise DeviceError(
-                f"TF_CONFIG says that this process is a {own} itself; run `pipemesh worker` there, "
-                "and this command once, with a task of another type or none. (In every process the "
-                "same program computes its part under --lowering=simd alone.)"
+                f"TF_CONFIG says that this process is a {kind} itself; run `pipemesh worker` "
+                "there, and this command once, with a task of another type or none"
             )
         try:
             return cls(*map(tuple, jobs.values()))
         except DeviceError as error:
             raise DeviceError(f"TF_CONFIG: {error}") from error
 
-    def to_environment(self, process: int | None = None) -> str:
-        """The text of `TF_CONFIG` for a process that drives these workers, or is one of them.
+    def to_environment(self) -> str:
+        """Returns the text of `TF_CONFIG` for a client of these workers.
 
-        Args:
-            process: the number of the one that runs the same program as all others, spares behind
-                the workers; None for one that drives them.
+        Returns:
+            JSON.
+
+        Example:
+            >>> Cluster(("a:1",)).to_environment()
+            '{"cluster": {"worker": ["a:1"]}, "task": {"type": "client", "index": 0}}'
         """
         jobs = {_WORKER: list(self.workers)}
         if self.spares:
             jobs[_SPARE] = list(self.spares)
-        kind, index, count = "client", process or 0, len(self.workers)
-        if process is not None:
-            kind, index = (_WORKER, index) if index < count else (_SPARE, index - count)
-        return json.dumps({"cluster": jobs, "task": {"type": kind, "index": index}})
+        return json.dumps({"cluster": jobs, "task": {"type": "client", "index": 0}})
 
 
-def own_process(environment: Mapping[str, str] | None = None) -> int | None:
-    """The number of this process among those that `TF_CONFIG` names; None if it is none of them.
-
-    Spares are numbered behind the workers.
-
-    Example:
-        >>> own_process({"TF_CONFIG": '{"task": {"type": "worker", "index": 3}}'})
-        3
-    """
-    environment = os.environ if environment is None else environment
-    try:
-        jobs, kind, index = _read(environment.get("TF_CONFIG", ""))
-    except DeviceError:
-        # `Cluster.from_environment` says so.
-        return None
-    if kind not in (_WORKER, _SPARE):
-        return None
-    return index + (len(jobs[_WORKER]) if kind == _SPARE else 0)
-
-
-def _read(text: str) -> tuple[dict[str, list[Any]], str, int]:
-    """Parses `TF_CONFIG`.
-
-    Returns:
-        The addresses of workers and of spares, which are not checked yet, and type and index of
-        this process.
+def _read(text: str) -> tuple[dict[str, list[Any]], str]:
+    """Returns the addresses in `TF_CONFIG` by job, unchecked, and the type of this process.
 
     Raises:
         DeviceError: it is malformed.
@@ -168,7 +146,7 @@ def _read(text: str) -> tuple[dict[str, list[Any]], str, int]:
         kind, index = task.get("type"), task.get("index")
         if kind in (_WORKER, _SPARE) and (isinstance(index, bool) or not str(index).isdecimal()):
             raise ValueError(f"'index' is {index!r}, and must be a number")
-        return jobs, str(kind), int(str(index)) if kind in (_WORKER, _SPARE) else 0
+        return jobs, str(kind)
     except (ValueError, RecursionError) as error:
         shown = text if len(text) < _SHOWN else f"{text[:_SHOWN]}..."
         raise DeviceError(
@@ -188,9 +166,9 @@ def _listed(text: str) -> tuple[str, ...]:
 
 
 def _of_slurm() -> tuple[str, ...]:
-    """The workers of a job of Slurm: one a task, as TensorFlow's resolver numbers them.
+    """Returns the workers of a Slurm job, one a task, as TensorFlow's resolver numbers them.
 
-    The resolver knows steps; of a batch script, which is none, the job says the same.
+    The resolver reads the variables of a job step; a batch script has those of the job.
     """
     for name, of_job in (
         ("STEP_NODELIST", "JOB_NODELIST"),
@@ -203,18 +181,18 @@ def _of_slurm() -> tuple[str, ...]:
     import tensorflow as tf
 
     try:
-        # Which GPUs a worker has is Slurm's matter; a resolver lists no more tasks than GPUs.
+        # Slurm gives GPUs to workers; the resolver lists no more tasks than GPUs.
         resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(
             port_base=PORT, gpus_per_node=_MOST_TASKS, gpus_per_task=1, auto_set_gpu=False
         )
-        found = resolver.cluster_spec().as_dict()["worker"]
+        addresses = resolver.cluster_spec().as_dict()["worker"]
     except (RuntimeError, ValueError) as error:
         raise DeviceError(f"Slurm does not say where workers are: {error}") from error
-    return _addresses(found)
+    return _addresses(addresses)
 
 
 def _of_kubernetes(selector: str) -> tuple[str, ...]:
-    """The pods with a label, as TensorFlow's resolver finds them."""
+    """Returns the pods with a label, as TensorFlow's resolver finds them."""
     if importlib.util.find_spec("kubernetes") is None:
         raise DeviceError(
             "TensorFlow asks Kubernetes by the package 'kubernetes', which is not installed: pip "
@@ -233,5 +211,5 @@ def _of_kubernetes(selector: str) -> tuple[str, ...]:
         raise DeviceError(f"Kubernetes does not say where workers are: {error}") from error
 
 
-def _addresses(found: Sequence[Any]) -> tuple[str, ...]:
-    return tuple(str(address).removeprefix("grpc://") for address in found)
+def _addresses(resolved: Sequence[Any]) -> tuple[str, ...]:
+    return tuple(str(address).removeprefix("grpc://") for address in resolved)

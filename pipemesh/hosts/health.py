@@ -1,4 +1,4 @@
-"""Asks workers how they are: TensorFlow's own question of one server to another."""
+"""The state of workers: TensorFlow's own question of one server to another, and its answer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ import grpc
 
 from pipemesh.errors import DeviceError
 
-# It reads this when it is first used; otherwise it writes a line for each server that ends.
+# gRPC reads this when it is first used; otherwise it writes a line for each server that ends.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 QUESTION = "/tensorflow.WorkerService/GetStatus"
-# A field of the answer that TensorFlow's own has not.
-_WAITS = 15
-# Nobody stands between workers; what is sent is small.
+# Connections are direct, without a proxy; messages are small.
 _OPTIONS = [
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
@@ -29,22 +27,17 @@ _OPTIONS = [
 
 @dataclasses.dataclass(frozen=True)
 class Health:
-    """What a worker says of itself.
+    """The answer of a worker.
 
     Attributes:
-        devices: what it offers, such as `CPU:0`; none if it does not answer.
-        start: a number that differs each time it is started.
-        trouble: why there is no answer; "" if there is one.
-        waits: of a process that waits to take part, the text that stands for it in a roster; ""
-            of all others.
-        takes_part: whether that process takes part, and is about to start its server.
+        devices: its devices, such as `CPU:0`; none if it does not answer.
+        start: a number that differs each time the worker is started.
+        trouble: the reason why there is no answer; "" if there is one.
     """
 
     devices: tuple[str, ...] = ()
     start: int = 0
     trouble: str = ""
-    waits: str = ""
-    takes_part: bool = False
 
 
 _FOREIGN = Health(trouble="is no worker: a server of another kind answers there")
@@ -53,11 +46,7 @@ _BROKEN = ("reset by peer", "Broken pipe", "Socket closed", "Cancelling all call
 
 
 class Asker:
-    """Asks workers again and again, by connections of its own.
-
-    Args:
-        addresses: `host:port` of each.
-    """
+    """Asks the workers at some addresses (`host:port`) repeatedly, on connections of its own."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self._channels = [grpc.insecure_channel(a, options=_OPTIONS) for a in addresses]
@@ -65,20 +54,16 @@ class Asker:
         self._since = [time.monotonic()] * len(addresses)
 
     def ask(self, seconds: float) -> list[Health]:
-        """How each worker is.
-
-        Args:
-            seconds: to wait for an answer.
-        """
-        pending = [
+        """Returns the state of each worker; waits at most so many seconds for an answer."""
+        calls = [
             channel.unary_unary(QUESTION).future(b"", timeout=seconds) for channel in self._channels
         ]
-        found: list[Health] = []
-        for number, each in enumerate(pending):
-            found.append(_answer(each, self._since[number]))
-            if not found[-1].trouble:
+        healths: list[Health] = []
+        for number, call in enumerate(calls):
+            healths.append(_answer(call, self._since[number]))
+            if not healths[-1].trouble:
                 self._since[number] = time.monotonic()
-        return found
+        return healths
 
     def close(self) -> None:
         """Closes the connections."""
@@ -87,11 +72,7 @@ class Asker:
 
 
 def ask(addresses: Sequence[str], seconds: float) -> list[Health]:
-    """How each worker is, asked once.
-
-    Args:
-        addresses: `host:port` of each.
-        seconds: to wait for an answer.
+    """Returns the state of the workers at some addresses, each asked once.
 
     Example:
         >>> ask(["127.0.0.1:9"], 1)[0].devices
@@ -104,87 +85,67 @@ def ask(addresses: Sequence[str], seconds: float) -> list[Health]:
         asker.close()
 
 
-def check_distinct(healths: Mapping[str, Health], who: str = "process") -> None:
-    """Checks that no two addresses lead to one process.
-
-    Args:
-        healths: what was answered at each address.
-        who: what one of them is called.
+def check_distinct(healths: Mapping[str, Health]) -> None:
+    """Checks that no two addresses lead to one worker.
 
     Raises:
         DeviceError: two do.
 
     Example:
-        >>> check_distinct({"a:1": Health(("CPU:0",), 7), "b:1": Health(("CPU:0",), 7)}, "worker")
+        >>> check_distinct({"a:1": Health(("CPU:0",), 7), "b:1": Health(("CPU:0",), 7)})
         Traceback (most recent call last):
         pipemesh.errors.DeviceError: addresses 'a:1' and 'b:1' lead to one worker; give each \
 worker once
     """
-    known: dict[int | str, str] = {}
+    known: dict[int, str] = {}
     for address, health in healths.items():
-        start = health.waits or health.start
-        if start and (other := known.setdefault(start, address)) != address:
+        if health.start and (other := known.setdefault(health.start, address)) != address:
             raise DeviceError(
-                f"addresses {other!r} and {address!r} lead to one {who}; give each {who} once"
+                f"addresses {other!r} and {address!r} lead to one worker; give each worker once"
             )
 
 
-def answer_of_waiting(start: str, takes_part: bool) -> bytes:
-    """What a process answers that waits for others; see `Health`.
-
-    Example:
-        >>> _read(answer_of_waiting("ab", False)).waits
-        'ab'
-    """
-    content = f"{start} {int(takes_part)}".encode()
-    return bytes([_WAITS << 3 | 2, len(content)]) + content
-
-
-def _answer(pending: Any, since: float) -> Health:
+def _answer(call: Any, since: float) -> Health:
+    """Reads the answer to a call of a worker that has answered last at `since`."""
     try:
-        return _read(pending.result())
+        return _read(call.result())
     except grpc.FutureCancelledError:
         return Health(trouble="is not asked any more")
     except grpc.RpcError as error:
-        told = str(pending.details() or error).rpartition("last error: ")[2]
-        # One that is stopped lets nobody in, either: its system answers, and then nothing comes.
-        if pending.code() == grpc.StatusCode.DEADLINE_EXCEEDED or "timed out" in told:
+        details = str(call.details() or error).rpartition("last error: ")[2]
+        # A stopped worker accepts no connection, either: its system answers, and then nothing.
+        if call.code() == grpc.StatusCode.DEADLINE_EXCEEDED or "timed out" in details:
             waited = time.monotonic() - since
             return Health(trouble=f"has not answered for {waited:.0f} s")
-        if pending.code() == grpc.StatusCode.UNIMPLEMENTED:
+        if call.code() == grpc.StatusCode.UNIMPLEMENTED:
             return _FOREIGN
-        if "refused" in told:
+        if "refused" in details:
             return Health(trouble="is not there (connection refused)")
-        if any(sign in told for sign in _BROKEN):
+        if any(sign in details for sign in _BROKEN):
             return Health(trouble="broke the connection off")
-        return Health(trouble=f"is cut off ({told})")
+        return Health(trouble=f"is cut off ({details})")
     except (IndexError, KeyError, TypeError, ValueError):
         return _FOREIGN
 
 
 def _read(message: bytes) -> Health:
-    """The devices of a `GetStatusResponse`, whose first field they are.
+    """Reads a `GetStatusResponse`, whose first field is the devices.
 
     Raises:
-        IndexError, KeyError, TypeError or ValueError: it is none.
+        IndexError, KeyError, TypeError or ValueError: it is malformed.
     """
     devices: list[str] = []
     start = 0
     for number, value in _fields(message):
-        if number == _WAITS:
-            waits, _, takes_part = value.decode().partition(" ")
-            told = "has not begun yet, or begins again"
-            return Health(trouble=told, waits=waits, takes_part=takes_part == "1")
         if number == 1:
-            of_device = dict(_fields(value))
-            name = of_device[1].decode()
-            devices.append(name.rpartition("/device:")[2])
-            start = start or int.from_bytes(of_device[6], "little")
+            device = dict(_fields(value))
+            devices.append(device[1].decode().rpartition("/device:")[2])
+            start = start or int.from_bytes(device[6], "little")
     return Health(tuple(devices), start) if devices and start else _FOREIGN
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
-    """The fields of a protocol buffer with their numbers; the module of this one is not installed.
+    """Yields numbers and values of a protocol buffer's fields; no module of this one is installed.
 
     Example:
         >>> list(_fields(bytes([0x0A, 1, 65, 0x10, 5])))
@@ -207,6 +168,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:
+    """Returns the integer that begins at a byte, and the number of the byte behind it."""
     value = shift = 0
     while True:
         byte = message[at]

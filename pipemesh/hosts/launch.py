@@ -3,10 +3,8 @@
     pipemesh launch --processes=4 -- pipemesh train --mesh_shape=layers:4 --model=...
     pipemesh launch --processes=2 -- python -m models.one_billion_word.train --mesh_shape=layers:2
 
-The command finds them by TF_CONFIG. Its output and its exit code are passed on. Workers end with
-it, or with this process, whatever becomes of it; one that ends before is started again.
-
-A command with --lowering=simd is run in every process instead, without workers; in spares, too.
+The command finds the workers by TF_CONFIG. Its output and its exit code are passed on. Workers end
+with the command, or with the launcher, however these end; a worker that ends before is restarted.
 """
 
 from __future__ import annotations
@@ -24,43 +22,38 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipemesh.errors import DeviceError
-from pipemesh.hosts import silence, together
-from pipemesh.hosts.children import BY_SIGNAL, ends_with_parent, how, is_of_terminal, say
+from pipemesh.hosts import process
 from pipemesh.hosts.cluster import Cluster
 
 # Until a worker listens: it loads TensorFlow, beside others that do.
 _SECONDS_TO_START = 180
 _SECONDS_TO_END = 5
 _PAUSE = 0.1
-# One that ends so often in a row before it listens is not started again. Of those that listened,
-# the client knows whether steps are finished in between.
+# A worker that ends so often in a row before it listens is not restarted. The client counts the
+# restarts of workers that listened: it knows whether steps are finished in between.
 _MOST_STARTS = 5
-# A command that has this computes its part in every process.
-SIMD = "--lowering=simd"
+# A shell reports the number of a signal beyond this.
+_BY_SIGNAL = 128
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command to `parser`."""
     parser.add_argument(
-        "--processes",
-        type=int,
-        required=True,
-        metavar="N",
-        help="how many workers, or processes that run the command, to start",
+        "--processes", type=int, required=True, metavar="N", help="number of workers to start"
     )
     parser.add_argument(
         "--spares",
         type=int,
         default=0,
         metavar="N",
-        help="how many more, to take the place of one that is lost (0)",
+        help="number of further workers, which take the place of a lost one (0)",
     )
     parser.add_argument(
         "--cpu_devices",
         type=int,
         default=1,
         metavar="N",
-        help="as how many devices each offers the CPU (1)",
+        help="number of devices that each worker offers the CPU as (1)",
     )
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND")
 
@@ -75,9 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
         The exit code of what was launched.
 
     Raises:
-        DeviceError: there is nothing to launch, or workers cannot be started.
+        DeviceError: there is no command, or workers cannot be started.
     """
-    silence.hold_standard_files()
+    process.hold_standard_files()
     words: list[str] = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
     for name, least in (("processes", 1), ("spares", 0), ("cpu_devices", 1)):
         if getattr(arguments, name) < least:
@@ -86,12 +79,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise DeviceError(
             "which command? write it behind --, such as -- pipemesh train --model=..."
         )
-    if SIMD in words:
-        return together.run(words, arguments.processes, arguments.spares)
     workers: list[_Worker] = []
     try:
-        every = arguments.processes + arguments.spares
-        workers += [_Worker(number, arguments.cpu_devices) for number in range(every)]
+        count = arguments.processes + arguments.spares
+        workers += [_Worker(number, arguments.cpu_devices) for number in range(count)]
         for worker in workers:
             worker.start()
         limit = time.monotonic() + _SECONDS_TO_START
@@ -105,9 +96,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclasses.dataclass
 class _Worker:
-    """A worker in a process of its own, which ends when its end of a pair of sockets is closed.
+    """A worker process, which ends when its end of a pair of sockets is closed.
 
-    Or else, as one that was stopped cannot see that, when the system ends it.
+    The kernel ends one that was stopped, and so cannot see that, together with this process.
     """
 
     number: int
@@ -119,6 +110,7 @@ class _Worker:
     has_listened: bool = False
 
     def start(self) -> None:
+        """Starts the process, at the address of before if there was one."""
         if self.pair is not None:
             self.pair.close()
         self.pair, theirs = socket.socketpair()
@@ -133,35 +125,38 @@ class _Worker:
             stdout=2,
             pass_fds=[theirs.fileno()],
             start_new_session=True,
-            preexec_fn=ends_with_parent(),
+            preexec_fn=process.ends_with_parent(),
         )
         theirs.close()
         self.has_listened, self.starts = False, self.starts + 1
 
     def listens(self, limit: float) -> str:
-        """Waits until it listens, and returns where."""
+        """Waits until the worker listens, and returns its address."""
         assert self.pair is not None
-        told = b""
-        while not told.endswith(b"\n"):
+        received = b""
+        while not received.endswith(b"\n"):
             left = max(0.0, limit - time.monotonic())
             ready, _, _ = select.select([self.pair], [], [], left)
             more = self.pair.recv(100) if ready else b""
             if not more:
                 why = "has ended" if ready else f"does not listen after {_SECONDS_TO_START} s"
-                raise DeviceError(f"worker {self.number} {why}; what it says stands above")
-            told += more
-        self.address, self.has_listened = told.decode().strip(), True
+                raise DeviceError(f"worker {self.number} {why}; its messages stand above")
+            received += more
+        self.address, self.has_listened = received.decode().strip(), True
         return self.address
 
     def keep(self) -> None:
-        """Starts it again where it was if it has ended."""
+        """Restarts the worker if it has ended."""
         if self.process is None or self.process.poll() is None:
             return
         if self._did_listen():
             self.starts = 0
         code, again = self.process.returncode, self.starts < _MOST_STARTS
-        what = "it is started again" if again else "it is not started again"
-        say(f"worker {self.number} ({self.address}) has ended ({how(code)}); {what}")
+        how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        action = "it is started again" if again else "it is not started again"
+        process.say(
+            f"pipemesh launch: worker {self.number} ({self.address}) has ended ({how}); {action}"
+        )
         if again:
             self.start()
         else:
@@ -170,13 +165,13 @@ class _Worker:
     def _did_listen(self) -> bool:
         assert self.pair is not None
         if not self.has_listened:
-            # What it has written stays there when it has ended.
+            # What a worker has written stays there when it has ended.
             ready, _, _ = select.select([self.pair], [], [], 0.0)
             self.has_listened = bool(ready and self.pair.recv(100))
         return self.has_listened
 
     def end(self) -> None:
-        """Ends it."""
+        """Ends the worker."""
         if self.pair is not None:
             self.pair.close()
         if self.process is None:
@@ -184,7 +179,7 @@ class _Worker:
         try:
             self.process.wait(_SECONDS_TO_END)
         except subprocess.TimeoutExpired:
-            # It was stopped, or hangs.
+            # It was stopped, or is blocked.
             self.process.kill()
             self.process.wait()
 
@@ -195,18 +190,18 @@ def _drive(words: Sequence[str], cluster: Cluster, workers: Sequence[_Worker]) -
         command = subprocess.Popen(
             list(words),
             env={**os.environ, "TF_CONFIG": cluster.to_environment()},
-            preexec_fn=ends_with_parent(),
+            preexec_fn=process.ends_with_parent(),
         )
     except OSError as error:
         raise DeviceError(f"{words[0]!r} cannot be started ({error.strerror})") from error
 
-    def hand_on(number: int, _frame: Any) -> None:
-        # From a terminal the command has it already.
-        if number != signal.SIGINT or not is_of_terminal():
+    def pass_on(number: int, _frame: Any) -> None:
+        # A terminal has sent its interrupt to the command, too.
+        if number != signal.SIGINT or not _is_in_foreground():
             command.send_signal(number)
 
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, hand_on) for number in signals}
+    before = {number: signal.signal(number, pass_on) for number in signals}
     try:
         while command.poll() is None:
             time.sleep(_PAUSE)
@@ -219,4 +214,12 @@ def _drive(words: Sequence[str], cluster: Cluster, workers: Sequence[_Worker]) -
         for number, handler in before.items():
             signal.signal(number, handler)
     code = int(command.returncode)
-    return code if code >= 0 else BY_SIGNAL - code
+    return code if code >= 0 else _BY_SIGNAL - code
+
+
+def _is_in_foreground() -> bool:
+    """Returns whether this process and its children are in the foreground of a terminal."""
+    try:
+        return os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        return False

@@ -1,8 +1,8 @@
-"""Watches workers while a client drives them, so that one that is lost is noticed in seconds.
+"""A thread that watches workers while a client drives them, and notices a lost one in seconds.
 
-What TensorFlow runs on a worker that is stopped, or cut off without a word, it waits for as long as
-it takes. So a thread asks each worker again and again whether it is there, and says so if not. Of a
-step that does not end though all are there it says who waits for whom.
+TensorFlow waits without limit for a worker that is stopped, or cut off without a word. The watch
+asks each worker every half second. If all answer and a step still does not end, it reports which
+device waits for which action.
 """
 
 from __future__ import annotations
@@ -16,23 +16,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from pipemesh.hosts import children
-
 if TYPE_CHECKING:
     from pipemesh.hosts.health import Health
 
 # Between two questions.
 _PAUSE = 0.5
-# A step may take so many times the median of those before, and at least so many seconds. One before
-# which there are too few, and whatever is no step, may have to build graphs.
+# A step may take so many times the median of the steps before, and at least so many seconds. The
+# first steps, and other work, may have to build graphs.
 _TIMES, _LEAST, _FIRST = 20.0, 60.0, 1200.0
 _FEWEST = 3
 _REMEMBERED = 50
-# TensorFlow's codes, and gRPC's, of a worker that another one lost: of its own part of a step, and
-# of the parts that ended with it.
+# TensorFlow's codes, and gRPC's, of a broken connection between workers: in the part
+# of a step that noticed it, and in the parts that were cancelled with it.
 _CANCELLED, _UNAVAILABLE = 1, 14
 _IN_TEXT = f"grpc_status:{_UNAVAILABLE}"
-# In the same texts: which of them was asked for a tensor, or for its part of a step.
+# In the same texts: the worker that was asked for a tensor, or for its part of a step.
 _ASKED = re.compile(
     r"remote target /job:(\w+)/replica:0/task:(\d+)\S* while calling /tensorflow\.(\S*?)Service/"
 )
@@ -43,37 +41,34 @@ _MOST_FAILURES = 20
 
 
 class Progress(Protocol):
-    """Knows how far the devices of workers have come in what is under way."""
+    """Knows how far the devices of workers have come in the current step."""
 
     def look(self) -> None:
-        """Asks them, and waits for nobody."""
+        """Asks the workers for their progress, without waiting."""
         ...
 
     def waits(self) -> dict[int, list[str]]:
-        """By the task of a worker, what its devices are about that are not done."""
+        """Returns by worker the current action of each unfinished device, in words."""
         ...
 
 
 class Watch:
-    """Asks workers how they are.
+    """Asks workers for their state, and restarts or ends the client when one is lost.
 
     Args:
-        places: `host:port` of each, by its number among all that were named.
-        starts: the number that each said it was started with.
-        seconds: to wait for an answer; without one it is asked once more.
-        lost: is called with what is to be said, and what nobody has finished, from whatever thread
-            noticed it. It does not return.
-        limit: seconds after which a step is said to hang, and after twice as many taken for lost;
-            by default a multiple of those that steps take.
-        tell: is called with what is worth a line.
-        who: what one of them is called.
+        places: `host:port` of each worker, by its number.
+        starts: the number that each worker reported as its start.
+        seconds: time limit for an answer; without one the worker is asked once more.
+        lost: called with a message, on whatever thread noticed the loss. It does not return.
+        limit: seconds after which a step is reported as blocked; after twice as many a worker
+            counts as lost. Default: a multiple of the steps before.
+        tell: called with a line for the user.
 
     Attributes:
-        doing: what the client is about, in words.
-        stages: what is said of each worker, by its task, such as "stage 1".
-        progress: knows what workers are about; None if nothing does.
-        also: says what else has become of those that compute together; "" if nothing.
-        steps: how many steps were finished.
+        doing: the current work of the client, in words.
+        stages: the stages of each worker, by task, such as "stage 1".
+        progress: knows the actions of the workers; None if nothing does.
+        steps: the number of finished steps.
     """
 
     def __init__(
@@ -84,19 +79,17 @@ class Watch:
         lost: Callable[[str], NoReturn],
         limit: float | None = None,
         tell: Callable[[str], object] = print,
-        who: str = "worker",
     ) -> None:
         self.doing, self.steps = "making the model", 0
         self.stages: dict[int, str] = {}
         self.progress: Progress | None = None
-        self.also: Callable[[], str] | None = None
         self._since = time.monotonic()
-        # Whether what is under way is a step, has a limit, and was said to hang.
+        # Whether the current work is a step, has a limit, and was reported as blocked.
         self._is_step, self._is_limited, self._is_told = False, False, False
-        # A limit of its own.
+        # The limit of the current work, if it has one of its own.
         self._most: float | None = None
         self._taken: collections.deque[float] = collections.deque(maxlen=_REMEMBERED)
-        self._names = [f"{who} {number} ({address})" for number, address in places.items()]
+        self._names = [f"worker {number} ({address})" for number, address in places.items()]
         self._starts = list(starts)
         self._seconds, self._lost, self._limit, self._tell = seconds, lost, limit, tell
         # The module loads gRPC, which programs without workers do not need.
@@ -112,18 +105,13 @@ class Watch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends it; returns when nothing is asked any more."""
+        """Stops; returns when no question is pending."""
         self._ended.set()
         self._thread.join()
         self._asker.close()
 
     def begin(self, doing: str, is_step: bool = False) -> None:
-        """Notes what the client is about from now on.
-
-        Args:
-            doing: in words, such as "step 3".
-            is_step: whether it is a step, which is not to last longer than others.
-        """
+        """Notes the work of the client from now on, in words; a step has a time limit."""
         self._is_told = False
         self.doing, self._since = doing, time.monotonic()
         self._is_step = self._is_limited = is_step
@@ -131,11 +119,9 @@ class Watch:
 
     @contextlib.contextmanager
     def during(self, doing: str, limit: float | None = None) -> Iterator[None]:
-        """Notes what the client is about while the context lasts, which is not to last for ever.
+        """Notes the work of the client inside a context, with a time limit in seconds.
 
-        Args:
-            doing: in words, such as "evaluation".
-            limit: seconds after which it is said to hang; by default graphs may be built.
+        The default limit leaves time to build graphs.
         """
         before = self.doing, self._since, self._is_step, self._is_limited, self._most
         self.begin(doing)
@@ -148,41 +134,35 @@ class Watch:
     def end_step(self) -> None:
         """Notes that a step was finished."""
         self.steps += 1
-        if self.steps == 1:
-            children.say_finished_step()
         self._taken.append(time.monotonic() - self._since)
         self.begin("what follows a step")
 
     def name(self, task: int) -> str:
-        """Number and address of a worker, and which stages lie there.
-
-        Args:
-            task: of the worker.
-        """
+        """Returns number, address and stages of a worker."""
         stages = self.stages.get(task)
         return f"{self._names[task][:-1]}, {stages})" if stages else self._names[task]
 
     def check(self, error: BaseException | None = None) -> None:
-        """Asks now, whoever has reason to think that a worker is lost; if so, says so.
+        """Asks all workers now, and calls `lost` if one is lost.
 
         Args:
-            error: the reason. If all workers answer and it says that a connection broke, they have
-                lost each other for a moment, and what was under way with it.
+            error: the reason to ask. If it reports a broken connection although all workers answer,
+                they lost each other for a moment; the current step is lost with the connection.
         """
-        found = (self.also() if self.also is not None else "") or self._trouble()
-        if not found and (broken := self._broken_connection(error)):
+        message = self._trouble()
+        if not message and (broken := self._broken_connection(error)):
             since = time.monotonic() - self._since
-            found = f"a connection broke in {self.doing}, begun {since:.1f} s ago ({broken})"
-            found = "\n".join([found, *_indented(self._waits())])
-        if found and not self._ended.is_set():
+            message = f"a connection broke in {self.doing}, begun {since:.1f} s ago ({broken})"
+            message = "\n".join([message, *_indented(self._waits())])
+        if message and not self._ended.is_set():
             with self._lock:
-                self._lost(found)
+                self._lost(message)
 
     def _run(self) -> None:
         """Watches until it is stopped.
 
-        A thread that ended by an error would leave a lost worker unnoticed, and the client waiting
-        for it for ever.
+        If an error ended this thread, a lost worker would stay unnoticed and the client would wait
+        for it without end.
         """
         failures = 0
         while not self._ended.wait(_PAUSE):
@@ -192,20 +172,20 @@ class Watch:
                 failures = 0
             except Exception as error:
                 failures += 1
-                what = f"the watch of workers fails ({type(error).__name__}: {error})"
+                message = f"the watch of workers fails ({type(error).__name__}: {error})"
                 with contextlib.suppress(Exception):
                     if failures == 1:
-                        self._tell(f"{what}; it tries again")
+                        self._tell(f"{message}; it tries again")
                     elif failures >= _MOST_FAILURES:
-                        self._lost(what)
+                        self._lost(message)
 
     def _check_progress(self) -> None:
-        """Asks how far a step is that has lasted, and says so when it has lasted too long."""
+        """Reads the progress of a long step, and reports or gives up one that is too long."""
         lasted = time.monotonic() - self._since
         if not self._is_limited or lasted < _PAUSE:
             return
         if self.progress is not None and self._is_step:
-            # Who is lost in the next moment cannot be asked then.
+            # A worker that is lost in the next moment cannot be asked then.
             self.progress.look()
         limit = self.limit
         if lasted < limit or self._ended.is_set():
@@ -213,15 +193,16 @@ class Watch:
         if not self._is_told:
             self._is_told = True
             lines = _indented(self._waits())
-            about = ", and all workers answer; of those that are not done:" if lines else ""
-            self._tell("\n".join([f"{self.doing} has lasted for {lasted:.0f} s{about}", *lines]))
+            unfinished = ", and all workers answer; unfinished devices:" if lines else ""
+            message = f"{self.doing} has lasted for {lasted:.0f} s{unfinished}"
+            self._tell("\n".join([message, *lines]))
         elif lasted >= 2 * limit:
             with self._lock:
                 self._lost(f"{self.doing} does not end: it has lasted for {lasted:.0f} s")
 
     @property
     def limit(self) -> float:
-        """After how many seconds what is under way is said to hang."""
+        """The seconds after which the current work is reported as blocked."""
         if self._most is not None:
             return self._most
         if not self._is_step or len(self._taken) < _FEWEST:
@@ -232,34 +213,34 @@ class Watch:
         return self.progress.waits() if self.progress is not None and self._is_step else {}
 
     def _trouble(self) -> str | None:
-        """What is wrong with the first worker that is lost."""
+        """Returns a message about the first lost worker; None if all are there."""
         first = self._asker.ask(self._seconds)
         if all(map(self._is_well, first, self._starts)):
             return None
-        # This process may have been stopped itself, or its network for a moment; and one that was
-        # killed answers by then that nobody listens.
+        # This process may have been stopped itself, or its network for a moment. A worker that was
+        # killed refuses connections by then.
         self._ended.wait(_PAUSE)
         second = self._asker.ask(self._seconds)
         for number, (health, start) in enumerate(zip(second, self._starts, strict=True)):
             if not self._is_well(health, start):
-                return self._told(number, health)
+                return self._message(number, health)
         return None
 
     @staticmethod
     def _is_well(health: Health, start: int) -> bool:
         return not health.trouble and health.start == start
 
-    def _told(self, task: int, health: Health) -> str:
-        what = health.trouble or "was started again"
+    def _message(self, task: int, health: Health) -> str:
+        trouble = health.trouble or "was started again"
         since = time.monotonic() - self._since
-        told = f"{self.name(task)} {what}, in {self.doing}, begun {since:.1f} s ago"
+        message = f"{self.name(task)} {trouble}, in {self.doing}, begun {since:.1f} s ago"
         waits = self._waits()
         if task in waits:
-            told += f"; {'; '.join(waits.pop(task))}"
-        return "\n".join([told, *_indented(waits)])
+            message += f"; {'; '.join(waits.pop(task))}"
+        return "\n".join([message, *_indented(waits)])
 
     def _broken_connection(self, error: BaseException | None) -> str:
-        """What an error, or one that it was raised from, says of a connection; "" if nothing."""
+        """Describes the broken connection that an error, or its cause, reports; "" if none."""
         while error is not None:
             text, code = str(error), getattr(error, "error_code", None)
             # Between workers the code is gRPC's, and stands in the text alone.
@@ -281,36 +262,31 @@ class Watch:
 
 
 def _indented(waits: Mapping[int, Sequence[str]]) -> list[str]:
-    return [f"  {line}" for found in waits.values() for line in found]
+    return [f"  {line}" for lines in waits.values() for line in lines]
 
 
 _current: Watch | None = None
 
 
 def current() -> Watch | None:
-    """The one of this process; None if it drives no workers."""
+    """Returns the watch of this process; None if it drives no workers."""
     return _current
 
 
 def make_current(watch: Watch | None) -> None:
-    """Lets a watch be that of this process."""
+    """Makes a watch that of this process."""
     global _current
     _current = watch
 
 
 def begin(doing: str, is_step: bool = False) -> None:
-    """Notes what this process is about from now on.
-
-    Args:
-        doing: in words, such as "step 3".
-        is_step: whether it is a step, which is not to last longer than others.
-    """
+    """Notes the work of this process from now on; see `Watch.begin`."""
     if _current is not None:
         _current.begin(doing, is_step)
 
 
 def during(doing: str) -> contextlib.AbstractContextManager[None]:
-    """Notes what this process is about while a context lasts; see `Watch.during`."""
+    """Notes the work of this process inside a context; see `Watch.during`."""
     return contextlib.nullcontext() if _current is None else _current.during(doing)
 
 
@@ -320,18 +296,7 @@ def end_step() -> None:
         _current.end_step()
 
 
-def stop() -> None:
-    """Ends the watch of this process, if it has one."""
-    if _current is not None:
-        _current.stop()
-        make_current(None)
-
-
 def check_workers(error: BaseException | None = None) -> None:
-    """Asks the workers of this process, if it has some, whether all are there.
-
-    Args:
-        error: the reason to ask; see `Watch.check`.
-    """
+    """Checks that all workers of this process, if it has any, are there; see `Watch.check`."""
     if _current is not None:
         _current.check(error)

@@ -3,9 +3,9 @@
     pipemesh worker --port=2222 --cpu_devices=2
     pipemesh train --cluster=127.0.0.1:2222 --mesh_shape=layers:2 --model=...
 
-What a client sends is executed, and nobody is asked who they are: TensorFlow's protocol knows
-neither passwords nor encryption. So by default only this machine can reach it. --listen names an
-address of a private network, or of a tunnel, by which others can.
+A worker executes whatever a client sends: TensorFlow's protocol has no authentication and no
+encryption. By default only this machine can reach the worker. --listen gives an address of a
+private network, or of a tunnel, at which other machines can.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from pipemesh.addresses import (
     use_no_proxy,
 )
 from pipemesh.errors import DeviceError
-from pipemesh.hosts import silence
+from pipemesh.hosts import process
 from pipemesh.hosts.cluster import EVERYWHERE, LOOPBACK, PORT
 
-# Until it answers itself.
+# Time limit for the worker to answer its own question.
 _SECONDS_TO_START, _PAUSE = 30.0, 0.1
 
 
@@ -45,16 +45,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=LOOPBACK,
         metavar="ADDRESS",
         help="the address of this machine by which others may reach the worker, 0.0.0.0 for all; "
-        "nobody is asked for a password, so give one of a private network (127.0.0.1)",
+        "there is no authentication, so give one of a private network (127.0.0.1)",
     )
     parser.add_argument(
         "--cpu_devices",
         type=int,
         default=1,
         metavar="N",
-        help="offer the CPU as so many devices (1)",
+        help="number of devices that the CPU is offered as (1)",
     )
-    # Of a parent that ends its workers with itself.
+    # A socket of the parent, which ends its workers with itself.
     parser.add_argument("--parent_fd", type=int, default=None, help=argparse.SUPPRESS)
 
 
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise DeviceError(f"--port={arguments.port}: it must be 0 or more, and below 65536")
     if arguments.cpu_devices < 1:
         raise DeviceError(f"--cpu_devices={arguments.cpu_devices}: it must be at least 1")
-    silence.hold_standard_files()
+    process.hold_standard_files()
     ip = None
     if arguments.listen not in EVERYWHERE:
         ip = own_ip(arguments.listen, f"--listen={arguments.listen}")
@@ -100,11 +100,7 @@ def _check_free(port: int) -> None:
 
 
 def _serve(port: int, ip: str | None, cpu_devices: int) -> tuple[Any, int]:
-    """Starts a server that is reached at one address alone; all can reach it if that is None.
-
-    Returns:
-        The server and its port.
-    """
+    """Starts a server, and returns it with its port; the address None lets everybody reach it."""
     use_no_proxy()
     import tensorflow as tf
 
@@ -116,7 +112,7 @@ def _serve(port: int, ip: str | None, cpu_devices: int) -> tuple[Any, int]:
         inter_op_parallelism_threads=max(cpu_devices, cores),
         intra_op_parallelism_threads=max(1, cores // cpu_devices),
     )
-    # TensorFlow took its time to load.
+    # Loading TensorFlow takes seconds.
     _check_free(port)
     try:
         server = tf.distribute.Server(
@@ -141,33 +137,38 @@ def _serve(port: int, ip: str | None, cpu_devices: int) -> tuple[Any, int]:
 
 
 def _announce(address: str, ip: str | None) -> None:
+    """Reports on standard error that the worker answers, who can reach it, and its devices.
+
+    Raises:
+        DeviceError: it does not answer.
+    """
     from pipemesh.hosts.health import ask
 
-    asked = address if ip else f"{LOOPBACK}:{address.rpartition(':')[2]}"
+    own_address = address if ip else f"{LOOPBACK}:{address.rpartition(':')[2]}"
     limit = time.monotonic() + _SECONDS_TO_START
-    (found,) = ask([asked], _SECONDS_TO_START)
-    while found.trouble and time.monotonic() < limit:
-        # On a busy machine gRPC may give up a connection in a moment.
+    (health,) = ask([own_address], _SECONDS_TO_START)
+    while health.trouble and time.monotonic() < limit:
+        # On a busy machine gRPC may give up a connection at once.
         time.sleep(_PAUSE)
-        (found,) = ask([asked], _SECONDS_TO_START)
-    if found.trouble:
-        raise DeviceError(f"the worker on {address} {found.trouble}")
+        (health,) = ask([own_address], _SECONDS_TO_START)
+    if health.trouble:
+        raise DeviceError(f"the worker on {address} {health.trouble}")
     who = "by this machine alone"
     if ip is None or not is_loopback(ip):
-        who = "by whoever reaches that address, without a password"
+        who = "by everybody who reaches that address, without authentication"
         if ip is not None and (interface := interfaces_by_address().get(ip)):
             who = f"through {socket.if_indextoname(interface)}, {who}"
-    silence.say(f"pipemesh worker: {address}, reached {who}; devices {', '.join(found.devices)}")
+    process.say(f"pipemesh worker: {address}, reached {who}; devices {', '.join(health.devices)}")
 
 
 def _reached(listen: str) -> str:
-    """The host of the address, as others write it."""
+    """Returns the host of the address, as others write it."""
     name = socket.gethostname() if listen in EVERYWHERE else listen
     return f"[{name}]" if ":" in name else name
 
 
 def _leave(_number: int, _frame: Any) -> NoReturn:
-    """Ends the process: TensorFlow's servers know no other end."""
+    """Ends the process; a server of TensorFlow cannot be stopped otherwise."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.flush()
     os._exit(0)

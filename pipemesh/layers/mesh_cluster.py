@@ -11,17 +11,15 @@ from lingvo.core import cluster_factory
 
 from pipemesh.backend.cluster import worker_devices
 from pipemesh.backend.devices import MORE_DEVICES
-from pipemesh.backend.processes import Processes, current_processes
-from pipemesh.errors import DeviceError, LayoutError, MeshError, PlanError
+from pipemesh.errors import DeviceError, LayoutError, MeshError
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.plan.homes import check_axes, check_uneven, home_of, unused_axes, without
 from pipemesh.plan.network import over_hosts
-from pipemesh.text import several
 
 
 class MeshCluster(cluster_factory.Cluster):
-    """A cluster whose devices, of one process, its workers or several, are those of a mesh.
+    """A cluster of one process whose devices, or those of its workers, are those of a mesh.
 
     A layer of lingvo runs on one device, so a stage uses the first device of its home, or, where
     the layout splits the batch, one for each replica. Layers with named dims use them all. What
@@ -38,7 +36,7 @@ class MeshCluster(cluster_factory.Cluster):
         p.Define(
             "devices",
             (),
-            "Of workers, or of several processes, one a processor; none if there is one process.",
+            "Of workers, one a processor; none if the process has its own.",
         )
         return p
 
@@ -58,9 +56,6 @@ class MeshCluster(cluster_factory.Cluster):
         Args:
             device_index: the number of the stage.
         """
-        if (processes := current_processes()) is not None:
-            # The first one of this process: what is not split is computed by all of them.
-            return next(d for d in self.params.devices if processes.owner(d) == processes.index)
         return self.device(self.mesh.stage_processors(device_index % self.mesh.num_stages)[0])
 
     def device(self, processor: int) -> str:
@@ -86,8 +81,7 @@ def mesh_cluster(
 
     Args:
         mesh: the mesh; all its devices belong to this process, or to workers that it drives
-            (`pipemesh.backend.cluster`): to all of them as many, if they have as many. Or to all
-            processes that run the same program (`pipemesh.backend.processes`), to each as many.
+            (`pipemesh.backend.cluster`): to all of them as many, if they have as many.
         device_type: `CPU` or `GPU`.
         do_eval: whether layers run in evaluation mode.
         layout: rules for the dim `batch` and for those of layers with named dims, or none.
@@ -119,7 +113,7 @@ def mesh_cluster(
             f"{mesh.num_devices - 1} devices would idle; name an axis 'layers', for example "
             f"'layers:{mesh.num_devices}'"
         )
-    devices = _of_hosts(mesh, layout, device_type, lowering)
+    devices = _of_workers(mesh, layout, device_type)
     found = len(tf.config.list_logical_devices(device_type))
     if not devices and found < mesh.num_devices:
         raise DeviceError(
@@ -155,60 +149,27 @@ def mesh_cluster(
     return MeshCluster(params)
 
 
-def _of_hosts(mesh: Mesh, layout: LayoutRules, device_type: str, lowering: str) -> tuple[str, ...]:
-    """The device of each processor, where there are workers or several processes; else none."""
-    processes, who = current_processes(), "process"
-    if processes is not None:
-        there = _of_processes(mesh, device_type, lowering, processes)
-    else:
-        there, who = worker_devices(device_type), "worker"
-    if not there:
+def _of_workers(mesh: Mesh, layout: LayoutRules, device_type: str) -> tuple[str, ...]:
+    """Returns the device of each processor if there are workers, else none."""
+    devices = worker_devices(device_type)
+    if not devices:
         return ()
-    found = over_hosts(mesh, layout, [len(devices) for devices in there])
+    found = over_hosts(mesh, layout, list(map(len, devices)))
     for axis in found.crossing:
         warnings.warn(
-            f"slices along the axis {axis!r} of mesh '{mesh}' lie on several {several(who)}, and "
-            f"what they exchange in every layer goes from host to host; give fewer {several(who)} "
-            f"more devices, or more of the mesh to the axis 'layers' and less to {axis!r}",
+            f"slices along the axis {axis!r} of mesh '{mesh}' lie on several workers, and what "
+            "they exchange in every layer goes from host to host; give fewer workers more "
+            f"devices, or more of the mesh to the axis 'layers' and less to {axis!r}",
             stacklevel=3,
         )
     if found.idle:
         names = ", ".join(map(str, found.idle))
         warnings.warn(
-            f"mesh '{mesh}' has fewer devices than there are {several(who)}: {who} {names} will "
-            f"idle; use a larger mesh, or fewer {several(who)}",
+            f"mesh '{mesh}' has fewer devices than there are workers: worker {names} will idle; "
+            "use a larger mesh, or fewer workers",
             stacklevel=3,
         )
-    return tuple(there[host][device] for host, device in found.places)
-
-
-def _of_processes(
-    mesh: Mesh, device_type: str, lowering: str, processes: Processes
-) -> list[list[str]]:
-    """The devices of each process that the mesh has: of all as many."""
-    each, more = divmod(mesh.num_devices, len(processes))
-    if lowering != "simd":
-        raise PlanError(
-            f"lowering={lowering}: {len(processes)} processes run this program, and each of them "
-            "computes its part of it under lowering='simd' alone; use that, or one process that "
-            "drives workers (`pipemesh worker`)"
-        )
-    if more or not each:
-        raise PlanError(
-            f"mesh={mesh}: its {mesh.num_devices} processors cannot be dealt out evenly to "
-            f"{len(processes)} processes; use a mesh of a multiple of them"
-        )
-    own = len(tf.config.list_logical_devices(device_type))
-    if own < each:
-        raise DeviceError(
-            f"mesh {mesh} needs {each} {device_type} devices of each of {len(processes)} "
-            f"processes, but process {processes.index} has {own}; use a smaller mesh or more "
-            "processes"
-        )
-    return [
-        [processes.device(i, device_type, number) for number in range(each)]
-        for i in range(len(processes))
-    ]
+    return tuple(devices[host][device] for host, device in found.places)
 
 
 def check_layout(mesh: Mesh, layout: LayoutRules, lowering: str = "placement") -> None:

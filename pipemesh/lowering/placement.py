@@ -35,9 +35,7 @@ class PlacementLowering(Lowering):
     as it likes.
 
     Attributes:
-        devices: of the processors that this program computes for: of all.
-        processors: their numbers.
-        places: the device of each processor of the mesh.
+        devices: the device of each processor.
 
     Raises:
         DeviceError: the number of devices is not that of the mesh, or one does not exist.
@@ -64,8 +62,6 @@ class PlacementLowering(Lowering):
                 f"{len(devices)} devices were given for mesh '{mesh}', which has "
                 f"{mesh.num_devices} processors; give one device for each"
             )
-        self.processors: Sequence[int] = range(mesh.num_devices)
-        self.places = self.devices
 
     @property
     def num_slices(self) -> int:
@@ -90,7 +86,7 @@ class PlacementLowering(Lowering):
 
     def coordinate(self, axis: str) -> Slices:
         """Constants."""
-        at = [self.mesh.coordinates(processor)[axis] for processor in self.processors]
+        at = [self.mesh.coordinates(processor)[axis] for processor in range(self.num_slices)]
         results: list[tf.Tensor] = []
         for value, device in zip(at, self.devices, strict=True):
             with tf.device(device):
@@ -153,11 +149,11 @@ class PlacementLowering(Lowering):
         cuts: dict[tuple[int, ...], tf.Tensor] = {}
         slices: list[tf.Tensor] = []
         with _beside(tensor):
-            for processor in self.processors:
+            for processor in range(self.num_slices):
                 begin = layout.slice_begin(processor)
                 if begin not in cuts:
                     cuts[begin] = tf.slice(tensor, *_begin_and_size(layout, processor))
-        for processor, device in zip(self.processors, self.devices, strict=True):
+        for processor, device in enumerate(self.devices):
             with tf.device(device):
                 slices.append(tf.identity(cuts[layout.slice_begin(processor)]))
         away = sum(device != self.devices[0] for device in self.devices)

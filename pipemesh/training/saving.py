@@ -9,12 +9,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.backend.processes import current_processes
 from pipemesh.checkpoint import Checkpoints, Manifest, newest_whole
 from pipemesh.checkpoint.folder import go_back, path_of
-from pipemesh.checkpoint.reader import contents, read_tensors
+from pipemesh.checkpoint.reader import read_tensors
 from pipemesh.errors import CheckpointError, DamagedError, SaveError
-from pipemesh.lowering.simd.process_talk import from_chief, held_somewhere, highest, meet
 from pipemesh.training.batches import NAME, Batches
 
 # What of a note may differ between two checkpoints that the same command goes on from.
@@ -76,8 +74,6 @@ class Saving:
             CheckpointError: it has tensors that the model has not, or lacks some; it is damaged and
                 none is left, or the one before was made with other settings.
         """
-        beyond: list[str] = []
-        damage: DamagedError | None = None
         try:
             only = Manifest.read(path).note.get(WEIGHTS_ONLY)
             beyond = self._checkpoints.restore(path, *(self._weights if only else self._names))
@@ -85,28 +81,18 @@ class Saving:
                 beyond.remove(NAME)
                 read_tensors(path, [NAME], [""], [tf.variant])
         except DamagedError as error:
-            damage = error
-        processes = current_processes()
-        # The last of those that found it damaged sets it aside for all.
-        finder = highest(-1 if damage is None else processes.index if processes else 0)
-        if damage is not None and (processes is None or processes.index == finder):
             damaged = Manifest.read(path).note
-            go_back(damage)
-            found = newest_whole(self._folder)
-            if found is None:
-                raise damage
-            if _settings(found[1].note) != _settings(damaged):
+            go_back(error)
+            before = newest_whole(self._folder)
+            if before is None:
+                raise
+            if _settings(before[1].note) != _settings(damaged):
                 # What was made by its note is not what the one before was made with.
                 raise CheckpointError(
-                    f"{damage}; {found[0]} was made with other settings, so run the same command "
+                    f"{error}; {before[0]} was made with other settings, so run the same command "
                     "again to go on from it"
-                ) from damage
-        if finder >= 0:
-            meet()
-            before = newest_whole(self._folder)
-            assert before is not None
+                ) from error
             return self.restore(before[0])
-        beyond = _unknown_to_all(path, beyond)
         if beyond:
             raise CheckpointError(
                 f"{path} has {len(beyond)} tensors that the model has not, such as {beyond[0]!r}; "
@@ -157,14 +143,13 @@ class Saving:
             SaveError: it cannot be written.
         """
         wanted = path_of(self._folder, step)
-        # Of several processes the first one knows what is written.
-        if from_chief(self.newest) != wanted:
+        if self.newest != wanted:
             check()
             self.confirm()
         with contextlib.suppress(SaveError):
             # Of an earlier one: this one is tried all the same.
             self._checkpoints.wait()
-        if from_chief(self.newest) != wanted:
+        if self.newest != wanted:
             self.begin(step, note)
             self.confirm()
             self._checkpoints.wait()
@@ -177,9 +162,6 @@ class Saving:
             path: of the checkpoint.
             score: less is better.
         """
-        processes = current_processes()
-        if processes is not None and not processes.is_chief:
-            return
         # It decides which ones are kept, and nothing else.
         with contextlib.suppress(OSError, CheckpointError):
             dataclasses.replace(Manifest.read(path), score=score).write(path)
@@ -201,15 +183,6 @@ class Saving:
         self._checkpoints.abandon()
         with contextlib.suppress(SaveError):
             self._checkpoints.wait()
-
-
-def _unknown_to_all(path: str, beyond: list[str]) -> list[str]:
-    """What no process has a variable for, of what this one has none for."""
-    if current_processes() is None:
-        return beyond
-    names = sorted(contents(path)[0])
-    known = held_somewhere([name not in beyond for name in names])
-    return [name for name, is_known in zip(names, known, strict=True) if not is_known]
 
 
 def _settings(note: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 from lingvo.core import base_model, py_utils
 
-from pipemesh.backend.processes import current_processes
+from pipemesh.backend.beside_inputs import place_beside_inputs
 from pipemesh.errors import PipemeshError
 from pipemesh.hosts.client import note_stages
 from pipemesh.layers import PipeliningLayer, mesh_cluster
@@ -139,10 +139,8 @@ class TrainedTask:
         return [average for average in found if average is not None]
 
     def all_devices(self) -> list[str]:
-        """Those of all stages that this process has, or the one there is."""
-        found, processes = [device for home in self.devices for device in home], current_processes()
-        if processes is not None:
-            found = [each for each in found if processes.owner(each) == processes.index]
+        """Those of all stages, or the one there is."""
+        found = [device for home in self.devices for device in home]
         return found or [f"/job:localhost/replica:0/task:0/device:{self._device_type}:0"]
 
     def train(
@@ -198,6 +196,8 @@ class TrainedTask:
         # A step that fails has not been made.
         with tf.control_dependencies([update]):
             self.step.assign_add(1)
+        if any(stack.simd is not None for stack in self.pipelines):
+            place_beside_inputs(tf.compat.v1.get_default_graph())
         rate = stats["learning_rate"][0]
         return losses[0], rate, outcome(metrics, per_example), gradients
 

@@ -11,12 +11,10 @@ import numpy as np
 import tensorflow as tf
 
 from pipemesh.backend.peak import peak_flops
-from pipemesh.backend.processes import current_processes
 from pipemesh.checkpoint import Manifest
 from pipemesh.errors import DataError, NotFiniteError, PipemeshError, RescaledError, TrainingError
 from pipemesh.hosts import watch
 from pipemesh.layers import Report, report
-from pipemesh.lowering.simd.process_talk import check_alike
 from pipemesh.recurrent import ActionClock, Placement, record_placement
 from pipemesh.schedule import Timeline, simulate
 from pipemesh.training.batches import Batches
@@ -146,10 +144,9 @@ class Trainer:
             return [stage_rows(stack, shapes) for stack in self.trained.pipelines]
 
     def peak_flops(self) -> float:
-        """What the devices can compute a second, measured now; of several processes all alike."""
+        """What the devices can compute a second, measured now."""
         dtype = tf.as_dtype(self.subject.plan.compute_dtype or tf.float32)
-        number = len(current_processes() or "1")
-        return number * peak_flops(self.trained.all_devices(), dtype)
+        return peak_flops(self.trained.all_devices(), dtype)
 
     def work(self) -> list[Work]:
         """What workers did since this was asked last; nothing if this process drives none."""
@@ -220,9 +217,7 @@ class Trainer:
                 if self._is_first:
                     # Python is idle while TensorFlow prepares a graph to run for the first time.
                     self._train.get_concrete_function(batch)
-                    check_alike()
-                    if current_processes() is None:
-                        stack.enter_context(console.meanwhile(self._prepare_evaluation))
+                    stack.enter_context(console.meanwhile(self._prepare_evaluation))
                     self._is_first = False
                 loss, learning_rate, outcome, self.gradients = self._train(batch)
         except tf.errors.OpError as error:

@@ -75,15 +75,6 @@ def test_a_directory_that_cannot_be_written_to_is_refused(tmp_path, monkeypatch)
         Folder(str(tmp_path))
 
 
-def test_sharing_processes_exclude_all_others(tmp_path):
-    path = str(tmp_path)
-    with Folder(path, shared=True):
-        with Folder(path, shared=True), pytest.raises(CheckpointError, match="is in use"):
-            Folder(path).__enter__()
-    with Folder(path), pytest.raises(CheckpointError, match="is in use"):
-        Folder(path, shared=True).__enter__()
-
-
 def test_a_new_folder_in_place_of_the_held_one_is_locked_too(tmp_path):
     """Two trainings wrote into one folder, which was removed after the first had begun."""
     path = tmp_path / "run"

@@ -1,5 +1,6 @@
-"""A client that begins again, or ends, whatever holds it back."""
+"""A client that waits for workers, and that restarts or ends, whatever holds it back."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -8,8 +9,10 @@ import sys
 import pytest
 import tensorflow as tf
 
-from pipemesh.hosts import client
+from pipemesh.errors import DeviceError
+from pipemesh.hosts import Cluster, client
 from tests.hosts.faults import until
+from tests.hosts.test_watch import SILENT, WELL, Answers
 
 # A program whose only worker is lost.
 PROGRAM = """
@@ -54,8 +57,58 @@ def test_what_begins_again_leaves_no_temporary_files():
     written = [
         str(module.__file__) for name, module in sys.modules.items() if name.startswith(prefix)
     ]
-    with client.scratch() as folder:
-        paths = [folder, *written]
-        assert any(map(os.path.exists, written))
-        client._leave()
-        assert not any(map(os.path.exists, paths))
+    assert any(map(os.path.exists, written))
+    client._leave()
+    assert not any(map(os.path.exists, written))
+
+
+def gathered(monkeypatch, *rounds, seconds=5.0, answer=0.0, spares=("c:1",), fewer=None):
+    # Each worker that answers has been started at a time of its own.
+    rounds = [
+        [dataclasses.replace(health, start=health.start and number + 1) for number, health in each]
+        for each in map(enumerate, rounds)
+    ]
+    monkeypatch.setattr("pipemesh.hosts.client.Asker", lambda addresses: Answers(*rounds))
+    told = []
+    cluster = Cluster(("a:1", "b:1"), spares)
+    places, healths = client.gather(cluster, seconds, answer, told.append, fewer)
+    assert all(health.devices for health in healths)
+    return places, told
+
+
+def test_all_are_there(monkeypatch):
+    assert gathered(monkeypatch, (WELL, WELL, WELL)) == ({0: "a:1", 1: "b:1"}, [])
+
+
+def test_a_spare_takes_the_place_of_one_that_is_missing(monkeypatch):
+    places, told = gathered(monkeypatch, (WELL, SILENT, WELL))
+    assert places == {0: "a:1", 1: "c:1"}
+    assert told == ["spare c:1 takes the place of worker 1 (b:1)"]
+
+
+def test_a_worker_has_time_to_come_back(monkeypatch):
+    places, told = gathered(monkeypatch, (WELL, SILENT, WELL), (WELL, WELL, WELL), answer=60.0)
+    assert places == {0: "a:1", 1: "b:1"}
+    assert told == ["waiting for 1 of 3 workers: worker 1 (b:1) has not answered for 1 s"]
+
+
+def test_who_does_not_come_is_an_error_in_the_end(monkeypatch):
+    with pytest.raises(DeviceError, match=r"worker 1 \(b:1\) has not answered .* start it there"):
+        gathered(monkeypatch, (WELL, SILENT), seconds=0.0, spares=())
+
+
+def test_those_who_are_there_may_be_enough(monkeypatch):
+    places, told = gathered(monkeypatch, (SILENT, WELL), spares=(), fewer=0.0)
+    assert places == {1: "b:1"}
+    assert told == ["going on without worker 0 (a:1), which has not answered for 1 s"]
+
+
+def test_nobody_is_never_enough(monkeypatch):
+    with pytest.raises(DeviceError, match="start it there"):
+        gathered(monkeypatch, (SILENT, SILENT), spares=(), fewer=0.0, seconds=0.5)
+
+
+def test_two_addresses_of_one_worker_are_an_error(monkeypatch):
+    monkeypatch.setattr("pipemesh.hosts.client.Asker", lambda addresses: Answers((WELL, WELL)))
+    with pytest.raises(DeviceError, match="'a:1' and 'b:1' lead to one worker; give each worker"):
+        client.gather(Cluster(("a:1", "b:1")), 5.0, 1.0, print)

@@ -6,7 +6,6 @@ import pytest
 
 from pipemesh.errors import DeviceError
 from pipemesh.hosts import Cluster
-from pipemesh.hosts.cluster import own_process
 
 
 def test_addresses_are_listed_in_their_order():
@@ -58,7 +57,6 @@ def test_what_is_no_configuration_is_an_error(text):
     with pytest.raises(DeviceError, match="is not what TensorFlow takes: ") as error:
         Cluster.from_environment(environment)
     assert len(str(error.value)) < 500
-    assert own_process(environment) is None
 
 
 @pytest.mark.parametrize("address", ["1", "null", '"a"', "[]", '"::1:5"'])
@@ -69,26 +67,11 @@ def test_a_configuration_has_addresses(address):
             Cluster.from_environment({"TF_CONFIG": text})
 
 
-def test_a_worker_drives_no_others():
-    text = json.dumps({"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}})
-    with pytest.raises(DeviceError, match="is a worker itself; run `pipemesh worker` there"):
+@pytest.mark.parametrize("kind", ["worker", "spare"])
+def test_a_worker_drives_no_others(kind):
+    text = json.dumps({"cluster": {"worker": ["a:1"]}, "task": {"type": kind, "index": 0}})
+    with pytest.raises(DeviceError, match=f"is a {kind} itself; run `pipemesh worker` there"):
         Cluster.from_environment({"TF_CONFIG": text})
-
-
-def test_a_process_that_runs_the_same_program_as_others_finds_them_and_itself():
-    cluster = Cluster(("a:1", "b:2"))
-    environment = {"TF_CONFIG": cluster.to_environment(1)}
-    assert Cluster.from_environment(environment, together=True) == cluster
-    assert own_process(environment) == 1
-    assert own_process({"TF_CONFIG": cluster.to_environment()}) is None
-    assert own_process({}) is own_process({"TF_CONFIG": "{"}) is None
-    with_spares = Cluster(("a:1", "b:2"), ("c:3", "d:4"))
-    spare = {"TF_CONFIG": with_spares.to_environment(3)}
-    assert json.loads(spare["TF_CONFIG"])["task"] == {"type": "spare", "index": 1}
-    assert Cluster.from_environment(spare, together=True) == with_spares
-    assert own_process(spare) == 3
-    with pytest.raises(DeviceError, match="is a spare itself"):
-        Cluster.from_environment(spare)
 
 
 # A batch script has the variables of the job, a step has its own.

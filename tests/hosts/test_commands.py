@@ -1,4 +1,4 @@
-"""Evaluation, decoding, scoring and the report, where several processes compute."""
+"""Evaluation, decoding and the report, where workers compute."""
 
 import json
 import re
@@ -6,7 +6,6 @@ import re
 import pytest
 
 from pipemesh.cli import main
-from tests.hosts.faults import LAUNCH
 from tests.hosts.workers import started
 from tests.models.one_billion_word.program import SMALL, finish, open_process
 from tests.warm import warm
@@ -24,13 +23,12 @@ if sys.argv[1] == "train":
     program.run(main)
 sys.exit(cli.main(sys.argv[1:]))
 """
-LAUNCHED = [*LAUNCH, "--processes=2", "--"]
 DRAWN = ["--prompt=The module", "--temperature=0.9", "--max_tokens=5", "--format=json"]
 
 
-def said(command, *flags, launch=()):
+def output(command, *flags):
     """The lines of standard output."""
-    code, out, err = finish(open_process([*launch, *warm("-c", PROGRAM, command, *flags)]))
+    code, out, err = finish(open_process(warm("-c", PROGRAM, command, *flags)))
     assert code == 0, err
     return out.splitlines()
 
@@ -47,56 +45,47 @@ def assert_same_text(lines, wanted):
 
 
 @pytest.fixture(scope="module")
-def logdir(tmp_path_factory):
-    """What two processes have trained, and judged while they did."""
-    folder = tmp_path_factory.mktemp("together") / "run"
-    flags = ["--lowering=simd", "--mesh_shape=layers:2", "--steps=3", "--log_format=json"]
-    lines = said("train", *SMALL, *flags, f"--logdir={folder}", launch=LAUNCHED)
-    events = [json.loads(line) for line in lines]
-    assert [each["step"] for each in events if each["event"] == "final"] == [3]
-    return folder
+def addresses():
+    with started(2) as (_, addresses):
+        yield f"--cluster={','.join(addresses)}"
 
 
 @pytest.fixture(scope="module")
-def alone(logdir):
-    """What one process makes of it, as one program for all devices."""
-    where = f"--logdir={logdir}"
-    return bits(said("evaluate", where)), said("decode", where, "--lowering=simd", *DRAWN)
+def logdir(tmp_path_factory, addresses):
+    """What two workers have trained as one program, and evaluated while they did."""
+    folder = tmp_path_factory.mktemp("workers") / "run"
+    flags = ["--lowering=simd", "--mesh_shape=layers:2", "--steps=3", "--log_format=json"]
+    lines = output("train", *SMALL, *flags, addresses, f"--logdir={folder}")
+    events = [json.loads(line) for line in lines]
+    assert [event["step"] for event in events if event["event"] == "final"] == [3]
+    return folder
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_several_processes_evaluate_and_decode_as_one_does(logdir, alone):
-    simd = ["--lowering=simd", f"--logdir={logdir}"]
-    assert bits(said("evaluate", *simd, launch=LAUNCHED)) == pytest.approx(alone[0], abs=2e-3)
-    assert_same_text(said("decode", *simd, *DRAWN, launch=LAUNCHED), alone[1])
+def test_workers_evaluate_and_decode_as_one_process(logdir, addresses):
+    """As one program for all devices, and placed."""
+    where, simd = f"--logdir={logdir}", "--lowering=simd"
+    alone = bits(output("evaluate", where)), output("decode", where, simd, *DRAWN)
+    for lowering in (simd, "--lowering=placement"):
+        bits_a_byte = bits(output("evaluate", where, addresses, lowering))
+        assert bits_a_byte == pytest.approx(alone[0], abs=2e-3)
+        assert_same_text(output("decode", where, addresses, lowering, *DRAWN), alone[1])
 
 
 @pytest.mark.slow
-def test_each_of_several_processes_reads_the_texts(logdir):
-    flags = ["--cluster=127.0.0.1:1", "--process=0", "--lowering=simd", "--file=-"]
-    command = warm("-c", PROGRAM, "decode", f"--logdir={logdir}", *flags)
-    code, _, err = finish(open_process(command))
-    assert code == 2
-    assert "each of them reads the texts; give a file that all of them have" in err
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_workers_evaluate_and_decode_what_processes_have_trained(logdir, alone):
-    with started(2) as (_, addresses):
-        flags = [f"--cluster={','.join(addresses)}", f"--logdir={logdir}"]
-        found = bits(said("evaluate", *flags, "--lowering=placement"))
-        assert found == pytest.approx(alone[0], abs=2e-3)
-        assert_same_text(said("decode", *flags, *DRAWN), alone[1])
-
-
-@pytest.mark.slow
-def test_the_report_of_several_processes_is_like_any_other(logdir):
-    """The first one has written it, from a record that has every event once."""
+def test_the_report_with_workers_is_like_any_other(logdir):
     events = [json.loads(line) for line in (logdir / "record.jsonl").read_text().splitlines()]
-    assert [each["step"] for each in events if each["event"] == "step"] == [1, 2, 3]
+    assert [event["step"] for event in events if event["event"] == "step"] == [1, 2, 3]
     page = (logdir / "report.html").read_text(encoding="utf-8")
     assert "layers:2" in page
     assert main(["report", str(logdir), f"--output={logdir / 'again.html'}"]) == 0
     assert (logdir / "again.html").read_text(encoding="utf-8") == page
+
+
+@pytest.mark.parametrize("flag", ["--process=0", "--listen=10.0.0.1"])
+def test_removed_flags_name_the_new_way(flag):
+    command = warm("-m", "models.one_billion_word.train", flag, "--logdir=runs/a")
+    code, _, err = finish(open_process(command))
+    assert code == 2
+    assert f"error: {flag}: Removed: several processes no longer run one command. Start" in err

@@ -80,6 +80,24 @@ def test_an_elastic_training_goes_on_with_who_is_there_and_takes_back_who_return
         np.testing.assert_allclose(found[name], value, rtol=1e-3, atol=1e-4, err_msg=name)
 
 
+def test_one_program_resumes_when_a_worker_is_killed(tmp_path):
+    """As one program for all devices: both workers have stage 0, and there are no actions."""
+    words = ["--lowering=simd", "--mesh_shape=layers:1;data:2", "--layout=batch:data"]
+    with training(tmp_path / "alone", *words, "--cluster=none", steps=14) as run:
+        run.until_done()
+        losses = {event["step"]: event["loss"] for event in run.events("step")}
+    with training(tmp_path / "run", *words, steps=14) as run:
+        run.until_step(10)
+        os.kill(run.workers()[1], signal.SIGKILL)
+        err = run.until_done()
+        assert re.search(r"worker 1 \(127\.0\.0\.1:\d+, stage 0\) is .*, in .*; going on", err)
+        restored = [event["restored"] for event in run.events("begin")]
+        assert restored == [None, str(tmp_path / "run" / "ckpt-8")]
+        resumed = {event["step"]: event["loss"] for event in run.events("step")}
+    assert set(resumed) == set(range(1, 15))
+    np.testing.assert_allclose([resumed[i] for i in losses], list(losses.values()), rtol=1e-4)
+
+
 @pytest.mark.exhaustive
 def test_a_slow_worker_is_named(tmp_path):
     with training(tmp_path / "run", steps=16, save_every=16) as run:

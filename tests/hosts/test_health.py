@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from pipemesh.hosts import health
-from pipemesh.hosts.health import Health, answer_of_waiting, ask, check_distinct
+from pipemesh.hosts.health import Health, ask
 from tests.hosts.workers import serving
 
 FOREIGN = "is no worker: a server of another kind answers there"
@@ -22,7 +22,9 @@ class Answer:
 
 def test_no_answer_is_so_strange_that_it_is_an_error():
     chance = random.Random(1)
-    well_formed = answer_of_waiting("ab", True) + bytes([10, 4, 10, 2, 65, 66])
+    device = bytes([10, 5]) + b"CPU:0" + bytes([0x31]) + bytes(range(1, 9))
+    well_formed = bytes([10, len(device)]) + device
+    assert health._answer(Answer(well_formed), 0.0).devices
     for _ in range(3000):
         content = bytearray(well_formed if chance.random() < 0.5 else chance.randbytes(30))
         for _ in range(chance.randint(0, 3)):
@@ -54,10 +56,3 @@ def test_a_worker_that_does_not_answer_has_not_since_it_did():
 
     assert health._answer(Late(), asker._since[0]).trouble == "has not answered for 30 s"
     asker.close()
-
-
-def test_processes_that_wait_may_not_be_one_either():
-    waits = Health(trouble="has not begun yet", waits="x")
-    check_distinct({"a:1": waits, "b:1": Health(trouble="has not begun yet", waits="y")})
-    with pytest.raises(Exception, match="lead to one process"):
-        check_distinct({"a:1": waits, "b:1": waits})

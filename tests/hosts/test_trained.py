@@ -17,7 +17,19 @@ PLANS = [
     "mesh=layers:1;data:2 layout=batch:data num_microbatches=4",
     f"mesh=layers:1;model:2 layout={SPLIT} num_microbatches=4",
     f"mesh=layers:1;data:2;model:2 layout=batch:data;{SPLIT} num_microbatches=4",
-    "mesh=layers:2 num_microbatches=4 lowering=simd schedule=gpipe",
+]
+SIMD = "num_microbatches=4 lowering=simd schedule"
+# As one program for all devices: one client drives all workers, whatever the lowering.
+PROGRAMS = [
+    f"mesh=layers:2 layout=vocab:layers {SIMD}=gpipe",
+    f"mesh=layers:1;data:2 layout=batch:data {SIMD}=gpipe",
+    f"mesh=layers:1;model:2 layout={SPLIT} {SIMD}=gpipe",
+    f"mesh=layers:2;data:2 layout=batch:data {SIMD}=gpipe",
+    f"mesh=layers:2;model:2 layout={SPLIT} {SIMD}=looped_bfs:2",
+    f"mesh=layers:1;data:2;model:2 layout=batch:data;{SPLIT} {SIMD}=gpipe",
+    f"mesh=layers:4 layout=vocab:layers {SIMD}=gpipe",
+    f"mesh=layers:1;model:4 layout=d_ff:model;vocab:model {SIMD}=gpipe",
+    f"mesh=layers:1;data:4 layout=batch:data {SIMD}=gpipe",
 ]
 STEPS = 20
 
@@ -66,10 +78,18 @@ def test_four_workers_train_what_one_process_does(workers):
     assert_same(workers, [PLANS[1], PLANS[4], PLANS[5]])
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_workers_run_the_program_of_one_process(workers):
+    assert_same(workers[:2], PROGRAMS[:3])
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("number", [2, 4])
-@pytest.mark.parametrize("plans", [PLANS[:2], PLANS[2:4], PLANS[4:6], PLANS[6:]])
+@pytest.mark.parametrize(
+    "plans", [PLANS[:2], PLANS[2:4], PLANS[4:6], PLANS[6:], PROGRAMS[3:6], PROGRAMS[6:]]
+)
 def test_any_workers_train_what_one_process_does(workers, number, plans):
     assert_same(workers[:number], plans)
 

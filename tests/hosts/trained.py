@@ -49,7 +49,7 @@ def main(workers, steps, texts):
         losses.append(training.step(batches[-1]))
         carried = bytes_of_sockets() - before
         plan = attributes["PLAN"]
-        cluster = mesh_cluster(plan.mesh, layout=plan.layout)
+        cluster = mesh_cluster(plan.mesh, layout=plan.layout, lowering=plan.lowering)
         found = {
             "losses": [loss.hex() for loss in losses],
             "weights": {name: _digest(v) for name, v in training.state.items()},

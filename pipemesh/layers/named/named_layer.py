@@ -8,7 +8,7 @@ import lingvo.compat as lingvo_tf
 import tensorflow as tf
 from lingvo.core import base_layer, py_utils, tshape
 
-from pipemesh.backend.saved_state import Slice, mark_owner, mark_slice
+from pipemesh.backend.saved_state import Slice, mark_slice
 from pipemesh.errors import LayoutError, PipelineError, ShapeError
 from pipemesh.layers.named.block_init import BlockInit, initializer_of
 from pipemesh.layers.named.replica_cut import current_replica_cut
@@ -240,10 +240,9 @@ class NamedLayer(base_layer.BaseLayer):
             )
             with part.placed():
                 self.CreateVariable(part.name, weights)
-            made = self._private_vars[part.name]
-            mark_owner(made, part.owner)
             if part.sizes != tuple(shape.sizes):
                 check_learners()
+                made = self._private_vars[part.name]
                 before, after = made.name.removesuffix(":0").rsplit(f"/{part.name}/", 1)
                 cut = Slice(tuple(shape.sizes), part.begin)
                 mark_slice(made, f"{before}/{name}/{after}", cut)

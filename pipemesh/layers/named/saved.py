@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.backend.saved_state import Slice, SlicedVariable, mark_owner, owner_of, slice_of
+from pipemesh.backend.saved_state import Slice, SlicedVariable, slice_of
 
 
 def by_logical_name(layer: Any, variables: Sequence[Any]) -> dict[str, Any]:
@@ -36,15 +36,11 @@ def by_logical_name(layer: Any, variables: Sequence[Any]) -> dict[str, Any]:
         (4, ['ff/w_in/var', 'ff/w_out/var'])
     """
     slices = {v.name: slice_of(v) for v in layer.vars.Flatten()}
-    owners = {v.name: owner_of(v) for v in layer.vars.Flatten()}
     found: dict[str, Any] = {}
     parts: dict[str, list[tuple[tf.Variable, Slice]]] = {}
     for variable in variables:
         name = variable.name.removesuffix(":0")
         marked = slice_of(variable)
-        if (owner := owners.get(f"{name.rpartition('/')[0]}:0")) is not None:
-            # What belongs to a weight is its owner's, too.
-            mark_owner(variable, owner)
         if marked is None:
             # The optimizer's name stands behind that of the weight.
             of, _, state = name.rpartition("/")

@@ -53,11 +53,9 @@ class WeightPart:
         name: of the variable.
         begin: where in the whole weight it begins.
         sizes: of it.
-        holders: the processors that need it, those of this process if there are several; the first
-            of them owns it.
+        holders: the processors that need it; the first of them owns it.
         replica: the only one that has it, if it is cut over the replicas of a stage.
         device: where it is to lie; none if the scope says it.
-        owner: of several processes that have it the one that speaks for it.
     """
 
     name: str
@@ -66,7 +64,6 @@ class WeightPart:
     holders: tuple[int, ...]
     replica: int | None
     device: str
-    owner: int = 0
 
     @contextlib.contextmanager
     def placed(self) -> Iterator[None]:
@@ -81,8 +78,6 @@ class WeightPart:
 def weight_parts(lowering: Lowering, name: str, shape: Shape) -> list[WeightPart]:
     """The variables of a weight, under the current cut over replicas.
 
-    Where several processes have the mesh, those that processors of this one need.
-
     Args:
         lowering: of a replica.
         name: of the weight.
@@ -94,12 +89,8 @@ def weight_parts(lowering: Lowering, name: str, shape: Shape) -> list[WeightPart
     cut, layout = _layout(lowering, shape)
     devices = getattr(lowering, "devices", ()) if cut is None else cut.devices
     group = lowering.mesh.num_devices
-    here, owners = getattr(lowering, "processors", None), getattr(lowering, "owners", ())
     found = []
-    for own, everyone in zip(slice_names(name, layout), slice_groups(layout), strict=True):
-        holders = tuple(i for i in everyone if cut is not None or here is None or i in here)
-        if not holders:
-            continue
+    for own, holders in zip(slice_names(name, layout), slice_groups(layout), strict=True):
         first = holders[0]
         found.append(
             WeightPart(
@@ -109,10 +100,7 @@ def weight_parts(lowering: Lowering, name: str, shape: Shape) -> list[WeightPart
                 # One device of a replica gets the slices of all, and joins them for the others.
                 holders=holders if cut is None else (first % group,),
                 replica=None if cut is None else first // group,
-                device=devices[here.index(first) if cut is None and here else first]
-                if devices
-                else "",
-                owner=owners[everyone[0]] if owners else 0,
+                device=devices[first] if devices else "",
             )
         )
     return found
@@ -201,13 +189,11 @@ def from_slices(
             f"core's own slice as a tuple of one: theta.{name} = (slice,)"
         )
     held: dict[int, tf.Tensor] = {}
-    place = {processor: i for i, processor in enumerate(lowering.processors)}
-    groups = [[i for i in group if i in place] for group in slice_groups(layout)]
-    for part, group in zip(parts, filter(None, groups), strict=True):
+    for part, group in zip(parts, slice_groups(layout), strict=True):
         if isinstance(part, list | tuple):
             copies = list(map(tf.convert_to_tensor, part))
         else:
-            devices = [lowering.devices[place[processor]] for processor in group]
+            devices = [lowering.devices[processor] for processor in group]
             with tf.device(devices[0]):
                 tensor = tf.convert_to_tensor(part)
             copies = _spread(tensor, devices)
@@ -217,10 +203,10 @@ def from_slices(
         if len(copies) != len(group):
             raise ShapeError(
                 f"a slice of weight {name!r} was given as {len(copies)} copies, but processors "
-                f"{group} of mesh '{layout.mesh}' hold it; give one for each, or one tensor"
+                f"{list(group)} of mesh '{layout.mesh}' hold it; give one for each, or one tensor"
             )
         held.update(zip(group, copies, strict=True))
-    return tuple(held[processor] for processor in lowering.processors)
+    return tuple(held[processor] for processor in range(lowering.num_slices))
 
 
 # Each is the other's gradient: every copy has a copy of the whole gradient, so one of them is it.

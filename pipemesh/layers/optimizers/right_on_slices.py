@@ -14,7 +14,6 @@ from typing import Any
 import tensorflow as tf
 from lingvo.core import learner, optimizer
 
-from pipemesh.backend.processes import current_processes
 from pipemesh.backend.saved_state import slice_of
 from pipemesh.errors import PipelineError
 
@@ -67,15 +66,6 @@ def check_learner(p: Any, variables: Sequence[tf.Variable]) -> None:
         >>> p = learner.Learner.Params().Set(optimizer=optimizer.DistributedShampoo.Params())
         >>> check_learner(p, [tf.Variable([1.0])])
     """
-    if current_processes() is not None:
-        for used in _optimizers(p.optimizer):
-            if used.cls not in (*ELEMENTWISE, optimizer.CompositeOptimizer):
-                raise PipelineError(
-                    f"learner {p.name!r}: optimizer {used.cls.__name__} looks at whole weights, of "
-                    "which each of several processes has a part; use one of "
-                    f"{', '.join(cls.__name__ for cls in ELEMENTWISE)}, or one process that drives "
-                    "workers"
-                )
     slices = [variable for variable in variables if slice_of(variable) is not None]
     if not slices:
         return

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from pipemesh.backend.processes import current_processes
 from pipemesh.errors import PipelineError, PipemeshError
 from pipemesh.layers.mesh_cluster import MeshCluster, check_layout
 from pipemesh.mesh import LayoutRules, Mesh
@@ -86,13 +85,6 @@ def warn_of_places(cluster: Any, places: Sequence[int], p: Any) -> None:
             f"'layers:{needed}'",
             stacklevel=5,
         )
-
-
-def first_device(cluster: Any, homes: Sequence[Home]) -> str:
-    """Where what belongs to no stage lies: beside the first one, or here if that is elsewhere."""
-    if current_processes() is not None and isinstance(cluster, MeshCluster):
-        return cluster.WorkerDeviceInModelSplit(0)
-    return homes[0].first
 
 
 def mesh_devices(cluster: Any, mesh: Mesh, p: Any) -> list[str]:

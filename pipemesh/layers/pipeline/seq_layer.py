@@ -27,7 +27,7 @@ from pipemesh.layers.feature_extraction import (
 )
 from pipemesh.layers.layer_names import check_weights_are_its_own
 from pipemesh.layers.named.values import exported
-from pipemesh.layers.pipeline.homes import first_device, mesh_of, stage_homes, warn_of_places
+from pipemesh.layers.pipeline.homes import mesh_of, stage_homes, warn_of_places
 from pipemesh.layers.pipeline.spread_weights import spread_weights
 from pipemesh.layers.pipeline.stage_lowering import StageLowering
 from pipemesh.layers.pipeline.tied_weights import check_one_mesh, tie_weights, with_given_weights
@@ -116,7 +116,7 @@ class SeqLayer(base_layer.BaseLayer):
                 "out but for the batch's"
             )
         for tpl in tpls[:num_before]:
-            with tf.device(first_device(self.cluster, homes) if pinned else ""):
+            with tf.device(homes[0].first if pinned else ""):
                 self.CreateChild(tpl.name, tpl)
         if not pinned:
             # Where nothing is split, it may be called under another cluster than it is made under.

@@ -17,9 +17,8 @@ from pipemesh.layers.named.slotted_cache import SlottedCache, overwritten
 from pipemesh.layers.named.values import exported
 from pipemesh.layers.pipeline.simd_stack import SimdStack
 from pipemesh.layers.step_seed import whole_batch_randomness
-from pipemesh.lowering import Tensor, ops
+from pipemesh.lowering import PlacementLowering, Tensor, ops
 from pipemesh.lowering.lowering import Slices
-from pipemesh.lowering.simd.process_lowering import placed
 from pipemesh.mesh import LayoutRules, Shape
 from pipemesh.recurrent.circular.ring import Beat, Ring
 from pipemesh.recurrent.circular.tick_loop import Leaves
@@ -81,7 +80,7 @@ class SimdRing:
         self._simd, self._length, self._args = simd, length, args
         # Rows come token by token.
         rules = tuple(rule for rule in simd.rules.rules if rule[0] != "length")
-        self.lowering = placed(simd.pipeline.mesh, LayoutRules(rules), devices)
+        self.lowering = PlacementLowering(simd.pipeline.mesh, LayoutRules(rules), devices)
         self._first = self.lowering.devices[0]
         self.rounds = simd.pipeline.num_virtual_stages
         self.layers = simd.pipeline.layers_per_stage

@@ -10,14 +10,12 @@ import tensorflow as tf
 from lingvo.core import py_utils
 
 from pipemesh import randomness
-from pipemesh.backend.processes import current_processes
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import PipelineError
 from pipemesh.layers.feature_extraction import to_tuple
 from pipemesh.layers.named import lowering_scope
 from pipemesh.layers.named.unnamed import unnamed
 from pipemesh.layers.named.values import exported
-from pipemesh.layers.optimizers.whole_norms import take_whole_norms
 from pipemesh.layers.pipeline.all_weights import (
     check_named,
     named_shapes,
@@ -27,7 +25,7 @@ from pipemesh.layers.pipeline.all_weights import (
 from pipemesh.layers.pipeline.aux_losses import has_context
 from pipemesh.layers.pipeline.head import check_head
 from pipemesh.layers.pipeline.homes import mesh_devices
-from pipemesh.layers.pipeline.place_weights import alike_weights, of_place
+from pipemesh.layers.pipeline.place_weights import alike_weights
 from pipemesh.layers.pipeline.simd_cut import simd_cut
 from pipemesh.layers.pipeline.stage_structure import StageStructure
 from pipemesh.layers.pipeline.weight_dtypes import cast_first, plain_theta
@@ -39,7 +37,6 @@ from pipemesh.layers.step_seed import (
     whole_batch_randomness,
 )
 from pipemesh.lowering import Lowering, PlacementLowering, Tensor, ops
-from pipemesh.lowering.simd.process_lowering import placed
 from pipemesh.mesh import LayoutRules, Shape
 from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.plan import Plan
@@ -108,30 +105,19 @@ class SimdStack:
         for tpl in self._ends:
             with self.made_on():
                 self._stack.CreateChild(tpl.name, tpl)
-        if current_processes() is not None:
-            create_stages = self._create_here
         create_stages(self._tpls)
         check_named(self._stack.params.name, self._alike[0])
 
-    def _create_here(self, tpls: Sequence[Any]) -> None:
-        """Makes the alike layers, with the weights that processors of this process need."""
-        take_whole_norms()
-        with self.made_on() as whole:
-            for number, tpl in enumerate(tpls):
-                there, _ = of_place(whole, number % whole.mesh.num_stages)
-                with lowering_scope(there):
-                    self._stack.CreateChild(tpl.name, tpl)
-
     @contextlib.contextmanager
-    def made_on(self) -> Iterator[PlacementLowering]:
-        """Inside, what all devices compute together is made, under the lowering that is given."""
+    def made_on(self) -> Iterator[None]:
+        """Inside, what all devices compute together is made."""
         mesh, stack = self.pipeline.mesh, self._stack
         devices = [""] * mesh.num_devices
         if self._pinned:
             devices = mesh_devices(stack.cluster, mesh, stack.params)
-        lowering = placed(mesh, self.rules, devices)
+        lowering = PlacementLowering(mesh, self.rules, devices)
         with tf.device(lowering.devices[0]), lowering_scope(lowering):
-            yield lowering
+            yield
 
     def _layers(self, name: str) -> list[Any]:
         """The layers of a cell."""
@@ -199,7 +185,7 @@ class SimdStack:
     ) -> Any:
         """All devices' programs in one graph."""
         p = self._stack.params
-        lowering = placed(self.pipeline.mesh, self.rules, devices)
+        lowering = PlacementLowering(self.pipeline.mesh, self.rules, devices)
         with tf.device(lowering.devices[0]), whole_batch_randomness(step):
             args = self.before(theta, args)
             theta = self.computed_theta(theta)

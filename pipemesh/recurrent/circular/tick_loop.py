@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
+from pipemesh.backend.beside_inputs import place_beside_inputs
 from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.schedule import Action, Schedule
@@ -121,6 +122,7 @@ class TickLoop:
             `backward` needs.
         """
         each = self._lowering.raw_map
+        stream, weights = self._pinned(stream), self._pinned(weights)
 
         def tick(number: tf.Tensor, buffer: Leaves, stream: Leaves, saved: Leaves) -> Any:
             now = self._at(0, number)
@@ -174,6 +176,7 @@ class TickLoop:
             gradients of the weights.
         """
         each = self._lowering.raw_map
+        grads, saved, weights = map(self._pinned, (grads, saved, weights))
         last = self._num_ticks - 1
 
         def tick(
@@ -236,13 +239,28 @@ class TickLoop:
             self._lowering.raw_map(lambda slots: tf.zeros_like(slots[0]), leaf) for leaf in stream
         )
 
+    def _pinned(self, leaves: Sequence[Slices]) -> Leaves:
+        """Tensors that enter a loop, as operations on their devices.
+
+        TensorFlow lets a value that a loop uses enter where the operation that made it says it is.
+        The calls that `attach_gradient` makes say nothing: with workers all weights would travel to
+        the client and back at each tick.
+        """
+        return tuple(self._lowering.raw_map(tf.identity, leaf) for leaf in leaves)
+
     def _run(self, tick: Callable[..., Any], state: tuple[Any, ...]) -> Any:
+        def placed(*state: Any) -> Any:
+            state = tick(*state)
+            if not tf.executing_eagerly():
+                place_beside_inputs(tf.compat.v1.get_default_graph())
+            return state
+
         # In eager mode every turn is built, and counts itself.
         with self._lowering.costs.repeated(1 if tf.executing_eagerly() else self._num_ticks):
             # One turn at a time: the turns' collectives must not overtake each other.
             return tf.while_loop(
                 lambda number, *_: tf.less(number, self._num_ticks),
-                tick,
+                placed,
                 state,
                 parallel_iterations=1,
             )

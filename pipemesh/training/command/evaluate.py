@@ -69,7 +69,6 @@ def asked(
     names = define_for(program, model_flags.define, training_flags.define, define_checkpoint)
     parse(argv, program, about, names.difference(training_flags.OF_TRAINING))
     check_flags()
-    model_flags.check_alone()
     folder = model_flags.logdir()
     training_flags.take_up(folder, program, FLAGS.checkpoint, training_flags.OF_TRAINING, tells)
     path = checkpoint_of(folder)

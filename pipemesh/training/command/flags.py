@@ -14,7 +14,7 @@ from typing import Any
 from absl import flags
 
 from pipemesh.errors import DeviceError, PipemeshError
-from pipemesh.hosts import Cluster, silence, watch
+from pipemesh.hosts import Cluster, watch
 from pipemesh.mesh import Mesh
 from pipemesh.training.command import config
 
@@ -226,12 +226,10 @@ def exit_code(program: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except (PipemeshError, OSError) as error:
-        silence.speak()
         watch.check_workers(error)
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return BAD_INPUT
     except Exception as error:
-        silence.speak()
         # Errors of TensorFlow say little of a worker that is lost.
         watch.check_workers(error)
         raise
@@ -250,7 +248,7 @@ def device_type(num_devices: int) -> str:
         if "cluster" in FLAGS and FLAGS.cluster is None:
             # What is wrong with it is said when workers are connected.
             with contextlib.suppress(DeviceError):
-                has_workers = Cluster.from_environment(together=True) is not None
+                has_workers = Cluster.from_environment() is not None
         gpus = 0 if has_workers else len(tf.config.list_physical_devices("GPU"))
         FLAGS.device_type = "GPU" if gpus and gpus >= num_devices else "CPU"
         if 0 < gpus < num_devices:

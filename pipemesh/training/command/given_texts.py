@@ -36,11 +36,6 @@ def read(what: str) -> list[str]:
         raise FlagError(f"what is to be {what}? give either --prompt or --file")
     if FLAGS.prompt is not None:
         return [_checked(FLAGS.prompt, f"--prompt={FLAGS.prompt!r}")]
-    if FLAGS.file == "-" and host_flags.processes() is not None:
-        raise FlagError(
-            "--file=-: several processes run this command, and each of them reads the texts; give "
-            "a file that all of them have"
-        )
     given = f"--file={FLAGS.file!r}"
     try:
         if FLAGS.file == "-":

@@ -17,7 +17,7 @@ from pipemesh.errors import (
     PlanError,
     ScheduleError,
 )
-from pipemesh.example_models import example, same_class
+from pipemesh.example_models import same_class
 from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
 from pipemesh.training.command import auto_plan, host_flags, plan_flags
@@ -64,19 +64,6 @@ def logdir() -> str:
             "which model? give --model=package.module.Class, or the --logdir of a training to go on"
         )
     return os.path.join("runs", FLAGS.model.rpartition(".")[2])
-
-
-def check_alone() -> None:
-    """Checks that no other process runs this command.
-
-    Raises:
-        FlagError: others do.
-    """
-    if host_flags.processes() is not None:
-        raise FlagError(
-            "a registered model is run by one process, which drives workers; several run the "
-            f"language model (python -m {example('one_billion_word.train')})"
-        )
 
 
 def subject() -> Any:

@@ -18,7 +18,7 @@ from pipemesh.checkpoint import Folder, newest_whole
 from pipemesh.checkpoint.files import remove_unfinished, write_whole
 from pipemesh.checkpoint.lock import check_held
 from pipemesh.partition.text import count_text
-from pipemesh.training.command import host_flags, model_flags, quiet, together, training_flags
+from pipemesh.training.command import host_flags, model_flags, quiet, training_flags
 from pipemesh.training.command.config import as_toml
 from pipemesh.training.command.flags import FLAGS, parse
 from pipemesh.training.run import console
@@ -47,7 +47,6 @@ def main(argv: list[str]) -> int:
     folder = model_flags.logdir()
     with console.objects_alone(training_flags.FLAGS.log_format == "json"):
         training_flags.take_up(folder, program)
-        model_flags.check_alone()
         with Folder(folder):
             return _train(folder)
 
@@ -100,25 +99,24 @@ def carry_out(trainer: Any, options: Options) -> int:
     Returns:
         The exit code.
     """
-    with together.own_options(options) as own:
-        if own.find_learning_rate:
-            from pipemesh.training.run.range_test import RangeTest
+    if options.find_learning_rate:
+        from pipemesh.training.run.range_test import RangeTest
 
-            return RangeTest(trainer, own).run()
-        from pipemesh.training.run.loop import Loop
+        return RangeTest(trainer, options).run()
+    from pipemesh.training.run.loop import Loop
 
-        for told in without_effect(own):
-            print(told, file=sys.stderr)
-        # To be given to --config.
-        path, config = os.path.join(own.logdir, "config.toml"), as_toml(own.given).encode()
+    for told in without_effect(options):
+        print(told, file=sys.stderr)
+    # To be given to --config.
+    path, config = os.path.join(options.logdir, "config.toml"), as_toml(options.given).encode()
+    write_whole(path, config)
+
+    def renew() -> None:
+        # The folder was removed, and what is in its place may be another training's.
+        check_held(options.logdir)
         write_whole(path, config)
 
-        def renew() -> None:
-            # The folder was removed, and what is in its place may be another training's.
-            check_held(own.logdir)
-            write_whole(path, config)
-
-        return Loop(trainer, own, renew).run()
+    return Loop(trainer, options, renew).run()
 
 
 def without_effect(options: Options) -> Iterator[str]:

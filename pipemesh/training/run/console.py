@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import IO, Any, TypeVar
 
 from pipemesh.errors import PipemeshError
-from pipemesh.hosts import silence
+from pipemesh.hosts import process
 
 # How often progress is shown: in a log file every time is a line, on a terminal they are one.
 SECONDS_A_REFRESH = {False: 30.0, True: 1.0}
@@ -75,7 +75,7 @@ class _Steady:
 
 def stand_in() -> None:
     """Puts steady streams in place of `sys.stdout` and `sys.stderr`."""
-    silence.hold_standard_files()
+    process.hold_standard_files()
     # A number of its own for stderr: `models` holds back what native code writes to the other.
     err = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     out = sys.stdout if sys.stdout is not None else open(os.devnull, "w")
@@ -124,7 +124,7 @@ def objects_alone(wanted: bool = True) -> Iterator[None]:
 
 def say_object(line: str) -> None:
     """Writes a line to standard output if it is for objects, and nothing if it is not."""
-    if _objects is not None and not silence.is_silent():
+    if _objects is not None:
         _objects.write(f"{line}\n")
         _objects.flush()
 

@@ -21,7 +21,6 @@ from pipemesh.checkpoint.files import write_whole
 from pipemesh.checkpoint.folder import path_of, steps_of
 from pipemesh.checkpoint.reader import reason
 from pipemesh.errors import DataError, NotFiniteError, PipemeshError, RescaledError, SaveError
-from pipemesh.lowering.simd.process_talk import highest
 from pipemesh.partition.text import bytes_text
 from pipemesh.report import to_html, to_trace
 from pipemesh.training.run.console import objects_alone, waiting
@@ -95,7 +94,7 @@ class Loop:
                 # Steps that do not come any more are missing in it.
                 self._profile.close()
                 self._tell_profile()
-            if self._is_stopped() and self._stop is not None:
+            if self._stop is not None:
                 path = self._save_at_last()
                 name = signal.Signals(self._stop).name
                 self._tell.say(f"{name}: saved {path}; run the same command again to go on")
@@ -152,7 +151,7 @@ class Loop:
                 score = self._evaluate()
                 if score is not None:
                     trainer.saving.judge(trainer.restored, score)
-            while trainer.step < steps and not self._is_stopped() and not self._is_settled:
+            while trainer.step < steps and self._stop is None and not self._is_settled:
                 if self._rate is None:
                     with progress.busy("building the graph"):
                         self._one_step(progress)
@@ -176,7 +175,7 @@ class Loop:
         is_due = step % options.eval_every == 0 and step < options.steps
         if not (is_due and sample) or step == trainer.judged:
             return None
-        score = trainer.evaluate(sample, self._is_stopped)
+        score = trainer.evaluate(sample, lambda: self._stop is not None)
         if score is None:
             return None
         trainer.judged = step
@@ -280,11 +279,6 @@ class Loop:
             return self._save_now()
         except SaveError as error:
             raise SaveError(f"{error}; of the checkpoints before, {self._trainer.kept}") from error
-
-    def _is_stopped(self) -> bool:
-        """Whether to stop here: of several processes all do, if one was asked to."""
-        self._stop = highest(self._stop or 0) or None
-        return self._stop is not None
 
     def _request_stop(self, number: int, _frame: Any) -> None:
         if self._stop is not None:

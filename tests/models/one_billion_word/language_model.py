@@ -7,6 +7,7 @@ import tensorflow as tf
 from lingvo.core import py_utils
 
 from models.one_billion_word.params import OneBillionWordTiny, layers_of
+from pipemesh.backend.beside_inputs import place_beside_inputs
 from pipemesh.layers import FeatureExtractionLayer, SeqLayer, mesh_cluster
 from pipemesh.layers.named import by_logical_name
 from pipemesh.layers.partition_layers import named_layers
@@ -142,6 +143,7 @@ class Training:
     def __init__(self, config):
         plan = config.PLAN
         self._cluster = lambda: mesh_cluster(plan.mesh, layout=plan.layout, lowering=plan.lowering)
+        self._is_one_program = plan.lowering == "simd"
         # Not lingvo's own, which there is one of.
         self._number = tf.Variable(0, dtype=tf.int64, trainable=False)
         with self._cluster():
@@ -168,6 +170,8 @@ class Training:
             scores, _ = self._task.FPropTower(self._task.theta, py_utils.NestedMap(batch))
             self._learner.Apply(scores, self._task.vars)
         self._number.assign_add(1)
+        if self._is_one_program:
+            place_beside_inputs(tf.compat.v1.get_default_graph())
         return scores.loss[0]
 
 

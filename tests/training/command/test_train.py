@@ -56,7 +56,6 @@ def test_another_plan_is_told_and_judges_alike(tmp_path):
         (["evaluate"], "which model?"),
         (["evaluate", "--logdir=/no/such/run", "--eval-batches=2"], "--eval_batches is for"),
         (["evaluate", "--logdir=/no/such/run"], "has no checkpoint; train first"),
-        (["evaluate", "--cluster=a:1,b:1", "--process=0"], "is run by one process"),
     ],
 )
 def test_what_cannot_be_had_is_one_line(words, told, tmp_path):
