@@ -32,7 +32,7 @@ PLANS = {
 }
 # As many threads an operation as each device of one process has.
 LAUNCH = [
-    *(sys.executable, "-m", "pipemesh.cli", "launch", "--processes=2"),
+    *(sys.executable, "-m", "pipemesh", "launch", "--processes=2"),
     *("--cpu_devices=2", "--"),
 ]
 TRAIN = [
@@ -53,7 +53,7 @@ def serve(flags: list[str], folder: str, marks: bool) -> None:
         pipemesh.training.trainer.followed = lambda pipelines: None
     from models.one_billion_word import command_line
     from models.one_billion_word.train import make_trainer, read_text, start_together
-    from pipemesh.training.command import together
+    from pipemesh.commands import together
 
     words = ["benchmark", *flags, "--num_microbatches=4", f"--logdir={folder}"]
     command_line.parse(words, None)

@@ -1,16 +1,7 @@
-"""Offers the devices of this machine to a client: a server of TensorFlow, and nothing besides.
-
-    pipemesh worker --port=2222 --cpu_devices=2
-    pipemesh train --cluster=127.0.0.1:2222 --mesh_shape=layers:2 --model=...
-
-What a client sends is executed, and nobody is asked who they are: TensorFlow's protocol knows
-neither passwords nor encryption. So by default only this machine can reach it. --listen names an
-address of a private network, or of a tunnel, by which others can.
-"""
+"""A worker: a server of TensorFlow that offers the devices of this machine to a client."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import select
@@ -29,64 +20,39 @@ from pipemesh.addresses import (
 )
 from pipemesh.errors import DeviceError
 from pipemesh.hosts import silence
-from pipemesh.hosts.cluster import EVERYWHERE, LOOPBACK, PORT
+from pipemesh.hosts.cluster import EVERYWHERE, LOOPBACK
 
 # Until it answers itself.
 _SECONDS_TO_START, _PAUSE = 30.0, 0.1
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command to `parser`."""
-    parser.add_argument(
-        "--port", type=int, default=PORT, help=f"where to listen; 0 for a free one ({PORT})"
-    )
-    parser.add_argument(
-        "--listen",
-        default=LOOPBACK,
-        metavar="ADDRESS",
-        help="the address of this machine by which others may reach the worker, 0.0.0.0 for all; "
-        "nobody is asked for a password, so give one of a private network (127.0.0.1)",
-    )
-    parser.add_argument(
-        "--cpu_devices",
-        type=int,
-        default=1,
-        metavar="N",
-        help="offer the CPU as so many devices (1)",
-    )
-    # Of a parent that ends its workers with itself.
-    parser.add_argument("--parent_fd", type=int, default=None, help=argparse.SUPPRESS)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Runs the command.
+def serve(port: int, listen: str, cpu_devices: int, parent_fd: int | None = None) -> int:
+    """Runs a worker until a signal, or the end of its parent, ends it; returns the exit code.
 
     Args:
-        arguments: what was parsed.
-
-    Returns:
-        The exit code; a worker that listens ends by a signal, or with its parent.
+        port: to listen on; 0 for a free one.
+        listen: address of this machine by which others may reach it.
+        cpu_devices: number of CPU devices to offer.
+        parent_fd: a socket of a parent that ends its workers with itself.
 
     Raises:
         DeviceError: it cannot listen there.
     """
-    if not 0 <= arguments.port < 2**16:
-        raise DeviceError(f"--port={arguments.port}: it must be 0 or more, and below 65536")
-    if arguments.cpu_devices < 1:
-        raise DeviceError(f"--cpu_devices={arguments.cpu_devices}: it must be at least 1")
+    if not 0 <= port < 2**16:
+        raise DeviceError(f"--port={port}: it must be 0 or more, and below 65536")
     silence.hold_standard_files()
     ip = None
-    if arguments.listen not in EVERYWHERE:
-        ip = own_ip(arguments.listen, f"--listen={arguments.listen}")
-    _check_free(arguments.port)
+    if listen not in EVERYWHERE:
+        ip = own_ip(listen, f"--listen={listen}")
+    _check_free(port)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, _leave)
-    server, port = _serve(arguments.port, ip, arguments.cpu_devices)
-    address = f"{_reached(arguments.listen)}:{port}"
+    server, port = _started(port, ip, cpu_devices)
+    address = f"{_reached(listen)}:{port}"
     _announce(address, ip)
     parent = None
-    if arguments.parent_fd is not None:
-        parent = socket.socket(fileno=arguments.parent_fd)
+    if parent_fd is not None:
+        parent = socket.socket(fileno=parent_fd)
         parent.sendall(f"{address}\n".encode())
     # Returns when the parent has ended; signals end the process.
     select.select([parent] if parent else [], [], [])
@@ -99,7 +65,7 @@ def _check_free(port: int) -> None:
         check_free(port, f"--port={port}", "give another")
 
 
-def _serve(port: int, ip: str | None, cpu_devices: int) -> tuple[Any, int]:
+def _started(port: int, ip: str | None, cpu_devices: int) -> tuple[Any, int]:
     """Starts a server that is reached at one address alone; all can reach it if that is None.
 
     Returns:

@@ -15,6 +15,8 @@ from pipemesh.schedule import Costs, Schedule, Timeline, simulate, validate
 Points = list[tuple[int, float | None]]
 """A value by step, rising; None where it was no finite number."""
 
+PAGE = "report.html"
+"""The page of a run, in its log directory."""
 SAMPLES = "samples.jsonl"
 """In a log directory: what `pipemesh decode --format=json` has printed."""
 

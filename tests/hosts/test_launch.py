@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from pipemesh.cli import main
+from pipemesh.commands.main import main
 from tests.hosts.faults import LAUNCH, children, until
 
 

@@ -190,7 +190,7 @@ def test_one_that_is_killed_is_named_and_all_go_on_from_the_last_checkpoint(tmp_
         timeout=400,
         check=True,
     )
-    launch = [sys.executable, "-m", "pipemesh.cli", "launch", "--processes=2", "--"]
+    launch = [sys.executable, "-m", "pipemesh", "launch", "--processes=2", "--"]
     process = subprocess.Popen(
         [*launch, *LANGUAGE_MODEL, f"--logdir={tmp_path / 'together'}"],
         stdout=subprocess.PIPE,

@@ -27,9 +27,9 @@ def test_every_public_name_has_a_docstring():
 
 
 def test_the_command_line_example(capsys):
-    import pipemesh.cli
+    import pipemesh.commands.main
 
-    assert doctest.testmod(pipemesh.cli).failed == 0, capsys.readouterr().out
+    assert doctest.testmod(pipemesh.commands.main).failed == 0, capsys.readouterr().out
 
 
 def test_readme(capsys):

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-import pipemesh.cli
+import pipemesh.commands.main
 import pipemesh.schedule
 import pipemesh.schedule.builders
 import pipemesh.schedule.render
 
 MODULES = [
-    "pipemesh.cli",
+    "pipemesh.commands.main",
     "pipemesh.schedule",
     *(
         module.name

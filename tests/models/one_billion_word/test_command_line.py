@@ -15,8 +15,8 @@ WITHOUT_TENSORFLOW = """
 import sys
 sys.modules["tensorflow"] = sys.modules["lingvo"] = None
 from models.one_billion_word import train
-from pipemesh.training.command import program
-program.run(lambda argv: train.main(["train", *argv[1:]]))
+from pipemesh.commands import process
+process.run(lambda argv: train.main(["train", *argv[1:]]))
 """
 
 

@@ -7,15 +7,15 @@ import sys
 
 import pytest
 
+from tests.commands import program
 from tests.models.one_billion_word.program import finish, open_process, start
-from tests.training.command import program
 from tests.warm import warm
 
 PROGRAM = """
 import sys
 from models.one_billion_word import sizes
 sizes.Tiny.NUM_LAYERS = 2
-from pipemesh import cli
+from pipemesh.commands import main as cli
 cli.main(sys.argv[1:])
 """
 SPLIT = ["--mesh_shape=layers:2;data:2;model:2"]

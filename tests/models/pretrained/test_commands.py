@@ -10,8 +10,8 @@ import pytest
 import tensorflow as tf
 
 from models.pretrained import transfer
+from tests.commands import program
 from tests.models.pretrained import reference, small
-from tests.training.command import program
 
 pytestmark = pytest.mark.slow
 
@@ -165,7 +165,7 @@ def test_a_training_goes_on_with_them_and_says_text_too(run, tmp_path, monkeypat
     program.done("checkpoint", "import", *enter)
     out = program.done("train", f"--logdir={logdir}", "--steps=30", *SPLIT)
     assert f"going on from {logdir}/ckpt-0" in out
-    assert "changed: mesh layers:2 there, layers:2;model:2 now" in out
+    assert "changed: mesh layers:2 -> layers:2;model:2" in out
     changed = {line.split()[1] for line in out.splitlines() if line.startswith("changed: ")}
     assert changed == {"mesh", "layout", "task.stack.mesh_shape", "task.stack.layout"}
     assert "the data is read from its beginning" in out

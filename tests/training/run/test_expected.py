@@ -12,8 +12,8 @@ from pipemesh.report import read
 from pipemesh.report.change import Basis, basis_of
 from pipemesh.training import Loop, Options, Trainer
 from pipemesh.training.registered import RegisteredModel
+from tests.commands.program import refused, run
 from tests.training import small_models
-from tests.training.command.program import refused, run
 
 PLANNED = "--model=tests.training.small_models.PlannedPoints"
 
