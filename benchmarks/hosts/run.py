@@ -52,11 +52,12 @@ def serve(flags: list[str], folder: str, marks: bool) -> None:
 
         pipemesh.training.trainer.followed = lambda pipelines: None
     from models.one_billion_word import command_line
-    from models.one_billion_word.train import make_trainer, read_text, start_together
+    from models.one_billion_word.kind import make_trainer, read_text, start_together
     from pipemesh.commands import together
+    from pipemesh.commands.flags import Command, parse
 
     words = ["benchmark", *flags, "--num_microbatches=4", f"--logdir={folder}"]
-    command_line.parse(words, None)
+    parse(words, Command("benchmark", None, command_line.FLAGS_OF_TRAINING))
     request = command_line.request()
     start_together(request)
     trainer, _ = make_trainer(request, together.in_turn(lambda: read_text(request)))

@@ -44,8 +44,8 @@ class LanguageModelKind(ModelKind):
         """Makes the trainer, and prints the plan and the changes since the checkpoint."""
         request = command_line.request()
         start_together(request)
-        with together.folder(request.logdir):
-            yield _trainer(request), request
+        with training_of(request) as made:
+            yield made
 
     def evaluation(self) -> tuple[Any, str]:
         """Returns the model, and the path of the checkpoint to evaluate."""
@@ -82,6 +82,13 @@ class LanguageModelKind(ModelKind):
 
 
 KIND = LanguageModelKind()
+
+
+@contextlib.contextmanager
+def training_of(request: Request) -> Iterator[tuple[Any, Request]]:
+    """Holds the log directory; gives the trainer for a request, and the request."""
+    with together.folder(request.logdir):
+        yield _trainer(request), request
 
 
 def _trainer(request: Request) -> Any:

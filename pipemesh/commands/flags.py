@@ -24,7 +24,6 @@ from typing import Any, Literal, NoReturn
 from pipemesh.errors import PipemeshError
 from pipemesh.text import did_you_mean, nearest, nearest_text
 
-
 # The groups of flags that commands which train share, in the order of `--help`.
 FILES, TEXTS, MODEL = "model and files", "texts", "size and optimizer of the model"
 PLAN, TRAINING, WORKERS = "plan", "training", "workers"

@@ -10,6 +10,7 @@ from typing import Any
 
 from pipemesh import __version__
 from pipemesh.commands import process
+from pipemesh.commands.flags import FLAGS
 from pipemesh.text import columns, did_you_mean
 
 # In the groups of the list of commands: those that need TensorFlow, and those that do not.
@@ -69,7 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         known = f"{did_you_mean(name, HELP)}known are {', '.join(HELP)}"
         print(f"error: unknown command {name!r}; {known}", file=sys.stderr)
         return process.BAD_INPUT
-    return process.exit_code(lambda: _run(name, [f"pipemesh {name}", *words[1:]]))
+    try:
+        return process.exit_code(lambda: _run(name, [f"pipemesh {name}", *words[1:]]))
+    finally:
+        # Of a caller in Python they are no business.
+        FLAGS.declare([])
 
 
 def _run(name: str, argv: list[str]) -> int:

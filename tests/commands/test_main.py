@@ -103,8 +103,7 @@ def test_a_reader_that_stops_early_is_no_error():
 def test_an_unknown_command_gets_the_nearest(capsys):
     assert main(["scedule"]) == 2
     assert capsys.readouterr().err == (
-        "error: unknown command 'scedule'; did you mean 'schedule'? "
-        f"known are {', '.join(HELP)}\n"
+        f"error: unknown command 'scedule'; did you mean 'schedule'? known are {', '.join(HELP)}\n"
     )
 
 

@@ -102,7 +102,10 @@ def test_schedules_that_only_a_table_tells_of_are_simulated(layers, capsys, tmp_
         (["LAYERS", "--stages", "9"], "6 layers allow 1 to 6 stages"),
         (["LAYERS", "--stages", "2", "--remat", "ful"], "did you mean 'full'"),
         (["LAYERS", "--stages", "2", "--method", "lingvo", "--compare"], "leave --method out"),
-        (["LAYERS", "--stages", "2", "--plot", "/nowhere/x.svg"], "--plot='/nowhere/x.svg' cannot be written"),
+        (
+            ["LAYERS", "--stages", "2", "--plot", "/nowhere/x.svg"],
+            "--plot='/nowhere/x.svg' cannot be written",
+        ),
         (
             ["LAYERS", "--stages", "2", "--device_memory", "1GiB", "--num_microbatches", "2"],
             "memory_limit is too tight",

@@ -175,7 +175,9 @@ def test_a_plan_that_the_model_does_not_support_is_left_out(figures, tmp_path, c
         run(tried, model)
 
 
-def test_trials_beside_a_file_say_how_much_slower_the_machine_is_now(figures, tmp_path, capsys, run):
+def test_trials_beside_a_file_say_how_much_slower_the_machine_is_now(
+    figures, tmp_path, capsys, run
+):
     """All forecasts are by one factor longer; without room for a plain step none is run."""
     out = tmp_path / "plans.json"
 

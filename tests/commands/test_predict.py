@@ -37,7 +37,7 @@ def test_each_held_out_example_has_a_line_under_any_plan(logdir):
 
 @pytest.mark.slow
 def test_what_cannot_be_predicted_is_one_line(tmp_path, logdir):
-    assert "which model?" in refused("predict")
+    assert "cannot tell which model to use" in refused("predict")
     assert "has no checkpoint" in refused("predict", f"--logdir={tmp_path}", f"--model={MODEL}")
     assert "the checkpoint is of models.digits.params.DigitsPipelined, which says nothing of" in (
         refused("score", f"--logdir={logdir}", "--prompt=a")

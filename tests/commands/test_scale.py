@@ -36,7 +36,17 @@ def test_a_line_for_each_number_of_devices(costs, tmp_path, capsys):
 def test_layers_may_be_repeated_and_devices_be_faster(costs):
     found = []
     for more in ([], ["--layers", "32"], ["--faster", "10"]):
-        words = ["scale", costs, "--batch_size", "64", "--devices", "4", *more, "--json", f"{costs}.out"]
+        words = [
+            "scale",
+            costs,
+            "--batch_size",
+            "64",
+            "--devices",
+            "4",
+            *more,
+            "--json",
+            f"{costs}.out",
+        ]
         assert main(words) == 0
         found.append(json.loads(pathlib.Path(f"{costs}.out").read_text())["4"]["parts"]["compute"])
     once, twice, fast = found
@@ -50,7 +60,10 @@ def test_layers_may_be_repeated_and_devices_be_faster(costs):
         (["none.json", "--batch_size", "8"], "none.json cannot be read"),
         (["COSTS", "--batch_size", "8", "--devices", "8,x"], "give numbers from 1 on"),
         (["COSTS", "--batch_size", "8", "--layers", "3"], "the figures are of 16"),
-        (["COSTS", "--batch_size", "8", "--devices", "4", "--schedules", "1f1c"], "unknown schedule"),
+        (
+            ["COSTS", "--batch_size", "8", "--devices", "4", "--schedules", "1f1c"],
+            "unknown schedule",
+        ),
         (
             ["COSTS", "--batch_size", "8", "--devices", "4", "--json", "/none/x"],
             "--json='/none/x' cannot",

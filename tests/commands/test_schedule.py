@@ -115,7 +115,10 @@ def test_colour_is_chosen(capsys, monkeypatch):
         (("--name", "gpipe", "--devices", "4"), "--num_microbatches missing"),
         (("--name", "zbh1", *SIZE), "unknown schedule 'zbh1'; did you mean 'zb_h1'"),
         (("--name", "gpipe", "--devices", "0", "--num_microbatches", "1"), "num_devices is 0"),
-        (("--name", "gpipe", "--devices", "1", "--num_microbatches", "-1"), "num_microbatches is -1"),
+        (
+            ("--name", "gpipe", "--devices", "1", "--num_microbatches", "-1"),
+            "num_microbatches is -1",
+        ),
         (("--name", "gpipe", *SIZE, "--costs", "f=1:2"), "costs have 2 values, but there are 4"),
         (("--name", "gpipe", *SIZE, "--costs", "fwd=1"), "column 1: unknown cost 'fwd'"),
         (("--name", "gpipe", *SIZE, "--num_virtual_stages", "2"), "gpipe has always 1 a device"),
@@ -125,7 +128,10 @@ def test_colour_is_chosen(capsys, monkeypatch):
         (("--compare", *SIZE, "--svg", "x.svg"), "--svg draws one schedule"),
         (("--compare", *SIZE, "--jitter", "0.5"), "--jitter is for one schedule"),
         (("--read", "/no/such.csv"), "cannot read /no/such.csv: No such file"),
-        (("--name", "gpipe", *SIZE, "--svg", "/no/such/x.svg"), "--svg='/no/such/x.svg' cannot be written"),
+        (
+            ("--name", "gpipe", *SIZE, "--svg", "/no/such/x.svg"),
+            "--svg='/no/such/x.svg' cannot be written",
+        ),
         (("--read", "x.csv", "--devices", "4"), "--devices does not go with --read"),
     ],
 )

@@ -20,7 +20,7 @@ def test_models_that_are_no_language_models_train_go_on_and_are_judged(tmp_path,
     done("train", *flags, "--steps=3", f"--logdir={parts}")
     # The model is known by then.
     out = done("train", "--steps=6", f"--logdir={parts}")
-    assert f"as it was begun: --model=models.digits.{model} --save_every=3" in out
+    assert f"resuming with saved flags: --model=models.digits.{model} --save_every=3" in out
     assert f"going on from {parts}/ckpt-3" in out
     (line,) = [line for line in expected.splitlines() if line.startswith("held out at step 6: ")]
     assert line in out and "accuracy 0." in line
@@ -39,21 +39,21 @@ def test_another_plan_is_told_and_judges_alike(tmp_path):
     for flags in (["--plain"], split):
         assert done("evaluate", f"--logdir={tmp_path}", *flags).endswith(f"step 2: {score}\n")
     out = done("train", "--steps=3", f"--logdir={tmp_path}", *split)
-    assert "changed: mesh layers:2 -> layers:2;data:2" in out
+    assert "changed since the checkpoint: mesh layers:2 -> layers:2;data:2" in out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["train"], "which model? give --model=package.module.Class"),
+        (["train"], "cannot tell which model to use; pass --model=package.module.Class"),
         (["train", "--model=no.such.Model"], "there is no module 'no'"),
-        (["train", MODEL, "--step=3"], "step"),
+        (["train", MODEL, "--step=3"], "unknown flag --step; did you mean --steps?"),
         (["train", MODEL, "--mesh_shape=layers:2"], "has no PipeliningLayer"),
         (["train", MODEL, "--mesh_shape=2"], "--mesh_shape='2': '2' in mesh shape '2' is not"),
         (["train", MODEL, "--plain", "--num_microbatches=2"], "num_microbatches"),
         (["train", MODEL, "--trace_schedule"], "no pipeline of single actions to time"),
-        (["evaluate"], "which model?"),
+        (["evaluate"], "cannot tell which model to use"),
         (["evaluate", "--logdir=/no/such/run", "--eval-batches=2"], "--eval_batches is for"),
         (["evaluate", "--logdir=/no/such/run"], "has no checkpoint; train first"),
         (["evaluate", "--cluster=a:1,b:1", "--process=0"], "is run by one process"),
@@ -141,7 +141,7 @@ def test_learning_rates_are_tried_without_a_training(tmp_path):
     out = done("train", model, f"--logdir={tmp_path}", "--steps=1")
     assert f"checkpoint: {tmp_path}/ckpt-1" in out
     for flag, told in [
-        ("--find_learning_rate=3", "so few say nothing"),
+        ("--find_learning_rate=3", "too few to find a range"),
         ("--trace_schedule", "leave it or --find_learning_rate out"),
     ]:
         words = ["train", f"--logdir={tmp_path}", "--find_learning_rate=60", flag]

@@ -10,7 +10,7 @@ import sys
 import tensorflow as tf
 
 from pipemesh.backend.cluster import own_host, worker_devices
-from pipemesh.commands.flags import exit_code
+from pipemesh.commands.process import exit_code
 from pipemesh.hosts import Cluster, client
 
 

@@ -122,12 +122,12 @@ def test_settings_that_changed_are_listed(text, logdir, train, capsys):
     assert train(small_request(logdir, text, steps=6, **changes)) == 0
     out = capsys.readouterr().out
     assert (
-        "settings that changed: compute_dtype none -> bfloat16, batch_size 8 -> 4, "
+        "changed since the checkpoint: compute_dtype none -> bfloat16, batch_size 8 -> 4, "
         "learning_rate 0.4 there, 0.25 now\n"
     ) in out
     assert "the text is read from its beginning, in the order of epochs to come" in out
     train(small_request(logdir, text, steps=7, **changes))
-    assert "settings that changed" not in capsys.readouterr().out
+    assert "changed since the checkpoint" not in capsys.readouterr().out
 
 
 def test_a_checkpoint_whose_bits_flipped_is_found_and_the_one_before_serves(

@@ -168,10 +168,10 @@ def test_who_goes_on_takes_the_flags_that_it_was_begun_with(whole, tmp_path):
     assert 'mesh_shape = "layers:3"\n' in written and "logdir" not in written
     # The program's own small flags are given each time.
     out = run(f"--logdir={logdir}", "--steps=6", "--schedule=gpipe")
-    assert "as it was begun: " in out
-    told = out.partition("as it was begun: ")[2].splitlines()[0]
+    assert "resuming with saved flags: " in out
+    told = out.partition("resuming with saved flags: ")[2].splitlines()[0]
     assert "--mesh_shape=layers:3" in told and "schedule" not in told and "--seed=0" in told
-    assert "settings that changed: schedule zb_h1 -> gpipe\n" in out
+    assert "changed since the checkpoint: schedule zb_h1 -> gpipe\n" in out
     mine, theirs = losses(logdir), losses(whole)
     np.testing.assert_allclose([mine[s] for s in theirs], list(theirs.values()), rtol=1e-4)
     # And from its file to another training.

@@ -164,7 +164,7 @@ def train_step(self):
     return result
 
 trainer.Trainer.train_step = train_step
-program.run(train.main)
+process.run(train.main)
 """
 
 

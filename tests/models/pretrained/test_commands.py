@@ -120,7 +120,7 @@ def test_flags_that_play_no_part_are_refused_before_all_else(run, tmp_path):
         (["score", prompt, "--dataset=Test"], training.format("--dataset")),
         (["export", to, "--mesh_shape=layers:2"], alone),
         (["export", to, "--max_to_keep=2"], training.format("--max_to_keep")),
-        (["export", to, "--ids"], "Unknown command line flag 'ids'"),
+        (["export", to, "--ids"], "unknown flag --ids"),
     ):
         done = subprocess.run(
             [sys.executable, "-c", program.WITHOUT_TENSORFLOW, *words, f"--logdir={run}"],
@@ -165,7 +165,7 @@ def test_a_training_goes_on_with_them_and_says_text_too(run, tmp_path, monkeypat
     program.done("checkpoint", "import", *enter)
     out = program.done("train", f"--logdir={logdir}", "--steps=30", *SPLIT)
     assert f"going on from {logdir}/ckpt-0" in out
-    assert "changed: mesh layers:2 -> layers:2;model:2" in out
+    assert "changed since the checkpoint: mesh layers:2 -> layers:2;model:2" in out
     changed = {line.split()[1] for line in out.splitlines() if line.startswith("changed: ")}
     assert changed == {"mesh", "layout", "task.stack.mesh_shape", "task.stack.layout"}
     assert "the data is read from its beginning" in out
