@@ -49,7 +49,7 @@ def test_texts_are_continued_and_scored(logdir):
         (["a\ud800"], {}, "which is not UTF-8"),
         (["a"], {"help": True}, "help is for the command alone; leave it out"),
         (["a"], {"prompt": "b"}, "prompt is for the command alone; leave it out"),
-        (["a"], {}, "which training. give the --logdir of one, or a --checkpoint"),
+        (["a"], {}, "no training is named; give the --logdir of one, or a --checkpoint"),
         (["a"], {"logdir": "/no/such"}, "--logdir='/no/such' has no checkpoint; train first"),
     ],
 )

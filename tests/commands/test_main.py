@@ -90,7 +90,7 @@ def test_a_folder_called_models_hides_no_example(tmp_path):
 def test_a_reader_that_stops_early_is_no_error():
     code = (
         "import sys; from pipemesh.commands.main import main; "
-        "sys.exit(main(['schedule', '--name', 'gpipe', '--devices', '64', '--num_microbatches', '99']))"
+        "sys.exit(main(['schedule', '--name=gpipe', '--devices=64', '--num_microbatches=99']))"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
