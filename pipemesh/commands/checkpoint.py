@@ -163,7 +163,7 @@ def main(argv: list[str]) -> int:
 
 def _help() -> str:
     """Returns the help of all verbs."""
-    lines = columns([[f"  {name}", verb.about] for name, verb in VERBS.items()], left=(0, 1))
+    lines = columns([[f"  {name}", verb.about or ""] for name, verb in VERBS.items()], left=(0, 1))
     return "\n".join(
         [
             "usage: pipemesh checkpoint VERB ...",

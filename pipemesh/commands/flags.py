@@ -252,10 +252,11 @@ class Flags:
             FlagError: the text is not allowed.
         """
         flag = self._flags[name]
-        value = flag.read(text)
         if flag.repeated:
-            value = [*(self._values[name] if name in self._given else []), value]
-        self.set(name, value)
+            before: list[Any] = self._values[name] if name in self._given else []
+            self.set(name, [*before, flag.read(text)])
+        else:
+            self.set(name, flag.read(text))
 
     def apply(self, values: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Sets flags that are not given yet.

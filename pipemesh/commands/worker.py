@@ -42,6 +42,6 @@ def main(argv: list[str]) -> int:
     flags = parse(argv, COMMAND)
     # It loads TensorFlow, which announces itself.
     process.import_quietly()
-    from pipemesh.hosts.worker import serve
+    from pipemesh.hosts.worker import run_worker
 
-    return serve(flags.port, flags.listen, flags.cpu_devices, flags.parent_fd)
+    return run_worker(flags.port, flags.listen, flags.cpu_devices, flags.parent_fd)

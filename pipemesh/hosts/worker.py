@@ -26,7 +26,7 @@ from pipemesh.hosts.cluster import EVERYWHERE, LOOPBACK
 _SECONDS_TO_START, _PAUSE = 30.0, 0.1
 
 
-def serve(port: int, listen: str, cpu_devices: int, parent_fd: int | None = None) -> int:
+def run_worker(port: int, listen: str, cpu_devices: int, parent_fd: int | None = None) -> int:
     """Runs a worker until a signal, or the end of its parent, ends it; returns the exit code.
 
     Args:
@@ -47,7 +47,7 @@ def serve(port: int, listen: str, cpu_devices: int, parent_fd: int | None = None
     _check_free(port)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, _leave)
-    server, port = _started(port, ip, cpu_devices)
+    server, port = _serve(port, ip, cpu_devices)
     address = f"{_reached(listen)}:{port}"
     _announce(address, ip)
     parent = None
@@ -65,7 +65,7 @@ def _check_free(port: int) -> None:
         check_free(port, f"--port={port}", "give another")
 
 
-def _started(port: int, ip: str | None, cpu_devices: int) -> tuple[Any, int]:
+def _serve(port: int, ip: str | None, cpu_devices: int) -> tuple[Any, int]:
     """Starts a server that is reached at one address alone; all can reach it if that is None.
 
     Returns:
