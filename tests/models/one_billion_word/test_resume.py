@@ -123,7 +123,7 @@ def test_settings_that_changed_are_listed(text, logdir, train, capsys):
     out = capsys.readouterr().out
     assert (
         "changed since the checkpoint: compute_dtype none -> bfloat16, batch_size 8 -> 4, "
-        "learning_rate 0.4 there, 0.25 now\n"
+        "learning_rate 0.4 -> 0.25\n"
     ) in out
     assert "the text is read from its beginning, in the order of epochs to come" in out
     train(small_request(logdir, text, steps=7, **changes))
