@@ -170,7 +170,7 @@ def request() -> Request:
 
 
 def _plan(settings: Settings) -> Plan:
-    """The model's plan, with all that is asked for otherwise."""
+    """Returns the model's plan, changed as the flags say."""
     given = plan_flags.given()
     values = settings.PLAN.to_values() | given
     if values["lowering"] == "simd":
@@ -200,12 +200,12 @@ def _made(values: dict[str, str], settings: Settings) -> Plan:
 
 
 def _dims_of(values: dict[str, str]) -> list[str]:
-    """The names of the dims that a layout is said to split."""
+    """Returns the names of the dims that a layout splits."""
     return [rule.partition(":")[0].strip() for rule in values["layout"].split(";")]
 
 
 def _check_plan(settings: Settings) -> None:
-    """Whether the layers and the batch can be cut as the plan says."""
+    """Checks that the layers and the batch can be cut as the plan says."""
     plan, layers = settings.PLAN, settings.NUM_LAYERS + 2
     try:
         plan.check_layers(layers)
@@ -223,7 +223,7 @@ def _check_plan(settings: Settings) -> None:
 
 
 def fitting(settings: Settings, device_type: str) -> Plan:
-    """The plan of settings, or one for fewer devices; see `host_flags.fitting`.
+    """Returns the plan of settings, or one for fewer devices; see `host_flags.fitting`.
 
     Args:
         settings: of the model.
@@ -236,7 +236,7 @@ def fitting(settings: Settings, device_type: str) -> Plan:
 
 
 def agree(request: Request) -> Plan:
-    """The plan that is asked for, or that processes have agreed on; see `host_flags.agree`.
+    """Returns the requested plan, or the one that processes have agreed on; see `host_flags.agree`.
 
     Args:
         request: what is asked for.

@@ -129,7 +129,7 @@ def _trainer(request: Request) -> Any:
 
 
 class Text(NamedTuple):
-    """What is trained on, and the checkpoint to go on from.
+    """The text to train on, and the checkpoint to resume from.
 
     Attributes:
         corpus: the text.

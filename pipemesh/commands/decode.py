@@ -165,7 +165,7 @@ def decode(model: Texts, texts: Sequence[str]) -> None:
 
 
 def _sizes(plan: Any, generator: Any, number: int) -> tuple[int, int]:
-    """How many groups there are for so many prompts, and rows in each.
+    """Returns the number of groups for this many prompts, and the rows in each.
 
     Raises:
         FlagError: rows cannot be split as the batch is.
@@ -185,7 +185,7 @@ def _sizes(plan: Any, generator: Any, number: int) -> tuple[int, int]:
 
 
 def _told(found: Any, text: str, prompt: Sequence[int], tokens: Tokens) -> str:
-    """A continuation as it is printed."""
+    """Returns the line of a continuation."""
     whole = tokens.text(prompt, found.tokens)
     if FLAGS.format == "text":
         return whole
@@ -232,10 +232,10 @@ def _settings(drawn: Callable[..., Any], searched: Callable[..., Any]) -> Any:
 
 
 def _streams() -> bool:
-    """Whether text is printed as it comes.
+    """Returns whether text is printed as it comes.
 
     Raises:
-        FlagError: it is asked for, and cannot be.
+        FlagError: another flag excludes it.
     """
     hinders = [f"--format={FLAGS.format}"] if FLAGS.format != "text" else []
     hinders += ["--beams"] if FLAGS.beams else []
@@ -245,7 +245,7 @@ def _streams() -> bool:
 
 
 def _in_order(found: Iterable[Any]) -> Iterator[Any]:
-    """As they were given, each as soon as those before it are done."""
+    """Yields results in the order of the prompts, as soon as the earlier ones are done."""
     held: dict[int, Any] = {}
     number = 0
     for each in found:

@@ -27,12 +27,12 @@ class DecodedText:
     """A prompt and what follows it.
 
     Attributes:
-        prompt: that was given.
+        prompt: the given text.
         text: it and its continuation.
         tokens: ids of the continuation, the one that ended it among them.
         log_probs: of each of them under the model, natural logarithms.
-        stopped: whether a token ended it; else it has as many as were asked for.
-        others: of a search, what was found besides, best first: texts and their log probabilities.
+        stopped: whether a token ended it; otherwise it has the maximum number of tokens.
+        others: further results of a search, best first: texts and their log probabilities.
     """
 
     prompt: str
@@ -45,10 +45,10 @@ class DecodedText:
 
 @dataclasses.dataclass(frozen=True)
 class TextScore:
-    """What a model thinks of a text.
+    """The score of a text under a model.
 
     Attributes:
-        text: that was given.
+        text: the given text.
         log_prob: of the whole text, a natural logarithm.
         perplexity: of a token; infinite if a token is impossible.
         tokens: ids, the one that ends the text among them unless `end_token=False` is given.
@@ -75,15 +75,15 @@ def decode(
         prompts: texts of one line each.
         logdir: folder of a training, whose newest checkpoint is taken.
         checkpoint: path of one, in place of the folder.
-        **flags: of `pipemesh decode`, such as `max_tokens=24`, `mesh_shape="layers:2"`,
+        **flags: flags of `pipemesh decode`, such as `max_tokens=24`, `mesh_shape="layers:2"`,
             `temperature=0.8`, `beams=4` or `plain=True`.
 
     Returns:
         Each prompt and what follows it, in their order.
 
     Raises:
-        DecodingError: what is asked for cannot be had; the line that the command says.
-        RuntimeError: the command failed otherwise; all that it said.
+        DecodingError: the request cannot be satisfied; has the error of the command.
+        RuntimeError: the command failed otherwise; has its whole standard error.
 
     Example:
         >>> pipemesh.decode(["The module"], logdir="runs/OneBillionWordTiny")  # doctest: +SKIP
@@ -117,15 +117,15 @@ def score(
         texts: of one line each.
         logdir: folder of a training, whose newest checkpoint is taken.
         checkpoint: path of one, in place of the folder.
-        **flags: of `pipemesh score`, such as `mesh_shape="layers:2"`, `plain=True` or
+        **flags: flags of `pipemesh score`, such as `mesh_shape="layers:2"`, `plain=True` or
             `end_token=False`.
 
     Returns:
-        What the model thinks of each, in their order.
+        The score of each, in their order.
 
     Raises:
-        DecodingError: what is asked for cannot be had; the line that the command says.
-        RuntimeError: the command failed otherwise; all that it said.
+        DecodingError: the request cannot be satisfied; has the error of the command.
+        RuntimeError: the command failed otherwise; has its whole standard error.
 
     Example:
         >>> score([])
@@ -144,7 +144,7 @@ def score(
 
 
 def _lines(command: str, texts: Iterable[str], **flags: Any) -> Sequence[dict[str, Any]]:
-    """What a command says of texts, as JSON."""
+    """Runs a command on texts, and returns its lines of JSON."""
     if isinstance(texts, str):
         raise DecodingError(f"{texts!r} is one text; give a list of them")
     lines: list[Any] = list(texts)
@@ -189,7 +189,7 @@ def _lines(command: str, texts: Iterable[str], **flags: Any) -> Sequence[dict[st
 
 
 def _log_prob(value: float | None) -> float:
-    """JSON knows no infinity: what is impossible has none."""
+    """Returns minus infinity for null: JSON knows no infinity."""
     return float("-inf") if value is None else value
 
 

@@ -217,7 +217,7 @@ def start_tensorflow(mesh: Mesh, device_type: str) -> None:
 
 
 def processes() -> tuple[Cluster, int] | None:
-    """The processes that run this program, and the number of this one; None if it is alone.
+    """Returns the processes of this program and the index of this one; None if it is alone.
 
     Raises:
         FlagError: a flag is malformed.
@@ -318,7 +318,7 @@ def agree(plan: Plan, folder: str, check: Callable[[Plan], object]) -> Plan:
 def _fitting(
     plan: Plan, each: int, check: Callable[[Plan], object]
 ) -> Callable[[int], tuple[int, str]]:
-    """How many of so many processes, with so many devices each, go on, and by which plan."""
+    """Returns a function that says how many processes continue, and under which plan."""
 
     def fit(there: int) -> tuple[int, str]:
         def checked(other: Plan) -> None:
@@ -336,7 +336,7 @@ def _fitting(
 
 
 def _dealt(devices: int, most: int, each: int) -> int:
-    """The fewest processes that have so many devices, all as many; 0 if there are none.
+    """Returns the fewest processes that share the devices evenly; 0 if there are none.
 
     Example:
         >>> _dealt(4, 3, 2), _dealt(3, 2, 2)
@@ -347,7 +347,7 @@ def _dealt(devices: int, most: int, each: int) -> int:
 
 
 def has_joined() -> bool:
-    """Whether processes have agreed on which of them take part."""
+    """Returns whether processes have agreed on which of them take part."""
     return _joined is not None
 
 
@@ -463,9 +463,7 @@ def connect() -> bool:
 
 
 def fitting(plan: Plan, device_type: str, check: Callable[[Plan], object]) -> Plan:
-    """A plan for the workers that are there, where a training is elastic; or the plan itself.
-
-    Says so if it is another one.
+    """Returns the plan, or with --elastic one for the available workers, and prints the changes.
 
     Args:
         plan: what is asked for.

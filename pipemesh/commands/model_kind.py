@@ -62,7 +62,7 @@ CHECKPOINT_FLAG = Flag(
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """How a model spells text.
+    """The tokens of a model, and how text is spelled in them.
 
     Attributes:
         encode: ids of a text that is to be continued.
@@ -79,7 +79,7 @@ class Tokens:
     vocab_size: int
 
     def text(self, prompt: Sequence[int], tokens: Sequence[int]) -> str:
-        """The text of a prompt and what follows it, without the token that ends it."""
+        """Returns a prompt and its continuation as text, without the token that ends it."""
         said = tokens[:-1] if tokens and tokens[-1] in self.stop else tokens
         return self.decode([*prompt, *said])
 

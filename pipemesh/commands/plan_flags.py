@@ -129,10 +129,10 @@ def plan_flags(
 
 
 def given() -> dict[str, str]:
-    """What is asked for otherwise than the model has it, by names of `Plan.to_values`.
+    """Returns the values of the plan that flags set, by names of `Plan.to_values`.
 
     Raises:
-        FlagError: the number of microbatches is none.
+        FlagError: the number of microbatches is not positive.
     """
     if FLAGS.num_microbatches is not None:
         check_number("num_microbatches", FLAGS.num_microbatches)
@@ -145,7 +145,7 @@ def given() -> dict[str, str]:
 
 
 def error_of(error: PipemeshError, values: Mapping[str, str], more: str = "") -> FlagError:
-    """An error of a plan as one that names the flag.
+    """Converts an error of a plan to one that names the flag.
 
     Args:
         error: that `Plan.from_values` raised, or a check of the plan.

@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it, which knows no infinity, with all digits that float32 has."""
+    """Converts a value for JSON, which knows no infinity, with all digits of float32."""
     if isinstance(value, list):
         return [_plain(each) for each in value]
     if isinstance(value, bytes):

@@ -1,4 +1,4 @@
-"""What `decode`, `score` and `export` share: texts, their flags, and the model of a checkpoint."""
+"""Texts, their flags and the model of a checkpoint, for `decode`, `score` and `export`."""
 
 from __future__ import annotations
 

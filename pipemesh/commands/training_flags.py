@@ -1,4 +1,4 @@
-"""The flags of a training, whatever is trained: how long, how often, where to."""
+"""The flags of a training of any model: how long, how often, where to."""
 
 from __future__ import annotations
 
@@ -170,10 +170,10 @@ def options() -> dict[str, Any]:
 
 
 def _profile_steps() -> tuple[int, int] | None:
-    """The first and the last step to profile.
+    """Returns the first and the last step to profile.
 
     Raises:
-        FlagError: there are no such steps.
+        FlagError: the steps are invalid.
     """
     text = FLAGS.profile_steps
     if text is None:

@@ -62,7 +62,7 @@ def test_text_goes_on_under_any_plan_with_a_tokenizer_and_without(run):
         said = program.done("decode", f"--checkpoint={run}/ckpt-0", *ids)
         assert said.split() == ["1", "2", "3", *map(str, found["tokens"])]
         line = program.refused("decode", f"--logdir={run}", "--ids", "--prompt=the cat")
-        assert "with --ids a prompt is numbers of tokens, such as 12 7 30, but" in line
+        assert "with --ids a text is token ids, such as 12 7 30, but" in line
         line = program.refused(
             "decode", f"--logdir={run}", "--ids", "--prompt=1 99", "--max_tokens=2"
         )
@@ -106,7 +106,7 @@ def test_flags_that_play_no_part_are_refused_before_all_else(run, tmp_path):
     prompt, to = "--prompt=the cat", f"--to={tmp_path}/new/out"
     drawn = [prompt, "--temperature=1"]
     training = "{} is for training; leave it out"
-    alone = "--mesh_shape plays no part, since a model is exported for one device; leave it out"
+    alone = "--mesh_shape has no effect, since a model is exported for one device; leave it out"
     for words, told in (
         (["decode", prompt, "--steps=3"], training.format("--steps")),
         (["decode", prompt, "--seed=3"], training.format("--seed")),
