@@ -166,7 +166,9 @@ def test_a_training_goes_on_with_them_and_says_text_too(run, tmp_path, monkeypat
     out = program.done("train", f"--logdir={logdir}", "--steps=30", *SPLIT)
     assert f"going on from {logdir}/ckpt-0" in out
     assert "changed since the checkpoint: mesh layers:2 -> layers:2;model:2" in out
-    changed = {line.split()[1] for line in out.splitlines() if line.startswith("changed: ")}
+    prefix = "changed since the checkpoint: "
+    lines = [line for line in out.splitlines() if line.startswith(prefix)]
+    changed = {line.removeprefix(prefix).split()[0] for line in lines}
     assert changed == {"mesh", "layout", "task.stack.mesh_shape", "task.stack.layout"}
     assert "the data is read from its beginning" in out
     again = program.done("train", f"--logdir={logdir}", "--steps=31")
