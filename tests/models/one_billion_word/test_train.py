@@ -220,8 +220,8 @@ BAD_INPUT = [
     (["--seed=9223372036854775808"], "--seed=9223372036854775808", "64 bits"),
     (["--data_dir="], "--data_dir='' is empty", "leave the flag out"),
     (["trash"], "'trash'", "--"),
-    (["--step=3"], "'step'", "steps"),
-    (["--save_every=0"], "save_every", "positive"),
+    (["--step=3"], "unknown flag --step", "--steps?"),
+    (["--save_every=0"], "--save_every=0", "at least 1"),
 ]
 
 
