@@ -1,5 +1,5 @@
 """Example models. Importing the package loads neither TensorFlow nor lingvo, but prepares both."""
 
-from pipemesh.training.command import quiet
+from pipemesh.commands import process
 
-quiet.install()
+process.import_quietly()

@@ -10,7 +10,7 @@ Example:
     (0, 2, 4)
 """
 
-from pipemesh.texts import DecodedText, TextScore, decode, score
+from pipemesh.commands.from_python import DecodedText, TextScore, decode, score
 
 __all__ = ["DecodedText", "TextScore", "decode", "score"]
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from pipemesh.cli import main
+from pipemesh.commands.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

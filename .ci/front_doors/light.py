@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pipemesh
-from pipemesh.cli import HELP
+from pipemesh.commands.main import HELP
 from pipemesh.partition import partition
 from pipemesh.plan import Plan
 from pipemesh.schedule import gpipe, simulate
@@ -47,6 +47,6 @@ for words in (
         assert words[-1] == "--help" and "usage: pipemesh" in done.stdout, told
     else:
         assert done.returncode == 2, told
-        assert not words or done.stderr == f"pipemesh: error: {MISSING}\n", told
+        assert not words or done.stderr == f"error: {MISSING}\n", told
 
 print(f"without TensorFlow: {', '.join(alone)}; what to install say {', '.join(others)}")

@@ -40,10 +40,10 @@ def timed(owner: Any, name: str, cause: str) -> None:
 def main() -> None:
     gc.disable()
     begin = time.perf_counter()
-    from models.one_billion_word import train
+    from models.one_billion_word import kind, train
 
-    timed(train, "read_text", "text and vocabulary")
-    start = train._start_devices
+    timed(kind, "read_text", "text and vocabulary")
+    start = kind._start_devices
 
     def start_and_watch(request: Any) -> None:
         importing = time.perf_counter()
@@ -64,7 +64,7 @@ def main() -> None:
         timed(trainer.Trainer, "save", "evaluating and saving")
         timed(loop.Loop, "_conclude", "evaluating at the end")
 
-    train._start_devices = start_and_watch
+    kind._start_devices = start_and_watch
     with tempfile.TemporaryDirectory() as logdir, contextlib.suppress(SystemExit):
         flags = ["--steps=1", "--eval_batches=1", f"--logdir={logdir}"]
         train.main(["train", *sys.argv[1:], *flags])

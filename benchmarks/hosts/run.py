@@ -32,7 +32,7 @@ PLANS = {
 }
 # As many threads an operation as each device of one process has.
 LAUNCH = [
-    *(sys.executable, "-m", "pipemesh.cli", "launch", "--processes=2"),
+    *(sys.executable, "-m", "pipemesh", "launch", "--processes=2"),
     *("--cpu_devices=2", "--"),
 ]
 TRAIN = [
@@ -52,10 +52,11 @@ def serve(flags: list[str], folder: str, marks: bool) -> None:
 
         pipemesh.training.trainer.followed = lambda pipelines: None
     from models.one_billion_word import command_line
-    from models.one_billion_word.train import make_trainer, read_text
+    from models.one_billion_word.kind import make_trainer, read_text
+    from pipemesh.commands.flags import Command, parse
 
     words = ["benchmark", *flags, "--num_microbatches=4", f"--logdir={folder}"]
-    command_line.parse(words, None)
+    parse(words, Command("benchmark", None, command_line.FLAGS_OF_TRAINING))
     request = command_line.request()
     trainer, _ = make_trainer(request, read_text(request))
     serve_timed(lambda: (trainer.train_step()["loss"],))

@@ -51,11 +51,13 @@ def make_step(name: str, flags: list[str], folder: str):
         from products import products_step
 
         return products_step()
-    from models.one_billion_word import command_line, train
+    from models.one_billion_word import command_line, kind
+    from pipemesh.commands.flags import Command, parse
 
-    command_line.parse(["train", *flags, f"--logdir={folder}"], "")
+    command = Command("benchmark", None, command_line.FLAGS_OF_TRAINING)
+    parse(["benchmark", *flags, f"--logdir={folder}"], command)
     request = command_line.request()
-    trainer, _ = train.make_trainer(request, train.read_text(request))
+    trainer, _ = kind.make_trainer(request, kind.read_text(request))
     return lambda: (trainer.train_step()["loss"],)
 
 

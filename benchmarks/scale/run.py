@@ -11,7 +11,7 @@ import pathlib
 import sys
 import time
 
-from pipemesh.cli import main as pipemesh
+from pipemesh.commands.main import main as pipemesh
 from pipemesh.plan.figures import Figures
 from pipemesh.plan.many_devices import Failures, simulate_failures
 from pipemesh.text import columns
@@ -30,15 +30,15 @@ _ACCELERATORS = [
 ]
 CASES = {
     "hosts of this machine's kind, 10 Gbit Ethernet, batches of 4,096 rows": [
-        *("--host", "1", "--between", "5e-5,1.25e9", "--storage", "5e8", "--batch", "4096"),
+        *("--host", "1", "--between", "5e-5,1.25e9", "--storage", "5e8", "--batch_size", "4096"),
     ],
     "accelerators 2,000 times as fast, 80 GB, 8 a host, batches of 4,096 rows": [
         *_ACCELERATORS,
-        *("--memory", "80e9", "--batch", "4096"),
+        *("--device_memory", "80e9", "--batch_size", "4096"),
     ],
     "the same, 96 layers, 40 GB, batches of 1,024 rows": [
         *_ACCELERATORS,
-        *("--memory", "40e9", "--layers", "98", "--batch", "1024"),
+        *("--device_memory", "40e9", "--layers", "98", "--batch_size", "1024"),
     ],
 }
 
@@ -101,7 +101,7 @@ def main() -> None:
         print(f"\n{name}")
         begin = time.perf_counter()
         words = ["scale", str(path), "--devices", DEVICES, *options, "--parts"]
-        words += ["--failure-hours", arguments.failure_hours]
+        words += ["--failure_hours", arguments.failure_hours]
         code = pipemesh(words)
         if code:
             raise SystemExit(code)

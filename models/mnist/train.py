@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import math
 
-from absl import flags
-
+from pipemesh.commands.flags import FLAGS, Flag
 from pipemesh.errors import PipemeshError
 
 from ..named_dims import command
 
-FLAGS = flags.FLAGS
-
-command.define_flags(batch_size=128, hidden_size=1024, learning_rate=0.1, eval_every=25)
-flags.DEFINE_integer("steps", None, "How many steps; default: as --epochs says.", lower_bound=1)
-flags.DEFINE_float("epochs", 20.0, "How often all digits are seen.")
-
+TRAIN_FLAGS = (
+    *command.shared_flags(batch_size=128, hidden_size=1024, learning_rate=0.1, eval_every=25),
+    Flag("steps", int, least=1, help="Number of steps; default: as --epochs says."),
+    Flag("epochs", float, 20.0, help="How often all digits are seen."),
+)
 SIZE_FLAGS = {"batch": "batch_size", "hidden": "hidden_size"}
 
 
@@ -29,7 +27,7 @@ def train() -> None:
     from .digits import load_digits
     from .network import MnistNetwork
 
-    if FLAGS.steps is not None and FLAGS["epochs"].present:
+    if FLAGS.steps is not None and FLAGS.is_given("epochs"):
         raise PipemeshError(
             f"--steps={FLAGS.steps} and --epochs={FLAGS.epochs} both say how long to train; give "
             "one of them"
@@ -52,4 +50,4 @@ def train() -> None:
 
 
 if __name__ == "__main__":
-    command.run(train)
+    command.run(train, __doc__, TRAIN_FLAGS)

@@ -8,70 +8,53 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, NoReturn
 
-from absl import flags
-
+from pipemesh.commands import process
+from pipemesh.commands.flags import FLAGS, Command, Flag, FlagError, parse
+from pipemesh.commands.host_flags import device_flags, device_type, start_devices
 from pipemesh.errors import LayoutError, PipemeshError
 from pipemesh.mesh import LayoutRules, Mesh
-from pipemesh.training.command.flags import (
-    FlagError,
-    define_devices,
-    device_type,
-    exit_code,
-    parse,
-    start_devices,
-)
 from pipemesh.training.run.console import SECONDS_A_REFRESH
 
 if TYPE_CHECKING:
     from .network import Network
     from .trainer import Arrays, Trainer
 
-FLAGS = flags.FLAGS
 
-# Flags that are defined here belong to the program that asks for them.
-flags.disclaim_key_flags()
-
-
-def define_flags(
+def shared_flags(
     *, batch_size: int, hidden_size: int, learning_rate: float, eval_every: int
-) -> None:
-    """Defines the flags that all examples have.
-
-    Args:
-        batch_size: default of `--batch_size`.
-        hidden_size: default of `--hidden_size`.
-        learning_rate: default of `--learning_rate`.
-        eval_every: default of `--eval_every`.
-    """
-    define_devices(
-        "data:2",
-        "batch:data",
-        "Mesh of devices, such as 'data:2;model:2'.",
-        "Which dims are split over which axes: 'batch:data;hidden:model'.",
+) -> tuple[Flag, ...]:
+    """Returns the flags that all examples have; the arguments are defaults."""
+    return (
+        *device_flags(
+            "data:2",
+            "batch:data",
+            "Mesh of devices, such as 'data:2;model:2'.",
+            "Which dims are split over which axes, such as 'batch:data;hidden:model'.",
+        ),
+        Flag(
+            "lowering",
+            default="placement",
+            choices=["placement", "simd"],
+            help="One graph for all devices, or one program that all devices run.",
+        ),
+        Flag("batch_size", int, batch_size, least=1, help="Examples a step."),
+        Flag("hidden_size", int, hidden_size, least=1, help="Units of the hidden layer."),
+        Flag("learning_rate", float, learning_rate, help="Factor of the gradients."),
+        Flag("seed", int, 0, least=0, help="Seed of weights and data."),
+        Flag("eval_every", int, eval_every, least=1, help="Steps between evaluations."),
+        Flag("curve", value="FILE", help="File to write the loss of every step to, as CSV."),
     )
-    flags.DEFINE_enum(
-        "lowering",
-        "placement",
-        ["placement", "simd"],
-        "One graph for all devices, or the program of one device that all run.",
-    )
-    flags.DEFINE_integer("batch_size", batch_size, "Examples a step.", lower_bound=1)
-    flags.DEFINE_integer("hidden_size", hidden_size, "Units of the hidden layer.", lower_bound=1)
-    flags.DEFINE_float("learning_rate", learning_rate, "Factor of the gradients.")
-    flags.DEFINE_integer("seed", 0, "Seed of weights and data.", lower_bound=0)
-    flags.DEFINE_integer("eval_every", eval_every, "Evaluate every so many steps.", lower_bound=1)
-    flags.DEFINE_string("curve", None, "File to write the loss of every step to, as CSV.")
 
 
-def run(train: Callable[[], None]) -> NoReturn:
-    """Runs the program that `train` is, and turns what users can mend into one line."""
+def run(train: Callable[[], None], about: str | None, flags: tuple[Flag, ...]) -> NoReturn:
+    """Runs a program that trains, and ends with its exit code; `about` begins its help."""
 
     def program() -> int:
-        parse(sys.argv, sys.modules[train.__module__])
+        parse(sys.argv, Command(process.name_of_main(), about, flags))
         train()
         return 0
 
-    sys.exit(exit_code(program))
+    sys.exit(process.exit_code(program))
 
 
 def make_trainer(network: Network, size_flags: Mapping[str, str]) -> Trainer:

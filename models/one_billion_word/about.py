@@ -144,7 +144,7 @@ class About:
         return ()
 
     def changes(self, now: About) -> str:
-        """Lists which settings, and what of the plan, are otherwise now."""
+        """Lists the changes of settings and of the plan since this checkpoint."""
         return changes({**self.plan, **self.settings}, {**now.plan, **now.settings})
 
     def check_model(self, model: str, settings: Settings, logdir: str) -> None:
@@ -194,9 +194,9 @@ def digests(corpus: Corpus) -> dict[str, str]:
 
 
 def changes(there: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Lists what differs, as `batch_size 4 there, 8 now`; "" where nothing does."""
+    """Lists the differences, such as `batch_size 4 -> 8`; "" if there are none."""
     return ", ".join(
-        f"{key} {_told(there.get(key))} there, {_told(value)} now"
+        f"{key} {_told(there.get(key))} -> {_told(value)}"
         for key, value in now.items()
         if there.get(key) != value
     )

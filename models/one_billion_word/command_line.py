@@ -1,86 +1,96 @@
-"""The flags, and what they ask for: checked as far as it can be without TensorFlow."""
+"""The flags of the language model, checked without TensorFlow as far as possible."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import os
-import sys
-from collections.abc import Callable, Collection, Mapping
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Callable
 
-from absl import flags
-
+from pipemesh.commands import host_flags, plan_flags, training_flags
+from pipemesh.commands.flags import (
+    FILES,
+    FLAGS,
+    MODEL,
+    Flag,
+    FlagError,
+    check_number,
+    check_seed,
+    grouped,
+)
 from pipemesh.errors import PipemeshError, PlanError
 from pipemesh.mesh import LayoutRules
 from pipemesh.plan import Plan, Remat
 from pipemesh.text import nearest
-from pipemesh.training.command import host_flags, plan_flags, training_flags
-from pipemesh.training.command.flags import FILES, MODEL, FlagError, check_number, check_seed, group
-from pipemesh.training.command.flags import parse as parse_flags
 
 from . import simd_plan
 from .request import Request
 from .sizes import LAYERS, OPTIMIZERS, SIZES, Settings, dims_of
 
-FLAGS = flags.FLAGS
-
-with group(FILES):
-    flags.DEFINE_string(
-        "model", "OneBillionWordTiny", f"Name of the model: {', '.join(SIZES)}.", short_name="m"
-    )
-plan_flags.define(
-    microbatches="the fastest, by the schedule and the memory there is",
-    remat="nothing, if memory is known to suffice",
+FLAGS_OF_TRAINING = (
+    Flag(
+        "model",
+        default="OneBillionWordTiny",
+        short="m",
+        help=f"Name of the model: {', '.join(SIZES)}.",
+        group=FILES,
+    ),
+    *plan_flags.plan_flags(
+        microbatches="the fastest, by the schedule and the available memory",
+        remat="none, if memory is known to suffice",
+    ),
+    *training_flags.training_flags("drawn evenly from all"),
+    *grouped(
+        MODEL,
+        Flag(
+            "layers",
+            choices=LAYERS,
+            help="Layers with named dims, of which --layout may split heads, d_ff and vocab as "
+            "well as the batch, or those of lingvo, which is another model. Default: the model's, "
+            "named.",
+        ),
+        Flag("batch_size", int, help="Rows a batch; default: the model's."),
+        Flag("vocab_size", int, help="SentencePiece pieces; default: the model's."),
+        Flag("sequence_length", int, help="Tokens a row; default: the model's."),
+        Flag(
+            "optimizer",
+            choices=OPTIMIZERS,
+            help="Optimizer; each needs a --learning_rate of its own. Default: the model's.",
+        ),
+        Flag("learning_rate", float, help="Factor of the learning rate; default: the model's."),
+        Flag(
+            "warmup_steps",
+            int,
+            help="Steps in which the learning rate grows, before it falls with the root of the "
+            "step; default: the model's.",
+        ),
+        Flag(
+            "dropout_prob",
+            float,
+            help="Dropout probability, from 0 on, below 1; default: the model's.",
+        ),
+        Flag(
+            "ema_decay",
+            float,
+            help="Decay of the moving averages of weights, below 1, such as 0.999; evaluation "
+            "uses the averages. Default: the model's, none.",
+        ),
+    ),
+    *grouped(
+        FILES,
+        Flag("data_dir", help="Folder of text; default: text that comes with Python."),
+        Flag("train_pattern", help="Glob below --data_dir of the text to train on."),
+        Flag("heldout_pattern", help="Glob below --data_dir of the text to evaluate on."),
+        Flag(
+            "other_text",
+            bool,
+            False,
+            help="Resume from a checkpoint with other text than it was trained on, under its "
+            "vocabulary.",
+        ),
+        Flag("seed", int, 0, help="Seed of weights, data order and dropout."),
+    ),
 )
-training_flags.define("drawn evenly from all")
-with group(MODEL):
-    flags.DEFINE_enum(
-        "layers",
-        None,
-        list(LAYERS),
-        "Layers with named dims, of which --layout may split heads, d_ff and vocab as well as the "
-        "batch, or those of lingvo, which is another model. Default: the model's, named.",
-    )
-    flags.DEFINE_integer("batch_size", None, "Rows a batch; default: the model's.")
-    flags.DEFINE_integer("vocab_size", None, "SentencePiece pieces; default: the model's.")
-    flags.DEFINE_integer("sequence_length", None, "Tokens a row; default: the model's.")
-    flags.DEFINE_enum(
-        "optimizer",
-        None,
-        list(OPTIMIZERS),
-        "How weights move along their gradients; each wants a --learning_rate of its own. "
-        "Default: the model's.",
-    )
-    flags.DEFINE_float("learning_rate", None, "Factor of the learning rate; default: the model's.")
-    flags.DEFINE_integer(
-        "warmup_steps",
-        None,
-        "Steps in which the learning rate grows, before it falls with the root of the step; "
-        "default: the model's.",
-    )
-    flags.DEFINE_float(
-        "dropout_prob",
-        None,
-        "Share of values that dropout takes away, from 0 on, below 1; default: the model's.",
-    )
-    flags.DEFINE_float(
-        "ema_decay",
-        None,
-        "Decay of the moving averages of weights, below 1, such as 0.999; evaluation takes the "
-        "averages. Default: the model's, none.",
-    )
-with group(FILES):
-    flags.DEFINE_string("data_dir", None, "Folder of text; default: text that comes with Python.")
-    flags.DEFINE_string("train_pattern", None, "Glob below --data_dir of the text to train on.")
-    flags.DEFINE_string("heldout_pattern", None, "Glob below --data_dir of the text to judge by.")
-    flags.DEFINE_bool(
-        "other_text",
-        False,
-        "Go on from a checkpoint with other text than it was trained on, under its vocabulary.",
-    )
-    flags.DEFINE_integer("seed", 0, "Seed of weights, data order and dropout.")
 # The flag that changes each of the settings.
 _OF_SETTINGS = {
     "batch_size": "BATCH_SIZE",
@@ -95,66 +105,28 @@ _OF_SETTINGS = {
 }
 
 
-def parse(
-    argv: list[str],
-    about: str | None,
-    taken: Collection[str] | None = None,
-    why: Mapping[str, str] = MappingProxyType({}),
-) -> None:
-    """Parses the command line, as `pipemesh.training.command.flags.parse`.
-
-    Args:
-        argv: the program and its arguments.
-        about: what help begins with; None for what the docstring here says.
-        taken: names of the flags that the program uses; None for all.
-        why: by name, why others are refused.
-
-    Raises:
-        FlagError: a flag is unknown or malformed, or an argument is none.
-    """
-    parse_flags(argv, sys.modules[__name__], about, taken, why)
-
-
-def take_up(
-    checkpoint: str | None = None, leave: Collection[str] = (), tells: bool = True
-) -> dict[str, Any]:
-    """Takes flags that are not given as the training was begun with, whose folder is given.
-
-    Args:
-        checkpoint: path of the one that says them; by default the newest.
-        leave: flags that the program does not use.
-        tells: see `training_flags.take_up`.
-
-    Returns:
-        Those that were taken.
-
-    Raises:
-        FlagError: as `request`.
-    """
-    return training_flags.take_up(_logdir(), sys.modules[__name__], checkpoint, leave, tells)
-
-
-def _logdir() -> str:
+def logdir() -> str:
+    """Returns the folder of checkpoints."""
     return os.path.join("runs", FLAGS.model) if FLAGS.logdir is None else FLAGS.logdir
 
 
 def request() -> Request:
-    """What the flags ask for.
+    """Returns what the flags ask for.
 
     Raises:
-        PipemeshError: a value cannot be had, or does not go with another.
+        PipemeshError: a value is invalid, or does not go with another.
     """
     if FLAGS.model not in SIZES:
         near = nearest(FLAGS.model, SIZES)
         hint = f"; did you mean {near}?" if near else "."
         raise FlagError(f"--model={FLAGS.model!r} is unknown{hint} Models are {', '.join(SIZES)}")
     for flag in ("logdir", "data_dir", "train_pattern", "heldout_pattern"):
-        if FLAGS[flag].value == "":
+        if FLAGS.value(flag) == "":
             raise FlagError(f"--{flag}='' is empty; give a value, or leave the flag out")
     check_seed(FLAGS.seed)
     settings = SIZES[FLAGS.model]()
     for flag, attribute in _OF_SETTINGS.items():
-        value = FLAGS[flag].value
+        value = FLAGS.value(flag)
         if value is not None:
             if flag != "dropout_prob" and not isinstance(value, str):
                 check_number(flag, value)
@@ -175,7 +147,7 @@ def request() -> Request:
     is_simd = settings.PLAN.lowering == "simd"
     fixed = plan_flags.OF_SIMD if is_simd else {}
     settings.CHOSEN = tuple(
-        name for name in settings.CHOSEN if name not in fixed and not FLAGS[name].present
+        name for name in settings.CHOSEN if name not in fixed and not FLAGS.is_given(name)
     )
     if FLAGS.plain:
         _set_plain(settings)
@@ -190,15 +162,15 @@ def request() -> Request:
         model=FLAGS.model,
         settings=settings,
         device_type=FLAGS.device_type,
-        logdir=_logdir(),
+        logdir=logdir(),
         other_text=FLAGS.other_text,
-        given=training_flags.given(sys.modules[__name__]),
+        given=training_flags.given(),
         **training_flags.options(),
     )
 
 
 def _plan(settings: Settings) -> Plan:
-    """The model's plan, with all that is asked for otherwise."""
+    """Returns the model's plan, changed as the flags say."""
     given = plan_flags.given()
     values = settings.PLAN.to_values() | given
     if values["lowering"] == "simd":
@@ -228,12 +200,12 @@ def _made(values: dict[str, str], settings: Settings) -> Plan:
 
 
 def _dims_of(values: dict[str, str]) -> list[str]:
-    """The names of the dims that a layout is said to split."""
+    """Returns the names of the dims that a layout splits."""
     return [rule.partition(":")[0].strip() for rule in values["layout"].split(";")]
 
 
 def _check_plan(settings: Settings) -> None:
-    """Whether the layers and the batch can be cut as the plan says."""
+    """Checks that the layers and the batch can be cut as the plan says."""
     plan, layers = settings.PLAN, settings.NUM_LAYERS + 2
     try:
         plan.check_layers(layers)
@@ -251,7 +223,7 @@ def _check_plan(settings: Settings) -> None:
 
 
 def fitting(settings: Settings, device_type: str) -> Plan:
-    """The plan of settings, or one for fewer devices; see `host_flags.fitting`.
+    """Returns the plan of settings, or one for fewer devices; see `host_flags.fitting`.
 
     Args:
         settings: of the model.

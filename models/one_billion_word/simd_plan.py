@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from pipemesh.commands.flags import FlagError
 from pipemesh.schedule import looped_bfs
-from pipemesh.training.command.flags import FlagError
 
 from .sizes import Settings
 

@@ -27,7 +27,7 @@ class Settings:
     TIED_EMBEDDINGS = False
     NUM_EXPERTS = 0
     EXPERT_CHOICES = 2
-    CAPACITY_FACTOR = 1.25
+    CAPACITY_FACTOR: float | None = 1.25
     BALANCE_WEIGHT = 0.01
     # How it is run; the layers that are cut are the embedding, the blocks and the softmax.
     PLAN = Plan(Mesh.from_text("layers:2"), num_microbatches=8)

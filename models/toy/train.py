@@ -7,17 +7,16 @@ The loss curve does not depend on the mesh, the layout and the lowering.
 
 from __future__ import annotations
 
-from absl import flags
+from pipemesh.commands.flags import FLAGS, Flag
 
 from ..named_dims import command
 
-FLAGS = flags.FLAGS
-
-command.define_flags(batch_size=256, hidden_size=64, learning_rate=0.2, eval_every=50)
-flags.DEFINE_integer("io_size", 32, "Numbers a vector.", lower_bound=1)
-flags.DEFINE_integer("steps", 200, "How many steps.", lower_bound=1)
-flags.DEFINE_enum("activation", "none", ["none", "relu"], "Of the hidden layer.")
-
+TRAIN_FLAGS = (
+    *command.shared_flags(batch_size=256, hidden_size=64, learning_rate=0.2, eval_every=50),
+    Flag("io_size", int, 32, least=1, help="Numbers a vector."),
+    Flag("steps", int, 200, least=1, help="Number of steps."),
+    Flag("activation", default="none", choices=["none", "relu"], help="Of the hidden layer."),
+)
 SIZE_FLAGS = {"batch": "batch_size", "io": "io_size", "hidden": "hidden_size"}
 
 
@@ -40,4 +39,4 @@ def train() -> None:
 
 
 if __name__ == "__main__":
-    command.run(train)
+    command.run(train, __doc__, TRAIN_FLAGS)

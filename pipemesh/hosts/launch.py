@@ -1,15 +1,7 @@
-"""Starts workers on this machine, and a command that drives them.
-
-    pipemesh launch --processes=4 -- pipemesh train --mesh_shape=layers:4 --model=...
-    pipemesh launch --processes=2 -- python -m models.one_billion_word.train --mesh_shape=layers:2
-
-The command finds the workers by TF_CONFIG. Its output and its exit code are passed on. Workers end
-with the command, or with the launcher, however these end; a worker that ends before is restarted.
-"""
+"""The launcher: starts workers on this machine, and a command that drives them."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import select
@@ -36,59 +28,32 @@ _MOST_STARTS = 5
 _BY_SIGNAL = 128
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command to `parser`."""
-    parser.add_argument(
-        "--processes", type=int, required=True, metavar="N", help="number of workers to start"
-    )
-    parser.add_argument(
-        "--spares",
-        type=int,
-        default=0,
-        metavar="N",
-        help="number of further workers, which take the place of a lost one (0)",
-    )
-    parser.add_argument(
-        "--cpu_devices",
-        type=int,
-        default=1,
-        metavar="N",
-        help="number of devices that each worker offers the CPU as (1)",
-    )
-    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Runs the command.
+def launch(words: Sequence[str], processes: int, spares: int, cpu_devices: int) -> int:
+    """Starts workers and a command that drives them; returns the exit code of the command.
 
     Args:
-        arguments: what was parsed.
-
-    Returns:
-        The exit code of what was launched.
+        words: the command.
+        processes: number of workers.
+        spares: number of workers that replace lost ones.
+        cpu_devices: CPU devices of each worker.
 
     Raises:
         DeviceError: there is no command, or workers cannot be started.
     """
     process.hold_standard_files()
-    words: list[str] = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
-    for name, least in (("processes", 1), ("spares", 0), ("cpu_devices", 1)):
-        if getattr(arguments, name) < least:
-            raise DeviceError(f"--{name}={getattr(arguments, name)}: it must be at least {least}")
     if not words:
         raise DeviceError(
-            "which command? write it behind --, such as -- pipemesh train --model=..."
+            "the command is missing; write it behind --, such as -- pipemesh train --model=..."
         )
     workers: list[_Worker] = []
     try:
-        count = arguments.processes + arguments.spares
-        workers += [_Worker(number, arguments.cpu_devices) for number in range(count)]
+        workers += [_Worker(number, cpu_devices) for number in range(processes + spares)]
         for worker in workers:
             worker.start()
         limit = time.monotonic() + _SECONDS_TO_START
         addresses = [worker.listens(limit) for worker in workers]
-        n = arguments.processes
-        return _drive(words, Cluster(tuple(addresses[:n]), tuple(addresses[n:])), workers)
+        cluster = Cluster(tuple(addresses[:processes]), tuple(addresses[processes:]))
+        return _drive(words, cluster, workers)
     finally:
         for worker in workers:
             worker.end()
@@ -118,7 +83,7 @@ class _Worker:
         # A terminal's interrupt is for the command, which may need workers to save its work.
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "pipemesh.cli", "worker", f"--port={port}"),
+                *(sys.executable, "-m", "pipemesh", "worker", f"--port={port}"),
                 *(f"--cpu_devices={self.cpu_devices}", f"--parent_fd={theirs.fileno()}"),
             ],
             stdin=subprocess.DEVNULL,

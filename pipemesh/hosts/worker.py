@@ -1,16 +1,7 @@
-"""Offers the devices of this machine to a client: a server of TensorFlow, and nothing besides.
-
-    pipemesh worker --port=2222 --cpu_devices=2
-    pipemesh train --cluster=127.0.0.1:2222 --mesh_shape=layers:2 --model=...
-
-A worker executes whatever a client sends: TensorFlow's protocol has no authentication and no
-encryption. By default only this machine can reach the worker. --listen gives an address of a
-private network, or of a tunnel, at which other machines can.
-"""
+"""A worker: a server of TensorFlow that offers the devices of this machine to a client."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import select
@@ -29,64 +20,39 @@ from pipemesh.addresses import (
 )
 from pipemesh.errors import DeviceError
 from pipemesh.hosts import process
-from pipemesh.hosts.cluster import EVERYWHERE, LOOPBACK, PORT
+from pipemesh.hosts.cluster import EVERYWHERE, LOOPBACK
 
 # Time limit for the worker to answer its own question.
 _SECONDS_TO_START, _PAUSE = 30.0, 0.1
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command to `parser`."""
-    parser.add_argument(
-        "--port", type=int, default=PORT, help=f"where to listen; 0 for a free one ({PORT})"
-    )
-    parser.add_argument(
-        "--listen",
-        default=LOOPBACK,
-        metavar="ADDRESS",
-        help="the address of this machine by which others may reach the worker, 0.0.0.0 for all; "
-        "there is no authentication, so give one of a private network (127.0.0.1)",
-    )
-    parser.add_argument(
-        "--cpu_devices",
-        type=int,
-        default=1,
-        metavar="N",
-        help="number of devices that the CPU is offered as (1)",
-    )
-    # A socket of the parent, which ends its workers with itself.
-    parser.add_argument("--parent_fd", type=int, default=None, help=argparse.SUPPRESS)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Runs the command.
+def run_worker(port: int, listen: str, cpu_devices: int, parent_fd: int | None = None) -> int:
+    """Runs a worker until a signal, or the end of its parent, ends it; returns the exit code.
 
     Args:
-        arguments: what was parsed.
-
-    Returns:
-        The exit code; a worker that listens ends by a signal, or with its parent.
+        port: to listen on; 0 for a free one.
+        listen: address of this machine by which others may reach it.
+        cpu_devices: number of CPU devices to offer.
+        parent_fd: a socket of a parent that ends its workers with itself.
 
     Raises:
         DeviceError: it cannot listen there.
     """
-    if not 0 <= arguments.port < 2**16:
-        raise DeviceError(f"--port={arguments.port}: it must be 0 or more, and below 65536")
-    if arguments.cpu_devices < 1:
-        raise DeviceError(f"--cpu_devices={arguments.cpu_devices}: it must be at least 1")
+    if not 0 <= port < 2**16:
+        raise DeviceError(f"--port={port}: it must be 0 or more, and below 65536")
     process.hold_standard_files()
     ip = None
-    if arguments.listen not in EVERYWHERE:
-        ip = own_ip(arguments.listen, f"--listen={arguments.listen}")
-    _check_free(arguments.port)
+    if listen not in EVERYWHERE:
+        ip = own_ip(listen, f"--listen={listen}")
+    _check_free(port)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, _leave)
-    server, port = _serve(arguments.port, ip, arguments.cpu_devices)
-    address = f"{_reached(arguments.listen)}:{port}"
+    server, port = _serve(port, ip, cpu_devices)
+    address = f"{_reached(listen)}:{port}"
     _announce(address, ip)
     parent = None
-    if arguments.parent_fd is not None:
-        parent = socket.socket(fileno=arguments.parent_fd)
+    if parent_fd is not None:
+        parent = socket.socket(fileno=parent_fd)
         parent.sendall(f"{address}\n".encode())
     # Returns when the parent has ended; signals end the process.
     select.select([parent] if parent else [], [], [])

@@ -15,6 +15,8 @@ from pipemesh.schedule import Costs, Schedule, Timeline, simulate, validate
 Points = list[tuple[int, float | None]]
 """A value by step, in ascending order; None if it was not finite."""
 
+PAGE = "report.html"
+"""The page of a run, in its log directory."""
 SAMPLES = "samples.jsonl"
 """The name of a file in a log directory, with the output of `pipemesh decode --format=json`."""
 

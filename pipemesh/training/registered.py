@@ -49,7 +49,7 @@ class RegisteredModel(Subject):
     `Task()` is called, so that it can cut its layers as is asked for. Of any other class the stacks
     that `Task()` declares get what is asked for; how many stages there are remains their own
     matter. Where a class has an attribute `DECODED_BY`, the name of a module, checkpoints note that
-    the program in it continues texts.
+    the kind of models in it (`KIND`) continues texts.
 
     Args:
         config: an instance of the class.

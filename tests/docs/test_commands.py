@@ -13,9 +13,9 @@ import sys
 
 import pytest
 
+from tests.commands.program import CODE
 from tests.docs.pages import PAGES, ROOT, commands_of, name_of
 from tests.models.pretrained import small
-from tests.training.command.program import CODE
 from tests.warm import warm
 
 STEPS = os.environ.get("PIPEMESH_DOC_STEPS", "3")

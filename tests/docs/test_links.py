@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from pipemesh.cli import HELP
+from pipemesh.commands.main import HELP
 from tests.docs.pages import FENCED, PAGES, ROOT
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

@@ -10,8 +10,8 @@ import sys
 import tensorflow as tf
 
 from pipemesh.backend.cluster import own_host, worker_devices
+from pipemesh.commands.process import exit_code
 from pipemesh.hosts import Cluster, client
-from pipemesh.training.command.flags import exit_code
 
 
 def main(workers, seconds="60"):

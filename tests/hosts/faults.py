@@ -11,7 +11,7 @@ import time
 
 import tensorflow as tf
 
-LAUNCH = [sys.executable, "-m", "pipemesh.cli", "launch"]
+LAUNCH = [sys.executable, "-m", "pipemesh", "launch"]
 TRAIN = [sys.executable, "-m", "models.one_billion_word.train"]
 # Small enough for a step to take a fraction of a second.
 FLAGS = [

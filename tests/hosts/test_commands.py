@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from pipemesh.cli import main
+from pipemesh.commands.main import main
 from tests.hosts.workers import started
 from tests.models.one_billion_word.program import SMALL, finish, open_process
 from tests.warm import warm
@@ -15,12 +15,12 @@ PROGRAM = """
 import sys
 from models.one_billion_word import sizes
 sizes.Tiny.NUM_LAYERS = 2
-from pipemesh import cli
-from pipemesh.training.command import program
+from pipemesh.commands import main as cli
+from pipemesh.commands import process
 from models.one_billion_word.train import main
 if sys.argv[1] == "train":
     del sys.argv[1]
-    program.run(main)
+    process.run(main)
 sys.exit(cli.main(sys.argv[1:]))
 """
 DRAWN = ["--prompt=The module", "--temperature=0.9", "--max_tokens=5", "--format=json"]

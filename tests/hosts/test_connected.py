@@ -32,7 +32,7 @@ def hosts():
         environment.setenv("grpc_proxy", PROXY)
         listen = [there.address(1), "0.0.0.0"]
         workers = [
-            start(f"--listen={address}", command=there.warm(host, "pipemesh.cli", "worker"))
+            start(f"--listen={address}", command=there.warm(host, "pipemesh", "worker"))
             for host, address in enumerate(listen, 1)
         ]
         for worker in workers:

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from pipemesh.cli import main
+from pipemesh.commands.main import main
 from tests.hosts.faults import LAUNCH, children, until
 
 
@@ -19,7 +19,7 @@ from tests.hosts.faults import LAUNCH, children, until
     [
         (["--processes=0", "--", "true"], "--processes=0: it must be at least 1"),
         (["--processes=1", "--spares=-1", "--", "true"], "--spares=-1: it must be at least 0"),
-        (["--processes=1"], "which command? write it behind --"),
+        (["--processes=1"], "the command is missing; write it behind --"),
     ],
 )
 def test_what_cannot_be_launched_is_an_error(words, told, capsys):

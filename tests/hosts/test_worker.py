@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from pipemesh.cli import main
+from pipemesh.commands.main import main
 from pipemesh.hosts import health, worker
 from pipemesh.hosts.health import Health, ask
 from tests.hosts.workers import address_of, start

@@ -9,7 +9,7 @@ import threading
 
 import grpc
 
-COMMAND = [sys.executable, "-m", "pipemesh.cli", "worker"]
+COMMAND = [sys.executable, "-m", "pipemesh", "worker"]
 SECONDS = 120
 
 

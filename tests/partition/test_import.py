@@ -35,7 +35,7 @@ def test_import_and_one_call_take_under_0_3_seconds():
 
 def test_the_command_line_loads_no_tensorflow():
     script = (
-        "import sys; from pipemesh.cli import main; "
+        "import sys; from pipemesh.commands.main import main; "
         "code = main(['partition', '-', '--stages', '2']); "
         "assert 'tensorflow' not in sys.modules and 'lingvo' not in sys.modules; sys.exit(code)"
     )

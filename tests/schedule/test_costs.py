@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipemesh.commands.schedule import fit_costs
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule import Costs, gpipe, simulate
-from pipemesh.schedule.compare import fit_costs
 from pipemesh.schedule.costs import FIELDS, costs_from_text
 
 

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from pipemesh.cli import main
+from pipemesh.commands.main import main
 from pipemesh.errors import PartitionError, ScheduleError
 from pipemesh.partition import partition
 from pipemesh.partition.memory import SCHEDULES
@@ -13,7 +13,7 @@ from pipemesh.schedule import Schedule, ScheduleSpec, build, seq_one_f_one_b
 from pipemesh.schedule.builders import BUILDERS, SLICED
 from pipemesh.schedule.names import NAMES, help_text, listing, parse
 
-SIZE = ["--devices", "2", "--microbatches", "4"]
+SIZE = ["--devices", "2", "--num_microbatches", "4"]
 SPELLINGS = [spelling for name, known in NAMES.items() for spelling in (name, known.short)]
 SPELLINGS = [*filter(None, SPELLINGS), "1F1B", "ZB-H1", "Interleaved", "interleaved:2", "GPipe"]
 

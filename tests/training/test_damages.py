@@ -10,7 +10,7 @@ import tensorflow as tf
 from pipemesh.checkpoint import Folder, newest_whole
 from pipemesh.errors import CheckpointError
 from pipemesh.training import Batches, Saving
-from tests.training.command.program import done, run
+from tests.commands.program import done, run
 from tests.training.damages import DAMAGES, is_told
 
 STEPS = 6

@@ -25,8 +25,8 @@ from pipemesh.training.lingvo_params import RULES, check_params, lingvo_names, t
 from pipemesh.training.prediction import Predictor
 from pipemesh.training.registered import RegisteredModel
 from pipemesh.training.subject import SOURCE
+from tests.commands.program import done
 from tests.training import lingvo_sweep, small_models
-from tests.training.command.program import done
 
 
 def test_the_table_knows_all_params_of_lingvo():

@@ -73,7 +73,7 @@ def _started(name: str, num_devices: int, device_type: str) -> Make:
         start_cpu_devices(num_devices)
     elif num_devices > (found := len(tf.config.list_physical_devices("GPU"))):
         raise PlanError(
-            f"--devices={num_devices}, but {found} GPUs exist; use fewer, or --device-type=CPU"
+            f"--devices={num_devices}, but {found} GPUs exist; use fewer, or --device_type=CPU"
         )
     from lingvo.core import py_utils
 

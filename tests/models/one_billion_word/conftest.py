@@ -8,9 +8,10 @@ import subprocess
 import pytest
 from lingvo.core import py_utils
 
-from models.one_billion_word import train as program
+from models.one_billion_word import kind
 from models.one_billion_word.corpus import embedded_corpus
 from models.one_billion_word.vocabulary import load_vocabulary
+from pipemesh.commands.train import carry_out
 from tests.models.one_billion_word import disturbed
 from tests.models.one_billion_word.program import finish
 
@@ -100,9 +101,14 @@ def disk(mount):
 @pytest.fixture
 def train(monkeypatch):
     """The program after its command line: takes a request, returns the exit code."""
-    monkeypatch.setattr(program, "_start_devices", lambda _: None)
+    monkeypatch.setattr(kind, "_start_devices", lambda _: None)
     py_utils.SetEagerMode(True, test_mode=True)
     monkeypatch.setattr(py_utils, "SetEagerMode", lambda _: None)
-    yield program.run
+
+    def run(request):
+        with kind.training_of(request) as made:
+            return carry_out(*made)
+
+    yield run
     monkeypatch.undo()
     py_utils.SetEagerMode(False, test_mode=True)

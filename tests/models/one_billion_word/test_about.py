@@ -35,12 +35,11 @@ def test_another_model_is_refused_and_other_settings_are_listed(about, vocabular
     other = Tiny()
     other.BATCH_SIZE, other.SEED = 8, 3
     other.PLAN = Plan("layers:4", num_microbatches=8, compute_dtype="bfloat16")
-    with pytest.raises(CheckpointError, match=r"another model \(seed 0 there, 3 now\)"):
+    with pytest.raises(CheckpointError, match=r"another model \(seed 0 -> 3\)"):
         about.check_model("Tiny", other, "runs")
     now = About.of("Tiny", other, "CPU", about.data, vocabulary)
     assert about.changes(now) == (
-        "mesh layers:2 there, layers:4 now, compute_dtype none there, bfloat16 now, "
-        "batch_size 16 there, 8 now"
+        "mesh layers:2 -> layers:4, compute_dtype none -> bfloat16, batch_size 16 -> 8"
     )
 
 
@@ -57,7 +56,7 @@ def test_what_was_chosen_is_kept_while_the_rest_of_the_plan_is_the_same(about, v
 
 def test_other_text_is_refused(about):
     about.check_data({"train": "a", "heldout": "b"}, "runs")
-    with pytest.raises(CheckpointError, match=r"other text \(train a there, c now\).*--other_text"):
+    with pytest.raises(CheckpointError, match=r"other text \(train a -> c\).*--other_text"):
         about.check_data({"train": "c", "heldout": "b"}, "runs")
 
 

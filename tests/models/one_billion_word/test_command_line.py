@@ -15,8 +15,8 @@ WITHOUT_TENSORFLOW = """
 import sys
 sys.modules["tensorflow"] = sys.modules["lingvo"] = None
 from models.one_billion_word import train
-from pipemesh.training.command import program
-program.run(lambda argv: train.main(["train", *argv[1:]]))
+from pipemesh.commands import process
+process.run(lambda argv: train.main(["train", *argv[1:]]))
 """
 
 
@@ -28,7 +28,7 @@ def without_tensorflow(*flags):
 def test_help_needs_no_tensorflow_and_is_no_failure(flag):
     code, out, err = without_tensorflow(flag, "--no_such_flag")
     assert (code, err) == (0, "")
-    assert out.startswith("Trains the one-billion-word language model.")
+    assert out.startswith("usage: train [--flag=value ...]\n\nTrains the one-billion-word")
     for name in ("--mesh_shape", "--num_microbatches", "--[no]other_text", "--eval_batches"):
         assert name in out
 
@@ -36,8 +36,8 @@ def test_help_needs_no_tensorflow_and_is_no_failure(flag):
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
-        (["--step=3"], ["'step'", "steps"]),
-        (["--steps=many"], ["--steps=many"]),
+        (["--step=3"], ["unknown flag --step; did you mean --steps?"]),
+        (["--steps=many"], ["--steps='many': it must be a whole number"]),
         (["trash"], ["'trash' is no flag"]),
         (["--model=OneBillionWordTin"], ["OneBillionWordTiny?"]),
         (["--mesh_shape=layers:x"], ["--mesh_shape='layers:x'"]),
@@ -59,7 +59,7 @@ def test_help_needs_no_tensorflow_and_is_no_failure(flag):
         (["--mesh-shape=2"], ["--mesh_shape='2': ", "is not name:size"]),
         (["--boundaries=0,a"], ["--boundaries='0,a': 'a' is no whole number"]),
         (["--boundaries=0,3,9"], ["boundaries end at 9, but there are 7 layers"]),
-        (["--lowering=smd"], ["--lowering=smd", "placement|simd"]),
+        (["--lowering=smd"], ["--lowering='smd'", "placement|simd"]),
         (["--lowering=simd"], ["--mesh_shape='layers:2': ", "of which the model has 5"]),
         (
             ["--lowering=simd", "--schedule=zb_v"],
@@ -77,11 +77,11 @@ def test_help_needs_no_tensorflow_and_is_no_failure(flag):
             ["--lowering=simd", "--mesh_shape=layers:5", "--boundaries=0,1,2,3,4,7"],
             ["--boundaries=0,1,2,3,4,7: ", "use --boundaries=0,2,3,4,5,7"],
         ),
-        (["--optimizer=adan"], ["--optimizer=adan", "adam|adafactor|sgd|momentum"]),
+        (["--optimizer=adan"], ["--optimizer='adan'", "adam|adafactor|sgd|momentum"]),
         (["--dropout_prob=1"], ["--dropout_prob=1.0: it must be 0 or more, and below 1"]),
         (["--dropout_prob=-0.1"], ["--dropout_prob=-0.1", "0 or more"]),
         (["--warmup_steps=0"], ["--warmup_steps=0: it must be above 0"]),
-        (["--find_learning_rate=5"], ["--find_learning_rate=5: so few say nothing"]),
+        (["--find_learning_rate=5"], ["--find_learning_rate=5: too few to find a range"]),
         (["--learning_rate=inf"], ["--learning_rate=inf", "finite"]),
         (["--learning_rate=1e39"], ["--learning_rate=1e+39", "at most 3.4e+38"]),
         (["--batch_size=99999999999"], ["at most 2147483647"]),

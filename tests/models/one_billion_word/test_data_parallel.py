@@ -63,7 +63,7 @@ def test_a_checkpoint_of_three_stages_goes_on_with_replicas_of_two(train, folder
     out = capsys.readouterr().out
     assert f"plan: {two}\n" in out
     assert (
-        "settings that changed: mesh layers:3 there, layers:2;data:2 now, "
-        "layout none there, batch:data now\n"
+        "changed since the checkpoint: mesh layers:3 -> layers:2;data:2, "
+        "layout none -> batch:data\n"
     ) in out
     np.testing.assert_allclose(scalars(logdir, "loss"), scalars(whole, "loss")[5:], rtol=1e-5)

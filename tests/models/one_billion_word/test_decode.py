@@ -7,15 +7,15 @@ import sys
 
 import pytest
 
+from tests.commands import program
 from tests.models.one_billion_word.program import finish, open_process, start
-from tests.training.command import program
 from tests.warm import warm
 
 PROGRAM = """
 import sys
 from models.one_billion_word import sizes
 sizes.Tiny.NUM_LAYERS = 2
-from pipemesh import cli
+from pipemesh.commands import main as cli
 cli.main(sys.argv[1:])
 """
 SPLIT = ["--mesh_shape=layers:2;data:2;model:2"]
@@ -227,9 +227,9 @@ def test_tensorflow_alone_serves_what_is_exported(tmp_path, logdir):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ([], "where to? give --to=FOLDER"),
+        ([], "the folder to write to is missing; give --to=FOLDER"),
         (["--to=/proc"], "--to='/proc' is there already; give a new or an empty folder"),
-        (["--to=x", "--mesh_shape=layers:2"], "--mesh_shape plays no part, since a model is"),
+        (["--to=x", "--mesh_shape=layers:2"], "--mesh_shape has no effect, since a model is"),
         (["--to=x", "--length=33"], "--length=33: the model has 32 at most; give fewer"),
     ],
 )
@@ -242,9 +242,9 @@ def test_what_cannot_be_exported_is_one_line(logdir, flags, told):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ([], "what is to be scored? give either --prompt or --file"),
+        ([], "no text to be scored; give either --prompt or --file"),
         (["--prompt=" + "word " * 60], "tokens to be scored, which exceeds the model's 32"),
-        (["--prompt=a", "--max_tokens=3"], "Unknown command line flag 'max_tokens'"),
+        (["--prompt=a", "--max_tokens=3"], "unknown flag --max_tokens"),
     ],
 )
 def test_what_cannot_be_scored_is_one_line(logdir, flags, told):
@@ -258,7 +258,7 @@ def test_what_cannot_be_scored_is_one_line(logdir, flags, told):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ([], "what is to be continued? give either --prompt or --file"),
+        ([], "no text to be continued; give either --prompt or --file"),
         (["--prompt=a", "--file=b"], "give either --prompt or --file"),
         (["--prompt="], "--prompt='' is empty; give some text"),
         (["--prompt=a " + "word " * 60], "tokens, with 24 more it exceeds the model's 32; give a"),
@@ -274,7 +274,7 @@ def test_what_cannot_be_scored_is_one_line(logdir, flags, told):
             "--prompt=a --lowering=simd --mesh_shape=data:2 --layout=batch:data --rows=3".split(),
             "--rows=3: as one program for all devices it is split 2 ways; give a multiple of 2",
         ),
-        (["--prompt=a", "--vocab_size=500"], "checkpoint of another model (vocab_size 400 there"),
+        (["--prompt=a", "--vocab_size=500"], "checkpoint of another model (vocab_size 400 -> 500"),
         (["--prompt=a", "--mesh_shape=layers:9"], "at most 4 stages"),
         (["--file=/no/such/file"], "--file='/no/such/file' cannot be read"),
         (["--file=/dev/null"], "--file='/dev/null' is empty; give a text a line"),
@@ -303,7 +303,7 @@ def test_output_that_nobody_reads_ends_the_program(logdir):
 
 @pytest.mark.slow
 def test_a_model_that_continues_no_text_is_told_so(tmp_path):
-    assert "which training? give the --logdir of one" in program.refused("decode")
+    assert "no training is named; give the --logdir of one" in program.refused("decode")
     model = "--model=models.digits.params.DigitsPlain"
     program.done("train", model, "--steps=1", f"--logdir={tmp_path}")
     line = program.refused("decode", f"--logdir={tmp_path}", "--prompt=a")

@@ -70,7 +70,7 @@ def test_one_line_more_is_other_text_and_never_another_vocabulary(text, logdir, 
     before = about_of(logdir / "ckpt-3")
     with open(text / "train-1", "a") as file:
         file.write("One line more, with words that nobody knows: zyx, wvu.\n")
-    with pytest.raises(CheckpointError, match=r"other text \(train \w+ there, \w+ now\)"):
+    with pytest.raises(CheckpointError, match=r"other text \(train \w+ -> \w+\)"):
         train(small_request(logdir, text, steps=6))
     capsys.readouterr()
     assert train(small_request(logdir, text, steps=6, other_text=True)) == 0
@@ -122,12 +122,12 @@ def test_settings_that_changed_are_listed(text, logdir, train, capsys):
     assert train(small_request(logdir, text, steps=6, **changes)) == 0
     out = capsys.readouterr().out
     assert (
-        "settings that changed: compute_dtype none there, bfloat16 now, batch_size 8 there, 4 now, "
-        "learning_rate 0.4 there, 0.25 now\n"
+        "changed since the checkpoint: compute_dtype none -> bfloat16, batch_size 8 -> 4, "
+        "learning_rate 0.4 -> 0.25\n"
     ) in out
     assert "the text is read from its beginning, in the order of epochs to come" in out
     train(small_request(logdir, text, steps=7, **changes))
-    assert "settings that changed" not in capsys.readouterr().out
+    assert "changed since the checkpoint" not in capsys.readouterr().out
 
 
 def test_a_checkpoint_whose_bits_flipped_is_found_and_the_one_before_serves(
@@ -182,4 +182,4 @@ def test_training_goes_from_placement_to_simd_and_back_with_the_same_losses(
     assert about_of(logdir / "ckpt-4").plan["lowering"] == "simd"
     out = capsys.readouterr().out
     assert "all    NamedEmbedding" in out and "all    NamedSoftmax" in out
-    assert "lowering placement there, simd now" in out
+    assert "lowering placement -> simd" in out

@@ -168,10 +168,10 @@ def test_who_goes_on_takes_the_flags_that_it_was_begun_with(whole, tmp_path):
     assert 'mesh_shape = "layers:3"\n' in written and "logdir" not in written
     # The program's own small flags are given each time.
     out = run(f"--logdir={logdir}", "--steps=6", "--schedule=gpipe")
-    assert "as it was begun: " in out
-    told = out.partition("as it was begun: ")[2].splitlines()[0]
+    assert "resuming with saved flags: " in out
+    told = out.partition("resuming with saved flags: ")[2].splitlines()[0]
     assert "--mesh_shape=layers:3" in told and "schedule" not in told and "--seed=0" in told
-    assert "settings that changed: schedule zb_h1 there, gpipe now\n" in out
+    assert "changed since the checkpoint: schedule zb_h1 -> gpipe\n" in out
     mine, theirs = losses(logdir), losses(whole)
     np.testing.assert_allclose([mine[s] for s in theirs], list(theirs.values()), rtol=1e-4)
     # And from its file to another training.
@@ -220,8 +220,8 @@ BAD_INPUT = [
     (["--seed=9223372036854775808"], "--seed=9223372036854775808", "64 bits"),
     (["--data_dir="], "--data_dir='' is empty", "leave the flag out"),
     (["trash"], "'trash'", "--"),
-    (["--step=3"], "'step'", "steps"),
-    (["--save_every=0"], "save_every", "positive"),
+    (["--step=3"], "unknown flag --step", "--steps?"),
+    (["--save_every=0"], "--save_every=0", "at least 1"),
 ]
 
 
@@ -256,7 +256,7 @@ def test_an_empty_folder_of_data(tmp_path):
 def test_another_models_checkpoint_is_left_alone(trained):
     line = refused(f"--logdir={trained}", "--sequence_length=64", start=start)
     assert f"--logdir={str(trained)!r} holds a checkpoint of another model" in line
-    assert "sequence_length 32 there, 64 now" in line
+    assert "sequence_length 32 -> 64" in line
 
 
 @pytest.mark.slow

@@ -147,7 +147,7 @@ FULL_DISK = """
 import resource, sys, threading
 from models.one_billion_word import sizes, train
 from pipemesh.training import trainer
-from pipemesh.training.command import program
+from pipemesh.commands import process
 
 sizes.Tiny.NUM_LAYERS = 1
 real, unlimited = trainer.Trainer.train_step, resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -164,7 +164,7 @@ def train_step(self):
     return result
 
 trainer.Trainer.train_step = train_step
-program.run(train.main)
+process.run(train.main)
 """
 
 

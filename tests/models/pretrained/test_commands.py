@@ -10,8 +10,8 @@ import pytest
 import tensorflow as tf
 
 from models.pretrained import transfer
+from tests.commands import program
 from tests.models.pretrained import reference, small
-from tests.training.command import program
 
 pytestmark = pytest.mark.slow
 
@@ -62,7 +62,7 @@ def test_text_goes_on_under_any_plan_with_a_tokenizer_and_without(run):
         said = program.done("decode", f"--checkpoint={run}/ckpt-0", *ids)
         assert said.split() == ["1", "2", "3", *map(str, found["tokens"])]
         line = program.refused("decode", f"--logdir={run}", "--ids", "--prompt=the cat")
-        assert "with --ids a prompt is numbers of tokens, such as 12 7 30, but" in line
+        assert "with --ids a text is token ids, such as 12 7 30, but" in line
         line = program.refused(
             "decode", f"--logdir={run}", "--ids", "--prompt=1 99", "--max_tokens=2"
         )
@@ -106,7 +106,7 @@ def test_flags_that_play_no_part_are_refused_before_all_else(run, tmp_path):
     prompt, to = "--prompt=the cat", f"--to={tmp_path}/new/out"
     drawn = [prompt, "--temperature=1"]
     training = "{} is for training; leave it out"
-    alone = "--mesh_shape plays no part, since a model is exported for one device; leave it out"
+    alone = "--mesh_shape has no effect, since a model is exported for one device; leave it out"
     for words, told in (
         (["decode", prompt, "--steps=3"], training.format("--steps")),
         (["decode", prompt, "--seed=3"], training.format("--seed")),
@@ -120,7 +120,7 @@ def test_flags_that_play_no_part_are_refused_before_all_else(run, tmp_path):
         (["score", prompt, "--dataset=Test"], training.format("--dataset")),
         (["export", to, "--mesh_shape=layers:2"], alone),
         (["export", to, "--max_to_keep=2"], training.format("--max_to_keep")),
-        (["export", to, "--ids"], "Unknown command line flag 'ids'"),
+        (["export", to, "--ids"], "unknown flag --ids"),
     ):
         done = subprocess.run(
             [sys.executable, "-c", program.WITHOUT_TENSORFLOW, *words, f"--logdir={run}"],
@@ -165,8 +165,10 @@ def test_a_training_goes_on_with_them_and_says_text_too(run, tmp_path, monkeypat
     program.done("checkpoint", "import", *enter)
     out = program.done("train", f"--logdir={logdir}", "--steps=30", *SPLIT)
     assert f"going on from {logdir}/ckpt-0" in out
-    assert "changed: mesh layers:2 there, layers:2;model:2 now" in out
-    changed = {line.split()[1] for line in out.splitlines() if line.startswith("changed: ")}
+    assert "changed since the checkpoint: mesh layers:2 -> layers:2;model:2" in out
+    prefix = "changed since the checkpoint: "
+    lines = [line for line in out.splitlines() if line.startswith(prefix)]
+    changed = {line.removeprefix(prefix).split()[0] for line in lines}
     assert changed == {"mesh", "layout", "task.stack.mesh_shape", "task.stack.layout"}
     assert "the data is read from its beginning" in out
     again = program.done("train", f"--logdir={logdir}", "--steps=31")

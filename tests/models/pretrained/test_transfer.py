@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from models.pretrained import config, names, transfer
 from models.pretrained.safetensors_file import INDEX, TensorFiles, find, write
-from pipemesh import cli
 from pipemesh.checkpoint import Manifest
+from pipemesh.commands import main as cli
 from tests.models.pretrained import small
 
 
@@ -33,7 +33,7 @@ def refused(capsys, *words):
     assert cli.main(["checkpoint", *map(str, words)]) == 2
     out, err = capsys.readouterr()
     (line,) = err.splitlines()
-    assert not out and line.startswith("pipemesh: error: ")
+    assert not out and line.startswith("error: ")
     return line
 
 

@@ -12,7 +12,7 @@ from pipemesh.plan.figures import Figures
 from pipemesh.training.measuring.layers import _with_halves, number_of_layers, with_rows
 from pipemesh.training.measuring.measure import plans_to_fit
 from pipemesh.training.registered import RegisteredModel
-from tests.training.command.program import run
+from tests.commands.program import run
 from tests.training.small_models import PlannedPoints, StagedPoints
 
 

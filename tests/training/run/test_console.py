@@ -105,7 +105,7 @@ def test_a_signal_is_answered_while_a_vocabulary_is_learned():
 import random, signal
 from models.one_billion_word import vocabulary
 from models.one_billion_word.corpus import Sentences
-from pipemesh.training.command import program
+from pipemesh.commands import process
 signal.signal(signal.SIGINT, program._leave)
 rng = random.Random(0)
 text = Sentences(tuple("".join(rng.choices("ACDEFGHIKLMNPQRSTVWY", k=900)) for _ in range(3000)))

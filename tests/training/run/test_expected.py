@@ -11,8 +11,8 @@ from pipemesh.plan.figures import figures_of_costs
 from pipemesh.report import Basis, basis_of, read
 from pipemesh.training import Loop, Options, Trainer
 from pipemesh.training.registered import RegisteredModel
+from tests.commands.program import refused, run
 from tests.training import small_models
-from tests.training.command.program import refused, run
 
 PLANNED = "--model=tests.training.small_models.PlannedPoints"
 

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.training.run.profile import Profile
-from tests.training.command.program import refused
+from tests.commands.program import refused
 from tests.training.run.test_telling import events, trained
 
 MODEL = "--model=tests.training.small_models.PlainPoints"

@@ -10,8 +10,8 @@ from pipemesh.errors import TrainingError
 from pipemesh.report import read
 from pipemesh.training import Loop, Options, Trainer
 from pipemesh.training.registered import RegisteredModel
+from tests.commands.program import done, refused, run
 from tests.training import small_models
-from tests.training.command.program import done, refused, run
 
 STAGED = "--model=tests.training.small_models.StagedPoints"
 

@@ -1,0 +1,252 @@
+"""The language model as commands see it: flags, text, vocabulary, and what is made of them.
+
+Importing it loads no TensorFlow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import os
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from pipemesh.checkpoint import Folder, Manifest, newest_whole
+from pipemesh.checkpoint.files import remove_unfinished
+from pipemesh.commands import host_flags, plan_flags
+from pipemesh.commands.model_kind import ModelKind, Texts, Tokens, checkpoint_of
+from pipemesh.training.run import console
+
+from . import about, command_line
+from .corpus import load_corpus
+from .request import Request
+from .vocabulary import Vocabulary, load_vocabulary
+
+
+class LanguageModelKind(ModelKind):
+    """The language model."""
+
+    flags = command_line.FLAGS_OF_TRAINING
+
+    def logdir(self) -> str:
+        """Returns `--logdir`, or a folder named after the model."""
+        return command_line.logdir()
+
+    def takes(self, command: str) -> Collection[str]:
+        """Returns flags of the model that matter when texts are continued or scored."""
+        sizes = ("layers", "vocab_size", "sequence_length")
+        return (*sizes, "batch_size") if command == "score" else sizes
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[tuple[Any, Request]]:
+        """Makes the trainer, and prints the plan and the changes since the checkpoint."""
+        request = command_line.request()
+        with training_of(request) as made:
+            yield made
+
+    def evaluation(self) -> tuple[Any, str]:
+        """Returns the model, and the path of the checkpoint to evaluate."""
+        request = command_line.request()
+        path = checkpoint_of(request.logdir)
+        subject, _ = make_subject(request, read_text(request, path, Manifest.read(path)))
+        return subject, path
+
+    def texts(self, command: str, texts: Sequence[str]) -> Texts:
+        """Returns the model for a command on texts."""
+        request = command_line.request()
+        path = checkpoint_of(request.logdir)
+        there = about.About.from_note(Manifest.read(path).note)
+        there.check_model(request.model, request.settings, request.logdir)
+        settings = request.settings
+        if command == "decode":
+            # What is chosen is how a batch is cut, and there is none.
+            settings.CHOSEN = ()
+            settings.PLAN = dataclasses.replace(settings.PLAN, num_microbatches=1)
+        words = Vocabulary(there.vocabulary)
+        # Experts have room for all tokens, so that no text depends on what comes with it.
+        settings.CAPACITY_FACTOR = None
+        subject, _ = make_subject(request, Text(None, there.data, words, path, there))
+        tokens = Tokens(
+            lambda text: [words.bos_id, *words.encode(text)],
+            lambda ids: words.decode([token for token in ids if token != words.bos_id]),
+            frozenset([words.eos_id]),
+            settings.SEQUENCE_LENGTH,
+            words.size,
+        )
+        return Texts(subject, path, tokens, settings.BATCH_SIZE)
+
+
+KIND = LanguageModelKind()
+
+
+@contextlib.contextmanager
+def training_of(request: Request) -> Iterator[tuple[Any, Request]]:
+    """Holds the log directory; gives the trainer for a request, and the request."""
+    with Folder(request.logdir):
+        yield _trainer(request), request
+
+
+def _trainer(request: Request) -> Any:
+    """Reads the text and makes the trainer, and prints what is to be trained."""
+    remove_unfinished(os.path.join(request.logdir, "vocabulary"), "vocab-*.model")
+    remove_unfinished(request.logdir, "config.toml")
+    found, manifest = newest_whole(request.logdir) or (None, None)
+    text = read_text(request, found, manifest)
+    trainer, choice = make_trainer(request, text)
+    config, there, now = request.settings, text.there, trainer.subject.about
+    plan = config.PLAN
+    if config.PIPELINED:
+        size = config.BATCH_SIZE // plan.num_microbatches
+        how = f"{plan.num_microbatches} microbatches of {size}"
+        if plan.num_replicas > 1:
+            how = f"{how} ({size // plan.num_replicas} a replica)"
+    else:
+        how = f"no pipeline, {config.BATCH_SIZE}"
+    print(
+        f"{request.model} on {text.corpus.name}: {plan.mesh}, {how} x "
+        f"{config.SEQUENCE_LENGTH} tokens"
+    )
+    if choice:
+        print(f"chosen: {choice}")
+    print(f"plan: {plan}")
+    print(trainer.stage_table())
+    print(f"evaluation while training: {trainer.sample}")
+    if there:
+        print(f"going on from {trainer.restored}")
+        if told := there.changes(now):
+            print(f"changed since the checkpoint: {told}")
+        if told := about.changes(there.data, now.data):
+            print(f"other text, under the vocabulary of the checkpoint: {told}")
+        if not _keeps_place(there, now):
+            print("the text is read from its beginning, in the order of epochs to come")
+    return trainer
+
+
+class Text(NamedTuple):
+    """The text to train on, and the checkpoint to resume from.
+
+    Attributes:
+        corpus: the text.
+        data: its digests.
+        vocabulary: its vocabulary, or that of the checkpoint.
+        found: path of the checkpoint; None to begin.
+        there: what is noted beside it.
+    """
+
+    corpus: Any
+    data: Any
+    vocabulary: Any
+    found: str | None
+    there: Any
+
+
+def read_text(request: Any, found: str | None = None, manifest: Any = None) -> Text:
+    """Finds the text and its vocabulary, without TensorFlow.
+
+    Args:
+        request: what is asked for.
+        found: path of the checkpoint to go on from; None to begin.
+        manifest: of it.
+    """
+    settings = request.settings
+    corpus = load_corpus(settings.DATA_DIR, settings.TRAIN_PATTERN, settings.HELDOUT_PATTERN)
+    there = about.About.from_note(manifest.note) if manifest else None
+    if there:
+        there.check_model(request.model, settings, request.logdir)
+    with console.waiting("reading the text"):
+        data = console.aside(lambda: about.digests(corpus))
+    if there:
+        if not request.other_text:
+            there.check_data(data, request.logdir)
+        vocabulary = Vocabulary(there.vocabulary)
+    else:
+        folder = os.path.join(request.logdir, "vocabulary")
+        with console.waiting(f"learning a vocabulary of {settings.VOCAB_SIZE:,} pieces"):
+            vocabulary = console.aside(lambda: load_vocabulary(corpus, settings.VOCAB_SIZE, folder))
+    return Text(corpus, data, vocabulary, found, there)
+
+
+def make_subject(request: Any, text: Text) -> tuple[Any, Any]:
+    """Starts TensorFlow and makes what is trained.
+
+    Args:
+        request: what is asked for; its settings get what is chosen.
+        text: what is trained on.
+
+    Returns:
+        The subject, and the choice that was made; None if there was nothing to choose.
+    """
+    settings, there = request.settings, text.there
+
+    def now() -> about.About:
+        noted = about.About.of(request.model, settings, device_type, text.data, text.vocabulary)
+        return dataclasses.replace(noted, flags=request.given)
+
+    with console.waiting("loading TensorFlow"):
+        device_type = _device_type(request)
+        _start_devices(request)
+        # Only now: TensorFlow reads the number of devices and threads when it starts.
+        from lingvo.core import py_utils
+
+        from .params import CONFIGURATIONS, boundaries_of, layer_flops_of
+        from .subject import LanguageModelSubject
+
+        # Modules of the trainer are loaded here, where it is said that it takes time.
+        importlib.import_module("pipemesh.training.trainer")
+        settings.PLAN = command_line.fitting(settings, device_type)
+        config = CONFIGURATIONS[request.model]()
+        vars(config).update(vars(settings))
+    choice = None
+    if there and settings.CHOSEN:
+        # Bit for bit only what is computed in the same way goes on.
+        settings.CHOSEN = there.keep_choice(now(), settings)
+        vars(config).update(vars(settings))
+    if settings.CHOSEN:
+        choice = _choose(request, layer_flops_of(config), boundaries_of(config))
+        settings.PLAN = choice.plan
+        vars(config).update(vars(settings))
+    plan_flags.check_memory(settings.PLAN, request.logdir)
+    py_utils.SetEagerMode(True)
+    return LanguageModelSubject(config, text.corpus, text.vocabulary, device_type, now()), choice
+
+
+def make_trainer(request: Any, text: Text) -> tuple[Any, Any]:
+    """Starts TensorFlow and makes the model, as `make_subject`.
+
+    Returns:
+        The trainer, and the choice that was made; None if there was nothing to choose.
+    """
+    subject, choice = make_subject(request, text)
+    from pipemesh.training.trainer import Trainer
+
+    there = text.there
+    place = there is not None and _keeps_place(there, subject.about)
+    with console.waiting("making the model"):
+        trainer = Trainer(subject, request, restore=text.found, keeps_place=place)
+    return trainer, choice
+
+
+def _keeps_place(there: Any, now: Any) -> bool:
+    return (
+        there.data["train"] == now.data["train"]
+        and there.settings["batch_size"] == now.settings["batch_size"]
+    )
+
+
+def _choose(request: Any, layer_flops: Sequence[float], boundaries: tuple[int, ...]) -> Any:
+    from .choice import choose, memory_of_cpu_device
+
+    available = None
+    device_type = _device_type(request)
+    if device_type == "CPU":
+        available = memory_of_cpu_device(request.plan.mesh.num_devices)
+    return choose(request.settings, layer_flops, boundaries, device_type, available)
+
+
+def _start_devices(request: Any) -> None:
+    host_flags.start_tensorflow(request.plan.mesh, _device_type(request))
+
+
+def _device_type(request: Any) -> str:
+    return request.device_type or host_flags.device_type(request.plan.mesh.num_devices)

@@ -1,0 +1,123 @@
+"""The command `pipemesh`: each subcommand is a module beside this one, loaded when called."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pipemesh import __version__
+from pipemesh.commands import process
+from pipemesh.commands.flags import FLAGS
+from pipemesh.text import columns, did_you_mean
+
+# In the groups of the list of commands: those that need TensorFlow, and those that do not.
+HELP = {
+    "train": "train a registered model of lingvo, pipelined or not",
+    "evaluate": "evaluate a checkpoint on held-out data",
+    "predict": "write the model's predictions for held-out examples",
+    "decode": "continue texts with a trained model",
+    "score": "compute the log probability and perplexity of texts",
+    "export": "write a trained model as a SavedModel of TensorFlow",
+    "checkpoint": "inspect, compare, convert, import and export checkpoints",
+    "launch": "start workers on this machine, and a command that drives them",
+    "worker": "offer the devices of this machine to a client",
+    "partition": "cut a stack of layers into stages of equal cost",
+    "schedule": "build, compare, simulate and draw pipeline schedules",
+    "plan": "find the plans with the shortest steps for a model and some devices",
+    "scale": "predict the time and memory of a training on thousands of devices",
+    "report": "write the page of a run, or compare several runs",
+}
+# They own the process: they end it at once, and answer Ctrl-C from the first moment on.
+PROGRAMS = ("train", "evaluate", "predict", "decode", "score", "export")
+NEED_TENSORFLOW = frozenset([*PROGRAMS, "checkpoint", "launch", "worker"])
+# Commands that read files without TensorFlow load it by themselves where they need it.
+_LOAD_IT_LATER = frozenset(["checkpoint"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        argv: the words after `pipemesh`; by default those of this process.
+
+    Returns:
+        The exit code: 0, or 2 for a mistake in the request.
+
+    Example:
+        >>> main(["schedule", "--name=forward_only", "--devices=1", "--microbatches=2"])
+        forward_only: 1 device, 1 stage, 2 microbatches
+        costs a stage: F 1, B 2, I 1, W 1, transfer 0
+        <BLANKLINE>
+        device 0 |0F0 0F1
+        <BLANKLINE>
+        makespan 2, bubble 0 (0.0%), largest own-span bubble 0, peak activations 1
+        0
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["help"]:
+        words = [*words[1:2], "--help"]
+    if not words or words[0] in ("-h", "--help"):
+        print(_help(), file=sys.stdout if words else sys.stderr)
+        return 0 if words else 2
+    name = words[0]
+    if name == "--version":
+        print(f"pipemesh {__version__}")
+        return 0
+    if name not in HELP:
+        known = f"{did_you_mean(name, HELP)}known are {', '.join(HELP)}"
+        print(f"error: unknown command {name!r}; {known}", file=sys.stderr)
+        return process.BAD_INPUT
+    try:
+        return process.exit_code(lambda: _run(name, [f"pipemesh {name}", *words[1:]]))
+    finally:
+        # Of a caller in Python they are no business.
+        FLAGS.declare([])
+
+
+def _run(name: str, argv: list[str]) -> int:
+    """Imports a command and runs it; only this one is imported, since others need TensorFlow."""
+    if name in NEED_TENSORFLOW - _LOAD_IT_LATER:
+        importlib.import_module("pipemesh.needs_tensorflow")
+    if name in PROGRAMS:
+        process.look_here()
+    module: Any = importlib.import_module(f"pipemesh.commands.{name}")
+    command: Callable[[list[str]], int] = module.main
+    if name in PROGRAMS:
+        process.run(command, argv)
+    try:
+        code = command(argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader, `head` for example, has seen enough; nor may the interpreter write on exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _help() -> str:
+    """Returns the list of commands, in two groups."""
+    lines = columns([[f"  {name}", help] for name, help in HELP.items()], left=(0, 1))
+    needing = [line for name, line in zip(HELP, lines, strict=True) if name in NEED_TENSORFLOW]
+    pure = [line for name, line in zip(HELP, lines, strict=True) if name not in NEED_TENSORFLOW]
+    return "\n".join(
+        [
+            "usage: pipemesh COMMAND [--flag=value ...]",
+            "",
+            "Pipelined training on a named-dimension mesh.",
+            "",
+            "commands that train and use models (they need TensorFlow and lingvo):",
+            *needing,
+            "",
+            "commands that plan (NumPy is enough, except to measure a model):",
+            *pure,
+            "",
+            "`pipemesh COMMAND --help` describes a command.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

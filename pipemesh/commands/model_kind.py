@@ -1,0 +1,442 @@
+"""Kinds of models, as commands see them; the registered models of lingvo are one.
+
+A kind has its flags, and makes from them what a command needs. A model with data or texts of its
+own defines another kind, `KIND`, in the modules that its checkpoints name as `evaluated_by` and
+`decoded_by`.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+import itertools
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pipemesh.checkpoint import Folder, Manifest, newest_whole
+from pipemesh.checkpoint.files import remove_unfinished
+from pipemesh.checkpoint.lock import hold, hold_newest
+from pipemesh.commands import host_flags, plan_flags
+from pipemesh.commands.flags import (
+    CONFIG,
+    FILES,
+    FLAGS,
+    ConfigError,
+    Flag,
+    FlagError,
+    check_seed,
+    grouped,
+    read_toml,
+)
+from pipemesh.commands.host_flags import device_type
+from pipemesh.commands.training_flags import given as saved_flags
+from pipemesh.commands.training_flags import newest_note, training_flags
+from pipemesh.commands.training_flags import options as training_options
+from pipemesh.errors import (
+    CheckpointError,
+    DeviceError,
+    LayoutError,
+    MeshError,
+    PipemeshError,
+    PlanError,
+    ScheduleError,
+)
+from pipemesh.example_models import import_model_module, same_class
+from pipemesh.mesh import Mesh
+from pipemesh.plan import Plan
+from pipemesh.text import is_missing
+from pipemesh.training.run import console
+from pipemesh.training.run.options import Options
+
+# A class with this attribute gets the log directory in it: some models lie there in part.
+_LOGDIR = "LOGDIR"
+CHECKPOINT_FLAG = Flag(
+    "checkpoint",
+    value="PATH",
+    help="Path of the checkpoint to use; default: the newest of --logdir.",
+    group=FILES,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """The tokens of a model, and how text is spelled in them.
+
+    Attributes:
+        encode: ids of a text that is to be continued.
+        decode: the text of ids.
+        stop: ids that end a text.
+        length: tokens that a text has at most.
+        vocab_size: ids are below it.
+    """
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+    stop: frozenset[int]
+    length: int
+    vocab_size: int
+
+    def text(self, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+        """Returns a prompt and its continuation as text, without the token that ends it."""
+        said = tokens[:-1] if tokens and tokens[-1] in self.stop else tokens
+        return self.decode([*prompt, *said])
+
+
+class Texts(NamedTuple):
+    """A model that continues or scores texts.
+
+    Attributes:
+        subject: the model.
+        path: of its checkpoint.
+        tokens: how it spells text.
+        batch_size: rows of a batch.
+    """
+
+    subject: Any
+    path: str
+    tokens: Tokens
+    batch_size: int
+
+
+class ModelKind(abc.ABC):
+    """A kind of models: its flags, and what commands make of them.
+
+    Attributes:
+        flags: of a training.
+        text_flags: flags that only commands on texts have.
+    """
+
+    flags: tuple[Flag, ...]
+    text_flags: tuple[Flag, ...] = ()
+
+    @abc.abstractmethod
+    def logdir(self) -> str:
+        """Returns the folder of checkpoints."""
+
+    @abc.abstractmethod
+    def training(self) -> contextlib.AbstractContextManager[tuple[Any, Options]]:
+        """Holds the log directory; gives the trainer and the options of the flags."""
+
+    @abc.abstractmethod
+    def evaluation(self) -> tuple[Any, str]:
+        """Returns the model, and the path of the checkpoint to evaluate."""
+
+    def takes(self, command: str) -> Collection[str]:
+        """Returns flags of a training that `decode`, `score` or `export` has for this kind."""
+        return ()
+
+    def texts(self, command: str, texts: Sequence[str]) -> Texts:
+        """Returns the model for a command on texts.
+
+        Args:
+            command: `decode`, `score` or `export`.
+            texts: to continue or to score; none for an export.
+
+        Raises:
+            CheckpointError: this kind knows no texts.
+        """
+        raise CheckpointError(f"models of {type(self).__module__} continue no texts")
+
+
+class RegisteredKind(ModelKind):
+    """The registered models of lingvo."""
+
+    flags = (
+        *grouped(
+            FILES,
+            Flag(
+                "model",
+                short="m",
+                help="The model: package.module.Class, a SingleTaskModelParams of lingvo; the "
+                "folder that the command is called in is searched first.",
+            ),
+            *plan_flags.plan_flags(),
+            Flag(
+                "seed",
+                int,
+                0,
+                help="Seed for initial weights and random ops; ignored if the task sets "
+                "random_seed.",
+            ),
+            Flag(
+                "dataset",
+                help="The dataset to evaluate on; default: Dev, or else Test, if the model has it.",
+            ),
+        ),
+        *training_flags(),
+    )
+
+    def logdir(self) -> str:
+        """Returns `--logdir`, or a folder named after the model."""
+        return logdir()
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[tuple[Any, Options]]:
+        """Makes the trainer, and prints the plan and the changes since the checkpoint."""
+        folder = logdir()
+        with Folder(folder):
+            yield _trainer(folder)
+
+    def evaluation(self) -> tuple[Any, str]:
+        """Returns the model, and the path of the checkpoint to evaluate."""
+        path = checkpoint_of(logdir())
+        check_note(Manifest.read(path).note, os.path.dirname(path) or ".")
+        return subject(), path
+
+
+def _trainer(folder: str) -> tuple[Any, Options]:
+    remove_unfinished(folder, "config.toml")
+    path, manifest = newest_whole(folder) or (None, None)
+    if manifest:
+        check_note(manifest.note, folder)
+    flags = saved_flags()
+    model = subject()
+    if model.most_steps is not None:
+        if not FLAGS.is_given("steps"):
+            FLAGS.set("steps", model.most_steps, given=False)
+        elif FLAGS.steps != model.most_steps:
+            print(f"--steps={FLAGS.steps} in place of p.train.max_steps={model.most_steps}")
+    options = Options(logdir=folder, given=flags, **training_options())
+    with console.waiting("making the model"):
+        from pipemesh.training.trainer import Trainer
+
+        model.given = flags
+        now = model.note()
+        there: Any = manifest.note if manifest else {}
+        place = _settings(there, "input.") == _settings(now, "input.")
+        trainer = Trainer(model, options, restore=path, keeps_place=place)
+    plan = model.plan
+    print(f"{model.name}: {plan.mesh}")
+    if table := trainer.stage_table():
+        print(f"plan: {plan}\n{table}")
+    print(f"evaluation while training: {trainer.sample}")
+    if manifest:
+        print(f"going on from {trainer.restored}")
+        for line in _changes(there, now):
+            print(line)
+        if not trainer.keeps_place:
+            print("the data is read from its beginning")
+    elif not trainer.is_restorable:
+        print(
+            "the position in this data cannot be saved: a resumed run reads it from its beginning"
+        )
+    return trainer, options
+
+
+def _settings(note: Any, prefix: str) -> dict[str, str]:
+    settings = note.get("settings", {})
+    return {name: value for name, value in settings.items() if name.startswith(prefix)}
+
+
+def _changes(there: Any, now: Any) -> list[str]:
+    """Lists the differences from a checkpoint's note, one per line."""
+    lines: list[str] = []
+    for what in ("plan", "settings"):
+        old, new = there.get(what, {}), now[what]
+        for name in {**old, **new}:
+            before, after = old.get(name) or "none", new.get(name) or "none"
+            if before != after:
+                lines.append(f"changed since the checkpoint: {name} {before} -> {after}")
+    return lines
+
+
+def logdir() -> str:
+    """Returns the folder of checkpoints.
+
+    Raises:
+        FlagError: neither it nor a model is given.
+    """
+    if FLAGS.logdir:
+        return FLAGS.logdir
+    if FLAGS.logdir == "" or not FLAGS.model:
+        raise FlagError(
+            "cannot tell which model to use; pass --model=package.module.Class, or the --logdir of "
+            "a training to resume"
+        )
+    return os.path.join("runs", FLAGS.model.rpartition(".")[2])
+
+
+def subject() -> Any:
+    """Returns the model of the flags, and starts TensorFlow with the devices of its plan.
+
+    Raises:
+        FlagError: there is no such model, or it cannot be run so.
+    """
+    if not FLAGS.model:
+        raise FlagError(
+            f"cannot tell which model to use: no checkpoint in --logdir={FLAGS.logdir!r}; pass "
+            "--model=package.module.Class"
+        )
+    check_seed(FLAGS.seed)
+    values = plan_flags.given()
+    if FLAGS.plain:
+        mesh = Mesh.from_text(values.setdefault("mesh", "layers:1"))
+        plan_flags.check_plain(mesh.num_devices, FLAGS.compute_dtype)
+    with console.waiting("loading TensorFlow"):
+        host_flags.accept_lingvo_flags()
+        from pipemesh.training.registered import RegisteredModel, find_model, mesh_before
+
+        def new() -> Any:
+            config = find_model(FLAGS.model)()
+            if hasattr(config, _LOGDIR):
+                setattr(config, _LOGDIR, logdir())
+            return config
+
+        def made(config: Any, values: Mapping[str, str]) -> RegisteredModel:
+            return RegisteredModel(
+                config,
+                FLAGS.model,
+                values,
+                # Not known before Task() says the mesh.
+                device_type=FLAGS.device_type or "CPU",
+                seed=FLAGS.seed,
+                plain=FLAGS.plain,
+                strict_devices=FLAGS.strict_devices,
+                dataset=FLAGS.dataset,
+            )
+
+        config = new()
+        try:
+            mesh = mesh_before(config, values)
+            if mesh is not None:
+                _start(mesh)
+            model = made(config, values)
+        except (LayoutError, MeshError, PlanError, ScheduleError) as error:
+            raise _named(error, values) from error
+        if FLAGS.trace_schedule and not model.has_actions():
+            raise FlagError(
+                f"--trace_schedule: {FLAGS.model} has no pipeline of single actions to time; leave "
+                "it out"
+            )
+        if mesh is None:
+            try:
+                _start(model.plan.mesh)
+                if FLAGS.device_type != model.device_type:
+                    model = made(new(), values)
+            except DeviceError as error:
+                raise FlagError(
+                    f"--model={FLAGS.model!r}: its Task() starts TensorFlow before it is known how "
+                    f"many devices there are to be; give --mesh_shape='{model.plan.mesh}'"
+                ) from error
+        # The model's own layers say whether they can be cut otherwise.
+        other: dict[str, Any] = {}
+
+        def check(plan: Plan) -> None:
+            changed = {name: text for name, (_, text) in model.plan.changes(plan).items()}
+            other["model"] = made(new(), values | changed)
+
+        if host_flags.fitting(model.plan, model.device_type, check) != model.plan:
+            model = other["model"]
+        plan_flags.check_memory(model.plan, logdir())
+        from lingvo.core import py_utils
+
+        py_utils.SetEagerMode(True)
+    return model
+
+
+def _start(mesh: Mesh) -> None:
+    host_flags.start_tensorflow(mesh, device_type(mesh.num_devices))
+
+
+def check_note(note: Mapping[str, Any], folder: str) -> None:
+    """Checks that a checkpoint is of a registered model, and of the one that the flags name.
+
+    Args:
+        note: of the checkpoint.
+        folder: that it lies in.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    there = note.get("model")
+    if not isinstance(there, str):
+        program = note.get("program", "another program")
+        raise CheckpointError(
+            f"--logdir={folder!r} holds a checkpoint of {program}; use that, or another --logdir"
+        )
+    if FLAGS.model and not same_class(there, FLAGS.model):
+        raise CheckpointError(
+            f"--logdir={folder!r} holds a checkpoint of another model ({there}, not "
+            f"{FLAGS.model}); give another --logdir"
+        )
+
+
+def _named(error: PipemeshError, values: Mapping[str, str]) -> FlagError:
+    """Returns an error of the plan as one of a flag, if a flag caused it."""
+    if plan_flags.value_of(error) in values:
+        return plan_flags.error_of(error, values)
+    return FlagError(f"--model={FLAGS.model!r}: {error}")
+
+
+def check_flags() -> None:
+    """Checks the flags of an evaluation, and sets --logdir by --checkpoint.
+
+    Raises:
+        FlagError: --figures is given without --device_memory.
+    """
+    if FLAGS.figures is not None and FLAGS.device_memory is None:
+        raise FlagError("--figures is for --device_memory here; give that, or leave it out")
+    if FLAGS.checkpoint and not FLAGS.logdir:
+        FLAGS.set("logdir", os.path.dirname(FLAGS.checkpoint) or ".", given=False)
+
+
+def checkpoint_of(folder: str) -> str:
+    """Returns the path of the checkpoint to evaluate, and holds it.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    path = FLAGS.checkpoint or hold_newest(folder)
+    if path is None:
+        raise CheckpointError(f"--logdir={folder!r} has no checkpoint; train first")
+    if FLAGS.checkpoint:
+        # As of the newest one, a training in the same folder would let go of it.
+        hold(path)
+    Manifest.read(path).check(path)
+    return path
+
+
+def note_of(argv: Sequence[str]) -> Mapping[str, Any]:
+    """Returns the note of the checkpoint that a command line names, before flags are parsed."""
+    flags = named(argv)
+    if path := flags.get("checkpoint"):
+        return Manifest.read(str(path)).note
+    return newest_note(str(flags["logdir"]))[1] if "logdir" in flags else {}
+
+
+def named(argv: Sequence[str]) -> dict[str, Any]:
+    """Returns the flags of a command line by name, before they are parsed."""
+    flags: dict[str, Any] = {}
+    for word, after in itertools.zip_longest(argv[1:], argv[2:], fillvalue=""):
+        name, separator, value = word.lstrip("-").partition("=")
+        if word.startswith("-"):
+            flags[name.replace("-", "_")] = value if separator else after
+    if CONFIG in flags:
+        # What is wrong with it is said when the flags are parsed.
+        with contextlib.suppress(ConfigError):
+            flags = {**read_toml(flags[CONFIG]), **flags}
+    return flags
+
+
+def kind_called(name: str) -> ModelKind:
+    """Returns the kind that a checkpoint's note names by its module.
+
+    Raises:
+        CheckpointError: there is no such module here.
+    """
+    try:
+        module: Any = import_model_module(name)
+    except ModuleNotFoundError as error:
+        if not is_missing(name, error):
+            raise
+        raise CheckpointError(
+            f"the checkpoint is of {name}, and there is no module {error.name!r} here; call from "
+            "the folder in which the package lies, or put that folder on PYTHONPATH"
+        ) from error
+    return module.KIND
+
+
+REGISTERED = RegisteredKind()
+"""The kind of models that note no other one."""

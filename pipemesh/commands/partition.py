@@ -1,0 +1,442 @@
+"""`pipemesh partition`: the partitioner in the shell."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import pathlib
+import sys
+from collections.abc import Mapping
+from typing import Any, cast
+
+from pipemesh.commands.flags import Command, Flag, Flags, grouped, parse, write_output
+from pipemesh.errors import PartitionError, ScheduleError
+from pipemesh.partition.costs import NUMBERS, LayerCost, number_problem
+from pipemesh.partition.memory import REMAT_POLICIES, SCHEDULES
+from pipemesh.partition.options import METHODS
+from pipemesh.partition.result import Partition, table
+from pipemesh.partition.solve import partition
+from pipemesh.partition.text import MOST_ROWS, layers_text, number_text
+from pipemesh.report.partition_drawing import partition_to_svg
+from pipemesh.schedule.names import help_text
+from pipemesh.schedule.names import parse as parse_schedule
+from pipemesh.text import bytes_of, columns, nearest
+
+COLUMNS = (*NUMBERS, "name")
+# Flags by the parameters of `partition`.
+_OPTIONS = {
+    "speeds": "speeds",
+    "bandwidth": "bandwidth",
+    "overlap_transfers": "overlap_transfers",
+    "memory_limit": "device_memory",
+    "num_microbatches": "num_microbatches",
+    "optimizer_bytes_per_parameter_byte": "optimizer_bytes",
+    "remat": "remat",
+    "num_virtual_stages": "num_virtual_stages",
+    "same_stage": "same_stage",
+    "min_layers": "min_layers",
+    "max_layers": "max_layers",
+    "fixed": "fixed",
+}
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError("it must be numbers such as 1,1,0.5") from None
+
+
+def _integers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError("it must be layer indices such as 0,3") from None
+
+
+COMMAND = Command(
+    "pipemesh partition",
+    "Cuts layers into contiguous stages with the smallest possible bottleneck.\n\n"
+    "COSTS is a CSV file (one number a line, or a header with cost or forward, backward,\n"
+    "parameter_bytes, activation_bytes, boundary_bytes, shared_bytes, name), a JSON list of\n"
+    "numbers or of objects with these fields, or - for standard input.",
+    (
+        Flag("costs", argument="once", help="CSV or JSON file, or - for standard input."),
+        Flag("stages", int, required=True, value="N", help="Number of stages."),
+        Flag("method", default="exact", help=f"Partitioning method: {', '.join(METHODS)}."),
+        *grouped(
+            "devices",
+            Flag("speeds", _numbers, value="A,B,...", help="Relative speed of each device."),
+            Flag(
+                "bandwidth",
+                bytes_of,
+                value="BYTES",
+                help="Bytes per unit of time between devices.",
+            ),
+            Flag("overlap_transfers", bool, False, help="Transfers overlap with computation."),
+            Flag(
+                "num_virtual_stages",
+                int,
+                value="V",
+                help="Stages of each device; default: the schedule's.",
+                former=["virtual_stages"],
+            ),
+        ),
+        *grouped(
+            "memory",
+            Flag(
+                "device_memory",
+                bytes_of,
+                value="BYTES",
+                help="Memory of a device, such as 16GiB or 80GB.",
+                former=["memory_limit"],
+            ),
+            Flag(
+                "num_microbatches",
+                int,
+                value="M",
+                help="Microbatches of a step.",
+                former=["microbatches"],
+            ),
+            Flag("schedule", help="Schedule that memory depends on; the spellings are below."),
+            Flag("remat", default="none", help=f"Recomputation: {', '.join(REMAT_POLICIES)}."),
+            Flag(
+                "optimizer_bytes",
+                float,
+                2.0,
+                value="X",
+                help="Optimizer bytes for each byte of parameters; default: 2, Adam's moments.",
+            ),
+        ),
+        *grouped(
+            "cuts",
+            Flag(
+                "same_stage",
+                _integers,
+                value="I,J,...",
+                repeated=True,
+                help="Layers that share a stage; can be repeated.",
+            ),
+            Flag("min_layers", int, 1, value="N", help="Minimum number of layers per stage."),
+            Flag("max_layers", int, value="N", help="Maximum number of layers per stage."),
+            Flag(
+                "fixed",
+                _integers,
+                (),
+                value="I,J,...",
+                help="Layers at which a stage must begin.",
+            ),
+        ),
+        *grouped(
+            "output",
+            Flag("json", bool, False, help="Print JSON instead of a table."),
+            Flag("compare", bool, False, help="Show exact, lingvo and uniform side by side."),
+            Flag("plot", value="OUT.SVG", help="Write a picture of the stage costs."),
+        ),
+    ),
+    more=f"schedules, in upper or lower case:\n{help_text()}",
+)
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command; returns its exit code.
+
+    Raises:
+        PartitionError: the costs or the options are wrong, or no cut satisfies them.
+    """
+    flags = parse(argv, COMMAND)
+    costs = read_costs(*_read(flags.costs))
+    options = {name: flags.value(flag) for name, flag in _OPTIONS.items()} | _schedule(flags)
+    if flags.compare and flags.method != "exact":
+        raise PartitionError("--compare shows all methods; leave --method out")
+    plans: dict[str, Partition | str] = {}
+    for method in METHODS if flags.compare else (flags.method,):
+        try:
+            plans[method] = partition(costs, flags.stages, method=method, **options)
+        except PartitionError as error:
+            # In a comparison, only the exact method has to find a cut.
+            if method == "exact" or not flags.compare:
+                raise
+            plans[method] = str(error)
+    partitions = {name: plan for name, plan in plans.items() if isinstance(plan, Partition)}
+    write_output("--plot", flags.plot, partition_to_svg(partitions) if flags.plot else "")
+    if flags.json:
+        first = next(iter(partitions.values()))
+        print(_json(plans) if flags.compare else first.to_json(indent=2))
+    elif flags.compare:
+        print(comparison(plans))
+    else:
+        print(table(next(iter(partitions.values())), block=_block()))
+    return 0
+
+
+def _schedule(flags: Flags) -> dict[str, Any]:
+    """Returns the schedule by its name where that is enough, else facts from its table."""
+    if flags.schedule is None:
+        return {}
+    try:
+        if parse_schedule(flags.schedule).name in SCHEDULES:
+            return {"schedule": flags.schedule}
+        if flags.num_microbatches is None:
+            raise PartitionError(
+                f"--schedule={flags.schedule} is simulated to count what its stages hold; give "
+                "--num_microbatches"
+            )
+        return table_of(flags.schedule, flags.stages, flags.num_microbatches)
+    except ScheduleError as error:
+        raise PartitionError(str(error)) from error
+
+
+def _json(plans: dict[str, Partition | str]) -> str:
+    return json.dumps(
+        {
+            name: json.loads(plan.to_json()) if isinstance(plan, Partition) else {"error": plan}
+            for name, plan in plans.items()
+        },
+        indent=2,
+    )
+
+
+def _block() -> str:
+    try:
+        "█".encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return "#"
+    return "█"
+
+
+def _read(path: str) -> tuple[str, str]:
+    if path == "-":
+        return sys.stdin.read(), "standard input"
+    try:
+        return pathlib.Path(path).read_text(encoding="utf-8"), path
+    except OSError as error:
+        raise PartitionError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise PartitionError(f"cannot read {path}: it is no UTF-8 text") from error
+
+
+def table_of(text: str, num_stages: int, num_microbatches: int) -> dict[str, Any]:
+    """Returns what `pipemesh.partition.partition` takes of a schedule's table.
+
+    Raises:
+        ScheduleError: there is no such table.
+
+    Example:
+        >>> table_of("zb_v", 4, 4)["stage_devices"]
+        (0, 1, 1, 0)
+    """
+    from pipemesh.schedule import ScheduleSpec, simulate
+
+    table = ScheduleSpec.from_text(text).for_stages(num_stages, num_microbatches)
+    return simulate(table).for_partition()
+
+
+def comparison(plans: Mapping[str, Partition | str]) -> str:
+    """Returns partitions of the same layers side by side, or why a method has none."""
+    found = {name: plan for name, plan in plans.items() if isinstance(plan, Partition)}
+    lines: list[str] = []
+    if found:
+        stages = max(plan.num_stages for plan in found.values())
+        rows = [["stage"]]
+        for name in found:
+            rows[0] += [f"{name}: layers", "cost"]
+        for stage in range(stages):
+            row = [str(stage)]
+            for plan in found.values():
+                row += [layers_text(plan.stages[stage]), number_text(plan.stage_costs[stage])]
+            rows.append(row)
+        if stages > MOST_ROWS:
+            half = MOST_ROWS // 2
+            rows[half + 1 : -half] = [["...", *[""] * (len(rows[0]) - 1)]]
+        best = min(plan.bottleneck for plan in found.values())
+        summary = [["bottleneck"], ["over the best"], ["balance"], ["empty stages"]]
+        for plan in found.values():
+            over = plan.bottleneck / best - 1 if best else 0.0
+            empty = sum(not layers for layers in plan.stages)
+            summary[0] += ["", number_text(plan.bottleneck)]
+            summary[1] += ["", f"{over:+.1%}" if over else "0%"]
+            summary[2] += ["", f"{plan.balance:.3f}"]
+            summary[3] += ["", str(empty)]
+        lines = columns([*rows, *summary], left=())
+        lines.insert(len(rows), "-" * max(len(line) for line in lines))
+    lines += [f"{name}: {plan}" for name, plan in plans.items() if isinstance(plan, str)]
+    return "\n".join(lines)
+
+
+def read_costs(text: str, source: str) -> list[float] | list[LayerCost]:
+    """Reads costs from the text of a CSV or JSON file.
+
+    JSON is a list of numbers or of objects with `cost` or the fields of `LayerCost`. CSV is one
+    number a line, or has a header with these names, in any order; `name` may come with either.
+    Empty lines and lines that begin with `#` are skipped.
+
+    Args:
+        text: the contents.
+        source: what messages call the file.
+
+    Returns:
+        Numbers or `LayerCost`s.
+
+    Raises:
+        PartitionError: the text cannot be read; the message says where.
+
+    Example:
+        >>> read_costs("name,cost\\na,1.5\\nb,2\\n", "costs.csv")
+        [1.5, 2.0]
+    """
+    if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise PartitionError(f"the text of {source} is {type(text).__name__}, but must be str")
+    stripped = text.lstrip("\ufeff").strip()
+    if not stripped:
+        raise PartitionError(f"{source} is empty; give one cost a line, or a JSON list")
+    return _from_json(stripped, source) if stripped[0] in "[{" else _from_csv(stripped, source)
+
+
+def _unknown(name: str) -> str:
+    if any(mark in name for mark in ";\t "):
+        return f"{name!r} is no column name; separate columns with commas, one layer a line"
+    near = nearest(name, (*COLUMNS, "cost"))
+    hint = f"; did you mean {near}?" if near else ""
+    return f"{name!r} is no known column; known are cost, {', '.join(COLUMNS)}{hint}"
+
+
+_Records = list[tuple[str, dict[str, Any]]]
+"""For each layer its location, for messages, and its fields by name."""
+
+
+def _costs(records: _Records, source: str) -> list[float] | list[LayerCost]:
+    """Plain numbers from records with `cost`, layers from records with `forward`."""
+    names = {name for _, fields in records for name in fields}
+    others = sorted(names - {"cost", "name"})
+    if "cost" not in names:
+        return [_layer(where, fields) for where, fields in records]
+    if others:
+        raise PartitionError(
+            f"{source} has cost beside {', '.join(others)}; cost is the whole time of a layer, so "
+            "give either cost, or forward and the others"
+        )
+    numbers: list[float] = []
+    for where, fields in records:
+        if "cost" not in fields:
+            raise PartitionError(f"{where} has no cost; every layer needs one")
+        _check(fields["cost"], "cost", where)
+        numbers.append(fields["cost"])
+    return numbers
+
+
+def _layer(where: str, fields: dict[str, Any]) -> LayerCost:
+    if "forward" not in fields:
+        raise PartitionError(f"{where} has no forward; every layer needs its forward time")
+    try:
+        return LayerCost(**fields)
+    except PartitionError as error:
+        raise PartitionError(f"{where}: {error}") from error
+
+
+def _from_json(text: str, source: str) -> list[float] | list[LayerCost]:
+    try:
+        loaded: Any = json.loads(text)
+    except RecursionError as error:
+        raise PartitionError(
+            f"{source} is nested too deeply; give a list of numbers or of objects"
+        ) from error
+    except ValueError as error:
+        # A number of thousands of digits is one, too.
+        raise PartitionError(f"{source} is no valid JSON: {error}") from error
+    if not isinstance(loaded, list):
+        raise PartitionError(
+            f"{source} holds a JSON object, but must hold a list: of numbers, or of objects with "
+            f"{', '.join(COLUMNS)}"
+        )
+    items = cast("list[Any]", loaded)
+    has_objects = any(isinstance(item, dict) for item in items)
+    records: _Records = []
+    for index, item in enumerate(items):
+        where = f"{source}: layer {index}"
+        if isinstance(item, dict):
+            fields = cast("dict[str, Any]", item)
+            for name in fields:
+                if name not in (*COLUMNS, "cost"):
+                    raise PartitionError(f"{where}: {_unknown(name)}")
+        elif has_objects:
+            raise PartitionError(
+                f"{where} is {item!r} among objects; give all numbers or all objects"
+            )
+        else:
+            fields = {"cost": item}
+        records.append((where, fields))
+    return _costs(records, source)
+
+
+def _from_csv(text: str, source: str) -> list[float] | list[LayerCost]:
+    rows: list[tuple[int, list[str]]] = []
+    # Lines may end in a carriage return alone.
+    reader = csv.reader(io.StringIO(text, newline=None), skipinitialspace=True)
+    try:
+        for row in reader:
+            cells = [cell.strip() for cell in row]
+            if any(cells) and not cells[0].startswith("#"):
+                rows.append((reader.line_num, cells))
+    except csv.Error as error:
+        raise PartitionError(f"{source}: line {reader.line_num} is no CSV: {error}") from error
+    if not rows:
+        raise PartitionError(f"{source} has no lines but comments; give one cost a line")
+    line, head = rows[0]
+    if _is_number(head[0]):
+        if len(head) > 1:
+            raise PartitionError(
+                f"{source}: line {line} has {len(head)} columns and no header says what they are; "
+                f"begin with a header of cost, or of {', '.join(COLUMNS)}"
+            )
+        head, body = ["cost"], rows
+    else:
+        head, body = [name.lower() for name in head], rows[1:]
+        for name in head:
+            if name not in (*COLUMNS, "cost"):
+                raise PartitionError(f"{source}: line {line}: {_unknown(name)}")
+        if len(set(head)) < len(head):
+            raise PartitionError(f"{source}: line {line} names a column twice: {', '.join(head)}")
+    if not body:
+        raise PartitionError(f"{source} has a header and no layers; give one layer a line")
+    if "cost" not in head and "forward" not in head:
+        raise PartitionError(f"{source} has neither a column cost nor a column forward")
+    records: _Records = []
+    for line, cells in body:
+        if len(cells) != len(head):
+            raise PartitionError(
+                f"{source}: line {line} has {len(cells)} cells, but the header has {len(head)} "
+                f"({', '.join(head)})"
+            )
+        fields: dict[str, Any] = {}
+        for name, cell in zip(head, cells, strict=True):
+            if name == "name":
+                fields[name] = cell
+            elif cell or name in ("cost", "forward"):
+                fields[name] = _number(cell, name, f"{source}: line {line}")
+        records.append((f"{source}: line {line}", fields))
+    return _costs(records, source)
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def _number(cell: str, name: str, where: str) -> float:
+    try:
+        number = float(cell)
+    except ValueError:
+        raise PartitionError(f"{where}: {name} is {cell!r}, but must be a number") from None
+    _check(number, name, where)
+    return number
+
+
+def _check(number: Any, name: str, where: str) -> None:
+    problem = number_problem(number)
+    if problem:
+        raise PartitionError(f"{where}: {name} is {number!r}, {problem}")

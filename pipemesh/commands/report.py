@@ -1,0 +1,57 @@
+"""Makes a page of a run, or compares several.
+
+A training writes record.jsonl into its log directory while it runs, and report.html when it ends.
+The page needs no network. Decoded text is shown if samples.jsonl in the log directory has it:
+
+  pipemesh decode --logdir=runs/a --prompt="The module" --format=json >> runs/a/samples.jsonl
+
+  pipemesh report runs/a
+  pipemesh report runs/a runs/b --output=comparison.html
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pipemesh.commands.flags import Command, Flag, parse
+from pipemesh.errors import ReportError
+from pipemesh.report.run import PAGE, read
+from pipemesh.report.run_pages import comparison, page
+
+# The page of several runs, in the log directory of the last one.
+COMPARISON = "comparison.html"
+COMMAND = Command(
+    "pipemesh report",
+    __doc__,
+    (
+        Flag("logdir", argument="+", help="Log directory of a run; several are compared."),
+        Flag(
+            "output",
+            value="FILE",
+            help=f"Page to write; default: {PAGE} in the log directory, or {COMPARISON} in the "
+            "last one of several.",
+        ),
+    ),
+)
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command; returns its exit code.
+
+    Raises:
+        ReportError: there is no record, or the page cannot be written.
+    """
+    flags = parse(argv, COMMAND)
+    runs = [read(folder) for folder in flags.logdir]
+    text = page(runs[0]) if len(runs) == 1 else comparison(runs)
+    name = PAGE if len(runs) == 1 else COMPARISON
+    path = flags.output or os.path.join(flags.logdir[-1], name)
+    try:
+        Path(path).write_text(text, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ReportError(
+            f"{path!r} cannot be written ({error.strerror}); give another --output"
+        ) from error
+    print(f"report: {path}")
+    return 0

@@ -1,1 +1,0 @@
-"""The command `pipemesh scale`; `pipemesh.plan.many_devices` makes its forecasts."""

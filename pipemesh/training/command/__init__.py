@@ -1,1 +1,0 @@
-"""Command lines that train: flags, and the programs behind them."""

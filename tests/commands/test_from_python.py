@@ -1,0 +1,68 @@
+"""`pipemesh.decode` and `pipemesh.score` from Python, which loads no TensorFlow."""
+
+import subprocess
+import sys
+
+import pytest
+
+import pipemesh
+from pipemesh.errors import DecodingError
+from tests.models.one_billion_word.program import finish, open_process
+from tests.warm import warm
+
+SMALL = ["--steps=2", "--vocab_size=400", "--sequence_length=32", "--batch_size=4"]
+SMALL += ["--num_microbatches=2", "--eval_batches=1"]
+# The second one has characters that begin files and end lines elsewhere.
+TEXTS = ["The module", "\ufeffAn\u2028ex\x0bpression\r"]
+
+
+@pytest.fixture(scope="module")
+def logdir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts") / "run"
+    code = "import sys; from models.one_billion_word import train; train.main(sys.argv)"
+    code, _, err = finish(open_process(warm("-c", code, *SMALL, f"--logdir={folder}")))
+    assert code == 0, err
+    return folder
+
+
+@pytest.mark.slow
+def test_texts_are_continued_and_scored(logdir):
+    found = pipemesh.decode(TEXTS, logdir=logdir, max_tokens=3, beams=2, mesh_shape="layers:2")
+    assert [each.prompt for each in found] == TEXTS
+    for each in found:
+        assert len(each.tokens) == len(each.log_probs) == 3 or each.stopped
+        assert len(each.others) == 1 and each.others[0][1] <= sum(each.log_probs)
+    scores = pipemesh.score(iter(TEXTS), checkpoint=logdir / "ckpt-2", plain=True)
+    assert [each.text for each in scores] == TEXTS
+    for each in scores:
+        assert len(each.tokens) == len(each.log_probs) and each.perplexity > 1
+        assert each.log_prob == pytest.approx(sum(each.log_probs), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("texts", "flags", "message"),
+    [
+        ("one", {}, "'one' is one text; give a list of them"),
+        (["a\nb"], {}, r"text 1 is 'a\\nb'; give texts of one line each"),
+        (["a", " "], {}, "text 2 is ' '; give texts of one line each"),
+        ([b"a"], {}, "text 1 is b'a'; give texts of one line each"),
+        (["a\ud800"], {}, "which is not UTF-8"),
+        (["a"], {"help": True}, "help is for the command alone; leave it out"),
+        (["a"], {"prompt": "b"}, "prompt is for the command alone; leave it out"),
+        (["a"], {}, "no training is named; give the --logdir of one, or a --checkpoint"),
+        (["a"], {"logdir": "/no/such"}, "--logdir='/no/such' has no checkpoint; train first"),
+    ],
+)
+@pytest.mark.parametrize("call", [pipemesh.decode, pipemesh.score])
+def test_what_cannot_be_had_is_an_error(call, texts, flags, message):
+    with pytest.raises(DecodingError, match=message):
+        call(texts, **flags)
+
+
+def test_nothing_is_nothing():
+    assert pipemesh.decode([]) == [] == pipemesh.score(iter(()))
+
+
+def test_it_loads_no_tensorflow():
+    code = "import sys, pipemesh; pipemesh.decode([]); sys.exit('tensorflow' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

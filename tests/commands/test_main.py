@@ -1,0 +1,146 @@
+"""The command `pipemesh` itself."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from pipemesh import __version__
+from pipemesh.checkpoint.manifest import Manifest
+from pipemesh.commands.main import HELP, PROGRAMS, main
+
+
+def test_every_command_has_help_and_a_main_function():
+    assert set(PROGRAMS) < set(HELP)
+    for name in HELP:
+        assert callable(importlib.import_module(f"pipemesh.commands.{name}").main)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["schedule", "--help"], ["--version"]])
+def test_help_and_version(words, capsys):
+    try:
+        assert main(words) == 0
+    except SystemExit as end:
+        assert end.code == 0
+    out = capsys.readouterr().out
+    assert "pipemesh" in out
+    if words == ["--version"]:
+        assert __version__ in out
+
+
+def test_an_invalid_value_is_one_line_and_exit_code_2(capsys):
+    assert main(["schedule", "--devices", "four"]) == 2
+    assert capsys.readouterr().err == "error: --devices='four': it must be a whole number\n"
+
+
+def test_the_schedule_command_loads_neither_tensorflow_nor_lingvo():
+    code = (
+        "import sys; from pipemesh.commands.main import main; "
+        "main(['schedule', '--compare', '--devices', '2', '--num_microbatches', '2']); "
+        "loaded = {'tensorflow', 'lingvo', 'pipemesh.partition', 'pipemesh.mesh'} & "
+        "set(sys.modules); "
+        "sys.exit(str(loaded) if loaded else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("words", [["--help"], ["help"], ["help", "schedule"]])
+def test_help_is_a_command_too(words):
+    done = subprocess.run(
+        [sys.executable, "-m", "pipemesh", *words], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("usage: pipemesh")
+
+
+def test_without_a_command_all_are_listed(capsys):
+    assert main([]) == 2
+    told = capsys.readouterr().err
+    assert all(f"\n  {name} " in told and help in told for name, help in HELP.items())
+
+
+def test_underscores_and_hyphens_are_one(capsys):
+    words = ["schedule", "--name=list_schedule", "--devices=2", "--num_microbatches=2"]
+    assert main([*words, "--memory_limit=2"]) == main([*words, "--memory-limit=2"]) == 0
+    capsys.readouterr()
+    assert main([*words, "--memry-limit=2"]) == 2
+    assert capsys.readouterr().err == (
+        "error: unknown flag --memry_limit; did you mean --memory_limit?\n"
+    )
+
+
+def test_a_folder_called_models_hides_no_example(tmp_path):
+    """The wheel calls the examples `pipemesh_models`; checkpoints may have either name."""
+    for name in ("models/__init__.py", "pipemesh_models/__init__.py", "pipemesh_models/digits.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    code = (
+        "from pipemesh.example_models import example, import_model_module as load\n"
+        "print(example('digits'), load('models.digits').__name__)\n"
+        "load('models.nothing')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "pipemesh_models.digits pipemesh_models.digits\n"
+    assert done.stderr.endswith("No module named 'models.nothing'\n")
+
+
+def test_a_reader_that_stops_early_is_no_error():
+    code = (
+        "import sys; from pipemesh.commands.main import main; "
+        "sys.exit(main(['schedule', '--name=gpipe', '--devices=64', '--num_microbatches=99']))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+
+
+def test_an_unknown_command_gets_the_nearest(capsys):
+    assert main(["scedule"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: unknown command 'scedule'; did you mean 'schedule'? known are {', '.join(HELP)}\n"
+    )
+
+
+KIND = """
+from pipemesh.commands.model_kind import RegisteredKind
+from pipemesh.errors import DecodingError
+class Telling(RegisteredKind):
+    def texts(self, command, texts):
+        raise DecodingError("told")
+KIND = Telling()
+"""
+
+
+def test_the_installed_command_finds_the_models_of_the_folder_where_it_is_called(tmp_path):
+    folder, run = tmp_path / "project", tmp_path / "run"
+    script = tmp_path / "bin" / "pipemesh"
+    for each in (folder, run, script.parent):
+        each.mkdir()
+    (folder / "telling.py").write_text(KIND)
+    (folder / "lacking.py").write_text("import no_such_module\n")
+    script.write_text("from pipemesh.commands.main import main\nmain()\n")
+
+    def called(where, program):
+        (run / "ckpt-1.index").touch()
+        note = {"decoded_by": program}
+        Manifest.of(str(run / "ckpt-1"), step=1, note=note).write(str(run / "ckpt-1"))
+        words = [sys.executable, script, "decode", f"--logdir={run}", "--prompt=a"]
+        done = subprocess.run(words, cwd=where, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout, done.stderr
+
+    assert called(folder, "telling") == (2, "", "error: told\n")
+    code, out, err = called(tmp_path, "telling")
+    assert (code, out) == (2, "")
+    assert err == (
+        "error: the checkpoint is of telling, and there is no module 'telling' here; call from the "
+        "folder in which the package lies, or put that folder on PYTHONPATH\n"
+    )
+    # What the program itself lacks is told as it is.
+    code, out, err = called(folder, "lacking")
+    assert code == 1 and "No module named 'no_such_module'" in err

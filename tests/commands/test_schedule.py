@@ -1,0 +1,237 @@
+"""`pipemesh schedule`, as a user types it."""
+
+import json
+
+import pytest
+from pipemesh.schedule.builders.registry import SLICED
+
+from pipemesh.commands.main import main
+from pipemesh.commands.schedule import compare, scale_limit, table
+from pipemesh.errors import ScheduleError
+from pipemesh.schedule import (
+    Costs,
+    Schedule,
+    from_csv,
+    simulate,
+    v_min,
+    validate,
+    write_csv,
+    zb_h1,
+    zb_v,
+)
+from pipemesh.schedule.builders import BUILDERS
+
+SIZE = ["--devices", "4", "--num_microbatches", "8"]
+
+
+def run(*words):
+    return main(["schedule", *words])
+
+
+def test_the_issues_own_example(capsys):
+    assert run("--name", "zb_h1", *SIZE) == 0
+    out = capsys.readouterr().out
+    assert "zb_h1: 4 devices, 4 stages, 8 microbatches" in out
+    assert "device 3 |            3F0 3I0 3F1" in out
+    assert "makespan 27, bubble 3 (11.1%), largest own-span bubble 3, peak activations 4" in out
+    assert "\x1b" not in out
+
+
+def test_every_file_can_be_written(tmp_path, capsys):
+    files = {kind: tmp_path / f"a.{kind}" for kind in ("svg", "html", "trace", "csv", "text")}
+    words = [word for kind, file in files.items() for word in (f"--{kind}", str(file))]
+    assert run("--name", "zb_v", *SIZE, *words, "--memory", str(tmp_path / "m.svg")) == 0
+    assert capsys.readouterr().out.count("wrote") == 6
+    assert files["svg"].read_text().startswith("<svg")
+    assert files["html"].read_text().startswith("<!DOCTYPE html>")
+    assert len(json.loads(files["trace"].read_text())["traceEvents"]) > 192
+    assert from_csv(files["csv"].read_text()) == zb_v(4, 8)
+    assert Schedule.from_text(files["text"].read_text()) == zb_v(4, 8)
+    for file in ("csv", "text"):
+        assert run("--read", str(files[file])) == 0
+        assert "makespan 25.5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("form", ["compute_comms", "zero_bubble"])
+def test_csv_in_the_form_of_others(form, tmp_path, capsys):
+    file = tmp_path / "a.csv"
+    assert run("--name", "v_min", *SIZE, "--csv", str(file), "--csv_form", form) == 0
+    assert file.read_text() == write_csv(v_min(4, 8), form)
+    assert run("--read", str(file)) == 0
+    assert "makespan 29.5" in capsys.readouterr().out.split("a.csv")[-1]
+
+
+def test_costs_of_a_device_are_cut_into_its_stages(capsys):
+    assert run("--name", "zb_v", *SIZE, "--costs", "forward=2,transfer=0.1") == 0
+    assert "costs a stage: F 1, B 2, I 1, W 1, transfer 0.1" in capsys.readouterr().out
+    assert run("--name", "zb_v", *SIZE, "--costs", "f=1:1:1:1:1:1:1:2") == 0
+    assert "costs a stage: F 1:1:1:1:1:1:1:2, B 2:2:2:2:2:2:2:4" in capsys.readouterr().out
+
+
+def test_compare(capsys):
+    assert run("--compare", *SIZE) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:3] == ["schedule", "stages/device", "makespan"]
+    assert {line.split()[0] for line in lines[1:]} >= {"gpipe", "zb_h1", "zb_v", "list_schedule"}
+
+
+def test_a_searched_schedule_keeps_the_limit(tmp_path):
+    file = tmp_path / "found.csv"
+    costs = Costs([1, 1, 1, 2])
+    words = ["--costs", "f=1:1:1:2", "--memory_limit", "4", "--csv", str(file)]
+    assert run("--name", "list_schedule", *SIZE, *words) == 0
+    found = validate(from_csv(file.read_text()))
+    assert max(simulate(found, costs).peak_activations) <= 4
+    assert simulate(found, costs).makespan <= simulate(zb_h1(4, 8), costs).makespan
+    words = ["--num_virtual_stages", "2", "--memory_limit", "4:4:4:4", "--csv", str(file)]
+    assert run("--name", "list_schedule", *SIZE, *words) == 0
+    assert max(simulate(from_csv(file.read_text())).peak_activations) <= 8
+
+
+def test_jitter_is_repeatable(capsys):
+    words = ("--name", "gpipe", *SIZE, "--jitter", "0.2", "--seed", "3")
+    assert run(*words) == run(*words) == 0
+    one, two = capsys.readouterr().out.split("gpipe: ")[1:]
+    assert one == two
+
+
+def test_colour_is_chosen(capsys, monkeypatch):
+    assert run("--name", "gpipe", *SIZE, "--color", "always") == 0
+    assert "\x1b[48;2;" in capsys.readouterr().out
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert run("--name", "gpipe", *SIZE) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert max(len(line) for line in out.splitlines() if line.startswith("device")) <= 80
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "give one of --name, --compare and --read; none given"),
+        (("--name", "gpipe", "--compare"), "--name and --compare given"),
+        (("--name", "gpipe"), "--devices and --num_microbatches missing"),
+        (("--name", "gpipe", "--devices", "4"), "--num_microbatches missing"),
+        (("--name", "zbh1", *SIZE), "unknown schedule 'zbh1'; did you mean 'zb_h1'"),
+        (("--name", "gpipe", "--devices", "0", "--num_microbatches", "1"), "num_devices is 0"),
+        (
+            ("--name", "gpipe", "--devices", "1", "--num_microbatches", "-1"),
+            "num_microbatches is -1",
+        ),
+        (("--name", "gpipe", *SIZE, "--costs", "f=1:2"), "costs have 2 values, but there are 4"),
+        (("--name", "gpipe", *SIZE, "--costs", "fwd=1"), "column 1: unknown cost 'fwd'"),
+        (("--name", "gpipe", *SIZE, "--num_virtual_stages", "2"), "gpipe always has 1 a device"),
+        (("--name", "gpipe", *SIZE, "--memory_limit", "4"), "--memory_limit is for list_schedule"),
+        (("--name", "list_schedule", *SIZE, "--memory_limit", "x"), "--memory_limit is 'x'"),
+        (("--name", "gpipe", *SIZE, "--jitter", "2"), "jitter is 2.0"),
+        (("--compare", *SIZE, "--svg", "x.svg"), "--svg draws one schedule"),
+        (("--compare", *SIZE, "--jitter", "0.5"), "--jitter is for one schedule"),
+        (("--read", "/no/such.csv"), "cannot read /no/such.csv: No such file"),
+        (
+            ("--name", "gpipe", *SIZE, "--svg", "/no/such/x.svg"),
+            "--svg='/no/such/x.svg' cannot be written",
+        ),
+        (("--read", "x.csv", "--devices", "4"), "--devices does not go with --read"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(words, message, capsys):
+    assert run(*words) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_broken_file_is_named_with_line_and_column(tmp_path, capsys):
+    file = tmp_path / "broken.txt"
+    file.write_text("0: 0F0 0X0\n")
+    assert run("--read", str(file)) == 2
+    assert f"{file}: line 1, column 9: '0X0' is not an action" in capsys.readouterr().err
+    file.write_text("0: 0B0 0F0\n")
+    assert run("--read", str(file)) == 2
+    assert "device 0, tick 0: 0B0 comes before 0F0" in capsys.readouterr().err
+    file.write_bytes(b"\xff\xfe")
+    assert run("--read", str(file)) == 2
+    assert "it is not UTF-8 text" in capsys.readouterr().err
+
+
+def test_text_keeps_the_costs_and_csv_says_that_it_has_none(tmp_path, capsys):
+    text, table = str(tmp_path / "a.txt"), str(tmp_path / "a.csv")
+    words = ["--costs", "f=1:1:1:2,t=0.1", "--memory_limit", "4", "--text", text, "--csv", table]
+    assert run("--name", "list_schedule", *SIZE, *words) == 0
+    searched = capsys.readouterr().out
+    first = next(line for line in searched.splitlines() if line.startswith("makespan"))
+    for words in (["--read", text], ["--read", table, "--costs", "f=1:1:1:2,t=0.1"]):
+        assert run(*words) == 0
+        found = capsys.readouterr()
+        assert first in found.out and not found.err
+    assert run("--read", table) == 0
+    found = capsys.readouterr()
+    assert first not in found.out
+    assert "note: a.csv does not say the costs" in found.err
+    # What is given counts more than what is kept.
+    assert run("--read", text, "--costs", "f=1") == 0
+    assert "costs a stage: F 1, B 2" in capsys.readouterr().out
+    (tmp_path / "a.txt").write_text("# costs of an action: forward=x\n0: 0F0 0B0\n")
+    assert run("--read", text) == 2
+    assert "a.txt: costs, column 1: 'x' is not a number" in capsys.readouterr().err
+
+
+def test_round_off_is_no_bubble(capsys):
+    words = ("--devices", "1", "--num_microbatches", "8", "--costs", "f=0.1,b=0.3")
+    assert run("--name", "1f1b", *words) == 0
+    assert "bubble 0 (0.0%), largest own-span bubble 0," in capsys.readouterr().out
+
+
+def test_every_training_schedule_has_a_row_and_does_the_same_work():
+    rows = compare(Costs([1, 2, 1, 1], transfer=0.1), 4, 8)
+    names = {row.name for row in rows}
+    assert names == set(BUILDERS) - {"forward_only", "decode"} | {*SLICED, "list_schedule"}
+    for row in rows:
+        assert sum(row.timeline.busy) == pytest.approx(3 * 8 * 5)
+
+
+def test_the_searched_schedule_comes_first_of_those_of_whole_sequences():
+    for costs in (Costs(), Costs([1, 1, 1, 2]), Costs(1, input_grad=1.5, weight_grad=0.5)):
+        names = [row.name for row in compare(costs, 4, 8) if row.name not in SLICED]
+        assert names[0] == "list_schedule"
+
+
+def test_of_slices_a_device_holds_parts_of_microbatches():
+    (row,) = (row for row in compare(Costs(1, 2), 8, 32) if row.name == "seq_one_f_one_b")
+    assert row.timeline.makespan == 32 * 3 + 7 * 3 / 4
+    line = next(line for line in table([row]).splitlines() if "seq_one" in line)
+    assert line.split()[-3:-1] == ["11", "2.75"]
+
+
+def test_a_memory_limit_holds_for_the_searched_ones():
+    for row in compare(Costs(), 4, 8, memory_limit=2):
+        if row.name == "list_schedule":
+            assert max(row.timeline.peak_activations) <= 2 * row.virtual_stages
+    assert scale_limit([1, 2], 2) == [2, 4]
+    assert scale_limit(None, 2) is None
+
+
+def test_what_cannot_be_built_says_why():
+    text = table(compare(Costs(), 4, 6))
+    assert "not possible: dual_pipe_v: num_microbatches is 6, but DualPipeV needs" in text
+    assert "not possible: interleaved_one_f_one_b: num_microbatches is 6" in text
+
+
+def test_virtual_stages_go_to_those_that_take_them():
+    stages = {row.name: row.virtual_stages for row in compare(Costs(), 2, 4, 3)}
+    assert stages["looped_bfs"] == stages["interleaved_one_f_one_b"] == 3
+    assert stages["zb_v"] == 2
+    assert stages["gpipe"] == 1
+
+
+def test_columns_line_up():
+    lines = table(compare(Costs(), 4, 8)).splitlines()
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_bad_limits_and_counts_are_errors():
+    with pytest.raises(ScheduleError, match="memory_limit of device 0 is 0"):
+        compare(Costs(), 2, 4, memory_limit=0)
