@@ -64,7 +64,7 @@ def test_compare_and_plot(layers, capsys, tmp_path):
     out = capsys.readouterr().out
     assert "exact: layers" in out
     assert "uniform: layers" in out
-    assert picture.read_text().count("bottleneck") == 3
+    assert picture.read_text().count(">bottleneck") == 3
     assert main(["partition", layers, "--stages", "4", "--compare", "--json"]) == 0
     assert set(json.loads(capsys.readouterr().out)) == {"exact", "lingvo", "uniform"}
 
@@ -87,9 +87,11 @@ def test_schedules_that_only_a_table_tells_of_are_simulated(layers, capsys, tmp_
     assert main(["partition", layers, *words, "--schedule", f"file:{table}"]) == 0
     assert Partition.from_json(capsys.readouterr().out) == plan
     assert main(["partition", layers, *words, "--stages", "3", "--schedule", f"file:{table}"]) == 2
-    assert "has 4 stages, but 3 stages are asked for" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "3 stages were requested, but the schedule read from a file has 4 stages" in error
     assert main(["partition", layers, *words, "--stages", "3", "--schedule", "zb_v"]) == 2
-    assert "2 stages a device, but 3 stages are asked for" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "3 stages were requested, but the schedule has 2 stages a device" in error
     assert main(["partition", layers, "--stages", "4", "--schedule", "zb_v"]) == 2
     assert "--schedule=zb_v is simulated" in capsys.readouterr().err
 
@@ -197,7 +199,7 @@ def test_forms_of_costs(text, costs):
         ('[{"cost": 1}, {"name": "b"}]', "layer 1 has no cost"),
         ('[{"cost": 1, "forward": 2}]', "has cost beside forward"),
         ('[{"cost": "1"}]', "layer 0: cost is '1', but must be a number"),
-        ('[{"forward": 1, "name": 5}]', "layer 0: name of a layer is 5, but must be a text"),
+        ('[{"forward": 1, "name": 5}]', "layer 0: name of a layer is 5, but must be a string"),
         ("[" * 100_000, "nested too deeply"),
         ("[" + "1" * 5000 + "]", "costs.csv"),
         ("1\n" + "2" * 200_000, "line 2 is no CSV: field larger"),

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from pipemesh.schedule.builders.registry import SLICED
 
 from pipemesh.commands.main import main
 from pipemesh.commands.schedule import compare, scale_limit, table
@@ -19,7 +18,7 @@ from pipemesh.schedule import (
     zb_h1,
     zb_v,
 )
-from pipemesh.schedule.builders import BUILDERS
+from pipemesh.schedule.builders import BUILDERS, SLICED
 
 SIZE = ["--devices", "4", "--num_microbatches", "8"]
 
