@@ -63,6 +63,7 @@ class Bodies:
         self._functions: Mapping[str, Sequence[tf.compat.v1.NodeDef]] = {
             f.signature.name: f.node_def for f in graph_def.library.function
         }
+        self._definitions = {f.signature.name: f for f in graph_def.library.function}
 
     def called(self, node: tf.compat.v1.NodeDef) -> list[str]:
         """Returns the names of the functions that a node calls."""
@@ -75,6 +76,15 @@ class Bodies:
         ]
         # A node may also call a function named as its type.
         return [name for name in [*names, node.op] if name in self._functions]
+
+    def returns_argument(self, function: str, number: int) -> bool:
+        """Returns True if a function returns the argument of the same number unchanged."""
+        definition = self._definitions[function]
+        nodes = {node.name: node for node in definition.node_def}
+        name = definition.ret[definition.signature.output_arg[number].name].partition(":")[0]
+        while name in nodes and nodes[name].op == "Identity":
+            name = nodes[name].input[0].partition(":")[0]
+        return name == definition.signature.input_arg[number].name
 
     def within(self, nodes: Sequence[tf.compat.v1.NodeDef]) -> Iterator[tf.compat.v1.NodeDef]:
         """Yields the nodes, and those of all functions that they call, each function once."""

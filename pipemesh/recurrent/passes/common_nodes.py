@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from pipemesh.backend.gradients import had_gradient, passes_on
 from pipemesh.backend.graphs import Bodies
-from pipemesh.backend.operation_kinds import has_effect, is_stateful
+from pipemesh.backend.operation_kinds import LOOPS, has_effect, is_stateful
 
 # They hand on what they are given; nothing asks for a gradient any more.
 _HAND_ON = frozenset(("Identity", "StopGradient", "PreventGradient"))
@@ -70,6 +70,15 @@ def use_first(
             passed_on[node.name] = [
                 source if lies_with(source, node) else f"{node.name}:{i}"
                 for i, source in enumerate(sources)
+            ]
+        elif node.op in LOOPS and tf.resource.as_datatype_enum in node.attr["T"].list.type:
+            # A variable that a loop reads goes through it. It cannot be kept in a buffer.
+            body, types = node.attr["body"].func.name, node.attr["T"].list.type
+            passed_on[node.name] = [
+                source
+                if kind == tf.resource.as_datatype_enum and bodies.returns_argument(body, i)
+                else f"{node.name}:{i}"
+                for i, (source, kind) in enumerate(zip(sources, types, strict=True))
             ]
         if node.name in kept:
             continue
