@@ -69,12 +69,12 @@ class Snapshot:
         # values of other hosts are fetched to this process.
         parts = [(entry.name, part) for entry in entries for part in entry.parts]
         hosts = [part.host if part.host in left_there else own_host() for _, part in parts]
-        return cls(
-            [name for name, _ in parts],
-            [part.spec for _, part in parts],
-            hosts,
-            [part.read(host) for (_, part), host in zip(parts, hosts, strict=True)],
-        )
+        tensors = [part.read(host) for (_, part), host in zip(parts, hosts, strict=True)]
+        for tensor in tensors:
+            # A worker answers before it has read; the next step, which comes to it by another way,
+            # could change the variable first. The shape waits for the value.
+            _ = tensor.shape
+        return cls([name for name, _ in parts], [part.spec for _, part in parts], hosts, tensors)
 
 
 def _entry(name: str, value: Any) -> Entry:

@@ -108,6 +108,10 @@ def _restore(
             say_once("reads", path, host, f"cannot read it ({error})")
         for (entry, part), value in zip(group, values, strict=True):
             _assign(path, entry, part, value)
+    if parts and host != own_host():
+        # A worker answers before it has assigned; the shape waits for a value that it reads then,
+        # so that no step reads the old values.
+        _ = parts[-1][1].read(host).shape
 
 
 def _assign(path: str, entry: Entry, part: Part, value: tf.Tensor) -> None:

@@ -82,7 +82,7 @@ WRONG = [
     ("PlacementLowering(MESH, RULES, 2)", "give a list of names"),
     ("PlacementLowering(MESH, RULES, ['CPU:0'])", "1 devices were given"),
     ("PlacementLowering(MESH, RULES, ['CPU:0', 'CPU:99'])", "does not exist"),
-    ("PlacementLowering(MESH, RULES, ['CPU:0', 'one'])", "no name of a device"),
+    ("PlacementLowering(MESH, RULES, ['CPU:0', 'one'])", "not the name of a device"),
     ("Cores('data:2', DEVICES)", "Mesh.from_text"),
     ("Cores(MESH, 'CPU:0')", "give a list of names"),
     ("Cores(MESH, DEVICES, first_core='0')", "whole number"),
