@@ -28,7 +28,7 @@ def layer_costs(
     """Returns the time and the bytes of each layer of a sequence, for one microbatch.
 
     Times are the flops of `FPropMeta`, or measured seconds. Bytes are counted as in
-    `PipeliningLayer.PredictMemory`. Each layer is traced with its gradient as a stage by itself, in
+    `PipeliningLayer.PredictMemory`. Each layer is traced with its gradient as a separate stage, in
     a temporary graph. Nothing is computed, and no weight takes memory. Alike layers are traced
     once.
 

@@ -155,7 +155,7 @@ class WholeBatchLayer(KerasLayer):
     def FProp(self, theta: Any, *args: Any) -> Any:
         """Returns the outputs of the layer and the sum of the losses that it adds."""
         if not self.do_eval:
-            # Updates averages from their own values, not from values rounded to `fprop_dtype`.
+            # Averages are updated from their own values, not from values rounded to `fprop_dtype`.
             own = {name: self.vars[name].value() for name in self._untrained()}
             theta = py_utils.NestedMap({**theta, **own})
         with (

@@ -60,8 +60,8 @@ def PartitionSequentialLayers(
         Params of one `FeatureExtractionLayer` for each stage.
 
     Raises:
-        PartitionError: `params` are not params of layers, there are fewer layers than stages, a
-            shape has another type, a layer's `FPropMeta` is missing, fails or returns no cost, an
+        PartitionError: `params` are not params of layers, or there are fewer layers than stages. A
+            shape has another type. A layer's `FPropMeta` is missing, fails or returns no cost. An
             option is unknown or invalid, or no cut satisfies the options.
         ScheduleError: the schedule does not support the number of stages and microbatches.
 

@@ -41,9 +41,9 @@ class Experts(NamedLayer):
     many slots as a row has tokens. Each row is routed independently, so results depend neither on
     the layout nor on microbatches.
 
-    With the rule `experts:data`, if the batch is split over the same axis, all-to-all moves tokens
-    to their experts and back (Lepikhin et al., "GShard", 2020). Over another axis each processor
-    selects its experts' tokens from its rows, and gathers the results of all experts.
+    The rule `experts:data` may name the axis of the batch. Then all-to-all moves tokens to their
+    experts and back (Lepikhin et al., "GShard", 2020). Over another axis each processor selects its
+    experts' tokens from its rows, and gathers the results of all experts.
     """
 
     @classmethod

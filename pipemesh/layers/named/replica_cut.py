@@ -55,7 +55,7 @@ _stays: contextvars.ContextVar[bool] = contextvars.ContextVar("stays", default=F
 
 @contextlib.contextmanager
 def replica_cut_scope(cut: ReplicaCut | None) -> Iterator[None]:
-    """Makes, calls and counts named layers inside with weights that are cut over replicas.
+    """Sets the cut over replicas with which named layers inside are made, called and counted.
 
     Args:
         cut: the cut, or None for none.

@@ -94,7 +94,7 @@ def weight_parts(lowering: Lowering, name: str, shape: Shape) -> list[WeightPart
 
 
 def _layout(lowering: Lowering, shape: Shape) -> tuple[ReplicaCut | None, TensorLayout]:
-    """Returns the layout of a weight: on the replicas if it is cut over them, else inside one."""
+    """Returns the layout of a weight over the replicas if it is cut over them, else inside one."""
     cut = current_replica_cut()
     layout = None if cut is None else cut.layout(shape)
     return (None, lowering.tensor_layout(shape)) if layout is None else (cut, layout)

@@ -2,9 +2,9 @@
 
 Between matmuls a tensor-parallel model computes the same on all processors of the axis. With the
 rule `length:model` beside `heads:model;d_ff:model;vocab:model` each computes some of the tokens
-there. An all-gather before the matmuls and a reduce-scatter after them replace the all-reduce and
-send as much (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
-2022, section 4.2.2).
+there. An all-gather before the matmuls and a reduce-scatter after them replace the all-reduce. Both
+together send as much as it did (Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models", 2022, section 4.2.2).
 """
 
 from __future__ import annotations

@@ -189,10 +189,10 @@ class PipeliningLayer(SeqLayer):
             `loss_inside` the summed loss, the summed weight and the metrics.
 
         Raises:
-            PipelineError: the batch does not divide into `num_micro_batches` (in evaluation such a
-                batch runs through the stages whole), shapes are not static, an output is not cut
-                along the batch, or with `loss_inside` the last stage does not return a summed loss
-                and a summed weight. Eagerly also if a stage failed or a result is not finite.
+            PipelineError: the batch does not divide into `num_micro_batches`. (In evaluation such a
+                batch runs through the stages whole.) Shapes are not static, or an output is not cut
+                along the batch. With `loss_inside` the last stage does not return a summed loss and
+                a summed weight. Eagerly also if a stage failed or a result is not finite.
             DeviceError: with `strict_devices`, an operation of a stage would run on another device.
             ScheduleError: the schedule needs the loss inside the pipeline.
         """

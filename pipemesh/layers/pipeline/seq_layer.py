@@ -42,9 +42,9 @@ class SeqLayer(base_layer.BaseLayer):
     The name of a stage is part of the name of a variable only if layers of two stages have the same
     name. So weights are valid under another partition.
 
-    Random numbers are keyed by the global step, by the path of this layer in its model (without the
-    model's name) and by the layer inside. Earlier calls of `FProp` in the same graph, or eagerly
-    under the same tape, also count.
+    Random numbers are keyed by the global step and by the layer inside. This layer's path in its
+    model counts too, without the model's name. So do earlier calls of `FProp` in the same graph, or
+    eagerly under the same tape.
 
     Example:
         >>> from lingvo.core import layers

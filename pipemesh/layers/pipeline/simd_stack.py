@@ -259,7 +259,7 @@ class SimdStack:
         return self._call_cell(self._theta(self._behind, weights, theta), self._behind, *args)
 
     def call_alike(self, weights: Mapping[str, Tensor], args: Sequence[Any]) -> tuple[Any, ...]:
-        """Calls one of the alike layers, and returns as many values for the next one.
+        """Calls one of the alike layers, and returns the arguments of the next one.
 
         Raises:
             PipelineError: the next layer cannot take its results.

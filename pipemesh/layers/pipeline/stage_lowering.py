@@ -64,7 +64,8 @@ class StageLowering:
 
     @contextlib.contextmanager
     def on(self, devices: Sequence[str], home: Home | None = None) -> Iterator[None]:
-        """Makes, or calls, layers with named dims inside for a replica with these devices.
+        """Enters the scopes in which named layers are made, or called, for a replica with these
+        devices.
 
         `home` has the devices of all replicas; pass it when layers are made.
 
