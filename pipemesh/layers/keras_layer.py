@@ -262,8 +262,7 @@ def _names(variables: Sequence[Any]) -> list[str]:
 
 
 def _renumbered(paths: list[list[str]]) -> list[list[str]]:
-    """Renumbers the parts of paths within the model: `dense_7`, `dense_8` become `dense`,
-    `dense_1`.
+    """Renumbers parts of paths within the model: `dense_7`, `dense_8` become `dense`, `dense_1`.
 
     Keras numbers unnamed layers over the whole process, and a checkpoint must not depend on that.
     """

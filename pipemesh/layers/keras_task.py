@@ -172,9 +172,7 @@ class WholeBatchLayer(KerasLayer):
         return [name for name, variable in self._kept.items() if not variable.trainable]
 
     def PostTrainingStepUpdate(self) -> Any:
-        """Returns an operation that applies the updates of the last training call and the
-        constraints.
-        """
+        """Returns an operation for the updates of the last training call and the constraints."""
         updates = [self.vars[name].assign(value) for name, value in self._updates.items()]
         self._updates = {}
         return tf.group(super().PostTrainingStepUpdate(), *updates)

@@ -72,8 +72,8 @@ def export_to_lingvo(
 def import_from_lingvo(
     checkpoint: str, path: str, stages: Iterable[Any] | None = None, like: str | None = None
 ) -> str:
-    """Writes a checkpoint of this library, valid under every plan, from one of lingvo's own
-    pipeline.
+    """Converts a checkpoint of lingvo's own pipeline to one of this library, valid under every
+    plan.
 
     Args:
         checkpoint: path of lingvo's checkpoint, without extension.

@@ -53,8 +53,7 @@ def layer_flops(layers: list[Any], *shapes: Any) -> list[float]:
 
 
 def layer_metas(layers: list[Any], *shapes: Any) -> list[Meta]:
-    """Returns the result of the `FPropMeta` of each layer, given the shapes of the first one's
-    inputs.
+    """Returns the `FPropMeta` of each layer, given the shapes of the first one's inputs.
 
     A shape is a `tshape.Shape`, a `tf.TensorSpec`, a NestedMap of these, or None.
 

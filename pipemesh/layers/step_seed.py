@@ -151,8 +151,7 @@ def keyed_seeds(step: tf.Tensor | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def whole_batch_randomness(step: tf.Tensor | None = None) -> Iterator[None]:
-    """Makes random numbers inside equal to those of a pipeline; inside a pipeline it changes
-    nothing.
+    """Makes random numbers inside equal to those of a pipeline; inside a pipeline changes nothing.
 
     `step` is a result of `step_of_call`, by default the global step.
     """

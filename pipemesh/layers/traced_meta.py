@@ -13,8 +13,7 @@ from pipemesh.backend.static_shape import static_sizes
 
 
 def traced_meta(function: Callable[..., Any], specs: Sequence[tf.TensorSpec | None]) -> Any:
-    """Traces a function without `FPropMeta` and returns its `flops` and `out_shapes` as a
-    NestedMap.
+    """Traces a function without `FPropMeta` and returns its `flops` and `out_shapes`.
 
     Flops are two for each product of two numbers in matmuls and convolutions.
 

@@ -83,8 +83,8 @@ class Blocks:
         return [(i, j) for i in range(self.number) for j in range(i + 1)]
 
     def padded(self, x: tf.Tensor, value: int = 0) -> Sequence[tf.Tensor] | tf.Tensor:
-        """Cuts `[batch, length, ...]` to `[number, batch, size, ...]`; one block becomes a list of
-        it.
+        """Cuts `[batch, length, ...]` to `[number, batch, size, ...]`, or to a list of one
+        block.
         """
         if self.number == 1:
             return [x]
@@ -327,9 +327,7 @@ class _Attention:
         return self.blocks.joined(tf.reshape(x, [n, batch, *static_sizes(x)[1:]]))
 
     def _heads_first(self, x: tf.Tensor) -> tf.Tensor:
-        """Reorders `[batch, size, heads, dim]` to `[batch, kv_heads, heads per key * size,
-        dim]`.
-        """
+        """Reorders `[batch, size, heads, dim]` to `[batch, kv_heads, shared * size, dim]`."""
         batch, size, heads, dim = static_sizes(x)
         if heads == self.kv_heads:
             return tf.transpose(x, [0, 2, 1, 3])
@@ -350,9 +348,7 @@ class _Attention:
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """The rows of a float32 tensor as a list: a new row does not copy the others, as a scatter
-    would.
-    """
+    """A list of rows of a float32 tensor; a write copies one row, where a scatter copies all."""
 
     handle: tf.Tensor
     shape: tuple[int, ...]

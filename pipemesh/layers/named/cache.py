@@ -105,9 +105,7 @@ class KeyValueCache:
 
 
 def _written(kept: tf.Tensor, new: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
-    """Writes `[batch, length, heads, head_dim]` to positions of `[batch, heads, cache,
-    head_dim]`.
-    """
+    """Writes `[batch, length, heads, dim]` to positions of `[batch, heads, cache, dim]`."""
     batch, length, heads, _ = static_sizes(new)
     each = [batch, heads, length]
     rows = tf.broadcast_to(tf.reshape(tf.range(batch), [batch, 1, 1]), each)

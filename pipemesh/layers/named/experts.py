@@ -184,9 +184,7 @@ class Experts(NamedLayer):
 
     @classmethod
     def CountCosts(cls, p: Any, tally: Tally, x: Any, paddings: Any = None) -> tuple[Value, Value]:
-        """Counts the matmuls: the router's, those of all slots, even empty ones, and the weighted
-        mean.
-        """
+        """Counts the matmuls of the router, of all slots, even empty ones, and of the mean."""
         _check_layout(p, tally.lowering)
         names = {"length": WHOLE}
         x = count_whole(tally, x, "batch;length;embed", py_utils.FPropDtype(p), names)

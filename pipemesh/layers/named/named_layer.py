@@ -279,8 +279,7 @@ class NamedLayer(base_layer.BaseLayer):
         self._named_shapes[name] = shape
 
     def Weight(self, theta: Any, name: str) -> Tensor:
-        """Returns a weight as a tensor of the current lowering, in the dtype that the layer
-        computes in.
+        """Returns a weight as a tensor of the current lowering, in the compute dtype of the layer.
 
         Gradients reach each variable once, for any number of copies.
 

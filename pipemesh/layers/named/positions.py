@@ -54,9 +54,7 @@ class RotaryScaling:
             )
 
     def speeds(self, base: float, number: int) -> np.ndarray:
-        """Returns the speed of each pair's rotation relative to no scaling; `base` as in
-        `rotated`.
-        """
+        """Returns each pair's speed relative to no scaling; `base` as in `rotated`."""
         kept = np.zeros([number])
         if self.length is not None:
             turns = self.length * base ** (-np.arange(number) / number) / (2 * math.pi)

@@ -23,9 +23,7 @@ WHOLE = "tokens"
 
 
 def whole_names(rules: LayoutRules, *dims: str) -> dict[str, str]:
-    """Returns a new name for `length` if it is split over the axis of one of `dims`, else
-    nothing.
-    """
+    """Returns a new name for `length` if one of `dims` is split over its axis, else nothing."""
     axis = rules.axis("length")
     return {"length": WHOLE} if axis is not None and axis in map(rules.axis, dims) else {}
 

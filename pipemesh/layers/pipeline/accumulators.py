@@ -23,8 +23,7 @@ def first_carry(stage: Any) -> list[tf.Tensor]:
 
 @contextlib.contextmanager
 def carried(stage: Any, carry: Sequence[tf.Tensor]) -> Iterator[Callable[[], list[tf.Tensor]]]:
-    """Makes a stage compute with a carry; yields a function that returns the carry of this
-    microbatch.
+    """Makes a stage compute with a carry; yields a function that returns the microbatch's carry.
 
     Afterwards accumulators have their earlier state, even if it was empty, because values set
     inside belong to the stage's graph. Restoring the result of `GetValue` would not work: for an
@@ -50,8 +49,7 @@ def carried(stage: Any, carry: Sequence[tf.Tensor]) -> Iterator[Callable[[], lis
 def finish_carries(
     stages: Sequence[Any], carries: Sequence[Sequence[tf.Tensor]], outputs: list[tf.Tensor]
 ) -> list[tf.Tensor]:
-    """Sets accumulators and moving averages to their values after the step, and returns the
-    outputs.
+    """Sets accumulators and moving averages to their values after the step; returns the outputs.
 
     Do not call it in evaluation. No step ends there, after which accumulators are reset. So a
     training graph traced later would start with tensors of the evaluation graph.

@@ -23,9 +23,7 @@ _WAY_OUT = "make the stages alike, or use lowering='placement'"
 
 
 def pipeline_of(p: Any) -> Callable[..., Any]:
-    """Returns the function that runs a pipeline with the loss outside, by the params'
-    `lowering`.
-    """
+    """Returns the function that runs a pipeline with the loss outside, by `lowering`."""
     return alike_pipeline if p.lowering == "simd" else pipeline
 
 
@@ -74,9 +72,7 @@ def check_lowering(p: Any, schedule: Schedule) -> None:
 
 
 def differences(a: Any, b: Any, what: str) -> Iterator[str]:
-    """Describes the differences of two layers' params, other than names; `what` names the
-    layers.
-    """
+    """Describes the differences of two layers' params; `what` names the layers."""
 
     def told(verb: str, one: str, other: str) -> str:
         return f"{what} {a.name!r} {verb} {one} and {what} {b.name!r} {verb} {other}"

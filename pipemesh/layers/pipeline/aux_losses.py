@@ -26,8 +26,7 @@ def has_context() -> bool:
 def carrying(
     forward: Callable[..., Any], number: int, p: Any, home: Home, structures: list[Any]
 ) -> Callable[..., Any]:
-    """Returns the function of a stage that also passes on losses: its own and those of earlier
-    stages.
+    """Returns a stage's function that also passes on its own losses and those of earlier stages.
 
     Layers find the losses of earlier layers in their context, as in the plain stack. Each structure
     records the losses that go with it.
@@ -129,9 +128,7 @@ def _size(shape: tf.TensorShape, batch_dim: int) -> int | None:
 
 
 def _by_example(loss: tf.Tensor, size: int | None, p: Any, where: str) -> tf.Tensor:
-    """Returns a loss with a value for each example, along which the parts of the batch are
-    joined.
-    """
+    """Returns a loss with a value for each example, so that parts of the batch can be joined."""
     if loss.shape.rank == 0:
         return tf.broadcast_to(loss, [*[1] * p.batch_dim, size or 1])
     if size is not None and _size(loss.shape, p.batch_dim) != size:

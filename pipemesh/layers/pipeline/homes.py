@@ -14,15 +14,14 @@ from pipemesh.recurrent import Home
 
 
 def stage_homes(cluster: Any, places: Sequence[int], p: Any) -> list[Home]:
-    """Returns the home of each stage of a stack, given the positions of stages along the axis
-    `layers`.
+    """Returns the home of each stage, given its position along the axis `layers`.
 
-    A longer list of positions wraps around if it is a multiple of the axis. A cluster without a
-    mesh always wraps around, as in lingvo.
+    If there are more positions than the axis has, they wrap around. A cluster without a mesh always
+    wraps around, as in lingvo.
 
     Raises:
-        PipelineError: the positions are no multiple of the axis `layers`, or the cluster has
-            another mesh.
+        PipelineError: the number of positions exceeds the axis `layers` and is no multiple of it,
+            or the cluster has another mesh.
         PipemeshError: see `mesh_of`.
     """
     name = p.name

@@ -134,9 +134,7 @@ class PipeliningLayer(SeqLayer):
 
     @property
     def loss_scale(self) -> LossScale | None:
-        """Returns the dynamic scale of the loss, or None if the stages do not compute in
-        float16.
-        """
+        """Returns the dynamic scale of the loss, or None without float16."""
         if self.params.fprop_dtype != tf.float16:
             return None
         return LossScale(self.vars.loss_scale, self.vars.good_steps, self.vars.finite)
@@ -321,9 +319,7 @@ class PipeliningLayer(SeqLayer):
     def _flat(
         self, theta: Any, args: tuple[Any, ...], homes: list[Home]
     ) -> tuple[StageStructure, Any, list[StageWeights], Any]:
-        """Returns the structure of the arguments, and flat inputs, weights and carries of each
-        stage.
-        """
+        """Returns the arguments' structure, and flat inputs, weights and carries of each stage."""
         p = self.params
         structure = StageStructure(args, p.nested_map_fprop, p.name, "args")
         inputs = structure.flatten(args)

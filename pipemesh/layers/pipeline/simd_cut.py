@@ -27,7 +27,7 @@ class SimdCut:
     behind: int
 
     def split(self, stages: Sequence[Any]) -> tuple[Any | None, list[Any], Any | None]:
-        """Returns params of the layers before, of the stages of alike layers, and of the layers
+        """Returns params of the layers before, of the alike layers' stages, and of the layers
         behind.
         """
         cells = [stage.Copy() for stage in stages]

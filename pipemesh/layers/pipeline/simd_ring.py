@@ -170,7 +170,7 @@ class SimdRing:
         return self._map(lambda slots, i: tf.gather(slots, near[i], axis=1), kept)
 
     def merged(self, new: tf.Tensor, kept: Kept, before: Kept) -> Kept:
-        """Takes the rows of `kept` that `new` (`[rows]`, bool) selects, and the others of
+        """Takes the rows that `new` (`[rows]`, bool) selects from `kept`, the others from
         `before`.
         """
         old = iter(tf.nest.flatten(before))

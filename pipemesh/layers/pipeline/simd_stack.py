@@ -133,8 +133,7 @@ class SimdStack:
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """Returns the shapes of all whole weights, by layer and path: `softmax.w`,
-        `block0.norm.scale`.
+        """Returns the shapes of all whole weights, by layer and path, such as `block0.norm.scale`.
 
         The weights of the alike layers are stacked, under the name of the first one. A shared
         weight occurs once, under the layer that makes it.
@@ -276,9 +275,7 @@ class SimdStack:
         return {path: tensor for path, tensor in weights.items() if path.startswith(prefix)}
 
     def named_args(self, lowering: Lowering, args: Sequence[Any]) -> dict[int, Tensor]:
-        """Returns the arguments of the alike layers that are not None, by number, with named
-        dims.
-        """
+        """Returns the alike layers' arguments with named dims, by number, without None."""
         return {
             i: self._as_named(lowering, i, arg) for i, arg in enumerate(args) if arg is not None
         }
@@ -345,9 +342,7 @@ class SimdStack:
         return [p.random_names.get(sub.name, sub.name) for sub in p.sub]
 
     def _as_named(self, lowering: Lowering, number: int, arg: Any) -> Tensor:
-        """Returns an argument of the alike layers with named dims; the layers name those of plain
-        tensors.
-        """
+        """Returns an argument of the alike layers with named dims; layers name unnamed ones."""
         if isinstance(arg, Tensor):
             return arg
         p = self._stack.params

@@ -64,8 +64,7 @@ class StageLowering:
 
     @contextlib.contextmanager
     def on(self, devices: Sequence[str], home: Home | None = None) -> Iterator[None]:
-        """Enters the scopes in which named layers are made, or called, for a replica with these
-        devices.
+        """Enters the scopes that make or call named layers for a replica with these devices.
 
         `home` has the devices of all replicas; pass it when layers are made.
 
